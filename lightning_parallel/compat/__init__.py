@@ -202,6 +202,7 @@ class ParallelState:
         full_states: Makes its state dicts whole during a run (`strategies.full_state.FullStates`).
         pending: Parameters that wait for their data (`strategies.deferred_init.PendingInitialization`); a run that was
             refused leaves them to the next one.
+        watch: Watches the user's hooks during a run (`strategies.hook_watch.HookWatch`).
         is_in_step: Whether a part of a step is running, of those that all ranks run.
         skipped_steps: How many steps changed nothing, because a gradient was not finite.
         logged: By name of what a step logs in microbatches: whether it is a mean over samples although microbatches are
@@ -227,6 +228,7 @@ class ParallelState:
     whole: Any = None
     full_states: Any = None
     pending: Any = None
+    watch: Any = None
     is_in_step: bool = False
     skipped_steps: int = 0
     logged: dict[str, tuple[bool, bool]] = field(default_factory=dict)

@@ -46,6 +46,11 @@ from torch.distributed.fsdp._common_utils import FSDP_PREFIX
 from torch.nn.modules.batchnorm import _BatchNorm as BatchNormalization
 from torch.nn.modules.batchnorm import _NormBase as NormalizationBase
 from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
+
+# Hooks around the steps of all optimizers: they can be added in public, but not run at another time.
+from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
+from torch.overrides import _get_current_function_mode
 
 # Walks nested containers of tensors; `torch.utils.pytree` is not there in all supported versions.
 from torch.utils import _pytree as pytree
@@ -55,6 +60,9 @@ from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
 
 # Takes all modes that see operators away for a block; torch does so itself, for what it runs on its own account.
 from torch.utils._python_dispatch import _disable_current_modes as dispatch_modes_suspended
+
+# How many modes see operators: one that is entered in the middle of another's block would be left in its place.
+from torch.utils._python_dispatch import _get_current_dispatch_mode as current_dispatch_mode
 
 from lightning_parallel.compat import Patches
 
@@ -77,6 +85,9 @@ __all__ = [
     "add_all_",
     "buffers_of",
     "current_autograd_node",
+    "current_dispatch_mode",
+    "current_function_mode",
+    "gradient_hooks_of",
     "children_of",
     "copy_all_",
     "current_graph_task_id",
@@ -86,6 +97,8 @@ __all__ = [
     "flight_recorder_entries",
     "forbid_data_access",
     "forward_hooks_of",
+    "global_step_hooks",
+    "step_hooks_of",
     "is_flattened",
     "fsdp1_comm_hook",
     "fsdp1_gradient_views",
@@ -369,6 +382,28 @@ def move_tensor_hooks(source: Tensor, target: Tensor) -> None:
         target.register_hook(hook)
     for hook in (source._post_accumulate_grad_hooks or {}).values():
         target.register_post_accumulate_grad_hook(hook)
+
+
+def gradient_hooks_of(tensor: Tensor) -> list[dict[int, Callable[..., Any]]]:
+    """Return the hooks for gradients of a tensor, by number; each can be replaced in its place, but is not listed."""
+    return [hooks for hooks in (tensor._backward_hooks, tensor._post_accumulate_grad_hooks) if hooks]
+
+
+# The mode that sees functions first; None without one.
+current_function_mode: Callable[[], Any] = _get_current_function_mode
+
+
+# -- used by strategies and data_parallel: hooks of optimizers -----
+
+
+def step_hooks_of(optimizer: Optimizer) -> tuple[dict[int, Callable[..., Any]], dict[int, Callable[..., Any]]]:
+    """Return the hooks before and after a step of an optimizer, by number."""
+    return optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks
+
+
+def global_step_hooks() -> tuple[dict[int, Callable[..., Any]], dict[int, Callable[..., Any]]]:
+    """Return the hooks before and after a step of any optimizer, by number."""
+    return _global_optimizer_pre_hooks, _global_optimizer_post_hooks
 
 
 # -- used by callbacks: memory, operations, collectives -----

@@ -10,7 +10,8 @@ element by itself cannot tell. When parameters become whole again, the replicas 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from types import MethodType
 from typing import Any
 
@@ -22,6 +23,7 @@ from torch.utils.hooks import RemovableHandle
 from lightning_parallel import comm
 from lightning_parallel.comm import Group, Pending, Traffic, fill_buckets
 from lightning_parallel.compat import Patches
+from lightning_parallel.compat.torch import global_step_hooks, step_hooks_of
 from lightning_parallel.data_parallel.bucketed_reducer import BUCKET_BYTES
 
 __all__ = ["MOST_IN_FLIGHT", "ParameterSlices", "padded_to"]
@@ -222,7 +224,7 @@ class ParameterSlices:
     def divide(self, optimizer: Optimizer, patches: Patches) -> None:
         """Let an optimizer update slices, and keep its state for them, until `patches` are undone.
 
-        The closure of a step is evaluated before parameters are narrow.
+        The closure of a step is evaluated before parameters are narrow, and hooks of the step see them whole.
         """
         self._cut_state(optimizer)
         self._divided.append(optimizer)
@@ -230,6 +232,9 @@ class ParameterSlices:
 
         @functools.wraps(own)  # schedulers look at its attributes
         def step(_: Optimizer, closure: Callable[[], Any] | None = None, **kwargs: Any) -> Any:
+            given = (optimizer,) if closure is None else (optimizer, closure)
+            given, kwargs = _run_before(optimizer, given, kwargs)
+            closure = given[1] if len(given) > 1 else None
             replay = None
             if closure is not None:
                 with torch.enable_grad():
@@ -240,10 +245,13 @@ class ParameterSlices:
                     self.narrow(parameter)
             gathered: list[nn.Parameter] = []
             try:
-                result = own(**kwargs) if replay is None else own(replay, **kwargs)
+                with _hooks_put_off(optimizer):
+                    result = own(**kwargs) if replay is None else own(replay, **kwargs)
                 gathered = parameters
             finally:
                 self.widen(gathered)
+            for hook in (*step_hooks_of(optimizer)[1].values(), *global_step_hooks()[1].values()):
+                hook(optimizer, given, kwargs)
             return result
 
         # A method, as which schedulers wrap it that are made while the model trains.
@@ -269,6 +277,29 @@ class ParameterSlices:
         if not self.divides(parameter) or not isinstance(value, Tensor) or value.shape != parameter.shape:
             return value  # such as the count of steps
         return self.cut(value).clone()
+
+
+def _run_before(optimizer: Optimizer, args: tuple[Any, ...], kwargs: Any) -> tuple[tuple[Any, ...], Any]:
+    """Run the hooks before a step as the optimizer would; returns the arguments that they leave."""
+    for hook in (*global_step_hooks()[0].values(), *step_hooks_of(optimizer)[0].values()):
+        changed = hook(optimizer, args, kwargs)
+        if changed is not None:
+            args, kwargs = changed
+    return args, kwargs
+
+
+@contextmanager
+def _hooks_put_off(optimizer: Optimizer) -> Iterator[None]:
+    """Keep the hooks of an optimizer's step from running inside the block."""
+    registries = (*step_hooks_of(optimizer), *global_step_hooks())
+    held = [dict(hooks) for hooks in registries]
+    for hooks in registries:
+        hooks.clear()
+    try:
+        yield
+    finally:
+        for hooks, own in zip(registries, held):
+            hooks.update(own)
 
 
 _LARGE, _ALIGNED = 1024, 16  # elements

@@ -165,7 +165,10 @@ def _step_of(module: nn.Module | None, name: str) -> Iterator[None]:
     state = ParallelState.of(module)
     before, state.is_in_step = state.is_in_step, True
     try:
-        with nullcontext() if state.order is None else state.order.step(name, module):
+        with (
+            nullcontext() if state.watch is None else state.watch.paused(),
+            nullcontext() if state.order is None else state.order.step(name, module),
+        ):
             yield
     finally:
         state.is_in_step = before

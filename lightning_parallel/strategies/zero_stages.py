@@ -15,15 +15,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, Literal, Optional, get_args
 
-from lightning.pytorch import Callback, LightningModule
+from lightning.pytorch import LightningModule
 from lightning.pytorch.utilities.model_helpers import is_overridden
-from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch.optim import Optimizer
 
 from lightning_parallel import comm
 from lightning_parallel.comm import Group, MeshGroups
-from lightning_parallel.compat import FOREIGN, Patches
-from lightning_parallel.compat.twins import is_a
+from lightning_parallel.compat import Patches
 from lightning_parallel.compression import Reducer
 from lightning_parallel.data_parallel import ParameterSlices
 from lightning_parallel.strategies.optimization import check_sliced
@@ -84,11 +82,8 @@ def make_slices(stage: ZeroStage, module: LightningModule, groups: MeshGroups) -
     return slices
 
 
-_READERS = ("on_after_backward", "on_before_optimizer_step", "configure_gradient_clipping")
-
-
 def _check_gradients_unneeded(module: LightningModule) -> None:
-    """Refuse what needs whole gradients; warn of hooks that may read them."""
+    """Refuse what needs whole gradients; hooks that read them are watched (`hook_watch`)."""
     kind = type(module).__name__
     if not module.automatic_optimization:
         raise ValueError(
@@ -100,20 +95,6 @@ def _check_gradients_unneeded(module: LightningModule) -> None:
             f"`{kind}` overrides `optimizer_zero_grad`, but with `zero_stage=2` no gradient is left after a step that"
             " could be kept. Use `zero_stage=1`, and `accumulate_grad_batches` to add up gradients"
         )
-    callbacks = [one for one in module.trainer.callbacks if is_a(one, Callback)]  # type: ignore[attr-defined]
-    theirs = [(one, name) for one in callbacks if not _is_known(one) for name in _READERS[:2]]
-    found = [f"`{kind}.{name}`" for name in _READERS if is_overridden(name, module)]
-    found += [f"`{type(one).__name__}.{name}`" for one, name in theirs if is_overridden(name, one, parent=Callback)]
-    if found:
-        rank_zero_warn(
-            f"With `zero_stage=2`, {', '.join(found)} find this replica's slices of gradients and parameters, not whole"
-            " ones. What treats each element by itself, torch's `clip_grad_norm_` and Lightning's `grad_norm` are"
-            " right; other norms and shapes need `zero_stage=1`"
-        )
-
-
-def _is_known(callback: Any) -> bool:
-    return type(callback).__module__.partition(".")[0] in FOREIGN
 
 
 def divide_optimizers(optimizers: Sequence[Optimizer], slices: ParameterSlices, world: Group, patches: Patches) -> None:

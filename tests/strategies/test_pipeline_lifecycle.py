@@ -40,7 +40,7 @@ class HalfPrecision(Deep):
 
     def on_after_backward(self):
         if self.overflows_on == self.global_rank and self.global_step == 1:
-            next(parameter for parameter in self.parameters() if parameter.grad is not None).grad[0] = float("inf")
+            next(parameter for parameter in self.parameters() if parameter.grad is not None).grad.fill_(float("inf"))
 
     def on_train_batch_end(self, outputs, batch, index):
         pass

@@ -1,0 +1,533 @@
+"""Watches the user's hooks, which see parts of parameters and gradients, for what would differ from one process.
+
+Inside of steps the audit and the self-check do so. Hooks of the module, of callbacks and of optimizers, and hooks for
+gradients, run outside of them:
+
+    calls 1, 2, 4, 8, ... of each hook      every operation is looked at; then all ranks raise together, or none
+    a line that has not run before          from there on to the end of the hook
+    other calls                             nothing, but that new lines are noticed
+
+What is refused goes on until the hook ends, so that ranks do not part in the middle of it.
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
+from types import CodeType, FrameType
+from typing import Any
+
+from lightning.pytorch import Callback, LightningModule
+from lightning.pytorch.utilities.rank_zero import rank_zero_warn
+from torch import Tensor
+from torch.optim import Optimizer
+from torchmetrics import Metric
+
+from lightning_parallel import comm
+from lightning_parallel.comm import Group, MeshGroups
+from lightning_parallel.compat import FOREIGN, ParallelState, Patches
+from lightning_parallel.compat.torch import (
+    current_dispatch_mode,
+    current_function_mode,
+    global_step_hooks,
+    gradient_hooks_of,
+    step_hooks_of,
+)
+from lightning_parallel.compat.twins import is_a
+from lightning_parallel.data_parallel import ParameterSlices
+from lightning_parallel.strategies.part_use import ExportMode, PartUseMode
+from lightning_parallel.strategies.parts import Part, PartMap
+from lightning_parallel.tensor.sharding import Shard
+
+__all__ = ["HookError", "HookWatch", "WatchedHook"]
+
+_PASSED = FOREIGN | {"lightning_utilities"} | set(sys.stdlib_module_names) - {"__main__"}
+_STEPS = ("training_step", "validation_step", "test_step", "predict_step", "forward", "backward")
+_OURS = "lightning_parallel"
+
+
+class HookError(RuntimeError):
+    """A hook computes with a part as if it were the whole tensor."""
+
+
+@dataclass
+class WatchedHook:
+    """One hook: its name for messages, the ranks that all call it, if there are some, and how often it was called."""
+
+    title: str
+    group: Group | None
+    is_in_step: bool = False
+    calls: int = 0
+
+    def is_due(self) -> bool:
+        """Count a call; tell whether it is one to look at on all ranks."""
+        self.calls += 1
+        return not self.calls & (self.calls - 1)
+
+
+class HookWatch:
+    """Refuses hooks of the user that take a part for the tensor.
+
+    Args:
+        module: The divided module.
+        rules: How its tensors are sharded over the tensor axis, by name.
+        groups: The mesh's groups.
+        slices: The slices of the replicas, if there are some.
+        optimizers: Returns the optimizers of the run.
+    """
+
+    def __init__(
+        self,
+        module: LightningModule,
+        rules: Mapping[str, Shard],
+        groups: MeshGroups,
+        slices: ParameterSlices | None,
+        optimizers: Callable[[], Sequence[Optimizer]],
+    ) -> None:
+        self._module = module
+        self._rules = rules
+        self._groups = groups
+        self._slices = slices
+        self._optimizers = optimizers
+        self.group = groups.replica if slices is None else groups.world
+        self._hooks: dict[str, WatchedHook | None] = {}
+        self._agreed: frozenset[tuple[str, int]] = frozenset()
+        self._parts = PartMap()
+        self._lines = _Lines()
+        self._calls: list[_WatchedCall] = []
+        self._pending: HookError | None = None
+        self._wrapped: list[tuple[dict[int, Callable[..., Any]], int, Callable[..., Any], Callable[..., Any]]] = []
+        self._told: set[str] = set()
+        self._steps = 0
+        self._modules: set[int] = set()
+
+    @classmethod
+    def install(cls, watch: HookWatch, patches: Patches) -> None:
+        """Watch the hooks of a run until `patches` are undone; every rank must call it."""
+        trainer = watch._module.trainer
+        watch._modules = {id(one) for one in watch._module.modules() if not isinstance(one, Metric)}
+        keys = Counter(_key(one) for one in trainer.callbacks if _is_users_class(one))  # type: ignore[attr-defined]
+        found = comm.all_gather_object(set(keys.items()), watch._groups.world)
+        watch._agreed = frozenset(found[0].intersection(*found[1:]))
+        state = ParallelState.of(watch._module)
+        patches.replace(state, "watch", watch)
+        # Lightning runs every hook in a span of its profiler, which all versions of it do.
+        own = trainer.profiler.profile  # type: ignore[attr-defined]
+
+        def profile(action: str) -> AbstractContextManager[Any]:
+            hook = watch._hook_of(action)
+            return own(action) if hook is None else watch._around(hook, own(action))
+
+        patches.replace(trainer.profiler, "profile", profile)  # type: ignore[attr-defined]
+
+    # ------------------------------------------------------------------------------------------------- which hooks
+
+    def _hook_of(self, action: str) -> WatchedHook | None:
+        """Return the hook that Lightning names so, if its code is the user's."""
+        if action not in self._hooks:
+            self._hooks[action] = self._find(action)
+        return self._hooks[action]
+
+    def _find(self, action: str) -> WatchedHook | None:
+        kind, _, rest = action.partition("]")
+        owner, _, name = rest.rpartition(".")
+        if name in _STEPS or name.endswith("_dataloader") or "transfer" in name:
+            return None
+        if kind == "[LightningModule":
+            if not _is_users(getattr(self._module, name, None)):
+                return None
+            return WatchedHook(f"`{type(self._module).__name__}.{name}`", self._group_of(name))
+        if kind == "[Callback":
+            callbacks = [one for one in self._module.trainer.callbacks if _key(one) == owner]  # type: ignore[attr-defined]
+            if not any(_is_users_hook(one, name) for one in callbacks):
+                return None
+            is_agreed = (owner, len(callbacks)) in self._agreed
+            return WatchedHook(f"`{type(callbacks[0]).__name__}.{name}`", self._group_of(name) if is_agreed else None)
+        return None
+
+    def _group_of(self, name: str) -> Group:
+        # In evaluation, replicas may have different numbers of batches.
+        evaluates = any(stage in name for stage in ("validation", "test", "predict", "sanity"))
+        return self._groups.replica if evaluates else self.group
+
+    @contextmanager
+    def optimizer_step(self, optimizer: Optimizer) -> Iterator[None]:
+        """Watch the hooks of the optimizer, which may be registered at any time, and not the step itself."""
+        for hooks in (*step_hooks_of(optimizer), *global_step_hooks()):
+            self._wrap_all(hooks, f"a hook of `{type(optimizer).__name__}.step`", None)
+        with self.paused():
+            yield
+
+    def _wrap_all(self, hooks: dict[int, Callable[..., Any]], title: str, parameter: str | None) -> None:
+        for key, function in list(hooks.items()):
+            if _is_users(function) and not hasattr(function, "_watches"):
+                watched = self._watched(function, WatchedHook(title, None, is_in_step=True), parameter)
+                hooks[key] = watched
+                self._wrapped.append((hooks, key, function, watched))
+
+    def _watched(self, function: Callable[..., Any], hook: WatchedHook, parameter: str | None) -> Callable[..., Any]:
+        def run_watched(*args: Any, **kwargs: Any) -> Any:
+            given = None if parameter is None or not args else (parameter, args[0])
+            with self.watching(hook, given):
+                return function(*args, **kwargs)
+
+        run_watched._watches = function  # type: ignore[attr-defined]
+        return functools.update_wrapper(run_watched, function, assigned=("__doc__",), updated=())
+
+    def begin_step(self) -> None:
+        """Look for new hooks of gradients, in some steps only; all ranks call it."""
+        self._steps += 1
+        if not self._steps & (self._steps - 1):
+            for name, parameter in self._module.named_parameters():
+                for hooks in gradient_hooks_of(parameter):
+                    self._wrap_all(hooks, f"a hook for the gradient of `{name}`", name)
+
+    def settle(self) -> None:
+        """Raise what hooks inside of a step were refused for; all ranks call it at the same points.
+
+        Raises:
+            HookError: On every rank, in steps that are looked at.
+        """
+        failure, self._pending = self._pending, None
+        if not self._steps & (self._steps - 1):
+            comm.raise_together(failure, self.group)
+        elif failure is not None:
+            raise failure
+
+    def close(self) -> None:
+        """Leave hooks as they were."""
+        for hooks, key, function, watched in self._wrapped:
+            if hooks.get(key) is watched:
+                hooks[key] = function
+        self._wrapped.clear()
+
+    # ---------------------------------------------------------------------------------------------------- watching
+
+    @contextmanager
+    def _around(self, hook: WatchedHook, span: AbstractContextManager[Any]) -> Iterator[None]:
+        with span, self.watching(hook):
+            yield
+
+    @contextmanager
+    def watching(self, hook: WatchedHook, given: tuple[str, Tensor] | None = None) -> Iterator[None]:
+        """Watch a call of a hook.
+
+        Raises:
+            HookError: On every rank if all of them call it, and it is due; on this one if a new line is refused.
+        """
+        is_due = hook.is_due()
+        call = _WatchedCall(self, hook, given)
+        self._calls.append(call)
+        error: Exception | None = None
+        with self._lines.noticed(call.begin):
+            try:
+                if is_due:
+                    call.begin()
+                yield
+            except Exception as raised:
+                error = raised
+            finally:
+                call.end()
+                self._calls.remove(call)
+        if call.failure is None and error is not None:
+            raise error
+        if hook.is_in_step:
+            # Other ranks are in the middle of a schedule.
+            self._pending = self._pending or call.failure
+        elif is_due and hook.group is not None:
+            self._parts.prune()
+            comm.raise_together(call.failure, hook.group)
+        elif call.failure is not None:
+            raise call.failure
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Watch nothing inside the block: a step, which has its own audit."""
+        call = self._calls[-1] if self._calls and self._calls[-1].is_running else None
+        with self._lines.suspended():
+            if call is not None:
+                call.end()
+            try:
+                yield
+            finally:
+                if call is not None:
+                    call.begin()
+
+    def seed(self) -> None:
+        """Note which tensors are parts now."""
+        names: dict[int, str] = {}
+        for name, parameter in self._module.named_parameters():
+            names[id(parameter)] = name
+            self._note(f"`{name}`", name, parameter, parameter)
+            if parameter.grad is not None:
+                self._note(f"the gradient of `{name}`", name, parameter, parameter.grad)
+        for optimizer in self._optimizers():
+            for owner, state in optimizer.state.items():
+                name = names.get(id(owner), "")
+                for key, value in state.items() if name and isinstance(state, dict) else ():
+                    if isinstance(value, Tensor) and value.dim():
+                        self._note(f"`{key}` of the optimizer for `{name}`", name, owner, value, is_state=True)
+
+    def _note(self, label: str, name: str, parameter: Tensor, tensor: Tensor, is_state: bool = False) -> None:
+        part = self._part_of(label, name, parameter, tensor, is_state)
+        if part is None:
+            self._parts.remove(tensor)  # its memory may have been that of slices
+        else:
+            self._parts.add(tensor, part)
+
+    def note_given(self, name: str, gradient: Tensor) -> None:
+        """Note that a hook is given the gradient of a parameter, before that has it."""
+        parameter = dict(self._module.named_parameters()).get(name)
+        # The self-check runs hooks with whole gradients, too.
+        if parameter is not None and gradient is not parameter and gradient.shape == parameter.shape:
+            self._note(f"the gradient of `{name}`", name, parameter, gradient)
+
+    def _part_of(self, label: str, name: str, parameter: Tensor, tensor: Tensor, is_state: bool = False) -> Part | None:
+        """Return what part a parameter, or a tensor that belongs to it, is; None if it is whole on every rank."""
+        slices, rule, owners = self._slices, self._rules.get(name), frozenset({name})
+        if slices is not None and (slices.is_narrow(parameter) or (is_state and slices.divides(parameter))):
+            why = f"cut into slices over {slices.group.size} replicas (`zero_stage`)"
+            return Part(label, owners, why, ("slice",), 1, tensor.numel(), True, is_inside=tensor is parameter)
+        if rule is not None and rule.ranks > 1 and tensor.dim() == parameter.dim() and tensor.shape == parameter.shape:
+            dim = rule.dim % tensor.dim()
+            why = f"sharded over {rule.ranks} tensor-parallel ranks"
+            return Part(label, owners, why, rule.ranges, max(1, tensor.stride(dim)), tensor.shape[dim])
+        if self._groups.pipeline_parallel.size > 1:
+            return Part(label, owners, f"on one of {self._groups.pipeline_parallel.size} pipeline stages only")
+        return None
+
+    # ------------------------------------------------------------------------------------------------- what is said
+
+    def refuse(self, call: _WatchedCall, action: str, parts: Sequence[Part]) -> None:
+        """Note the first thing that a hook is refused for."""
+        if call.failure is not None:
+            return
+        part = next((one for one in parts if one.is_divided and one.owners), parts[0])
+        others = len({name for one in parts for name in one.owners}) - 1
+        more = f" and of {others} other parameter{'s' * (others > 1)}" if others > 0 else ""
+        place = _users_place(call.is_model) or "a hook"
+        call.failure = HookError(
+            f"{call.hook.title} would give another result than one process: {place} {action} {part.label}{more}. This"
+            f" rank holds only a part of it: it is {part.why or 'one part of several'}. {_way_out(part, action)}"
+        )
+
+    def tell_shape(self, part: Part) -> None:
+        """Warn once for each line that reads the shape of a part."""
+        frame: FrameType | None = sys._getframe(2)
+        if frame is None or _is_passed(frame):
+            return
+        place = f"`{frame.f_code.co_name}` ({frame.f_code.co_filename.rpartition('/')[2]}, line {frame.f_lineno})"
+        if place not in self._told:
+            self._told.add(place)
+            rank_zero_warn(
+                f"{place} reads the shape or the number of elements of {part.label}. It is that of this rank's part:"
+                f" the tensor is {part.why}. A number that depends on it is another one than on one process"
+            )
+
+    def is_model(self, module: object) -> bool:
+        """Tell whether an object is a module of the model."""
+        return id(module) in self._modules
+
+    def parts(self) -> PartMap:
+        """Return the parts that are known."""
+        return self._parts
+
+
+def _way_out(part: Part, action: str) -> str:
+    if "random" in action or "numbers" in action:
+        first = "Draw and initialize in `__init__` or `configure_model`, where the model is whole."
+    else:
+        first = (
+            "In hooks, element-wise operations, `clip_grad_norm_`, `gradient_clip_val` and Lightning's `grad_norm` are"
+            " right, and `self.state_dict()`, called on every rank, gives whole parameters."
+        )
+    name = next(iter(sorted(part.owners)), "")
+    if part.is_slice:
+        return f"{first} With `zero_stage=1` gradients and parameters are whole in hooks"
+    if part.size and name:
+        return f"{first} Or keep the layer whole with plan={{..., {name.rpartition('.')[0]!r}: 'replicate'}}"
+    return f"{first} TensorParallelStrategy keeps what it does not shard whole on every rank"
+
+
+class _WatchedCall:
+    """One call of a hook while it is watched."""
+
+    def __init__(self, watch: HookWatch, hook: WatchedHook, given: tuple[str, Tensor] | None) -> None:
+        self.hook = hook
+        self.failure: HookError | None = None
+        self._given = given
+        self.is_running = False
+        self._watch = watch
+        self._modes: list[Any] = []
+        self._outer = current_dispatch_mode(), current_function_mode()
+
+    def begin(self) -> None:
+        """Begin to look at every operation."""
+        if self.is_running or self._outer[0] is not current_dispatch_mode():
+            return  # in a block with a mode of the user's, which would be left in our place
+        self.is_running = True  # at once, since what follows may run new lines
+        watch = self._watch
+        watch.seed()
+        if self._given is not None:
+            watch.note_given(*self._given)
+        refuse = functools.partial(watch.refuse, self)
+        is_users = functools.partial(_is_users_call, self.is_model)
+        self._modes = [PartUseMode(watch.parts(), refuse, is_users, _is_logging)]
+        if self._outer[1] is current_function_mode():
+            self._modes.insert(0, ExportMode(watch.parts(), refuse, is_users, watch.tell_shape))
+        for mode in self._modes:
+            mode.__enter__()
+
+    def end(self) -> None:
+        """Look at nothing any more."""
+        if self.is_running:
+            self.is_running = False
+            for mode in reversed(self._modes):
+                mode.__exit__(None, None, None)
+
+    def is_model(self, module: object) -> bool:
+        """Tell whether an object is a module of the model."""
+        return self._watch.is_model(module)
+
+
+class _Lines:
+    """Notices lines of the user's code that run for the first time, by Python's trace function where it is free."""
+
+    def __init__(self) -> None:
+        self._left: dict[CodeType, set[int]] = {}
+        self._begin: Callable[[], None] | None = None
+
+    @contextmanager
+    def noticed(self, begin: Callable[[], None]) -> Iterator[None]:
+        """Call `begin` before each line that is new, inside the block."""
+        outer, trace = self._begin, sys.gettrace()
+        if trace is not None and trace != self._call:
+            yield  # a debugger
+            return
+        self._begin = begin
+        sys.settrace(self._call)
+        try:
+            yield
+        finally:
+            sys.settrace(trace)
+            self._begin = outer
+
+    @contextmanager
+    def suspended(self) -> Iterator[None]:
+        """Notice nothing inside the block."""
+        if sys.gettrace() != self._call:
+            yield
+            return
+        sys.settrace(None)
+        try:
+            yield
+        finally:
+            sys.settrace(self._call)
+
+    def _call(self, frame: FrameType, event: str, argument: Any) -> Any:
+        code = frame.f_code
+        if code not in self._left:
+            lines = {line for _, _, line in code.co_lines() if line is not None} - {code.co_firstlineno}
+            self._left[code] = set() if _is_passed(frame) else lines or {code.co_firstlineno}
+        return self._line if self._left[code] else None
+
+    def _line(self, frame: FrameType, event: str, argument: Any) -> Any:
+        if event == "line":
+            left = self._left[frame.f_code]
+            if frame.f_lineno in left:
+                left.discard(frame.f_lineno)
+                if self._begin is not None:
+                    self._begin()
+        return self._line
+
+
+# ---------------------------------------------------------------------------------------------------- whose code it is
+
+
+def _root_of(function: Any) -> str:
+    while True:
+        if isinstance(function, functools.partial):
+            function = function.func
+        elif hasattr(function, "__wrapped__"):
+            function = function.__wrapped__
+        else:
+            break
+    return (getattr(function, "__module__", None) or "").partition(".")[0]
+
+
+def _is_users(function: Any) -> bool:
+    return callable(function) and _root_of(function) not in FOREIGN
+
+
+def _is_users_class(callback: Any) -> bool:
+    return type(callback).__module__.partition(".")[0] not in FOREIGN
+
+
+def _is_users_hook(callback: Any, name: str) -> bool:
+    function = getattr(callback, name, None)
+    if function is None or not is_a(callback, Callback):
+        return False
+    # Of a subclass of Lightning's, whose hook calls its methods, too.
+    of_base = getattr(Callback, name, None)
+    is_own = getattr(function, "__func__", function) is not of_base and _root_of(function) != ""
+    empty = getattr(getattr(function, "__func__", None), "__qualname__", "") == f"Callback.{name}"
+    return _is_users(function) or (_is_users_class(callback) and is_own and not empty)
+
+
+def _key(callback: Any) -> str:
+    return str(getattr(callback, "state_key", type(callback).__name__))
+
+
+def _is_passed(frame: FrameType) -> bool:
+    return frame.f_globals.get("__name__", "").partition(".")[0] in _PASSED
+
+
+def _is_end(frame: FrameType) -> bool:
+    """Tell whether a frame is the one that called the hook."""
+    return frame.f_code.co_name == "run_watched" or frame.f_globals.get("__name__", "").endswith(".trainer.call")
+
+
+def _walk(is_model: Callable[[object], bool]) -> FrameType | None:
+    """Return the innermost frame of the user's code in a hook; None if ours, or the model, called what runs."""
+    frame: FrameType | None = sys._getframe(1)
+    found: FrameType | None = None
+    own = __name__, f"{_OURS}.strategies.part_use"
+    is_copied = False
+    while frame is not None and not _is_end(frame):
+        name = frame.f_globals.get("__name__", "")
+        # A copy of a divided layer, by our code, is the user's.
+        is_copied = is_copied or frame.f_code.co_name == "__deepcopy__"
+        if found is None and not is_copied and name.partition(".")[0] == _OURS and name not in own:
+            return None
+        if frame.f_code.co_name == "_call_impl" and is_model(frame.f_locals.get("self")):
+            return None
+        if found is None and not _is_passed(frame):
+            found = frame
+        frame = frame.f_back
+    return found
+
+
+def _is_users_call(is_model: Callable[[object], bool]) -> bool:
+    return _walk(is_model) is not None
+
+
+def _users_place(is_model: Callable[[object], bool]) -> str:
+    frame = _walk(is_model)
+    if frame is None:
+        return ""
+    return f"`{frame.f_code.co_name}` ({frame.f_code.co_filename.rpartition('/')[2]}, line {frame.f_lineno})"
+
+
+def _is_logging() -> bool:
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and (_is_passed(frame) or frame.f_globals.get("__name__") == __name__):
+        if frame.f_code.co_name in ("log", "log_dict", "log_metrics") and not _is_end(frame):
+            return True
+        if _is_end(frame):
+            return False
+        frame = frame.f_back
+    return False
