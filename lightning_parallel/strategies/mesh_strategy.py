@@ -174,7 +174,6 @@ class MeshStrategy(MeshCheckpoints):
         self._loader_index, self._is_first_batch = 0, True
         self._audit: StepAudit | None = None
         self._shows_stages = False
-        self._watch: HookWatch | None = None
 
     # ------------------------------------------------------------------------------------------------- the model
 
@@ -232,8 +231,8 @@ class MeshStrategy(MeshCheckpoints):
         norm.use_everywhere(self._patches)
         span_replica(self.precision_plugin, norm, self.root_device, self._patches)
         if self.groups.replica.size > 1 or self._slices is not None:
-            self._watch = HookWatch(module, self._rules, self.groups, self._slices, lambda: self.optimizers)
-            HookWatch.install(self._watch, self._patches)
+            self._hook_watch = HookWatch(module, self._rules, self.groups, self._slices, lambda: self.optimizers)
+            HookWatch.install(self._hook_watch, self._patches)
         if fitting:
             move_optimizers(self.optimizers, self.root_device)
             replicas.share_plateau_metrics(self.lr_scheduler_configs, self.groups.data_parallel)
@@ -352,6 +351,7 @@ class MeshStrategy(MeshCheckpoints):
     """Whether the strategy keeps something of each parameter, so that none may come or go."""
 
     _watch: ModelWatch | None = None
+    _hook_watch: HookWatch | None = None
 
     @property
     @override
@@ -460,9 +460,9 @@ class MeshStrategy(MeshCheckpoints):
         if self._reducer is not None:
             self._reducer.close()
             self._reducer = None
-        if self._watch is not None:
-            self._watch.close()
-            self._watch = None
+        if self._hook_watch is not None:
+            self._hook_watch.close()
+            self._hook_watch = None
         self._patches.undo()
         if self._slices is not None:
             self._slices.close()
@@ -530,8 +530,8 @@ class MeshStrategy(MeshCheckpoints):
             self.adopt_changes()  # since the batch began
         if self._reducer is not None:
             self._reducer.refresh()
-        if self._watch is not None:
-            self._watch.begin_step()
+        if self._hook_watch is not None:
+            self._hook_watch.begin_step()
         if self._compression is not None:
             self._compression.prepare_step(self.precision_plugin)
         assert self._first_batches is not None
@@ -609,13 +609,13 @@ class MeshStrategy(MeshCheckpoints):
             self._reducer.reduce()  # a module under manual optimization called `loss.backward()` by itself
             if self._compression is not None:
                 self._compression.drop_nonfinite_gradients(self._reducer, self.precision_plugin)
-        with nullcontext() if self._watch is None else self._watch.optimizer_step(optimizer):
+        with nullcontext() if self._hook_watch is None else self._hook_watch.optimizer_step(optimizer):
             output = super().optimizer_step(optimizer, closure, model, **kwargs)
         if self._slices is not None:
             self._slices.widen()  # of a step that was skipped
         self.end_step(optimizer)
-        if self._watch is not None:
-            self._watch.settle()
+        if self._hook_watch is not None:
+            self._hook_watch.settle()
         return output
 
     def end_step(self, optimizer: Optimizer) -> None:
