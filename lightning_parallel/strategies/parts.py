@@ -58,7 +58,7 @@ class Placed(NamedTuple):
     at: int
 
 
-class _Region(NamedTuple):
+class _PartRegion(NamedTuple):
     start: int
     stop: int
     part: Part
@@ -73,7 +73,7 @@ class PartMap:
 
     def __init__(self) -> None:
         # A weak reference keeps the address of a storage from being used again, and not its memory.
-        self._regions: dict[int, tuple[StorageWeakRef, dict[int, _Region]]] = {}
+        self._regions: dict[int, tuple[StorageWeakRef, dict[int, _PartRegion]]] = {}
         self._drawn: dict[int, tuple[StorageWeakRef, str]] = {}
 
     def add(self, tensor: Tensor, part: Part) -> None:
@@ -85,7 +85,7 @@ class PartMap:
         known = self._regions.setdefault(key.cdata, (key, {}))[1].get(start)
         if known is None or known.stop != stop:
             self.remove(tensor)
-        self._regions[key.cdata][1][start] = _Region(start, stop, part)
+        self._regions[key.cdata][1][start] = _PartRegion(start, stop, part)
 
     def remove(self, tensor: Tensor) -> None:
         """Note that a tensor is whole, and what is in its memory."""
