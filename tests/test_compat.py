@@ -660,3 +660,21 @@ def test_loops_and_connectors_have_what_interrupted_runs_need():
     assert (
         vars(progress.current).keys() == {"ready", "started", "processed", "completed"} == vars(progress.total).keys()
     )
+
+
+def test_hooks_of_tensors_and_optimizers_can_be_replaced():
+    parameter, seen = nn.Parameter(torch.ones(2)), []
+    parameter.register_hook(seen.append)
+    parameter.register_post_accumulate_grad_hook(seen.append)
+    for hooks in compat_torch.gradient_hooks_of(parameter):
+        hooks.update(dict.fromkeys(hooks, lambda _: seen.append("replaced")))
+    parameter.sum().backward()
+    optimizer = torch.optim.SGD([parameter], lr=0.1)
+    optimizer.register_step_pre_hook(lambda *_: seen.append("before"))
+    optimizer.register_step_post_hook(lambda *_: seen.append("after"))
+    before, after = compat_torch.step_hooks_of(optimizer)
+    assert len(before) == len(after) == 1 and all(isinstance(one, dict) for one in compat_torch.global_step_hooks())
+    optimizer.step()
+    assert seen == ["replaced", "replaced", "before", "after"]
+    assert compat_torch.base_name(torch.ops.aten._foreach_add_.Scalar) == "add"
+    assert compat_torch.current_dispatch_mode() is compat_torch.current_function_mode() is None

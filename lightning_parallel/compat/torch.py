@@ -83,6 +83,7 @@ __all__ = [
     "TorchDispatchMode",
     "WRAPPER_PREFIXES",
     "add_all_",
+    "base_name",
     "buffers_of",
     "current_autograd_node",
     "current_dispatch_mode",
@@ -382,6 +383,12 @@ def move_tensor_hooks(source: Tensor, target: Tensor) -> None:
         target.register_hook(hook)
     for hook in (source._post_accumulate_grad_hooks or {}).values():
         target.register_post_accumulate_grad_hook(hook)
+
+
+def base_name(operator: Any) -> str:
+    """Return the name of what an operator does, whether in place or not, on one tensor or on many."""
+    name: str = overload_packet(operator).__name__
+    return name if name.startswith("__") else name.removeprefix("_foreach_").strip("_")
 
 
 def gradient_hooks_of(tensor: Tensor) -> list[dict[int, Callable[..., Any]]]:

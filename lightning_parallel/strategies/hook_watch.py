@@ -105,22 +105,21 @@ class HookWatch:
         self._steps = 0
         self._modules: set[int] = set()
 
-    @classmethod
-    def install(cls, watch: HookWatch, patches: Patches) -> None:
+    def install(self, patches: Patches) -> None:
         """Watch the hooks of a run until `patches` are undone; every rank must call it."""
-        trainer = watch._module.trainer
-        watch._modules = {id(one) for one in watch._module.modules() if not isinstance(one, Metric)}
+        trainer = self._module.trainer
+        self._modules = {id(one) for one in self._module.modules() if not isinstance(one, Metric)}
         keys = Counter(_key(one) for one in trainer.callbacks if _is_users_class(one))  # type: ignore[attr-defined]
-        found = comm.all_gather_object(set(keys.items()), watch._groups.world)
-        watch._agreed = frozenset(found[0].intersection(*found[1:]))
-        state = ParallelState.of(watch._module)
-        patches.replace(state, "watch", watch)
+        found = comm.all_gather_object(set(keys.items()), self._groups.world)
+        self._agreed = frozenset(found[0].intersection(*found[1:]))
+        state = ParallelState.of(self._module)
+        patches.replace(state, "watch", self)
         # Lightning runs every hook in a span of its profiler, which all versions of it do.
         own = trainer.profiler.profile  # type: ignore[attr-defined]
 
         def profile(action: str) -> AbstractContextManager[Any]:
-            hook = watch._hook_of(action)
-            return own(action) if hook is None else watch._around(hook, own(action))
+            hook = self._hook_of(action)
+            return own(action) if hook is None else self._around(hook, own(action))
 
         patches.replace(trainer.profiler, "profile", profile)  # type: ignore[attr-defined]
 
@@ -164,7 +163,7 @@ class HookWatch:
 
     def _wrap_all(self, hooks: dict[int, Callable[..., Any]], title: str, parameter: str | None) -> None:
         for key, function in list(hooks.items()):
-            if _is_users(function) and not hasattr(function, "_watches"):
+            if _is_users(function) and not hasattr(function, "watches"):
                 watched = self._watched(function, WatchedHook(title, None, is_in_step=True), parameter)
                 hooks[key] = watched
                 self._wrapped.append((hooks, key, function, watched))
@@ -175,7 +174,7 @@ class HookWatch:
             with self.watching(hook, given):
                 return function(*args, **kwargs)
 
-        run_watched._watches = function  # type: ignore[attr-defined]
+        run_watched.watches = function  # type: ignore[attr-defined]
         return functools.update_wrapper(run_watched, function, assigned=("__doc__",), updated=())
 
     def begin_step(self) -> None:

@@ -232,7 +232,7 @@ class MeshStrategy(MeshCheckpoints):
         span_replica(self.precision_plugin, norm, self.root_device, self._patches)
         if self.groups.replica.size > 1 or self._slices is not None:
             self._hook_watch = HookWatch(module, self._rules, self.groups, self._slices, lambda: self.optimizers)
-            HookWatch.install(self._hook_watch, self._patches)
+            self._hook_watch.install(self._patches)
         if fitting:
             move_optimizers(self.optimizers, self.root_device)
             replicas.share_plateau_metrics(self.lr_scheduler_configs, self.groups.data_parallel)

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_parallel.compat.torch import TorchDispatchMode, overload_packet, pytree, schema_of
+from lightning_parallel.compat.torch import TorchDispatchMode, base_name, pytree, schema_of
 from lightning_parallel.strategies.parts import MIXED, Part, PartMap, Placed, covers_part, divided_dims, storage_of
 
 __all__ = ["ExportMode", "PartUseMode", "Refusal"]
@@ -27,7 +27,7 @@ Refusal = Callable[[str, "Sequence[Part]"], None]
 
 # Operators that are element by element, or copies, and that torch does not tag so.
 _ALSO_ELEMENTWISE = {
-    *("_to_copy", "abs", "acos", "add", "addcdiv", "addcmul", "asin", "atan", "ceil", "clamp", "clamp_max"),
+    *("to_copy", "abs", "acos", "add", "addcdiv", "addcmul", "asin", "atan", "ceil", "clamp", "clamp_max"),
     *("clamp_min", "clone", "contiguous", "copy", "cos", "cosh", "detach", "div", "erf", "erfc", "exp", "expm1"),
     *("floor", "floor_divide", "frac", "lerp", "lgamma", "lift_fresh", "log", "log10", "log1p", "log2", "masked_fill"),
     *("maximum", "minimum", "mul", "nan_to_num", "neg", "polar", "pow", "reciprocal", "relu", "round", "rsqrt", "sgn"),
@@ -40,15 +40,10 @@ _CONSTANT = {
 # Work along `dim` alone.
 _ALONG = {
     *("sum", "mean", "amax", "amin", "max", "min", "var", "std", "var_mean", "std_mean", "linalg_vector_norm", "norm"),
-    *("logsumexp", "all", "any", "prod", "argmax", "argmin", "_softmax", "_log_softmax", "cumsum", "cumprod", "sort"),
+    *("logsumexp", "all", "any", "prod", "argmax", "argmin", "softmax", "log_softmax", "cumsum", "cumprod", "sort"),
     *("topk", "median", "flip", "nansum"),
 }
-_LEAVES = {"_local_scalar_dense", "is_nonzero", "equal"}
-
-
-def _base_name(operator: Any) -> str:
-    name: str = overload_packet(operator).__name__
-    return name.removeprefix("_foreach_").rstrip("_") if not name.startswith("__") else name
+_LEAVES = {"local_scalar_dense", "is_nonzero", "equal"}
 
 
 class PartUseMode(TorchDispatchMode):
@@ -82,7 +77,7 @@ class PartUseMode(TorchDispatchMode):
             result = func(*args, **kwargs)
         except RuntimeError:
             if placed:
-                self._refuse(f"`{_base_name(func)}` with a tensor of another shape", [p.part for p in placed.values()])
+                self._refuse(f"`{base_name(func)}` with a tensor of another shape", [p.part for p in placed.values()])
             raise
         if placed:
             self._follow(func, args, kwargs, tensors, placed, result)
@@ -91,7 +86,7 @@ class PartUseMode(TorchDispatchMode):
         return result
 
     def _note_origin(self, func: Any, tensors: list[Tensor], result: Any) -> None:
-        name = _base_name(func)
+        name = base_name(func)
         if torch.Tag.nondeterministic_seeded in func.tags:
             origin = "drawn"
         elif name in _CONSTANT:
@@ -110,7 +105,7 @@ class PartUseMode(TorchDispatchMode):
         self, func: Any, args: Any, kwargs: Any, tensors: list[Tensor], placed: dict[int, Placed], result: Any
     ) -> None:
         """Refuse an operation with parts, or note what it makes of them."""
-        name, parts = _base_name(func), [found.part for found in placed.values()]
+        name, parts = base_name(func), [found.part for found in placed.values()]
         made = [leaf for leaf in pytree.tree_leaves(result) if isinstance(leaf, Tensor)]
         is_divided = any(part.is_divided for part in parts)
         if torch.Tag.nondeterministic_seeded in func.tags:
