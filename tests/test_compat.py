@@ -673,7 +673,8 @@ def test_hooks_of_tensors_and_optimizers_can_be_replaced():
     optimizer.register_step_pre_hook(lambda *_: seen.append("before"))
     optimizer.register_step_post_hook(lambda *_: seen.append("after"))
     before, after = compat_torch.step_hooks_of(optimizer)
-    assert len(before) == len(after) == 1 and all(isinstance(one, dict) for one in compat_torch.global_step_hooks())
+    assert len(before) == len(after) == 1
+    assert all(isinstance(one, dict) for one in compat_torch.global_step_hooks())
     optimizer.step()
     assert seen == ["replaced", "replaced", "before", "after"]
     assert compat_torch.base_name(torch.ops.aten._foreach_add_.Scalar) == "add"
