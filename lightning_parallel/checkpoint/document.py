@@ -264,8 +264,20 @@ _SCALARS: list[tuple[type, str, Callable[[Any], Any]]] = [
     (slice, "$slice", lambda value: [value.start, value.stop, value.step]),
 ]
 
-_LISTS = ("$tuple", "$set", "$frozenset", "$deque", "$size", "$dict", "$defaultdict")
-_LISTS += ("$complex", "$numpy", "$timedelta", "$range", "$slice")
+_LISTS = [
+    "$tuple",
+    "$set",
+    "$frozenset",
+    "$deque",
+    "$size",
+    "$dict",
+    "$defaultdict",
+    "$complex",
+    "$numpy",
+    "$timedelta",
+    "$range",
+    "$slice",
+]
 _CONTENTS = dict.fromkeys(_LISTS, list) | dict.fromkeys(("$counter", "$ordered", "$namespace"), dict)
 """What is packed in a container: not a range, say, whose numbers were never in the file."""
 

@@ -411,8 +411,8 @@ def _plan_of_checkpoint(module: LightningModule, request: dict[str, Any], world:
 
     def found() -> dict[str, Any] | None:
         path = checkpoint_of_run(module.trainer)
-        names = (PLAN_FILE, _EARLIER_PLAN_FILE) if path else ()
-        file = next((Path(path).parent / name for name in names if (Path(path).parent / name).is_file()), None)
+        places = [Path(path).parent / name for name in (PLAN_FILE, _EARLIER_PLAN_FILE)] if path else []
+        file = next((place for place in places if place.is_file()), None)
         if file is None:
             return None
         try:
