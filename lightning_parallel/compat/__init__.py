@@ -28,6 +28,7 @@ __all__ = [
     "class_in_place",
     "innermost_users_line",
     "is_read_by_user",
+    "is_users_object",
     "patched",
     "users_line",
 ]
@@ -150,6 +151,12 @@ FOREIGN |= {"builtins", "torchmetrics", "numpy"}
 """Packages whose classes and functions are not the user's own."""
 
 
+def is_users_object(value: Any) -> bool:
+    """Tell whether an object is of a class of the user's, with attributes; no module, no class and no function."""
+    is_plain = hasattr(value, "__dict__") and not isinstance(value, (type, nn.Module)) and not callable(value)
+    return is_plain and type(value).__module__.partition(".")[0] not in FOREIGN
+
+
 def users_line(is_end: Callable[[FrameType], bool]) -> str:
     """Name the line of the user's code that runs, such as `forward` (model.py, line 12); empty if none does.
 
@@ -204,6 +211,7 @@ class ParallelState:
             refused leaves them to the next one.
         watch: Watches the user's hooks during a run (`strategies.hook_watch.HookWatch`).
         is_in_step: Whether a part of a step is running, of those that all ranks run.
+        is_alone: Whether this rank runs the whole module by itself, as the reference of the self-check does.
         skipped_steps: How many steps changed nothing, because a gradient was not finite.
         logged: By name of what a step logs in microbatches: whether it is a mean over samples although microbatches are
             weighted by something else, and whether its `batch_size` is that of the whole batch.
@@ -230,6 +238,7 @@ class ParallelState:
     pending: Any = None
     watch: Any = None
     is_in_step: bool = False
+    is_alone: bool = False
     skipped_steps: int = 0
     logged: dict[str, tuple[bool, bool]] = field(default_factory=dict)
     attributes: dict[str, str] = field(default_factory=dict)

@@ -20,7 +20,7 @@ from typing_extensions import override
 
 from lightning_parallel import comm
 from lightning_parallel.comm import Group, MeshGroups
-from lightning_parallel.compat import Patches
+from lightning_parallel.compat import ParallelState, Patches
 from lightning_parallel.compat.lightning import grad_norm_functions
 from lightning_parallel.compat.precision import TOTAL_NORM, clip_grad, norms_of, patch_unscale, scale_all
 from lightning_parallel.data_parallel import ParameterSlices
@@ -70,6 +70,11 @@ class ReplicaNorm:
         return _norm_over([part for part in parts if part is not None], self._holders, norm_type, device)
 
     @property
+    def is_whole(self) -> bool:
+        """Whether this rank runs the whole module by itself now: no other rank takes part."""
+        return ParallelState.of(self._module).is_alone
+
+    @property
     def spanned(self) -> Group:
         """The ranks that may hold different gradients of a step: of them, none may decide for itself."""
         return self.groups.replica if self._slices is None else self.groups.world
@@ -109,7 +114,7 @@ class ReplicaNorm:
             # takes part, since the others wait for it.
             gradients = list(tensors)
             ours = {id(parameter.grad) for parameter in self._module.parameters() if parameter.grad is not None}
-            if gradients and not any(id(gradient) in ours for gradient in gradients):
+            if self.is_whole or (gradients and not any(id(gradient) in ours for gradient in gradients)):
                 return own_norm(gradients, norm_type, *args, **kwargs)
             return self(gradients, norm_type)
 
@@ -119,7 +124,8 @@ class ReplicaNorm:
         """Return what to call instead of Lightning's function."""
 
         def norms(module: nn.Module, norm_type: float | str, group_separator: str = "/") -> dict[str, Any]:
-            if not any(child is module for child in self._module.modules()) or float(norm_type) <= 0:
+            is_other = not any(child is module for child in self._module.modules())
+            if self.is_whole or is_other or float(norm_type) <= 0:
                 return own_norms(module, norm_type, group_separator)
             found = self.of_each(module, float(norm_type))
             named = {f"grad_{float(norm_type)}_norm{group_separator}{name}": norm for name, norm in found.items()}
@@ -158,7 +164,11 @@ def span_replica(plugin: Precision, norm: ReplicaNorm, device: torch.device, pat
     if norm.spanned.size == 1:
         return
 
-    def clip_grad_by_norm(optimizer: Optimizer, clip_val: float, norm_type: float = 2.0) -> Tensor:
+    own_clip = plugin.clip_grad_by_norm
+
+    def clip_grad_by_norm(optimizer: Optimizer, clip_val: float, norm_type: float = 2.0) -> Any:
+        if norm.is_whole:
+            return own_clip(optimizer, clip_val)
         gradients = [parameter.grad for parameter in plugin.main_params(optimizer) if parameter.grad is not None]
         total = norm(gradients, norm_type)
         # On the device, without asking for its value: the host does not wait for the norm.

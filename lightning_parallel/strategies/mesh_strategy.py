@@ -79,9 +79,10 @@ from lightning_parallel.strategies.zero_stages import (
     make_slices,
 )
 from lightning_parallel.tensor.audit import StepAudit
-from lightning_parallel.tensor.logits import whole_logits
+from lightning_parallel.tensor.logits import has_divided_logits, whole_logits
 from lightning_parallel.tensor.plan import Sharding
 from lightning_parallel.tensor.sharding import Shard
+from lightning_parallel.tensor.whole_gradients import give_whole_gradients
 
 __all__ = ["MeshStrategy"]
 
@@ -229,6 +230,9 @@ class MeshStrategy(MeshCheckpoints):
         elsewhere = frozenset() if self.engine is None else self.engine.counted_by_others
         norm = ReplicaNorm(module, self._rules, self.groups, elsewhere, self._gradient_slices)
         norm.use_everywhere(self._patches)
+        if self._sharding is not None:
+            tensor = self.groups.tensor_parallel
+            give_whole_gradients(module, self._sharding, self._rules, tensor, lambda: norm.is_whole, self._patches)
         span_replica(self.precision_plugin, norm, self.root_device, self._patches)
         if self.groups.replica.size > 1 or self._slices is not None:
             self._hook_watch = HookWatch(module, self._rules, self.groups, self._slices, lambda: self.optimizers)
@@ -491,8 +495,12 @@ class MeshStrategy(MeshCheckpoints):
             with (reducer := self._open_reducer).no_sync() as is_last:
                 return self._steps.training_step(args, kwargs, audit, reducer if is_last else None)
         step = super().training_step
-        # Callbacks may look at what the step returns on some ranks only.
-        output = whole_logits((step if audit is None else audit.wrap(step))(*args, **kwargs))
+        output = (step if audit is None else audit.wrap(step))(*args, **kwargs)
+        # Callbacks may look at what the step returns, or keeps in the module, on some ranks only.
+        kept = vars(self.module)
+        for name in [name for name, value in kept.items() if has_divided_logits(value)]:
+            kept[name] = whole_logits(kept[name])
+        output = whole_logits(output)
         if self._chance is not None and self.groups.replica.size > 1:
             self._chance.end_step()
         return output

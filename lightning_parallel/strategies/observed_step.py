@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections import Counter
+from collections import Counter, UserDict
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_hook
 
-from lightning_parallel.compat import FOREIGN
+from lightning_parallel.compat import FOREIGN, is_users_object
 from lightning_parallel.compat.torch import pytree
 from lightning_parallel.pipeline.placeholder import PlaceholderTensor
 from lightning_parallel.strategies.step_state import (
@@ -104,8 +104,15 @@ def numbers_in(value: Any, name: str) -> dict[str, Any]:
             found[key] = leaf.detach().cpu().clone()
         elif isinstance(leaf, np.ndarray):
             found[key] = torch.as_tensor(leaf).clone()
+        elif isinstance(leaf, (Mapping, UserDict)):
+            found.update(numbers_in(dict(leaf), key))
+        elif isinstance(leaf, (list, tuple)):
+            found.update(numbers_in(list(leaf), key))
         elif dataclasses.is_dataclass(leaf) and not isinstance(leaf, type):
-            found.update(numbers_in(vars(leaf), key))
+            fields = [field.name for field in dataclasses.fields(leaf) if hasattr(leaf, field.name)]
+            found.update(numbers_in({name: getattr(leaf, name) for name in fields}, key))
+        elif is_users_object(leaf):
+            found.update(numbers_in(dict(vars(leaf)), key))
         elif isinstance(leaf, (bool, int, float)):
             found[key] = torch.tensor(leaf, dtype=torch.float64 if isinstance(leaf, float) else None)
     return found

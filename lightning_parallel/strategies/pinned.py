@@ -4,18 +4,22 @@ from __future__ import annotations
 
 import copy
 import random
+import sys
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import partial
+from types import FrameType
 from typing import Any
 
 import numpy as np
 import torch
 import torch.distributed as dist
+from lightning.pytorch.strategies import Strategy
 from torch import Tensor, nn
 
-from lightning_parallel.compat import FOREIGN, Patches
+from lightning_parallel.compat import Patches, innermost_users_line, is_users_object
 from lightning_parallel.compat.torch import BatchNormalization, buffers_of, version_of
 from lightning_parallel.pipeline.engine import PipelineEngine
 from lightning_parallel.pipeline.random_streams import (
@@ -31,8 +35,10 @@ __all__ = [
     "SEED",
     "Draws",
     "KeptState",
+    "RefusedCalls",
+    "SelfCheckError",
     "StageStreams",
-    "UnprovableError",
+    "blamed_on_us",
     "communication_refused",
     "doubled",
     "in_double",
@@ -86,7 +92,7 @@ class KeptState:
                 return
             for item in list(value.values() if isinstance(value, dict) else value):
                 self._keep(item)
-        elif _is_users(value):
+        elif is_users_object(value):
             self._seen.add(id(value))
             self._keep(vars(value))
 
@@ -117,13 +123,6 @@ class KeptState:
                 value.update(before)
             else:
                 value.extend(before)
-
-
-def _is_users(value: Any) -> bool:
-    """Tell whether an object is of a class of the user's, with attributes."""
-    kind = type(value)
-    is_plain = hasattr(value, "__dict__") and not isinstance(value, (type, nn.Module)) and not callable(value)
-    return is_plain and kind.__module__.partition(".")[0] not in FOREIGN
 
 
 def doubled(value: Tensor) -> Tensor:
@@ -313,8 +312,30 @@ class StageStreams:
 # ------------------------------------------------------------------------------------------------ communication
 
 
-class UnprovableError(RuntimeError):
-    """A step does what cannot be run on one rank by itself."""
+class SelfCheckError(RuntimeError):
+    """The self-check itself has failed, and not the step that it runs."""
+
+
+@contextmanager
+def blamed_on_us(what: str) -> Iterator[None]:
+    """Let errors inside the block, which runs none of the user's code, be those of the self-check."""
+    try:
+        yield
+    except Exception as error:
+        raise SelfCheckError(f"{what} failed with {type(error).__name__}: {error}") from error
+
+
+@dataclass
+class RefusedCalls:
+    """What has tried to communicate with ranks that do not run the step, in words.
+
+    Attributes:
+        users: The first call of the user's code.
+        ours: The first call of this library.
+    """
+
+    users: str = ""
+    ours: str = ""
 
 
 _COMMUNICATION = (
@@ -342,12 +363,13 @@ _COMMUNICATION = (
 
 
 @contextmanager
-def communication_refused(others: set[int], is_ours: Callable[[], bool]) -> Iterator[None]:
-    """Refuse communication of the user's code with ranks that do not run the step: they would never answer.
+def communication_refused(others: set[int], is_ours: Callable[[], bool], calls: RefusedCalls) -> Iterator[None]:
+    """Refuse communication with ranks that do not run the step: they would never answer.
 
     Args:
         others: The global ranks that do not.
-        is_ours: Tells whether this library is communicating.
+        is_ours: Tells whether what brings the parameters is communicating.
+        calls: Notes what was refused.
     """
 
     def guarded(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
@@ -357,7 +379,13 @@ def communication_refused(others: set[int], is_ours: Callable[[], bool]) -> Iter
             ranks = set(dist.get_process_group_ranks(group))
             # With other replicas, too: each looks into a difference by itself, and runs steps that they do not.
             if not is_ours() and (ranks & others or (group is dist.group.WORLD and len(ranks) > 1)):
-                raise UnprovableError(f"the step communicates by itself (`torch.distributed.{name}`)")
+                line = innermost_users_line()
+                text = f"the step communicates by itself (`torch.distributed.{name}`{f', in {line}' if line else ''})"
+                if _is_called_by_user():
+                    calls.users = calls.users or text
+                else:
+                    calls.ours = calls.ours or text
+                raise RuntimeError(text)
             return function(*args, **kwargs)
 
         return call
@@ -370,3 +398,23 @@ def communication_refused(others: set[int], is_ours: Callable[[], bool]) -> Iter
         yield
     finally:
         patches.undo()
+
+
+_USERS_CALLS = {"all_gather", "reduce", "barrier", "broadcast", "reduce_boolean_decision"}
+"""Methods of a strategy by which a user's code communicates."""
+
+
+def _is_called_by_user() -> bool:
+    """Tell whether the user's code communicates, by torch or by Lightning, and not this library for its own sake."""
+    frame: FrameType | None = sys._getframe(2)
+    is_ours = False
+    while frame is not None:
+        package = frame.f_globals.get("__name__", "").partition(".")[0]
+        if package == "lightning_parallel":
+            is_ours = True
+            if frame.f_code.co_name in _USERS_CALLS and isinstance(frame.f_locals.get("self"), Strategy):
+                return True
+        elif package not in ("torch", "contextlib"):
+            return not is_ours
+        frame = frame.f_back
+    return False

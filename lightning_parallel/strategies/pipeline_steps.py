@@ -225,6 +225,15 @@ class PipelineSteps:
         with _variation_told(name):
             return self._run(name, args, kwargs, None, skips, keeps_output)
 
+    @contextmanager
+    def alone(self) -> Iterator[None]:
+        """Let metrics give their value on this rank inside the block, as in a step: no other rank asks for it."""
+        before, self._is_running = self._is_running, True
+        try:
+            yield
+        finally:
+            self._is_running = before
+
     def goes_in_stages(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
         """Tell whether a step can be run in the stages of the plan."""
         return name == _TRAINING or self._skips_of(name, args, kwargs) is not None

@@ -14,18 +14,22 @@ left out; then it is seen whether the microbatches make it, what code uses piece
 
 from __future__ import annotations
 
+import json
 import math
 import re
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any, Literal
+from functools import partial
+from typing import Any, Literal, TypeVar
 
 import torch
+from lightning.fabric.plugins.collectives.torch_collective import default_pg_timeout
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
+from torch import Tensor
 
 from lightning_parallel import comm
-from lightning_parallel.comm import MeshGroups
+from lightning_parallel.comm import MeshGroups, RollCall
 from lightning_parallel.compat import ParallelState
 from lightning_parallel.compat.torch import BatchNormalization
 from lightning_parallel.pipeline.microbatch import chosen_samples, few_samples, num_samples, split_batch, split_by
@@ -42,7 +46,8 @@ from lightning_parallel.strategies.observed_step import (
     relative_difference,
     tolerance_of,
 )
-from lightning_parallel.strategies.pinned import SEED
+from lightning_parallel.strategies.pinned import SEED, SelfCheckError
+from lightning_parallel.strategies.reference import Blame
 from lightning_parallel.strategies.step_runs import DividedRun, StepCall, StepRuns, Way, WholeRun
 from lightning_parallel.strategies.step_state import Snapshot, complete_rules
 from lightning_parallel.tensor.audit import StepAudit
@@ -50,6 +55,11 @@ from lightning_parallel.tensor.audit import StepAudit
 __all__ = ["FirstBatches", "ProofError", "StepProof", "Verify"]
 
 Verify = Literal["auto", "always", "off"]
+
+_Result = TypeVar("_Result")
+
+_ALIKE_S = 15.0
+"""How long a rank that fails in the sharded run waits for the others to fail as well."""
 
 _SHOWN = 6
 
@@ -62,10 +72,10 @@ _MICROBATCHES = (
     " a sum by the number of samples. What is logged, returned or kept must have its samples in the first dimension."
     " Where the samples of a batch depend on each other, set `num_microbatches=1`."
 )
-_READS_GRADIENTS = (
-    "`training_step` was not compared with that of one process: {}. Under manual optimization it may read gradients, of"
-    " which each rank has a part: their norm would be another one. Where it treats them element by element, go on"
-    " without this comparison: `verify='off'`"
+_OUR_FAILURE = (
+    "`{}` was not compared with that of one process: the self-check could not run it on the whole model, although it"
+    " runs {} ({}). Expected both to run; this is a limit of the self-check. To train without it, set `verify='off'`:"
+    " then nothing tells whether the run equals one process."
 )
 _NORM = (
     "In microbatches they differ: batch normalisation computes its statistics, and so the gradients, of each microbatch"
@@ -78,7 +88,20 @@ _DRAWS = (
 )
 _MIXED = 8
 """Samples on which it is seen whether a step that draws numbers mixes them."""
-_ORDER = ("loss", "logged value", "output", "attribute", "gradient", "buffer")
+_USERS_FAILURE = (
+    "`{}` was not compared with that of one process: {}. Nothing of it is checked{}: leave that out of the first step,"
+    " or compare a run of one process by yourself."
+)
+_PARTLY = (
+    "`{}` was compared only in part: {} differ from run to run on one process too, so nothing tells whether they equal"
+    " one process. Does the step read a clock, a file, or a state outside of the module?"
+)
+_UNSTEADY = (
+    "Runs of the step on one process differ, too: it takes from a state outside of the module, such as an iterator or a"
+    " counter of its own, which the self-check cannot put back and has moved on the first rank. Keep that state in the"
+    " module or in the batch, or set `verify='off'`."
+)
+_ORDER = ("loss", "logged value", "output", "attribute", "gradient", "parameter", "buffer")
 
 
 class ProofError(RuntimeError):
@@ -142,6 +165,8 @@ class StepProof:
         self.runs = runs
         self.module = runs.module
         self.replica = runs.groups.replica
+        # A rank that fails in the middle of the sharded run tells the others, which may wait for its messages.
+        self.calls = RollCall(self.replica, "self-check")
 
     def prove(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Compare the step `name` on the first samples of its first batch; prints what was verified.
@@ -157,11 +182,15 @@ class StepProof:
         batch, *rest = args
         call = StepCall(name, self._first_samples(name, batch), tuple(rest), kwargs)
         with self.runs.nothing_left():
-            verdict = _Comparison(self.runs, call, batch)
+            verdict = _Comparison(self.runs, call, batch, self.calls)
             differs = not self.runs.fits_in_double and verdict.anywhere(verdict.differences)
-            if (verdict.failure or differs) and call.batch is not batch:
+            if (verdict.failure or differs) and call.batch is not batch and verdict.may_go_on:
                 # Some steps are made for one size of batch, or take another path for a single sample.
-                verdict = _Comparison(self.runs, replace(call, batch=batch), batch)
+                verdict = _Comparison(self.runs, replace(call, batch=batch), batch, self.calls)
+            blames = comm.all_gather_object(verdict.blame, self.runs.groups.world)
+            if verdict.may_go_on and any(blame in ("unknown", "user") for blame in blames):
+                # On all replicas, whose steps may talk to each other.
+                verdict.judge()
         if name == "training_step":
             ParallelState.of(self.module).doubt = None
         self._report(verdict, time.perf_counter() - begun_s)
@@ -191,27 +220,41 @@ class StepProof:
 
     def _report(self, verdict: _Comparison, seconds: float) -> None:
         """Raise or warn on all ranks together; print what was verified."""
-        mine = (verdict.failure, verdict.differences, verdict.hint, verdict.varying)
+        # Of the sharded run, as it would be raised in the step itself.
+        comm.raise_together(verdict.error, self.runs.groups.world)
+        mine = (verdict.failure, verdict.blame, verdict.differences, verdict.hint, verdict.varying, verdict.checked)
         everyone = comm.all_gather_object(mine, self.runs.groups.world)
-        found = [difference for _, differences, _, _ in everyone for difference in differences]
-        failure = next((text for text, _, _, _ in everyone if text), "")
-        hint = next((text for _, _, text, _ in everyone if text), "")
-        varying = sorted({text for _, _, _, texts in everyone for text in texts})
+        found = [difference for _, _, differences, _, _, _ in everyone for difference in differences]
+        failure, blame = next(((text, blame) for text, blame, *_ in everyone if text), ("", ""))
+        hint = next((text for _, _, _, text, _, _ in everyone if text), "")
+        varying = sorted({text for _, _, _, _, texts, _ in everyone for text in texts})
         name = verdict.call.name
         if found:
             raise ProofError(_message(verdict.call, found, hint))
-        if failure and name == "training_step" and not self.module.automatic_optimization:
-            raise ProofError(_READS_GRADIENTS.format(failure))
+        if failure and blame == "check":
+            raise ProofError(
+                _OUR_FAILURE.format(name, "in shards" if self.runs.engine is None else "in stages", failure)
+            )
         if failure:
-            rank_zero_warn(f"`{name}` was not compared with that of one process: {failure}")
+            rank_zero_warn(_USERS_FAILURE.format(name, failure, verdict.checked))
+            return
+        if any(text == "loss" or text.startswith("gradient") for text in varying):
+            rank_zero_warn(_PARTLY.format(name, _listed(varying)))
             return
         of = "" if name == "training_step" else f"`{name}` "
-        left_out = f", but for {', '.join(varying)}, which differ from run to run on one process too" if varying else ""
+        left_out = f", but for {_listed(varying)}, which differ from run to run on one process too" if varying else ""
+        if not verdict.summary:
+            return
         alike = ", with the same random numbers" if verdict.way.draws is not None and not verdict.limits else ""
         text = f"{of}verified on {verdict.summary}{alike}{left_out}"
         if verdict.limits:
             text = f"{of}checked as one microbatch on {verdict.summary}{left_out}. {' '.join(verdict.limits)}"
         rank_zero_info(f"{text} ({seconds:.1f} s)")
+
+
+def _listed(names: Sequence[str]) -> str:
+    more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
+    return ", ".join(names[:_SHOWN]) + more
 
 
 def _message(call: StepCall, found: Sequence[StepDifference], hint: str) -> str:
@@ -234,6 +277,9 @@ class _Comparison:
 
     Attributes:
         failure: Why they could not be compared.
+        blame: Whose fault that is: see `reference.Blame`.
+        error: What the sharded run raised on this rank, or on another one; all ranks have one then.
+        checked: What was compared instead, as a part of a sentence.
         differences: What differs on this rank.
         hint: Why, and what to do.
         summary: What was compared.
@@ -241,12 +287,16 @@ class _Comparison:
         limits: Why the run's microbatches do not give what was compared as one microbatch.
     """
 
-    def __init__(self, runs: StepRuns, call: StepCall, full: Any) -> None:
+    def __init__(self, runs: StepRuns, call: StepCall, full: Any, calls: RollCall) -> None:
         self.runs = runs
         self.call = call
         self.full = full
+        self.calls = calls
         self.replica = runs.groups.replica
         self.failure = ""
+        self.blame: Blame = ""
+        self.error: Exception | None = None
+        self.checked = ""
         self.differences: list[StepDifference] = []
         self.hint = ""
         self.summary = ""
@@ -254,7 +304,71 @@ class _Comparison:
         self.way = Way()
         self.limits: list[str] = []
         self._ignored: set[tuple[str, str]] = set()
-        self._run()
+        try:
+            self._run()
+        except _ShardedError as failed:
+            self._end(failed)
+
+    @property
+    def may_go_on(self) -> bool:
+        """Whether further runs may be made: stages that failed have messages on their way."""
+        return self.error is None
+
+    def _end(self, failed: _ShardedError) -> None:
+        """Find out why the sharded run failed after the one on the whole model did not."""
+        self.differences = []
+        if self.runs.engine is None and failed.is_users:
+            again = self.runs.whole(self.call, self.way)
+            if again.failure:
+                self.failure = f"it cannot be run a second time ({again.failure})"
+                self.blame = "user"
+                return
+        self.error = failed.error
+
+    def judge(self) -> None:
+        """Find out whose fault it is that the whole model could not run the step, and check what can be."""
+        stages = self.runs.engine is not None
+        if stages and self.blame == "user":
+            return
+        try:
+            divided = self._sharded(self.way)
+        except _ShardedError as failed:
+            self.failure = self.failure and f"{self.failure}, nor in the self-check's sharded run ({failed.error})"
+            self.blame = self.blame and "user"
+            # In stages there are messages on their way; on some ranks only, others may wait for them.
+            self.error = None if failed.is_users and not stages else failed.error
+            return
+        if self.blame == "unknown":
+            self.blame = "check"
+        self._compare_ranks(divided)
+        if not self.differences and self.runs.groups.tensor_parallel.size > 1:
+            self.checked = ", but that the tensor-parallel ranks agree in the loss and in replicated gradients"
+
+    def _sharded(self, way: Way) -> DividedRun:
+        """Run the step in shards; a failure on one rank is one on all ranks of the replica."""
+        failure: Exception | None = None
+        divided: DividedRun | None = None
+        try:
+            divided = self.runs.divided(self.call, way)
+        except Exception as error:
+            failure = error
+        text = "" if failure is None else f"{type(failure).__name__}: {failure}"
+        # The others fail alike within moments, or wait in the step for this rank.
+        patience_s = default_pg_timeout.total_seconds() if failure is None else _ALIKE_S
+        try:
+            notes = self.calls.meet("self-check", patience_s, json.dumps(text))
+        except RuntimeError as error:
+            # Others wait in the step for messages of this rank, or are gone.
+            raise _ShardedError(failure or error, is_users=False) from error
+        texts = [json.loads(note) for note in notes]
+        if not any(texts):
+            assert divided is not None
+            return divided
+        others = {rank: other for rank, other in zip(self.replica.ranks, texts) if other}
+        if failure is None:
+            rank, other = next(iter(others.items()))
+            failure = RuntimeError(f"{other.partition(': ')[2]}\n(found on rank {rank})")
+        raise _ShardedError(failure, is_users=all(texts) and not any(text.startswith(_OURS) for text in texts))
 
     def _run(self) -> None:
         for way in self.runs.precisions():
@@ -262,7 +376,9 @@ class _Comparison:
             if not whole.failure:
                 break
         else:
-            self.failure = f"it cannot be run by one rank alone ({whole.failure})"
+            self.failure, self.blame, self.way = whole.failure, whole.blame, way
+            if whole.blame == "unknown":
+                self.failure = f"it cannot be run by one rank alone ({whole.failure})"
             return
         splits = self.runs.microbatches > 1
         has_norm = splits and self._has_batch_norm()
@@ -284,6 +400,7 @@ class _Comparison:
     def _compare(self, whole: WholeRun) -> None:
         divided = self._divided(whole)
         self.differences = self._found(whole, divided)
+        self._leave_out_caches(whole, divided)
         if self.anywhere(self.differences):
             self._explain(self.way, whole, divided)
         elif whole.dropout and not self.way.fixed_norm:
@@ -298,11 +415,11 @@ class _Comparison:
 
     def _divided(self, whole: WholeRun) -> DividedRun:
         """Run the sharded step with the draws of the whole one, whose order for several rows per sample is tried."""
-        divided = self.runs.divided(self.call, self.way)
+        divided = self._sharded(self.way)
         has_views = divided.replayed is not None and divided.replayed.has_views
         if self.anywhere([has_views]) and self.anywhere(self._found(whole, divided)):
             self.way = replace(self.way, by_views=True)
-            divided = self.runs.divided(self.call, self.way)
+            divided = self._sharded(self.way)
         return divided
 
     def _draws_alike(self, divided: DividedRun) -> bool:
@@ -350,7 +467,7 @@ class _Comparison:
             runs = [self.runs.whole(call, way) for call in calls]
             if any(run.failure for run in runs) or len({str(run.recorded.shapes()) for run in runs}) > 1:
                 return []  # a draw of another kind for other samples
-            if self.anywhere(_second_differences(runs, weights)):
+            if self.anywhere(self._alike(partial(_second_differences, runs, weights))):
                 return [
                     StepDifference("loss", "loss", math.inf, "of a sample depends on the other samples of its batch")
                 ]
@@ -367,11 +484,34 @@ class _Comparison:
 
     def _found(self, whole: WholeRun, divided: DividedRun) -> list[StepDifference]:
         tolerance = tolerance_of(whole.precisions)
-        differences = self._effect_differences(whole, divided, tolerance)
+        differences = self._alike(lambda: self._effect_differences(whole, divided, tolerance))
         if self.call.name == "training_step":
             differences += self._gradient_differences(whole, divided, tolerance)
-        differences += self._buffer_differences(whole, divided, tolerance)
+        differences += self._value_differences(whole, divided, tolerance)
         return [entry for entry in differences if (entry.kind, entry.name) not in self._ignored]
+
+    def _alike(self, compute: Callable[[], _Result]) -> _Result:
+        """Return what `compute` gives on this rank; raise on all ranks of the replica if it fails on one."""
+        failure: Exception | None = None
+        result: Any = None
+        try:
+            result = compute()
+        except Exception as error:
+            failure = error
+        comm.raise_together(failure, self.replica)
+        return result
+
+    def _leave_out_caches(self, whole: WholeRun, divided: DividedRun) -> None:
+        """Leave out buffers that have another shape only, as caches for a batch or for a part of a layer have."""
+        others = [entry for entry in self.differences if entry.kind != "buffer" or not math.isinf(entry.relative)]
+        if self.anywhere(others):
+            return
+        mine = {name: value.shape for name, value in divided.values.items()}
+        theirs = {name: value.shape for name, value in whole.values.items()}
+        caches = {name for name in mine.keys() & theirs.keys() if mine[name] != theirs[name]}
+        caches = {name for names in comm.all_gather_object(caches, self.replica) for name in names}
+        self.differences = [entry for entry in self.differences if entry.name not in caches]
+        self._ignored |= {("buffer", name) for name in caches}
 
     def _effect_differences(
         self, whole: WholeRun, other: WholeRun | DividedRun, tolerance: float
@@ -385,18 +525,25 @@ class _Comparison:
         return differences
 
     def _gradient_differences(self, whole: WholeRun, divided: DividedRun, tolerance: float) -> list[StepDifference]:
-        mine = max(filter(math.isfinite, map(largest_of, whole.gradients.values())), default=0.0)
-        largest = max(comm.all_gather_object(mine, self.replica))
-        return compare_gradients(divided.gradients, whole.gradients, _SMALL * largest, tolerance)
+        mine = self._alike(lambda: max(filter(math.isfinite, map(largest_of, whole.gradients.values())), default=0.0))
+        floor = _SMALL * max(comm.all_gather_object(mine, self.replica))
+        return self._alike(lambda: compare_gradients(divided.gradients, whole.gradients, floor, tolerance))
 
-    def _buffer_differences(self, whole: WholeRun, divided: DividedRun, tolerance: float) -> list[StepDifference]:
-        """Compare buffers, and numbers of layers, that changed; where several stages hold one, one has to be right."""
-        held = dict(self.runs.module.named_buffers())
-        found: dict[str, float] = {}
-        for name in {*whole.buffers, *divided.buffers} & held.keys():
-            expected = whole.buffers.get(name, held[name]).to(held[name].device)
-            found[name] = relative_difference(divided.buffers.get(name, held[name]), expected, 1e-2)
-        found.update(compare_counters(divided.effects, whole.effects, self.runs.module))
+    def _value_differences(self, whole: WholeRun, divided: DividedRun, tolerance: float) -> list[StepDifference]:
+        """Compare what the step wrote; where several stages hold a buffer or a number, one of them has to be right."""
+        parameters = dict(self.runs.module.named_parameters())
+        held: dict[str, Tensor] = {**dict(self.runs.module.named_buffers()), **parameters}
+
+        def compared() -> dict[str, float]:
+            found: dict[str, float] = {}
+            known = {*self.runs.skeleton.buffer_names, *parameters}
+            for name in {*whole.values, *divided.values} & held.keys() & known:
+                expected = whole.values.get(name, held[name]).to(held[name].device)
+                found[name] = relative_difference(divided.values.get(name, held[name]), expected, 1e-2)
+            found.update(compare_counters(divided.effects, whole.effects, self.runs.module))
+            return found
+
+        found = self._alike(compared)
         # Modules of other stages count when they are run for the shapes of their outputs.
         elsewhere = self.runs.elsewhere()
         here = {path for path, child in self.runs.module.named_modules() if id(child) not in elsewhere}
@@ -405,12 +552,16 @@ class _Comparison:
         for theirs in comm.all_gather_object(found, self.replica):
             for name, relative in theirs.items():
                 best[name] = min(relative, best.get(name, math.inf))
-        return [StepDifference("buffer", name, relative) for name, relative in best.items() if relative > tolerance]
+        kinds = {name: "parameter" for names in comm.all_gather_object([*parameters], self.replica) for name in names}
+        wrong = {name: relative for name, relative in best.items() if relative > tolerance}
+        return [StepDifference(kinds.get(name, "buffer"), name, relative) for name, relative in wrong.items()]
 
     def _counted(self, whole: WholeRun) -> str:
-        names = comm.all_gather_object((list(whole.gradients), list(whole.buffers)), self.replica)
+        names = comm.all_gather_object((list(whole.gradients), list(whole.values)), self.replica)
         gradients = len({name for found, _ in names for name in found})
-        buffers = len({name for _, found in names for name in found})
+        written = {name for _, found in names for name in found} - {name for _, name in self._ignored}
+        held = {name for theirs in comm.all_gather_object(self._parameter_names(), self.replica) for name in theirs}
+        buffers, parameters = len(written - held), len(written & held)
         effects = whole.effects
         parts = [] if effects.loss is None else ["loss"]
         parts += [_count(gradients, "gradient")] if gradients else []
@@ -418,10 +569,16 @@ class _Comparison:
         parts += [_count(len(logged), "logged value")] if logged else []
         parts += ["the output"] if effects.output else []
         parts += [_count(len(effects.attributes), "attribute")] if effects.attributes else []
+        parts += [_count(parameters, "parameter")] if parameters else []
         parts += [_count(buffers, "buffer")] if buffers else []
-        text = ", ".join(parts[:-1]) + (" and " if len(parts) > 1 else "") + (parts[-1] if parts else "nothing")
+        if not parts:
+            return ""
+        text = ", ".join(parts[:-1]) + (" and " if len(parts) > 1 else "") + parts[-1]
         is_one = len(parts) < 2 and not text.endswith("s")
         return f"{_described(self.call.batch)}: {text} {'equals' if is_one else 'equal'} one process"
+
+    def _parameter_names(self) -> list[str]:
+        return [name for name, _ in self.runs.module.named_parameters()]
 
     # ------------------------------------------------------------------------------------------------- dropout
 
@@ -432,10 +589,18 @@ class _Comparison:
         if tensor_group.size == 1:
             whole = self.runs.whole(self.call, way)
             if not whole.failure:
-                self.differences = self._found(whole, self.runs.divided(self.call, way))
+                self.differences = self._found(whole, self._sharded(way))
                 self.hint = "They differ with dropout only: the stages draw other numbers than one process."
             return
-        divided = self.runs.divided(self.call, way)
+        self._compare_ranks(self._sharded(way))
+        self.hint = (
+            "With dropout, what all ranks hold alike must draw the same numbers on all of them: seed all ranks alike,"
+            " and draw nothing on some of them only."
+        )
+
+    def _compare_ranks(self, divided: DividedRun) -> None:
+        """Compare the ranks of sharded layers with each other: loss and gradients of what they all hold."""
+        tensor_group = self.runs.groups.tensor_parallel
         mine = {
             name: float(gradient.double().abs().sum())
             for name, gradient in divided.gradients.items()
@@ -448,10 +613,6 @@ class _Comparison:
                 if theirs is not None and not math.isclose(theirs, own or 0.0, rel_tol=1e-3, abs_tol=1e-12):
                     detail = "differs between tensor-parallel ranks"
                     self.differences.append(StepDifference(kind, name, math.inf, detail))
-        self.hint = (
-            "With dropout, what all ranks hold alike must draw the same numbers on all of them: seed all ranks alike,"
-            " and draw nothing on some of them only."
-        )
 
     # ------------------------------------------------------------------------------------------------- explanations
 
@@ -461,6 +622,12 @@ class _Comparison:
         self.differences = [entry for entry in self.differences if (entry.kind, entry.name) not in varying]
         self.varying = sorted(name if kind == "loss" else f"{kind} `{name}`" for kind, name in varying)
         self._warn_of_pieces()
+        if any(kind in ("loss", "gradient") for kind, _ in varying):
+            # The runs of the first rank alone may have moved something on that the ranks have each for themselves.
+            self._compare_ranks(self._sharded(way))
+            if self.anywhere(self.differences):
+                self.hint = _UNSTEADY
+                return
         if not self.anywhere(self.differences):
             return
         if any(comm.all_gather_object(divided.draws_apart, self.replica)):
@@ -472,7 +639,7 @@ class _Comparison:
             return
         one = replace(way, splits=False)
         can_split = self.runs.engine is not None and way.splits
-        if can_split and not self.anywhere(self._found(whole, self.runs.divided(self.call, one))):
+        if can_split and not self.anywhere(self._found(whole, self._sharded(one))):
             if self._draws_alike(divided):
                 self.hint = _MICROBATCHES
                 self._learn_attributes(way, whole)
@@ -501,7 +668,7 @@ class _Comparison:
         lists = {name[: match.start()] for name in names for match in re.finditer(r"\[", name)} - rules.keys()
         if lists:
             rules.update(dict.fromkeys(sorted(lists), "entries"))
-            self.differences = self._found(whole, self.runs.divided(self.call, way))
+            self.differences = self._found(whole, self._sharded(way))
             left = self._kept_names()
             for name in lists:
                 if any(other.startswith(f"{name}[") for other in left):
@@ -510,12 +677,12 @@ class _Comparison:
         for rule in ("mean", "samples"):
             if names:
                 rules.update(dict.fromkeys(sorted(names), rule))
-                self.differences = self._found(whole, self.runs.divided(self.call, way))
+                self.differences = self._found(whole, self._sharded(way))
                 names &= self._kept_names()
         for name in names:
             del rules[name]
         if names:
-            self.differences = self._found(whole, self.runs.divided(self.call, way))
+            self.differences = self._found(whole, self._sharded(way))
 
     def _kept_names(self) -> set[str]:
         """Return the names of attributes and buffers that differ on any rank of the replica."""
@@ -548,7 +715,7 @@ class _Comparison:
 
     def _first_module(self, way: Way) -> str:
         whole = self.runs.whole(self.call, way)
-        divided = self.runs.divided(self.call, way)
+        divided = self._sharded(way)
         traces = [trace for trace in comm.all_gather_object(divided.trace, self.replica) if trace is not None]
         if whole.trace is None:
             return ""
@@ -586,6 +753,23 @@ def _second_differences(runs: Sequence[WholeRun], weights: Sequence[float]) -> l
             if difference > tolerance * max(largest, _SMALL):  # not where it is no number
                 found.append(name)
     return found
+
+
+class _ShardedError(Exception):
+    """The sharded run failed, on all ranks of the replica alike or on some.
+
+    Attributes:
+        error: What to raise on this rank.
+        is_users: Whether it failed in the user's code on all of them, so that none waits for another.
+    """
+
+    def __init__(self, error: Exception, is_users: bool) -> None:
+        super().__init__(str(error))
+        self.error = error
+        self.is_users = is_users
+
+
+_OURS = f"{SelfCheckError.__name__}:"
 
 
 def _loss(effects: ObservedStep) -> dict[str, float]:

@@ -291,13 +291,16 @@ def _same(old: Any, new: Any) -> bool:
 
 
 def _put_on(child: nn.Module, change: _Change, parameters: FetchParameter, buffers: Mapping[str, Tensor]) -> None:
+    # A buffer that was empty when the module was divided, or came later, is here only.
+    since = {key: value for key, value in buffers_of(child).items() if not isinstance(value, PlaceholderTensor)}
     _strip(child, change)
     own = vars(child)
     for name, items in change.lists.items():
         own[name] = _FetchedList(items, parameters)
         own["forward"] = _with_plain_list(child, name, own.get("forward"))
     own[PARAMETERS] = _FetchedParameters(change.parameters, parameters)
-    own[BUFFERS] = {key: None if name is None else buffers[name] for key, name in change.buffers.items()}
+    known = {key: buffers[name] for key, name in change.buffers.items() if name is not None}
+    own[BUFFERS] = {**dict.fromkeys(change.buffers), **since, **known}
 
 
 def _strip(child: nn.Module, change: _Change) -> None:
@@ -329,7 +332,8 @@ def _fill(child: nn.Module, change: _Change, tensors: Mapping[str, Any]) -> None
     for name, items in change.lists.items():
         own[name] = [tensors[item.name] if isinstance(item, _Named) else item for item in items]
     for registry, names in ((PARAMETERS, change.parameters), (BUFFERS, change.buffers)):
-        since = {key: value for key, value in own[registry].items() if key not in names}
+        # What was empty then may have been set since.
+        since = {key: value for key, value in own[registry].items() if names.get(key) is None}
         own[registry] = {key: None if name is None else tensors[name] for key, name in names.items()} | since
 
 

@@ -20,8 +20,8 @@ from torch import Tensor, nn
 
 from lightning_parallel import comm, tracing
 from lightning_parallel.comm import MeshGroups
-from lightning_parallel.compat import Patches
-from lightning_parallel.compat.torch import dispatch_modes_suspended
+from lightning_parallel.compat import ParallelState, Patches
+from lightning_parallel.compat.torch import dispatch_modes_suspended, version_of
 from lightning_parallel.data_parallel import GradientReducer
 from lightning_parallel.pipeline.engine import PipelineEngine
 from lightning_parallel.pipeline.microbatch import count_samples, loss_of, map_tensors, split_by
@@ -48,16 +48,18 @@ from lightning_parallel.strategies.pinned import (
     Draws,
     KeptState,
     StageStreams,
+    blamed_on_us,
     doubled,
     in_double,
     with_fixed_norm,
     without_dropout,
 )
 from lightning_parallel.strategies.pipeline_steps import PipelineSteps
-from lightning_parallel.strategies.reference import Owners, run_reference
+from lightning_parallel.strategies.reference import Blame, Owners, WholeModel, run_reference
 from lightning_parallel.strategies.skeleton import Skeleton
 from lightning_parallel.strategies.step_effects import LogCall, log_recorded
 from lightning_parallel.strategies.step_state import Snapshot
+from lightning_parallel.tensor.logits import whole_logits
 from lightning_parallel.tensor.plan import Sharding
 from lightning_parallel.tensor.regions import RandomRegion
 from lightning_parallel.tensor.sharding import Shard, reduce_partial_
@@ -108,8 +110,9 @@ class WholeRun:
 
     Attributes:
         failure: Why it could not be run; empty if it was.
+        blame: Whose fault that is.
         effects: What it gave; its output on the first rank only.
-        gradients, buffers: Of what this rank holds: gradients of its parts, and buffers that the step changed.
+        gradients, values: Of what this rank holds: gradients of its parts, buffers and parameters that it wrote into.
         precisions: In what it computed.
         draws: Whether it drew random numbers.
         dropout: Whether there was dropout to turn off.
@@ -118,9 +121,10 @@ class WholeRun:
     """
 
     failure: str
+    blame: Blame
     effects: ObservedStep
     gradients: Mapping[str, Tensor]
-    buffers: dict[str, Tensor]
+    values: dict[str, Tensor]
     precisions: set[torch.dtype]
     draws: bool = False
     dropout: bool = False
@@ -135,7 +139,7 @@ class DividedRun:
     Attributes:
         effects: What it gave.
         gradients: Of all parameters here that are trained; None for those that the step did not use.
-        buffers: Those that the step changed.
+        values: Buffers that it changed, and parameters that it wrote into.
         draws_apart: Whether random numbers were drawn inside divided layers, where each rank has its own.
         trace: What its modules returned, if it was asked for.
         replayed: What its microbatches were given as their draws; None where each has drawn for itself.
@@ -143,7 +147,7 @@ class DividedRun:
 
     effects: ObservedStep
     gradients: dict[str, Tensor | None]
-    buffers: dict[str, Tensor]
+    values: dict[str, Tensor]
     draws_apart: bool = False
     trace: ModuleTrace | None = None
     replayed: ReplayedDraws | None = None
@@ -188,6 +192,7 @@ class StepRuns:
         self.reducer = reducer
         self.precision = precision
         self.device = device
+        self._are_complete = False
 
     @property
     def engine(self) -> PipelineEngine | None:
@@ -209,20 +214,27 @@ class StepRuns:
         owners = Owners(self.module, self.rules, self.groups, self.device)
         output: dict[str, Any] = {}
 
-        def run() -> tuple[ObservedStep, bool, bool, ModuleTrace | None, RecordedDraws]:
-            effects, draws, dropout, trace, drawn = self._run_whole(call, way)
+        def run(model: WholeModel) -> tuple[ObservedStep, bool, bool, ModuleTrace | None, RecordedDraws]:
+            effects, draws, dropout, trace, drawn = self._run_whole(call, way, model)
             # It may be large, and is compared on this rank only.
             output.update(effects.output)
             return replace(effects, output={}), draws, dropout, trace, drawn
 
-        with self._state_kept():
-            found = run_reference(self.skeleton, owners, run, way.double)
+        keeps = call.name == "training_step" and not self.module.automatic_optimization
+        failure: Exception | None = None
+        try:
+            with self._state_kept():
+                found = run_reference(self.skeleton, owners, run, way.double, keeps)
+        except Exception as error:  # what it wrote cannot be put back, on this rank only
+            failure = error
+        comm.raise_together(failure, self.groups.replica)
         effects, draws, dropout, trace, drawn = found.result or (ObservedStep(), False, False, None, RecordedDraws())
         return WholeRun(
             found.failure,
+            found.blame,
             replace(effects, output=output),
             found.gradients,
-            found.buffers,
+            found.values,
             found.precisions,
             draws,
             dropout,
@@ -231,7 +243,7 @@ class StepRuns:
         )
 
     def _run_whole(
-        self, call: StepCall, way: Way
+        self, call: StepCall, way: Way, model: WholeModel
     ) -> tuple[ObservedStep, bool, bool, ModuleTrace | None, RecordedDraws]:
         generators = OwnGenerators(self.module.modules()) if self.engine is None else self.engine.generators
         draws = Draws(generators)
@@ -250,11 +262,23 @@ class StepRuns:
                 stack.enter_context(StageStreams(self.engine, draws, recorder, way.seed).followed())
             if trace is not None:
                 stack.enter_context(trace.recording())
-            effects = self._run_step(call, way, None if self.microbatches == 1 else recorder.around)
+            stack.enter_context(self._alone())
+            effects = self._run_step(call, way, None if self.microbatches == 1 else recorder.around, model)
             draws.check()
         drawn = recorder.found if draws.found else RecordedDraws()
         drawn.is_complete &= not draws.others
         return effects, draws.found, quiet is not None and quiet.found, trace, drawn
+
+    @contextmanager
+    def _alone(self) -> Iterator[None]:
+        """Let norms of gradients and metrics be those of this rank, which has the whole model."""
+        state = ParallelState.of(self.module)
+        with ExitStack() as stack:
+            if self.steps is not None:
+                stack.enter_context(self.steps.alone())
+            state.is_alone = True
+            stack.callback(setattr, state, "is_alone", False)
+            yield
 
     def divided(self, call: StepCall, way: Way, around: Callable[..., Any] | None = None) -> DividedRun:
         """Run a step as it is about to be run, without the mean over the replicas.
@@ -266,6 +290,8 @@ class StepRuns:
         """
         parameters = dict(self.module.named_parameters())
         buffers = {key: value.clone() for key, value in self.module.named_buffers() if type(value) is Tensor}
+        versions = {key: version_of(value) for key, value in parameters.items()}
+        self._are_complete = False
         trace = ModuleTrace(self.module, self.elsewhere()) if way.traces else None
         drawn = RandomRegion.draws
         with self._state_kept(), ExitStack() as stack:
@@ -294,30 +320,41 @@ class StepRuns:
                 for key, value in self.module.named_buffers()
                 if key in buffers and not torch.equal(value, buffers[key])
             }
+            written = [key for key, value in parameters.items() if version_of(value) != versions[key]]
+            changed.update((key, parameters[key].detach().clone()) for key in written)
         return DividedRun(
             effects, gradients, changed, RandomRegion.draws > drawn, trace, replayed[0] if replayed else None
         )
 
-    def _run_step(self, call: StepCall, way: Way, around: Callable[..., Any] | None = None) -> ObservedStep:
+    def _run_step(
+        self,
+        call: StepCall,
+        way: Way,
+        around: Callable[..., Any] | None = None,
+        model: WholeModel | None = None,
+    ) -> ObservedStep:
         """Run the module's own step on this rank, as the module is now, with its backward pass.
 
         Args:
             call: The step.
             way: How to run it.
             around: Wraps it.
+            model: The whole parameters, where it is run on these.
         """
         module = self.module
         before = self._kept()
         calls: list[LogCall] = []
         step = getattr(module, call.name)
         batch = copied(call.batch, way.double)
-        with log_recorded(module, calls), self._manual(), self._precision(way), self._context(call.name)():
-            output = (step if around is None else around(step))(batch, *call.rest, **call.kwargs)
+        with log_recorded(module, calls), self._manual(model), self._precision(way), self._context(call.name)():
+            # Logits that are divided are gathered on all ranks; only one compares them.
+            output = whole_logits((step if around is None else around(step))(batch, *call.rest, **call.kwargs))
         loss = None
         if call.name == "training_step" and module.automatic_optimization and output is not None:
             loss = loss_of(output)
         # Before backward, which may free what they refer to.
-        effects = self._effects(calls, output, loss, before)
+        with blamed_on_us("to note what the step gave"):
+            effects = self._effects(calls, output, loss, before)
         if loss is not None:
             module.backward(loss)
         return effects
@@ -375,10 +412,17 @@ class StepRuns:
         finally:
             patches.undo()
         loss = loss_of(output) if call.name == "training_step" else None
-        return self._effects(calls, output, loss, before)
+        with blamed_on_us("to note what the step gave"):
+            return self._effects(calls, output, loss, before)
 
     def _complete_gradients(self, parameters: Mapping[str, nn.Parameter]) -> None:
         """Sum partial gradients over the tensor axis, and those of tied parameters over the stages."""
+        if not self._are_complete:
+            self._sum_partial(parameters)
+        if self.engine is not None:
+            self.engine.reduce_tied_gradients()
+
+    def _sum_partial(self, parameters: Mapping[str, nn.Parameter]) -> None:
         group = self.groups.tensor_parallel
         if self.sharding is not None:
             mine = [name for name, p in parameters.items() if name in self.sharding.partial and p.grad is not None]
@@ -390,8 +434,21 @@ class StepRuns:
                 parameters[name].grad = gradients[name]
             with torch.no_grad():
                 reduce_partial_(gradients, self.rules, group)
-        if self.engine is not None:
-            self.engine.reduce_tied_gradients()
+
+    def _backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
+        """Run a backward pass after which gradients are complete, as the strategy does: the step may read them."""
+        partial = frozenset() if self.sharding is None else self.sharding.partial
+        mine = {name: p for name, p in self.module.named_parameters() if name in partial}
+        before = {name: p.grad for name, p in mine.items()}
+        for p in mine.values():
+            p.grad = None
+        loss.backward(*args, **kwargs)
+        self._sum_partial(dict(self.module.named_parameters()))
+        for name, p in mine.items():
+            known = before[name]
+            if known is not None:
+                p.grad = known if p.grad is None else known + p.grad
+        self._are_complete = True
 
     def elsewhere(self) -> set[int]:
         """Return the modules, by `id`, of which this rank has a stub only."""
@@ -480,34 +537,69 @@ class StepRuns:
         return contexts[name]
 
     @contextmanager
-    def _manual(self) -> Iterator[None]:
-        """Let a module that optimizes manually compute its gradients, but take no step."""
+    def _manual(self, model: WholeModel | None) -> Iterator[None]:
+        """Let a module that optimizes manually compute its gradients, but take no step.
+
+        Args:
+            model: The whole parameters, which optimizers are to show instead of this rank's parts.
+        """
         module = self.module
         if module.automatic_optimization or not module.trainer.training:
             yield
             return
         optimizers: Any = module.optimizers()
-        inert = [_Inert(each) for each in optimizers] if isinstance(optimizers, list) else _Inert(optimizers)
+        whole = None if model is None else model.whole
+        inert: Any = _Inert(optimizers, whole)
+        if isinstance(optimizers, list):
+            inert = [_Inert(each, whole) for each in optimizers]
         schedulers: Any = module.lr_schedulers()
         calm = [_Inert(each) for each in schedulers] if isinstance(schedulers, list) else _Inert(schedulers)
         patches = Patches()
         patches.replace(module, "optimizers", lambda *_, **__: inert)
         patches.replace(module, "lr_schedulers", lambda: calm)
-        patches.replace(module, "manual_backward", lambda loss, *args, **kwargs: loss.backward(*args, **kwargs))
+        patches.replace(module, "manual_backward", self._backward if model is None else _own_backward)
+        for name in ("toggle_optimizer", "untoggle_optimizer"):
+            patches.replace(module, name, _toggling(getattr(module, name), model))
         try:
             yield
         finally:
             patches.undo()
 
 
-class _Inert:
-    """An optimizer, or scheduler, whose steps do nothing."""
+def _own_backward(loss: Tensor, *args: Any, **kwargs: Any) -> None:
+    loss.backward(*args, **kwargs)
 
-    def __init__(self, inner: Any) -> None:
-        self._inner = inner
+
+def _toggling(own: Callable[..., Any], model: WholeModel | None) -> Callable[..., Any]:
+    """Return a method that chooses whose parameters are trained, for optimizers whose steps do nothing."""
+
+    def toggle(optimizer: Any) -> None:
+        own(optimizer.inner if isinstance(optimizer, _Inert) else optimizer)
+        if model is not None:
+            model.train_as_owned()
+
+    return toggle
+
+
+class _Inert:
+    """An optimizer, or scheduler, whose steps do nothing.
+
+    Args:
+        inner: What stands behind it.
+        whole: Returns what to show instead of a parameter.
+    """
+
+    def __init__(self, inner: Any, whole: Callable[[Tensor], Tensor] | None = None) -> None:
+        self.inner = inner
+        self._whole = whole
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(self._inner, name)
+        found = getattr(self.inner, name)
+        if self._whole is None:
+            return found
+        if name == "param_groups":
+            return [{**group, "params": [self._whole(each) for each in group["params"]]} for group in found]
+        return _Inert(found, self._whole) if name == "optimizer" else found
 
     def step(self, closure: Any = None, *_: Any, **__: Any) -> Any:
         """Only compute what the closure does."""

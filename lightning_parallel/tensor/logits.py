@@ -16,18 +16,19 @@ Legend: C classes, c classes on this rank.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, MutableMapping, MutableSequence
+from dataclasses import dataclass, is_dataclass
 from functools import partial
 from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 from torch.autograd import Function
 
 from lightning_parallel import comm
 from lightning_parallel.comm import Group
+from lightning_parallel.compat import is_users_object
 from lightning_parallel.compat.torch import (
     DisableTorchFunctionSubclass,
     log_softmax_operator,
@@ -39,7 +40,7 @@ from lightning_parallel.tensor.autograd import copy_to_group, scatter_to_group
 from lightning_parallel.tensor.loss import cross_entropy
 from lightning_parallel.tensor.sharding import Shard
 
-__all__ = ["DividedLogits", "divided_logits", "whole_logits"]
+__all__ = ["DividedLogits", "divided_logits", "has_divided_logits", "whole_logits"]
 
 _aten = torch.ops.aten
 
@@ -141,6 +142,11 @@ class DividedLogits(Tensor):
         self.piece, self.class_dim, self.is_log = piece, dim, is_log
         self._unchanged = version_of(self)
 
+    def whole(self) -> Tensor:
+        """Return an ordinary tensor, a part of autograd's graph; every rank of the group must call it."""
+        with DisableTorchFunctionSubclass():
+            return _aten.alias.default(self)
+
     @property
     def valid_piece(self) -> Tensor | None:
         """The piece, if the logits were not changed in place since it was made."""
@@ -233,16 +239,67 @@ class _DividedLogits(Function):
 
 
 def whole_logits(value: Any) -> Any:
-    """Replace logits that are divided by ordinary tensors, in a value of any structure that pytree knows.
+    """Replace logits that are sharded by ordinary tensors, in a value of any structure; parts of gradients, too.
 
-    They stay a part of autograd's graph. Every rank of the group must call it.
+    Containers that pytree knows are made anew; in others, such as dataclasses and objects of the user's, they are
+    replaced in place. They stay a part of autograd's graph. Every rank of the group must call it.
     """
-    return pytree.tree_map(lambda leaf: _ordinary(leaf) if isinstance(leaf, DividedLogits) else leaf, value)
+    return _whole_inside(value, set())
 
 
-def _ordinary(logits: DividedLogits) -> Tensor:
-    with DisableTorchFunctionSubclass():
-        return _aten.alias.default(logits)
+def _whole_inside(value: Any, seen: set[int]) -> Any:
+    return pytree.tree_map(lambda leaf: _whole_leaf(leaf, seen), value)
+
+
+def _whole_leaf(leaf: Any, seen: set[int]) -> Any:
+    if _is_part(leaf):
+        return leaf.whole()
+    if isinstance(leaf, (*_PLAIN, type)) or id(leaf) in seen:
+        return leaf
+    seen.add(id(leaf))
+    if isinstance(leaf, (MutableMapping, MutableSequence)):
+        keys = leaf.keys() if isinstance(leaf, MutableMapping) else range(len(leaf))
+        _replace_inside(leaf, [(key, leaf[key]) for key in keys], seen)
+    elif is_users_object(leaf) or is_dataclass(leaf):
+        for name in (*getattr(leaf, "__dict__", ()), *getattr(type(leaf), "__slots__", ())):
+            item = getattr(leaf, name, None)
+            whole = _whole_inside(item, seen)
+            if not _is_same(whole, item):
+                # Also on frozen dataclasses.
+                object.__setattr__(leaf, name, whole)
+    return leaf
+
+
+def _is_part(value: Any) -> bool:
+    return isinstance(value, Tensor) and hasattr(type(value), "whole")
+
+
+_PLAIN = (Tensor, bool, int, float, str, bytes, type(None), nn.Module)
+
+
+def _replace_inside(container: Any, items: Iterable[tuple[Any, Any]], seen: set[int]) -> None:
+    for key, item in items:
+        whole = _whole_inside(item, seen)
+        if not _is_same(whole, item):
+            container[key] = whole
+
+
+def _is_same(one: Any, two: Any) -> bool:
+    """Tell whether two values, of which one was made from the other, have the same leaves."""
+    return one is two or all(a is b for a, b in zip(pytree.tree_leaves(one), pytree.tree_leaves(two)))
+
+
+def has_divided_logits(value: Any) -> bool:
+    """Tell whether a value is logits that are sharded, or a part of a gradient, or a small container of them."""
+    if isinstance(value, list):
+        return bool(value) and _is_part(value[-1])
+    items = value.values() if isinstance(value, dict) else value if isinstance(value, tuple) else (value,)
+    return len(items) <= _SMALL_CONTAINER and any(
+        isinstance(item, Tensor) and hasattr(type(item), "whole") for item in items
+    )
+
+
+_SMALL_CONTAINER = 16
 
 
 def _meta(tensor: Tensor) -> Tensor:

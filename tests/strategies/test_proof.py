@@ -1,5 +1,7 @@
 """The proof: steps are compared with those of one process before their first batch."""
 
+import copy
+import dataclasses
 import gc
 import logging
 import re
@@ -8,20 +10,22 @@ import time
 import warnings
 from contextlib import ExitStack
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
 from lightning.pytorch import LightningModule
-from lightning.pytorch.callbacks import LambdaCallback, ModelCheckpoint
+from lightning.pytorch.callbacks import Callback, LambdaCallback, ModelCheckpoint
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 from torchmetrics.classification import MulticlassAccuracy
+from transformers.modeling_outputs import SequenceClassifierOutput
 
 from lightning_parallel import HybridParallelStrategy, PipelineParallelStrategy, TensorParallelStrategy, comm
-from lightning_parallel.compat import Patches, patched
-from lightning_parallel.strategies import reference
+from lightning_parallel.compat import ParallelState, Patches, patched
+from lightning_parallel.strategies import proof, reference
 from lightning_parallel.strategies.observed_step import compare
 from lightning_parallel.strategies.proof import ProofError
 from lightning_parallel.strategies.reference import Owners, WholeModel, run_reference
@@ -79,8 +83,8 @@ def strategy(layout, **options):
     return HybridParallelStrategy(**{f"{axis}_parallel_size": 2}, tensor_parallel_size=2, **options)
 
 
-def fit(module, layout, verify="always", num_microbatches=None, **options):
-    """Train for a step; returns what was said about the proof."""
+def fit(module, layout, verify="always", num_microbatches=None, layout_options=None, **options):
+    """Train for a step; returns what was said about the self-check."""
     pipeline = {} if num_microbatches is None else {"num_microbatches": num_microbatches}
     said = []
 
@@ -97,13 +101,14 @@ def fit(module, layout, verify="always", num_microbatches=None, **options):
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
             devices = 4 if layout in ("hybrid", "replicas") else 2
-            trainer = trainer_for(strategy(layout, verify=verify, **pipeline), devices, True, max_steps=1, **options)
+            made = strategy(layout, verify=verify, **pipeline, **(layout_options or {}))
+            trainer = trainer_for(made, devices, True, **{"max_steps": 1, **options})
             trainer.fit(module, loader(), loader())
     finally:
         logger.removeHandler(listener)
         logger.setLevel(level)
     said += [str(warning.message) for warning in caught]
-    words = ("verified", "not compared", "checked as", "batch normalisation")
+    words = ("verified", "compared", "checked as", "batch normalisation")
     return [text for text in said if any(word in text for word in words)]
 
 
@@ -274,8 +279,8 @@ class Sharpness(Manual):
 
 
 @distributed(world_size=2)
-def test_a_manual_step_that_cannot_be_compared_is_refused():
-    with pytest.raises(ProofError, match="was not compared .*'NoneType'.* may read gradients"):
+def test_a_manual_step_that_takes_the_norm_of_parts_is_refused():
+    with pytest.raises(ProofError, match="(?s)parameter `embed.weight` differs"):
         fit(Sharpness(), "tensor")
 
 
@@ -338,12 +343,6 @@ class Contrast(Tokens):
     def loss(self, x, y):
         logits = self(x)
         return F.cross_entropy(logits @ logits.T, torch.arange(len(logits)))
-
-
-class Flat(Tokens):
-    def training_step(self, batch, index):
-        logits = self(batch[0])
-        return {"loss": F.cross_entropy(logits, batch[1]), "all": logits.detach().flatten()}
 
 
 def noisy(x):
@@ -566,7 +565,68 @@ def test_a_step_that_communicates_with_no_other_replica_is_proven(group):
 def test_a_step_that_communicates_is_not_compared_and_says_so(group):
     said = fit(Communicating(), "replicas")
     if group.rank == 0:
-        assert "the step communicates by itself (`torch.distributed.all_reduce`)" in said[0]
+        assert "the step communicates by itself (`torch.distributed.all_reduce`, in `loss`" in said[0]
+        assert "Nothing of it is checked, but that the tensor-parallel ranks agree" in said[0]
+        assert not any("verified" in text for text in said)
+
+
+class Unsteady(Tokens):
+    """Reads a state outside of the module, which each run of the step changes."""
+
+    calls = 0
+
+    def loss(self, x, y):
+        Unsteady.calls += 1
+        return super().loss(x, y) * (1 + Unsteady.calls)
+
+
+@distributed(world_size=2)
+def test_a_loss_that_differs_from_run_to_run_is_not_called_verified(group):
+    said = fit(Unsteady(), "pipeline")
+    if group.rank == 0:
+        assert "compared only in part: " in said[0]
+        assert not any("verified" in text for text in said)
+    # The first rank is ahead of the others by the runs that it has made alone.
+    module = Unsteady()
+    with pytest.raises(ProofError, match="(?s)differs between tensor-parallel ranks.*a state outside of the module"):
+        fit(module, "tensor")
+    assert module.trainer.global_step == 0
+
+
+class NeverAlone(Tokens):
+    """Fails where one rank runs it by itself, for a reason that the exception does not tell."""
+
+    def loss(self, x, y):
+        if ParallelState.of(self).is_alone:
+            raise ValueError("no answer")
+        return super().loss(x, y)
+
+
+@distributed(world_size=2)
+def test_a_failure_of_the_self_check_is_an_error_on_all_ranks(group):
+    def fail(*_):
+        raise KeyError("ours")
+
+    def fail_on_last(*args):
+        if group.rank == group.size - 1:
+            fail()
+        return joined(*args)
+
+    with pytest.raises(ProofError, match="could not run it on the whole model, although it runs in shards"):
+        fit(NeverAlone(), "tensor")
+    joined = reference._joined
+    broken = {
+        "noting": patched(StepRuns, "_effects", fail),
+        "fetching": patched(reference.WholeModel, "_full", fail),
+        "sending": patched(reference, "_joined", fail_on_last),
+        "delivering": patched(reference, "_deliver", fail),
+        "comparing": patched(proof, "compare_gradients", fail if group.rank else proof.compare_gradients),
+    }
+    for what, patch in broken.items():
+        module = Tokens()
+        with patch, pytest.raises((ProofError, RuntimeError, KeyError), match="ours"):
+            fit(module, "tensor")
+        assert module.trainer.global_step == 0, what
 
 
 @distributed(world_size=2)
@@ -591,6 +651,256 @@ def test_numbers_that_differ_are_shown_to_differ():
         (difference,) = compare("logged value", {"a": found}, {"a": expected}, 1e-16)
         one, two = re.findall(r"(?:is|but) ([\d.]+)", str(difference))
         assert one != two
+
+
+# -- steps that look at what is sharded --------------------------------------------------------------------------------
+
+
+class Own:
+    def __init__(self, logits):
+        self.logits, self.again = logits, [{"logits": logits}]
+
+
+@dataclasses.dataclass(frozen=True)
+class Record:
+    logits: torch.Tensor
+
+
+class Pair(NamedTuple):
+    logits: torch.Tensor
+    labels: torch.Tensor
+
+
+class Entries(dict):
+    pass
+
+
+RETURNS = {
+    "logits": lambda loss, logits, y: {"loss": loss, "logits": logits},
+    "detached": lambda loss, logits, y: {"loss": loss, "pred": logits.detach()},
+    "nested": lambda loss, logits, y: {"loss": loss, "a": [{"b": (logits, logits.softmax(-1))}]},
+    "named tuple": lambda loss, logits, y: {"loss": loss, "pair": Pair(logits, y)},
+    "dataclass": lambda loss, logits, y: {"loss": loss, "record": Record(logits)},
+    "object": lambda loss, logits, y: {"loss": loss, "own": Own(logits)},
+    "dict of its own": lambda loss, logits, y: Entries(loss=loss, logits=logits),
+    "Hugging Face": lambda loss, logits, y: SequenceClassifierOutput(loss=loss, logits=logits),
+    "kept": lambda loss, logits, y: loss,
+}
+
+
+class Returning(Tokens):
+    def __init__(self, kind):
+        super().__init__()
+        self.kind, self.seen, self.kept = kind, [], None
+
+    def training_step(self, batch, index):
+        logits = self(batch[0])
+        if self.kind == "kept":
+            self.kept = logits
+        return RETURNS[self.kind](F.cross_entropy(logits, batch[1]), logits, batch[1])
+
+
+class ReadsOutputs(Callback):
+    """Adds up all logits that a step returned or kept, on the first rank only."""
+
+    def on_train_batch_end(self, trainer, module, outputs, batch, index):
+        if trainer.is_global_zero:
+            module.seen.append(self.total(outputs) + self.total(module.kept))
+
+    def total(self, value):
+        if isinstance(value, torch.Tensor):
+            return float(value.detach().square().sum())
+        if isinstance(value, (Own, Record)):
+            value = vars(value)
+        items = value.values() if isinstance(value, dict) else value if isinstance(value, (list, tuple)) else ()
+        return sum(self.total(item) for item in items)
+
+
+@pytest.mark.parametrize("verify", ["auto", "off"])
+@distributed(world_size=2)
+def test_what_a_step_returns_is_whole_for_who_looks_on_one_rank(group, verify):
+    for kind in RETURNS:
+        alone, module = Returning(kind), Returning(kind)
+        trainer_for(devices=1, max_steps=1, callbacks=[ReadsOutputs()]).fit(alone, loader())
+        said = fit(module, "tensor", verify, callbacks=[ReadsOutputs()])
+        if group.rank == 0:
+            assert module.seen == pytest.approx(alone.seen, rel=1e-12), kind
+            assert verify == "off" or said[0].startswith("verified on 2 samples: loss, 20 gradients"), kind
+
+
+class Weighed(Tokens):
+    """Losses weighed by the norms of their gradients with respect to some tensors."""
+
+    def terms(self, batch):
+        logits = self(batch[0])
+        return logits, F.cross_entropy(logits, batch[1]), logits.square().mean()
+
+    def training_step(self, batch, index):
+        logits, one, two = self.terms(batch)
+        norms = [self.norm(torch.autograd.grad(loss, self.of(logits), retain_graph=True)) for loss in (one, two)]
+        return one + two * (norms[0] / (norms[1] + 1e-4)).detach()
+
+    def norm(self, gradients):
+        return torch.sqrt(sum(gradient.pow(2).sum() for gradient in gradients))
+
+
+class ByLastWeight(Weighed):
+    def of(self, logits):
+        return self.blocks[-1].down.weight
+
+    def norm(self, gradients):
+        return gradients[0].norm()
+
+
+class ByAll(Weighed):
+    def of(self, logits):
+        return list(self.parameters())
+
+
+class ByLogits(Weighed):
+    def of(self, logits):
+        return logits
+
+
+class ByAngle(ByAll):
+    def norm(self, gradients):
+        flat = torch.cat([gradient.flatten() for gradient in gradients])
+        return F.cosine_similarity(flat, torch.ones_like(flat), dim=0)
+
+
+class LaterByAll(ByAll):
+    def training_step(self, batch, index):
+        return self.loss(*batch) if index == 0 else super().training_step(batch, index)
+
+
+class Projected(Weighed):
+    """Gradients of two losses, of which one is made orthogonal to the other."""
+
+    def __init__(self, **kwargs):
+        super().__init__(**kwargs)
+        self.automatic_optimization = False
+
+    def training_step(self, batch, index):
+        parameters = list(self.parameters())
+        ones, twos = (torch.autograd.grad(loss, parameters, retain_graph=True) for loss in self.terms(batch)[1:])
+        share = sum((a * b).sum() for a, b in zip(ones, twos)) / sum(b.square().sum() for b in twos)
+        for parameter, a, b in zip(parameters, ones, twos):
+            parameter.grad = a - share * b
+        self.optimizers().step()
+
+
+class Clipping(Manual):
+    def training_step(self, batch, index):
+        optimizer = self.optimizers()
+        optimizer.zero_grad()
+        self.manual_backward(10 * self.objective(batch))
+        self.clip_gradients(optimizer, gradient_clip_val=0.1, gradient_clip_algorithm="norm")
+        self.log("norm", torch.nn.utils.clip_grad_norm_(self.parameters(), 0.05))
+        optimizer.step()
+
+
+class Adversaries(Tokens):
+    """Two optimizers that are toggled, both with clipping, as generative adversarial networks have them."""
+
+    def __init__(self, **kwargs):
+        super().__init__(**kwargs)
+        self.automatic_optimization = False
+        self.judge = nn.Sequential(nn.Linear(5, 32), nn.GELU(), nn.Linear(32, 1)).double()
+
+    def configure_optimizers(self):
+        maker = [*self.embed.parameters(), *self.blocks.parameters(), *self.head.parameters()]
+        return [torch.optim.SGD(own, lr=0.1) for own in (maker, self.judge.parameters())]
+
+    def training_step(self, batch, index):
+        for optimizer, aim in zip(self.optimizers(), (1.0, 0.0)):
+            self.toggle_optimizer(optimizer)
+            verdict = self.judge(self(batch[0])).sigmoid()
+            optimizer.zero_grad()
+            self.manual_backward((verdict - aim).square().mean())
+            self.clip_gradients(optimizer, gradient_clip_val=0.05, gradient_clip_algorithm="norm")
+            optimizer.step()
+            self.untoggle_optimizer(optimizer)
+
+
+@pytest.mark.parametrize("options", [{}, {"sequence_parallel": True}])
+@distributed(world_size=2)
+def test_gradients_that_a_step_asks_for_are_whole(group, options):
+    kinds = [ByLastWeight, ByAll, ByLogits, ByAngle, LaterByAll, Projected, Clipping, Adversaries]
+    for kind in kinds if not options else [ByAll, Clipping]:
+        alone = kind()
+        trainer_for(devices=1, max_steps=2).fit(alone, loader())
+        for verify in ("auto", "off"):
+            module = kind()
+            said = fit(module, "tensor", verify, layout_options=options, max_steps=2)
+            for name, value in module.state_dict().items():
+                torch.testing.assert_close(value, alone.state_dict()[name], rtol=1e-10, atol=1e-12)
+            assert group.rank > 0 or verify == "off" or said[0].startswith("verified on 2 samples"), (kind, said)
+
+
+class FrozenCopy(Tokens):
+    """The head is used by name only: its gradient is one number, expanded."""
+
+    def __init__(self, **kwargs):
+        super().__init__(**kwargs)
+        self.key = copy.deepcopy(self.blocks).requires_grad_(False)
+
+    def training_step(self, batch, index):
+        hidden = self.hidden(batch[0])
+        for block in self.key:
+            hidden = block(hidden)
+        return hidden.square().mean() + 0.0 * self.head.weight.sum()
+
+
+class Moving(Tokens):
+    """A copy that follows the blocks, in the step."""
+
+    def __init__(self, **kwargs):
+        super().__init__(**kwargs)
+        self.key = copy.deepcopy(self.blocks).requires_grad_(False)
+
+    def training_step(self, batch, index):
+        query = key = self.hidden(batch[0])
+        with torch.no_grad():
+            for mine, theirs in zip(self.key.parameters(), self.blocks.parameters()):
+                mine.mul_(0.9).add_(theirs, alpha=0.1)
+            for block in self.key:
+                key = block(key)
+        for block in self.blocks:
+            query = block(query)
+        return F.cross_entropy(self.head(query.mean(1)), batch[1]) + (query - key).square().mean()
+
+
+class Caching(Tokens):
+    """Masks that are made anew for a batch of another size, one of them for the first time in the first step."""
+
+    def __init__(self, **kwargs):
+        super().__init__(**kwargs)
+        self.size = -1
+        self.register_buffer("mask", torch.ones(8, 3, 1, dtype=torch.float64))
+        self.register_buffer("late", None)
+
+    def hidden(self, x):
+        hidden = super().hidden(x)
+        if len(x) != self.size:
+            self.size = len(x)
+            self.mask, self.late = torch.ones(len(x), 3, 1, dtype=hidden.dtype), torch.zeros(len(x), dtype=hidden.dtype)
+        return hidden * self.mask
+
+    def validation_step(self, batch, index):
+        self.log("validation", self.loss(*batch))
+
+
+@distributed(world_size=2)
+def test_gradients_parameters_and_buffers_of_all_kinds_travel(group):
+    for kind, layout in ((FrozenCopy, "pipeline"), (FrozenCopy, "tensor"), (Moving, "tensor"), (Caching, "tensor")):
+        alone, module = kind(), kind()
+        options = {"max_epochs": 1, "val_check_interval": 1, "limit_val_batches": 1}
+        trainer_for(devices=1, max_steps=1, **options).fit(alone, loader(), loader())
+        said = fit(module, layout, **options)
+        assert group.rank > 0 or all(text.startswith(("verified", "`validation_step` verified")) for text in said), said
+        assert module.state_dict().keys() == alone.state_dict().keys()
+        for name, value in module.state_dict().items():
+            torch.testing.assert_close(value, alone.state_dict()[name], rtol=1e-10, atol=1e-12)
 
 
 # -- the whole model ---------------------------------------------------------------------------------------------------
@@ -643,7 +953,8 @@ def test_a_failure_on_the_first_rank_is_known_on_all(group):
     groups = MeshGroups(Mesh(pipeline_parallel=2))
     owners = Owners(module, {}, groups, torch.device("cpu"))
 
-    def fail():
+    def fail(model):
         raise KeyError("lost")
 
-    assert run_reference(skeleton, owners, fail, double=False).failure == "KeyError: 'lost'"
+    found = run_reference(skeleton, owners, fail, double=False)
+    assert (found.failure, found.blame) == ("KeyError: 'lost'", "unknown")

@@ -1,0 +1,235 @@
+"""Gradients that the user's code asks for by itself, `torch.autograd.grad(loss, weight)`: those of one process.
+
+    of sharded logits       the gradient of the pieces, gathered
+    of a sharded weight     a `ShardGradient`: element by element it stays this rank's part, as the weight is; whatever
+                            else is done to it, such as its norm, is done to the whole, which is gathered then
+    of a partial one        the sum over the ranks
+
+Every rank of the tensor-parallel group has to ask, or none.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lightning_parallel import comm
+from lightning_parallel.comm import Group
+from lightning_parallel.compat import Patches
+from lightning_parallel.compat.torch import DisableTorchFunctionSubclass, pytree
+from lightning_parallel.tensor.logits import DividedLogits
+from lightning_parallel.tensor.plan import Sharding
+from lightning_parallel.tensor.sharding import Shard, reduce_partial_
+
+__all__ = ["ShardGradient", "give_whole_gradients"]
+
+_ELEMENTWISE = {"mul", "multiply", "div", "divide", "true_divide", "add", "sub", "subtract", "neg", "negative", "pow"}
+_ELEMENTWISE |= {"square", "sqrt", "rsqrt", "abs", "exp", "log", "sign", "clamp", "clip", "reciprocal", "lerp"}
+_ELEMENTWISE |= {"addcmul", "addcdiv", "where", "zeros_like", "ones_like", "empty_like", "nan_to_num", "copy_"}
+_ELEMENTWISE |= {"maximum", "minimum", "isnan", "isinf", "isfinite", "eq", "ne", "lt", "gt", "le", "ge", "rsub"}
+_CASTS = {
+    "detach",
+    "clone",
+    "float",
+    "double",
+    "half",
+    "bfloat16",
+    "to",
+    "type",
+    "type_as",
+    "contiguous",
+    "cpu",
+    "cuda",
+}
+# Facts about the part, and what does not compute.
+_PLAIN = {"__get__", "__set__", "__delete__", "dim", "size", "numel", "stride", "is_floating_point", "is_contiguous"}
+_PLAIN |= {"requires_grad_", "data_ptr", "untyped_storage", "storage_offset", "is_complex", "ndimension", "__hash__"}
+_PLAIN |= {"register_hook", "backward", "element_size", "get_device", "is_sparse", "is_shared", "grad"}
+# An optimizer, and this library, know what the part is.
+_OURS = {"lightning_parallel", "lightning", "pytorch_lightning"}
+_OPTIMIZERS = ("torch.optim.", "torch.nn.utils.", "torch.autograd.")
+
+
+class ShardGradient(Tensor):
+    """This rank's part of the gradient of a sharded parameter, of which the user's code sees the whole.
+
+    Attributes:
+        rule: How it is sharded.
+        group: The tensor-parallel group.
+        parameter: Its name.
+    """
+
+    rule: Shard
+    group: Group
+    parameter: str
+
+    @staticmethod
+    def of(part: Tensor, rule: Shard, group: Group, name: str) -> ShardGradient:
+        """Return a part as what it is a part of."""
+        gradient = part.as_subclass(ShardGradient)
+        gradient.rule, gradient.group, gradient.parameter = rule, group, name
+        return gradient
+
+    def whole(self) -> Tensor:
+        """Return the gradient of the whole parameter; every rank of the group must call it."""
+        rule, layer = self.rule, self.parameter.rpartition(".")[0]
+        with DisableTorchFunctionSubclass():
+            if self.requires_grad:
+                raise RuntimeError(
+                    f"the step computes with the gradient of `{self.parameter}`, of which each rank has a part, and"
+                    " asks for the gradient of that in turn (`create_graph=True`). Only what treats it element by"
+                    f" element can be differentiated: keep its layer whole with plan={{..., {layer!r}: 'replicate'}}"
+                )
+            gathered = comm.all_gather(self.as_subclass(Tensor).detach(), self.group, rule.dim, rule.sizes)
+            return rule.merge(gathered.split(rule.sizes, rule.dim))
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Callable[..., Any], types: Iterable[type], args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        name = getattr(func, "__name__", "")
+        leaves = pytree.tree_leaves((args, kwargs))
+        first = next((leaf for leaf in leaves if isinstance(leaf, ShardGradient)), None)
+        with DisableTorchFunctionSubclass():
+            if first is None or name in _PLAIN or _is_called_by_us():
+                return func(*args, **kwargs)
+            if _is_elementwise(name, first, leaves):
+                result = func(*args, **kwargs)
+                return pytree.tree_map(lambda value: _kept(value, first, leaves), result)
+            whole = pytree.tree_map(lambda leaf: leaf.whole() if isinstance(leaf, cls) else leaf, (args, kwargs))
+            return func(*whole[0], **whole[1])
+
+
+def _is_called_by_us() -> bool:
+    """Tell whether code that knows of parts computes with one."""
+    frame = sys._getframe(2)
+    # A mode that watches the step hands on what the step calls.
+    while frame.f_code.co_name == "__torch_function__" and frame.f_back is not None:
+        frame = frame.f_back
+    caller = frame.f_globals.get("__name__", "")
+    return caller.partition(".")[0] in _OURS or caller.startswith(_OPTIMIZERS)
+
+
+def _is_elementwise(name: str, first: ShardGradient, leaves: Sequence[Any]) -> bool:
+    """Tell whether an operation does the same to each number, on tensors that are parts of the same kind."""
+    base = name.removesuffix("_") if not name.endswith("__") else name.strip("_").removeprefix("i").removeprefix("r")
+    is_known = {name, base, name.strip("_")} & (_ELEMENTWISE | _CASTS) or name.startswith("_foreach_")
+    tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+    return bool(is_known) and all(tensor.dim() == 0 or tensor.shape == first.shape for tensor in tensors)
+
+
+def _kept(value: Any, first: ShardGradient, inputs: Sequence[Any]) -> Any:
+    """Return a result as a part, unless it is an input that was changed in place."""
+    is_new = isinstance(value, Tensor) and not any(value is each for each in inputs)
+    if not is_new or value.shape != first.shape:
+        return value
+    return ShardGradient.of(value, first.rule, first.group, first.parameter)
+
+
+def give_whole_gradients(
+    module: nn.Module,
+    sharding: Sharding,
+    rules: Mapping[str, Shard],
+    group: Group,
+    is_whole: Callable[[], bool],
+    patches: Patches,
+) -> None:
+    """Let `torch.autograd.grad` give the gradients of one process until `patches` are undone.
+
+    Args:
+        module: The module with sharded layers.
+        sharding: What was sharded how.
+        rules: How its tensors are sharded, by name.
+        group: The tensor-parallel group.
+        is_whole: Tells whether this rank runs the whole module now.
+        patches: Undo it.
+    """
+
+    def make(own: Callable[..., Any]) -> Callable[..., Any]:
+        is_inside = False
+
+        def grad(outputs: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+            nonlocal is_inside
+            # Under a mode that watches functions, torch's own function calls itself.
+            if is_inside or is_whole():
+                return own(outputs, inputs, *args, **kwargs)
+            is_inside = True
+            try:
+                return whole(own, outputs, inputs, args, kwargs)
+            finally:
+                is_inside = False
+
+        return grad
+
+    def whole(own: Callable[..., Any], outputs: Any, inputs: Any, args: Any, kwargs: Any) -> Any:
+        asked = [inputs] if isinstance(inputs, Tensor) else list(inputs)
+        if not any(isinstance(value, Tensor) for value in asked):
+            return own(outputs, inputs, *args, **kwargs)
+        names = {id(value): name for name, value in module.named_parameters()}
+        known = {index: names[id(value)] for index, value in enumerate(asked) if id(value) in names}
+        known = {index: name for index, name in known.items() if name in rules or name in sharding.partial}
+        logits = [index for index, value in enumerate(asked) if isinstance(value, DividedLogits)]
+        if logits:
+            found = _through_pieces(own, outputs, asked, logits, args, kwargs)
+        else:
+            found = list(own(outputs, inputs, *args, **kwargs))
+        for index, name in known.items():
+            if found[index] is not None:
+                found[index] = _completed(found[index], name, rules.get(name), sharding, group)
+        return tuple(found)
+
+    patches.replace_function(torch.autograd.grad, make)
+
+
+def _completed(part: Tensor, name: str, rule: Shard | None, sharding: Sharding, group: Group) -> Tensor:
+    if name in sharding.partial:
+        part = part.clone()
+        with torch.no_grad():
+            reduce_partial_({name: part}, {} if rule is None else {name: rule}, group)
+    return part if rule is None else ShardGradient.of(part, rule, group, name)
+
+
+def _through_pieces(
+    own: Callable[..., Any], outputs: Any, asked: Sequence[Any], logits: Sequence[int], args: Any, kwargs: Any
+) -> list[Any]:
+    """Return gradients of which some are of sharded logits: of their pieces, from which losses are computed, gathered.
+
+    Those of a view come by the view of the whole, too; those of the logits themselves all go through the piece.
+    """
+    given = dict(zip(("grad_outputs", "retain_graph", "create_graph", "allow_unused"), args), **kwargs)
+    allow_unused = bool(given.pop("allow_unused", None))
+    inputs = list(asked)
+    pieces: dict[int, Tensor] = {}
+    for index in logits:
+        value = asked[index]
+        piece = value.valid_piece
+        if value.is_log:
+            raise RuntimeError(
+                "the step asks for the gradient of `log_softmax` of logits that are sharded over the tensor-parallel"
+                " ranks, which nobody computes; ask for that of the logits, or set `gather_logits=True`"
+            )
+        if piece is None:
+            continue
+        pieces[index] = piece
+        if value.grad_fn is not None and value.grad_fn.name() == "_DividedLogitsBackward":
+            inputs[index] = piece
+    views = [index for index in pieces if inputs[index] is asked[index]]
+    results = own(outputs, [*inputs, *(pieces[index] for index in views)], allow_unused=True, **given)
+    found = list(results[: len(inputs)])
+    for index in pieces:
+        value, part = asked[index], found[index]
+        whole = None
+        if index in views:
+            whole, part = part, results[len(inputs) + views.index(index)]
+        if part is not None:
+            rule = value.family.rule
+            part = comm.all_gather(part.contiguous(), value.family.group, value.class_dim, rule.sizes)
+        found[index] = whole if part is None else part if whole is None else part + whole
+    if not allow_unused and any(gradient is None for gradient in found):
+        raise RuntimeError("one of the tensors whose gradient was asked for was not used to compute the outputs")
+    return found
