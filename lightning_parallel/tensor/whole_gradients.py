@@ -118,7 +118,7 @@ def _is_called_by_us() -> bool:
 def _is_elementwise(name: str, first: ShardGradient, leaves: Sequence[Any]) -> bool:
     """Tell whether an operation does the same to each number, on tensors that are parts of the same kind."""
     base = name.removesuffix("_") if not name.endswith("__") else name.strip("_").removeprefix("i").removeprefix("r")
-    is_known = {name, base, name.strip("_")} & (_ELEMENTWISE | _CASTS) or name.startswith("_foreach_")
+    is_known = {name, base, name.strip("_")} & (_ELEMENTWISE | _CASTS) or name.lstrip("_").startswith("foreach_")
     tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
     return bool(is_known) and all(tensor.dim() == 0 or tensor.shape == first.shape for tensor in tensors)
 
