@@ -25,6 +25,7 @@ from lightning_parallel import (
     TensorParallelStrategy,
     comm,
 )
+from lightning_parallel.strategies.hook_watch import HookError
 from tests.harness import distributed
 from tests.pipeline.other_models import Block
 from tests.strategies.models import Net, Samples, fit_parallel, fit_single, loader, trainer_for
@@ -348,7 +349,7 @@ def test_an_overflow_on_one_rank_skips_the_step_on_all(group):
     class Overflow(Net):
         def on_after_backward(self):
             if group.rank == 1 and self.global_step == 1:
-                self.net[0].weight.grad[0, 0] = float("inf")
+                self.net[0].weight.grad.fill_(float("inf"))
 
         def validation_step(self, batch, index):
             pass
@@ -488,7 +489,8 @@ class Changing(Deep):
 
 ADOPTED = [_set_up_again, _replace_optimizer, _put_on_a_block, _take_out_blocks, _exchange_head]
 REFUSED = {
-    "tensor": {_prune_embedding: "expected `embed` as it was", _prune_block: r"expected `blocks\.0"},
+    # The watch of hooks comes first: the smallest of a shard are not those of the tensor.
+    "tensor": {_prune_embedding: "`topk` combines elements", _prune_block: "`topk` combines elements"},
     "pipeline": {
         _put_on_a_block: r"expected `blocks\.4",
         _take_out_blocks: r"expected `blocks\.1` as it was",
@@ -517,6 +519,6 @@ def test_what_changes_during_a_run_is_adopted_or_refused_at_once(group, layout):
         )
     for change, text in refused.items():
         module = Changing(change)
-        with pytest.raises(ValueError, match=text):
+        with pytest.raises((ValueError, HookError), match=text):
             fit(module, strategies[layout](), 2)
         assert module.trainer.global_step == 2
