@@ -117,9 +117,14 @@ def _is_ours(hook: Any) -> bool:
     return str(getattr(function, "__module__", "")).partition(".")[0] == "lightning_parallel"
 
 
+class _WeakTensors(WeakValueDictionary[str, Tensor]):
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), ()  # in another process nobody holds them
+
+
 def weakly(state: Mapping[str, Any]) -> WeakValueDictionary[str, Tensor]:
     """Return the tensors of a state dict for as long as somebody else holds them."""
-    return WeakValueDictionary({name: value for name, value in state.items() if isinstance(value, Tensor)})
+    return _WeakTensors({name: value for name, value in state.items() if isinstance(value, Tensor)})
 
 
 class _Finder(pickle.Pickler):

@@ -77,7 +77,7 @@ def test_a_silent_rank_of_another_machine_is_lost():
 
 
 def _one_is_silent(group):
-    with patched(heartbeat, "SILENT_S", 1.0), patched(heartbeat, "_host", lambda: f"machine {group.rank}"):
+    with patched(heartbeat, "SILENT_S", 1.0), patched(heartbeat, "process_host", lambda: f"machine {group.rank}"):
         comm.start_heartbeat(watches=True)
         comm.all_gather_object(None, group)
         if group.rank == 1:

@@ -349,7 +349,7 @@ def test_what_checkpoints_keep_of_residuals(tmp_path):
 
 @distributed(world_size=2)
 def test_files_that_are_not_those_of_a_save_are_not_taken(group, tmp_path):
-    place, written, strategy = Place(group.rank, 0, "1 x 1"), 0, CompressedDDPStrategy(TopK(0.1))
+    place, written, strategy = Place(group.rank, 0, cut="1 x 1"), 0, CompressedDDPStrategy(TopK(0.1))
 
     def save(name="last.ckpt"):
         nonlocal written
