@@ -332,6 +332,12 @@ def test_flat_parameters_of_fsdp_are_known(group):
     assert sharded_flat_parameters(nn.Linear(4, 4)) == []
 
 
+def test_nodes_of_the_graph_are_numbered_as_they_are_made():
+    begin = compat_torch.graph_position()
+    node = (torch.ones(1, requires_grad=True) * 2).grad_fn
+    assert begin <= compat_torch.position_in_graph(node) < compat_torch.graph_position()
+
+
 def test_the_flight_recorder_is_where_it_was():
     names = ("_dump_fr_trace_json", "_dump_nccl_trace_json")
     assert any(callable(getattr(torch._C._distributed_c10d, name, None)) for name in names)

@@ -96,6 +96,7 @@ __all__ = [
     "dispatch_modes_suspended",
     "each",
     "flight_recorder_entries",
+    "graph_position",
     "forbid_data_access",
     "forward_hooks_of",
     "global_step_hooks",
@@ -121,6 +122,7 @@ __all__ = [
     "make_wrapper_subclass",
     "has_data",
     "overload_packet",
+    "position_in_graph",
     "parameters_of",
     "pytree",
     "remove_ddp_hooks",
@@ -503,6 +505,19 @@ def copy_all_(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
 def each(operation: str, *args: Any, **kwargs: Any) -> Any:
     """Run an operation such as `add_` on each of many tensors in one call, as torch's own optimizers do."""
     return getattr(torch, f"_foreach_{operation}")(*args, **kwargs)
+
+
+def graph_position() -> int:
+    """Return the number that the next node of autograd's graph gets in this thread.
+
+    Private: no public name tells which nodes were made while a function ran.
+    """
+    return torch.autograd._get_sequence_nr()
+
+
+def position_in_graph(node: Any) -> int:
+    """Return the number that a node of autograd's graph got when it was made."""
+    return node._sequence_nr()
 
 
 def is_flattened(parameter: Tensor) -> bool:

@@ -223,7 +223,10 @@ class ScheduleRun:
 
     def _raise_together(self) -> None:
         """Raise on every rank if an action failed on one."""
-        if any(comm.on_any_rank([self.failure is not None], self.group)):
+        failed = self.failure is not None
+        if self.group.size > 1:
+            [failed] = comm.on_any_rank([failed], self.group)
+        if failed:
             own = self.failure if isinstance(self.failure, Exception) else None
             self.states.clear()
             comm.raise_together(own, self.group)
@@ -243,7 +246,7 @@ class ScheduleRun:
         )
         is_last = stage == self.model.num_stages - 1
         if is_last and self.training:
-            handler.output_nodes = []
+            handler.ran = []
         # What the step draws before the layers, such as a mask of the batch, must be the same on all stages.
         self._seed(microbatch)
         with self.model.handled_by(handler), draws_numbers(stage > 0):
@@ -261,8 +264,8 @@ class ScheduleRun:
         if is_last:
             self._keep_result(microbatch, state, result)
             if state.loss is not None:
-                self.model.check_direct(state.loss, handler.output_nodes or ())
-            handler.output_nodes = None
+                self.model.check_direct(state.loss, handler.ran or ())
+            handler.ran = None
         else:
             self._send(stage, microbatch, state, end, handler.skips)
         if not self.training:

@@ -13,6 +13,7 @@ What several stages compute with, such as the matrix of an embedding that is the
 from __future__ import annotations
 
 import copy
+from bisect import bisect
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
@@ -23,7 +24,14 @@ import torch
 from torch import Tensor, nn
 
 from lightning_parallel.compat import Patches, innermost_users_line
-from lightning_parallel.compat.torch import buffers_of, non_persistent_buffers_of, parameters_of, pytree
+from lightning_parallel.compat.torch import (
+    buffers_of,
+    graph_position,
+    non_persistent_buffers_of,
+    parameters_of,
+    position_in_graph,
+    pytree,
+)
 from lightning_parallel.pipeline.attributes import SavedAttributes, SavedForwards
 from lightning_parallel.pipeline.interception import (
     ActiveHandler,
@@ -117,7 +125,7 @@ class StageForward:
     Attributes:
         entered: Whether the stage has its inputs.
         last: The last layer that was called, -1 before the first.
-        output_nodes: Where it is a list: the nodes of autograd's graph at which the outputs of modules begin.
+        ran: Where it is a list: from which to which number modules made the nodes of autograd's graph.
     """
 
     def __init__(
@@ -143,7 +151,7 @@ class StageForward:
         # The first stage receives nothing: its inputs are in the batch.
         self.entered = stage == 0
         self.last = -1
-        self.output_nodes: list[Any] | None = None
+        self.ran: list[tuple[int, int]] | None = None
 
     def layer(self, call: Call) -> Any:
         """Infer, receive and run, run, or leave the step, by where the layer is."""
@@ -196,10 +204,10 @@ class StageForward:
         return self.stubs.infer(call)
 
     def _run(self, call: Call) -> Any:
+        begin = graph_position()
         output = call.run()
-        if self.output_nodes is not None:
-            leaves = [output] if isinstance(output, Tensor) else pytree.tree_leaves(output)
-            self.output_nodes += [leaf.grad_fn for leaf in leaves if isinstance(leaf, Tensor)]
+        if self.ran is not None:
+            self.ran.append((begin, graph_position()))
         return output
 
     def _require_order(self, site: CallSite, index: int) -> None:
@@ -299,9 +307,10 @@ def in_whole_model(patches: Patches) -> None:
     patches.replace_function(torch.autograd.grad, _differentiated)
 
 
-def _leaves_of(loss: Tensor, made: Sequence[Any]) -> list[Tensor]:
-    """Return the leaves that a loss is computed from, not through the nodes `made`."""
-    seen, waiting, found = set(made), [loss.grad_fn], []
+def _leaves_of(loss: Tensor, ran: Sequence[tuple[int, int]]) -> list[Tensor]:
+    """Return the leaves that a loss is computed from by nodes that were not made while modules `ran`."""
+    begins = [begin for begin, _ in ran]
+    seen, waiting, found = set(), [loss.grad_fn], []
     while waiting:
         node = waiting.pop()
         if node is None or node in seen:
@@ -309,7 +318,12 @@ def _leaves_of(loss: Tensor, made: Sequence[Any]) -> list[Tensor]:
         seen.add(node)
         if type(node).__name__ == "AccumulateGrad":
             found.append(node.variable)  # type: ignore[attr-defined]
-        waiting += [function for function, _ in node.next_functions]
+            continue
+        number = position_in_graph(node)
+        # Modules also hand on what is no output, such as losses that they append to a list.
+        index = bisect(begins, number) - 1
+        if index < 0 or number >= ran[index][1]:
+            waiting += [function for function, _ in node.next_functions]
     return found
 
 
@@ -539,19 +553,19 @@ class PipelineStages:
                     known.add(mark)
                     yield (f"{path}.{key}" if path else key), value
 
-    def check_direct(self, loss: Tensor, made: Sequence[Any]) -> None:
+    def check_direct(self, loss: Tensor, ran: Sequence[tuple[int, int]]) -> None:
         """Refuse a loss with parameters of layers that are used outside of modules, but were not before.
 
         A loop over all parameters finds those of this stage only, which hooks or lists of the user's have kept.
 
         Args:
             loss: Of a microbatch, on the last stage.
-            made: The nodes of the graph at which the outputs of modules begin.
+            ran: From which to which number modules made the nodes of its graph.
 
         Raises:
             PlaceholderError: If there is one; names it.
         """
-        found = [leaf for leaf in _leaves_of(loss, made) if self._known.get(id(leaf)) is leaf]
+        found = [leaf for leaf in _leaves_of(loss, ran) if self._known.get(id(leaf)) is leaf]
         if not found:
             return
         here = {id(value) for value in self.module.parameters()}
