@@ -47,6 +47,14 @@ class Group:
         # Layers hold their group. A copied layer communicates with the same ranks, and process groups cannot be copied.
         return self
 
+    def __getstate__(self) -> dict[str, Any]:
+        if self.process_group is not None:
+            raise TypeError(
+                f"a group along {self.axis} was asked to be pickled, which only its own process can use; pickle neither"
+                " the Trainer nor its strategy, nor a module during a run: save a checkpoint or a state dict"
+            )
+        return vars(self)
+
     def guarded_by(self, gate: Callable[[str], None]) -> Group:
         """Return the same ranks with a gate."""
         return replace(self, gate=gate)

@@ -6,6 +6,7 @@ In the order of a run: `setup_environment` (processes, groups) -> `setup` (the m
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Generator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from datetime import timedelta
@@ -175,6 +176,17 @@ class MeshStrategy(MeshCheckpoints):
         self._loader_index, self._is_first_batch = 0, True
         self._audit: StepAudit | None = None
         self._shows_stages = False
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> MeshStrategy:
+        # Code copies what it holds, and by way of a Trainer that is the strategy. What the library has made for a run,
+        # such as process groups, is for this process and shared; all else is copied, as of a strategy of Lightning.
+        duplicate = type(self).__new__(type(self))
+        memo[id(self)] = duplicate
+        is_used = self._groups is not None
+        for name, value in vars(self).items():
+            is_made_here = type(value).__module__.partition(".")[0] == __name__.partition(".")[0]
+            vars(duplicate)[name] = value if is_used and is_made_here else copy.deepcopy(value, memo)
+        return duplicate
 
     # ------------------------------------------------------------------------------------------------- the model
 

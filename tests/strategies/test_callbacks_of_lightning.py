@@ -1,6 +1,7 @@
 """Callbacks that keep copies and averages of the weights do on a divided model what they do on one process."""
 
 import copy
+import pickle
 import tempfile
 from pathlib import Path
 
@@ -135,3 +136,24 @@ def test_a_copy_is_not_saved_in_parts_after_the_run(group):
     trainer.fit(Deep(), loader())
     with pytest.raises(RuntimeError, match=r"this copy of `blocks\.0\.up` was made during a run"):
         own.copies[1].state_dict()
+
+
+class Holding(Callback):
+    """Refers to the Trainer, as a bound `log` does by way of the module, and copies itself."""
+
+    def on_train_batch_end(self, trainer, module, *_):
+        self.trainer, self.log = trainer, module.log
+        copy.deepcopy({"callbacks": trainer.callbacks, "log": self.log})
+
+
+@distributed(world_size=2)
+def test_a_trainer_is_copied_and_its_groups_are_not_pickled(group):
+    for layout in LAYOUTS.values():
+        trainer = trainer_for(layout(), 2, max_epochs=1, limit_train_batches=1, callbacks=[Holding()])
+        trainer.fit(Deep(), loader())
+        copied = copy.deepcopy({"callbacks": trainer.callbacks})["callbacks"]
+        held = next(callback for callback in copied if isinstance(callback, Holding))
+        assert held.trainer.strategy is not trainer.strategy
+        assert held.trainer.strategy.groups is trainer.strategy.groups
+        with pytest.raises(TypeError, match="pickle neither the Trainer nor its strategy"):
+            pickle.dumps(trainer.strategy.groups)
