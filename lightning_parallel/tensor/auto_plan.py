@@ -22,6 +22,7 @@ from lightning_parallel.comm import Group
 from lightning_parallel.compat.initialization import tensor_parallel_plan_of
 from lightning_parallel.compat.torch import forward_hooks_of
 from lightning_parallel.tensor.attention import divide_by_heads
+from lightning_parallel.tensor.block_calls import block_call
 from lightning_parallel.tensor.dataflow import NOT_RUN, RegionFinder
 from lightning_parallel.tensor.experts import Experts, find_routers, join_lists, plan_experts
 from lightning_parallel.tensor.head import NOTE, find_heads
@@ -33,6 +34,7 @@ from lightning_parallel.tensor.inspection import (
     is_native,
     local_attributes,
     read_elsewhere,
+    structure_of,
     why_no_linear,
 )
 from lightning_parallel.tensor.layers import Column, Row, Style, Vocab
@@ -41,7 +43,7 @@ from lightning_parallel.tensor.per_head import PerHead
 from lightning_parallel.tensor.plan import STYLES, Plan, UserPlan, parse_plan, resolve_ties
 from lightning_parallel.tensor.sequence_plan import divide_sequences
 from lightning_parallel.tensor.sharding import ShardPart
-from lightning_parallel.tensor.verify import PlanVerifier
+from lightning_parallel.tensor.verify import BlockCall, PlanVerifier
 
 __all__ = ["make_plan"]
 
@@ -164,12 +166,22 @@ def _regions(plan: Plan) -> list[str]:
 def _automatic_plan(module: nn.Module, verifier: PlanVerifier, group: Group) -> Plan:
     # Modules that have a style already are not looked at again: the model's own plan comes before the structure.
     found = Plan()
+    gathered: dict[str, Style] = {}
     for path, model in _hugging_face_models(module):
-        found.add(path, _hugging_face_plan(model, group))
+        own = _hugging_face_plan(model, group)
+        # The plan gathers the outputs of fused projections, which the structure may divide without that.
+        inner = {name: own.styles.pop(name) for name in [*own.styles] if _is_gathered_in_block(name, own.styles[name])}
+        gathered |= {f"{path}.{name}".strip("."): style for name, style in inner.items()}
+        found.add(path, own)
     plan_experts(module, found, verifier, group)
-    search = _Search(verifier, RegionFinder(group), group, {id(child): path for path, child in module.named_modules()})
+    paths = {id(child): path for path, child in module.named_modules()}
+    search = _Search(module, verifier, RegionFinder(group), group, paths, {*gathered})
     _plan_by_structure(module, found, search)
     search.add_what_was_left(found)
+    for path, style in gathered.items():
+        if not _has_style(path, found.styles) and not found.under(path).styles:
+            found.styles[path] = style
+            found.notes.setdefault(path, f"gathered by the model's own plan; {search.reasons.get(path, GATHERED)}")
     join_lists(module, found, verifier, group)
     _plan_remaining_layers(module, found, group, search.reasons)
     resolve_ties(module, found, group.size)
@@ -235,6 +247,11 @@ def _hugging_face_plan(model: nn.Module, group: Group) -> Plan:
     return found
 
 
+def _is_gathered_in_block(path: str, style: Style) -> bool:
+    is_gathered = (isinstance(style, Column) and style.gather_output) or (isinstance(style, Row) and style.split_input)
+    return is_gathered and re.search(r"(^|\.)\d+\.", path) is not None
+
+
 def _planned(table: Mapping[str, str], path: str) -> str | None:
     return table.get(path) or table.get(re.sub(r"\.\d+(?=\.|$)", ".*", path))
 
@@ -264,21 +281,33 @@ class _Search:
     """What the search through the structure of a model shares.
 
     Attributes:
+        root: The whole model.
         verifier: Accepts divisions.
         finder: Proposes divisions where the order of the layers gives none for all of them.
         group: The tensor-parallel group.
         paths: The first path of each module, by `id`: one that is registered twice is planned once.
+        gathered: Layers whose outputs the model's own plan gathers: their block is also tried as its model calls it.
         left: Divisions of some layers of a module only, by path: a module around may divide all of them (a low-rank
             term of a layer, with the layer).
         reasons: Why layers are in no region, by path.
     """
 
+    root: nn.Module
     verifier: PlanVerifier
     finder: RegionFinder
     group: Group
     paths: Mapping[int, str]
+    gathered: Collection[str] = ()
     left: list[tuple[str, Plan]] = field(default_factory=list)
     reasons: dict[str, str] = field(default_factory=dict)
+    _calls: dict[object, BlockCall | None] = field(default_factory=dict)
+
+    def call(self, module: nn.Module, path: str) -> BlockCall | None:
+        """Return how the model calls the module at `path`; blocks of equal structure are looked at once."""
+        key = structure_of(module)
+        if key not in self._calls:
+            self._calls[key] = block_call(self.root, path, self.group)
+        return self._calls[key]
 
     def note(self, prefix: str, reasons: Mapping[str, str]) -> None:
         """Keep the reasons of the innermost module that could be run, for the layers inside of the one at `prefix`."""
@@ -355,13 +384,18 @@ def _regions_by_order(module: nn.Module, free: list[str], inside: Plan, search: 
 def _regions_by_dataflow(module: nn.Module, free: list[str], inside: Plan, search: _Search, prefix: str) -> Plan:
     """Return the verified regions of the layers `free`, by how their outputs are used; note why others are none."""
     flow = search.finder.find(module, free)
+    call = None
+    is_gathered = any(prefix + name in search.gathered for name in free)
+    if prefix and is_gathered and any(reason.startswith(NOT_RUN) for reason in flow.reasons.values()):
+        call = search.call(module, prefix[:-1])
+        flow = flow if call is None else search.finder.find(module, free, call)
     search.note(prefix, flow.reasons)
     found = Plan()
     for region in flow.regions:
         if region.styles.keys() & found.styles.keys():
             continue
         given = Plan({**inside.styles, **found.styles}, {**inside.attributes, **found.attributes})
-        accepted = search.verifier.first_verified(module, given, [region], source="dataflow")
+        accepted = search.verifier.first_verified(module, given, [region], "called" if call else "dataflow", call)
         if accepted is not None:
             found.add("", accepted)
         else:

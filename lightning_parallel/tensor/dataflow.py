@@ -35,7 +35,7 @@ from lightning_parallel.tensor.low_rank import layer_sizes, linear_layers
 from lightning_parallel.tensor.per_head import DividedTensor, PerHead, set_local_values
 from lightning_parallel.tensor.plan import Plan
 from lightning_parallel.tensor.sharding import Shard, ShardPart, balanced
-from lightning_parallel.tensor.verify import chance_kept, copy_in_double, possible_inputs
+from lightning_parallel.tensor.verify import BlockCall, chance_kept, copy_in_double, inputs_of, possible_inputs
 
 __all__ = ["NOT_RUN", "Dataflow", "RegionFinder"]
 
@@ -77,13 +77,13 @@ class RegionFinder:
         self.group = group
         self._known: dict[object, Dataflow] = {}
 
-    def find(self, block: nn.Module, free: Sequence[str]) -> Dataflow:
-        """Return the regions that the linear layers `free` of `block` form."""
-        key = (structure_of(block), tuple(free))
+    def find(self, block: nn.Module, free: Sequence[str], call: BlockCall | None = None) -> Dataflow:
+        """Return the regions that the linear layers `free` of `block` form, called with one tensor or by `call`."""
+        key = (structure_of(block), tuple(free), call is None)
         if key not in self._known:
             with chance_kept():
                 torch.manual_seed(0)
-                found = _find(block, free, self.group.size)
+                found = _find(block, free, self.group.size, call)
             # Ranks that propose different divisions would wait for each other.
             local = repr((found.regions, found.reasons))
             if len(set(comm.all_gather_object(local, self.group))) > 1:
@@ -107,8 +107,8 @@ def _share(value: int, units: int, ranks: int, rank: int) -> int:
     return value // units * balanced(units, ranks)[rank]
 
 
-def _find(block: nn.Module, free: Sequence[str], ranks: int) -> Dataflow:
-    cut = _CutBlock.that_runs(block)
+def _find(block: nn.Module, free: Sequence[str], ranks: int, call: BlockCall | None) -> Dataflow:
+    cut = _CutBlock.that_runs(block, call)
     if cut is None:
         alone = f"{NOT_RUN} `{type(block).__name__}`"
         return Dataflow([], dict.fromkeys(free, alone))
@@ -131,8 +131,9 @@ def _find(block: nn.Module, free: Sequence[str], ranks: int) -> Dataflow:
 class _CutBlock:
     """Copy of a block whose linear layers return given outputs, or random ones, and keep their inputs."""
 
-    def __init__(self, block: nn.Module, x: Tensor) -> None:
+    def __init__(self, block: nn.Module, x: Tensor, call: BlockCall | None) -> None:
         self.x = x.requires_grad_(True)
+        self.call = call
         self.module = copy_in_double(block)
         self.modules = dict(self.module.named_modules())
         self.layers = linear_layers(self.module)
@@ -155,11 +156,11 @@ class _CutBlock:
             layer.forward = partial(self._answer, name)
 
     @classmethod
-    def that_runs(cls, block: nn.Module) -> _CutBlock | None:
+    def that_runs(cls, block: nn.Module, call: BlockCall | None) -> _CutBlock | None:
         """Run a cut copy of `block` with the first input that it takes; None if there is none."""
-        for x in possible_inputs(block):
+        for x in possible_inputs(block) if call is None else inputs_of(call):
             try:
-                cut = cls(block, x)
+                cut = cls(block, x, call)
                 cut.outputs = {}
                 cut.inputs = cut.run({})
                 return cut
@@ -172,7 +173,8 @@ class _CutBlock:
         self._given = given
         before, self.inputs = self.inputs, {}
         try:
-            self.module(self.x if x is None else x)
+            hidden = self.x if x is None else x
+            self.module(hidden) if self.call is None else self.call(self.module, hidden)
             return self.inputs
         finally:
             self.inputs = before

@@ -25,7 +25,7 @@ from lightning_parallel.tensor.inspection import is_linear, sizes_of, structure_
 from lightning_parallel.tensor.plan import Plan, apply_plan
 from lightning_parallel.tensor.sharding import reduce_partial_
 
-__all__ = ["BlockCall", "DropoutOff", "PlanVerifier", "chance_kept", "copy_in_double", "possible_inputs"]
+__all__ = ["BlockCall", "DropoutOff", "PlanVerifier", "chance_kept", "copy_in_double", "inputs_of", "possible_inputs"]
 
 # Of the largest value, by the precision of the trial; what computes in single precision inside stays below the first.
 TOLERANCES = {torch.float64: 1e-6, torch.float32: 1e-4, torch.bfloat16: 6e-2}
@@ -261,9 +261,15 @@ class _TrialInput:
 
 def _trial_inputs(block: nn.Module, call: BlockCall | None) -> Iterator[_TrialInput]:
     if call is not None:
-        yield _TrialInput(torch.randn(call.hidden.shape, dtype=torch.float64).to(_device(), _computing), call)
+        for x in inputs_of(call):
+            yield _TrialInput(x, call)
     for x in possible_inputs(block):
         yield _TrialInput(x, lambda module, hidden: module(hidden))
+
+
+def inputs_of(call: BlockCall) -> Iterator[Tensor]:
+    """Yield random hidden states for a block that is called by `call`."""
+    yield torch.randn(call.hidden.shape, dtype=torch.float64).to(_device(), _computing)
 
 
 def possible_inputs(block: nn.Module) -> Iterator[Tensor]:

@@ -76,9 +76,11 @@ HUGGING_FACE = {
     },
     "MixtralForCausalLM": {**GROUPED, "num_local_experts": 4},
     "Phi3ForCausalLM": GROUPED,
+    "GlmForCausalLM": {**GROUPED, "head_dim": 8},
 }
 SINGLE_PRECISION = {"MixtralForCausalLM"}  # its experts have no double precision
 EFFICIENT = {"GPT2LMHeadModel", "LlamaForCausalLM", "BertForMaskedLM", "OPTForCausalLM", "GPTNeoXForCausalLM"}
+EFFICIENT |= {"Phi3ForCausalLM", "GlmForCausalLM"}  # fused projections, which the models' own plans gather
 
 
 def _hugging_face(name):
@@ -153,6 +155,9 @@ def test_hugging_face_models(group, name):
 @distributed(world_size=4)
 def test_key_heads_that_several_of_four_ranks_share(group):
     _compare(group, lambda: _hugging_face("LlamaForCausalLM"))
+    plan, _ = _compare(group, lambda: _hugging_face("Phi3ForCausalLM"), 1e-9)
+    assert plan.notes["model.layers.0.self_attn.qkv_proj"].startswith("gathered by the model's own plan; 2 heads for 4")
+    assert _paired(plan, r"mlp")
 
 
 class Language(nn.Module):
@@ -316,7 +321,7 @@ def test_sequence_parallel_hugging_face_models(group, name):
     stacks = 2 if name.startswith("T5") else 1
     assert [len(region.blocks) for region in plan.sequence_regions] == [2] * stacks
     gathered = [region.gathered for region in plan.sequence_regions if region.gathered]
-    assert bool(gathered) == (name in ("Phi3ForCausalLM", "T5ForConditionalGeneration")), "its layers are not pairs"
+    assert bool(gathered) == (name == "T5ForConditionalGeneration"), "its layers are not pairs"
     norms = [
         child
         for path, child in model.named_modules()
