@@ -43,7 +43,7 @@ from lightning_parallel.pipeline.runtime import ScheduleRun
 from lightning_parallel.pipeline.schedule import SCHEDULES, Schedule, build_schedule, forward_only
 from lightning_parallel.pipeline.skips import Skips
 from lightning_parallel.pipeline.stage import PipelineStages
-from lightning_parallel.pipeline.weight_gradients import split_linears
+from lightning_parallel.pipeline.weight_gradients import shared_parameters, split_linears
 
 __all__ = ["PipelineEngine", "StepOnCopies"]
 
@@ -181,8 +181,10 @@ class PipelineEngine:
         self._warn_of_batch_norm()
         self.model = PipelineStages(module, plan, group.rank, self.device)
         # Only schedules with a W: the split costs every linear layer a custom autograd function.
+        self._at_once: frozenset[int] = frozenset()
         if self.schedule.splits_backward:
             split_linears(module)
+            self._at_once = shared_parameters(module)
         # Kept from step to step: layouts that have not changed are not sent again, and dry runs are not repeated.
         self._layouts = MessageLayouts()
         self._seeds: random.Random | None = None
@@ -346,6 +348,7 @@ class PipelineEngine:
             skips=self.plan.skips if skips is None else skips,
             end_stage=end_stage,
             draws=self.draws,
+            at_once=self._at_once,
         )
         result = run()
         self.model.is_first_step &= not training

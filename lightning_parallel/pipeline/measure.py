@@ -28,7 +28,7 @@ from lightning_parallel.pipeline.random_streams import seeded
 from lightning_parallel.pipeline.simulate import Cost
 from lightning_parallel.pipeline.stage import InterceptedModel
 from lightning_parallel.pipeline.stubs import autocast_dtype, copy_args
-from lightning_parallel.pipeline.weight_gradients import WeightGradients, deferring, split_linears
+from lightning_parallel.pipeline.weight_gradients import WeightGradients, deferring, shared_parameters, split_linears
 
 __all__ = ["STATE_COPIES", "TruncatedModel", "count_parameters", "measure"]
 
@@ -374,7 +374,8 @@ class _CostMeter(TruncatedModel):
     def _measured(self, noted: _NotedCall) -> Cost:
         whole = self._runs(noted, lambda: None)
         with _splitting(noted.call.module):
-            put_off = self._runs(noted, WeightGradients)
+            at_once = shared_parameters(noted.call.module)
+            put_off = self._runs(noted, lambda: WeightGradients(at_once))
         forward_s = self._chosen([run.forward_s for run in whole])
         backward_s = self._chosen([run.input_gradient_s for run in whole])
         input_s = min(backward_s, self._chosen([run.input_gradient_s for run in put_off]))

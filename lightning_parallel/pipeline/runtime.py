@@ -111,6 +111,7 @@ class ScheduleRun:
         skips: What each stage is sent besides the arguments of its first layer; empty for none.
         end_stage: Called with each stage of this rank after its last action.
         draws: What the step has drawn for all samples, of which microbatches get their rows.
+        at_once: Parameters, by `id`, whose gradients do not wait for a W.
     """
 
     model: PipelineStages
@@ -128,6 +129,7 @@ class ScheduleRun:
     skips: Skips = ()
     end_stage: Callable[[int], None] | None = None
     draws: ReplayedDraws | None = None
+    at_once: frozenset[int] = frozenset()
 
     def __post_init__(self) -> None:
         self.messages = StageMessages(self.group, self.schedule, self.model.device, self.layouts, self.message_groups)
@@ -141,6 +143,9 @@ class ScheduleRun:
         self.open = tracing.OpenSpan()
         self.failure: BaseException | None = None
         self._has_received = False  # what comes from another stage for the current action
+        # Only for schedules with an I.
+        splits = self.training and self.schedule.splits_backward
+        self.parameters = [p for p in self.model.module.parameters() if p.requires_grad] if splits else []
 
     def __call__(self) -> StepResult:
         """Run this rank's row of the schedule.
@@ -442,9 +447,12 @@ class ScheduleRun:
 
     def _input_gradient(self, action: Action) -> None:
         state = self.states[action.stage, action.microbatch]
-        state.deferred = WeightGradients()
+        state.deferred = WeightGradients(self.at_once)
+        # Those that have a gradient keep its memory.
+        without = [parameter for parameter in self.parameters if parameter.grad is None]
         with deferring(state.deferred):
             self._differentiate(action, state)
+        state.deferred.separate(without)
 
     def _weight_gradient(self, action: Action) -> None:
         deferred = self.states[action.stage, action.microbatch].deferred

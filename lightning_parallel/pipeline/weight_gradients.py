@@ -1,17 +1,7 @@
-"""Gradients of weights that are computed later than those of inputs, for zero-bubble schedules.
-
-A layer takes part by asking in its backward, with the parameter that it kept from its forward:
-
-    queue = weight_gradient_queue()
-    if queue is not None and queue.defer(ctx.weight, lambda: gradient.t() @ x):
-        return input_gradient, None
-"""
+"""Plain linear layers whose weight gradients zero-bubble schedules can put off; see `comm.weight_gradients`."""
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -19,78 +9,24 @@ from torch import Tensor, nn
 from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
-from lightning_parallel.compat.torch import parameters_of
+from lightning_parallel.comm.weight_gradients import (
+    WeightGradients,
+    deferring,
+    parameters_among,
+    put_off,
+    shared_parameters,
+    weight_gradient_queue,
+)
 
-__all__ = ["WeightGradients", "deferring", "split_linears", "weight_gradient_queue"]
-
-
-class WeightGradients:
-    """A queue of weight gradients that are computed later."""
-
-    def __init__(self) -> None:
-        self._deferred: list[tuple[Tensor, Callable[[], Tensor]]] = []
-
-    def __len__(self) -> int:
-        return len(self._deferred)
-
-    def defer(self, parameter: Tensor | None, compute: Callable[[], Tensor]) -> bool:
-        """Defer the gradient of `parameter`; returns False if the layer has to compute it now."""
-        # Only a parameter itself can wait. The gradient of a cast or a view of one has to pass through a graph that is
-        # freed by then; so has that of a tensor which hooks recomputed (activation checkpointing).
-        if not isinstance(parameter, nn.Parameter):
-            return False
-        self._deferred.append((parameter, compute))
-        return True
-
-    @torch.no_grad()
-    def compute(self) -> None:
-        """Compute the deferred gradients and accumulate them as a backward pass does: hooks run once per parameter."""
-        deferred, self._deferred = self._deferred, []
-        # Summed before autograd sees them: a layer that ran twice would run its hooks twice.
-        totals: dict[int, tuple[Tensor, Tensor]] = {}
-        for parameter, compute in deferred:
-            gradient = compute()
-            if id(parameter) in totals:
-                gradient = totals[id(parameter)][1] + gradient
-            totals[id(parameter)] = (parameter, gradient)
-        if totals:
-            parameters, gradients = zip(*totals.values())
-            # Through autograd instead of `.grad +=`: data-parallel reduction and the user's hooks wait for it.
-            torch.autograd.backward(parameters, gradients)
+__all__ = ["WeightGradients", "deferring", "shared_parameters", "split_linears", "weight_gradient_queue"]
 
 
-# Global instead of thread-local: autograd runs backward functions of CUDA tensors on threads of its own.
-_queue: WeightGradients | None = None
-
-
-def weight_gradient_queue() -> WeightGradients | None:
-    """Return the queue for weight gradients; None if they are to be computed now."""
-    return _queue
-
-
-@contextmanager
-def deferring(gradients: WeightGradients) -> Iterator[None]:
-    """Let layers defer their weight gradients to `gradients` during the backward pass in this block."""
-    global _queue
-    before, _queue = _queue, gradients
-    try:
-        yield
-    finally:
-        _queue = before
-
-
-def split_linears(module: nn.Module) -> int:
-    """Make the plain linear layers of `module` take part in split backward passes; returns how many there are."""
-    # A weight that several modules share keeps its ordinary backward, since it has to be complete at once.
-    # Read as attributes: while a layer is measured, the parameters that it computes with take the place of its own.
-    owners = Counter(id(getattr(child, name)) for child in module.modules() for name in parameters_of(child))
-    count = 0
+def split_linears(module: nn.Module) -> None:
+    """Make the plain linear layers of `module` take part in split backward passes; sharded ones always do."""
     for child in module.modules():
-        # Subclasses, such as tensor-parallel layers, compute something else.
-        if type(child) is nn.Linear and owners[id(child.weight)] == 1:
+        # Subclasses compute something else.
+        if type(child) is nn.Linear:
             child.__class__ = _SplitLinear
-            count += 1
-    return count
 
 
 class _SplitLinear(nn.Linear):
@@ -115,8 +51,7 @@ class _Linear(Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         ctx.save_for_backward(x, weight, bias)
-        # Saved tensors come back as other objects under unpacking hooks; only here is known which are parameters.
-        ctx.leaves = [leaf if isinstance(leaf, nn.Parameter) else None for leaf in (weight, bias)]
+        ctx.parameters = parameters_among(weight, bias)
         # What is not 2-D comes out as a view, which autograd lets nobody change in place after a custom function.
         return nn.functional.linear(x, weight, bias).detach()
 
@@ -135,11 +70,7 @@ class _Linear(Function):
         def bias_gradient() -> Tensor:
             return flat.sum(0).to(bias.dtype)
 
-        queue = weight_gradient_queue()
-        dw = None
-        db = None
-        if wants_weight and (queue is None or not queue.defer(ctx.leaves[0], weight_gradient)):
-            dw = weight_gradient()
-        if wants_bias and (queue is None or not queue.defer(ctx.leaves[1], bias_gradient)):
-            db = bias_gradient()
+        weight_parameter, bias_parameter = ctx.parameters
+        dw = put_off(weight_parameter, weight_gradient, x, gradient) if wants_weight else None
+        db = put_off(bias_parameter, bias_gradient, gradient) if wants_bias else None
         return dx, dw, db

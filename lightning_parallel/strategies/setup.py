@@ -228,11 +228,6 @@ def cut_stages(
         message_groups=message_groups(groups, plan.schedule),
         seed_group=groups.replica,
     )
-    if plan.schedule.splits_backward and groups.tensor_parallel.size > 1:
-        rank_zero_warn(
-            f"the schedule `{plan.schedule.name}` fills idle time with weight gradients of plain linear layers only;"
-            " those of sharded layers are computed at once, so that its bubble is larger than predicted"
-        )
     # Only what is left of the module moves.
     module.to(device)
     _check_cut(state.engine)

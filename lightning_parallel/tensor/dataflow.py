@@ -27,7 +27,7 @@ from torch import Tensor, nn
 
 from lightning_parallel import comm
 from lightning_parallel.comm import Group
-from lightning_parallel.compat.torch import buffers_of, parameters_of
+from lightning_parallel.compat.torch import buffers_of, is_backward_running, parameters_of
 from lightning_parallel.tensor.inputs import NarrowInput, whole_input
 from lightning_parallel.tensor.inspection import structure_of
 from lightning_parallel.tensor.layers import Column, Replicate, Row, Style
@@ -183,6 +183,8 @@ class _CutBlock:
         if len(args) != 1 or kwargs:
             raise _RefusedError(f"`{name}` gets several inputs")
         x = whole_input(args[0])
+        if is_backward_running():  # a block that checkpoints itself is computed again
+            return self._given.get(name, self.outputs[name])
         if name in self.inputs:
             raise _RefusedError(f"`{name}` is called twice")
         self.inputs[name] = x

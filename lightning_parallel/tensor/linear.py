@@ -7,7 +7,9 @@ Backward of column-parallel layers that share one input x (..., in), such as que
     g_v -> dx += g_v W_v ---> all-reduce(dx) in flight, then dW_v
                               wait
 
-There is one all-reduce for all layers that share x, and the last weight gradient is computed while it runs.
+There is one all-reduce for all layers that share x, and the last weight gradient is computed while it runs. Pipeline
+schedules that split the backward put dW off (`comm.weight_gradients`); until then x and g are kept, which are gathered
+ones with sequence parallelism.
 """
 
 from __future__ import annotations
@@ -24,6 +26,7 @@ from torch.autograd.function import once_differentiable
 
 from lightning_parallel import comm
 from lightning_parallel.comm import Group, Pending
+from lightning_parallel.comm.weight_gradients import parameters_among, put_off
 from lightning_parallel.compat.torch import current_graph_task_id, version_of
 from lightning_parallel.tensor.autograd import no_view
 from lightning_parallel.tensor.sharding import balanced
@@ -356,6 +359,7 @@ class _ColumnLinearFunction(Function):
         ctx.shape = x.shape
         ctx.gradient = gradient
         ctx.transposed = transposed
+        ctx.parameters = parameters_among(weight, bias)
         ctx.weight_dtype = weight.dtype
         ctx.bias_dtype = None if bias is None else bias.dtype
         return _linear(x, matrix, bias, transposed)
@@ -372,7 +376,7 @@ class _ColumnLinearFunction(Function):
             ctx.gradient.add(rows, matrix.t() if ctx.transposed else matrix, ctx.shape)
         if ctx.keeps_part:
             x = ctx.gradient.whole()
-        return None, *_parameter_gradients(ctx, x, rows), None, None, None
+        return None, _weight_gradient(ctx, x, rows, grad), _bias_gradient(ctx, rows, grad), None, None, None
 
 
 class _RowLinearFunction(Function):
@@ -394,6 +398,7 @@ class _RowLinearFunction(Function):
         ctx.group = group
         ctx.lengths = lengths
         ctx.transposed = transposed
+        ctx.parameters = parameters_among(weight, bias)
         ctx.weight_dtype = weight.dtype
         ctx.bias_dtype = None if bias is None else bias.dtype
         y = _linear(x, matrix, None, transposed)
@@ -417,10 +422,8 @@ class _RowLinearFunction(Function):
         dx = None
         if ctx.needs_input_grad[0]:
             dx = (rows @ (matrix.t() if ctx.transposed else matrix)).view(ctx.shape).to(ctx.input_dtype)
-        dw, _ = _parameter_gradients(ctx, x, rows, bias=False)
         # The bias was added to this rank's positions only; see `Row.partial`.
-        db = local.sum(0).to(ctx.bias_dtype) if ctx.needs_input_grad[2] else None
-        return dx, dw, db, None, None, None
+        return dx, _weight_gradient(ctx, x, rows, grad), _bias_gradient(ctx, local, grad), None, None, None
 
 
 def _linear(x: Tensor, matrix: Tensor, bias: Tensor | None, transposed: bool) -> Tensor:
@@ -431,12 +434,19 @@ def _linear(x: Tensor, matrix: Tensor, bias: Tensor | None, transposed: bool) ->
     return no_view(y, (*x.shape[:-1], factor.shape[1]))
 
 
-def _parameter_gradients(
-    ctx: Any, x: Tensor | None, rows: Tensor, bias: bool = True
-) -> tuple[Tensor | None, Tensor | None]:
-    dw = None
-    if x is not None:
-        inputs = x.reshape(-1, x.shape[-1])
-        dw = (inputs.t() @ rows if ctx.transposed else rows.t() @ inputs).to(ctx.weight_dtype)
-    db = rows.sum(0).to(ctx.bias_dtype) if bias and ctx.needs_input_grad[2] else None
-    return dw, db
+def _weight_gradient(ctx: Any, x: Tensor | None, rows: Tensor, grad: Tensor) -> Tensor | None:
+    if x is None:
+        return None
+    inputs, transposed, dtype = x.reshape(-1, x.shape[-1]), ctx.transposed, ctx.weight_dtype
+
+    def compute() -> Tensor:
+        return (inputs.t() @ rows if transposed else rows.t() @ inputs).to(dtype)
+
+    return put_off(ctx.parameters[0], compute, x, rows, grad)
+
+
+def _bias_gradient(ctx: Any, rows: Tensor, grad: Tensor) -> Tensor | None:
+    if not ctx.needs_input_grad[2]:
+        return None
+    dtype = ctx.bias_dtype
+    return put_off(ctx.parameters[1], lambda: rows.sum(0).to(dtype), rows, grad)

@@ -10,8 +10,10 @@ from torch.utils.checkpoint import checkpoint
 
 from lightning_parallel import comm
 from lightning_parallel.comm import Group
+from lightning_parallel.comm.weight_gradients import WeightGradients, deferring, shared_parameters
 from lightning_parallel.pipeline.placeholder import PlaceholderTensor
 from lightning_parallel.pipeline.schedule import build_schedule
+from lightning_parallel.pipeline.weight_gradients import split_linears
 from tests.harness import distributed, recorded_communication
 from tests.pipeline.models import built, pipeline
 
@@ -224,6 +226,47 @@ def test_weight_gradients_wait_for_their_turn(group):
     assert [event for event in seen if event in "fw"][-len(wanted) :].count("w") == 4
     if group.rank:
         assert seen[-1] == "w"
+
+
+class Position(nn.Module):
+    """With one sample in a microbatch, both terms of the sum get the same gradient, the first a view of it."""
+
+    def __init__(self):
+        super().__init__()
+        self.position, self.linear = nn.Parameter(torch.randn(3, 4)), nn.Linear(4, 4)
+
+    def forward(self, x):
+        position = self.position.unsqueeze(0)
+        return position + self.linear(x)
+
+
+@distributed(world_size=2)
+def test_weight_gradients_that_wait_for_what_autograd_would_add_to(group):
+    torch.manual_seed(2)
+    reference, model = (nn.Sequential(*[Position() for _ in range(4)]).double() for _ in range(2))
+    model.load_state_dict(reference.state_dict())
+    batch = torch.randn(4, 3, 4, dtype=torch.float64)
+    loss = reference(batch).square().mean()
+    loss.backward()
+    engine = engine_for(group, model, lambda part: model(part).square().mean(), batch, "zb_h1", microbatches=4)
+    result = engine.forward_backward(lambda part: model(part).square().mean(), batch)
+    expect_equal(engine, model, result, reference, loss)
+
+
+def test_weight_gradients_that_cannot_wait():
+    shared, alone = nn.Linear(4, 4), nn.Linear(4, 4)
+    model = nn.ModuleList([shared, nn.Linear(4, 4), alone])
+    model[1].weight = shared.weight
+    split_linears(model)
+    x = torch.randn(2, 4)
+    later = WeightGradients(shared_parameters(model))
+    with deferring(later):
+        sum(layer(x).sum() for layer in model).backward()
+    assert len(later) == 4, "the biases and the weight that is not shared"
+    assert shared.weight.grad is not None
+    x.zero_()
+    with pytest.raises(RuntimeError, match=r"changed in place since the backward of its layer.*`1f1b`"):
+        later.compute()
 
 
 class Square(torch.autograd.Function):

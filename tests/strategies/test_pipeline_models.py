@@ -10,10 +10,12 @@ import torch.nn.functional as F
 from lightning.pytorch import LightningModule
 from torch import nn
 from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader, Dataset
 
 from lightning_parallel import HybridParallelStrategy, comm
-from lightning_parallel.compat import ParallelState
+from lightning_parallel.comm.weight_gradients import WeightGradients
+from lightning_parallel.compat import ParallelState, patched
 from tests.examples.test_gpt import model as gpt_example
 from tests.harness import distributed
 from tests.pipeline import other_models
@@ -120,6 +122,43 @@ def nano_gpt():
     return gpt, gpt.loss, torch.randint(27, (8, 9))
 
 
+class ProjectedAttention(NanoAttention):
+    """Queries, keys and values are layers of their own, which share the gradient of their input."""
+
+    def __init__(self, width):
+        super().__init__(width)
+        del self.qkv
+        self.q, self.k, self.v = (nn.Linear(width, width, bias=number > 0) for number in range(3))
+
+    def qkv(self, x):
+        return torch.cat([self.q(x), self.k(x), self.v(x)], -1)
+
+
+class MixedBlock(NanoBlock):
+    """Checkpointed by hand, if asked to."""
+
+    def __init__(self, width, reentrant=None):
+        super().__init__(width)
+        self.reentrant = reentrant
+
+    def forward(self, x):
+        run = super().forward
+        return run(x) if self.reentrant is None else checkpoint(run, x, use_reentrant=self.reentrant)
+
+
+def mixed_gpt():
+    """Ways in which the gradient of a weight comes: fused, shared input, checkpointed, frozen, tied, called twice."""
+    torch.manual_seed(3)
+    gpt = NanoGPT()
+    gpt.blocks = nn.ModuleList(MixedBlock(16, reentrant) for reentrant in (None, False, True, None))
+    gpt.blocks[3].attention = ProjectedAttention(16)
+    gpt.blocks[0].mlp[0].weight.requires_grad_(False)
+    gpt.blocks[1].attention.out.bias.requires_grad_(False)
+    gpt.head.weight = gpt.embed.weight
+    gpt.double()
+    return gpt, gpt.loss, torch.randint(27, (8, 9))
+
+
 def odd_gpt():
     """Lengths that differ from step to step, 11 and 12: half of either is 6 on the first of two ranks."""
     gpt, _, windows = example_gpt()
@@ -134,6 +173,8 @@ def build(name):
         return odd_gpt()
     if name == "nano_gpt":
         return nano_gpt()
+    if name == "mixed_gpt":
+        return mixed_gpt()
     return built(name, source=vars(other_models) if name in vars(other_models) else None)
 
 
@@ -250,3 +291,31 @@ def test_a_divided_sequence_with_replicas(name):
     module, trainer = train(name, strategy, 4, 2)
     expect_equal(module, trainer, expected, 2)
     assert ParallelState.of(module).sharding.plan.sequence_regions
+
+
+@pytest.mark.parametrize(
+    ("layout", "schedule", "options"),
+    [
+        ("tensor 2 x pipeline 2", "zb_h1", {}),
+        ("tensor 2 x pipeline 2", "zbv", {"sequence_parallel": True}),
+        ("pipeline 2 x data 2", "zb_h1", {}),
+    ],
+)
+@distributed(world_size=4)
+def test_weight_gradients_of_sharded_layers_that_come_later(layout, schedule, options):
+    expected = on_one_process("mixed_gpt")
+    defer, deferred = WeightGradients.defer, set()
+
+    def noted(queue, parameter, compute, *reads):
+        found = defer(queue, parameter, compute, *reads)
+        deferred.update([id(parameter)] if found else [])
+        return found
+
+    with patched(WeightGradients, "defer", noted):
+        sizes, replicas = SIZES[layout], SIZES[layout].get("data_parallel_size", 1)
+        strategy = HybridParallelStrategy(num_microbatches=4, schedule=schedule, **sizes, **options)
+        module, trainer = train("mixed_gpt", strategy, 4, replicas)
+    expect_equal(module, trainer, expected, replicas)
+    # Of the stages of this rank.
+    weights = {name: p for name, p in module.named_parameters() if name in module.gradients[0] and p.dim() == 2}
+    assert not [name for name, p in weights.items() if "blocks" in name and id(p) not in deferred]

@@ -1,0 +1,141 @@
+"""A queue of weight gradients that are computed later than those of inputs, for zero-bubble schedules.
+
+The pipeline opens it, and layers of any package put off what nobody waits for. A layer takes part by asking in its
+backward, with the parameter that it kept from its forward:
+
+    return input_gradient, put_off(ctx.weight, lambda: gradient.t() @ x, gradient, x)
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Collection, Iterable, Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor, nn
+
+from lightning_parallel.compat.torch import parameters_of, storage_address, version_of
+
+__all__ = [
+    "WeightGradients",
+    "deferring",
+    "parameters_among",
+    "put_off",
+    "shared_parameters",
+    "weight_gradient_queue",
+]
+
+
+class WeightGradients:
+    """A queue of weight gradients that are computed later.
+
+    Args:
+        at_once: Parameters, by `id`, whose gradients do not wait; see `shared_parameters`.
+    """
+
+    def __init__(self, at_once: Collection[int] = ()) -> None:
+        self._at_once = at_once
+        self._deferred: list[tuple[Tensor, Callable[[], Tensor], list[tuple[Tensor, int]]]] = []
+
+    def __len__(self) -> int:
+        return len(self._deferred)
+
+    def defer(self, parameter: Tensor | None, compute: Callable[[], Tensor], *reads: Tensor) -> bool:
+        """Defer the gradient of `parameter`; returns False if the layer has to compute it now.
+
+        Args:
+            parameter: The parameter.
+            compute: Computes its gradient.
+            reads: What it computes with, which nobody may change until then.
+        """
+        # Only a parameter itself can wait. The gradient of a cast or a view of one has to pass through a graph that is
+        # freed by then; so has that of a tensor which hooks recomputed (activation checkpointing).
+        if not isinstance(parameter, nn.Parameter) or id(parameter) in self._at_once:
+            return False
+        self._deferred.append((parameter, compute, [(tensor, version_of(tensor)) for tensor in reads]))
+        return True
+
+    @torch.no_grad()
+    def separate(self, parameters: Iterable[nn.Parameter]) -> None:
+        """Copy the gradients of `parameters` that lie in what is read later: the next backward adds to them in place.
+
+        Autograd takes a gradient that comes to a parameter as it is for `.grad`, if nobody else refers to it. What a
+        sum gives to each of its terms is one tensor; of views autograd does not know who else reads them.
+        """
+        read = {storage_address(tensor.untyped_storage()) for *_, reads in self._deferred for tensor, _ in reads}
+        for parameter in parameters:
+            gradient = parameter.grad
+            if gradient is None or gradient.layout is not torch.strided:
+                continue
+            if storage_address(gradient.untyped_storage()) in read:
+                parameter.grad = gradient.clone()
+
+    @torch.no_grad()
+    def compute(self) -> None:
+        """Compute the deferred gradients and accumulate them as a backward pass does: hooks run once per parameter.
+
+        Raises:
+            RuntimeError: If what they are computed with has been changed in place.
+        """
+        deferred, self._deferred = self._deferred, []
+        # Summed before autograd sees them: a layer that ran twice would run its hooks twice.
+        totals: dict[int, tuple[Tensor, Tensor]] = {}
+        for parameter, compute, reads in deferred:
+            if any(version_of(tensor) != version for tensor, version in reads):
+                raise RuntimeError(
+                    f"the gradient of a weight of shape {tuple(parameter.shape)} is computed at its turn in the"
+                    " schedule, but a tensor that it needs has been changed in place since the backward of its layer:"
+                    " the input of the layer, or the gradient of its output. Change a copy of that tensor, or use a"
+                    " schedule that computes all gradients at once, such as `1f1b`"
+                )
+            gradient = compute()
+            if id(parameter) in totals:
+                gradient = totals[id(parameter)][1] + gradient
+            totals[id(parameter)] = (parameter, gradient)
+        if totals:
+            parameters, gradients = zip(*totals.values())
+            # Through autograd instead of `.grad +=`: data-parallel reduction and the user's hooks wait for it.
+            torch.autograd.backward(parameters, gradients)
+
+
+# Global instead of thread-local: autograd runs backward functions of CUDA tensors on threads of its own.
+_queue: WeightGradients | None = None
+
+
+def weight_gradient_queue() -> WeightGradients | None:
+    """Return the queue for weight gradients; None if they are to be computed now."""
+    return _queue
+
+
+@contextmanager
+def deferring(gradients: WeightGradients) -> Iterator[None]:
+    """Let layers defer their weight gradients to `gradients` during the backward pass in this block."""
+    global _queue
+    before, _queue = _queue, gradients
+    try:
+        yield
+    finally:
+        _queue = before
+
+
+def put_off(parameter: Tensor | None, compute: Callable[[], Tensor], *reads: Tensor) -> Tensor | None:
+    """Return what a backward is to return for `parameter`: its gradient, None if it is deferred; see `defer`."""
+    return None if _queue is not None and _queue.defer(parameter, compute, *reads) else compute()
+
+
+def parameters_among(*tensors: Tensor | None) -> tuple[nn.Parameter | None, ...]:
+    """Return what a forward is to keep of its weights for `put_off`: None for what is no parameter itself."""
+    # Saved tensors come back as other objects under unpacking hooks; only in forward is known which are parameters.
+    return tuple(tensor if isinstance(tensor, nn.Parameter) else None for tensor in tensors)
+
+
+def shared_parameters(module: nn.Module) -> frozenset[int]:
+    """Return the parameters of `module` that several modules share, by `id`: their gradients must be complete at once.
+
+    An embedding computes the gradient of the matrix that the head has as well in the ordinary backward.
+    """
+    # Read as attributes: while a layer is measured, the parameters that it computes with take the place of its own.
+    found = (getattr(child, name) for child in module.modules() for name in parameters_of(child))
+    owners = Counter(id(parameter) for parameter in found if parameter is not None)
+    return frozenset(parameter for parameter, count in owners.items() if count > 1)
