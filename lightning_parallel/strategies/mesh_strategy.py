@@ -376,7 +376,8 @@ class MeshStrategy(MeshCheckpoints):
 
     @property
     def _is_running(self) -> bool:
-        return self._watch is not None and self.module.trainer.state.status == TrainerStatus.RUNNING
+        module = self.lightning_module
+        return self._groups is not None and module is not None and module.trainer.state.status == TrainerStatus.RUNNING
 
     @override
     def adopt_changes(self) -> None:
@@ -471,6 +472,7 @@ class MeshStrategy(MeshCheckpoints):
     @override
     def teardown(self) -> None:
         if self._is_running:
+            self.meet_at_end()  # a hook may have failed on one rank alone
             self.agree_on_changes()  # of the last hooks
         self._watch = None
         if self._reducer is not None:

@@ -203,6 +203,7 @@ class MeshProcesses(SavesFiles):
         self._device_mesh: DeviceMesh | None = None
         self._built_apart = False
         self._batches: RollCall | None = None
+        self._ends: RollCall | None = None
         self._chance: SharedChance | None = None
         # Of the batches so far, see `content_of`.
         self._content = 0
@@ -350,6 +351,8 @@ class MeshProcesses(SavesFiles):
         start_heartbeat()
         if 1 < self.groups.replica.size <= RollCall.MOST_RANKS:
             self._batches = RollCall(self.groups.replica, "batches")
+        if 1 < self.groups.world.size <= RollCall.MOST_RANKS:
+            self._ends = RollCall(self.groups.world, "ends of runs")
         share_random_state(self.groups.replica)
         self._chance = SharedChance(self.groups.replica)
         set_device_mesh(self.module, self.device_mesh)
@@ -471,6 +474,23 @@ class MeshProcesses(SavesFiles):
             )
         self._chance.compare([note.split()[2:] for note in notes])
         return "1" in flags
+
+    def meet_at_end(self) -> None:
+        """Wait for all ranks at the end of a run; they are then in the run's last collectives together.
+
+        Raises:
+            RuntimeError: If a hook has failed on another rank, or ranks are at different places.
+        """
+        if self._ends is None:
+            return
+        patience = self._timeout or default_pg_timeout
+        try:
+            self._ends.meet("the end of the run", patience.total_seconds())
+        except ApartError as error:
+            raise RuntimeError(
+                f"the run is at different places at once: {error}. Let hooks and callbacks do the same on every rank,"
+                " without a condition on the rank"
+            ) from error
 
     def _meet_many(self, flag: bool) -> bool:
         """Do the same where the store would be asked by too many ranks, but for the batches."""
