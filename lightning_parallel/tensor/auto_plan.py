@@ -11,16 +11,17 @@ always right; modules that cannot be divided stay whole. The plan's notes tell b
 
 from __future__ import annotations
 
+import inspect
 import re
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 
-from torch import nn
+from torch import Tensor, nn
 
 from lightning_parallel.comm import Group
 from lightning_parallel.compat.initialization import tensor_parallel_plan_of
-from lightning_parallel.compat.torch import forward_hooks_of
+from lightning_parallel.compat.torch import forward_hooks_of, pytree
 from lightning_parallel.tensor.attention import divide_by_heads
 from lightning_parallel.tensor.block_calls import block_call
 from lightning_parallel.tensor.dataflow import NOT_RUN, RegionFinder
@@ -49,6 +50,7 @@ __all__ = ["make_plan"]
 
 GATHERED = "how its neighbours use it is not known"
 LISTENED = "a hook is called around a forward beside it"
+AS_CALLED = "the model gives the module around a tensor for all heads, such as a bias of positions"
 REJECTED = "the module around computes something else with some of the heads"
 LARGE_TABLE = 1 / 16  # an embedding with this share of the parameters is worth an all-reduce of its output
 # Head sizes to try for fused projections of modules that do not tell their number of heads.
@@ -176,8 +178,10 @@ def _automatic_plan(module: nn.Module, verifier: PlanVerifier, group: Group) -> 
     plan_experts(module, found, verifier, group)
     paths = {id(child): path for path, child in module.named_modules()}
     search = _Search(module, verifier, RegionFinder(group), group, paths, {*gathered})
+    planned = [*found.styles]
     _plan_by_structure(module, found, search)
     search.add_what_was_left(found)
+    search.drop_what_fails_as_called(found, {*planned})
     for path, style in gathered.items():
         if not _has_style(path, found.styles) and not found.under(path).styles:
             found.styles[path] = style
@@ -302,12 +306,42 @@ class _Search:
     reasons: dict[str, str] = field(default_factory=dict)
     _calls: dict[object, BlockCall | None] = field(default_factory=dict)
 
-    def call(self, module: nn.Module, path: str) -> BlockCall | None:
+    def call(self, module: nn.Module, path: str, outermost: bool = False) -> BlockCall | None:
         """Return how the model calls the module at `path`; blocks of equal structure are looked at once."""
-        key = structure_of(module)
+        key = (structure_of(module), outermost)
         if key not in self._calls:
-            self._calls[key] = block_call(self.root, path, self.group)
+            self._calls[key] = block_call(self.root, path, self.group, outermost)
         return self._calls[key]
+
+    def drop_what_fails_as_called(self, plan: Plan, planned: Collection[str]) -> None:
+        """Drop regions that were verified with one tensor, and compute something else with what the model gives them.
+
+        Args:
+            plan: The plan; changed in place.
+            planned: Paths of the layers that have not been planned by structure.
+        """
+        for path in _regions(plan):
+            inside = plan.under(path)
+            is_planned = any(f"{path}.{name}" in planned for name in inside.styles)
+            if path and not is_planned and self.fails_as_called(path, inside):
+                for name in inside.styles:
+                    del plan.styles[f"{path}.{name}".rstrip(".")]
+                    self.reasons[f"{path}.{name}".rstrip(".")] = AS_CALLED
+                for name in inside.attributes:
+                    del plan.attributes[f"{path}.{name}".rstrip(".")]
+
+    def fails_as_called(self, path: str, inside: Plan) -> bool:
+        """Return whether the model gives the module at `path` a tensor for all heads, with which `inside` is wrong."""
+        module = self.root.get_submodule(path)
+        if len(inspect.signature(module.forward).parameters) < 2:
+            return False
+        call = self.call(module, path, outermost=True)
+        if call is None or call.hidden.dim() != 3:
+            return False
+        leaves = [leaf for leaf in pytree.tree_leaves((call.args, call.kwargs)) if isinstance(leaf, Tensor)]
+        if not any(_is_for_heads(leaf, *call.hidden.shape[:2]) for leaf in leaves if leaf is not call.hidden):
+            return False
+        return self.verifier.verify(module, inside, call) is False
 
     def note(self, prefix: str, reasons: Mapping[str, str]) -> None:
         """Keep the reasons of the innermost module that could be run, for the layers inside of the one at `prefix`."""
@@ -401,6 +435,13 @@ def _regions_by_dataflow(module: nn.Module, free: list[str], inside: Plan, searc
         else:
             search.note(prefix, dict.fromkeys(region.styles, REJECTED))
     return found
+
+
+def _is_for_heads(given: Tensor, batch: int, length: int) -> bool:
+    """Return whether what a block is given has a dimension of heads: a mask for all of them has one of 1, or none."""
+    if given.dim() < 3 or given.shape[-1] != length:
+        return False
+    return given.shape[-3] != 1 if given.dim() > 3 else given.shape[0] not in (1, batch)
 
 
 def _weights(module: nn.Module, plan: Plan) -> int:

@@ -56,21 +56,22 @@ class _CalledError(Exception):
         self.arguments = args, kwargs
 
 
-def block_call(root: nn.Module, path: str, group: Group) -> BlockCall | None:
+def block_call(root: nn.Module, path: str, group: Group, outermost: bool = False) -> BlockCall | None:
     """Return how the modules of `root` call the one at `path`; None if that cannot be seen.
 
     Args:
         root: The whole model.
         path: Path of the block, in a container.
         group: The tensor-parallel group; all its ranks must call this.
+        outermost: Whether to ask the whole model first: the module next to it may be run without optional arguments.
     """
     found = None
+    parts = path.split(".")
+    owners = [".".join(parts[:depth]) for depth in range(len(parts))]
     with chance_kept():
-        around = path
-        while found is None and around:
-            around = around.rpartition(".")[0]
+        for around in owners if outermost else reversed(owners):
             owner = root.get_submodule(around)
-            if not isinstance(owner, (nn.ModuleList, nn.ModuleDict)):
+            if found is None and not isinstance(owner, (nn.ModuleList, nn.ModuleDict)):
                 found = _call_by(owner, path.removeprefix(f"{around}.").lstrip("."))
         torch.manual_seed(0)
         call = None if found is None else _with_values(*found)

@@ -89,13 +89,19 @@ class PlanVerifier:
             self._refused.add(kind)
         return self._known[key]
 
-    def verify(self, block: nn.Module, plan: Plan) -> bool | None:
-        """Return whether the results of `block` stay the same with `plan`; None if the block cannot be run alone."""
-        key = (structure_of(block), repr(plan.styles), repr(plan.attributes))
+    def verify(self, block: nn.Module, plan: Plan, call: BlockCall | None = None) -> bool | None:
+        """Return whether the results of `block` stay the same with `plan`; None if the block cannot be run alone.
+
+        Args:
+            block: The full module.
+            plan: How it is divided.
+            call: How the model calls the block, if that is known; otherwise it is called with one tensor.
+        """
+        key = (structure_of(block), repr(plan.styles), repr(plan.attributes), call is None)
         if key not in self._verdicts:
-            runs = self.first_verified(block, Plan(), [Plan()]) is not None
+            runs = self.first_verified(block, Plan(), [Plan()], "" if call is None else "called", call) is not None
             self._verdicts[key] = (
-                (self._run_all(block, Plan(), [plan], None, all_outputs=False) is not None) if runs else None
+                (self._run_all(block, Plan(), [plan], call, all_outputs=False) is not None) if runs else None
             )
         return self._verdicts[key]
 

@@ -336,6 +336,44 @@ def test_sequence_parallel_hugging_face_models(group, name):
     assert max(everywhere) < full
 
 
+class BiasedAttention(ViewAttention):
+    """May be given a bias for each head."""
+
+    def forward(self, x, bias=None):
+        q, k, v = (part.unflatten(-1, (-1, 8)).transpose(1, 2) for part in self.c_attn(x).chunk(3, -1))
+        weights = q @ k.transpose(-1, -2)
+        weights = (weights if bias is None else weights + bias).softmax(-1)
+        return self.c_proj((weights @ v).transpose(1, 2).flatten(2))
+
+
+class BiasedBlock(Block):
+    def forward(self, x, bias=None):
+        x = x + self.attention(self.norm(x), bias)
+        return x + self.mlp(self.mlp_norm(x))
+
+
+class BiasedLanguage(Language):
+    """Gives all blocks one learned bias of positions, as T5."""
+
+    def __init__(self):
+        torch.manual_seed(0)
+        super().__init__([BiasedBlock(BiasedAttention(32, 4), 32) for _ in range(2)], 32)
+        self.bias = nn.Parameter(torch.randn(1, 4, 16, 16))
+
+    def forward(self, tokens):
+        x, length = self.embedding(tokens), tokens.shape[1]
+        for block in self.blocks:
+            x = block(x, bias=self.bias[..., :length, :length])
+        return self.head(x)
+
+
+@distributed(world_size=2)
+def test_a_bias_of_all_heads_that_the_model_gives_to_its_blocks(group):
+    plan, _ = _compare(group, lambda: BiasedLanguage().double(), rtol=1e-10)
+    assert "a tensor for all heads" in plan.notes["blocks.0.attention.c_attn"]
+    assert _paired(plan, "mlp")
+
+
 class Functional(nn.Module):
     """Reads the embedding's weight by itself."""
 
