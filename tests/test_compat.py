@@ -27,6 +27,7 @@ from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState
 from torch.nn.parallel import DistributedDataParallel
+from torch.overrides import TorchFunctionMode
 from torch.utils.data import SequentialSampler
 
 from lightning_parallel.compat import Patches, patched
@@ -330,6 +331,16 @@ def test_flat_parameters_of_fsdp_are_known(group):
     model(torch.ones(1, 4)).sum().backward()
     assert has_unsharded_storage(flat)
     assert sharded_flat_parameters(nn.Linear(4, 4)) == []
+
+
+def test_function_modes_that_a_hook_entered_are_left_when_a_base_exception_passes():
+    module, mode = nn.Linear(2, 2), TorchFunctionMode()
+    module.register_forward_pre_hook(lambda *_: mode.__enter__() and None)
+    module.register_forward_hook(lambda *_: mode.__exit__(None, None, None), always_call=True)
+    module.register_forward_pre_hook(lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
+    with pytest.raises(KeyboardInterrupt), compat_torch.function_modes_kept():
+        module(torch.ones(1, 2))
+    assert compat_torch.innermost_function_mode() is None
 
 
 def test_nodes_of_the_graph_are_numbered_as_they_are_made():

@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import json
 import operator
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import accumulate
 from operator import attrgetter
@@ -96,11 +97,13 @@ __all__ = [
     "dispatch_modes_suspended",
     "each",
     "flight_recorder_entries",
+    "function_modes_kept",
     "graph_position",
     "forbid_data_access",
     "forward_hooks_of",
     "global_step_hooks",
     "step_hooks_of",
+    "innermost_function_mode",
     "is_flattened",
     "fsdp1_comm_hook",
     "fsdp1_gradient_views",
@@ -505,6 +508,28 @@ def copy_all_(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
 def each(operation: str, *args: Any, **kwargs: Any) -> Any:
     """Run an operation such as `add_` on each of many tensors in one call, as torch's own optimizers do."""
     return getattr(torch, f"_foreach_{operation}")(*args, **kwargs)
+
+
+def innermost_function_mode() -> Any:
+    """Return the function mode that was entered last, None if there is none.
+
+    Private: whoever enters a mode by a hook has no `with` that ends it, and must not end the mode of somebody else.
+    """
+    return torch.overrides._get_current_function_mode()
+
+
+@contextmanager
+def function_modes_kept() -> Iterator[None]:
+    """Leave the function modes that are entered inside the block, and not left, when it ends.
+
+    `Module.__call__` runs no hooks when a `BaseException` passes, so modes that a hook enters would stay for ever.
+    """
+    height = torch._C._len_torch_function_stack()
+    try:
+        yield
+    finally:
+        while torch._C._len_torch_function_stack() > height:
+            torch.overrides._pop_mode()
 
 
 def graph_position() -> int:

@@ -26,6 +26,7 @@ from torch import Tensor, nn
 from lightning_parallel.compat import Patches, innermost_users_line
 from lightning_parallel.compat.torch import (
     buffers_of,
+    function_modes_kept,
     graph_position,
     non_persistent_buffers_of,
     parameters_of,
@@ -411,7 +412,8 @@ class InterceptedModel:
             [(child, dict(buffers_of(child))) for child in self.module.modules()],
         )
         try:
-            with self.active.use(handler), nothing_written(), nullcontext() if seed is None else seeded(seed):
+            chance = nullcontext() if seed is None else seeded(seed)
+            with function_modes_kept(), self.active.use(handler), nothing_written(), chance:
                 yield
         finally:
             self.restore_forwards()
@@ -496,7 +498,7 @@ class PipelineStages:
             if handler.skips.with_parameters:
                 handler.skips.receive_parameters(self._lacking_parameters())
                 handler.skips.keep_parameters(dict(self.module.named_parameters()))
-            with self.sites.active.use(handler), _seen_by_step(self):
+            with function_modes_kept(), self.sites.active.use(handler), _seen_by_step(self):
                 yield
         finally:
             for child, name, placeholder in freed:

@@ -34,6 +34,7 @@ from lightning_parallel.compat.torch import (
     current_graph_task_id,
     dispatch_modes_suspended,
     has_compiled_parts,
+    innermost_function_mode,
     pytree,
 )
 
@@ -130,7 +131,6 @@ class RandomRegion:
         self._is_left = False  # closed, as it has drawn nothing so far
         self._quiet = 0
         self._left: list[Any] = []
-        self._watching = 0
         self._drew_outside = False
 
     def __deepcopy__(self, memo: dict[int, Any]) -> RandomRegion:
@@ -222,26 +222,20 @@ class RandomRegion:
             module: A module inside whose forward the region is opened and closed.
             root: The whole model: what a compiled one draws cannot be watched.
         """
-        modes: list[_DrawMode | None] = []
+        mode = _DrawMode(self)
         model = weakref.ref(root)
 
         def enter(module: nn.Module, args: Any) -> None:
             if torch.compiler.is_compiling():
                 return
-            is_watched = module.training and self._quiet < QUIET
-            mode = _DrawMode(self) if is_watched and not _is_compiled(model()) else None
-            modes.append(mode)
-            if mode is not None:
-                self._watching += 1
+            if module.training and self._quiet < QUIET and not _is_compiled(model()):
                 mode.__enter__()
 
         def leave(*_: Any) -> None:
             if torch.compiler.is_compiling():
                 return
             self.close()
-            mode = modes.pop() if modes else None
-            if mode is not None:
-                self._watching -= 1
+            if innermost_function_mode() is mode:
                 mode.__exit__(None, None, None)
 
         module.register_forward_pre_hook(enter, prepend=True)
