@@ -668,7 +668,7 @@ def test_numbers_that_differ_are_shown_to_differ():
 
 class Own:
     def __init__(self, logits):
-        self.logits, self.again = logits, [{"logits": logits}]
+        self.logits, self.again = logits, {"logits": logits}
 
 
 @dataclasses.dataclass(frozen=True)
