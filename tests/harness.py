@@ -408,7 +408,7 @@ def _outcome(module: str, name: str, kwargs: dict[str, Any]) -> tuple[str, Any]:
     import torch
 
     from lightning_parallel.comm import Group
-    from lightning_parallel.compat.torch import innermost_function_mode
+    from lightning_parallel.compat.torch import current_function_mode
 
     torch.manual_seed(0)
     environment, folder, dtype = dict(os.environ), Path.cwd(), torch.get_default_dtype()
@@ -419,7 +419,7 @@ def _outcome(module: str, name: str, kwargs: dict[str, Any]) -> tuple[str, Any]:
             kwargs["group"] = Group.of()
         result = function(**kwargs)
         # One that stays would change what later steps of a process compute, such as without dropout.
-        assert innermost_function_mode() is None, "a function mode was not left"
+        assert current_function_mode() is None, "a function mode was not left"
         return "result", result
     except pytest.skip.Exception as skip:
         return "skip", str(skip)

@@ -340,7 +340,7 @@ def test_function_modes_that_a_hook_entered_are_left_when_a_base_exception_passe
     module.register_forward_pre_hook(lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
     with pytest.raises(KeyboardInterrupt), compat_torch.function_modes_kept():
         module(torch.ones(1, 2))
-    assert compat_torch.innermost_function_mode() is None
+    assert compat_torch.current_function_mode() is None
 
 
 def test_nodes_of_the_graph_are_numbered_as_they_are_made():

@@ -103,7 +103,6 @@ __all__ = [
     "forward_hooks_of",
     "global_step_hooks",
     "step_hooks_of",
-    "innermost_function_mode",
     "is_flattened",
     "fsdp1_comm_hook",
     "fsdp1_gradient_views",
@@ -118,6 +117,7 @@ __all__ = [
     "is_backward_running",
     "is_profiler_running",
     "make_subclass",
+    "leave_mode",
     "mark_as_parameter",
     "move_tensor_hooks",
     "non_persistent_buffers_of",
@@ -510,12 +510,20 @@ def each(operation: str, *args: Any, **kwargs: Any) -> Any:
     return getattr(torch, f"_foreach_{operation}")(*args, **kwargs)
 
 
-def innermost_function_mode() -> Any:
-    """Return the function mode that was entered last, None if there is none.
+def leave_mode(mode: Any) -> None:
+    """Leave a dispatch or function mode, and stay in those that were entered after it.
 
-    Private: whoever enters a mode by a hook has no `with` that ends it, and must not end the mode of somebody else.
+    Private: a mode's own `__exit__` leaves the mode that was entered last, whichever that is.
     """
-    return torch.overrides._get_current_function_mode()
+    is_function = isinstance(mode, torch.overrides.TorchFunctionMode)
+    stack: Any = torch.overrides if is_function else torch.utils._python_dispatch
+    current: Callable[[], Any] = current_function_mode if is_function else current_dispatch_mode
+    later = []
+    while current() is not mode:
+        later.append(stack._pop_mode())
+    mode.__exit__(None, None, None)
+    for each in reversed(later):
+        stack._push_mode(each)
 
 
 @contextmanager

@@ -35,6 +35,7 @@ from lightning_parallel.compat.torch import (
     current_function_mode,
     global_step_hooks,
     gradient_hooks_of,
+    leave_mode,
     step_hooks_of,
 )
 from lightning_parallel.compat.twins import is_a
@@ -47,6 +48,7 @@ __all__ = ["HookError", "HookWatch", "WatchedHook"]
 
 _PASSED = FOREIGN | {"lightning_utilities"} | set(sys.stdlib_module_names) - {"__main__"}
 _STEPS = ("training_step", "validation_step", "test_step", "predict_step", "forward", "backward")
+_OF_CHECKPOINTS = ("on_save_checkpoint", "on_load_checkpoint", "state_dict", "load_state_dict")  # given whole tensors
 _OURS = "lightning_parallel"
 
 
@@ -134,7 +136,7 @@ class HookWatch:
     def _find(self, action: str) -> WatchedHook | None:
         kind, _, rest = action.partition("]")
         owner, _, name = rest.rpartition(".")
-        if name in _STEPS or name.endswith("_dataloader") or "transfer" in name:
+        if name in (*_STEPS, *_OF_CHECKPOINTS) or name.endswith("_dataloader") or "transfer" in name:
             return None
         if kind == "[LightningModule":
             if not _is_users(getattr(self._module, name, None)):
@@ -232,14 +234,15 @@ class HookWatch:
             finally:
                 call.end()
                 self._calls.remove(call)
-        if call.failure is None and error is not None:
+        is_shared = is_due and hook.group is not None and not hook.is_in_step
+        if call.failure is None and error is not None and not is_shared:
             raise error
         if hook.is_in_step:
             # Other ranks are in the middle of a schedule.
             self._pending = self._pending or call.failure
         elif is_due and hook.group is not None:
             self._parts.prune()
-            comm.raise_together(call.failure, hook.group)
+            comm.raise_together(call.failure or error, hook.group)
         elif call.failure is not None:
             raise call.failure
 
@@ -362,12 +365,11 @@ class _WatchedCall:
         self.is_running = False
         self._watch = watch
         self._modes: list[Any] = []
-        self._outer = current_dispatch_mode(), current_function_mode()
 
     def begin(self) -> None:
         """Begin to look at every operation."""
-        if self.is_running or self._outer[0] is not current_dispatch_mode():
-            return  # in a block with a mode of the user's, which would be left in our place
+        if self.is_running or current_dispatch_mode() is not None:
+            return  # a mode of the user's is there: to leave it would leave ours
         self.is_running = True  # at once, since what follows may run new lines
         watch = self._watch
         watch.seed()
@@ -376,7 +378,7 @@ class _WatchedCall:
         refuse = functools.partial(watch.refuse, self)
         is_users = functools.partial(_is_users_call, self.is_model)
         self._modes = [PartUseMode(watch.parts(), refuse, is_users, _is_logging)]
-        if self._outer[1] is current_function_mode():
+        if current_function_mode() is None:
             self._modes.insert(0, ExportMode(watch.parts(), refuse, is_users, watch.tell_shape))
         for mode in self._modes:
             mode.__enter__()
@@ -386,7 +388,7 @@ class _WatchedCall:
         if self.is_running:
             self.is_running = False
             for mode in reversed(self._modes):
-                mode.__exit__(None, None, None)
+                leave_mode(mode)
 
     def is_model(self, module: object) -> bool:
         """Tell whether an object is a module of the model."""

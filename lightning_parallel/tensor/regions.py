@@ -31,10 +31,10 @@ from torch.overrides import TorchFunctionMode
 
 from lightning_parallel.comm import Group
 from lightning_parallel.compat.torch import (
+    current_function_mode,
     current_graph_task_id,
     dispatch_modes_suspended,
     has_compiled_parts,
-    innermost_function_mode,
     pytree,
 )
 
@@ -235,7 +235,7 @@ class RandomRegion:
             if torch.compiler.is_compiling():
                 return
             self.close()
-            if innermost_function_mode() is mode:
+            if current_function_mode() is mode:
                 mode.__exit__(None, None, None)
 
         module.register_forward_pre_hook(enter, prepend=True)

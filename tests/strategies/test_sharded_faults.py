@@ -172,7 +172,7 @@ def test_a_save_in_the_background_holds_the_step_at_which_it_was_asked_for(group
 @distributed(world_size=2)
 def test_what_is_no_checkpoint_is_said_to_be_none(group):
     folder = shared_folder(group)
-    with pytest.raises((FileNotFoundError, RuntimeError), match="its save was not finished"):
+    with pytest.raises((FileNotFoundError, RuntimeError), match=r"a folder without `manifest\.json`"):
         fit(Deep(), strategy(), 2, ckpt_path=folder, **QUICK)
     # Of a run that wrote files.
     (folder / "file.ckpt").touch()
