@@ -175,7 +175,7 @@ def _users_lines(frame: FrameType | None, is_end: Callable[[FrameType], bool]) -
     """Yield the lines of the user's code that run, from inside out."""
     while frame is not None and not is_end(frame):
         code = frame.f_code
-        if frame.f_globals.get("__name__", "").partition(".")[0] not in FOREIGN | {"contextlib", "functools"}:
+        if frame.f_globals.get("__name__", "").partition(".")[0] not in FOREIGN | {"contextlib", "copy", "functools"}:
             yield f"`{code.co_name}` ({code.co_filename.rpartition('/')[2]}, line {frame.f_lineno})"
         frame = frame.f_back
 
@@ -207,6 +207,7 @@ class ParallelState:
         names: Names in the whole module, before it was cut (`checkpoint.ModelNames`).
         whole: The module as it was before it was divided (`strategies.reference.Skeleton`).
         full_states: Makes its state dicts whole during a run (`strategies.full_state.FullStates`).
+        copies: Knows the copies of its parts (`strategies.module_copies.ModuleCopies`).
         pending: Parameters that wait for their data (`strategies.deferred_init.PendingInitialization`); a run that was
             refused leaves them to the next one.
         watch: Watches the user's hooks during a run (`strategies.hook_watch.HookWatch`).
@@ -235,6 +236,7 @@ class ParallelState:
     names: Any = None
     whole: Any = None
     full_states: Any = None
+    copies: Any = None
     pending: Any = None
     watch: Any = None
     is_in_step: bool = False

@@ -40,6 +40,7 @@ from lightning_parallel.compat.twins import is_a
 from lightning_parallel.pipeline.interception import ActiveHandler, Call, CallSite, intercept
 from lightning_parallel.pipeline.layer_stack import LayerStack
 from lightning_parallel.strategies.message_order import MessageOrder
+from lightning_parallel.strategies.module_copies import MARK, ModuleCopies
 from lightning_parallel.strategies.reference import Fetched
 from lightning_parallel.strategies.replicas import share_random_state
 from lightning_parallel.tensor.sharding import Shard
@@ -76,6 +77,7 @@ class FullStates:
         rules: As given.
         meet: Waits until all ranks of the replica are about to send the message that it is called with.
         trained: Names of the parameters that require a gradient.
+        is_paused: Whether state dicts are left alone: see `paused`.
     """
 
     def __init__(self, module: nn.Module, groups: MeshGroups, rules: Mapping[str, Shard], device: torch.device) -> None:
@@ -92,10 +94,14 @@ class FullStates:
             self._pipeline_group = self._pipeline_group.guarded_by(self.meet)
         self.rules = rules
         self._device = device
-        self._is_paused = self._is_over = False
+        self.is_paused = self._is_over = False
         self._hooks: list[Any] = []
         self._at_end: list[Callable[[], None]] = []
+        self._module, self._replica = module, groups.replica
+        if self._state.copies is None:
+            self._state.copies = ModuleCopies(module)
         self.adopt(module, groups)
+        self._state.copies.watch(self._register)
 
     def adopt(self, module: nn.Module, groups: MeshGroups) -> None:
         """Take what `module` has become since; every rank of the replica must call it."""
@@ -126,17 +132,21 @@ class FullStates:
                 continue
             in_order = sorted(names, key=lambda name: position.get(name, 0))
             self._entries[path] = {names[name]: entries[names[name]] for name in in_order}
-            self._watch(module.get_submodule(path), path)
+            owner = module.get_submodule(path)
+            self._originals.add(id(owner))
+            self._hooks += self._register(owner, path)
+        self._state.copies.mark(module)
 
     def _is_whole(self, name: str) -> bool:
         """Whether every rank holds the full tensor."""
         return name not in self.rules and self._holders[name] == self._pipeline_group.size
 
-    def _watch(self, owner: nn.Module, path: str) -> None:
-        self._originals.add(id(owner))
+    def _register(self, owner: nn.Module, path: str) -> list[Any]:
         # Functions, since torch marks what it is given, which methods do not allow. Copies of a module have them, too.
-        self._hooks.append(owner.register_state_dict_post_hook(lambda *arguments: self._save(path, *arguments)))
-        self._hooks.append(owner.register_load_state_dict_pre_hook(lambda *arguments: self._load(path, *arguments)))
+        return [
+            owner.register_state_dict_post_hook(lambda *arguments: self._save(path, *arguments)),
+            owner.register_load_state_dict_pre_hook(lambda *arguments: self._load(path, *arguments)),
+        ]
 
     def remove(self) -> None:
         """Let state dicts hold this rank's part again."""
@@ -146,6 +156,7 @@ class FullStates:
         for function in self._at_end:
             function()
         self._at_end.clear()
+        self._state.copies.unmark(self._module)
         self._state.full_states = None
         self._is_over = True
 
@@ -153,26 +164,47 @@ class FullStates:
         """Call `function` when state dicts are made to hold this rank's part again, at the end of a run."""
         self._at_end.append(function)
 
+    def restore_copies(self, is_mine: bool) -> None:
+        """Make copies of the module whole, after `remove`; every rank of the replica must call it.
+
+        Args:
+            is_mine: Whether they become whole on this rank.
+        """
+
+        def fetch(name: str, dtype: torch.dtype, mine: Tensor | None) -> Tensor:
+            path, _, key = name.rpartition(".")
+            if self._is_whole(name) and mine is not None:
+                return mine.detach()
+            return self._full(path, key, self._entries[path][key]._replace(dtype=dtype), mine)
+
+        self._state.copies.restore(self._replica, fetch, is_mine)
+
     @contextmanager
     def paused(self) -> Iterator[None]:
         """Leave state dicts alone inside the block, for those who gather what they need by themselves."""
-        before, self._is_paused = self._is_paused, True
+        before, self.is_paused = self.is_paused, True
         try:
             yield
         finally:
-            self._is_paused = before
+            self.is_paused = before
 
     def __deepcopy__(self, memo: dict[int, Any]) -> FullStates:
         return self
 
     @torch.no_grad()
     def _save(self, path: str, owner: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
-        if self._is_paused:
+        if self.is_paused:
             return
         if self._is_over:
+            if getattr(vars(owner).get(MARK), "is_elsewhere", False):
+                for key, entry in self._entries[path].items():
+                    if entry.is_saved:
+                        state[prefix + key] = self._empty_full(path, key, entry)
+                return
             raise RuntimeError(
                 f"this copy of `{path or type(owner).__name__}` was made during a run, when the model was divided, and"
-                " holds a part of it only; take its state dict before the run ends, for example in `on_train_end`"
+                " holds a part of it only; take its state dict before the run ends, for example in `on_train_end`, or"
+                " set `restore='all'`, and make the copy on all ranks"
             )
         engine = self._state.engine
         if engine is not None and engine.model.active.handler is not None:
@@ -198,6 +230,10 @@ class FullStates:
             state[prefix + key] = value
         for key in others:
             state[key] = state.pop(key)
+
+    def _empty_full(self, path: str, key: str, entry: _Entry) -> Tensor:
+        shape, _ = self.full_shape(f"{path}.{key}" if path else key)
+        return torch.empty(shape, dtype=entry.dtype, device="meta")
 
     def full(self, name: str, mine: Tensor | None) -> Tensor:
         """Return a full tensor, a copy unless all ranks hold it whole; every rank must call it.
@@ -236,7 +272,7 @@ class FullStates:
         return rule.merge(gathered.split(sizes, rule.dim))
 
     def _load(self, path: str, owner: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
-        if self._is_paused:
+        if self.is_paused:
             return
         for key, entry in self._entries[path].items():
             if not entry.is_saved:

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from lightning_parallel.compat import ParallelState
 
-__all__ = ["holds_modules", "put_whole_copies", "weakly"]
+__all__ = ["forget_watchers", "holds_modules", "put_whole_copies", "weakly"]
 
 _STATES = ("state_dict", "optimizer_states")
 
@@ -90,14 +90,14 @@ def put_whole_copies(
                 checkpoint[key] = {**checkpoint[key], name: copy.deepcopy(checkpoint[key][name], memo)}
     for value in list(memo.values()):
         if isinstance(value, nn.Module):
-            _forget_watchers(value)
+            forget_watchers(value)
 
 
 def _is_alike(known: Tensor | None, value: Tensor) -> bool:
     return known is not None and known.shape == value.shape and known.dtype == value.dtype and not known.is_meta
 
 
-def _forget_watchers(module: nn.Module) -> None:
+def forget_watchers(module: nn.Module) -> None:
     """Take from a copy the hooks that this library has put on the original: nobody could read them from a file."""
     own = vars(module)
     for name in ("_parallel_state", "_pipeline_site"):

@@ -20,7 +20,16 @@ from lightning_parallel.compat.torch import BUFFERS, PARAMETERS, buffers_of, par
 from lightning_parallel.pipeline.placeholder import PlaceholderTensor
 from lightning_parallel.tensor.sharding import Shard
 
-__all__ = ["FetchParameter", "Skeleton", "close_skeleton", "keep_skeleton"]
+__all__ = [
+    "ModuleChange",
+    "FetchParameter",
+    "Skeleton",
+    "close_skeleton",
+    "fill_whole",
+    "keep_skeleton",
+    "strip_division",
+    "take_off_whole",
+]
 
 FetchParameter = Callable[[str], Tensor]
 """Returns a parameter of the whole model by its first name."""
@@ -33,7 +42,7 @@ class _Named(NamedTuple):
 
 
 @dataclass
-class _Change:
+class ModuleChange:
     """What dividing has changed in one module: how it was.
 
     Attributes:
@@ -68,6 +77,7 @@ class Skeleton:
 
     Attributes:
         module: The module.
+        changes: What dividing has changed, by submodule.
     """
 
     def __init__(self, module: nn.Module) -> None:
@@ -75,7 +85,7 @@ class Skeleton:
         named = [*module.named_parameters(), *module.named_buffers()]
         self._first = {id(tensor): name for name, tensor in named}
         # Lists and no dicts: the hash of a metric changes with its state.
-        self._changes: list[tuple[nn.Module, _Change]] = []
+        self.changes: list[tuple[nn.Module, ModuleChange]] = []
         self._before: list[dict[str, Any]] = []
         # While the module is whole: how it is when it is divided.
         self._divided: list[tuple[type, dict[str, Any]]] = []
@@ -84,12 +94,12 @@ class Skeleton:
             before = {name: self._captured(value) for name, value in _attributes(child).items()}
             lists = _with_parameters(before)
             own = (self._names(parameters_of(child)), self._names(buffers_of(child)))
-            self._changes.append((child, _Change(type(child), parameters=own[0], buffers=own[1], lists=lists)))
+            self.changes.append((child, ModuleChange(type(child), parameters=own[0], buffers=own[1], lists=lists)))
             self._before.append(before)
 
     def close(self) -> None:
         """Keep only what has been changed since: everything else of the module stays the user's, and alive."""
-        for (child, change), before in zip(self._changes, self._before):
+        for (child, change), before in zip(self.changes, self._before):
             after = {name: self._captured(value) for name, value in _attributes(child).items()}
             change.added = [name for name in after if name not in before]
             for name, old in before.items():
@@ -109,25 +119,25 @@ class Skeleton:
 
     def adopt(self) -> None:
         """Take what the module has become since: what is new in it is not divided, and what is gone is forgotten."""
-        known = {id(child): change for child, change in self._changes}
+        known = {id(child): change for child, change in self.changes}
         named = [*self.module.named_parameters(), *self.module.named_buffers()]
         self._first = {id(tensor): name for name, tensor in named}
-        self._changes = []
+        self.changes = []
         for child in self.module.modules():
-            change = known.get(id(child)) or _Change(type(child))
+            change = known.get(id(child)) or ModuleChange(type(child))
             if type(child) is not change.divided_kind:
                 change.kind = change.divided_kind = type(child)  # the user's, such as one with parametrizations
             change.parameters = self._names(parameters_of(child))
             change.buffers = self._names(buffers_of(child))
             change.lists = _with_parameters({k: self._captured(v) for k, v in _attributes(child).items()})
-            self._changes.append((child, change))
+            self.changes.append((child, change))
         self._first.clear()
 
     def buffers(self) -> dict[str, Tensor]:
         """Return the buffers by name, of the module as it is: what it has put in their place, too."""
         return {
             name: value
-            for child, change in self._changes
+            for child, change in self.changes
             for key, name in change.buffers.items()
             if name is not None and (value := buffers_of(child).get(key)) is not None
         }
@@ -135,7 +145,7 @@ class Skeleton:
     @property
     def buffer_names(self) -> list[str]:
         """First names of all buffers of the whole module."""
-        found = [name for _, change in self._changes for name in change.buffers.values() if name is not None]
+        found = [name for _, change in self.changes for name in change.buffers.values() if name is not None]
         return list(dict.fromkeys(found))
 
     def _names(self, tensors: Mapping[str, Tensor | None]) -> dict[str, str | None]:
@@ -165,7 +175,7 @@ class Skeleton:
             trained: Names of the parameters that require a gradient.
         """
         held = {**dict(self.module.named_parameters()), **self.buffers()}
-        names = {name for _, change in self._changes for name in change.parameters.values() if name is not None}
+        names = {name for _, change in self.changes for name in change.parameters.values() if name is not None}
         for name, value in full.items():
             mine = held.get(name)
             if mine is None or isinstance(mine, PlaceholderTensor):
@@ -177,20 +187,20 @@ class Skeleton:
             elif name not in names:
                 mine.data.copy_(value)  # all stages hold it, and steps end on the last one
             self._restored[name] = mine
-        self._divided = [(type(child), dict(vars(child))) for child, _ in self._changes]
-        for child, change in self._changes:
-            _strip(child, change)
-            _fill(child, change, self._restored)
+        self._divided = [(type(child), dict(vars(child))) for child, _ in self.changes]
+        for child, change in self.changes:
+            strip_division(child, change)
+            fill_whole(child, change, self._restored)
 
     def fits(self) -> bool:
         """Tell whether the module, which is whole, still has the modules and parameters that were divided."""
-        if [id(child) for child in self.module.modules()] != [id(child) for child, _ in self._changes]:
+        if [id(child) for child in self.module.modules()] != [id(child) for child, _ in self.changes]:
             return False
         return all(
             type(child) is change.kind
             and all(parameters_of(child).get(key) is self._tensor(name) for key, name in change.parameters.items())
             and all(vars(child).get(name) is value for name, value in change.attributes.items() if _is_plain(value))
-            for child, change in self._changes
+            for child, change in self.changes
         )
 
     def divide_again(self, rules: Mapping[str, Shard], rank: int) -> None:
@@ -200,8 +210,8 @@ class Skeleton:
             rules: How tensors are sharded over the tensor axis, by name.
             rank: Position on that axis.
         """
-        for (child, change), (kind, divided) in zip(self._changes, self._divided):
-            _take_off(child, change, divided)
+        for (child, change), (kind, divided) in zip(self.changes, self._divided):
+            take_off_whole(child, change, divided)
             child.__class__ = kind
         for name, tensor in [*self.module.named_parameters(), *self.buffers().items()]:
             rule = rules.get(name)
@@ -226,12 +236,12 @@ class Skeleton:
             buffers: All of them, by first name.
             keeps: Whether attributes that the block sets stay.
         """
-        current = [(child, type(child), dict(vars(child))) for child, _ in self._changes]
+        current = [(child, type(child), dict(vars(child))) for child, _ in self.changes]
         begun: list[dict[str, Any]] = []
         try:
-            for child, change in self._changes:
+            for child, change in self.changes:
                 _put_on(child, change, parameters, buffers)
-            begun += [dict(vars(child)) if keeps else {} for child, _ in self._changes]
+            begun += [dict(vars(child)) if keeps else {} for child, _ in self.changes]
             with ParallelState.of(self.module).own_parts():  # all that is fetched is whole
                 yield
         finally:
@@ -290,10 +300,10 @@ def _same(old: Any, new: Any) -> bool:
     return old is new or isinstance(old, _Named) and bool(old == new)
 
 
-def _put_on(child: nn.Module, change: _Change, parameters: FetchParameter, buffers: Mapping[str, Tensor]) -> None:
+def _put_on(child: nn.Module, change: ModuleChange, parameters: FetchParameter, buffers: Mapping[str, Tensor]) -> None:
     # A buffer that was empty when the module was divided, or came later, is here only.
     since = {key: value for key, value in buffers_of(child).items() if not isinstance(value, PlaceholderTensor)}
-    _strip(child, change)
+    strip_division(child, change)
     own = vars(child)
     for name, items in change.lists.items():
         own[name] = _FetchedList(items, parameters)
@@ -303,7 +313,7 @@ def _put_on(child: nn.Module, change: _Change, parameters: FetchParameter, buffe
     own[BUFFERS] = {**dict.fromkeys(change.buffers), **since, **known}
 
 
-def _strip(child: nn.Module, change: _Change) -> None:
+def strip_division(child: nn.Module, change: ModuleChange) -> None:
     """Take from a module what dividing has given it."""
     child.__class__ = change.kind
     own = vars(child)
@@ -326,7 +336,7 @@ def _strip(child: nn.Module, change: _Change) -> None:
             del own[key]
 
 
-def _fill(child: nn.Module, change: _Change, tensors: Mapping[str, Any]) -> None:
+def fill_whole(child: nn.Module, change: ModuleChange, tensors: Mapping[str, Any]) -> None:
     """Register the full tensors of a module in their order, and after them what has been registered since."""
     own = vars(child)
     for name, items in change.lists.items():
@@ -337,12 +347,12 @@ def _fill(child: nn.Module, change: _Change, tensors: Mapping[str, Any]) -> None
         own[registry] = {key: None if name is None else tensors[name] for key, name in names.items()} | since
 
 
-def _take_off(child: nn.Module, change: _Change, divided: Mapping[str, Any]) -> None:
+def take_off_whole(child: nn.Module, change: ModuleChange, divided: Mapping[str, Any]) -> None:
     """Undo `_put_on` on a module that has been used since, where `divided` are its attributes from before that."""
     own = vars(child)
     for name in (*change.added, *change.attributes, *change.lists):
         if name in own and own[name] is divided.get(name, _GONE):
-            continue  # the user's: see `_strip`
+            continue  # the user's: see `strip_division`
         own.pop(name, None)
         if name in divided:
             own[name] = divided[name]

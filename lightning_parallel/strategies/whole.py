@@ -39,12 +39,17 @@ _CHUNK_BYTES = 32 << 20
 def end_run(module: LightningModule, checkpoints: Checkpoints, groups: MeshGroups, where: Restore) -> bool:
     """End what holds during a run; make the module whole if no exception has ended it: see `_restore_whole`."""
     state = ParallelState.of(module)
-    if state.full_states is not None:
-        state.full_states.remove()
-    return module.trainer.state.status == TrainerStatus.RUNNING and _restore_whole(module, checkpoints, groups, where)
+    states = state.full_states
+    if states is not None:
+        states.remove()
+    if module.trainer.state.status != TrainerStatus.RUNNING:
+        return False
+    return _restore_whole(module, checkpoints, groups, where, states)
 
 
-def _restore_whole(module: LightningModule, checkpoints: Checkpoints, groups: MeshGroups, where: Restore) -> bool:
+def _restore_whole(
+    module: LightningModule, checkpoints: Checkpoints, groups: MeshGroups, where: Restore, states: Any
+) -> bool:
     """Give the module back its full tensors, in the host's memory, after a run that ended well; on every rank.
 
     Args:
@@ -52,6 +57,7 @@ def _restore_whole(module: LightningModule, checkpoints: Checkpoints, groups: Me
         checkpoints: Gathers its tensors.
         groups: The mesh's groups.
         where: On which ranks; `auto` decides by its size.
+        states: Makes its copies whole, too (`FullStates`).
 
     Returns:
         Whether it is whole at least on rank zero.
@@ -75,7 +81,10 @@ def _restore_whole(module: LightningModule, checkpoints: Checkpoints, groups: Me
     full = replace(checkpoints, is_saved=is_mine).gather_tensors()
     if where == "all":
         share_tensors(full, groups.replica, checkpoints.device)
-    if where == "all" or groups.world.rank == 0:
+    is_here = where == "all" or groups.world.rank == 0
+    if states is not None:
+        states.restore_copies(is_here)
+    if is_here:
         whole.restore(full, trained)
     if where == "rank_zero" and is_default:
         rank_zero_info("The module is whole again on rank zero only, for its size: `restore='all'` makes it so on all.")
@@ -159,7 +168,7 @@ def divide_again(module: LightningModule, groups: MeshGroups, device: torch.devi
         # The user may have loaded other weights on rank zero only, as a script for one process would.
         replicas.start_equal(module, groups.world)
         if all(usable for _, usable in views):
-            state.whole.divide_again(state.rules, groups.tensor_parallel.rank)
+            _divide(state, groups)
         else:
             forget_division(module)
         return
@@ -207,4 +216,11 @@ def _send_parts(module: LightningModule, state: ParallelState, groups: MeshGroup
             part = full if rule is None else rule.split(full, groups.tensor_parallel.rank)
             mine[name].data.copy_(part)
     if is_source:
-        state.whole.divide_again(state.rules, groups.tensor_parallel.rank)
+        _divide(state, groups)
+
+
+def _divide(state: ParallelState, groups: MeshGroups) -> None:
+    """Divide a module and the copies of it that are whole."""
+    state.whole.divide_again(state.rules, groups.tensor_parallel.rank)
+    if state.copies is not None:
+        state.copies.divide_again(state.rules, groups.tensor_parallel.rank)

@@ -129,12 +129,55 @@ def test_statistics_that_a_pipeline_cannot_collect_anew(group):
     comm.barrier(group)
 
 
+class Kept(Copies):
+    """Copies once, and goes on with the copies in the next run; on the first rank, it makes one more."""
+
+    def on_fit_start(self, trainer, module):
+        if not hasattr(self, "copies"):
+            super().on_fit_start(trainer, module)
+            if trainer.is_global_zero:
+                self.apart = copy.deepcopy(module.blocks)
+
+
+def _copies_after_runs(strategy, devices, folder):
+    """Return what copies are after one run and a second one, and what is saved then."""
+    torch.manual_seed(0)
+    seen, own, module = {}, Kept(), Deep()
+    module.embed.weight.requires_grad_(False)
+    for run in range(2):
+        trainer = trainer_for(strategy(), devices, max_epochs=1, callbacks=[own, StochasticWeightAveraging(0.02, 1)])
+        trainer.fit(module, loader())
+        trainer.save_checkpoint(folder / "final.ckpt")
+        trainer.strategy.barrier()
+        held = torch.load(folder / "final.ckpt", weights_only=False)
+        seen[f"{run} average"] = held["callbacks"]["StochasticWeightAveraging"]["average_model_state"]
+        seen[f"{run} saved"] = held["copies"]
+        seen[f"{run} copies"] = [copy.deepcopy(copied.state_dict()) for copied in own.copies]
+        seen[f"{run} trained"] = [[value.requires_grad for value in copied.parameters()] for copied in own.copies]
+        seen[f"{run} outputs"] = own.copies[0](torch.ones(2, 12))
+        again = copy.deepcopy(own.copies[1]).double()
+        seen[f"{run} layers"] = again[0](torch.ones(2, again[0].up.in_features, dtype=torch.float64))
+        seen[f"{run} kinds"] = [str(copied) for copied in own.copies]
+    return seen, own
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
 @distributed(world_size=2)
-def test_a_copy_is_not_saved_in_parts_after_the_run(group):
-    own = Copies()
-    trainer = trainer_for(LAYOUTS["tensor"](), 2, max_epochs=1, callbacks=[own])
+def test_copies_are_whole_after_a_run(layout, group):
+    folder = Path(comm.broadcast_object(tempfile.mkdtemp(), group))
+    single = folder / f"single{group.rank}"
+    single.mkdir()
+    expected, _ = _copies_after_runs(lambda: "auto", 1, single)
+    found, own = _copies_after_runs(LAYOUTS[layout], 2, folder)
+    assert_same(found, expected)
+    if group.rank == 0:
+        with pytest.raises(RuntimeError, match="was made during a run.*make the copy on all ranks"):
+            own.apart.state_dict()
+    strategy = LAYOUTS[layout]()
+    strategy.restore = "off"
+    trainer = trainer_for(strategy, 2, max_epochs=1, callbacks=[own := Kept()])
     trainer.fit(Deep(), loader())
-    with pytest.raises(RuntimeError, match=r"this copy of `blocks\.0\.up` was made during a run"):
+    with pytest.raises(RuntimeError, match="was made during a run.*set `restore='all'`"):
         own.copies[1].state_dict()
 
 
