@@ -66,7 +66,7 @@ class _Mark:
 
 
 @dataclass(eq=False)
-class _Family:
+class _CopiedTogether:
     """Modules that were copied together, by path; the key is equal on all ranks that made the same copy."""
 
     key: tuple[str, str, int]
@@ -87,7 +87,7 @@ class ModuleCopies:
     def __init__(self, module: nn.Module) -> None:
         self._state = ParallelState.of(module)
         self._changes: dict[str, ModuleChange] = {}
-        self._families: list[_Family] = []
+        self._families: list[_CopiedTogether] = []
         self._made: Counter[tuple[str, str]] = Counter()
 
     @property
@@ -115,7 +115,7 @@ class ModuleCopies:
         if family is None:
             line = (innermost_users_line(), mark.path)
             self._made[line] += 1
-            family = memo[id(self)] = _Family((*line, self._made[line]))
+            family = memo[id(self)] = _CopiedTogether((*line, self._made[line]))
             self._families.append(family)
         family.members[mark.path] = mark.owner
 
@@ -150,7 +150,7 @@ class ModuleCopies:
                 common = [path for path in paths if all(path in alive[key] for _, alive in everyone)]
                 self._restore(families[key], common, replica, fetch, is_mine)
 
-    def _restore(self, family: _Family, paths: list[str], replica: Group, fetch: Fetch, is_mine: bool) -> None:
+    def _restore(self, family: _CopiedTogether, paths: list[str], replica: Group, fetch: Fetch, is_mine: bool) -> None:
         alive = family.alive()
         members = [(alive[path], self._changes[path]) for path in paths if path in self._changes]
         held: dict[str, Tensor] = {}
