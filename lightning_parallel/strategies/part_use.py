@@ -120,6 +120,8 @@ class PartUseMode(TorchDispatchMode):
             pass
         elif name in _LEAVES:
             self._refuse("takes a number for Python out of", parts)
+        elif name in ("clone", "copy") and MIXED in parts and all(tensor.dtype == torch.uint8 for tensor in tensors):
+            pass  # the bytes of a memory that several tensors share, which `deepcopy` copies whole
         elif MIXED in parts:
             self._refuse(f"`{name}` combines", parts)
         elif any(not part.is_divided for part in parts) and self._is_logging():
