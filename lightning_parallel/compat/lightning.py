@@ -41,6 +41,7 @@ from torchmetrics import Metric
 from lightning_parallel.compat import Patches, patched
 
 __all__ = [
+    "DEVICE_OF_MODULE",
     "FunctionLauncher",
     "PathLike",
     "ScriptLauncher",
@@ -84,6 +85,9 @@ __all__ = [
     "update_count_of",
     "wrapped_sampler",
 ]
+
+DEVICE_OF_MODULE = "_device"
+"""Where a LightningModule keeps its device."""
 
 # -- strategies: launching, processes ----------------------------------------------------------------------------------
 

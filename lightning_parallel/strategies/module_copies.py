@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from lightning_parallel import comm
 from lightning_parallel.comm import Group
 from lightning_parallel.compat import ParallelState, innermost_users_line
+from lightning_parallel.compat.lightning import DEVICE_OF_MODULE
 from lightning_parallel.compat.torch import BUFFERS, PARAMETERS, buffers_of, parameters_of
 from lightning_parallel.pipeline.placeholder import PlaceholderTensor
 from lightning_parallel.strategies.saved_modules import forget_watchers
@@ -231,6 +232,6 @@ def _make_whole(child: nn.Module, change: ModuleChange, mark: _Mark, tensors: Ma
 def _of_copy(child: nn.Module, change: ModuleChange, divided: Mapping[str, Any]) -> ModuleChange:
     """Return what dividing has changed in a copy, whose attributes are copies, too."""
     names = (*change.added, *change.attributes)
-    attributes = {name: copy.deepcopy(value) for name, value in change.attributes.items() if name != "_device"}
+    attributes = {name: copy.deepcopy(value) for name, value in change.attributes.items() if name != DEVICE_OF_MODULE}
     after = {name: divided[name] for name in names if name in divided}
     return replace(change, attributes=attributes, after=after)
