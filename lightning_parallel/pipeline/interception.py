@@ -101,11 +101,13 @@ class ActiveHandler:
         handler: Decides what calls do.
         outside: Runs a call outside of steps, with what this rank lacks; it returns `NotImplemented` in a step.
         last: The last call of a repeated layer in this step, -1 before the first.
+        seed_again: Seeds what a layer draws that is called again during backward, by its position.
     """
 
     handler: CallHandler | None = None
     outside: Callable[[Call], Any] | None = None
     last: int = -1
+    seed_again: Callable[[int], None] | None = None
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ActiveHandler:
         # A copy of the module is on its own: nobody gathers what it lacks.
@@ -172,7 +174,9 @@ class CallSite:
                 "run the model through the trainer, or save a checkpoint and load it into an uncut model"
             )
         # Activation checkpointing calls layers again during backward, when no step is running, with the arguments of
-        # the first call: placeholders among them have been received since.
+        # the first call: placeholders among them have been received since. It draws what the first call drew.
+        if self.active.seed_again is not None and len(self.places) == 1:
+            self.active.seed_again(self.places[0])
         return function(*reveal(args), **reveal(kwargs))
 
 

@@ -22,6 +22,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence
 
+from lightning_parallel.compat import is_users_object
 from lightning_parallel.compat.torch import pytree
 
 __all__ = [
@@ -294,8 +295,9 @@ def merge_outputs(values: Sequence[Any], samples: Sequence[int], weights: Sequen
 
     Tensors and lists with one entry per sample are concatenated; floating-point scalars, and tensors without a sample
     dimension, become the mean by `weights`. Integers are counts and are added, except Python integers that are equal in
-    all microbatches and are not their sizes. Containers are merged entry by entry, arrays like tensors. Other values
-    that are equal in all microbatches stay; anything else becomes a list with an entry per microbatch.
+    all microbatches and are not their sizes. Containers, and objects of the user's, are merged entry by entry, arrays
+    like tensors. Other values that are equal in all microbatches stay; anything else becomes a list with an entry per
+    microbatch.
 
     Args:
         values: The output for each microbatch.
@@ -322,6 +324,12 @@ def merge_outputs(values: Sequence[Any], samples: Sequence[int], weights: Sequen
         return merged
     if isinstance(first, (list, tuple)):
         return _merge_sequences(values, samples, weights)
+    if is_users_object(first) and all(vars(value).keys() == vars(first).keys() for value in values):
+        merged = copy.copy(first)
+        vars(merged).update(
+            {n: merge_outputs([vars(each)[n] for each in values], samples, weights) for n in vars(first)}
+        )
+        return merged
     if isinstance(first, float):
         return sum(weight * value for weight, value in zip(weights, values) if weight)
     # A number of samples or tokens is added up; a constant such as the number of classes is not.

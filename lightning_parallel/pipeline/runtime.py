@@ -16,6 +16,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import zip_longest
 from typing import Any
 
@@ -45,6 +46,7 @@ from lightning_parallel.pipeline.random_streams import (
     layer_seed,
     random_state_kept,
     seed_all,
+    seed_torch,
 )
 from lightning_parallel.pipeline.schedule import Action, Kind, Schedule
 from lightning_parallel.pipeline.skips import NO_SKIPS, Skip, Skips, StageSkips
@@ -294,6 +296,10 @@ class ScheduleRun:
         if self.draws is not None:
             self.draws.enter(f"layer {index}", microbatch)
 
+    def _seed_layer_again(self, microbatch: int, index: int) -> None:
+        # Torch's generators alone, as activation checkpoints put back no others.
+        seed_torch(layer_seed(self._seed_of(microbatch), index))
+
     def _require_end(self, stage: int, handler: StageForward, is_last: bool) -> None:
         if not is_last or not handler.entered:
             reached = self.model.plan.layers[handler.last] if handler.last >= 0 else "none"
@@ -475,7 +481,11 @@ class ScheduleRun:
             self.draws.enter_backward(microbatch)
         # If the output requires no gradient, received tensors may still need one, of zeros: the sender waits for it.
         if roots:
-            torch.autograd.backward(roots, gradients)
+            self.model.active.seed_again = partial(self._seed_layer_again, microbatch)
+            try:
+                torch.autograd.backward(roots, gradients)
+            finally:
+                self.model.active.seed_again = None
         if stage > 0:
             self.messages.send_gradients(stage, microbatch, self._input_gradients(state))
         # Frees the graph: with a split backward the state itself is kept until W.

@@ -20,7 +20,7 @@ from lightning.pytorch.strategies import Strategy
 from torch import Tensor, nn
 
 from lightning_parallel.compat import Patches, innermost_users_line, is_users_object
-from lightning_parallel.compat.torch import BatchNormalization, buffers_of, version_of
+from lightning_parallel.compat.torch import BatchNormalization, buffers_of, is_backward_running, version_of
 from lightning_parallel.pipeline.engine import PipelineEngine
 from lightning_parallel.pipeline.random_streams import (
     DrawRecorder,
@@ -28,6 +28,7 @@ from lightning_parallel.pipeline.random_streams import (
     call_seed,
     layer_seed,
     seed_all,
+    seed_torch,
 )
 from lightning_parallel.tensor.verify import DropoutOff
 
@@ -173,6 +174,7 @@ def without_dropout(module: nn.Module) -> Iterator[DropoutOff]:
         if isinstance(child, nn.RNNBase) and child.dropout:
             mode.found |= child.training
             patches.replace(child, "dropout", 0.0)
+    mode.replace_functions(patches)
     try:
         with mode:
             yield mode
@@ -296,6 +298,11 @@ class StageStreams:
         calls = iter(numbers)
 
         def enter(*_: Any) -> None:
+            if is_backward_running():
+                # Computed again by an activation checkpoint: it draws what it has drawn before.
+                if len(numbers) == 1:
+                    seed_torch(layer_seed(self._step_seed, numbers[0]))
+                return
             number = next(calls, None)
             if number is None:
                 return

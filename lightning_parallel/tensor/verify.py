@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from itertools import islice
+from types import FunctionType
 from typing import Any
 
 import numpy
@@ -20,6 +21,7 @@ from torch.overrides import TorchFunctionMode
 
 from lightning_parallel import comm
 from lightning_parallel.comm import Group
+from lightning_parallel.compat import Patches
 from lightning_parallel.compat.torch import pytree
 from lightning_parallel.tensor.inspection import is_linear, sizes_of, structure_of
 from lightning_parallel.tensor.plan import Plan, apply_plan
@@ -421,13 +423,27 @@ class DropoutOff(TorchFunctionMode):
         self.found = False
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = dict(kwargs or {})
+        return self._without(func, func, args, dict(kwargs or {}))
+
+    def replace_functions(self, patches: Patches) -> None:
+        """Do the same where no mode is on: during backward, in which activation checkpoints compute again."""
+
+        def without(func: Any) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+            return lambda own: lambda *args, **kwargs: self._without(func, own, args, kwargs)
+
+        for func in (*_DROPOUTS, F.multi_head_attention_forward):
+            if isinstance(func, FunctionType):
+                patches.replace_function(func, without(func))
+        patches.replace(F, "scaled_dot_product_attention", without(_ATTENTION)(_ATTENTION))
+
+    def _without(self, func: Any, own: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:
+        """Call `own`, which is or was `func`, without dropout."""
         if func in _DROPOUTS:
             training = kwargs.get("training", args[2] if len(args) > 2 else kwargs.get("train", True))
             p = kwargs.get("p", args[1] if len(args) > 1 else 0.5)
             self.found |= bool(training) and p > 0
             return args[0] if args else kwargs["input"]
-        if func is F.scaled_dot_product_attention:
+        if func is _ATTENTION:
             self.found |= (args[4] if len(args) > 4 else kwargs.get("dropout_p", 0.0)) > 0
             if len(args) > 4:
                 args = (*args[:4], 0.0, *args[5:])  # `is_causal` follows
@@ -437,9 +453,10 @@ class DropoutOff(TorchFunctionMode):
             # Called by position up to `dropout_p`, the eleventh.
             self.found |= args[10] > 0 and kwargs.get("training", True)
             args = (*args[:10], 0.0, *args[11:])
-        return func(*args, **kwargs)
+        return own(*args, **kwargs)
 
 
+_ATTENTION = F.scaled_dot_product_attention
 _DROPOUTS = {
     F.dropout,
     F.dropout1d,

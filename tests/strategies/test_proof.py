@@ -213,8 +213,18 @@ class Tied(Tokens):
         return self.head(hidden.mean(1)) + (hidden.flatten(1) @ self.embed.weight)[:, :5]
 
 
+class CheckpointedDropout(Dropout):
+    """Dropout inside of what is computed again in backward."""
+
+    def forward(self, x):
+        hidden = self.hidden(x)
+        for block in self.blocks:
+            hidden = torch.utils.checkpoint.checkpoint(block, hidden, use_reentrant=False)
+        return self.head(F.dropout(hidden, 0.1, self.training).mean(1))
+
+
 @pytest.mark.parametrize("layout", ["tensor", "pipeline"])
-@pytest.mark.parametrize("kind", [Dropout, Recurrent, Causal, Checkpointed])
+@pytest.mark.parametrize("kind", [Dropout, Recurrent, Causal, Checkpointed, CheckpointedDropout])
 @distributed(world_size=2)
 def test_steps_that_are_right_are_not_refused(group, layout, kind):
     said = fit(kind(), layout)
@@ -719,10 +729,10 @@ class ReadsOutputs(Callback):
 @pytest.mark.parametrize("verify", ["auto", "off"])
 @distributed(world_size=2)
 def test_what_a_step_returns_is_whole_for_who_looks_on_one_rank(group, verify):
-    for kind in RETURNS:
+    for kind, layout in [*((kind, "tensor") for kind in RETURNS), ("dataclass", "pipeline"), ("object", "pipeline")]:
         alone, module = Returning(kind), Returning(kind)
         trainer_for(devices=1, max_steps=1, callbacks=[ReadsOutputs()]).fit(alone, loader())
-        said = fit(module, "tensor", verify, callbacks=[ReadsOutputs()])
+        said = fit(module, layout, verify, callbacks=[ReadsOutputs()])
         if group.rank == 0:
             assert module.seen == pytest.approx(alone.seen, rel=1e-12), kind
             assert verify == "off" or said[0].startswith("verified on 2 samples: loss, 20 gradients"), kind
