@@ -423,7 +423,10 @@ class DropoutOff(TorchFunctionMode):
         self.found = False
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        return self._without(func, func, args, dict(kwargs or {}))
+        if func in _DROPOUTS or func is _ATTENTION or func is F.multi_head_attention_forward:
+            return self._without(func, func, args, dict(kwargs or {}))
+        # From this frame, as gradients of parts look for who calls behind the frames of modes.
+        return func(*args, **(kwargs or {}))
 
     def replace_functions(self, patches: Patches) -> None:
         """Do the same where no mode is on: during backward, in which activation checkpoints compute again."""
