@@ -165,6 +165,8 @@ def shard_tensors(module: LightningModule, options: TensorOptions, groups: MeshG
     if group.size == 1:
         return None
     found = make_plan(module, options.plan, group, options.sequence_parallel)
+    if groups.pipeline_parallel.size > 1:
+        found.sequence_regions = [replace(region, sends_pieces=True) for region in found.sequence_regions]
     if options.gather_logits:
         found.styles |= (heads := gathered_heads(found.styles))
         for path in heads:

@@ -37,7 +37,7 @@ JOINS = {
     "_DividedLogitsBackward",
     "_CrossEntropyBackward",
 }
-DIVIDES = {"_ColumnLinearFunctionBackward", "_ScatterToGroupBackward", "_CopyToGroupBackward"}
+DIVIDES = {"_ColumnLinearFunctionBackward", "_ScatterToGroupBackward", "_CopyToGroupBackward", "_PieceOfWholeBackward"}
 STAYS_DIVIDED = {"_AllGatherToGroupBackward", "_ReduceScatterToGroupBackward"}
 LEAF = "torch::autograd::AccumulateGrad"
 RECEIVED = "_ReceivedBackward"  # what a pipeline stage got from the stage before

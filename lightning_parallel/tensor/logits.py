@@ -11,12 +11,15 @@ For autograd it is the output of a gather whose data are made when they are read
 piece as its slice, and those of the piece directly. Every rank of the group has to look, or none: see
 `strategies.message_order` for what happens otherwise.
 
+With sequence parallelism the outputs of inner blocks are such tensors, too, divided along the sequence: where this
+speaks of classes, read positions. The next block takes the piece.
+
 Legend: C classes, c classes on this rank.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, MutableMapping, MutableSequence
+from collections.abc import Callable, Iterable, MutableMapping, MutableSequence, Sequence
 from dataclasses import dataclass, is_dataclass
 from functools import partial
 from typing import Any
@@ -36,11 +39,11 @@ from lightning_parallel.compat.torch import (
     pytree,
     version_of,
 )
-from lightning_parallel.tensor.autograd import copy_to_group, scatter_to_group
+from lightning_parallel.tensor.autograd import copy_to_group, gather_from_group, scatter_to_group
 from lightning_parallel.tensor.loss import cross_entropy
 from lightning_parallel.tensor.sharding import Shard
 
-__all__ = ["DividedLogits", "divided_logits", "has_divided_logits", "whole_logits"]
+__all__ = ["DividedLogits", "divided_logits", "has_divided_logits", "take_piece", "whole_logits"]
 
 _aten = torch.ops.aten
 
@@ -149,10 +152,20 @@ class DividedLogits(Tensor):
 
     @property
     def valid_piece(self) -> Tensor | None:
-        """The piece, if the logits were not changed in place since it was made."""
+        """The piece, if the logits were not changed in place, or made a leaf of another graph, since it was made."""
+        return None if self._is_apart() else self.unchanged_piece
+
+    @property
+    def unchanged_piece(self) -> Tensor | None:
+        """The piece, if the logits were not changed in place since it was made; it may be of another graph."""
         with DisableTorchFunctionSubclass():
             is_valid = not self.family.is_watched and version_of(self) == self._unchanged
         return self.piece if is_valid else None
+
+    def _is_apart(self) -> bool:
+        # By `detach().requires_grad_()`, or as the output of a function that was computed without gradients.
+        with DisableTorchFunctionSubclass():
+            return self.piece is not None and self.requires_grad and not self.piece.requires_grad
 
     @classmethod
     @torch.compiler.disable  # compiled code leaves its graph where it meets these logits
@@ -180,8 +193,8 @@ class DividedLogits(Tensor):
             return _unread(func, args[0], args[0].family.whole(piece, args[0].class_dim), args[1:], kwargs)
         if torch.Tag.inplace_view in func.tags:
             raise RuntimeError(
-                f"`{func}` changes the shape of logits that are divided over the tensor-parallel ranks, in place; use"
-                " the form that makes a new tensor"
+                f"`{func}` changes in place the shape of logits or hidden states that are divided over the tensor-parallel"
+                " ranks; use the form that makes a new tensor"
             )
         read: dict[int, DividedLogits] = {}
 
@@ -200,15 +213,33 @@ class DividedLogits(Tensor):
 _DATA = Tensor.data.__get__  # type: ignore[attr-defined]
 
 
-def divided_logits(piece: Tensor, rule: Shard, group: Group) -> DividedLogits:
+@torch.compiler.disable
+def divided_logits(piece: Tensor, rule: Shard, group: Group, dim: int = -1) -> DividedLogits:
     """Return the logits of which this rank holds a piece.
 
     Args:
         piece: (..., c), a part of autograd's graph.
         rule: The shard rule of the classes, one range per rank.
         group: The tensor-parallel group.
+        dim: The dimension of the classes.
     """
-    return _wrapped(piece, piece.dim() - 1, _Family(rule, group))
+    return _wrapped(piece, dim % piece.dim(), _Family(rule, group))
+
+
+@torch.compiler.disable
+def take_piece(whole: DividedLogits, dim: int, sizes: Sequence[int]) -> Tensor | None:
+    """Return this rank's piece along `dim`, without a message; None where only the whole gives it.
+
+    Args:
+        whole: What stands for the whole tensor.
+        dim: The dimension that is to be divided.
+        sizes: Extent of each rank's piece.
+    """
+    piece = whole.unchanged_piece
+    if piece is None or whole.class_dim != dim or whole.is_log or whole.family.rule.sizes != tuple(sizes):
+        return None
+    whole.family.is_used = True
+    return _PieceOfWhole.apply(whole) if whole._is_apart() else piece
 
 
 def _gather(piece: Tensor, dim: int, family: _Family) -> Tensor:
@@ -236,6 +267,21 @@ class _DividedLogits(Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
         # All ranks computed the same from the whole, so `grad` is the full gradient on each of them.
         return scatter_to_group(grad, *ctx.args), None, None
+
+
+class _PieceOfWhole(Function):
+    """The whole -> its piece, where that is of another graph: of a block that reentrant checkpointing runs."""
+
+    @staticmethod
+    def forward(ctx: Any, whole: DividedLogits) -> Tensor:
+        family, piece = whole.family, whole.piece
+        assert piece is not None
+        ctx.args = family.group, whole.class_dim, family.rule.sizes
+        return piece.detach()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        return gather_from_group(grad, *ctx.args)
 
 
 def whole_logits(value: Any) -> Any:
@@ -315,7 +361,7 @@ def _watch(logits: DividedLogits) -> None:
     if logits.family.is_used:
         raise RuntimeError(
             "the gradient of logits was asked for after their loss was computed, from this rank's classes only; call"
-            " `retain_grad` or `register_hook` before the loss"
+            " `retain_grad` or `register_hook` before the loss (on the output of a block: before the next block)"
         )
     logits.family.is_watched = True
 

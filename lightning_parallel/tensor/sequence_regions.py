@@ -11,6 +11,10 @@ A **sublayer** (attention, MLP) may take lengths from its input, so that is a `D
 of the whole sequence. A module that needs all positions and is not divided itself (a router) gets them **gathered**.
 Evaluation without gradients computes on whole sequences: it keeps no activations, and may decode one position a time.
 
+What lies between two blocks gets what stands for the **whole** (`DividedLogits`): the next block takes this rank's part
+of it, and whoever else reads it (a head after each block, a block that is left out) gets it gathered. Pipeline stages
+send each other their part; there such code is refused.
+
 Legend: L sequence length, E features.
 
 Source: Korthikanti et al., https://arxiv.org/abs/2205.05198
@@ -18,8 +22,10 @@ Source: Korthikanti et al., https://arxiv.org/abs/2205.05198
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -27,11 +33,13 @@ from torch import Tensor, nn
 
 from lightning_parallel import comm
 from lightning_parallel.comm import Group
-from lightning_parallel.compat.torch import current_graph_task_id, pytree, version_of
+from lightning_parallel.compat.torch import FakeTensor, current_graph_task_id, pytree, version_of
 from lightning_parallel.tensor.autograd import gather_from_group, scatter_to_group
 from lightning_parallel.tensor.inputs import DividedInput, divided_input
 from lightning_parallel.tensor.linear import SequenceLengths, shared_inputs
+from lightning_parallel.tensor.logits import DividedLogits, divided_logits, take_piece
 from lightning_parallel.tensor.regions import DividedExtent, RandomRegion, is_same_state, random_state
+from lightning_parallel.tensor.sharding import Shard
 
 __all__ = ["SequenceRegion", "divide_region", "divide_sequence"]
 
@@ -47,6 +55,7 @@ class SequenceRegion:
         gathered: Paths of the modules inside that compute on whole sequences.
         dim: The dimension of the sequence.
         wraps_all: Whether sublayers get several tensors that are divided: a residual to be added, too.
+        sends_pieces: Whether pipeline stages send each other what is between two blocks.
     """
 
     owner: str
@@ -55,6 +64,7 @@ class SequenceRegion:
     gathered: tuple[str, ...] = ()
     dim: int = 1
     wraps_all: bool = False
+    sends_pieces: bool = False
 
 
 def divide_region(modules: Mapping[str, nn.Module], region: SequenceRegion, group: Group) -> None:
@@ -66,21 +76,24 @@ def divide_region(modules: Mapping[str, nn.Module], region: SequenceRegion, grou
         group: The tensor-parallel group.
     """
     blocks = {path: modules[path] for path in region.blocks}
-    divide_sequence(modules[region.owner], list(blocks.values()), group, region.dim)
+    divide_sequence(modules[region.owner], list(blocks.values()), group, region.dim, region.sends_pieces)
     lengths = _lengths(group, region.dim)
     for path in region.sublayers:
         _stand_for_whole(modules[path], lengths, region.wraps_all)
     for path in region.gathered:
         _gather_around(path, modules[path], lengths)
-    if len(blocks) > 1:
+    if len(blocks) > 1 and region.sends_pieces:
         _refuse_changes_between(blocks, group)
 
 
-def divide_sequence(owner: nn.Module, blocks: Sequence[nn.Module], group: Group, dim: int = 1) -> None:
+def divide_sequence(
+    owner: nn.Module, blocks: Sequence[nn.Module], group: Group, dim: int = 1, sends_pieces: bool = False
+) -> None:
     """Divide the sequence from the input of the first of `blocks` to the output of the last, modules inside `owner`.
 
-    The tensor that is divided is the first one with floating-point numbers among the arguments of the first; the one
-    that is gathered is the first in the output of the last. Random numbers for positions differ between the ranks.
+    The tensor that is divided is the first one with floating-point numbers among the arguments of a block; the one
+    that is gathered is the first in its output: at once behind the last, and behind another one when somebody reads
+    it. Random numbers for positions differ between the ranks.
     """
     lengths = _lengths(group, dim)
     region = RandomRegion(group)
@@ -99,7 +112,10 @@ def divide_sequence(owner: nn.Module, blocks: Sequence[nn.Module], group: Group,
                 f"a `{type(module).__name__}` that is divided along the sequence is given {tuple(hidden.shape)}, not"
                 " hidden states (batch, sequence, features). Use `sequence_parallel=False`"
             )
-        piece = scatter_to_group(hidden, group, dim, lengths.divide(hidden.shape[dim]))
+        sizes = lengths.divide(hidden.shape[dim])
+        piece = take_piece(hidden, dim, sizes) if isinstance(hidden, DividedLogits) else None
+        if piece is None:
+            piece = scatter_to_group(hidden, group, dim, sizes)
         return _exchanged((args, kwargs), hidden, piece)
 
     # A pipeline stage after the first learns each sequence's length from this call.
@@ -118,14 +134,49 @@ def divide_sequence(owner: nn.Module, blocks: Sequence[nn.Module], group: Group,
         return _exchanged(output, piece, gather_from_group(piece, group, dim, lengths.parts(piece.shape[dim])))
 
     blocks[0].register_forward_pre_hook(scatter_input, with_kwargs=True)
+    if not sends_pieces and group.size > 1:
+        _hand_out_whole(blocks, scatter_input, lengths)
     for block in blocks:
         block.register_forward_pre_hook(enter, with_kwargs=True)
         # Block by block: activation checkpointing keeps the replicated state, from which it recomputes a block.
         block.register_forward_pre_hook(open_region, with_kwargs=True)
         region.watch(block, owner)
-    blocks[-1].register_forward_hook(gather_output)
+    # Before hooks of the user's, which see whole sequences.
+    blocks[-1].register_forward_hook(gather_output, prepend=True)
     # The blocks may be left by an exception.
     owner.register_forward_hook(lambda *_: _resume(lengths), always_call=True)
+
+
+def _hand_out_whole(blocks: Sequence[nn.Module], scatter: Callable[..., Any], lengths: SequenceLengths) -> None:
+    """Let inner blocks return what stands for whole sequences, and take that or any other whole one."""
+
+    def scatter_again(module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
+        return None if _is_hollow(_main(args, kwargs)) else scatter(module, args, kwargs)
+
+    def hand_out(module: nn.Module, args: Any, output: Any) -> Any:
+        piece = None if _is_evaluated(module) else _main(output)
+        if piece is None or _is_hollow(piece):
+            return None
+        sizes = tuple(lengths.parts(piece.shape[lengths.dim]))
+        return _exchanged(output, piece, divided_logits(piece, _positions(sizes), lengths.group, lengths.dim))
+
+    for block in blocks[1:]:
+        block.register_forward_pre_hook(scatter_again, with_kwargs=True)
+    for block in blocks[:-1]:
+        # Before hooks of the user's.
+        block.register_forward_hook(hand_out, prepend=True)
+
+
+@lru_cache(maxsize=64)
+def _positions(sizes: tuple[int, ...]) -> Shard:
+    """Return the rule by which positions are divided; the one dimension that it names is not looked at."""
+    ends = list(accumulate(sizes))
+    return Shard(0, tuple(((end - size, end),) for end, size in zip(ends, sizes)))
+
+
+def _is_hollow(hidden: Tensor) -> bool:
+    # To see shapes only: what is between the blocks is not looked at then.
+    return hidden.is_meta or isinstance(hidden, FakeTensor)
 
 
 def _resume(lengths: SequenceLengths) -> None:

@@ -1,6 +1,7 @@
 """Sequence parallelism over a stack of blocks against one process."""
 
 import copy
+import dataclasses
 import functools
 
 import pytest
@@ -120,9 +121,9 @@ def test_styles_that_need_the_whole_sequence_are_refused():
 
 
 class BetweenBlocks(Model):
-    """Changes the hidden states between its blocks, or gives the blocks something made of them."""
+    """Changes or reads the hidden states between its blocks, or leaves blocks out, as no run without data has shown."""
 
-    kind = ""
+    kind, left_out = "", None
 
     def __init__(self):
         super().__init__()
@@ -130,11 +131,16 @@ class BetweenBlocks(Model):
         self.scale = nn.Parameter(torch.ones(12))
         self.norms = nn.ModuleList(nn.LayerNorm(12) for _ in self.blocks)
         self.register_buffer("positions", torch.randn(9, 12))
+        self.seen = []
+        for block in self.blocks:
+            block.register_forward_hook(lambda _, args, y: self.seen.append(y))
 
     def forward(self, tokens):
+        self.seen.clear()
         x = self.embedding(tokens)
         context = x.detach().mean((0, 1))
-        for block, norm in zip(self.blocks, self.norms):
+        outputs = []
+        for number, (block, norm) in enumerate(zip(self.blocks, self.norms)):
             if self.kind == "positions":
                 x = x + self.positions[: x.shape[1]]
             elif self.kind == "in place" and block is not self.blocks[0]:
@@ -145,10 +151,17 @@ class BetweenBlocks(Model):
                 x = x * self.scale
             elif self.kind == "norm":
                 x = norm(x)
-            x = block(x, context)
+            if number != self.left_out:
+                x = block(x, context)
             if self.kind == "context":
                 context = x.detach().mean((0, 1))
-        return self.head(x)
+            if self.kind == "heads":
+                outputs.append(self.head(x))
+            elif self.kind == "pooled":
+                outputs.append(self.head(x.mean(1))[:, None])
+        if self.kind == "hooks":
+            outputs = [self.head(y) for y in self.seen]
+        return torch.cat([*outputs, self.head(x)], 1)
 
 
 class GivenContext(Block):
@@ -156,37 +169,80 @@ class GivenContext(Block):
         return super().forward(x if context is None else x + context)
 
 
-def between_blocks(group, kind):
-    torch.manual_seed(0)
-    model = BetweenBlocks().double()
+def between_blocks(group, kind, stages=False):
+    model, whole = (BetweenBlocks().double() for _ in range(2))
+    whole.load_state_dict(model.state_dict())
     plan = make_plan(
         model, {"*.qkv": STYLES["qkv"], "*.out": STYLES["out"], "*.up": "column", "*.down": "row"}, group, True
     )
-    apply_plan(model, plan, group)
-    model.kind = kind
-    return model
+    plan.sequence_regions = [dataclasses.replace(region, sends_pieces=stages) for region in plan.sequence_regions]
+    assert [len(region.blocks) for region in plan.sequence_regions] == [3]
+    sharding = apply_plan(model, plan, group)
+    for each in (model, whole):
+        each.kind, each.left_out = kind, int(kind[-1]) if kind.startswith("without") else None
+    return model, whole, sharding
 
 
-@pytest.mark.parametrize("kind", ["positions", "in place", "mean", "scale", "norm", "context"])
+KINDS = ("positions", "in place", "mean", "scale", "norm", "context")
+READ = ("heads", "pooled", "hooks", "without 0", "without 1", "without 2")
+
+
 @distributed(world_size=2)
-def test_hidden_states_that_change_between_blocks_are_refused(group, kind):
-    tokens = torch.arange(14).view(2, 7) % 9
-    model = between_blocks(group, kind)
-    with pytest.raises(RuntimeError, match="`blocks.0` and `blocks.1`|`blocks.1` is given a tensor"):
-        model(tokens)
+def test_code_between_blocks_gets_whole_sequences(group):
+    for kind in (*KINDS, *READ):
+        model, whole, sharding = between_blocks(group, kind)
+        for length in (7, 2):
+            tokens = torch.arange(2 * length).view(2, length) % 9
+            for each in (model, whole):
+                each.zero_grad()
+            y, expected = model(tokens), whole(tokens)
+            torch.testing.assert_close(y, expected, msg=lambda text, kind=kind: f"{kind}: {text}")
+            y.pow(2).sum().backward()
+            expected.pow(2).sum().backward()
+            finish_gradients(model, sharding.shards, sharding.partial, group)
+            same_by_name(model, whole, sharding.shards, group, "grad")
 
 
-@pytest.mark.parametrize("reentrant", [None, False, True])
 @distributed(world_size=2)
-def test_blocks_that_feed_each_other_are_not_refused(group, reentrant):
-    model = between_blocks(group, "")
+def test_hidden_states_that_change_between_blocks_of_stages_are_refused(group):
     tokens = torch.arange(14).view(2, 7) % 9
-    if reentrant is not None:
-        for block in model.blocks:
-            run = block.forward
-            block.forward = functools.partial(checkpoint, run, use_reentrant=reentrant)
-    for _ in range(2):
-        model(tokens).sum().backward()
-    with torch.inference_mode():
-        assert model.eval()(tokens).shape == (2, 7, 9)
-    copy.deepcopy(model)(tokens).sum().backward()
+    for kind in KINDS:
+        model, *_ = between_blocks(group, kind, stages=True)
+        with pytest.raises(RuntimeError, match="`blocks.0` and `blocks.1`|`blocks.1` is given a tensor"):
+            model(tokens)
+
+
+@pytest.mark.parametrize("stages", [False, True])
+@distributed(world_size=2)
+def test_blocks_that_feed_each_other_are_not_refused(group, stages):
+    for reentrant in (None, False, True):
+        model, whole, sharding = between_blocks(group, "", stages)
+        tokens = torch.arange(14).view(2, 7) % 9
+        if reentrant is not None:
+            for block in model.blocks:
+                run = block.forward
+                block.forward = functools.partial(checkpoint, run, use_reentrant=reentrant)
+        for _ in range(2):
+            model(tokens).sum().backward()
+            whole(tokens).sum().backward()
+        with torch.inference_mode():
+            assert model.eval()(tokens).shape == (2, 7, 9)
+        copy.deepcopy(model)(tokens).sum().backward()
+        finish_gradients(model, sharding.shards, sharding.partial, group)
+        same_by_name(model, whole, sharding.shards, group, "grad")
+
+
+@distributed(world_size=2)
+def test_reentrant_checkpoints_around_blocks(group):
+    for kind in ("", "heads", "without 2"):
+        model, whole, sharding = between_blocks(group, kind)
+        for each in (model, whole):
+            each.blocks = _Checkpointed(each.blocks)
+            each(torch.arange(14).view(2, 7) % 9).pow(2).sum().backward()
+        finish_gradients(model, sharding.shards, sharding.partial, group)
+        same_by_name(model, whole, sharding.shards, group, "grad")
+
+
+class _Checkpointed(nn.ModuleList):
+    def __iter__(self):
+        return (functools.partial(checkpoint, block, use_reentrant=True) for block in super().__iter__())
