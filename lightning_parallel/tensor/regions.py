@@ -245,7 +245,8 @@ class RandomRegion:
         """Call a function that draws, from the stream that its numbers belong to."""
         if RandomRegion._current is not self or not self.is_open or self._extent is None:
             return function(*args, **kwargs)
-        verdict = self._extent.verdict(name, _drawn_size(name, args, kwargs))
+        size = _drawn_size(name, args, kwargs)
+        verdict = self._extent.verdict(name, size)
         # Of uneven parts ranks may draw other counts, and judge a size otherwise, so all of them take one number.
         is_one = verdict != "whole" and not self._extent.is_even
         own = kwargs.get("generator")
@@ -256,10 +257,16 @@ class RandomRegion:
             return function(*args, **kwargs)
         if verdict == "part" and not is_one:
             return function(*args, **kwargs)
-        return self._draw_outside(function, args, kwargs, is_one, verdict == "part")
+        return self._draw_outside(function, args, kwargs, size, is_one, verdict == "part")
 
     def _draw_outside(
-        self, function: Callable[..., Any], args: Any, kwargs: dict[str, Any], is_one: bool, is_part: bool
+        self,
+        function: Callable[..., Any],
+        args: Any,
+        kwargs: dict[str, Any],
+        size: tuple[int, ...],
+        is_one: bool,
+        is_part: bool,
     ) -> Any:
         """Draw from the replicated stream; if `is_one`, move it by one draw however many numbers a rank takes."""
         assert self._generator is not None
@@ -272,9 +279,14 @@ class RandomRegion:
         try:
             if is_one:
                 seed = _mix(_draw(generator) + (self.group.rank + 1) * _GOLDEN * is_part)
-                outermost._state_before = _state(generator)
+                moved = _state(generator)
                 generator.manual_seed(seed)
-                return function(*args, **kwargs)
+                seeded = _state(generator)
+                result = function(*args, **kwargs)
+                # A layer may be told at its call to draw nothing; a rank whose part is empty cannot tell.
+                if not is_same_state(_state(generator), seeded) or 0 in size:
+                    outermost._state_before = moved
+                return result
             result = function(*args, **kwargs)
             outermost._state_before = _state(generator)
             return result
@@ -302,7 +314,7 @@ class _DrawMode(TorchFunctionMode):
         self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         name = getattr(func, "__name__", "")
-        if name in _DRAWS:
+        if name in _DRAWS and not _is_off(name, args, kwargs or {}):
             return self._region.draw(name, func, args, kwargs or {})
         return func(*args, **(kwargs or {}))
 
@@ -332,6 +344,24 @@ def _drawn_size(name: str, args: Any, kwargs: dict[str, Any]) -> tuple[int, ...]
     # Dropout of what stands for a whole sequence draws for this rank's positions.
     shape = tuple((getattr(tensor, "piece", tensor) if name in _DROPOUTS else tensor).shape)
     return (*shape[:2], *[1] * (len(shape) - 2)) if name in _BY_CHANNEL else shape
+
+
+def _is_off(name: str, args: Any, kwargs: dict[str, Any]) -> bool:
+    """Tell whether a dropout, or an attention with one, is called so that it draws nothing."""
+
+    def argument(key: str, position: int, default: Any) -> Any:
+        return kwargs.get(key, args[position] if len(args) > position else default)
+
+    if name == "scaled_dot_product_attention":
+        return bool(argument("dropout_p", 4, 0.0) == 0)
+    if name == "multi_head_attention_forward":
+        return bool(argument("dropout_p", 10, 0.0) == 0) or not kwargs.get("training", True)
+    if name in ("rrelu", "rrelu_"):
+        return not argument("training", 3, False)
+    if name in _DROPOUTS:
+        is_on = kwargs.get("train", argument("training", 2, True))
+        return bool(argument("p", 1, 0.5) == 0) or not is_on
+    return False
 
 
 def _is_compiled(module: nn.Module | None) -> bool:

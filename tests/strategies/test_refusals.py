@@ -121,6 +121,22 @@ class ModelScaled(LayerScaled):
         return sum(other.grad.square().sum() for other in group["params"]).sqrt()
 
 
+class Cautious(LayerScaled):
+    """Scales by the share of elements that go on in the direction of their momentum."""
+
+    def norm(self, group, tensor):
+        momentum = self.state[tensor].setdefault("momentum", torch.zeros_like(tensor)).lerp_(tensor.grad, 0.1)
+        return (momentum * tensor.grad > 0).to(tensor.dtype).mean()
+
+
+class Rarely(LayerScaled):
+    """Looks at the norm in each tenth step."""
+
+    def norm(self, group, tensor):
+        self.steps = getattr(self, "steps", 0) + 1
+        return tensor.grad.norm() if self.steps > 9 * len(group["params"]) else 1.0
+
+
 @pytest.mark.parametrize("kind", ["LBFGS", ModelScaled])
 @distributed(world_size=2)
 def test_optimizers_that_need_all_parameters(kind):
@@ -135,7 +151,7 @@ def test_optimizers_that_need_all_parameters(kind):
         fit(Other(), PipelineParallelStrategy(pipeline_parallel_size=2), 2)
 
 
-@pytest.mark.parametrize("kind", ["LBFGS", "Adafactor", LayerScaled, ModelScaled])
+@pytest.mark.parametrize("kind", ["LBFGS", "Adafactor", LayerScaled, ModelScaled, Cautious, Rarely])
 @distributed(world_size=2)
 def test_optimizers_that_need_whole_tensors(kind):
     class Other(Net):

@@ -1,6 +1,7 @@
 """Dropout: equal on all ranks where activations are, different where they are divided, and reproducible."""
 
 import copy
+import functools
 import itertools
 
 import pytest
@@ -343,6 +344,30 @@ def test_masks_of_samples_and_dropout_in_one_region(group, length):
             assert torch.equal(*gathered(group, y))
         assert all(torch.equal(*gathered(group, mask)) for mask in drawn)
         assert torch.equal(*gathered(group, torch.get_rng_state()))
+
+
+def _attention(h, rate=0.0):
+    q = h.unsqueeze(1)
+    return F.scaled_dot_product_attention(q, q, q, None, rate).squeeze(1)
+
+
+OFF = {
+    "rate zero": functools.partial(F.dropout, p=0.0),
+    "evaluation": lambda h: F.dropout(h, 0.5, False),
+    "attention": _attention,
+    "randomized leaky units": lambda h: F.rrelu(h, training=False),
+}
+
+
+@distributed(world_size=2)
+def test_what_draws_nothing_moves_no_stream_where_parts_are_uneven(group):
+    for (name, off), sequence, hidden, length in itertools.product(OFF.items(), (False, True), (24, 25), (8, 7, 1)):
+        torch.manual_seed(1)
+        model = Stack(off, ["stream", "inside"], hidden=hidden)
+        divided_stack(group, model, sequence)
+        before = torch.get_rng_state()
+        model(torch.ones(4, length, 8)).sum().backward()
+        assert torch.equal(before, torch.get_rng_state()), (name, sequence, hidden, length)
 
 
 @distributed(world_size=2)
