@@ -48,6 +48,7 @@ from lightning_parallel.compat.dispatcher import (
 from lightning_parallel.compat.lightning import (
     asynchronous_io,
     ddp_hook_state,
+    early_optimizers,
     finish_saves,
     innermost_io,
     logged_step,
@@ -696,3 +697,15 @@ def test_hooks_of_tensors_and_optimizers_can_be_replaced():
     assert seen == ["replaced", "replaced", "before", "after"]
     assert compat_torch.base_name(torch.ops.aten._foreach_add_.Scalar) == "add"
     assert compat_torch.current_dispatch_mode() is compat_torch.current_function_mode() is None
+
+
+def test_optimizers_can_be_asked_for_before_they_are_set_up():
+    module, trainer = Net(), trainer_for()
+    strategy = trainer.strategy
+    strategy.connect(module)
+    module.trainer = trainer
+    with early_optimizers(strategy, module):
+        assert isinstance(trainer.optimizers[0], torch.optim.Optimizer)
+        assert module.optimizers().optimizer is trainer.optimizers[0]
+        assert len(trainer.lr_scheduler_configs) == len(strategy.lr_scheduler_configs)
+    assert trainer.optimizers == strategy._lightning_optimizers == strategy.lr_scheduler_configs == []

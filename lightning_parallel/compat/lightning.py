@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import atexit
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from datetime import timedelta
 from types import FrameType
 from typing import Any, Optional, Union
@@ -25,6 +26,7 @@ from lightning.fabric.utilities.types import _PATH as PathLike
 from lightning.fabric.utilities.types import ReduceOp
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import StochasticWeightAveraging
+from lightning.pytorch.core.optimizer import LightningOptimizer, _init_optimizers_and_lr_schedulers
 from lightning.pytorch.plugins.io import AsyncCheckpointIO
 from lightning.pytorch.plugins.io.wrapper import _WrappingCheckpointIO
 from lightning.pytorch.strategies import DDPStrategy, DeepSpeedStrategy, FSDPStrategy, ParallelStrategy, Strategy
@@ -52,6 +54,7 @@ __all__ = [
     "batch_value_of",
     "checkpoint_of_run",
     "ddp_hook_state",
+    "early_optimizers",
     "finish_saves",
     "follow_sigterm",
     "grad_norm_functions",
@@ -273,6 +276,53 @@ def is_compiled(module: LightningModule) -> bool:
 def reset_optimizers(strategy: Strategy) -> None:
     """Forget the optimizers and schedulers of an earlier run: `setup_optimizers` adds to them under some plugins."""
     strategy._reset_optimizers_and_schedulers()
+
+
+class _Early(list[Any]):
+    """A list that is filled when somebody looks into it."""
+
+    def __init__(self, fill: Callable[[], Sequence[Any]]) -> None:
+        super().__init__()
+        self._fill: Callable[[], Sequence[Any]] | None = fill
+
+    def _filled(self) -> list[Any]:
+        fill, self._fill = self._fill, None
+        if fill is not None:
+            self.extend(fill())
+        return self
+
+    def __len__(self) -> int:
+        return list.__len__(self._filled())
+
+    def __iter__(self) -> Iterator[Any]:
+        return list.__iter__(self._filled())
+
+    def __getitem__(self, index: Any) -> Any:
+        return list.__getitem__(self._filled(), index)
+
+
+@contextmanager
+def early_optimizers(strategy: Strategy, module: LightningModule) -> Iterator[None]:
+    """Let steps that run before the set-up of the optimizers find some inside the block, made when they are asked for.
+
+    They are kept in private attributes: the setter of the public one makes wrappers at once. None of them is stepped.
+    """
+    made: list[Any] = []
+
+    def make() -> list[Any]:
+        if not made:
+            made.extend(_init_optimizers_and_lr_schedulers(module))
+        return made
+
+    def wrapped() -> list[Any]:
+        return [LightningOptimizer._to_lightning_optimizer(each, strategy) for each in make()[0]]
+
+    with (
+        patched(strategy, "_optimizers", _Early(lambda: make()[0])),
+        patched(strategy, "_lightning_optimizers", _Early(wrapped)),
+        patched(strategy, "lr_scheduler_configs", _Early(lambda: make()[1])),
+    ):
+        yield
 
 
 def synchronizes_layers(strategy: ParallelStrategy) -> bool:

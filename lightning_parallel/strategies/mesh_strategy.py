@@ -29,6 +29,7 @@ from lightning_parallel import comm
 from lightning_parallel.comm import stop_heartbeat
 from lightning_parallel.compat import ParallelState, Patches
 from lightning_parallel.compat.lightning import (
+    early_optimizers,
     log_without_advice,
     move_optimizers,
     reset_optimizers,
@@ -279,7 +280,8 @@ class MeshStrategy(MeshCheckpoints):
         steps = PipelineSteps(module, self.pipeline_options, self.precision_plugin, self.root_device)
         is_new = ParallelState.of(module).engine is None
         # The analysis runs the user's steps: what they log and remember is not of the run.
-        with side_effects_discarded(module):
+        fits = module.trainer.state.fn == TrainerFn.FITTING
+        with side_effects_discarded(module), early_optimizers(self, module) if fits else nullcontext():
             self.engine = cut_stages(
                 module,
                 self.pipeline_options,

@@ -40,6 +40,7 @@ from lightning_parallel.strategies.step_state import (
     Gone,
     Path,
     Snapshot,
+    TrainerState,
     Value,
     Whole,
     emptied,
@@ -68,6 +69,8 @@ class StepEffects:
         self.module = module
         self.logged: list[list[LogCall]] = []
         self._start = Snapshot(module)
+        self._trainer = TrainerState(module)
+        self._of_trainer: list[dict[tuple[str, str], Any]] = []
         self._attributes = {path: dict(vars(holder)) for path, holder in self._start.modules()}
         self._rules = ParallelState.of(module).attributes
         self._history: list[dict[Path, Edit]] = []
@@ -103,6 +106,10 @@ class StepEffects:
         finally:
             for counter in self._counters:
                 counter.note()
+            # One process decides once for all samples; the last stage is the only one to run a step to its end.
+            of_trainer = self._trainer.changes()
+            self._trainer.restore()
+        self._of_trainer.append(of_trainer)
         self.logged.append(calls)
         self._history.append(before.changes())
 
@@ -120,6 +127,8 @@ class StepEffects:
                 if missing(value) and value is not before.get(name):
                     changes.append(((*path, name), "set", Elsewhere(value)))
         changes = pytree.tree_map_only(Tensor, lambda tensor: tensor.detach(), changes)
+        if any(self._of_trainer):
+            changes.append(((), "trainer", _agreed(self._of_trainer)))
         known = ParallelState.of(self.module).logged
         return _merge_calls(self.logged, samples, weights, known), changes
 
@@ -142,7 +151,9 @@ class StepEffects:
         """Log and remember on this rank what the last stage logged and remembered."""
         with torch.inference_mode(False):
             self._start.restore(removes=False)
-            _apply(self.module, self._start, changes, device)
+            _apply(self.module, self._start, [change for change in changes if change[1] != "trainer"], device)
+        for values in (value for _, action, value in changes if action == "trainer"):
+            self._trainer.put(values)
         for name, value, arguments in calls:
             if isinstance(value, _MetricAt):
                 metric = self.module.get_submodule(value.path)
@@ -296,15 +307,36 @@ def _merge_call(name: str, entries: list[tuple[int, float, Any, dict[str, Any]]]
         shares = [size / sum(sizes) for size in sizes]
         return name, _MetricAt(values[0].path, merge_outputs(caches, (), shares) if caches else None), arguments
     device = next((value.device for value in values if isinstance(value, Tensor)), None)
-    numbers = torch.stack([torch.as_tensor(value, device=device).detach() for value in values])
-    return name, reduce_logged(numbers, sizes, arguments.get("reduce_fx", "mean")), arguments
+    # The default precision would round a number of Python's before all are there.
+    dtype = torch.float64 if device is None and any(isinstance(value, float) for value in values) else None
+    numbers = torch.stack([torch.as_tensor(value, device=device, dtype=dtype).detach() for value in values])
+    number: Any = reduce_logged(numbers, sizes, arguments.get("reduce_fx", "mean"))
+    return name, number if dtype is None else number.item(), arguments
 
 
 # --------------------------------------------------------------------------------------------------------- attributes
 
 
 Change = tuple[Path, str, Any]
-"""What to do where: `set`, `write` into what is there, `create`, `extend`, `join`, `fill`, `remove`."""
+"""What to do where: `set`, `write` into what is there, `create`, `extend`, `join`, `fill`, `remove`, `trainer`."""
+
+
+def _agreed(found: Sequence[dict[tuple[str, str], Any]]) -> dict[tuple[str, str], Any]:
+    """Return what every microbatch has set in the trainer.
+
+    Raises:
+        ValueError: If one has set something else than another.
+    """
+    for label, key in dict.fromkeys(place for each in found for place in each):
+        values = [each.get((label, key), "nothing") for each in found]
+        if any(value != values[0] for value in values):
+            name = f"{label}.{key}" if label == "self.trainer" else f"{label}[{key!r}]"
+            raise ValueError(
+                f"the step sets `{name}` by its microbatch: expected the same in all of them, found {values}. One"
+                " process decides once, on the whole batch. Set it in `on_train_batch_end`, from `outputs['loss']`, or"
+                " set `num_microbatches=1`"
+            )
+    return found[-1]
 
 
 def _merge_changes(
@@ -460,6 +492,7 @@ def side_effects_discarded(module: LightningModule) -> Iterator[None]:
     # Copies, since updates change tensors and lists of a metric in place.
     states = [{name: _copied(state) for name, state in states_of(metric).items()} for metric in metrics]
     before = Snapshot(module, with_buffers=False)
+    trainer = TrainerState(module)
     inside = [
         Snapshot(child, with_buffers=False)
         for child in module.modules()
@@ -473,6 +506,7 @@ def side_effects_discarded(module: LightningModule) -> Iterator[None]:
             for name, value in state.items():
                 setattr(metric, name, value)
             restore_metric_state(metric, own)
+        trainer.restore()
         # In place: the module as it was before the block is known by its objects, see `skeleton`.
         before.restore(in_place=True)
         # Tensors of other stages are freed inside the block, or moved to the device.

@@ -58,7 +58,7 @@ from lightning_parallel.strategies.pipeline_steps import PipelineSteps
 from lightning_parallel.strategies.reference import Blame, Owners, WholeModel, run_reference
 from lightning_parallel.strategies.skeleton import Skeleton
 from lightning_parallel.strategies.step_effects import LogCall, log_recorded
-from lightning_parallel.strategies.step_state import Snapshot
+from lightning_parallel.strategies.step_state import Snapshot, TrainerState
 from lightning_parallel.tensor.logits import whole_logits
 from lightning_parallel.tensor.plan import Sharding
 from lightning_parallel.tensor.regions import RandomRegion
@@ -360,7 +360,11 @@ class StepRuns:
         return effects
 
     def _effects(
-        self, calls: Sequence[LogCall], output: Any, loss: Tensor | None, before: tuple[Snapshot, dict[str, Any]]
+        self,
+        calls: Sequence[LogCall],
+        output: Any,
+        loss: Tensor | None,
+        before: tuple[Snapshot, dict[str, Any], TrainerState],
     ) -> ObservedStep:
         logged: dict[str, Any] = {}
         for name, value, arguments in calls:
@@ -373,6 +377,8 @@ class StepRuns:
                     key += "'"
                 logged[key] = number
         attributes, unknown = changed_attributes(before[0])
+        for (label, key), value in before[2].changes().items():
+            attributes.update(numbers_in(value, f"{label}[{key!r}]"))
         counters = {name: value for name, value in counters_of(self.module).items() if value != before[1].get(name)}
         return ObservedStep(
             None if loss is None else float(loss.detach()),
@@ -384,8 +390,9 @@ class StepRuns:
             flags_of(before[0]),
         )
 
-    def _kept(self) -> tuple[Snapshot, dict[str, Any]]:
-        return Snapshot(self.module, with_buffers=False, is_exact=True), counters_of(self.module)
+    def _kept(self) -> tuple[Snapshot, dict[str, Any], TrainerState]:
+        before = Snapshot(self.module, with_buffers=False, is_exact=True)
+        return before, counters_of(self.module), TrainerState(self.module)
 
     def _run_stages(
         self, steps: PipelineSteps, call: StepCall, way: Way, replayed: list[ReplayedDraws]
@@ -515,7 +522,7 @@ class StepRuns:
     @contextmanager
     def _state_kept(self) -> Iterator[None]:
         """Put back what a run of the step changes, gradients included."""
-        state = KeptState(self.module)
+        state, trainer = KeptState(self.module), TrainerState(self.module)
         gradients = {parameter: parameter.grad for parameter in self.module.parameters()}
         for parameter in gradients:
             parameter.grad = None
@@ -525,6 +532,7 @@ class StepRuns:
         finally:
             for parameter, gradient in gradients.items():
                 parameter.grad = gradient
+            trainer.restore()
             state.restore()
 
     def _context(self, name: str) -> Callable[[], AbstractContextManager[Any]]:

@@ -38,6 +38,7 @@ __all__ = [
     "Members",
     "Path",
     "Snapshot",
+    "TrainerState",
     "Value",
     "Whole",
     "emptied",
@@ -414,6 +415,58 @@ class Snapshot:
         else:
             vars(holder).clear()
             vars(holder).update(items)
+
+
+class TrainerState:
+    """What a step may set in its trainer: `should_stop`, options of optimizers such as rates, and their schedulers.
+
+    Args:
+        module: The module of a run; outside of one there is nothing to see.
+    """
+
+    def __init__(self, module: LightningModule) -> None:
+        trainer = vars(module).get("_trainer")
+        self._holders: dict[str, dict[str, Any]] = {} if trainer is None else {"self.trainer": vars(trainer)}
+        if trainer is not None:
+            for number, optimizer in enumerate(trainer.optimizers):
+                for index, group in enumerate(optimizer.param_groups):
+                    self._holders[f"self.trainer.optimizers[{number}].param_groups[{index}]"] = group
+            for number, config in enumerate(trainer.lr_scheduler_configs):
+                self._holders[f"self.trainer.lr_scheduler_configs[{number}].scheduler"] = vars(config.scheduler)
+        self._before = {label: _options(label, holder) for label, holder in self._holders.items()}
+
+    def changes(self) -> dict[tuple[str, str], Any]:
+        """Return what is other than before, by where it is and its name."""
+        found: dict[tuple[str, str], Any] = {}
+        for label, holder in self._holders.items():
+            before, now = self._before[label], _options(label, holder)
+            if before != now:
+                found.update({(label, key): now.get(key) for key in now if before.get(key, MISSING) != now[key]})
+        return found
+
+    def put(self, changes: Mapping[tuple[str, str], Any]) -> None:
+        """Make changes."""
+        for (label, key), value in changes.items():
+            self._holders[label][key] = copy.copy(value)
+
+    def restore(self) -> None:
+        """Put back what was there."""
+        for label, key in self.changes():
+            if key in self._before[label]:
+                self._holders[label][key] = copy.copy(self._before[label][key])
+            else:
+                del self._holders[label][key]
+
+
+def _options(label: str, holder: Mapping[str, Any]) -> dict[str, Any]:
+    if label == "self.trainer":
+        return {"should_stop": bool(holder.get("should_stop"))}
+    return {
+        key: value.copy() if isinstance(value, list) else value
+        for key, value in holder.items()
+        if isinstance(value, (bool, int, float, tuple))
+        or (isinstance(value, list) and _FLAT.issuperset(map(type, value)))
+    }
 
 
 def put(holder: Any, key: Any, value: Any) -> None:

@@ -201,3 +201,45 @@ def test_losses_that_are_no_means_over_samples_are_warned_about(group, kind, war
         trainer.fit(kind(), DataLoader(Samples(), batch_size=8))
     if group.rank == 0:
         assert any("is not a mean over samples" in str(warning.message) for warning in caught) == warned
+
+
+class Steering(Deep):
+    """Its step reads and sets what belongs to the trainer: rates, a scheduler, the end of the run."""
+
+    def training_step(self, batch, index):
+        output = super().training_step(batch, index)
+        self.log("rate", self.optimizers().param_groups[0]["lr"])
+        self.log("last", self.lr_schedulers().get_last_lr()[0])
+        # Here, where the first stages do not come; each time once more, whatever else runs the step.
+        for group in self.trainer.optimizers[0].param_groups:
+            group["lr"] *= 0.5
+        self.lr_schedulers().last_epoch += 1
+        self.trainer.should_stop = self.global_step >= 2
+        return output
+
+    def configure_optimizers(self):
+        optimizer = torch.optim.SGD(self.parameters(), lr=0.4)
+        return [optimizer], [torch.optim.lr_scheduler.ConstantLR(optimizer, 1.0)]
+
+
+class SteeringByLoss(Steering):
+    def training_step(self, batch, index):
+        output = super().training_step(batch, index)
+        self.trainer.optimizers[0].param_groups[0]["lr"] = float(output["loss"].detach())
+        return output
+
+
+@distributed(world_size=2)
+def test_a_step_may_steer_the_trainer():
+    options = {"max_epochs": 2, "verifies": True}
+    expected = Steering()
+    expected_trainer = fit(expected, "auto", 1, **options)
+    module, strategy = Steering(), PipelineParallelStrategy(pipeline_parallel_size=2, num_microbatches=4)
+    trainer = fit(module, strategy, 2, **options)
+    assert_same(trainer, module, expected_trainer, expected)
+    assert trainer.global_step == expected_trainer.global_step == 3
+    mine, theirs = (each.lr_scheduler_configs[0].scheduler for each in (trainer, expected_trainer))
+    assert mine.last_epoch == theirs.last_epoch
+    strategy = PipelineParallelStrategy(pipeline_parallel_size=2, num_microbatches=4)
+    with pytest.raises(ValueError, match=r"sets `self.trainer.optimizers\[0\].param_groups\[0\]\['lr'\]` by its micro"):
+        fit(SteeringByLoss(), strategy, 2, **options)
