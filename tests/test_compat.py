@@ -17,6 +17,8 @@ from lightning.fabric.utilities.distributed import DistributedSamplerWrapper
 from lightning.pytorch import Callback, Trainer
 from lightning.pytorch.plugins.io import AsyncCheckpointIO
 from lightning.pytorch.strategies import DDPStrategy, DeepSpeedStrategy, FSDPStrategy, SingleDeviceStrategy
+from lightning.pytorch.trainer import call
+from lightning.pytorch.utilities.exceptions import _TunerExitException
 from lightning_utilities.core import rank_zero
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
@@ -495,6 +497,8 @@ def test_what_constructors_only_take():
     strategy = SingleDeviceStrategy()
     assert compat_lightning.strategy_of(compat_lightning.FunctionLauncher(strategy)) is strategy
     assert "ckpt_path" in inspect.signature(Trainer._run).parameters, "`checkpoint_of_run` reads it"
+    assert compat_lightning.is_end_of_tuning(_TunerExitException())
+    assert "hook_name" in inspect.signature(call._call_callback_hooks).parameters, "`_hook` of messages reads it"
     assert not inspect.signature(DeepSpeedStrategy._init_deepspeed_distributed).parameters.keys() - {"self"}
 
 

@@ -29,10 +29,13 @@ from lightning_parallel.comm.groups import Group, MeshGroups, NodeGroups
 from lightning_parallel.comm.hashes import fingerprint, fingerprints, row_fingerprints
 from lightning_parallel.comm.heartbeat import (
     LostRankError,
+    explained,
+    name_run,
     process_host,
     report_failure,
     start_heartbeat,
     stop_heartbeat,
+    wait_until_heard,
 )
 from lightning_parallel.comm.objects import (
     agree,
@@ -86,6 +89,7 @@ __all__ = [
     "all_to_all",
     "attempt_store",
     "may_outlive_attempts",
+    "name_run",
     "barrier",
     "broadcast_",
     "broadcast_from",
@@ -96,6 +100,7 @@ __all__ = [
     "equal_everywhere",
     "gather_object",
     "exchange",
+    "explained",
     "fill_buckets",
     "fingerprint",
     "fingerprints",
@@ -111,4 +116,5 @@ __all__ = [
     "report_failure",
     "start_heartbeat",
     "stop_heartbeat",
+    "wait_until_heard",
 ]

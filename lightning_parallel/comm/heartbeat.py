@@ -1,45 +1,64 @@
-"""Who is gone: a heartbeat on each rank, and what it tells the others.
+"""Who is gone or has failed: a heartbeat on each rank, and what it tells the others.
 
 gloo reports a dead peer as a closed connection with a port number; NCCL reports nothing, as the device waits and not
 the host. So each rank has a heartbeat: a thread that counts up in the rendezvous store about twice a second. A rank
 whose call has failed looks which counters stand still. Where devices wait, each heartbeat also watches the one of the
 next rank, and ends its own rank when any is lost.
+
+A rank that fails may live on, and those that wait for it would wait for ever. So it reports its error, waits until the
+others have ended, too, and their heartbeats let fail what they are blocked in.
 """
 
 from __future__ import annotations
 
 import ctypes
+import json
 import os
+import re
 import socket
 import stat
 import sys
 import threading
 import time
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from functools import cache
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 from uuid import uuid4
 
 import torch.distributed as dist
 
 from lightning_parallel.comm.groups import Group
-from lightning_parallel.comm.threads import Helper, end_helpers
-from lightning_parallel.compat.default_group import abort_all_groups, all_processes, backend_of, default_store
+from lightning_parallel.comm.threads import Helper, current_helper, end_helpers, waiting_helpers
+from lightning_parallel.compat import users_place
+from lightning_parallel.compat.default_group import (
+    abort_all_groups,
+    all_processes,
+    backend_of,
+    close_connections,
+    default_store,
+    groups_of_run,
+)
 
 __all__ = [
     "Blocked",
+    "BlockedCall",
     "LostRankError",
     "blocked_calls",
     "describe_failure",
+    "ended_processes",
+    "explained",
     "heartbeats",
+    "name_run",
     "process_host",
     "report_failure",
     "reported_errors",
     "start_heartbeat",
     "stop_heartbeat",
     "trains_here",
+    "wait_until_heard",
 ]
 
 BEAT_S = 0.4
@@ -57,6 +76,23 @@ _KEEPALIVE_S = 5
 GRACE_S = 30.0
 """How long a rank that is told of a lost one may take to end by itself."""
 
+_OF_GLOO = re.compile("gloo/transport|pair closure|Connection (closed|reset) by peer")
+
+_AFTER = "stopped after rank "
+"""Begins the report of a rank that failed since another one had."""
+
+_FOR_ALL = "found for all ranks: "
+"""Begins the report of an error whose text is the same on all ranks."""
+
+RELEASE_S = 2.0
+"""How long a rank may go on, after another one has failed, before its groups are closed."""
+
+_SELDOM = 4
+"""One of so many beats looks for failures where this rank is not known to wait."""
+
+HEARD_S = 10.0
+"""How long a rank that has failed lets the others read why: the store may end with its process."""
+
 
 class LostRankError(RuntimeError):
     """A rank of the run is gone; raised by the heartbeat in the thread that trains, where devices wait for it."""
@@ -69,33 +105,76 @@ class LostRankError(RuntimeError):
 
 
 class Blocked:
-    """What the thread that trains is blocked in, while it is."""
+    """What the thread that trains is blocked in, while it is: a collective, a message or a roll call.
 
-    __slots__ = ("group", "number", "op")
+    Args:
+        op: The operation, or the place of a roll call.
+        group: The ranks that come together.
+        index: Which collective of its group it is, or which roll call; 0 for a message.
+        key: The name of the roll call; that of the group for all others.
+    """
+
+    __slots__ = ("group", "index", "key", "number", "op")
 
     now: ClassVar[Blocked | None] = None
     last: ClassVar[Blocked | None] = None
     count: ClassVar[int] = 0
+    begun: ClassVar[Counter[str]] = Counter()
+    """How many collectives of a group, and roll calls of a name, this rank has begun in this run."""
+    of_helpers: ClassVar[set[str]] = set()
+    """Groups in which other threads begin some, so that nobody can tell what they are about to begin."""
 
-    def __init__(self, op: str, group: Group) -> None:
+    def __init__(self, op: str, group: Group, index: int, key: str = "") -> None:
         self.op = op
         self.group = group
+        self.index = index
+        self.key = key
         Blocked.count += 1
         self.number = Blocked.count
 
     def __enter__(self) -> None:
-        Blocked.now = Blocked.last = self
+        Blocked.now = self
+        if self.index and not self.key:
+            Blocked.last = self
 
     def __exit__(self, *_: object) -> None:
         Blocked.now = None
 
+    @classmethod
+    def begin(cls, key: str) -> int:
+        """Count a collective of a group, or a roll call; returns its index."""
+        if current_helper() is not None:
+            cls.of_helpers.add(key)
+        cls.begun[key] += 1
+        return cls.begun[key]
+
     @property
     def name(self) -> str:
         """The operation and its axis."""
-        return f"`{self.op}` along {self.group.axis}"
+        return self.op if self.key else f"`{self.op}` along {self.group.axis}"
 
-    def __str__(self) -> str:
-        return f"{self.number} {','.join(map(str, self.group.ranks))} {self.name}"
+    def described(self, run: str, place: str) -> str:
+        """Return what other ranks need to know, with the line of the user's code."""
+        ranks = list(self.group.ranks) if self.index else []
+        return json.dumps([run, self.number, ranks, self.key or self.group.name, self.index, self.name, place])
+
+
+class BlockedCall(NamedTuple):
+    """What another rank is blocked in.
+
+    Attributes:
+        number: Differs from those of other calls there.
+        key: The name of the roll call, or of the group.
+        name: The operation and its axis, or the place of a roll call.
+        place: The line of the user's code, see `compat.users_place`.
+        is_apart: Whether it is waiting for this rank, which has not begun that call.
+    """
+
+    number: int
+    key: str
+    name: str
+    place: str
+    is_apart: bool
 
 
 class _Heartbeat:
@@ -115,6 +194,10 @@ class _Heartbeat:
         self.store.set(f"blocked/{rank}", "")
         self.store.set(f"process/{rank}", f"{process_host()} {os.getpid()}")
         self.run = self.store.add(f"run/{rank}", 1)
+        # Equal on all ranks, unlike the number; empty until they have agreed on it.
+        self.name = ""
+        self.world_size = world_size
+        self._looks, self._released_s = 0, 0.0
         self.stopped = threading.Event()
         self._watch = _Watch(self, world_size) if watches else None
         # A thread, because the one that trains may be inside a collective for as long as the slowest rank computes.
@@ -130,8 +213,10 @@ class _Heartbeat:
                 # What the thread that trains is in for a whole interval, for ranks that wait for it.
                 now = Blocked.now
                 if now is not told and (now is None or now is seen):
-                    self.store.set(f"blocked/{self.rank}", "" if now is None else str(now))
+                    self.store.set(f"blocked/{self.rank}", "" if now is None else self._description(now))
                     told = now
+                else:
+                    self._release(now if now is told else None)
                 seen = now
                 loss = None if self._watch is None else self._watch.look()
             except RuntimeError:
@@ -142,6 +227,29 @@ class _Heartbeat:
             if loss is not None:
                 self._give_up(loss)
                 return
+
+    def _description(self, call: Blocked) -> str:
+        frame = sys._current_frames().get(self.caller)
+        return call.described(self.name, "" if frame is None else users_place(frame))
+
+    def _release(self, call: Blocked | None) -> None:
+        """Let what this rank waits for fail, if another one has failed; roll calls find that by themselves."""
+        self._looks += 1
+        if not self.name or (call is None and self._looks % _SELDOM) or (call is not None and call.key):
+            return
+        if not self.store.add(f"failed/{self.name}", 0) or self.read(f"error/{self.rank}"):
+            return
+        self._released_s = self._released_s or time.monotonic() + RELEASE_S
+        if call is not None:
+            groups = [call.group.process_group, *(helper.process_group for helper in waiting_helpers())]
+        elif time.monotonic() > self._released_s:
+            # It computes, and must not wait for others after that, or is in a collective of torch or of the user's.
+            groups = list(groups_of_run())
+        else:
+            return
+        for process_group in dict.fromkeys(groups):
+            if process_group is not None:
+                close_connections(process_group)
 
     def _give_up(self, loss: str) -> None:
         """End this rank: the thread that trains may be waiting for a device, which waits for a rank that is gone."""
@@ -167,10 +275,18 @@ class _Heartbeat:
         """Publish that the run has ended here: other ranks do not miss this one, unless it has reported an error."""
         with suppress(RuntimeError):  # the store may be gone
             self.store.set(f"ended/{self.rank}", str(self.run))
+            if self.name and not self.read(f"error/{self.rank}"):
+                self.store.add(f"over/{self.name}", 1)
 
     def report(self, message: str) -> None:
         """Publish the error that ends this rank, for the ranks that miss it."""
+        is_first = message and not self.read(f"error/{self.rank}")
+        if is_first:
+            self.store.set(f"order/{self.rank}", str(self.store.add("order", 1)))
         self.store.set(f"error/{self.rank}", message)
+        if is_first and self.name:
+            self.store.add(f"failed/{self.name}", 1)
+            self.store.add(f"over/{self.name}", 1)
 
     def silent(self, ranks: Sequence[int]) -> list[int]:
         """Return the ranks without a beat during three intervals."""
@@ -179,14 +295,26 @@ class _Heartbeat:
         return [rank for rank in ranks if self.store.add(f"beat/{rank}", 0) == before[rank]]
 
     def errors(self, ranks: Sequence[int]) -> dict[int, str]:
-        """Return the errors that ranks have reported."""
+        """Return the errors that ranks have reported, the first one first."""
         reported = {rank: self.read(f"error/{rank}") for rank in ranks}
-        return {rank: message for rank, message in reported.items() if message}
+        found = [rank for rank, message in reported.items() if message]
+        return {rank: reported[rank] for rank in sorted(found, key=lambda rank: int(self.read(f"order/{rank}")))}
 
     def read(self, key: str) -> str:
         """Return the value of a key, empty if it was never set."""
         # `get` would wait for the key, until the store's timeout.
         return self.store.get(key).decode() if self.store.check([key]) else ""
+
+    def is_alive(self, rank: int) -> bool | None:
+        """Tell whether the process of a rank exists; None if it is not of this machine."""
+        host, _, pid = self.read(f"process/{rank}").rpartition(" ")
+        if host != process_host():
+            return None
+        try:
+            # One that has ended stays until its parent asks for it, as Z. The name, in brackets, may hold anything.
+            return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
+        except OSError:
+            return False
 
 
 def _sockets() -> dict[int, int]:
@@ -276,23 +404,12 @@ class _Watch:
         waited_s = now_s - self._since_s
         if error and waited_s > ENDED_S:
             return f"rank {rank} stopped with: {error}"
-        is_alive = self._is_alive(rank)
+        is_alive = self._heartbeat.is_alive(rank)
         if is_alive is False and waited_s > ENDED_S:
             return f"rank {rank} is gone: its process has ended"
         if is_alive is None and waited_s > SILENT_S:
             return f"rank {rank} is gone: its heartbeat has stopped for {waited_s:.0f} s"
         return None
-
-    def _is_alive(self, rank: int) -> bool | None:
-        """Tell whether the process of a rank exists; None if it is not of this machine."""
-        host, pid = self._heartbeat.read(f"process/{rank}").rsplit(" ", 1)
-        if host != process_host():
-            return None
-        try:
-            # One that has ended stays until its parent asks for it, as Z. The name, in brackets, may hold anything.
-            return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
-        except OSError:
-            return False
 
 
 @cache
@@ -338,22 +455,30 @@ def trains_here() -> bool:
     return _heartbeat is not None and threading.get_ident() == _heartbeat.caller
 
 
-def blocked_calls(ranks: Sequence[int]) -> dict[int, tuple[int, str]]:
-    """Return the collectives in which ranks are blocked that wait for this one, too: number and name, by rank."""
+def name_run(name: str) -> None:
+    """Give the run a name, on all ranks the same and at the same point: what one waits for is then known to others."""
+    if _heartbeat is not None:
+        Blocked.begun.clear()
+        Blocked.of_helpers.clear()
+        _heartbeat.name = name
+
+
+def blocked_calls(ranks: Sequence[int]) -> dict[int, BlockedCall]:
+    """Return what ranks are blocked in that wait for this one, too, by rank."""
     if _heartbeat is None:
         return {}
     found = {}
     for rank in ranks:
-        if _heartbeat.store.check([f"blocked/{rank}"]):
-            text = _heartbeat.store.get(f"blocked/{rank}").decode()
-            number, members, name = text.split(" ", 2) if text else ("0", "", "")
-            if str(_heartbeat.rank) in members.split(","):
-                found[rank] = int(number), name
+        text = _heartbeat.read(f"blocked/{rank}")
+        run, number, members, key, index, name, place = json.loads(text) if text else ("", 0, (), "", 0, "", "")
+        if _heartbeat.rank in members:
+            is_apart = run == _heartbeat.name != "" and key not in Blocked.of_helpers and index > Blocked.begun[key]
+            found[rank] = BlockedCall(number, key, name, place, is_apart)
     return found
 
 
 def reported_errors(ranks: Sequence[int]) -> dict[int, str]:
-    """Return the errors that have ended ranks, as far as they have told."""
+    """Return the errors that have ended ranks, as far as they have told, the first one first."""
     return {} if _heartbeat is None else _heartbeat.errors(ranks)
 
 
@@ -362,31 +487,70 @@ def heartbeats(ranks: Sequence[int]) -> dict[int, int]:
     return {} if _heartbeat is None else {rank: _heartbeat.store.add(f"beat/{rank}", 0) for rank in ranks}
 
 
+def ended_processes(ranks: Sequence[int]) -> list[int]:
+    """Return the ranks whose processes, on this machine, do not exist any more."""
+    return [] if _heartbeat is None else [rank for rank in ranks if _heartbeat.is_alive(rank) is False]
+
+
 def report_failure(error: BaseException) -> None:
     """Publish the error that ends this rank, unless it has: the ranks that wait for this one will name it."""
     if _heartbeat is not None and dist.is_initialized():
         with suppress(RuntimeError):  # the store may be gone
             if not _heartbeat.errors([_heartbeat.rank]):
-                _heartbeat.report(f"{type(error).__name__}: {error}")
+                kind = _FOR_ALL if getattr(error, "is_for_all_ranks", False) else f"{type(error).__name__}: "
+                _heartbeat.report(f"{kind}{error}")
+
+
+def explained(error: BaseException) -> BaseException:
+    """Return an error of a collective that was not called by this package, with the ranks that have failed or are gone.
+
+    Any other error is returned as it is.
+    """
+    if _heartbeat is None or not isinstance(error, RuntimeError) or not _OF_GLOO.search(str(error)):
+        return error
+    known = reported_errors([_heartbeat.rank])
+    return error if known else RuntimeError(describe_failure("a collective", range(_heartbeat.world_size), error))
+
+
+def wait_until_heard() -> None:
+    """Wait until all ranks that can have ended the run, too, if this one has failed: its process may hold the store."""
+    heart = _heartbeat
+    if heart is None or not heart.name or not dist.is_initialized():
+        return
+    until_s = time.monotonic() + HEARD_S
+    others = [rank for rank in range(heart.world_size) if rank != heart.rank]
+    with suppress(RuntimeError):
+        while heart.store.add(f"over/{heart.name}", 0) < heart.world_size - len(ended_processes(others)):
+            if time.monotonic() > until_s:
+                return
+            time.sleep(0.05)
 
 
 def describe_failure(what: str, ranks: Sequence[int], error: BaseException) -> str:
-    """Describe the failed collective `what` between `ranks`, and name the ranks that are gone where that is known."""
-    message = f"{what} between ranks {list(ranks)} failed: {error}"
+    """Describe the failed collective `what` between `ranks`, and name the ranks that have failed or are gone."""
+    place = f"{what} between ranks {list(ranks)} failed"
+    message = f"{place}: {error}"
     if _heartbeat is None or not dist.is_initialized():
         return message
     me = _heartbeat.rank
     # All ranks of the world: the one that started the failures may be in another group than the one that failed here.
     others = [rank for rank in range(all_processes().size()) if rank != me]
     try:
-        silent = _heartbeat.silent(others)
         errors = _heartbeat.errors(others)
-        lost = [rank for rank in silent if rank not in errors]
-        _heartbeat.report(f"lost rank {', '.join(map(str, lost))}" if lost else str(error))
+        lost = [] if errors else ended_processes(others) or _heartbeat.silent(others)
+        errors = errors or _heartbeat.errors(others)
+        lost = [rank for rank in lost if rank not in errors]
+        known = f"lost rank {', '.join(map(str, lost))}" if lost else str(error)
+        _heartbeat.report(f"{_AFTER}{next(iter(errors))}" if errors else known)
     except RuntimeError:
         peers = [str(rank) for rank in ranks if rank != me]
         who = f"rank {peers[0]}" if len(peers) == 1 else f"one of the ranks {', '.join(peers)}"
         return f"[rank {me}] {message}\n{who} is gone, and so is the rendezvous store"
     details = [f"rank {rank} is gone: it no longer answers" for rank in lost]
-    details += [f"rank {rank} stopped with: {errors[rank]}" for rank in silent if rank in errors]
-    return "\n".join([f"[rank {me}] {message}", *details])
+    for rank, text in errors.items():
+        if text.startswith(_FOR_ALL):
+            return f"{text.removeprefix(_FOR_ALL)}\n(found on rank {rank})"
+        if not text.startswith(_AFTER):
+            details.append(f"rank {rank} stopped with: {text}")
+    # How the call failed, after that, is no news.
+    return "\n".join([f"[rank {me}] {place if errors else message}", *details])

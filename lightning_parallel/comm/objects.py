@@ -215,6 +215,8 @@ def _carried(error: Exception) -> tuple[str, str, bytes]:
 
 def _like(name: str, message: str, data: bytes, where: str) -> Exception:
     """Return the error of another rank, with where it was found."""
+    if "\n(found on rank " in message:
+        where = ""  # it has been exchanged before
     with suppress(Exception):
         # Not by its `__init__`, which may need arguments that are not known here.
         kind, arguments, attributes = pickle.loads(data)

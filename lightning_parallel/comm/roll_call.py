@@ -7,19 +7,32 @@ rendezvous store, where places can be compared before any message is sent.
 
 from __future__ import annotations
 
+import sys
 import time
 from collections.abc import Hashable, Mapping
+from contextlib import nullcontext
 from uuid import uuid4
 
 import torch.distributed as dist
 
 from lightning_parallel.comm.groups import Group
-from lightning_parallel.comm.heartbeat import blocked_calls, describe_failure, heartbeats, reported_errors
+from lightning_parallel.comm.heartbeat import (
+    Blocked,
+    BlockedCall,
+    blocked_calls,
+    describe_failure,
+    ended_processes,
+    heartbeats,
+    reported_errors,
+    trains_here,
+)
 from lightning_parallel.comm.objects import broadcast_object
+from lightning_parallel.compat import users_place
 from lightning_parallel.compat.default_group import default_store
 
 __all__ = ["ApartError", "RollCall"]
 
+_ROLL_CALL = "roll call/"
 _LOOK_S = 0.5
 """How often a rank that waits looks what the others do."""
 _STUCK_S = 8.0
@@ -35,12 +48,24 @@ class ApartError(RuntimeError):
 
     Attributes:
         places: Where they are, by rank; empty for a rank that has not come and is not known to wait.
+        lines: The lines of the user's code there, see `compat.users_place`, by rank; empty where none is known.
+        purposes: Of the roll calls in which they wait, by rank; empty where it is none. Given by their whole names.
     """
 
-    def __init__(self, places: Mapping[int, str]) -> None:
+    def __init__(self, places: Mapping[int, str], lines: Mapping[int, str], names: Mapping[int, str]) -> None:
         self.places = dict(places)
+        self.lines = dict(sorted(lines.items()))
+        self.purposes = {
+            rank: name.split("/")[1] if name.startswith(_ROLL_CALL) else "" for rank, name in names.items()
+        }
         listed = (f"rank {rank} {place or 'does not come'}" for rank, place in self.places.items())
         super().__init__("; ".join(listed))
+
+    def told(self, text: str) -> RuntimeError:
+        """Return an error of which other ranks give the text as it is."""
+        error = RuntimeError(text)
+        error.is_for_all_ranks = True  # type: ignore[attr-defined]
+        return error
 
 
 class RollCall:
@@ -53,10 +78,11 @@ class RollCall:
     MOST_RANKS = 64
 
     def __init__(self, group: Group, purpose: str) -> None:
+        self._group = group
         self._ranks = group.ranks
         self._rank = group.ranks[group.rank]
         # Not a number, since ranks may not have made the same ones.
-        self._name = f"roll call/{purpose}/{broadcast_object(uuid4().hex, group)}"
+        self._name = f"{_ROLL_CALL}{purpose}/{broadcast_object(uuid4().hex, group)}"
         self._count = 0
 
     def meet(self, place: str, patience_s: float, note: str = "") -> list[str]:
@@ -72,7 +98,8 @@ class RollCall:
         mine = keys[self._ranks.index(self._rank)]
         try:
             store.set(mine, f"{note}\n{place}")
-            self._wait(store, keys, place, patience_s)
+            with Blocked(place, self._group, Blocked.begin(self._name), self._name) if trains_here() else nullcontext():
+                self._wait(store, keys, place, patience_s)
         except dist.DistNetworkError as error:
             raise RuntimeError(
                 f"[rank {self._rank}] {place}: the rendezvous store, of rank 0 or the launcher, does not answer"
@@ -82,9 +109,11 @@ class RollCall:
         store.delete_key(f"{self._name}/{self._count - 1}/{self._rank}")
         notes, places = zip(*(value.decode().split("\n", 1) for value in store.multi_get(keys)))
         if len(set(places)) > 1:
-            store.set(f"{mine}/read", "")
-            _all_set(store, [f"{key}/read" for key in keys], _READ_S)
-            raise ApartError(dict(zip(self._ranks, places)))
+            store.set(f"{mine}/read", users_place(sys._getframe()))
+            read = [f"{key}/read" for key in keys]
+            lines = [value.decode() for value in store.multi_get(read)] if _all_set(store, read, _READ_S) else []
+            names = dict.fromkeys(self._ranks, self._name)
+            raise ApartError(dict(zip(self._ranks, places)), dict(zip(self._ranks, lines)), names)
         return list(notes)
 
     def _wait(self, store: dist.Store, keys: list[str], place: str, patience_s: float) -> None:
@@ -92,14 +121,25 @@ class RollCall:
         since = _Unchanged()
         while not _all_set(store, keys, min(_LOOK_S, end_s - time.monotonic())):
             absent = [rank for rank, key in zip(self._ranks, keys) if not store.check([key])]
-            stuck = {
-                rank: name for rank, (number, name) in blocked_calls(absent).items() if since(rank, number) > _STUCK_S
-            }
-            if stuck or time.monotonic() >= end_s:
-                raise ApartError({rank: place if rank not in absent else stuck.get(rank, "") for rank in self._ranks})
+            blocked = blocked_calls(absent)
+            stuck = [rank for rank, call in blocked.items() if call.is_apart or since(rank, call.number) > _STUCK_S]
+            # Others may be about to say where they are.
+            is_known = len(blocked) == len(absent) or since("stuck", bool(stuck)) > 2 * _LOOK_S
+            if stuck and is_known or time.monotonic() >= end_s:
+                blocked = blocked if stuck else {}
+                here = dict.fromkeys(self._ranks, self._name) | dict.fromkeys(absent, "")
+                raise ApartError(
+                    dict.fromkeys(self._ranks, place) | dict.fromkeys(absent, "") | _names(blocked, "name"),
+                    {self._rank: users_place(sys._getframe())} | _names(blocked, "place"),
+                    here | _names(blocked, "key"),
+                )
             silent = [rank for rank, beat in heartbeats(absent).items() if since((rank, "beat"), beat) > _SILENCE_S]
-            if silent or reported_errors(absent):
+            if silent or ended_processes(absent) or reported_errors(absent):
                 raise RuntimeError(describe_failure(place, self._ranks, TimeoutError("a rank does not come")))
+
+
+def _names(blocked: Mapping[int, BlockedCall], name: str) -> dict[int, str]:
+    return {rank: getattr(call, name) for rank, call in blocked.items()}
 
 
 class _Unchanged:

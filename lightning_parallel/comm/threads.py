@@ -21,7 +21,7 @@ import torch.distributed as dist
 
 from lightning_parallel.compat.default_group import close_connections
 
-__all__ = ["Helper", "current_helper", "end_helpers"]
+__all__ = ["Helper", "current_helper", "end_helpers", "waiting_helpers"]
 
 PATIENCE_S = 5.0
 """How long a thread may take to end by itself: as long as the slowest rank computes between two messages."""
@@ -72,6 +72,11 @@ _state = _State()
 def current_helper() -> Helper | None:
     """Return the helper that calls, None in other threads."""
     return _state.helper
+
+
+def waiting_helpers() -> list[Helper]:
+    """Return the threads that may be waiting for other ranks."""
+    return [one for one in threading.enumerate() if isinstance(one, Helper) and one.process_group is not None]
 
 
 def end_helpers(helpers: Sequence[Helper]) -> None:

@@ -89,6 +89,7 @@ class Pending:
         "_dtype",
         "_flight",
         "_group",
+        "_index",
         "_on_device",
         "_op",
         "_peer",
@@ -138,6 +139,7 @@ class Pending:
         if self._group.gate is not None:
             self._group.gate(self._op)
         flight = self._flight = _begin(self._op, self._group, self._bytes, self._dtype, self._peer, self._tag)
+        self._index = 0 if self._peer is not None else Blocked.begin(self._group.name)
         try:
             with flight, _as_call(flight, self._group):
                 # Messages between hosts are told apart by their tags, collectives by their order.
@@ -183,7 +185,7 @@ class Pending:
             flight = self._flight
             start_ns = time.perf_counter_ns()
             try:
-                with flight, _as_call(flight, self._group), _blocked(self._op, self._group, self._peer):
+                with flight, _as_call(flight, self._group), _blocked(self._op, self._group, self._index):
                     work.wait()
             except RuntimeError as error:
                 raise_explained(error, self._op, self._group)
@@ -283,7 +285,7 @@ def blocking_call(op: str, group: Group) -> Iterator[None]:
     """
     flight = _begin(op, group, None, None)
     try:
-        with flight, _as_call(flight, group), _blocked(op, group):
+        with flight, _as_call(flight, group), _blocked(op, group, Blocked.begin(group.name)):
             finish_ordered(group.process_group)
             yield
     except RuntimeError as error:
@@ -291,10 +293,8 @@ def blocking_call(op: str, group: Group) -> Iterator[None]:
     flight.finish()
 
 
-def _blocked(op: str, group: Group, peer: int | None = None) -> Blocked | _Unrecorded:
-    # A message between two ranks may be on its way while its sender goes on.
-    is_seen = peer is None and trains_here()
-    return Blocked(op, group) if is_seen else _UNRECORDED
+def _blocked(op: str, group: Group, index: int) -> Blocked | _Unrecorded:
+    return Blocked(op, group, index) if trains_here() else _UNRECORDED
 
 
 def raise_explained(error: RuntimeError, op: str, group: Group) -> NoReturn:

@@ -8,11 +8,15 @@ modules get in place, `ParallelState` all that is kept on a module; `twins` is f
 
 from __future__ import annotations
 
+import ast
 import copy
+import linecache
+import re
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
+from functools import lru_cache
 from inspect import getattr_static
 from types import CodeType, FrameType, FunctionType
 from typing import Any
@@ -31,6 +35,7 @@ __all__ = [
     "is_users_object",
     "patched",
     "users_line",
+    "users_place",
 ]
 
 # None may be what an attribute was.
@@ -178,6 +183,59 @@ def _users_lines(frame: FrameType | None, is_end: Callable[[FrameType], bool]) -
         if frame.f_globals.get("__name__", "").partition(".")[0] not in FOREIGN | {"contextlib", "copy", "functools"}:
             yield f"`{code.co_name}` ({code.co_filename.rpartition('/')[2]}, line {frame.f_lineno})"
         frame = frame.f_back
+
+
+_PASSED_ON = FOREIGN | {"lightning_utilities"} | set(sys.stdlib_module_names) - {"__main__"}
+_ON_RANK = re.compile(r"rank|global_zero|main_process|is_master", re.IGNORECASE)
+
+
+def users_place(frame: FrameType) -> str:
+    """Name the line of the user's code that runs, and the condition on the rank above it; empty if none does.
+
+    In a hook or a step that Lightning has called, it is the line there.
+
+    Args:
+        frame: The innermost one, of any thread.
+    """
+    lines: list[FrameType] = []
+    condition, is_called = "", False
+    inner: FrameType | None = frame
+    while inner is not None and not is_called:
+        module = inner.f_globals.get("__name__", "")
+        if module.partition(".")[0] not in _PASSED_ON:
+            lines.append(inner)
+            condition = condition or _condition_on_rank(inner.f_code, inner.f_lineno)
+        elif module.endswith(".rank_zero"):
+            condition = condition or "`rank_zero_only`"
+        inner = inner.f_back
+        is_called = module.endswith(".trainer.call") or inner is not None and inner.f_code.co_name == "run_in_step"
+    if not lines:
+        return ""
+    line = lines[-1] if is_called else lines[0]
+    place = f"`{line.f_code.co_name}` ({line.f_code.co_filename.rpartition('/')[2]}, line {line.f_lineno})"
+    return f"{place}, under {condition}" if condition else place
+
+
+@lru_cache(maxsize=64)
+def _condition_on_rank(code: CodeType, line: int) -> str:
+    """Return the last condition on the rank under which a line of a function runs; empty if none is found."""
+    try:
+        tree = ast.parse("".join(linecache.getlines(code.co_filename)))
+    except (SyntaxError, ValueError):
+        return ""
+    found: list[tuple[int, str]] = []
+    for node in ast.walk(tree):
+        if not isinstance(node, (ast.If, ast.IfExp)) or not code.co_firstlineno <= node.lineno <= line:
+            continue
+        test = ast.unparse(node.test)
+        if not _ON_RANK.search(test):
+            continue
+        body, other = (node.body, node.orelse) if isinstance(node, ast.If) else ([node.body], [node.orelse])
+        is_else = any(one.lineno <= line <= (one.end_lineno or 0) for one in other)
+        is_left = line > (node.end_lineno or 0) and isinstance(body[-1], (ast.Return, ast.Continue, ast.Raise))
+        if is_else or is_left or any(one.lineno <= line <= (one.end_lineno or 0) for one in [node.test, *body]):
+            found.append((node.lineno, f"{'the `else` of ' if is_else else ''}`if {test}` (line {node.lineno})"))
+    return max(found)[1] if found else ""
 
 
 def is_read_by_user() -> bool:

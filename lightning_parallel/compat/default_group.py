@@ -29,6 +29,7 @@ __all__ = [
     "set_timeout",
     "all_processes",
     "all_processes_as_default",
+    "groups_of_run",
     "default_group_kept",
     "default_store",
     "replace_default_group",
@@ -51,6 +52,12 @@ def abort_all_groups() -> None:
     from torch.distributed.distributed_c10d import _abort_process_group
 
     _abort_process_group()
+
+
+def groups_of_run() -> list[dist.ProcessGroup]:
+    """Return the groups of several ranks that this process is in, without that of all processes."""
+    found = list(dist.distributed_c10d._world.pg_map)
+    return [one for one in found if one is not all_processes() and one.size() > 1]
 
 
 def close_connections(process_group: dist.ProcessGroup) -> None:

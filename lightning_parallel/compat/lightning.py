@@ -34,7 +34,7 @@ from lightning.pytorch.strategies.launchers import _MultiProcessingLauncher as F
 from lightning.pytorch.strategies.launchers import _SubprocessScriptLauncher as ScriptLauncher
 from lightning.pytorch.trainer import call
 from lightning.pytorch.trainer.connectors.logger_connector import result
-from lightning.pytorch.utilities.exceptions import SIGTERMException
+from lightning.pytorch.utilities.exceptions import SIGTERMException, _TunerExitException
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
@@ -62,6 +62,7 @@ __all__ = [
     "init_process_group",
     "innermost_io",
     "is_compiled",
+    "is_end_of_tuning",
     "log_without_advice",
     "logged_step",
     "metric_state_of",
@@ -264,6 +265,11 @@ def _always() -> bool:
 def move_optimizers(optimizers: Iterable[Optimizer], device: torch.device) -> None:
     """Move the state of optimizers to `device`; torch has no public function for it."""
     _optimizers_to_device(optimizers, device)
+
+
+def is_end_of_tuning(error: BaseException) -> bool:
+    """Tell whether an exception is how Lightning's `Tuner` ends a run that has succeeded."""
+    return isinstance(error, _TunerExitException)
 
 
 def is_compiled(module: LightningModule) -> bool:

@@ -26,7 +26,7 @@ from lightning_parallel.compat import ParallelState, users_line
 from lightning_parallel.compat.torch import has_compiled_parts
 from lightning_parallel.strategies.shared_chance import SharedChance
 
-__all__ = ["MessageOrder", "in_step"]
+__all__ = ["MessageOrder", "describe_apart", "in_step"]
 
 WAIT_S = 15.0
 """How long to wait for the other ranks outside of a step: longer than one is late for a hook that all are to reach."""
@@ -62,7 +62,7 @@ class MessageOrder:
 
     def begin_run(self) -> None:
         """Count roll calls anew: a run that failed may have made some on one rank only."""
-        self._calls = RollCall(self._group, "messages")
+        self._calls = RollCall(self._group, _CALLS)
 
     @contextmanager
     def step(self, name: str, module: nn.Module) -> Iterator[None]:
@@ -115,14 +115,7 @@ class MessageOrder:
         try:
             return self._calls.meet(place, patience_s, note)
         except ApartError as error:
-            mine = self._group.ranks[self._group.rank]
-            absent = [str(rank) for rank, where in error.places.items() if not where]
-            if absent:
-                text = f"the model is called in {place} on rank {mine}, but not on rank {', '.join(absent)}"
-            else:
-                listed = ", ".join(f"in {where} on rank {rank}" for rank, where in error.places.items())
-                text = f"the model is called at different places at once: {listed}"
-            raise RuntimeError(f"{text}. {_WAY_OUT}") from error
+            raise error.told(describe_apart(error)) from None
 
 
 _WAY_OUT = (
@@ -130,16 +123,43 @@ _WAY_OUT = (
     " there (`is_global_zero`, `rank_zero_only`), and let only what follows depend on it. To look at the logits of a"
     " divided head in training is such a call, too: `gather_logits=True` lets all ranks gather them in each step"
 )
+_OF_REPLICA = (
+    "These ranks hold parts of one model and read the same data; let hooks, loaders and callbacks do the same on each"
+    " of them, without a condition on the rank"
+)
+_CALLS = "messages"
+
+
+def describe_apart(error: ApartError) -> str:
+    """Say where ranks are that wait for each other at different places; the same on all of them."""
+    places = {rank: place or "another place" for rank, place in error.places.items()}
+    calling = [rank for rank, purpose in error.purposes.items() if purpose == _CALLS]
+    others = [rank for rank in places if rank not in calling]
+    at = "in " if calling else ""
+    listed = ", ".join(f"{at}{places[rank]} on rank {rank}" for rank in calling or places)
+    lines = [f" Rank {rank} runs {line}." for rank, line in error.lines.items() if line]
+    if calling and others:
+        text = f"the model is called {listed}, but not on rank {', '.join(map(str, others))}"
+        lines += [f" Rank {rank} is at {error.places[rank]}." for rank in others if error.places[rank]]
+    else:
+        text = f"{'the model is called' if calling else 'the run is'} at different places at once: {listed}"
+    return f"{text}.{''.join(lines)} {_WAY_OUT if calling else _OF_REPLICA}"
 
 
 def _hook() -> str:
     """Name the hook that is running."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
+        values, module = frame.f_locals, frame.f_globals.get("__name__", "")
+        if module.endswith(".trainer.call") and "hook_name" in values:
+            # Whatever the function is called that is the hook.
+            owner = values.get("callback") or values["trainer"].lightning_module
+            return f"`{type(owner).__name__}.{values['hook_name']}`"
         # The first argument, whatever its author calls the instance.
-        name, owner = frame.f_code.co_name, frame.f_locals.get(next(iter(frame.f_code.co_varnames), ""))
+        name, owner = frame.f_code.co_name, values.get(next(iter(frame.f_code.co_varnames), ""))
         is_hook = name.startswith("on_") or name in ("log_graph", "setup", "configure_optimizers")
-        if is_hook and owner is not None and not isinstance(owner, MessageOrder):
+        # Loops of Lightning have methods of these names, too.
+        if is_hook and not isinstance(owner, MessageOrder) and not type(owner).__name__.startswith("_"):
             return f"`{type(owner).__name__}.{name}`"
         frame = frame.f_back
     return "code outside of the training loop"

@@ -35,6 +35,7 @@ from lightning_parallel.compat.lightning import (
     agree_on_loaders,
     agree_on_sigterm,
     init_process_group,
+    is_end_of_tuning,
     set_device_mesh,
     strategy_of,
     sync_tensor,
@@ -43,6 +44,7 @@ from lightning_parallel.compat.ray import ray_device
 from lightning_parallel.mesh import AXES, DATA, TENSOR, Axis, Mesh, Size
 from lightning_parallel.strategies.checkpoint_files import SavesFiles
 from lightning_parallel.strategies.deferred_init import deferred_init
+from lightning_parallel.strategies.message_order import describe_apart
 from lightning_parallel.strategies.replicas import seed_workers, share_random_state
 from lightning_parallel.strategies.shared_chance import SharedChance
 
@@ -71,7 +73,17 @@ _cached_groups: dict[tuple[Mesh, str, timedelta | None], _CachedGroups] = {}
 def _as_run(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """Run a method of the Trainer; after it the default group is that of all processes again."""
     with default_group_kept():
-        return function(*args, **kwargs)
+        try:
+            return function(*args, **kwargs)
+        except BaseException as error:
+            if is_end_of_tuning(error):
+                raise
+            told = comm.explained(error)
+            # At once: callbacks that see it next may wait for other ranks.
+            comm.report_failure(told)
+            if told is error:
+                raise
+            raise told from error
 
 
 class RunLauncher(ScriptLauncher):
@@ -349,6 +361,7 @@ class MeshProcesses(SavesFiles):
             with all_processes_as_default():
                 self._groups, self._device_mesh = process_groups(mesh, self.root_device.type, self._timeout)
         start_heartbeat()
+        comm.name_run(comm.broadcast_object(uuid4().hex, self.groups.world))
         if 1 < self.groups.replica.size <= RollCall.MOST_RANKS:
             self._batches = RollCall(self.groups.replica, "batches")
         if 1 < self.groups.world.size <= RollCall.MOST_RANKS:
@@ -386,6 +399,7 @@ class MeshProcesses(SavesFiles):
         discard_groups(self._groups)
         # Before the teardown, which ends the heartbeat: the peers that miss this rank look for the reason.
         comm.report_failure(exception)
+        comm.wait_until_heard()
         super().on_exception(exception)
 
     def keep_together(self, trainer: Trainer, patches: Patches) -> Callable[[], None]:
@@ -458,11 +472,7 @@ class MeshProcesses(SavesFiles):
             note = f"{int(flag)} {self._content} {self._chance.note()}"
             notes = self._batches.meet(place, patience.total_seconds(), note)
         except ApartError as error:
-            listed = ", ".join(f"{where or 'another place'} on rank {rank}" for rank, where in error.places.items())
-            raise RuntimeError(
-                f"the run is at different places at once: {listed}. These ranks hold parts of one model and read the"
-                " same data; let loaders and callbacks do the same on each of them, without a condition on the rank"
-            ) from error
+            raise error.told(describe_apart(error)) from None
         flags, contents, *_ = zip(*(note.split() for note in notes))
         if len(set(contents)) > 1:
             different = [str(rank) for rank, other in zip(replica.ranks, contents) if other != contents[0]]
@@ -487,10 +497,7 @@ class MeshProcesses(SavesFiles):
         try:
             self._ends.meet("the end of the run", patience.total_seconds())
         except ApartError as error:
-            raise RuntimeError(
-                f"the run is at different places at once: {error}. Let hooks and callbacks do the same on every rank,"
-                " without a condition on the rank"
-            ) from error
+            raise error.told(describe_apart(error)) from None
 
     def _meet_many(self, flag: bool) -> bool:
         """Do the same where the store would be asked by too many ranks, but for the batches."""

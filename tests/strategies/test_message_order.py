@@ -9,9 +9,10 @@ import pytest
 import torch
 import torch.nn.functional as F
 from lightning.pytorch import Callback
+from lightning.pytorch.utilities import rank_zero_only
 from torch.utils.data import DataLoader
 
-from lightning_parallel import TensorParallelStrategy
+from lightning_parallel import PipelineParallelStrategy, TensorParallelStrategy, comm
 from lightning_parallel.comm import RollCall
 from lightning_parallel.compat import ParallelState, patched
 from tests.harness import distributed, free_port, start_script
@@ -123,11 +124,9 @@ class SamplingDeep(Deep):
 SCRIPT = """
 import sys
 from lightning_parallel import PipelineParallelStrategy, TensorParallelStrategy
-from lightning_parallel.strategies import message_order
 from tests.strategies.models import loader, trainer_for
 from tests.strategies.test_message_order import LookingNet, Sampling, SamplingDeep, SamplingNet
 
-message_order.WAIT_S = message_order.STEP_WAIT_S = 2.0
 where = sys.argv[1]
 callbacks = [Sampling(where, [0])] if where.startswith("on_") else []
 if where == "stage":
@@ -160,8 +159,40 @@ def test_a_call_on_one_rank_ends_the_run(where, message, tmp_path):
     ended = [wait() for wait in waits]
     assert all(rank.returncode != 0 for rank in ended)
     assert not any("the run ended" in rank.stdout for rank in ended)
-    said = "".join(rank.stderr for rank in ended)
-    assert re.search(message, said), said
+    for rank in ended:
+        assert re.search(message, rank.stderr), rank.stderr
+
+
+class Lonely(Callback):
+    """Calls the model on rank zero only, in hooks that are not looked at any more."""
+
+    def on_train_batch_end(self, trainer, module, *_):
+        if trainer.global_step == 3 and not self.is_decorated and module.global_rank == 0:
+            self.sample(trainer, module)
+        elif trainer.global_step == 3 and self.is_decorated:
+            rank_zero_only(self.sample)(trainer, module)
+
+    def sample(self, trainer, module):
+        with torch.no_grad():
+            module.head(torch.ones(2, 8).double()) if hasattr(module, "head") else module.net(
+                torch.ones(2, 12).double()
+            )
+
+
+@distributed(world_size=2)
+def test_a_later_call_on_one_rank_is_told_alike_on_all(group):
+    """In processes that live on, as those of a notebook do."""
+    kinds = (TensorParallelStrategy(tensor_parallel_size=2), PipelineParallelStrategy(pipeline_parallel_size=2))
+    for kind, condition in zip(kinds, ("`rank_zero_only`", r"`if .*module.global_rank == 0.*` \(line \d+\)")):
+        callback = Lonely()
+        callback.is_decorated = "only" in condition
+        module = Net().double() if callback.is_decorated else Deep()
+        with pytest.raises(RuntimeError) as caught:
+            trainer_for(kind, 2, callbacks=[callback]).fit(module, loader())
+        text = str(caught.value).partition("\n(found on rank ")[0]
+        comm.agree("the text", text, group)
+        assert "the model is called in `Lonely.on_train_batch_end` on rank 0, but not on rank 1." in text
+        assert re.search(rf"Rank 0 runs `on_train_batch_end` \(.*, line \d+\), under {condition}\.", text), text
 
 
 class ChangingNet(Net):

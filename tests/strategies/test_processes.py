@@ -109,11 +109,26 @@ def test_a_rank_that_dies_is_named(script):
 
 
 class Interrupted(Net):
-    """Fails on one rank, after the last step; the other waits for it at the end of the run."""
+    """Fails on one rank: after the last step, when the other waits for it at the end of the run, or in a step."""
+
+    def __init__(self, step=None):
+        super().__init__()
+        self.step = step
+
+    def fail(self, place):
+        if self.global_rank == 1 and place == self.step:
+            raise ZeroDivisionError("on rank 1 alone")
+
+    def training_step(self, batch, index):
+        self.fail(self.global_step)
+        return super().training_step(batch, index)
+
+    def validation_step(self, batch, index):
+        self.fail("validation")
+        super().validation_step(batch, index)
 
     def on_train_end(self):
-        if self.global_rank == 1:
-            raise ZeroDivisionError("on rank 1 alone")
+        self.fail(None)
 
 
 @distributed(world_size=2)
@@ -134,10 +149,13 @@ def test_groups_that_one_rank_left_are_replaced_on_all(group):
     expected = pytest.raises(ZeroDivisionError)
     if group.rank == 0:
         expected = pytest.raises(RuntimeError, match="rank 1 stopped with: ZeroDivisionError: on rank 1 alone")
-    with expected:
-        fit_parallel(Interrupted().double(), 2, 1)
-    again = fit_parallel(Net().double(), 2, 1).strategy
-    assert again.groups is not first.groups
+    # The other rank waits in a collective, in validation one of torch, while this process lives on.
+    for step in (None, 2, "validation"):
+        with expected:
+            fit_parallel(Interrupted(step).double(), 2, 1)
+        again = fit_parallel(Net().double(), 2, 1).strategy
+        assert again.groups is not first.groups
+        first = again
     assert fit_parallel(Net().double(), 2, 1).strategy.groups is again.groups
 
 
