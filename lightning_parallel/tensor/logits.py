@@ -193,8 +193,8 @@ class DividedLogits(Tensor):
             return _unread(func, args[0], args[0].family.whole(piece, args[0].class_dim), args[1:], kwargs)
         if torch.Tag.inplace_view in func.tags:
             raise RuntimeError(
-                f"`{func}` changes in place the shape of logits or hidden states that are divided over the tensor-parallel"
-                " ranks; use the form that makes a new tensor"
+                f"`{func}` changes the shape of logits or hidden states in place, which are sharded over the"
+                " tensor-parallel ranks; use the form that makes a new tensor"
             )
         read: dict[int, DividedLogits] = {}
 
