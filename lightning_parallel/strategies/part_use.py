@@ -19,6 +19,7 @@ from torch import Tensor
 
 from lightning_parallel.compat.torch import TorchDispatchMode, base_name, pytree, schema_of
 from lightning_parallel.strategies.parts import MIXED, Part, PartMap, Placed, covers_part, divided_dims, storage_of
+from lightning_parallel.tensor.sharding import ShowsFullShape
 
 __all__ = ["ExportMode", "PartUseMode", "Refusal"]
 
@@ -68,7 +69,7 @@ class PartUseMode(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        kwargs = kwargs or {}
+        args, kwargs = pytree.tree_map_only(ShowsFullShape, Tensor.detach, (args, kwargs or {}))
         tensors = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
         placed = {id(tensor): found for tensor in tensors if (found := self._parts.find(tensor)) is not None}
         if placed and not self._is_users():
@@ -119,7 +120,8 @@ class PartUseMode(TorchDispatchMode):
         elif name in _CONSTANT and not any(id(tensor) in placed for tensor in tensors[1:]):
             pass
         elif name in _LEAVES:
-            self._refuse("takes a number for Python out of", parts)
+            if name != "equal" or not self._is_known(result, tensors, placed):
+                self._refuse("takes a number for Python out of", parts)
         elif name in ("clone", "copy") and MIXED in parts and all(tensor.dtype == torch.uint8 for tensor in tensors):
             pass  # the bytes of a memory that several tensors share, which `deepcopy` copies whole
         elif MIXED in parts:
@@ -133,6 +135,25 @@ class PartUseMode(TorchDispatchMode):
             self._combine(name, tensors, placed, made)
         else:
             self._along(func, name, args, kwargs, placed, made)
+
+    @staticmethod
+    def _is_known(is_equal: bool, tensors: list[Tensor], placed: dict[int, Placed]) -> bool:
+        """Tell whether one process would find the same, as it does of two parameters in `BaseFinetuning`."""
+        first, second = tensors
+        if is_equal:
+            return first.data_ptr() == second.data_ptr() and first.stride() == second.stride()
+        found = [placed[id(tensor)].part if id(tensor) in placed else None for tensor in tensors]
+        if any(part is not None and part.is_slice for part in found):
+            return False
+        one, other = [part.ranges if part is not None and part.is_divided else None for part in found]
+        # Where parts of the same places differ the whole does; tensors of other shapes are never equal.
+        if first.shape == second.shape and (one == other or one is None or other is None):
+            return True
+        if _whole_shape(first, found[0]) != _whole_shape(second, found[1]):
+            return True
+        # One is whole on this rank: what is in the part must be in it, too.
+        within, whole = (first, second) if one is not None else (second, first)
+        return (one is None or other is None) and not bool(torch.isin(within.detach(), whole.detach()).all())
 
     @staticmethod
     def _is_view(func: Any, tensors: list[Tensor], made: list[Tensor]) -> bool:
@@ -258,6 +279,15 @@ class PartUseMode(TorchDispatchMode):
             place = dim if result.dim() == tensor.dim() else dim - sum(one < dim for one in chosen)
             if result.dim() and result.shape[place] == tensor.shape[dim] == part.size:
                 self._parts.add(result, replace(part, stride=max(1, result.stride(place)), is_joined=True))
+
+
+def _whole_shape(tensor: Tensor, part: Part | None) -> tuple[int, ...]:
+    """Return the shape that a tensor, of which this rank may hold a part, has on one process."""
+    shape = list(tensor.shape)
+    if part is not None and part.is_divided:
+        for dim in divided_dims(tensor, part):
+            shape[dim] = max(stop for ranges in part.ranges for _, stop in ranges)
+    return tuple(shape)
 
 
 def _rows(func: Any, args: Any, kwargs: Any, result: Any) -> list[tuple[list[Tensor], Tensor | None]]:

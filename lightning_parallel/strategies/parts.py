@@ -147,7 +147,9 @@ def storage_of(tensor: Tensor) -> int | None:
 
 def _span(tensor: Tensor) -> tuple[int, int]:
     start = int(tensor.storage_offset())
-    return start, start + 1 + sum(int((size - 1) * stride) for size, stride in zip(tensor.shape, tensor.stride()))
+    # Not `shape`: a parameter may show that of the full tensor.
+    sizes = Tensor.size(tensor)
+    return start, start + 1 + sum(int((size - 1) * stride) for size, stride in zip(sizes, tensor.stride()))
 
 
 def divided_dims(tensor: Tensor, part: Part) -> set[int]:

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from lightning_parallel import comm
 from lightning_parallel.comm import Group
 
-__all__ = ["Range", "Shard", "ShardPart", "balanced", "full_shapes_shown", "reduce_partial_"]
+__all__ = ["Range", "Shard", "ShardPart", "ShowsFullShape", "balanced", "full_shapes_shown", "reduce_partial_"]
 
 Range = tuple[int, int]
 
@@ -327,7 +327,7 @@ def _spread(local: Tensor, rule: Shard, rank: int) -> Tensor:
     return full
 
 
-class _ShowsFullShape:
+class ShowsFullShape:
     """First base of the class that a sharded parameter has while it shows the shape of the full tensor."""
 
     full_shape: torch.Size
@@ -365,7 +365,7 @@ def full_shapes_shown(module: nn.Module, rules: Mapping[str, Shard]) -> Iterator
                 kind = kinds[parameter] = type(parameter)
                 shown = {"full_shape": rules[name].full_shape(parameter.shape), "__module__": kind.__module__}
                 # The class and not the data: the same objects go to the optimizer, with the values that it copies.
-                parameter.__class__ = type(kind.__name__, (_ShowsFullShape, kind), shown)
+                parameter.__class__ = type(kind.__name__, (ShowsFullShape, kind), shown)
         yield
     finally:
         for parameter, kind in kinds.items():

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from lightning.pytorch.callbacks import BackboneFinetuning
+from lightning.pytorch.callbacks import BackboneFinetuning, BaseFinetuning
 from torch import nn
 
 from lightning_parallel import HybridParallelStrategy, comm
@@ -103,6 +103,30 @@ def test_groups_that_finetuning_adds(group):
         if group.rank == 0:
             for key, value in expected.items():
                 torch.testing.assert_close(full[key], value, rtol=1e-9, atol=1e-11, msg=f"{name}: {key}")
+
+
+class Thaws(BaseFinetuning):
+    """Lightning compares each parameter with those of the optimizer, by their numbers."""
+
+    def freeze_before_training(self, module):
+        self.freeze(module.backbone)
+
+    def finetune_function(self, module, epoch, optimizer):
+        if epoch == 1:
+            self.unfreeze_and_add_param_group(module.backbone, optimizer, lr=0.05)
+
+
+@distributed(world_size=2)
+def test_groups_that_a_callback_of_the_users_adds(group):
+    sizes = {"pipeline_parallel_size": 2, "num_microbatches": 2, "balance": "uniform"}
+    one = Finetuned()
+    fit(one, "auto", 1, max_epochs=2, callbacks=[Thaws()])
+    for strategy in (HybridParallelStrategy(tensor_parallel_size=2), HybridParallelStrategy(**sizes)):
+        cut = Finetuned()
+        trainer = fit(cut, strategy, 2, max_epochs=2, callbacks=[Thaws()])
+        assert len(trainer.optimizers[0].param_groups) == 2
+        for key, value in cut.state_dict().items():
+            torch.testing.assert_close(value, one.state_dict()[key], rtol=1e-10, atol=1e-12, msg=key)
 
 
 class Odd(torch.optim.SGD):
