@@ -27,7 +27,7 @@ from lightning_parallel.compat.torch import (
     pytree,
     version_of,
 )
-from lightning_parallel.tensor.inspection import is_linear, sizes_of
+from lightning_parallel.tensor.inspection import copy_of, is_linear, sizes_of
 from lightning_parallel.tensor.verify import INPUT_SHAPE, BlockCall, chance_kept
 
 __all__ = ["block_call", "joined_blocks"]
@@ -118,6 +118,9 @@ def _without_data(module: nn.Module, known: dict[int, Any]) -> nn.Module:
         found = known.setdefault(id(tensor), tensor.detach().to("meta"))
         return nn.Parameter(found, found.is_floating_point()) if isinstance(tensor, nn.Parameter) else found
 
+    for name, value in vars(hollow).items():
+        if isinstance(value, Tensor):  # a mask, a pruned weight
+            vars(hollow)[name] = meta(value)
     vars(hollow)[PARAMETERS] = {name: meta(tensor) for name, tensor in parameters_of(module).items()}
     vars(hollow)[BUFFERS] = {name: meta(tensor) for name, tensor in buffers_of(module).items()}
     children = {name: child and _without_data(child, known) for name, child in children_of(module).items()}
@@ -244,7 +247,7 @@ class _BlockUses(TorchFunctionMode):
                 return own(*args, **kwargs)
             except Exception:  # it looks at values
                 call = _with_values(*before)
-                output = call(copy.deepcopy(block), call.hidden)
+                output = call(copy_of(block), call.hidden)
                 return pytree.tree_map_only(Tensor, lambda leaf: leaf.to("meta"), output)
 
         def enter(_: nn.Module, args: Any, kwargs: Any) -> None:

@@ -27,12 +27,13 @@ from torch.nn.utils.parametrize import is_parametrized
 
 from lightning_parallel.comm import Group
 from lightning_parallel.compat import PartialModule
-from lightning_parallel.compat.torch import PARAMETERS, forward_hooks_of, parameters_of
+from lightning_parallel.compat.torch import PARAMETERS, forward_hooks_of, parameters_of, pytree
 from lightning_parallel.tensor.sharding import Shard, ShardPart
 
 __all__ = [
     "AttentionHeads",
     "computes_with_parameters",
+    "copy_of",
     "describe",
     "full_shape",
     "heads_of",
@@ -58,9 +59,12 @@ def is_linear(module: nn.Module) -> bool:
 
 def is_native(module: nn.Module, kind: type[nn.Module]) -> bool:
     """Return whether `module` computes with an ordinary floating-point weight by the `forward` of `kind`."""
-    weight = parameters_of(module).get("weight")
+    own = parameters_of(module)
+    weight = own.get("weight")
     # A lazy module has no sizes before its first batch; quantised weights are not floating-point.
     ordinary = weight is not None and not is_lazy(weight) and weight.is_floating_point()
+    # A pruned one is computed from a parameter of another name.
+    ordinary = ordinary and ("bias" in own or not isinstance(getattr(module, "bias", None), Tensor))
     return isinstance(module, kind) and ordinary and _has_class_forward(module) and only_wraps(type(module), kind)
 
 
@@ -77,6 +81,13 @@ def _computes_linear(module: nn.Module) -> bool:
         return False
     settings = tuple(item for item in _settings(module) if item[0] not in _SIZES_OF_LINEAR)  # type: ignore[index]
     return _tried_as_linear(type(module), module, settings)
+
+
+def copy_of(module: nn.Module) -> nn.Module:
+    """Return a deep copy; tensors in attributes that were computed from parameters, as pruned weights, are detached."""
+    values = [value for child in module.modules() for value in vars(child).values() if not isinstance(value, nn.Module)]
+    leaves = [leaf for leaf in pytree.tree_leaves(values) if isinstance(leaf, Tensor) and leaf.grad_fn is not None]
+    return copy.deepcopy(module, {id(leaf): leaf.detach().clone() for leaf in leaves})
 
 
 _SIZES_OF_LINEAR = {"in_features", "out_features", "training", PARAMETERS}

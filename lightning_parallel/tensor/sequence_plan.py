@@ -43,6 +43,7 @@ def divide_sequences(module: nn.Module, plan: Plan, verifier: PlanVerifier) -> N
         ValueError: If there is none.
     """
     modules = dict(module.named_modules())
+    whole: dict[str, str] = {}
     for path, stack in modules.items():
         if not isinstance(stack, (nn.ModuleList, nn.Sequential)):
             continue
@@ -55,8 +56,10 @@ def divide_sequences(module: nn.Module, plan: Plan, verifier: PlanVerifier) -> N
             continue
         if not inside_of_another and any(_is_divided(modules[block], _inside(plan, block)) for block in blocks):
             _divide_stack(module, path, blocks, plan, verifier)
+        elif not inside_of_another:
+            whole[path] = WHOLE
     if not plan.sequence_regions:
-        reasons = "".join(f"\n  `{path}`: {reason}" for path, reason in plan.whole_sequences.items())
+        reasons = "".join(f"\n  `{path}`: {reason}" for path, reason in (plan.whole_sequences or whole).items())
         raise ValueError(
             f"`sequence_parallel=True` finds no stack of blocks in `{type(module).__name__}` whose activations can be"
             " divided along the sequence: blocks in a `ModuleList` or `Sequential` must take hidden states (batch,"

@@ -23,7 +23,7 @@ from lightning_parallel import comm
 from lightning_parallel.comm import Group
 from lightning_parallel.compat import Patches
 from lightning_parallel.compat.torch import pytree
-from lightning_parallel.tensor.inspection import is_linear, sizes_of, structure_of
+from lightning_parallel.tensor.inspection import copy_of, is_linear, sizes_of, structure_of
 from lightning_parallel.tensor.plan import Plan, apply_plan
 from lightning_parallel.tensor.sharding import reduce_partial_
 
@@ -171,7 +171,7 @@ class PlanVerifier:
             # Wrong shapes show in a run without communication, before one rank could be left waiting in a collective.
             # On a copy: a run in training may change buffers, such as those of a spectral norm, and attributes.
             with comm.skip_communication():
-                if self._run_together(lambda: _run(copy.deepcopy(divided), x)) is None:
+                if self._run_together(lambda: _run(copy_of(divided), x)) is None:
                     return False
             if self.group.is_pretended:
                 return True  # the shapes fit; with what values, only ranks that are there could tell
@@ -318,7 +318,7 @@ def copy_in_double(block: nn.Module) -> nn.Module:
     if any(parameter.is_meta for parameter in block.parameters()):
         block = _with_random_values(block)
     # Double precision tells rounding from a wrong division; `eval` switches off dropout, which would differ.
-    copied = copy.deepcopy(block).to(_device(), _computing).eval().requires_grad_(True)
+    copied = copy_of(block).to(_device(), _computing).eval().requires_grad_(True)
     for module in copied.modules():
         if isinstance(module, nn.MultiheadAttention):
             module.dropout = 0.0  # in training torch applies it where `DropoutOff` does not see it
@@ -485,7 +485,7 @@ def _close(found: Tensor, expected: Tensor, floor: float = 0.0) -> bool:
 
 def _with_random_values(block: nn.Module) -> nn.Module:
     """Return a copy on the CPU of a block on the meta device, with random values."""
-    block = copy.deepcopy(block).to_empty(device="cpu")
+    block = copy_of(block).to_empty(device="cpu")
     with torch.random.fork_rng(), torch.no_grad():
         torch.manual_seed(0)
         for tensor in [*block.parameters(), *block.buffers()]:
