@@ -618,6 +618,24 @@ def test_tensors_exchange_what_they_stand_for_despite_weak_references():
     assert parameter.mark
 
 
+def test_modes_see_that_data_are_given():
+    class Mode(TorchFunctionMode):
+        def __torch_function__(self, func, types, args=(), kwargs=None):
+            seen.append(func)
+            return func(*args, **(kwargs or {}))
+
+    seen, plain, tensor, patches = [], torch.Tensor.data.__set__, torch.ones(2), Patches()
+    compat_torch.give_data(patches)
+    try:
+        with Mode():
+            tensor.data = torch.zeros(2)
+    finally:
+        patches.undo()
+    assert seen == [torch.zeros, plain]
+    assert tensor.tolist() == [0, 0]
+    assert torch.Tensor.data.__set__ == plain
+
+
 def test_data_access_can_be_forbidden():
     tensor = torch.empty(2, device="meta")
     compat_torch.forbid_data_access(tensor)

@@ -104,6 +104,7 @@ __all__ = [
     "global_step_hooks",
     "step_hooks_of",
     "is_flattened",
+    "give_data",
     "fsdp1_comm_hook",
     "fsdp1_gradient_views",
     "fsdp1_parameter_offsets",
@@ -357,6 +358,36 @@ version_of: Callable[[Tensor], int] = operator.attrgetter("_version")
 
 # Makes a tensor without data that claims a shape, a dtype and a device: all wrapper subclasses use it, torch's as well.
 make_wrapper_subclass = Tensor._make_wrapper_subclass
+
+
+class _DataOfTensors:
+    """Stands for `Tensor.data`, and gives tensors the data of tensors that have no memory of their own.
+
+    `tensor.data = value` is no operator, and asks neither the dispatcher nor the class of `value`: a tensor would point
+    to the address zero, and the next that reads it ends the process with a segmentation fault.
+    """
+
+    def __init__(self) -> None:
+        self._plain: Any = Tensor.data
+        # What C++ and modes know the two by: looked up on the object, while tensors use those of its class.
+        vars(self).update(__get__=self._plain.__get__, __set__=self._plain.__set__)
+
+    def __get__(self, tensor: Tensor | None, kind: type | None = None) -> Any:
+        return self if tensor is None else self._plain.__get__(tensor, kind)
+
+    def __set__(self, tensor: Tensor, value: Any) -> None:
+        if hasattr(type(value), "data_for"):
+            value = value.data_for(tensor)
+        if value is not None:
+            self._plain.__set__(tensor, value)
+
+
+def give_data(patches: Patches) -> None:
+    """Let `tensor.data = value` ask `value.data_for(tensor)`, if it has that, until `patches` are undone.
+
+    It returns an ordinary tensor, or None if nothing is to be assigned.
+    """
+    patches.replace(Tensor, "data", _DataOfTensors())
 
 
 def schema_of(operation: Any) -> Any:

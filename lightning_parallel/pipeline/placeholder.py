@@ -19,12 +19,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.overrides import TorchFunctionMode
 
-from lightning_parallel.compat import innermost_users_line
+from lightning_parallel.compat import Patches, innermost_users_line
 from lightning_parallel.compat.torch import (
     DisableTorchFunctionSubclass,
     forbid_data_access,
+    give_data,
     make_wrapper_subclass,
     schema_of,
 )
@@ -154,6 +154,18 @@ class PlaceholderTensor(Tensor):
     def __reduce_ex__(self, protocol: Any) -> Any:
         raise PlaceholderError(f"{self.provenance} is on another pipeline stage and cannot be pickled", [self])
 
+    def data_for(self, tensor: Tensor) -> Tensor | None:
+        """Return what `tensor` gets by `tensor.data = self`; None in a dry run, in which it stays as it is.
+
+        Raises:
+            PlaceholderError: If the data are on another stage.
+        """
+        if isinstance(tensor, PlaceholderTensor):
+            return self
+        if self.value is None:
+            _require_data_to_write("`.data = ...`", [self])
+        return self.value
+
     def receive(self, value: Tensor) -> None:
         """Use `value` in place of this placeholder from now on."""
         # A custom autograd function that takes the placeholder computes with the value, but gives its gradient to the
@@ -173,10 +185,7 @@ class PlaceholderTensor(Tensor):
     def __torch_function__(
         cls, func: Callable[..., Any], types: Iterable[type], args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        frame = sys._getframe(1)
-        if frame.f_code is _Assignments.__torch_function__.__code__ and frame.f_back is not None:
-            frame = frame.f_back
-        asking = frame.f_globals.get("__name__", "")
+        asking = sys._getframe(1).f_globals.get("__name__", "")
         # Values are put in above autograd, so that gradients flow back to what was received. In `__torch_dispatch__`,
         # below autograd, the graph would already end at the placeholder.
         if func in _GRADIENT_QUESTIONS and _cannot_answer(args[0], asking):
@@ -192,6 +201,8 @@ class PlaceholderTensor(Tensor):
             return True  # it validates its arguments, and raises on the stage that has them if they are wrong
         if func == _SET_DATA:
             _require_no_parameter(args[0])
+        if getattr(func, "__name__", "") in _NEEDS_ADDRESS:
+            _require_address(func.__name__, args)
         kwargs = reveal(kwargs) if kwargs else {}
         with DisableTorchFunctionSubclass():
             return func(*reveal(args), **kwargs)
@@ -249,6 +260,22 @@ _REQUIRES_GRAD = Tensor.requires_grad.__get__  # type: ignore[attr-defined]
 
 # Placeholders have no graph, so torch would answer as for a constant.
 _GRADIENT_QUESTIONS = {getattr(Tensor, name).__get__: name for name in ("requires_grad", "grad_fn", "is_leaf")}
+
+
+# These read the address of the data in C++, where there is none.
+_NEEDS_ADDRESS = {"apply_", "data_ptr", "map2_", "map_", "numpy", "share_memory_", "storage", "tolist"}
+_NEEDS_ADDRESS |= {"__array__", "_typed_storage", "untyped_storage"}
+
+
+def _require_address(name: str, values: Iterable[Any]) -> None:
+    lacking = [value for value in values if type(value) is PlaceholderTensor and value.value is None]
+    if lacking:
+        provenance = lacking[0].provenance
+        raise PlaceholderError(
+            f"`{name}` in {innermost_users_line()} asks for the memory of {provenance}, which is on another pipeline"
+            f" stage. {_way_out(provenance)}",
+            lacking,
+        )
 
 
 def _cannot_answer(placeholder: Any, asking: str) -> bool:
@@ -432,21 +459,6 @@ def _require_data_to_write(what: str, placeholders: list[PlaceholderTensor]) -> 
         )
 
 
-class _Assignments(TorchFunctionMode):
-    """Handles `tensor.data = placeholder`, which never reaches the dispatcher, and leaves a tensor without memory."""
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func == _SET_DATA and _is_empty(args[1]) and not isinstance(args[0], PlaceholderTensor):
-            _require_data_to_write("`.data = ...`", [args[1]])
-            return None
-        return func(*args, **(kwargs or {}))
-
-
-def _is_empty(value: Any) -> bool:
-    """Return whether `value` is a placeholder that has not received its data."""
-    return isinstance(value, PlaceholderTensor) and value.value is None
-
-
 _in_trace = False
 
 
@@ -455,10 +467,12 @@ def nothing_written() -> Iterator[None]:
     """Let placeholders be written into real tensors inside the block, which stay as they are."""
     global _in_trace
     before, _in_trace = _in_trace, True
+    patches = Patches()
+    give_data(patches)
     try:
-        with _Assignments():
-            yield
+        yield
     finally:
+        patches.undo()
         _in_trace = before
 
 

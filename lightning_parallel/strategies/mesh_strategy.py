@@ -35,6 +35,7 @@ from lightning_parallel.compat.lightning import (
     reset_optimizers,
     synchronizes_layers,
 )
+from lightning_parallel.compat.torch import give_data
 from lightning_parallel.compression import Reducer, check_reducer
 from lightning_parallel.data_parallel import GradientReducer, ParameterSlices
 from lightning_parallel.mesh import Axis, Size
@@ -198,6 +199,8 @@ class MeshStrategy(MeshCheckpoints):
         super().setup_environment()
         checks.check_callbacks(self.module.trainer, self.groups.replica.size)
         hold_averages(self.module.trainer, self._patches)
+        if self.groups.replica.size > 1:
+            give_data(self._patches)
 
     @override
     def setup(self, trainer: Trainer) -> None:

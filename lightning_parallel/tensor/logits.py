@@ -65,7 +65,8 @@ _ELEMENTWISE |= {"__mul__", "__rmul__", "__truediv__", "__add__", "__radd__", "_
 _ELEMENTWISE |= {"tanh", "sigmoid", "clamp", "abs", "masked_fill", "where"}
 # These read the address of the data in C++, or copy the Python object.
 _NEEDS_ADDRESS = {"numpy", "__array__", "tolist", "__dlpack__", "data_ptr", "storage", "untyped_storage", "is_set_to"}
-_NEEDS_ADDRESS |= {"__reduce_ex__", "__deepcopy__", "__repr__", "__format__", "share_memory_", "apply_", "map_"}
+_NEEDS_ADDRESS |= {"__reduce_ex__", "__deepcopy__", "__repr__", "__format__", "share_memory_"}
+_NEEDS_ADDRESS |= {"apply_", "map_", "map2_"}
 # The gradient of the whole is asked for.
 _GRADIENT = {"retain_grad", "register_hook"}
 _STRIDE = 1_000_003  # tells the dimension of the classes from others after a view
@@ -149,6 +150,10 @@ class DividedLogits(Tensor):
         """Return an ordinary tensor, a part of autograd's graph; every rank of the group must call it."""
         with DisableTorchFunctionSubclass():
             return _aten.alias.default(self)
+
+    def data_for(self, tensor: Tensor) -> Tensor:
+        """Return what `tensor` gets by `tensor.data = self`; every rank of the group must call it."""
+        return self.whole()
 
     @property
     def valid_piece(self) -> Tensor | None:

@@ -2,6 +2,7 @@
 
 import copy
 import pickle
+from contextlib import nullcontext
 
 import numpy as np
 import pytest
@@ -10,10 +11,13 @@ import torch.nn.functional as F
 import torch.utils.dlpack
 from torch import nn
 
+from lightning_parallel.compat import Patches
+from lightning_parallel.compat.torch import give_data
 from lightning_parallel.pipeline.placeholder import (
     PlaceholderError,
     PlaceholderTensor,
     missing,
+    nothing_written,
     reveal,
     watch_parameters,
 )
@@ -169,6 +173,46 @@ def test_the_shape_of_a_placeholder_cannot_be_changed_in_place():
         placeholder(2, 3).transpose_(0, 1)
     assert placeholder(3, 3).transpose_(0, 1).shape == (3, 3)
     assert (placeholder(2, 3) + 0).shape == (2, 3), "nothing that is remembered has changed"
+
+
+@pytest.mark.parametrize(
+    "take",
+    [
+        lambda x: x.share_memory_(),
+        lambda x: torch.ones(2).set_(x.untyped_storage(), 0, (2,)).add(1),
+        lambda x: torch.ones(2).set_(x.storage()).add(1),
+        lambda x: x.untyped_storage().share_memory_(),
+        lambda x: torch.ones(2).map_(x, max),
+        lambda x: x.numpy(),
+        lambda x: x.data_ptr(),
+    ],
+)
+def test_memory_that_is_not_there_is_not_lent(take):
+    """With the address zero the process would end by a segmentation fault."""
+    for kept in (nullcontext(), nothing_written()):
+        with (
+            kept,
+            pytest.raises(PlaceholderError, match="in `<lambda>`.* asks for the memory of the output of `embed`"),
+        ):
+            take(placeholder(2))
+
+
+def test_a_tensor_is_not_given_memory_that_is_not_there():
+    patches, known = Patches(), torch.Tensor.data
+    give_data(patches)
+    try:
+        target, received = torch.zeros(2), placeholder(2)
+        with pytest.raises(PlaceholderError, match=r"`.data = ...`.* writes the output of `embed`"):
+            target.data = received
+        with nothing_written():
+            target.data = received
+        assert target.tolist() == [0, 0]
+        received.receive(torch.ones(2))
+        target.data = received
+        assert target.tolist() == [1, 1]
+    finally:
+        patches.undo()
+    assert torch.Tensor.data is known
 
 
 def test_data_are_not_shared_nor_pickled():

@@ -1,13 +1,18 @@
-"""A run that ends in one of many ways: `python ending.py KIND END`, on each rank of two or by any launcher."""
+"""A run that ends in one of many ways: `python ending.py KIND END [HOW]`, on each rank or by any launcher.
+
+HOW is how processes are started that no launcher has: `popen` runs the script again, `spawn` and `fork` call functions,
+`cli` is LightningCLI with the strategy's name, which runs the script again.
+"""
 
 import contextlib
+import faulthandler
+import importlib
 import os
 import signal
 import sys
 
 import torch
 import torch.distributed as dist
-from lightning.pytorch import LightningModule, Trainer
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, TensorDataset
@@ -28,25 +33,47 @@ from lightning_parallel import (
 )
 from lightning_parallel.compression import HookState, compression_hook
 
+_lightning = importlib.import_module(os.environ.get("ENDING_PACKAGE", "lightning.pytorch"))
+LightningModule, Trainer = _lightning.LightningModule, _lightning.Trainer
+
 SMALL = {"bucket_cap_mb": 0.002}  # several buckets, so that two are in flight
 STRATEGIES = {
-    "ddp powersgd": lambda: CompressedDDPStrategy(PowerSGD(2), **SMALL),
-    "ddp topk": lambda: CompressedDDPStrategy(TopK(0.1), **SMALL),
-    "ddp plain": lambda: CompressedDDPStrategy(PowerSGD(2, start_step=100), **SMALL),
+    "ddp powersgd": lambda **how: CompressedDDPStrategy(PowerSGD(2), **SMALL, **how),
+    "ddp topk": lambda **how: CompressedDDPStrategy(TopK(0.1), **SMALL, **how),
+    "ddp plain": lambda **how: CompressedDDPStrategy(PowerSGD(2, start_step=100), **SMALL, **how),
     "fsdp": lambda: CompressedFSDPStrategy(TopK(0.1)),
     "model parallel": lambda: CompressedModelParallelStrategy(TopK(0.1), data_parallel_size=2, tensor_parallel_size=1),
     "deepspeed": lambda: CompressedDeepSpeedStrategy(TopK(0.1), stage=1),
-    "local": lambda: LocalSGDStrategy(every_n_steps=2, overlap_steps=1),
-    "tensor": lambda: TensorParallelStrategy(tensor_parallel_size=2),
-    "pipeline": lambda: PipelineParallelStrategy(pipeline_parallel_size=2),
-    "data": lambda: HybridParallelStrategy(data_parallel_size=2, compression=TopK(0.1)),
-    "zero 1": lambda: HybridParallelStrategy(data_parallel_size=2, zero_stage=1),
-    "zero 2": lambda: HybridParallelStrategy(data_parallel_size=2, zero_stage=2),
-    "auto": lambda: AutoParallelStrategy(),
-    "stock": lambda: "ddp",
+    "local": lambda **how: LocalSGDStrategy(every_n_steps=2, overlap_steps=1, **how),
+    "tensor": lambda **how: TensorParallelStrategy(tensor_parallel_size=2, **how),
+    "pipeline": lambda **how: PipelineParallelStrategy(pipeline_parallel_size=2, **how),
+    "hybrid": lambda **how: HybridParallelStrategy(tensor_parallel_size=2, pipeline_parallel_size=2, **how),
+    "data": lambda **how: HybridParallelStrategy(data_parallel_size=2, compression=TopK(0.1), **how),
+    "zero 1": lambda **how: HybridParallelStrategy(data_parallel_size=2, zero_stage=1, **how),
+    "zero 2": lambda **how: HybridParallelStrategy(data_parallel_size=2, zero_stage=2, **how),
+    "auto": lambda **how: AutoParallelStrategy(**how),
+    "stock": lambda **how: _lightning.strategies.DDPStrategy(**how),
+}
+SCRIPTS_ONLY = ("fsdp", "model parallel", "deepspeed")  # Lightning starts functions for DDP alone
+NAMES = {
+    "ddp powersgd": "ddp_powersgd",
+    "ddp topk": "ddp_topk",
+    "fsdp": "fsdp_topk",
+    "deepspeed": "deepspeed_topk",
+    "local": "local_sgd",
+    "tensor": "tensor_parallel",
+    "pipeline": "pipeline_parallel",
+    "auto": "auto_parallel",
+    "stock": "ddp",
 }
 LOOPS = ("hook", "reduce")
-ENDS = ("fit", "twice", "dropped", "fails", "setup", "alone", "term", "term one", "killed")
+SUCCEED = ("fit", "twice", "dropped", "again", "term", "term one")
+FAIL = ("fails", "setup", "alone", "int", "int one", "killed")
+ENDS = (*SUCCEED, *FAIL)
+
+
+def ranks_of(kind):
+    return 4 if kind == "hybrid" else 2
 
 
 class Failure(Exception):
@@ -64,7 +91,7 @@ class _FailsBackward(torch.autograd.Function):
 
 
 class Middle(nn.Module):
-    """Fails in the backward pass, when half of the gradients have come."""
+    """Fails in the backward pass, when some of the gradients have come; one is on each of two stages."""
 
     fails = False
 
@@ -78,7 +105,7 @@ class Ending(LightningModule):
         torch.manual_seed(1)
         self.end, self.kind = end, kind
         layers = [nn.Linear(16, 16) for _ in range(12)]
-        self.net = nn.Sequential(*layers[:6], Middle(), *layers[6:])
+        self.net = nn.Sequential(*layers[:3], Middle(), *layers[3:9], Middle(), *layers[9:])
 
     def configure_model(self):
         if self.kind == "model parallel" and self.device_mesh is not None and not hasattr(self, "is_sharded"):
@@ -91,30 +118,42 @@ class Ending(LightningModule):
             raise Failure("as all ranks end")
 
     def training_step(self, batch, index):
-        rank = int(os.environ["LOCAL_RANK"])
+        rank = self.trainer.strategy.local_rank
         if index == 2:
-            if self.end in ("fails", "dropped"):
+            if self.end in ("fails", "dropped", "again"):
                 raise Failure("as all ranks end")
             if self.end == "killed" and rank == 1:
                 os.kill(os.getpid(), signal.SIGKILL)
             if self.end == "term" or (self.end == "term one" and rank == 1):
                 os.kill(os.getpid(), signal.SIGTERM)
+            if self.end == "int" or (self.end == "int one" and rank == 1):
+                os.kill(os.getpid(), signal.SIGINT)
         Middle.fails = self.end == "alone" and rank == 1 and index == 2
         return self.net(batch[0]).square().mean()
+
+    def train_dataloader(self):
+        return DataLoader(TensorDataset(torch.randn(24, 16)), batch_size=2)
 
     def configure_optimizers(self):
         return torch.optim.SGD(self.parameters(), lr=0.01)
 
 
-def train(kind, end):
-    data = DataLoader(TensorDataset(torch.randn(24, 16)), batch_size=2)
-    quiet = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False}
-    for _ in range(2 if end == "twice" else 1):
-        strategy = STRATEGIES[kind]()
-        if hasattr(strategy, "verify"):
-            strategy.verify = "off"
-        trainer = Trainer(strategy=strategy, accelerator="cpu", devices=2, max_epochs=1, **quiet)
-        trainer.fit(Ending(end, kind), data)
+QUIET = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False, "accelerator": "cpu"}
+
+
+def train(kind, end, how):
+    strategy = STRATEGIES[kind](**({} if kind in SCRIPTS_ONLY else {"start_method": how}))
+    if hasattr(strategy, "verify") and kind != "hybrid":
+        strategy.verify = "off"
+    trainer = Trainer(strategy=strategy, devices=ranks_of(kind), max_epochs=1, **QUIET)
+    trainer.fit(Ending(end, kind))
+
+
+def by_cli(kind, end):
+    options = {**QUIET, "strategy": NAMES[kind], "devices": ranks_of(kind), "max_epochs": 1}
+    words = [f"--trainer.{name}={value}" for name, value in options.items()]
+    cli = importlib.import_module(f"{_lightning.__name__}.cli").LightningCLI
+    cli(Ending, args=["fit", *words, f"--model.end={end}", f"--model.kind={kind}"], save_config_callback=None)
 
 
 def loop(kind):
@@ -135,14 +174,22 @@ def loop(kind):
         model.zero_grad()
 
 
-if __name__ == "__main__":
-    signal.alarm(150)  # not for ever if the test itself is ended
-    torch.set_num_threads(1)
-    kind, end = sys.argv[1:]
+def main(kind, end, how="popen"):
     if kind in LOOPS:
         loop(kind)
-    elif end == "dropped":
-        with contextlib.suppress(Failure):
-            train(kind, end)
-    else:
-        train(kind, end)
+        return
+    # Functions fail with an error of `torch.multiprocessing` in the first process.
+    caught = contextlib.suppress(Exception) if end in ("dropped", "again") else contextlib.nullcontext()
+    with caught:
+        by_cli(kind, end) if how == "cli" else train(kind, end, how)
+    if end in ("twice", "again"):
+        by_cli(kind, "fit") if how == "cli" else train(kind, "fit", how)
+    print("the end of the script", flush=True)
+
+
+if __name__ == "__main__":
+    faulthandler.enable()
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # which commands in the background ignore
+    signal.alarm(150)  # not for ever if the test itself is ended
+    torch.set_num_threads(1)
+    main(*sys.argv[1:])

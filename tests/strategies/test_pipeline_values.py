@@ -197,15 +197,19 @@ def test_what_is_logged_of_other_stages_is_sent():
 class Moving(Deep):
     """A buffer that follows what the model computes, written in one way or another."""
 
-    def __init__(self, way, place):
+    def __init__(self, way, place, since=0):
         super().__init__()
-        self.way, self.place = way, place
+        self.way, self.place, self.since = way, place, since
         self.register_buffer("center", torch.zeros(8, dtype=torch.float64))
 
     def move(self, x):
         new = 0.9 * self.center + 0.1 * x.detach().mean(0)
-        if self.way == "data":
+        if self.since > self.trainer.global_step:
+            pass
+        elif self.way == "data":
             self.center.data = new
+        elif self.way == "share":
+            new.share_memory_()
         elif self.way == "set":
             self.center.set_(new)
         elif self.way == "copy":
@@ -266,3 +270,8 @@ def test_what_is_written_in_place_is_right_or_refused():
     strategy = PipelineParallelStrategy(pipeline_parallel_size=2, num_microbatches=4, verify="always")
     with pytest.raises(RuntimeError, match="num_microbatches=1"):
         fit(Moving("data", "between"), strategy, 2, max_epochs=1)
+    for way in ("data", "share"):
+        # Later than the first batch: what the stage does not hold was taken for memory, too.
+        strategy = PipelineParallelStrategy(pipeline_parallel_size=2, num_microbatches=1)
+        with pytest.raises(RuntimeError, match="the output of `embed`, which is on another pipeline stage"):
+            fit(Moving(way, "before", since=2), strategy, 2, max_epochs=4)

@@ -13,6 +13,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
 
+from lightning_parallel.compat import Patches
+from lightning_parallel.compat.torch import give_data
 from lightning_parallel.tensor.auto_plan import make_plan
 from lightning_parallel.tensor.head import find_heads, gathered_heads
 from lightning_parallel.tensor.layers import Column
@@ -320,6 +322,20 @@ def _saved(x):
     found = torch.load(file)["logits"]
     assert type(found) is torch.Tensor
     return found
+
+
+@distributed(world_size=2)
+def test_a_tensor_that_is_given_their_data_has_all(group):
+    """It was a tensor without memory: the process died by a segmentation fault."""
+    whole, parts, _ = divided(group)
+    tokens, patches = torch.randint(VOCABULARY, (2, 5)), Patches()
+    give_data(patches)
+    try:
+        kept = torch.zeros(2, 5, VOCABULARY, dtype=torch.float64)
+        kept.data = parts(tokens).detach()
+        torch.testing.assert_close(kept, whole(tokens).detach())
+    finally:
+        patches.undo()
 
 
 @distributed(world_size=2)
