@@ -110,7 +110,8 @@ def remove_dummy_parameters(
         is_held = [parameter not in dummies for parameter in parameters]
         for key in ("params", "param_names"):  # the latter if an optimizer was given named parameters
             if key in group:
-                group[key] = [entry for entry, keep in zip(group[key], is_held) if keep]
+                # In place, as optimizers keep the list, too.
+                group[key][:] = [entry for entry, keep in zip(group[key], is_held) if keep]
     for parameter in dummies:
         optimizer.state.pop(parameter, None)  # some optimizers, such as Adagrad, have state from the start
     return groups

@@ -440,8 +440,9 @@ current_function_mode: Callable[[], Any] = _get_current_function_mode
 
 
 def step_hooks_of(optimizer: Optimizer) -> tuple[dict[int, Callable[..., Any]], dict[int, Callable[..., Any]]]:
-    """Return the hooks before and after a step of an optimizer, by number."""
-    return optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks
+    """Return the hooks before and after a step of an optimizer, by number; none of one that torch has not set up."""
+    own = vars(optimizer)
+    return own.get("_optimizer_step_pre_hooks", {}), own.get("_optimizer_step_post_hooks", {})
 
 
 def global_step_hooks() -> tuple[dict[int, Callable[..., Any]], dict[int, Callable[..., Any]]]:

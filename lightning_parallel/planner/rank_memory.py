@@ -15,7 +15,7 @@ from itertools import accumulate, pairwise
 
 import torch
 from torch import Tensor, nn
-from torch.optim import Optimizer
+from torch.optim import SGD, Optimizer
 
 from lightning_parallel.data_parallel.bucketed_reducer import BUCKET_BYTES
 from lightning_parallel.data_parallel.parameter_slices import MOST_IN_FLIGHT
@@ -226,7 +226,7 @@ def optimizer_copies(optimizers: Sequence[Optimizer]) -> float:
 
 def _state_copies(optimizer: Optimizer) -> float:
     options = optimizer.param_groups[0] if optimizer.param_groups else {"params": []}
-    if not options["params"]:
+    if not options["params"] or _keeps_tensors_elsewhere(optimizer):
         return 2.0
     parameter = nn.Parameter(torch.zeros(8, 8, device=_real(options["params"][0].device)))
     parameter.grad = torch.ones_like(parameter)
@@ -243,6 +243,15 @@ def _state_copies(optimizer: Optimizer) -> float:
         return 2.0
     held = [value for value in probe.state[parameter].values() if isinstance(value, Tensor)]
     return sum(value.numel() * value.element_size() for value in held) / (parameter.numel() * 4)
+
+
+def _keeps_tensors_elsewhere(optimizer: Optimizer) -> bool:
+    """Tell whether a step of a shallow copy could change something of the optimizer, such as weights in a list."""
+    usual = vars(SGD([nn.Parameter(torch.zeros(1))])).keys() | {"step"}
+    own = vars(optimizer)
+    return bool(usual - {"step"} - own.keys()) or not all(
+        isinstance(value, (bool, int, float, str, tuple, type(None))) for key, value in own.items() if key not in usual
+    )
 
 
 def _real(device: torch.device) -> torch.device:

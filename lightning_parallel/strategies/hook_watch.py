@@ -23,7 +23,7 @@ from typing import Any
 
 from lightning.pytorch import Callback, LightningModule
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim import Optimizer
 from torchmetrics import Metric
 
@@ -288,6 +288,12 @@ class HookWatch:
         if parameter is not None and gradient is not parameter and gradient.shape == parameter.shape:
             self._note(f"the gradient of `{name}`", name, parameter, gradient)
 
+    def note_dummies(self, dummies: Mapping[nn.Parameter, str]) -> None:
+        """Note tensors that stand for parameters of other pipeline stages."""
+        why = f"on one of {self._groups.pipeline_parallel.size} pipeline stages only"
+        for dummy, name in dummies.items():
+            self._parts.add(dummy, Part(f"`{name}`", frozenset({name}), why))
+
     def _part_of(self, label: str, name: str, parameter: Tensor, tensor: Tensor, is_state: bool = False) -> Part | None:
         """Return what part a parameter, or a tensor that belongs to it, is; None if it is whole on every rank."""
         slices, rule, owners = self._slices, self._rules.get(name), frozenset({name})
@@ -312,9 +318,10 @@ class HookWatch:
         others = len({name for one in parts for name in one.owners}) - 1
         more = f" and of {others} other parameter{'s' * (others > 1)}" if others > 0 else ""
         place = _users_place(call.is_model) or "a hook"
+        way_out = _way_out(part, action, call.hook.title)
         call.failure = HookError(
             f"{call.hook.title} would give another result than one process: {place} {action} {part.label}{more}. This"
-            f" rank holds only a part of it: it is {part.why or 'one part of several'}. {_way_out(part, action)}"
+            f" rank holds only a part of it: it is {part.why or 'one part of several'}. {way_out}"
         )
 
     def tell_shape(self, part: Part) -> None:
@@ -339,8 +346,10 @@ class HookWatch:
         return self._parts
 
 
-def _way_out(part: Part, action: str) -> str:
-    if "random" in action or "numbers" in action:
+def _way_out(part: Part, action: str, title: str) -> str:
+    if title.endswith("configure_optimizers`"):
+        first = "Compute it in `__init__`, where the model is whole, or copy each parameter by itself."
+    elif "random" in action or "numbers" in action:
         first = "Draw and initialize in `__init__` or `configure_model`, where the model is whole."
     else:
         first = (
@@ -496,7 +505,7 @@ def _walk(is_model: Callable[[object], bool]) -> FrameType | None:
     """Return the innermost frame of the user's code in a hook; None if ours, or the model, called what runs."""
     frame: FrameType | None = sys._getframe(1)
     found: FrameType | None = None
-    own = __name__, f"{_OURS}.strategies.part_use"
+    own = __name__, f"{_OURS}.strategies.part_use", f"{_OURS}.strategies.dummy_copies"
     is_copied = False
     while frame is not None and not _is_end(frame):
         name = frame.f_globals.get("__name__", "")

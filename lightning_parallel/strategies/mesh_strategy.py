@@ -55,7 +55,7 @@ from lightning_parallel.strategies.deferred_init import deferred_init, materiali
 from lightning_parallel.strategies.deferred_tensor import is_deferred
 from lightning_parallel.strategies.full_state import hold_averages, open_outside
 from lightning_parallel.strategies.gradient_norms import ReplicaNorm, give_norms, span_replica
-from lightning_parallel.strategies.hook_watch import HookWatch
+from lightning_parallel.strategies.hook_watch import HookWatch, WatchedHook
 from lightning_parallel.strategies.mesh_checkpoints import CheckpointFormat, MeshCheckpoints
 from lightning_parallel.strategies.mesh_compression import MeshCompression, gradient_reducer
 from lightning_parallel.strategies.message_order import in_step
@@ -320,8 +320,14 @@ class MeshStrategy(MeshCheckpoints):
 
     def _build_optimizers(self, trainer: Trainer) -> None:
         self._whole = WholeGroups(self.module, self._rules, self.groups.pipeline_parallel, self.root_device)
-        with self._whole.shown(lambda: self.optimizers):
+        if self.groups.replica.size == 1:
             super().setup_optimizers(trainer)
+        else:
+            # It makes copies of parameters, and reads them, as hooks do.
+            watch = HookWatch(self.module, self._rules, self.groups, None, lambda: ())
+            hook = WatchedHook(f"`{type(self.module).__name__}.configure_optimizers`", watch.group)
+            with watch.watching(hook), self._whole.shown(lambda: self.optimizers, watch):
+                super().setup_optimizers(trainer)
         self._whole.follow(trainer, self._patches)
 
     compresses_drifts = False

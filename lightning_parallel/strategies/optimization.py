@@ -11,7 +11,7 @@ from __future__ import annotations
 import inspect
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -28,7 +28,9 @@ from lightning_parallel.comm import Group
 from lightning_parallel.compat import ParallelState, Patches
 from lightning_parallel.optim import TrustRatioOptimizer
 from lightning_parallel.pipeline.random_streams import seed_torch
+from lightning_parallel.strategies.dummy_copies import DummyPositions, DummyTrace, take_out_dummies
 from lightning_parallel.strategies.gradient_norms import ShardNorms
+from lightning_parallel.strategies.hook_watch import HookWatch
 from lightning_parallel.tensor.sharding import Shard, full_shapes_shown
 
 __all__ = [
@@ -57,32 +59,48 @@ class WholeGroups:
         self.recorded: dict[Optimizer, list[list[str]]] = {}
 
     @contextmanager
-    def shown(self, optimizers: Callable[[], Sequence[Optimizer]]) -> Iterator[None]:
+    def shown(self, optimizers: Callable[[], Sequence[Optimizer]], watch: HookWatch | None = None) -> Iterator[None]:
         """Let the module have all parameters in full shape inside the block, and so the groups of `optimizers()`.
 
         Every rank of the group must enter it.
+
+        Args:
+            optimizers: Returns the optimizers that there are.
+            watch: Watches the block, if the user's code makes the optimizers in it.
+
+        Raises:
+            ValueError: If that code keeps what it made of parameters that this rank lacks.
         """
         with full_shapes_shown(self._module, self._rules):
             if self._group.size == 1:
                 yield
                 return
             names = ParallelState.of(self._module).names
+            trace = None
             with whole_parameters(self._module, names, self._group, self._device) as dummies:
                 self._fill_in(optimizers())
+                if watch is not None:
+                    watch.note_dummies(dummies)
+                    trace = DummyTrace(self._module, dummies)
                 try:
-                    yield
+                    with trace or nullcontext():
+                        yield
                 finally:
                     found = optimizers()
+                    positions = DummyPositions(self._module, dummies, found)
                     self.recorded = {each: remove_dummy_parameters(each, dummies, self._module) for each in found}
+            del dummies  # what is still there then, somebody else holds
+            if trace is not None:
+                take_out_dummies(trace, self._module, found, positions)
 
     def _fill_in(self, optimizers: Sequence[Optimizer]) -> None:
         parameters = dict(self._module.named_parameters())
         for optimizer in optimizers:
             for group, names in zip(optimizer.param_groups, self.recorded.get(optimizer, ())):
                 if set(names) <= parameters.keys():
-                    group["params"] = [parameters[name] for name in names]
+                    group["params"][:] = [parameters[name] for name in names]
                     if "param_names" in group:
-                        group["param_names"] = list(names)
+                        group["param_names"][:] = names
 
     def follow(self, trainer: Trainer, patches: Patches) -> None:
         """Let Lightning's finetuning callbacks add groups on all stages alike, until `patches` are undone."""
@@ -456,10 +474,29 @@ def _fresh(optimizer: Optimizer, group: Mapping[str, Any], parameters: list[nn.P
     known = {**vars(optimizer), **optimizer.defaults, **options}
     arguments = {name: known[name] for name in list(taken)[2:] if name in known and isinstance(known[name], _PLAIN)}
     kind = type(optimizer)
+    inner = next((each for each in vars(optimizer).values() if isinstance(each, Optimizer)), None)
+    groups = [{**options, "params": parameters}]
     try:
-        fresh = kind([{**options, "params": parameters}], **arguments)
+        fresh = kind(groups, **arguments)
     except Exception:
-        fresh = kind(parameters, **arguments)
+        if inner is None or inner is optimizer:
+            fresh = kind(parameters, **arguments)
+        else:
+            fresh = _fresh_around(kind, inner, group, parameters, arguments)
     for made in fresh.param_groups:
         made.update(options)
     return fresh
+
+
+def _fresh_around(
+    kind: Callable[..., Any],
+    inner: Optimizer,
+    group: Mapping[str, Any],
+    parameters: list[nn.Parameter],
+    arguments: dict[str, Any],
+) -> Any:
+    """Make an optimizer that is given another one, or its class, such as Lookahead or SAM."""
+    try:
+        return kind(_fresh(inner, group, parameters), **arguments)
+    except Exception:
+        return kind(parameters, type(inner), **arguments)

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
-__all__ = ["MIXED", "Part", "PartMap", "Placed", "covers_part", "divided_dims", "storage_of"]
+__all__ = ["MIXED", "Part", "PartMap", "Placed", "covers_part", "divided_dims", "storage_of", "storage_ref"]
 
 
 @dataclass(frozen=True)
@@ -78,7 +78,7 @@ class PartMap:
 
     def add(self, tensor: Tensor, part: Part) -> None:
         """Note that a tensor is a part."""
-        key = _key(tensor)
+        key = storage_ref(tensor)
         if key is None or not tensor.numel():
             return
         start, stop = _span(tensor)
@@ -89,7 +89,7 @@ class PartMap:
 
     def remove(self, tensor: Tensor) -> None:
         """Note that a tensor is whole, and what is in its memory."""
-        key = _key(tensor)
+        key = storage_ref(tensor)
         if key is not None and key.cdata in self._regions and tensor.numel():
             regions, (start, stop) = self._regions[key.cdata][1], _span(tensor)
             for region in [one for one in regions.values() if one.start < stop and start < one.stop]:
@@ -97,7 +97,7 @@ class PartMap:
 
     def find(self, tensor: Tensor) -> Placed | None:
         """Return the part that a tensor lies in; `MIXED` of several, or where there is more than the part."""
-        key = _key(tensor)
+        key = storage_ref(tensor)
         if key is None or key.cdata not in self._regions or not tensor.numel():
             return None
         start, stop = _span(tensor)
@@ -110,13 +110,13 @@ class PartMap:
 
     def note_origin(self, tensor: Tensor, origin: str) -> None:
         """Note that what is in a tensor was `drawn`, or `made` of other numbers than a constant."""
-        key = _key(tensor)
+        key = storage_ref(tensor)
         if key is not None:
             self._drawn[key.cdata] = (key, origin)
 
     def origin(self, tensor: Tensor) -> str:
         """Return what is known of where a tensor's values come from; empty if nothing is."""
-        key = _key(tensor)
+        key = storage_ref(tensor)
         if key is None:
             return ""
         if key.cdata in self._drawn:
@@ -130,7 +130,8 @@ class PartMap:
         self._drawn = {key: entry for key, entry in self._drawn.items() if not entry[0].expired()}
 
 
-def _key(tensor: Tensor) -> StorageWeakRef | None:
+def storage_ref(tensor: Tensor) -> StorageWeakRef | None:
+    """Return a reference to the memory of a tensor that does not keep it; None if it has none of its own."""
     if tensor.layout != torch.strided or tensor.is_meta:
         return None
     try:
@@ -141,7 +142,7 @@ def _key(tensor: Tensor) -> StorageWeakRef | None:
 
 def storage_of(tensor: Tensor) -> int | None:
     """Identify the memory of a tensor among that in use; None if it has none of its own."""
-    key = _key(tensor)
+    key = storage_ref(tensor)
     return None if key is None else key.cdata
 
 

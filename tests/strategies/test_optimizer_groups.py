@@ -1,6 +1,8 @@
 """Optimizers whose groups name, measure or add parameters: as on one process, and in its checkpoints."""
 
+import copy
 import tempfile
+from collections import defaultdict
 from pathlib import Path
 
 import pytest
@@ -9,6 +11,7 @@ from lightning.pytorch.callbacks import BackboneFinetuning, BaseFinetuning
 from torch import nn
 
 from lightning_parallel import HybridParallelStrategy, comm
+from lightning_parallel.strategies.hook_watch import HookError
 from tests.harness import distributed
 from tests.strategies.test_pipeline import Deep, assert_same, fit
 
@@ -151,3 +154,120 @@ def test_state_that_cannot_be_merged_is_refused_before_training():
 
     with pytest.raises(ValueError, match=r"`Odd` keeps `flat`.*cannot be merged"):
         fit(Project(), HybridParallelStrategy(tensor_parallel_size=2), 2, num_sanity_val_steps=0)
+
+
+class Keeping(torch.optim.SGD):
+    """Keeps copies of its parameters in many ways, and pulls them back there."""
+
+    def __init__(self, params, lr=0.1):
+        super().__init__(params, lr=lr)
+        every = [p for group in self.param_groups for p in group["params"]]
+        self.params, self.start = every, [p.detach().clone() for p in every]
+        self.by_group = [[p.detach().clone() for p in group["params"]] for group in self.param_groups]
+        self.by_parameter = {p: p.detach().clone() for p in every}
+        self.by_id = {id(p): p.detach() * 0.5 for p in every}
+        self.by_number = dict(enumerate(p.detach().clone() for p in every))
+        self.pairs = [(p, copy.deepcopy(p.detach())) for p in every]
+        self.records = [{"p": p, "start": p.detach().clone()} for p in every]
+        self.sums = [torch.zeros_like(p) for p in every if p.dim() > 1]
+        for group in self.param_groups:
+            group["start"] = [torch.empty_like(p).copy_(p) for p in group["params"]]
+            for p in group["params"]:
+                self.state[p]["start"] = p.detach().clone()
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        loss = super().step(closure)
+        pairs = [*zip(self.params, self.start), *self.by_parameter.items(), *self.pairs]
+        pairs += [tuple(record.values()) for record in self.records]
+        for number, p in enumerate(p for group in self.param_groups for p in group["params"]):
+            pairs += [(p, self.by_id[id(p)]), (p, self.by_number[number]), (p, self.state[p]["start"])]
+        for group, kept in zip(self.param_groups, self.by_group):
+            pairs += [*zip(group["params"], kept), *zip(group["params"], group["start"])]
+        for p, total in zip([p for p in self.params if p.dim() > 1], self.sums):
+            pairs.append((p, total.add_(p)))
+        for p, start in pairs:
+            p.add_(start - p, alpha=0.003)
+        return loss
+
+
+class Lookahead(torch.optim.Optimizer):
+    """Around another optimizer, without what torch sets up for optimizers."""
+
+    def __init__(self, inner, alpha=0.5):
+        self.inner, self.alpha, self.param_groups, self.defaults = inner, alpha, inner.param_groups, inner.defaults
+        self.state = defaultdict(dict)
+        self.slow = [[p.clone().detach() for p in group["params"]] for group in self.param_groups]
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        loss = self.inner.step(closure)
+        for group, kept in zip(self.param_groups, self.slow):
+            for p, slow in zip(group["params"], kept):
+                p.copy_(slow.lerp_(p, self.alpha))
+        return loss
+
+    def zero_grad(self, set_to_none=True):
+        self.inner.zero_grad(set_to_none)
+
+
+class Copying(Deep):
+    """Makes its optimizer, and copies of its own beside it."""
+
+    def __init__(self, make, use=None):
+        super().__init__()
+        self.make, self.use, self.kept = make, use, None
+
+    def configure_optimizers(self):
+        if self.use is not None:
+            self.kept = self.use(self)
+        vectors = [p for p in self.parameters() if p.dim() == 1]
+        return self.make([{"params": [p for p in self.parameters() if p.dim() > 1]}, {"params": vectors, "lr": 0.05}])
+
+    @torch.no_grad()
+    def on_train_batch_end(self, *_):
+        for mine, p in zip(*(self.kept or ([], []))):
+            p.add_(mine.lerp_(p, 0.3) - p, alpha=0.1)
+
+
+def shadow(module):
+    mine = copy.deepcopy(module.blocks)  # in a closure, and a module
+    return [p.detach().clone() for p in module.parameters()], Lazily(module, lambda: mine.parameters())
+
+
+class Lazily:
+    def __init__(self, module, copies):
+        self.module, self.copies = module, copies
+
+    def __iter__(self):
+        for mine, p in zip(self.copies(), self.module.blocks.parameters()):
+            p.lerp_(mine, 0.01)
+        return iter(list(self.module.parameters()))
+
+
+def vector(module):
+    return nn.utils.parameters_to_vector(module.parameters())[:0], []
+
+
+def hidden(module):
+    return [], iter([[module.blocks[number].up.bias.detach().clone() for number in (0, -1)]])
+
+
+def rates(module):
+    return [], [p.norm().item() for p in module.parameters()]
+
+
+@distributed(world_size=2)
+def test_copies_of_parameters_that_optimizers_make(group):
+    def strategy():
+        return HybridParallelStrategy(pipeline_parallel_size=2, num_microbatches=2)
+
+    def around(groups):
+        return Lookahead(torch.optim.SGD(groups, lr=0.1, momentum=0.9))
+
+    for make, use in ((Keeping, shadow), (around, None)):
+        expected, module = Copying(make, use), Copying(make, use)
+        assert_same(fit(module, strategy(), 2), module, fit(expected, "auto", 1), expected)
+    for use, reason in ((vector, "combines"), (rates, "takes a|elements of"), (hidden, "keeps what was made of")):
+        with pytest.raises((HookError, ValueError), match=reason):
+            fit(Copying(Keeping, use), strategy(), 2)
