@@ -274,12 +274,12 @@ class ParallelState:
         skipped_steps: How many steps changed nothing, because a gradient was not finite.
         logged: By name of what a step logs in microbatches: whether it is a mean over samples although microbatches are
             weighted by something else, and whether its `batch_size` is that of the whole batch.
-        attributes: By name of a number, tensor or buffer that a step changes in the module, such as `seen`,
+        merging: By step, and by name of a number, tensor, list or buffer that it changes in the module, such as `seen`,
             `stats['n']` or `layers.0.calls`: `mean`, if one step leaves the mean of what microbatches leave that each
             begin with the value before the batch (also a count of batches, and a running mean), `samples`, if it is
-            their mean by samples although they are weighted by something else, `entries` of a list to which each adds
-            as many as one step, even if that is one per sample in the proof; empty, if what microbatches leave one
-            after another is what one step leaves.
+            their mean by samples although they are weighted by something else, or a kind of `pipeline.Merging`, also
+            of what the step returns; empty, if what microbatches leave one after another is what one step leaves.
+        whole_batches: Steps for evaluation that are run as one microbatch, since several do not give the same.
         doubt: Two microbatches together, and what the loss of a sketch of the model is on them, if that is not the mean
             of their losses.
         followed: Paths of the modules that are not intercepted: all stages run their code, and the last one knows what
@@ -301,7 +301,8 @@ class ParallelState:
     is_alone: bool = False
     skipped_steps: int = 0
     logged: dict[str, tuple[bool, bool]] = field(default_factory=dict)
-    attributes: dict[str, str] = field(default_factory=dict)
+    merging: dict[str, dict[str, str]] = field(default_factory=dict)
+    whole_batches: set[str] = field(default_factory=set)
     doubt: tuple[Any, str] | None = None
     followed: tuple[str, ...] = ()
 

@@ -248,17 +248,20 @@ class PipelineEngine:
             self.reduce_tied_gradients()
         return result
 
-    def forward(self, step: Callable[[Any], Any], batch: Any, *, skips: Skips | None = None) -> StepResult:
+    def forward(
+        self, step: Callable[[Any], Any], batch: Any, *, skips: Skips | None = None, is_whole: bool = False
+    ) -> StepResult:
         """Run `step` on the microbatches of `batch` without gradients: the forward actions of the schedule.
 
         Args:
             step: The user's step.
             batch: The whole batch, the same on all ranks.
             skips: The skip connections of this step, by default those of the plan; see `find_skips`.
+            is_whole: Whether the batch is not split.
         """
         # Placeholders outlive the block, and views of inference tensors cannot be made outside of inference mode.
         with torch.inference_mode(False), torch.no_grad():
-            return self._run(step, batch, training=False, skips=skips)
+            return self._run(step, batch, training=False, skips=skips, is_whole=is_whole)
 
     def find_skips(self, step: Callable[[Any], Any], batch: Any) -> Skips:
         """Find by dry runs the skip connections of another step than the plan was made for; the same on all ranks.
@@ -319,8 +322,9 @@ class PipelineEngine:
         scale: float | Tensor = 1.0,
         skips: Skips | None = None,
         end_stage: Callable[[int], None] | None = None,
+        is_whole: bool = False,
     ) -> StepResult:
-        microbatches = split_by(self.split_batch, batch, self.schedule.num_microbatches)
+        microbatches = [batch] if is_whole else split_by(self.split_batch, batch, self.schedule.num_microbatches)
         if len(microbatches) > self.schedule.num_microbatches:
             raise ValueError(
                 f"expected `split_batch` to give 1 to {self.schedule.num_microbatches} microbatches, got "

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import re
 from collections import UserDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from enum import Enum
@@ -26,7 +27,10 @@ from lightning_parallel.compat import is_users_object
 from lightning_parallel.compat.torch import pytree
 
 __all__ = [
+    "MEANS",
+    "RETURNED",
     "UNCOUNTED",
+    "Merging",
     "chosen_samples",
     "MissingLossError",
     "loss_of",
@@ -39,8 +43,10 @@ __all__ = [
     "map_tensors",
     "merge_entries",
     "num_samples",
+    "other_kinds",
     "own_copy",
     "reduce_logged",
+    "rule_of",
     "split_batch",
     "split_by",
     "tensors_inside",
@@ -290,101 +296,240 @@ def _rebuilt(value: Any, change: Callable[[Any], Any]) -> Any:
     return value
 
 
-def merge_outputs(values: Sequence[Any], samples: Sequence[int], weights: Sequence[float]) -> Any:
+MEANS = {"mean", "samples"}
+"""The rules of `ParallelState.merging` by which each microbatch begins with the value before the batch."""
+
+_NUMBER = re.compile(r"\[-?\d+\]")
+
+
+def rule_of(rules: Mapping[str, str], label: str) -> str:
+    """Return how the values of microbatches under a name are merged, as the self-check has found.
+
+    One under a new number, as in `self.steps[self.current_epoch] += 1`, is merged like those under other numbers.
+    """
+    found = rules.get(label)
+    if found is None and label.endswith("]"):
+        kind = _NUMBER.sub("[]", label)
+        alike = {rule for name, rule in rules.items() if _NUMBER.sub("[]", name) == kind}
+        found = alike.pop() if len(alike) == 1 else None
+    return found or ""
+
+
+class Merging:
+    """How what microbatches give becomes that of the batch: by what the self-check has found, else by sizes.
+
+    A kind is a word, and for tensors and numbers the dimensions of the result:
+
+    rows       one below the other, such as predictions, flat or not; of lists and dicts: all entries
+    entries    one for all microbatches: a mean, a count, a constant; of lists and dicts, one for each place
+    sum, first, last
+
+    Args:
+        rules: Kinds by key, such as `return['preds']` for what a step returns, and `scores` for an attribute.
+        samples: Samples in each microbatch; empty if no value has one entry per sample.
+        weights: Share of each in the batch; they sum to 1.
+        is_strict: Whether to raise where microbatches cannot be merged by their rule.
+
+    Attributes:
+        found: The kinds that were used, by key.
+    """
+
+    def __init__(
+        self,
+        rules: Mapping[str, str],
+        samples: Sequence[int],
+        weights: Sequence[float],
+        is_strict: bool = False,
+    ) -> None:
+        self.rules, self.samples, self.weights, self.is_strict = rules, samples, weights, is_strict
+        self.found: dict[str, str] = {}
+
+    def kind(self, key: str, default: str) -> str:
+        """Return how what is under a key is merged."""
+        rule = rule_of(self.rules, key)
+        # A list may be where others beside it, or earlier ones, were tensors.
+        is_fitting = rule not in MEANS and (" " in rule) == (" " in default)
+        self.found[key] = rule if rule and is_fitting else default
+        return self.found[key].partition(" ")[0]
+
+    def is_per_sample(self, values: Sequence[Any]) -> bool:
+        """Return whether all values have as many rows, or entries, as their microbatch has samples."""
+        return len(self.samples) > 0 and all(
+            _length(value) == count for value, count in zip(values, self.samples, strict=True)
+        )
+
+    def rows(self, values: Sequence[Tensor], key: str) -> Any:
+        """Put the rows of tensors one below the other."""
+        dims = int(self.found[key].partition(" ")[2])
+        # Code that drops a dimension of size one, as by `squeeze()`, does so for a single sample, too.
+        counts = self.samples or [1] * len(values)
+        rows = [value[None] if value.dim() == dims - 1 and n == 1 else value for value, n in zip(values, counts)]
+        if len({row.shape[1:] for row in rows}) == 1 and rows[0].dim() == dims:
+            return torch.cat(rows)
+        self.refuse(key, values)
+        # Of lengths that differ between microbatches.
+        return [row for value in values for row in value] if self.is_per_sample(values) else list(values)
+
+    def refuse(self, key: str, values: Sequence[Any]) -> None:
+        """Raise a ValueError if what microbatches give has to become what one process gives, and does not."""
+        if self.is_strict and rule_of(self.rules, key):
+            what = f"what the step returns{key.removeprefix(RETURNED)}" if key.startswith(RETURNED) else f"`self.{key}`"
+            found = ", ".join(
+                f"shape {tuple(each.shape)}" if isinstance(each, (Tensor, np.ndarray)) else f"{each!r:.40}"
+                for each in values
+            )
+            raise ValueError(
+                f"expected {what} to be of one kind in all microbatches of a batch, as in the self-check, but found"
+                f" {found}: they do not become what one process has. Set `num_microbatches=1`"
+            )
+
+
+RETURNED = "return"
+"""What a step returns, among the names of attributes."""
+
+
+def other_kinds(kind: str) -> list[str]:
+    """Return in what other ways microbatches might be merged, the most usual first."""
+    word, _, dims = kind.partition(" ")
+    if not dims:
+        return ["rows" if word == "entries" else "entries"]
+    rows = [f"rows {int(dims)}"] if int(dims) else []
+    others = [*rows, f"rows {int(dims) + 1}", *(f"{other} {dims}" for other in ("sum", "entries", "last", "first"))]
+    return [other for other in others if other != kind]
+
+
+def _length(value: Any) -> int:
+    if isinstance(value, (Tensor, np.ndarray)):
+        return value.shape[0] if len(value.shape) else -1
+    return len(value)
+
+
+def merge_outputs(values: Sequence[Any], merging: Merging, key: str = RETURNED) -> Any:
     """Merge the outputs of a step for each microbatch into its output for the whole batch.
 
-    Tensors and lists with one entry per sample are concatenated; floating-point scalars, and tensors without a sample
-    dimension, become the mean by `weights`. Integers are counts and are added, except Python integers that are equal in
-    all microbatches and are not their sizes. Containers, and objects of the user's, are merged entry by entry, arrays
-    like tensors. Other values that are equal in all microbatches stay; anything else becomes a list with an entry per
-    microbatch.
+    Where no rule says how, tensors and lists with one entry per sample are concatenated; floating-point scalars, and
+    tensors without a sample dimension, become the mean by weights. Integers are counts and are added, except Python
+    integers that are equal in all microbatches and are not their sizes. Containers, and objects of the user's, are
+    merged entry by entry, arrays like tensors. Other values that are equal in all microbatches stay; anything else
+    becomes a list with an entry per microbatch.
 
     Args:
         values: The output for each microbatch.
-        samples: Samples in each microbatch; empty if no value has one entry per sample.
-        weights: Share of each in the batch; they sum to 1.
+        merging: How they are merged.
+        key: The name of the output.
     """
     first = values[0]
     if len(values) == 1:
         return first
+    if all(type(value) in (int, float) for value in values):
+        return _merge_numbers(values, merging, key)
     if any(type(value) is not type(first) for value in values):
+        merging.refuse(key, values)
         return list(values)
     if isinstance(first, Tensor):
-        return _merge_tensors(list(values), samples, weights)
+        return _merge_tensors(list(values), merging, key)
     if isinstance(first, (np.ndarray, np.generic)):
-        merged = _merge_tensors([torch.as_tensor(value) for value in values], samples, weights)
+        merged = _merge_tensors([torch.as_tensor(value) for value in values], merging, key)
         return merged.numpy() if isinstance(merged, Tensor) else [part.numpy() for part in merged]
     if isinstance(first, (Mapping, UserDict)):
-        return _merge_mappings(values, samples, weights)
+        return _merge_mappings(values, merging, key)
     if dataclasses.is_dataclass(first) and not isinstance(first, type):
         merged = copy.copy(first)
         for field in dataclasses.fields(first):
             entries = [getattr(value, field.name) for value in values]
-            object.__setattr__(merged, field.name, merge_outputs(entries, samples, weights))
+            object.__setattr__(merged, field.name, merge_outputs(entries, merging, f"{key}[{field.name!r}]"))
         return merged
     if isinstance(first, (list, tuple)):
-        return _merge_sequences(values, samples, weights)
+        return _merge_sequences(values, merging, key)
     if is_users_object(first) and all(vars(value).keys() == vars(first).keys() for value in values):
         merged = copy.copy(first)
         vars(merged).update(
-            {n: merge_outputs([vars(each)[n] for each in values], samples, weights) for n in vars(first)}
+            {n: merge_outputs([vars(each)[n] for each in values], merging, f"{key}[{n!r}]") for n in vars(first)}
         )
         return merged
-    if isinstance(first, float):
-        return sum(weight * value for weight, value in zip(weights, values) if weight)
-    # A number of samples or tokens is added up; a constant such as the number of classes is not.
-    if type(first) is int and (len(set(values)) > 1 or list(values) == list(samples)):
-        return sum(values)
     return first if all(value == first for value in values) else list(values)
 
 
-def _merge_tensors(values: list[Tensor], samples: Sequence[int], weights: Sequence[float]) -> Any:
-    if samples and all(value.dim() > 0 and value.shape[0] == count for value, count in zip(values, samples)):
-        if len({value.shape[1:] for value in values}) == 1:
-            return torch.cat(values)
-        return [row for value in values for row in value]  # lengths that differ between microbatches
-    if len({value.shape for value in values}) > 1:
-        return values
-    if values[0].is_floating_point() or values[0].is_complex():
-        # A microbatch without weight (no tokens in it) may have given 0 / 0.
-        return torch.stack([weight * value for weight, value in zip(weights, values) if weight]).sum(0)
-    if values[0].dtype != torch.bool:
-        return torch.stack(values).sum(0)
-    return values[0] if all(torch.equal(value, values[0]) for value in values) else values
-
-
-def _merge_mappings(values: Sequence[Any], samples: Sequence[int], weights: Sequence[float]) -> Any:
-    first = values[0]
-    if any(value.keys() != first.keys() for value in values):
+def _merge_numbers(values: Sequence[Any], merging: Merging, key: str) -> Any:
+    # A number of samples or tokens is added up; a constant such as the number of classes is not.
+    is_whole = all(type(value) is int for value in values)
+    is_count = is_whole and (len(set(values)) > 1 or list(values) == list(merging.samples))
+    kind = merging.kind(key, "sum 0" if is_count else "entries 0")
+    if kind in ("first", "last"):
+        return values[0 if kind == "first" else -1]
+    if kind == "rows":
         return list(values)
-    entries = {key: merge_outputs([value[key] for value in values], samples, weights) for key in first}
+    if kind == "sum":
+        return sum(values)
+    if is_whole and len(set(values)) > 1:
+        merging.refuse(key, values)
+    return values[0] if is_whole else sum(weight * value for weight, value in zip(merging.weights, values) if weight)
+
+
+def _merge_tensors(values: list[Tensor], merging: Merging, key: str) -> Any:
+    first, is_equal = values[0], len({value.shape for value in values}) == 1
+    are_rows = first.dim() > 0 and (merging.is_per_sample(values) or not is_equal)
+    kind = merging.kind(key, f"{'rows' if are_rows else 'entries'} {first.dim()}")
+    if kind == "rows":
+        return merging.rows(values, key)
+    if kind in ("first", "last"):
+        return values[0 if kind == "first" else -1]
+    if not is_equal:
+        merging.refuse(key, values)
+        return values
+    if kind != "sum" and (first.is_floating_point() or first.is_complex()):
+        # A microbatch without weight (no tokens in it) may have given 0 / 0.
+        return torch.stack([weight * value for weight, value in zip(merging.weights, values) if weight]).sum(0)
+    if first.dtype != torch.bool:
+        return torch.stack(values).sum(0)
+    return first if all(torch.equal(value, first) for value in values) else values
+
+
+def _merge_mappings(values: Sequence[Any], merging: Merging, key: str) -> Any:
+    first = values[0]
+    is_alike = all(value.keys() == first.keys() for value in values)
+    if merging.kind(key, "entries" if is_alike else "rows") == "rows":
+        # By names or numbers of samples.
+        entries = {name: entry for value in values for name, entry in value.items()}
+    elif is_alike:
+        entries = {n: merge_outputs([value[n] for value in values], merging, f"{key}[{n!r}]") for n in first}
+    else:
+        return list(values)
     if type(first) is dict:
         return entries
     merged = copy.copy(first)
     # One by one: the `ModelOutput` of Hugging Face refuses `update`.
-    for key, entry in entries.items():
-        merged[key] = entry
+    for name, entry in entries.items():
+        merged[name] = entry
     return merged
 
 
-def _merge_sequences(values: Sequence[Any], samples: Sequence[int], weights: Sequence[float]) -> Any:
+def _merge_sequences(values: Sequence[Any], merging: Merging, key: str) -> Any:
     first = values[0]
-    per_sample = len(samples) > 0 and all(len(value) == count for value, count in zip(values, samples))
-    if per_sample and not hasattr(first, "_fields") and not all(isinstance(entry, Tensor) for entry in first):
+    is_fixed = hasattr(first, "_fields")
+    are_rows = merging.is_per_sample(values) and not is_fixed and not all(isinstance(each, Tensor) for each in first)
+    are_rows |= any(len(value) != len(first) for value in values)
+    if not is_fixed and merging.kind(key, "rows" if are_rows else "entries") == "rows":
         return type(first)(entry for value in values for entry in value)
     if any(len(value) != len(first) for value in values):
-        return type(first)(entry for value in values for entry in value)
-    entries = [merge_outputs([value[i] for value in values], samples, weights) for i in range(len(first))]
-    return type(first)(*entries) if hasattr(first, "_fields") else type(first)(entries)
+        return list(values)
+    names = [f".{name}" for name in first._fields] if is_fixed else [f"[{index}]" for index in range(len(first))]
+    entries = [merge_outputs([value[i] for value in values], merging, key + name) for i, name in enumerate(names)]
+    return type(first)(*entries) if is_fixed else type(first)(entries)
 
 
-def merge_entries(added: list[Any], samples: Sequence[int], weights: Sequence[float]) -> list[Any]:
-    """Return the entries that one step adds: one per sample, or as many as each microbatch added."""
-    is_per_sample = len(added) == sum(samples) and not _is_per_step(added, samples)
-    count, rest = divmod(len(added), len(samples))
-    if is_per_sample or rest:
-        return added
-    return [merge_outputs(added[entry::count], samples, weights) for entry in range(count)]
+def merge_entries(added: Sequence[list[Any]], merging: Merging, key: str) -> list[Any]:
+    """Return the entries that one step adds to a list, from those of each microbatch: one per sample, or as many."""
+    entries = [entry for each in added for entry in each]
+    counts = {len(each) for each in added}
+    is_every = len(added) == len(merging.samples)
+    are_rows = len(counts) > 1 or not is_every
+    if len(entries) == sum(merging.samples) and is_every:
+        are_rows = not _is_per_step(entries, merging.samples)
+    if merging.kind(key, "rows" if are_rows else "entries") == "rows" or len(counts) > 1 or not is_every:
+        return entries
+    count = counts.pop()
+    return [merge_outputs(entries[n::count], merging, f"{key}[{n}]") for n in range(count)]
 
 
 def _is_per_step(added: list[Any], samples: Sequence[int]) -> bool:

@@ -93,7 +93,7 @@ class ObservedStep:
 
 
 def numbers_in(value: Any, name: str) -> dict[str, Any]:
-    """Return the tensors and numbers in `value`, by key, detached and on the CPU."""
+    """Return the tensors, numbers and texts in `value`, by key, detached and on the CPU."""
     found: dict[str, Any] = {}
     leaves, _ = pytree.tree_flatten_with_path(value)
     for path, leaf in leaves:
@@ -115,6 +115,9 @@ def numbers_in(value: Any, name: str) -> dict[str, Any]:
             found.update(numbers_in(dict(vars(leaf)), key))
         elif isinstance(leaf, (bool, int, float)):
             found[key] = torch.tensor(leaf, dtype=torch.float64 if isinstance(leaf, float) else None)
+        elif isinstance(leaf, (str, bytes)):
+            text = leaf.encode(errors="replace") if isinstance(leaf, str) else leaf
+            found[key] = torch.tensor(list(text), dtype=torch.uint8)
     return found
 
 

@@ -60,6 +60,10 @@ class PipelineSteps:
         options: The strategy's arguments.
         precision: Gives the context that Lightning runs each step in.
         device: Where this rank computes.
+
+    Attributes:
+        is_compared: Whether steps are run to be compared with one process.
+        merged: How the microbatches of the last one that was compared were merged, see `Merging.found`.
     """
 
     def __init__(
@@ -76,6 +80,8 @@ class PipelineSteps:
         self._gradients_are_watched = False
         self._is_running = False
         self._output_is_read: dict[str, bool] = {}
+        self.is_compared = False
+        self.merged: dict[str, str] = {}
 
     @property
     def engine(self) -> PipelineEngine:
@@ -324,7 +330,7 @@ class PipelineSteps:
     ) -> Any:
         """Run a step on the microbatches of a batch; its result and its effects are those on the whole batch."""
         batch, *rest = args
-        effects = StepEffects(self.module)
+        effects = StepEffects(self.module, name)
         step = _StageStep(
             self._step(name, tuple(rest), kwargs), effects, audit, self._keeps(name, keeps_output), name == _TRAINING
         )
@@ -342,7 +348,8 @@ class PipelineSteps:
                         step, batch, scale=scale, synchronize=False, skips=skips, end_stage=end_stage
                     )
             else:
-                result = self.engine.forward(step, batch, skips=skips)
+                is_whole = name in ParallelState.of(self.module).whole_batches
+                result = self.engine.forward(step, batch, skips=skips, is_whole=is_whole)
         finally:
             self._is_running = False
             torch.set_rng_state(state)
@@ -352,13 +359,17 @@ class PipelineSteps:
         """Bring what the last stage found to every rank of the pipeline."""
         samples = [count_samples(microbatch) for microbatch in result.microbatches]
 
-        def found() -> tuple[Any, Any, Any]:
-            output: Any = merge_outputs(result.outputs, samples, result.weights)
+        def found() -> tuple[Any, Any, Any, dict[str, str]]:
+            merging = effects.merging(samples, result.weights, is_strict=not self.is_compared)
+            output: Any = merge_outputs(result.outputs, merging)
             if name == _TRAINING:
                 output = {**output, "loss": result.loss} if isinstance(output, Mapping) else result.loss
-            return (output, *effects.merged(samples, result.weights))
+            merged = effects.merged(merging)
+            return (output, *merged, merging.found if self.is_compared else {})
 
-        output, calls, changes = comm.broadcast_from(found, self.engine.group, self.engine.last_rank, self.device)
+        output, calls, changes, self.merged = comm.broadcast_from(
+            found, self.engine.group, self.engine.last_rank, self.device
+        )
         effects.repeat(calls, changes, self.device)
         effects.settle(samples, result.weights, self.engine.group)
         return to_device(output, self.device)

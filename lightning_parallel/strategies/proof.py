@@ -32,7 +32,15 @@ from lightning_parallel import comm
 from lightning_parallel.comm import MeshGroups, RollCall
 from lightning_parallel.compat import ParallelState
 from lightning_parallel.compat.torch import BatchNormalization
-from lightning_parallel.pipeline.microbatch import chosen_samples, few_samples, num_samples, split_batch, split_by
+from lightning_parallel.pipeline.microbatch import (
+    RETURNED,
+    chosen_samples,
+    few_samples,
+    num_samples,
+    other_kinds,
+    split_batch,
+    split_by,
+)
 from lightning_parallel.strategies.checks import check_same_batch
 from lightning_parallel.strategies.observed_step import (
     ObservedStep,
@@ -82,10 +90,17 @@ _NORM = (
     " by itself."
 )
 _FIXED_NORM = "With its running statistics, microbatches give the same as one process."
+_WHOLE_BATCHES = (
+    "`{}` runs on whole batches, not in microbatches: in microbatches it does not give what one process gives ({})."
+    " The results are equal, but stages wait for each other. Return and keep values with a row for each sample, in the"
+    " order of the samples, to have it run in microbatches."
+)
 _DRAWS = (
     "In microbatches they were not compared: how many random numbers the step draws, or from where, depends on the"
     " number of samples. Set `num_microbatches=1` where all samples must be drawn together."
 )
+_MOST_KINDS = 16
+"""Runs in which it is found out how microbatches are merged."""
 _MIXED = 8
 """Samples on which it is seen whether a step that draws numbers mixes them."""
 _USERS_FAILURE = (
@@ -181,6 +196,9 @@ class StepProof:
         begun_s = time.perf_counter()
         batch, *rest = args
         call = StepCall(name, self._first_samples(name, batch), tuple(rest), kwargs)
+        state = ParallelState.of(self.module)
+        state.merging[name] = {}
+        state.whole_batches.discard(name)
         with self.runs.nothing_left():
             verdict = _Comparison(self.runs, call, batch, self.calls)
             differs = not self.runs.fits_in_double and verdict.anywhere(verdict.differences)
@@ -192,7 +210,7 @@ class StepProof:
                 # On all replicas, whose steps may talk to each other.
                 verdict.judge()
         if name == "training_step":
-            ParallelState.of(self.module).doubt = None
+            state.doubt = None
         self._report(verdict, time.perf_counter() - begun_s)
 
     def _first_samples(self, name: str, batch: Any) -> Any:
@@ -250,6 +268,11 @@ class StepProof:
         if verdict.limits:
             text = f"{of}checked as one microbatch on {verdict.summary}{left_out}. {' '.join(verdict.limits)}"
         rank_zero_info(f"{text} ({seconds:.1f} s)")
+
+
+def _is_in(name: str, key: str) -> bool:
+    """Tell whether a value is, or is inside of, what is under a key."""
+    return name.startswith(key) and name[len(key) :][:1] in ("", "[", ".")
 
 
 def _listed(names: Sequence[str]) -> str:
@@ -395,7 +418,12 @@ class _Comparison:
                 self.limits.append(_FIXED_NORM)
                 self._compare(fixed)
         names = [*whole.effects.attributes, *whole.effects.counters]
-        complete_rules(ParallelState.of(self.runs.module).attributes, names, Snapshot(self.runs.module))
+        complete_rules(self._rules, names, Snapshot(self.runs.module))
+
+    @property
+    def _rules(self) -> dict[str, str]:
+        """How what microbatches leave is merged."""
+        return ParallelState.of(self.runs.module).merging.setdefault(self.call.name, {})
 
     def _compare(self, whole: WholeRun) -> None:
         divided = self._divided(whole)
@@ -403,8 +431,10 @@ class _Comparison:
         self._leave_out_caches(whole, divided)
         if self.anywhere(self.differences):
             self._explain(self.way, whole, divided)
-        elif whole.dropout and not self.way.fixed_norm:
-            self._compare_dropout()
+        else:
+            self._keep_kinds(divided)
+            if whole.dropout and not self.way.fixed_norm:
+                self._compare_dropout()
         if self.way.splits and self.way.draws is not None and not self.anywhere(self.differences):
             alike = self._draws_alike(divided)
             self.differences = self._mixing(alike)
@@ -643,9 +673,12 @@ class _Comparison:
         if can_split and not self.anywhere(self._found(whole, self._sharded(one))):
             if self._draws_alike(divided):
                 self.hint = _MICROBATCHES
-                self._learn_attributes(way, whole)
-            else:
+                self._learn_kinds(way, whole, divided)
+                self._learn_means(way, whole)
+            elif self.call.name == "training_step":
                 self.differences = []
+            if self.call.name != "training_step" and self.anywhere(self.differences):
+                self._use_whole_batches()
             return
         self.hint = self._audited() or self._first_module(replace(one, traces=True))
 
@@ -661,29 +694,65 @@ class _Comparison:
                 f"the attribute `{min(pieces)}` holds a piece of what it holds in one process, a part per rank"
             )
 
-    def _learn_attributes(self, way: Way, whole: WholeRun) -> None:
-        """Find out how the values that microbatches leave in attributes give that of one step."""
-        rules = ParallelState.of(self.runs.module).attributes
-        names = self._kept_names() - rules.keys()
-        # Containers, by all that they may be: `outputs[0][1]['loss']` is in `outputs[0]`.
-        lists = {name[: match.start()] for name in names for match in re.finditer(r"\[", name)} - rules.keys()
-        if lists:
-            rules.update(dict.fromkeys(sorted(lists), "entries"))
-            self.differences = self._found(whole, self._sharded(way))
-            left = self._kept_names()
-            for name in lists:
-                if any(other.startswith(f"{name}[") for other in left):
-                    del rules[name]
-            names &= left
+    def _learn_kinds(self, way: Way, whole: WholeRun, divided: DividedRun) -> None:
+        """Find out how what microbatches return and leave becomes what one step does: see `Merging`."""
+        rules, left = self._rules, dict[str, list[str]]()
+        for _ in range(_MOST_KINDS):
+            changed: dict[str, str] = {}
+            for name in sorted(self._named_differences()):
+                # From the inside out; another kind of a list may show what is inside of its entries.
+                for key in sorted((key for key in divided.merged if _is_in(name, key)), key=len, reverse=True):
+                    kind = divided.merged[key]
+                    ways = left.setdefault(key, [*other_kinds(kind), kind])
+                    if ways and key not in changed:
+                        changed[key] = ways.pop(0)
+                    if key in changed and changed[key] != kind:
+                        break
+            if not changed:
+                break
+            rules.update(changed)
+            divided = self._sharded(way)
+            self.differences = self._found(whole, divided)
+        self._keep_kinds(divided)
+
+    def _named_differences(self) -> set[str]:
+        """Return the names of attributes, and of what the step returned, that differ on any rank of the replica."""
+        mine = {entry.name for entry in self.differences if entry.kind == "attribute"}
+        mine |= {f"{RETURNED}{entry.name}" for entry in self.differences if entry.kind == "output"}
+        return {name for theirs in comm.all_gather_object(mine, self.replica) for name in theirs}
+
+    def _keep_kinds(self, divided: DividedRun) -> None:
+        """Merge microbatches later as here, also where their sizes would tell another way by chance."""
+        if self.way.splits:
+            for key, kind in divided.merged.items():
+                self._rules.setdefault(key, kind)
+
+    def _learn_means(self, way: Way, whole: WholeRun) -> None:
+        """Find out which values one step leaves are means of those that microbatches leave."""
+        rules = self._rules
+        names = self._kept_names()
+        before = {name: rules[name] for name in names if name in rules}
         for rule in ("mean", "samples"):
             if names:
                 rules.update(dict.fromkeys(sorted(names), rule))
                 self.differences = self._found(whole, self._sharded(way))
                 names &= self._kept_names()
         for name in names:
-            del rules[name]
+            rules.pop(name)
+            rules.update({name: before[name]} if name in before else {})
         if names:
             self.differences = self._found(whole, self._sharded(way))
+
+    def _use_whole_batches(self) -> None:
+        """Run a step for evaluation as one microbatch, which is equal: there are no gradients to be kept for."""
+        name = self.call.name
+        kinds = sorted(
+            {str(each) for theirs in comm.all_gather_object(self.differences, self.replica) for each in theirs}
+        )
+        ParallelState.of(self.runs.module).whole_batches.add(name)
+        rank_zero_warn(_WHOLE_BATCHES.format(name, "; ".join(kinds[:_SHOWN]) or "random numbers"))
+        self.differences, self.hint = [], ""
+        self.way = replace(self.way, splits=False)
 
     def _kept_names(self) -> set[str]:
         """Return the names of attributes and buffers that differ on any rank of the replica."""

@@ -28,16 +28,24 @@ from lightning_parallel.compat.lightning import (
     states_of,
 )
 from lightning_parallel.compat.torch import pytree
-from lightning_parallel.pipeline.microbatch import merge_entries, merge_outputs, reduce_logged
+from lightning_parallel.pipeline.microbatch import (
+    MEANS,
+    Merging,
+    merge_entries,
+    merge_outputs,
+    reduce_logged,
+    rule_of,
+)
 from lightning_parallel.pipeline.placeholder import in_dry_run, missing
 from lightning_parallel.pipeline.unknown_value import require_known
 from lightning_parallel.strategies.step_state import (
-    MEANS,
     MISSING,
+    Added,
     Edit,
     Elsewhere,
     Fresh,
     Gone,
+    Members,
     Path,
     Snapshot,
     TrainerState,
@@ -48,7 +56,6 @@ from lightning_parallel.strategies.step_state import (
     label_of,
     put,
     refuse_unknown,
-    rule_of,
 )
 
 __all__ = ["LogCall", "StepEffects", "buffers_kept", "log_recorded", "side_effects_discarded", "to_device"]
@@ -63,16 +70,17 @@ class StepEffects:
 
     Args:
         module: The user's module.
+        name: Of the step.
     """
 
-    def __init__(self, module: LightningModule) -> None:
+    def __init__(self, module: LightningModule, name: str) -> None:
         self.module = module
         self.logged: list[list[LogCall]] = []
         self._start = Snapshot(module)
         self._trainer = TrainerState(module)
         self._of_trainer: list[dict[tuple[str, str], Any]] = []
         self._attributes = {path: dict(vars(holder)) for path, holder in self._start.modules()}
-        self._rules = ParallelState.of(module).attributes
+        self._rules = ParallelState.of(module).merging.setdefault(name, {})
         self._history: list[dict[Path, Edit]] = []
         followed = {label_of((*path, "")) for path in self._attributes if path}
         self._counters = [
@@ -113,11 +121,15 @@ class StepEffects:
         self.logged.append(calls)
         self._history.append(before.changes())
 
-    def merged(self, samples: Sequence[int], weights: Sequence[float]) -> tuple[list[LogCall], list[Change]]:
+    def merging(self, samples: Sequence[int], weights: Sequence[float], is_strict: bool) -> Merging:
+        """Return how microbatches are merged."""
+        return Merging(self._rules, samples, weights, is_strict)
+
+    def merged(self, merging: Merging) -> tuple[list[LogCall], list[Change]]:
         """Return calls of `self.log`, and changes, as one step on the whole batch would have made them."""
         for name, value, _ in (call for calls in self.logged for call in calls):
             require_known(value, f"`self.log({name!r}, ...)`")
-        changes = _merge_changes(self._history, samples, weights, self._rules)
+        changes = _merge_changes(self._history, merging)
         for path, _, value in changes:
             require_known(value, f"`self.{label_of(path)}`")
         # Refused where it is used after the step: most such attributes are read inside of it only.
@@ -130,7 +142,7 @@ class StepEffects:
         if any(self._of_trainer):
             changes.append(((), "trainer", _agreed(self._of_trainer)))
         known = ParallelState.of(self.module).logged
-        return _merge_calls(self.logged, samples, weights, known), changes
+        return _merge_calls(self.logged, merging.samples, merging.weights, known), changes
 
     @torch.no_grad()
     def settle(self, samples: Sequence[int], weights: Sequence[float], group: Group) -> None:
@@ -305,7 +317,11 @@ def _merge_call(name: str, entries: list[tuple[int, float, Any, dict[str, Any]]]
     if isinstance(values[0], _MetricAt):
         caches = [value.cache for value in values if value.cache is not None]
         shares = [size / sum(sizes) for size in sizes]
-        return name, _MetricAt(values[0].path, merge_outputs(caches, (), shares) if caches else None), arguments
+        return (
+            name,
+            _MetricAt(values[0].path, merge_outputs(caches, Merging({}, (), shares)) if caches else None),
+            arguments,
+        )
     device = next((value.device for value in values if isinstance(value, Tensor)), None)
     # The default precision would round a number of Python's before all are there.
     dtype = torch.float64 if device is None and any(isinstance(value, float) for value in values) else None
@@ -339,9 +355,7 @@ def _agreed(found: Sequence[dict[tuple[str, str], Any]]) -> dict[tuple[str, str]
     return found[-1]
 
 
-def _merge_changes(
-    history: Sequence[dict[Path, Edit]], samples: Sequence[int], weights: Sequence[float], rules: Mapping[str, str]
-) -> list[Change]:
+def _merge_changes(history: Sequence[dict[Path, Edit]], merging: Merging) -> list[Change]:
     """Return the changes that one step on the whole batch would have made, containers before what is inside."""
     history = [dict(edits) for edits in history]
     paths = list(dict.fromkeys(path for edits in history for path in edits))
@@ -356,16 +370,17 @@ def _merge_changes(
         if len(fresh) > 1:
             # A container of each microbatch's own.
             settled.add(path)
-            merged.append((path, "set", merge_outputs([edit.value for _, edit in fresh], samples, weights)))
-        elif isinstance(edit, Whole):
-            settled.add(path)
-            merged.append((path, "fill", edit.value))
+            merged.append((path, "set", merge_outputs([edit.value for _, edit in fresh], merging, label_of(path))))
         elif isinstance(edit, Gone):
             settled.add(path)
             merged.append((path, "remove", None))
         elif isinstance(edit, Value):
             values = [(number, each) for number, each in found if isinstance(each, Value)]
-            merged.append(_merge_values(path, values, samples, weights, rules))
+            merged.append(_merge_values(path, values, merging))
+        elif any(isinstance(each, Whole) for _, each in found):
+            settled.add(path)
+            merged += [(path, "create", emptied(edit.value)) for _, edit in fresh]
+            merged.append((path, "fill", _filled([each for _, each in found])))
         else:
             if fresh:
                 number, new = fresh[0]
@@ -374,54 +389,57 @@ def _merge_changes(
                     inside = {(*path, key): _first(value) for key, value in new.value.items()}
                     history[number].update(inside)
                     paths.extend(key for key in inside if key not in paths)
-            merged += _merge_entries_of(path, found, samples, weights, rules.get(label_of(path)) == "entries")
+            merged += _merge_entries_of(path, found, merging)
     return merged
+
+
+def _filled(edits: Sequence[Edit]) -> list[Any] | set[Any]:
+    """Return what a list or set holds after changes one after the other, of which one has changed it as a whole."""
+    value: Any = []
+    for edit in edits:
+        if isinstance(edit, (Whole, Fresh)):
+            value = set(edit.value) if isinstance(edit.value, set) else list(edit.value)
+        elif isinstance(edit, Added):
+            value.extend(edit.entries)
+        elif isinstance(edit, Members):
+            value |= edit.added
+    return value
 
 
 def _first(value: Any) -> Edit:
     return Fresh(value) if is_container(value) else Value(MISSING, value, False)
 
 
-def _merge_entries_of(
-    path: Path, found: Sequence[tuple[int, Any]], samples: Sequence[int], weights: Sequence[float], is_per_step: bool
-) -> list[Change]:
+def _merge_entries_of(path: Path, found: Sequence[tuple[int, Any]], merging: Merging) -> list[Change]:
     """Return how what microbatches added to a list, deque or set is added at once."""
     values = [edit.value if isinstance(edit, Fresh) else edit[0] for _, edit in found]
     if isinstance(values[0], set):
         return [(path, "join", set().union(*values))]
     if isinstance(values[0], dict):
         return []
-    entries = [entry for value in values for entry in value]
-    counts = {len(value) for value in values}
-    if is_per_step and len(counts) == 1:
-        # As many entries as samples, by chance.
-        count = counts.pop()
-        entries = [merge_outputs(entries[number::count], samples, weights) for number in range(count)]
-    elif len(found) == len(samples) and (len(counts) == 1 or len(entries) == sum(samples)):
-        entries = merge_entries(entries, samples, weights)
-    return [(path, "extend", entries)]
+    return [(path, "extend", merge_entries([list(value) for value in values], merging, label_of(path)))]
 
 
-def _merge_values(
-    path: Path,
-    found: Sequence[tuple[int, Value]],
-    samples: Sequence[int],
-    weights: Sequence[float],
-    rules: Mapping[str, str],
-) -> Change:
+def _merge_values(path: Path, found: Sequence[tuple[int, Value]], merging: Merging) -> Change:
     """Return what one step on the whole batch would leave in a number, tensor or array.
 
-    That is the mean where the proof has found so; each microbatch has begun with the value before the batch then.
+    That is the mean where the self-check has found so; each microbatch has begun with the value before the batch then.
     Else it is what the last one left, but tensors with a row per sample are concatenated.
     """
     values = [edit.after for _, edit in found]
     before, after = found[0][1].before, values[-1]
-    refuse_unknown(rules, label_of(path))
-    rule = rule_of(rules, label_of(path))
+    label, rules, samples = label_of(path), merging.rules, merging.samples
+    refuse_unknown(rules, label)
+    rule = rule_of(rules, label)
     if rule in MEANS and isinstance(after, (bool, int, float, Tensor, np.ndarray, np.generic)):
-        after = _mean(before, {number: edit.after for number, edit in found}, _shares(rule, samples, weights))
-    elif _is_per_sample(before, values, samples):
-        after = merge_outputs(values, samples, weights)
+        shares = _shares(rule, samples, merging.weights)
+        after = _mean(before, {number: edit.after for number, edit in found}, shares)
+    elif len(values) >= max(len(samples), 2) and all(isinstance(value, (Tensor, np.ndarray)) for value in values):
+        # A running mean may have as many rows by chance.
+        is_running = isinstance(before, type(values[0])) and before.shape == values[0].shape
+        are_rows = merging.is_per_sample(values) and not is_running
+        if merging.kind(label, f"{'rows' if are_rows else 'last'} {values[0].ndim}") != "last":
+            after = merge_outputs(values, merging, label)
     return path, "write" if found[0][1].in_place else "set", after
 
 
@@ -440,14 +458,6 @@ def _mean(before: Any, values: Mapping[int, Any], shares: Sequence[float]) -> An
     if isinstance(after, np.ndarray):
         return (np.round(total) if after.dtype.kind in "iu" else np.asarray(total)).astype(after.dtype)
     return round(total) if isinstance(after, (int, np.integer)) else total
-
-
-def _is_per_sample(before: Any, values: Sequence[Any], samples: Sequence[int]) -> bool:
-    if len(values) < max(len(samples), 2) or not all(isinstance(value, (Tensor, np.ndarray)) for value in values):
-        return False
-    rows = all(len(value.shape) > 0 and value.shape[0] == count for value, count in zip(values, samples))
-    # A running mean may have as many rows by chance.
-    return rows and not (isinstance(before, type(values[0])) and before.shape == values[0].shape)
 
 
 def _apply(module: LightningModule, start: Snapshot, changes: Sequence[Change], device: torch.device) -> None:

@@ -143,6 +143,7 @@ class DividedRun:
         draws_apart: Whether random numbers were drawn inside divided layers, where each rank has its own.
         trace: What its modules returned, if it was asked for.
         replayed: What its microbatches were given as their draws; None where each has drawn for itself.
+        merged: How they were merged, by key; see `Merging.found`.
     """
 
     effects: ObservedStep
@@ -151,6 +152,7 @@ class DividedRun:
     draws_apart: bool = False
     trace: ModuleTrace | None = None
     replayed: ReplayedDraws | None = None
+    merged: Mapping[str, str] = field(default_factory=dict)
 
 
 _DOUBLE_BYTES = 64 << 20
@@ -323,7 +325,13 @@ class StepRuns:
             written = [key for key, value in parameters.items() if version_of(value) != versions[key]]
             changed.update((key, parameters[key].detach().clone()) for key in written)
         return DividedRun(
-            effects, gradients, changed, RandomRegion.draws > drawn, trace, replayed[0] if replayed else None
+            effects,
+            gradients,
+            changed,
+            RandomRegion.draws > drawn,
+            trace,
+            replayed[0] if replayed else None,
+            {} if self.steps is None else self.steps.merged,
         )
 
     def _run_step(
@@ -402,6 +410,7 @@ class StepRuns:
         patches = Patches()
         patches.replace(steps.engine, "next_seed", lambda: SEED)
         patches.replace(steps, "gradient_scale", lambda: 1.0)
+        patches.replace(steps, "is_compared", True)
         split, count = steps.engine.split_batch, self.microbatches if way.splits else 1
         patches.replace(steps.engine, "split_batch", lambda batch, _: [batch] if count == 1 else split(batch, count))
         if way.draws is not None and count > 1:

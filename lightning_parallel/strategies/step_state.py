@@ -11,7 +11,6 @@ from __future__ import annotations
 import copy
 import dataclasses
 import operator
-import re
 from collections import deque
 from collections.abc import Iterable, Mapping
 from types import SimpleNamespace
@@ -25,10 +24,10 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from lightning_parallel.compat import FOREIGN
 from lightning_parallel.compat.torch import buffers_of, version_of
+from lightning_parallel.pipeline.microbatch import MEANS
 from lightning_parallel.pipeline.placeholder import PlaceholderTensor, missing
 
 __all__ = [
-    "MEANS",
     "MISSING",
     "Added",
     "Elsewhere",
@@ -47,16 +46,10 @@ __all__ = [
     "label_of",
     "put",
     "refuse_unknown",
-    "rule_of",
 ]
 
 Path = tuple[Any, ...]
 """Name of an attribute, then keys, positions and fields inside of it."""
-
-MEANS = {"mean", "samples"}
-"""The rules of `ParallelState.attributes` by which each microbatch begins with the value before the batch."""
-
-_NUMBER = re.compile(r"\[-?\d+\]")
 
 _PLAIN = (bool, int, float, complex, str, bytes, type(None), np.generic)
 
@@ -144,19 +137,6 @@ def label_of(path: Path) -> str:
     return label
 
 
-def rule_of(rules: Mapping[str, str], label: str) -> str:
-    """Return how what microbatches leave in a value is merged, as the proof has found.
-
-    One under a new number, as in `self.steps[self.current_epoch] += 1`, is merged like those under other numbers.
-    """
-    found = rules.get(label)
-    if found is None and label.endswith("]"):
-        kind = _NUMBER.sub("[]", label)
-        alike = {rule for name, rule in rules.items() if _NUMBER.sub("[]", name) == kind}
-        found = alike.pop() if len(alike) == 1 else None
-    return found or ""
-
-
 def refuse_unknown(rules: Mapping[str, str], label: str) -> None:
     """Raise a ValueError for a value under a name that was not there in the proof, if others beside it need a rule."""
     beside = f"{label.rpartition('[')[0]}['"
@@ -211,7 +191,7 @@ class Snapshot:
         self._kept: dict[Path, Any] = {}
         self._seen: set[int] = set()
         state = vars(module).get("_parallel_state")
-        self._rules = getattr(state, "attributes", {})
+        self._rules = {name for rules in getattr(state, "merging", {}).values() for name in rules}
         self._parts = {id(module.get_submodule(name)) for name in getattr(state, "followed", ())}
         self._visit((), module, _COPIED_BYTES)
 

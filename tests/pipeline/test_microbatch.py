@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch.nn.utils.rnn import pack_sequence
 
-from lightning_parallel.pipeline.microbatch import merge_entries, num_samples, split_batch
+from lightning_parallel.pipeline.microbatch import Merging, merge_entries, num_samples, split_batch
 
 
 class Pair(NamedTuple):
@@ -103,9 +103,9 @@ def test_what_cannot_be_cut_is_named(batch, message):
 
 
 def test_results_that_steps_of_one_sample_collect_in_dicts():
-    added = [{"loss": torch.tensor(loss), "scores": torch.full((1, 3), loss)} for loss in (1.0, 3.0)]
-    (merged,) = merge_entries(added, samples=[1, 1], weights=[0.5, 0.5])
+    added = [[{"loss": torch.tensor(loss), "scores": torch.full((1, 3), loss)}] for loss in (1.0, 3.0)]
+    (merged,) = merge_entries(added, Merging({}, [1, 1], [0.5, 0.5]), "scores")
     assert merged["loss"] == 2.0
     assert torch.equal(merged["scores"], torch.tensor([[1.0] * 3, [3.0] * 3]))
-    words = [{"word": "a"}, {"word": "b"}]
-    assert merge_entries(words, samples=[1, 1], weights=[0.5, 0.5]) == words
+    words = [[{"word": "a"}], [{"word": "b"}]]
+    assert merge_entries(words, Merging({}, [1, 1], [0.5, 0.5]), "words") == [{"word": "a"}, {"word": "b"}]

@@ -1,5 +1,7 @@
 """What steps collect in containers, count and average, and do to their batches, in a pipeline as in one process."""
 
+import copy
+import warnings
 from collections import Counter, defaultdict, deque
 from dataclasses import dataclass, field
 
@@ -11,6 +13,7 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 from lightning_parallel import PipelineParallelStrategy
+from lightning_parallel.compat.torch import pytree
 from tests.harness import distributed
 from tests.pipeline.other_models import Block
 from tests.strategies.models import Samples, trainer_for
@@ -217,3 +220,64 @@ def test_batches_that_steps_take_apart(microbatches):
         found.append(module)
     assert found[1].indices == found[0].indices
     assert found[1].figures == pytest.approx(found[0].figures)
+
+
+class Scoring(Deep):
+    """Returns flat predictions, and keeps one score per sample, some of them, or one for each batch, in lists."""
+
+    def __init__(self, way="rows"):
+        super().__init__()
+        self.way, self.seen_outputs, self.scores, self.flat, self.texts = way, [], [], [], []
+        self.kept = {"chosen": [], "sizes": [], "sorted": []}
+        self.arrays = deque(maxlen=30)
+
+    def validation_step(self, batch, index):
+        logits = self(batch[0])
+        best, top = logits.argmax(-1), logits.amax(-1)
+        self.flat.append(logits.flatten())
+        self.arrays.append(logits.flatten(0, 1).numpy())
+        self.scores += top.tolist()
+        for label, score in zip(batch[1], top):
+            self.texts.append(f"{label}: {score:.3f}")
+        self.kept["chosen"].extend(top[batch[1] > 1])
+        self.kept["sizes"].append({"n": logits.numel(), "sum": top.sum(), "first": top[0]})
+        self.kept["sorted"].extend(best.tolist())
+        self.kept["sorted"].sort()
+        if self.way == "whole":
+            return torch.cdist(logits, logits), " ".join(self.texts)
+        found = {"flat": logits.view(-1), "words": logits.repeat(1, 2).view(-1, 5), "n": logits.numel()}
+        return found, [best.flatten(), (top.tolist(), logits.flatten().numpy())], list(logits), logits[batch[1] > 2]
+
+    predict_step = validation_step
+
+    def on_validation_batch_end(self, outputs, batch, index):
+        self.seen_outputs.append(outputs)
+
+    def on_validation_epoch_end(self):
+        self.flat.clear()
+
+    def read(self):
+        return [self.scores, self.flat, list(self.arrays), self.texts, self.kept, self.seen_outputs]
+
+
+@distributed(world_size=2)
+def test_flat_results_and_scores_of_samples_are_those_of_one_process(group):
+    """By means of equal shapes they would be numbers of no sample; some were only in the last batch, unseen."""
+    data = DataLoader(Samples(length=19), batch_size=5)
+
+    def evaluated(way, strategy, devices):
+        module = Scoring(way)
+        trainer = trainer_for(strategy, devices, True, use_distributed_sampler=False)
+        trainer.validate(module, data, verbose=False)
+        found = [copy.deepcopy(module.read()), trainer.predict(module, data), module.read()]
+        return pytree.tree_map_only(str, lambda text: torch.tensor([*text.encode()]), found)
+
+    for way in ("rows", "whole"):
+        expected = evaluated(way, "auto", 1)
+        for microbatches in (2, 4) if way == "rows" else (2,):
+            with warnings.catch_warnings(record=True) as caught:
+                warnings.simplefilter("always")
+                found = evaluated(way, PipelineParallelStrategy(num_microbatches=microbatches), 2)
+            torch.testing.assert_close(found, expected, rtol=1e-10, atol=1e-12)
+            said = [str(each.message) for each in caught if "runs on whole batches" in str(each.message)]
+            assert len(said) == (2 if way == "whole" and group.rank == 0 else 0), said
