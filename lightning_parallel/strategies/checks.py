@@ -7,6 +7,7 @@ import dis
 import hashlib
 import inspect
 import io
+import operator
 import pickle
 import random
 import sys
@@ -345,8 +346,10 @@ def first_batch(trainer: Trainer) -> Any | None:
     loop = loops[trainer.state.fn]
     kept = [trainer, trainer.lightning_module, trainer.datamodule]  # type: ignore[attr-defined]
     # Reading draws numbers for the order and, also in hooks of the module, for augmentation: the run draws them again.
-    own = OwnGenerators(trainer.lightning_module.modules())
+    own = OwnGenerators([*trainer.lightning_module.modules(), trainer.datamodule])  # type: ignore[attr-defined]
     with isolate_rng(), own.preserved(), ExitStack() as undo:
+        for owner in kept[1:]:
+            undo.enter_context(_unchanged(owner))
 
         def copied(loaders: Any) -> Any | None:
             each = pytree.tree_leaves(getattr(loaders, "iterables", loaders))
@@ -359,6 +362,30 @@ def first_batch(trainer: Trainer) -> Any | None:
         if entry is None or entry[0] is None:
             return None
         return prepared_batch(trainer, entry[0])
+
+
+@contextmanager
+def _unchanged(owner: Any) -> Iterator[None]:
+    """Put back the attributes of whose methods give loaders, such as counters and caches: the run calls them again."""
+    attributes = vars(owner) if hasattr(owner, "__dict__") else {}
+    before = dict(attributes)
+    containers = [(value, copy.copy(value)) for value in before.values() if type(value) in (list, dict, set)]
+    try:
+        yield
+    finally:
+        for value, items in containers:
+            if not _holds_the_same(value, items):
+                value.clear()
+                value.extend(items) if isinstance(value, list) else value.update(items)
+        for name in attributes.keys() - before.keys() - {"_parallel_state"}:
+            del attributes[name]
+        attributes.update({name: value for name, value in before.items() if attributes.get(name) is not value})
+
+
+def _holds_the_same(one: Any, two: Any) -> bool:
+    if isinstance(one, dict):
+        return _holds_the_same([*one, *one.values()], [*two, *two.values()])
+    return len(one) == len(two) and all(map(operator.is_, one, two))
 
 
 def _copied(loaders: Any, each: Sequence[Any], kept: Sequence[Any]) -> Any | None:

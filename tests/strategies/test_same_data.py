@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from lightning.pytorch import seed_everything
-from torch.utils.data import DataLoader, IterableDataset, RandomSampler
+from lightning.pytorch import LightningDataModule, seed_everything
+from torch.utils.data import DataLoader, IterableDataset, RandomSampler, random_split
 
 from lightning_parallel import HybridParallelStrategy, PipelineParallelStrategy, TensorParallelStrategy
 from lightning_parallel.strategies.checks import check_same_batch
@@ -248,12 +248,33 @@ class Augmenting(Deep):
         return x + (first + np.random.normal()) * x[torch.randperm(len(x))], y
 
 
+class Counted(LightningDataModule):
+    """Splits its data by a generator of its own, and counts how often it is asked."""
+
+    def __init__(self):
+        super().__init__()
+        self.generator, self.calls, self.asked, self.known = torch.Generator().manual_seed(3), 0, [], {"sizes": None}
+
+    def train_dataloader(self):
+        self.calls += 1
+        self.asked.append(self.trainer.current_epoch)
+        self.known["sizes"] = self.known["sizes"] or [24, 8]
+        self.last = self.calls
+        data, _ = random_split(Samples(), self.known["sizes"], generator=self.generator)
+        return DataLoader(data, batch_size=8)
+
+
 @distributed(world_size=2)
-def test_hooks_that_augment_batches_draw_what_one_process_draws():
-    losses = []
-    for strategy, size in (("auto", 1), (PipelineParallelStrategy(pipeline_parallel_size=2), 2)):
+def test_hooks_and_data_modules_draw_and_count_what_one_process_does():
+    losses, asked = [], []
+    for kind, size in ((lambda: "auto", 1), (PipelineParallelStrategy, 2)):
         seed_everything(11, verbose=False)
         module = Augmenting()
-        trainer_for(strategy, size, max_epochs=1, limit_val_batches=0).fit(module, loader())
-        losses.append([float(loss) for loss in module.losses])
+        trainer_for(kind(), size, max_epochs=1, limit_val_batches=0).fit(module, loader())
+        other, data = Deep(), Counted()
+        short = {"max_epochs": 2, "limit_val_batches": 0, "reload_dataloaders_every_n_epochs": 1}
+        trainer_for(kind(), size, use_distributed_sampler=False, **short).fit(other, datamodule=data)
+        losses.append([float(loss) for loss in (*module.losses, *other.losses)])
+        asked.append((data.calls, data.asked, data.last, data.known))
     assert losses[1] == pytest.approx(losses[0], rel=1e-10)
+    assert asked[1] == asked[0] == (2, [0, 1], 2, {"sizes": [24, 8]})
