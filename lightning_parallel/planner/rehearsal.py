@@ -257,6 +257,8 @@ class Rehearsal:
     def _divide(self, tensor: int) -> Divided:
         dtype = self.compute_dtype if self.precision.endswith("true") else None
         module = without_data(self.module, None if dtype is torch.float32 else dtype)
+        if (trainer := getattr(self.module, "_trainer", None)) is not None:
+            module.trainer = trainer  # which steps ask, and a LightningModule leaves out of its copies
         sharding = None
         if tensor > 1:
             group = Group.pretended(TENSOR, tensor, lambda op, num_bytes: self._notes.append((op, num_bytes)))

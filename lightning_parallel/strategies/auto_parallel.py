@@ -224,6 +224,7 @@ def _whole_copy(module: LightningModule) -> LightningModule:
     """Return a copy without data of a module as it will be after its own hooks."""
     copied = without_data(module)
     assert isinstance(copied, LightningModule)
+    copied.trainer = module.trainer
     with torch.device("meta"):
         copied.configure_model()
         if next(copied.parameters(), None) is None:
