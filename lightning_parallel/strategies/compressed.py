@@ -33,7 +33,13 @@ from lightning_parallel.comm import (
     stop_heartbeat,
 )
 from lightning_parallel.compat import ParallelState, Patches
-from lightning_parallel.compat.lightning import PathLike, follow_sigterm, process_group_backend_of, timeout_of
+from lightning_parallel.compat.lightning import (
+    FunctionLauncher,
+    PathLike,
+    follow_sigterm,
+    process_group_backend_of,
+    timeout_of,
+)
 from lightning_parallel.compat.torch import remove_ddp_hooks
 from lightning_parallel.compression import (
     Auto,
@@ -68,7 +74,7 @@ from lightning_parallel.strategies.compression_files import (
     write_compression,
 )
 from lightning_parallel.strategies.nodes import Hierarchical, between_nodes, check_hierarchical, hosts_of, size_of_node
-from lightning_parallel.strategies.processes import connect
+from lightning_parallel.strategies.processes import EndingLauncher, connect
 
 __all__ = [
     "NAMED_COMPRESSORS",
@@ -315,6 +321,12 @@ class CompressedDDPStrategy(SavesCompression, DDPStrategy):
         self._between_nodes: HierarchicalReducer | None = None
         self._hook_state: HookState | None = None
         self._wrapped: set[int] = set()
+
+    @override
+    def _configure_launcher(self) -> None:
+        super()._configure_launcher()
+        if isinstance(self._launcher, FunctionLauncher):
+            self._launcher = EndingLauncher(self, start_method=self._start_method)
 
     @override
     def _begin_compression(self) -> None:

@@ -49,6 +49,7 @@ from lightning_parallel.strategies.replicas import seed_workers, share_random_st
 from lightning_parallel.strategies.shared_chance import SharedChance
 
 __all__ = [
+    "EndingLauncher",
     "MeshProcesses",
     "SpawnLauncher",
     "StartMethod",
@@ -95,16 +96,46 @@ class RunLauncher(ScriptLauncher):
         return super().launch(partial(_as_run, function), *args, trainer=trainer, **kwargs)
 
 
-class SpawnLauncher(FunctionLauncher):
-    """Starts processes as functions; returns the merged state dict to the main process instead of rank 0's shards."""
+class _Ended(NamedTuple):
+    """How a process ended that has no results: by Ctrl-C, or with a status, as after SIGTERM."""
+
+    is_interrupted: bool
+    code: Any
+
+
+def _as_function(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    try:
+        return _as_run(function, *args, **kwargs)
+    except (KeyboardInterrupt, SystemExit) as end:
+        return _Ended(isinstance(end, KeyboardInterrupt), getattr(end, "code", None))
+
+
+class EndingLauncher(FunctionLauncher):
+    """Starts processes as functions, and ends as they do, where Lightning's waits for ever for their results."""
 
     @override
     def launch(self, function: Callable[..., Any], *args: Any, trainer: Optional[Trainer] = None, **kwargs: Any) -> Any:
-        return super().launch(partial(_as_run, function), *args, trainer=trainer, **kwargs)
+        return super().launch(partial(_as_function, function), *args, trainer=trainer, **kwargs)
+
+    @override
+    def _collect_rank_zero_results(self, trainer: Trainer, results: Any) -> Any:
+        return results if isinstance(results, _Ended) else super()._collect_rank_zero_results(trainer, results)
+
+    @override
+    def _recover_results_in_main_process(self, worker_output: Any, trainer: Trainer) -> None:
+        if isinstance(worker_output, _Ended):
+            raise KeyboardInterrupt if worker_output.is_interrupted else SystemExit(worker_output.code)
+        super()._recover_results_in_main_process(worker_output, trainer)
+
+
+class SpawnLauncher(EndingLauncher):
+    """Returns the merged state dict to the main process instead of rank 0's shards."""
 
     # Lightning copies `module.state_dict()` of rank 0 back here, and has no hook for a strategy to say otherwise.
     @override
     def _collect_rank_zero_results(self, trainer: Trainer, results: Any) -> Any:
+        if isinstance(results, _Ended):
+            return results
         # Every rank takes part, though only the first one returns it.
         full = strategy_of(self).full_state_dict()  # type: ignore[attr-defined]
         module = trainer.lightning_module

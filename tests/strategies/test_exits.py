@@ -1,13 +1,13 @@
 """The statuses that processes end with, as an interpreter does: 0 after a run that succeeded, in whatever way it ends.
 
-`benchmarks/exits.py` starts every strategy in every way, many times.
+The whole table is `benchmarks/exits.py`: every strategy, by every launcher and in every way, many times.
 """
 
 from pathlib import Path
 
 import pytest
 
-from tests.harness import free_port, start_script
+from tests.harness import free_port, run_script, start_script
 
 SCRIPT = Path(__file__).with_name("ending.py")
 SOON_S = 120.0  # where a rank waits for one that is gone, it would be half an hour
@@ -46,3 +46,10 @@ def test_one_rank_that_fails_between_two_buckets_is_named_by_the_other(end, reas
 def test_a_signal_to_one_rank_ends_both_after_the_same_step():
     for ended in ends_of("ddp powersgd", "term one"):
         assert ended.returncode == 0, ended.stderr  # as Lightning, where all get it
+
+
+@pytest.mark.parametrize(("kind", "end", "status"), [("ddp powersgd", "term", 0), ("pipeline", "int", 1)])
+def test_who_has_started_functions_ends_as_they_do(kind, end, status):
+    """Lightning waits for ever for the results of processes that ended without any."""
+    ended = run_script(SCRIPT, kind, end, "fork", deadline_s=SOON_S)
+    assert ended.returncode == status, ended.stderr
