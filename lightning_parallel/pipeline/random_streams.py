@@ -138,13 +138,17 @@ class OwnGenerators:
             self.restore(states)
 
     def states(self) -> list[bytes]:
-        """Return the state of each, in a form that can be compared."""
-        return [pickle.dumps(_state(generator)) for generator in self._generators]
+        """Return the state of each, in a form that can be compared between processes."""
+        states = (_state(generator) for generator in self._generators)
+        # A pickled tensor has an address in it.
+        return [pickle.dumps(state.numpy().tobytes() if isinstance(state, Tensor) else state) for state in states]
 
     def restore(self, states: Sequence[bytes]) -> None:
         """Set the state of each to one that `states` gave."""
-        for generator, state in zip(self._generators, states):
-            _restore(generator, pickle.loads(state))
+        for generator, data in zip(self._generators, states):
+            state = pickle.loads(data)
+            is_torchs = isinstance(generator, torch.Generator)
+            _restore(generator, torch.frombuffer(bytearray(state), dtype=torch.uint8) if is_torchs else state)
 
     def seed(self, key: int) -> None:
         """Seed each by its number and `key`."""

@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from lightning_parallel.pipeline.random_streams import OwnGenerators
 from tests.harness import distributed
 from tests.pipeline.test_engine import engine_for
 
@@ -139,3 +140,14 @@ def test_layers_draw_the_same_wherever_the_pipeline_is_cut(group):
         result = engine.forward_backward(step, batch)
         losses.append(result.loss if group.rank == engine.last_rank else torch.zeros(()))
     assert torch.equal(*losses)
+
+
+def test_generators_in_one_state_are_equal_wherever_it_is_in_memory():
+    one, other = OwnGenerators([Noisy("torch")]), OwnGenerators([Noisy("torch")])
+    before = one.states()
+    assert before == other.states() == one.states()
+    expected = [torch.rand(3, generator=one.generators[0]) for _ in range(2)]
+    assert one.states() != before
+    one.restore(before)
+    assert one.states() == before
+    assert torch.equal(torch.rand(3, generator=one.generators[0]), expected[0])
