@@ -58,6 +58,7 @@ class ParameterSlices:
         self.holds_gradients = False
         # Of narrow parameters: the data of the whole, and its gradient where it is kept.
         self._whole: dict[Tensor, tuple[Tensor, Tensor | None]] = {}
+        self._freed: set[int] = set()
         self._hooks: list[RemovableHandle] = []
         self._divided: list[Optimizer] = []
 
@@ -114,6 +115,11 @@ class ParameterSlices:
     def begin(self) -> None:
         """Say that gradients are slices from now on, until `widen`; every rank must call it."""
         self.holds_gradients = True
+        self._freed.clear()
+
+    def has_freed(self, parameter: Tensor) -> bool:
+        """Tell whether a parameter had a gradient in the last step, of which nothing is left."""
+        return id(parameter) in self._freed
 
     @torch.no_grad()
     def narrow(self, parameter: nn.Parameter, gradient: Tensor | None = None) -> None:
@@ -140,6 +146,8 @@ class ParameterSlices:
         """
         updated = {parameter: parameter.data for parameter in self._whole}
         for parameter, (whole, gradient) in self._whole.items():
+            if gradient is None and parameter.grad is not None:
+                self._freed.add(id(parameter))
             _replace(parameter, whole, gradient)
         self._whole = {}
         self.holds_gradients = False

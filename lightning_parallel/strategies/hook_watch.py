@@ -324,12 +324,26 @@ class HookWatch:
             f" rank holds only a part of it: it is {part.why or 'one part of several'}. {way_out}"
         )
 
+    def refuse_freed(self, call: _WatchedCall, parameter: Tensor) -> None:
+        """Note that a hook reads a gradient after the step, where `zero_stage=2` has freed it."""
+        if call.failure is None and self._slices is not None and self._slices.has_freed(parameter):
+            frame = _reader_of_gradient(call.is_model)
+            if frame is None:
+                return
+            name = next((name for name, one in self._module.named_parameters() if one is parameter), "a parameter")
+            call.failure = HookError(
+                f"{call.hook.title} would give another result than one process: {_place_of(frame)} reads the gradient"
+                f" of `{name}` after the optimizer's step. Expected a gradient, found none: with `zero_stage=2` each of"
+                f" {self._slices.group.size} replicas frees its slice in the step. Read gradients in"
+                " `on_before_optimizer_step`, norms by Lightning's `grad_norm`, or use `zero_stage=1`"
+            )
+
     def tell_shape(self, part: Part) -> None:
         """Warn once for each line that reads the shape of a part."""
         frame: FrameType | None = sys._getframe(2)
         if frame is None or _is_passed(frame):
             return
-        place = f"`{frame.f_code.co_name}` ({frame.f_code.co_filename.rpartition('/')[2]}, line {frame.f_lineno})"
+        place = _place_of(frame)
         if place not in self._told:
             self._told.add(place)
             rank_zero_warn(
@@ -388,7 +402,8 @@ class _WatchedCall:
         is_users = functools.partial(_is_users_call, self.is_model)
         self._modes = [PartUseMode(watch.parts(), refuse, is_users, _is_logging)]
         if current_function_mode() is None:
-            self._modes.insert(0, ExportMode(watch.parts(), refuse, is_users, watch.tell_shape))
+            tell_missing = functools.partial(watch.refuse_freed, self)
+            self._modes.insert(0, ExportMode(watch.parts(), refuse, is_users, watch.tell_shape, tell_missing))
         for mode in self._modes:
             mode.__enter__()
 
@@ -527,9 +542,24 @@ def _is_users_call(is_model: Callable[[object], bool]) -> bool:
 
 def _users_place(is_model: Callable[[object], bool]) -> str:
     frame = _walk(is_model)
-    if frame is None:
-        return ""
+    return "" if frame is None else _place_of(frame)
+
+
+def _place_of(frame: FrameType) -> str:
     return f"`{frame.f_code.co_name}` ({frame.f_code.co_filename.rpartition('/')[2]}, line {frame.f_lineno})"
+
+
+def _reader_of_gradient(is_model: Callable[[object], bool]) -> FrameType | None:
+    """Return the frame of the user's code that reads a gradient, also by functions of others, but not to clear it."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and not _is_end(frame):
+        is_call = frame.f_code.co_name == "_call_impl" and is_model(frame.f_locals.get("self"))
+        if is_call or frame.f_code.co_name == "zero_grad":
+            return None
+        if not _is_passed(frame):
+            return frame
+        frame = frame.f_back
+    return None
 
 
 def _is_logging() -> bool:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import inspect
 import math
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import Any
@@ -25,7 +26,7 @@ from torch.optim import LBFGS, Optimizer
 from lightning_parallel import comm
 from lightning_parallel.checkpoint import remove_dummy_parameters, whole_parameters
 from lightning_parallel.comm import Group
-from lightning_parallel.compat import ParallelState, Patches
+from lightning_parallel.compat import FOREIGN, ParallelState, Patches
 from lightning_parallel.optim import TrustRatioOptimizer
 from lightning_parallel.pipeline.random_streams import seed_torch
 from lightning_parallel.strategies.dummy_copies import DummyPositions, DummyTrace, take_out_dummies
@@ -227,12 +228,46 @@ def check_sliced(optimizers: Sequence[Optimizer], replicas: int) -> None:
                     f"`{name}` computes with whole tensors, but with `zero_stage` each of {replicas} replicas updates a"
                     f" slice of every parameter. {way_out}"
                 )
+            kept = _kept_elsewhere(optimizer)
+            if kept:
+                raise ValueError(
+                    f"`{name}` keeps tensors in `{kept}`, but with `zero_stage` each of {replicas} replicas updates a"
+                    " slice of every parameter. Expected what belongs to a parameter in the optimizer's `state`, which"
+                    f" is cut into slices, too. {way_out}"
+                )
             key = _unlike_parameter(optimizer, group)
             if key is not None:
                 raise ValueError(
                     f"`{name}` keeps `{key}`, which has neither the parameter's shape nor one element, so that the"
                     f" slices of {replicas} replicas cannot be merged into a checkpoint. {way_out}"
                 )
+
+
+def _kept_elsewhere(optimizer: Optimizer) -> str:
+    """Return the attribute in which an optimizer holds tensors besides parameters and their state; empty if none."""
+    known = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+    seen = {id(optimizer.param_groups), id(optimizer.state), id(optimizer.defaults)}
+
+    def finds(value: Any) -> bool:
+        if isinstance(value, Tensor):
+            return value.numel() > 1 and id(value) not in known
+        if isinstance(value, (str, bytes, bool, int, float, type(None), type)) or id(value) in seen:
+            return False
+        seen.add(id(value))
+        if isinstance(value, Mapping):
+            return any(finds(each) for each in value.values())
+        if isinstance(value, (list, tuple, set, deque)):
+            return any(finds(each) for each in value)
+        is_holder = isinstance(value, Optimizer) or type(value).__module__.partition(".")[0] not in FOREIGN
+        return is_holder and any(finds(each) for each in getattr(value, "__dict__", {}).values())
+
+    if type(optimizer).__module__.partition(".")[0] in FOREIGN:
+        return ""
+    for group in optimizer.param_groups:
+        for key, value in group.items():
+            if key != "params" and finds(value):
+                return key
+    return next((name for name, value in vars(optimizer).items() if finds(value)), "")
 
 
 def _slices(tensors: list[Tensor]) -> list[list[Tensor]]:

@@ -307,6 +307,7 @@ _EXPORTS = {"numpy", "tolist", "__array__", "__dlpack__", "storage", "untyped_st
 _MADE = {"from_numpy", "tensor", "as_tensor", "asarray", "frombuffer"}
 _PROPERTIES: Any = Tensor
 _SET = (_PROPERTIES.data.__set__, _PROPERTIES.grad.__set__)
+_GET_GRAD = _PROPERTIES.grad.__get__
 _SHAPE = (_PROPERTIES.shape.__get__, Tensor.size, Tensor.numel, Tensor.nelement)
 
 
@@ -318,6 +319,7 @@ class ExportMode(torch.overrides.TorchFunctionMode):
         refuse: Called with a reason; what was begun goes on.
         is_users: Tells whether the user's own code calls what runs.
         tell_shape: Called where the shape of a part is read.
+        tell_missing: Called with a tensor whose gradient is read, and is not there.
     """
 
     def __init__(
@@ -326,12 +328,14 @@ class ExportMode(torch.overrides.TorchFunctionMode):
         refuse: Refusal,
         is_users: Callable[[], bool],
         tell_shape: Callable[[Part], None],
+        tell_missing: Callable[[Tensor], None],
     ) -> None:
         super().__init__()
         self._parts = parts
         self._refuse = refuse
         self._is_users = is_users
         self._tell_shape = tell_shape
+        self._tell_missing = tell_missing
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -346,6 +350,8 @@ class ExportMode(torch.overrides.TorchFunctionMode):
         elif func in _SHAPE and found is not None and found.part.is_divided:
             self._tell_shape(found.part)
         result = func(*args, **kwargs)
+        if func == _GET_GRAD and result is None:
+            self._tell_missing(args[0])
         if name == "__deepcopy__" and found is not None and isinstance(result, Tensor):
             # Copies of memory are no operators.
             self._parts.add(result, found.part)

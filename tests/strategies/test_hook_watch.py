@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from lightning.pytorch import Callback
+from lightning.pytorch.utilities import grad_norm
 from torch import nn
 
 from lightning_parallel import HybridParallelStrategy, PipelineParallelStrategy, TensorParallelStrategy
@@ -409,6 +410,14 @@ def test_hooks_where_replicas_hold_slices(group):
     whole = {"post": renorm, "pre": lambda m: m.found.append(weight(m).norm())}
     run(1, **whole, clipping=clip_by_hand)
     run(2, **whole, clipping=libraries)
-    for stage, bodies in ((2, {"clipping": clip_by_hand}), (1, {"step": lambda m: m.found.append(momentum(m).norm())})):
-        with pytest.raises(HookError, match="slices over 2 replicas"):
+    run(2, step=lambda m: m.trainer.optimizers[0].zero_grad())
+    freed = "reads the gradient of `net.0.weight`.*2 replicas"
+    for stage, bodies, reason in (
+        (2, {"clipping": clip_by_hand}, "slices over 2 replicas"),
+        (1, {"step": lambda m: m.found.append(momentum(m).norm())}, "slices over 2 replicas"),
+        (2, {"step": lambda m: m.found.append([g.norm() for g in grads(m)])}, freed),
+        (2, {"step": lambda m: m.found.append(nn.utils.clip_grad_norm_(m.parameters(), 1e9))}, freed),
+        (2, {"post": lambda m: m.found.append(grad_norm(m, 2))}, freed),
+    ):
+        with pytest.raises(HookError, match=reason):
             run(stage, **bodies)

@@ -305,7 +305,16 @@ class OfLargeTensors(SGD):
         return loss
 
 
+class Slow(SGD):
+    """Keeps a copy of each parameter beside its state."""
+
+    def __init__(self, params, lr):
+        super().__init__(params, lr=lr)
+        self.slow = [parameter.detach().clone() for group in self.param_groups for parameter in group["params"]]
+
+
 REFUSED = {
+    "`Slow` keeps tensors in `slow`": lambda module: Slow(module.parameters(), lr=0.1),
     "`OfLargeTensors` computes with whole tensors": lambda module: OfLargeTensors(module.parameters(), lr=0.1),
     "`Normalized` computes with whole tensors, but with": lambda module: Normalized(module.parameters(), lr=0.1),
     "`LBFGS` computes with whole tensors": lambda module: torch.optim.LBFGS(module.parameters()),
