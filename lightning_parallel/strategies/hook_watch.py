@@ -5,19 +5,22 @@ gradients, run outside of them:
 
     calls 1, 2, 4, 8, ... of each hook      every operation is looked at; then all ranks raise together, or none
     a line that has not run before          from there on to the end of the hook
-    other calls                             nothing, but that new lines are noticed
+    other calls                             nothing, but that new lines are noticed; not even that, and for nothing, in
+                                            a hook of which all lines have run
 
 What is refused goes on until the hook ends, so that ranks do not part in the middle of it.
 """
 
 from __future__ import annotations
 
+import ast
 import functools
+import linecache
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from types import CodeType, FrameType
 from typing import Any
 
@@ -58,12 +61,17 @@ class HookError(RuntimeError):
 
 @dataclass
 class WatchedHook:
-    """One hook: its name for messages, the ranks that all call it, if there are some, and how often it was called."""
+    """One hook: its name for messages, the ranks that all call it, if there are some, and how often it was called.
+
+    Attributes:
+        codes: The user's functions that it has run.
+    """
 
     title: str
     group: Group | None
     is_in_step: bool = False
     calls: int = 0
+    codes: set[CodeType] = field(default_factory=set)
 
     def is_due(self) -> bool:
         """Count a call; tell whether it is one to look at on all ranks."""
@@ -224,7 +232,7 @@ class HookWatch:
         call = _WatchedCall(self, hook, given)
         self._calls.append(call)
         error: Exception | None = None
-        with self._lines.noticed(call.begin):
+        with self._lines.noticed(call.begin, hook.codes, is_due):
             try:
                 if is_due:
                     call.begin()
@@ -419,46 +427,77 @@ class _WatchedCall:
         return self._watch.is_model(module)
 
 
+# A trace function that does nothing, in C: a call of one in Python takes several times as long.
+_trace_nothing = functools.partial(sys.audit, "lightning_parallel.trace")
+
+
 class _Lines:
-    """Notices lines of the user's code that run for the first time, by Python's trace function where it is free."""
+    """Notices lines of the user's code that run for the first time, by Python's trace function where it is free.
+
+    It costs a call for each function, and for each line of the user's, so it is there only while lines are left.
+    """
 
     def __init__(self) -> None:
         self._left: dict[CodeType, set[int]] = {}
+        self._inline: set[CodeType] = set()
         self._begin: Callable[[], None] | None = None
+        self._codes: set[CodeType] = set()
+        self._only: CodeType | None = None
 
     @contextmanager
-    def noticed(self, begin: Callable[[], None]) -> Iterator[None]:
-        """Call `begin` before each line that is new, inside the block."""
-        outer, trace = self._begin, sys.gettrace()
-        if trace is not None and trace != self._call:
-            yield  # a debugger
+    def noticed(self, begin: Callable[[], None], codes: set[CodeType], is_due: bool) -> Iterator[None]:
+        """Call `begin` before each line that is new, inside the block.
+
+        Args:
+            begin: Called without arguments.
+            codes: The functions of the user's that such a block has run, to which new ones are added.
+            is_due: Whether it may run others.
+        """
+        waiting = [code for code in codes if self._left.get(code) or code in self._inline]
+        outer, trace = (self._begin, self._codes, self._only), sys.gettrace()
+        is_debugged = trace is not None and trace not in (self._call, _trace_nothing)
+        if is_debugged or not (is_due or waiting):
+            yield
             return
-        self._begin = begin
+        self._begin, self._codes = begin, codes
+        is_alone = not is_due and len(waiting) == 1 and waiting[0] not in self._inline
+        self._only = waiting[0] if is_alone else None
         sys.settrace(self._call)
         try:
             yield
         finally:
             sys.settrace(trace)
-            self._begin = outer
+            self._begin, self._codes, self._only = outer
 
     @contextmanager
     def suspended(self) -> Iterator[None]:
         """Notice nothing inside the block."""
-        if sys.gettrace() != self._call:
+        trace = sys.gettrace()
+        if trace not in (self._call, _trace_nothing):
             yield
             return
         sys.settrace(None)
         try:
             yield
         finally:
-            sys.settrace(self._call)
+            sys.settrace(trace)
 
     def _call(self, frame: FrameType, event: str, argument: Any) -> Any:
         code = frame.f_code
-        if code not in self._left:
+        left = self._left.get(code)
+        if left is None:
             lines = {line for _, _, line in code.co_lines() if line is not None} - {code.co_firstlineno}
-            self._left[code] = set() if _is_passed(frame) else lines or {code.co_firstlineno}
-        return self._line if self._left[code] else None
+            left = self._left[code] = set() if _is_passed(frame) else lines or {code.co_firstlineno}
+            if left:
+                self._codes.add(code)
+                if _has_branch_in_line(code):
+                    self._inline.add(code)
+        if code is self._only:
+            self._only = None
+            if not _is_called_by_user(frame):
+                # What it calls has run before, and it is called once.
+                sys.settrace(_trace_nothing)
+        return self._line if left else None
 
     def _line(self, frame: FrameType, event: str, argument: Any) -> Any:
         if event == "line":
@@ -468,6 +507,39 @@ class _Lines:
                 if self._begin is not None:
                     self._begin()
         return self._line
+
+
+def _is_called_by_user(frame: FrameType) -> bool:
+    inner = frame.f_back
+    while inner is not None and not _is_end(inner):
+        if not _is_passed(inner):
+            return True
+        inner = inner.f_back
+    return False
+
+
+def _has_branch_in_line(code: CodeType) -> bool:
+    """Tell whether a function has calls that a line makes or not, as `if late: clip()`, other than in a condition."""
+    for node in _nodes_of(code.co_filename):
+        if code.co_firstlineno <= getattr(node, "lineno", 0) <= max(line or 0 for _, _, line in code.co_lines()):
+            branches: list[ast.AST] = []
+            if isinstance(node, ast.If) and node.body[0].lineno == node.lineno:
+                branches = [*node.body, *node.orelse]
+            elif isinstance(node, ast.IfExp):
+                branches = [node.body, node.orelse]
+            elif isinstance(node, ast.Expr) and isinstance(node.value, ast.BoolOp):
+                branches = list(node.value.values[1:])
+            if any(isinstance(inner, ast.Call) for branch in branches for inner in ast.walk(branch)):
+                return True
+    return False
+
+
+@functools.lru_cache(maxsize=16)
+def _nodes_of(path: str) -> list[ast.AST]:
+    try:
+        return list(ast.walk(ast.parse("".join(linecache.getlines(path)))))
+    except (SyntaxError, ValueError):
+        return []
 
 
 # ---------------------------------------------------------------------------------------------------- whose code it is

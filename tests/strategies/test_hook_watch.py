@@ -3,6 +3,7 @@
 import copy
 import io
 import math
+import sys
 from contextlib import nullcontext
 
 import numpy
@@ -295,6 +296,51 @@ PLACES = {
     "Clips.on_fit_start": ({"fit_start": lambda m: nn.init.xavier_uniform_(weight(m))}, ()),
     "Renormalizes.on_train_batch_end": ({}, (Renormalizes(),)),
 }
+
+
+def late_in_a_line(module):
+    late(module) if module.global_step >= 4 else None
+
+
+def late_in_a_helper(module):
+    for name, p in module.named_parameters():
+        late_for_one(module, name, p)
+
+
+def late_for_one(module, name, p):
+    if module.global_step >= 4 and name == "net.2.weight":
+        p.div_(p.norm())
+
+
+def late_beside_another(module):
+    for p in module.parameters():
+        if p.grad is None:
+            continue
+        p.mul_(1.0)
+    if module.global_step >= 4:
+        clip_by_hand(module)
+
+
+@distributed(world_size=2)
+def test_what_a_hook_begins_to_do_is_refused_at_once(group):
+    for body in (late, late_in_a_line, late_in_a_helper, late_beside_another):
+        module = Clips(step=body)
+        with pytest.raises(HookError):
+            fit(module, TensorParallelStrategy(tensor_parallel_size=2), 2, limit_train_batches=4)
+        assert module.global_step == (3 if body is late else 4), body.__name__
+
+
+@distributed(world_size=2)
+def test_a_hook_of_which_all_lines_have_run_is_not_traced(group):
+    traced = []
+
+    def body(module):
+        for p in module.parameters():
+            p.mul_(1.0)
+        traced.append(sys.gettrace() is not None)
+
+    fit(Clips(step=body), TensorParallelStrategy(tensor_parallel_size=2), 2, limit_train_batches=3)
+    assert traced == [True, True, False, True, False, False]
 
 
 @distributed(world_size=2)
