@@ -310,7 +310,8 @@ class _Search:
         """Return how the model calls the module at `path`; blocks of equal structure are looked at once."""
         key = (structure_of(module), outermost)
         if key not in self._calls:
-            self._calls[key] = block_call(self.root, path, self.group, outermost)
+            found = block_call(self.root, path, self.group, outermost)
+            self._calls[key] = None if isinstance(found, str) else found
         return self._calls[key]
 
     def drop_what_fails_as_called(self, plan: Plan, planned: Collection[str]) -> None:

@@ -8,7 +8,7 @@ the hidden states, such as rotations and masks, do not matter to a comparison: t
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -28,12 +28,13 @@ from lightning_parallel.compat.torch import (
     version_of,
 )
 from lightning_parallel.tensor.inspection import copy_of, is_linear, sizes_of
-from lightning_parallel.tensor.verify import INPUT_SHAPE, BlockCall, chance_kept
+from lightning_parallel.tensor.verify import INPUT_SHAPE, LONGEST, BlockCall, chance_kept
 
 __all__ = ["block_call", "joined_blocks"]
 
 SIDES = (32, 64, 224)  # of images
 MOST_CHANNELS = 16
+_LINE = 160  # of the reason of a failure
 # What code may ask of a tensor without reading what differs between a part of the positions and all of them.
 _HARMLESS = {"dtype", "device", "is_cuda", "is_meta", "layout", "requires_grad", "ndim", "dim", "is_floating_point"}
 
@@ -56,8 +57,8 @@ class _CalledError(Exception):
         self.arguments = args, kwargs
 
 
-def block_call(root: nn.Module, path: str, group: Group, outermost: bool = False) -> BlockCall | None:
-    """Return how the modules of `root` call the one at `path`; None if that cannot be seen.
+def block_call(root: nn.Module, path: str, group: Group, outermost: bool = False) -> BlockCall | str:
+    """Return how the modules of `root` call the one at `path`; why that cannot be seen, in a few words, if so.
 
     Args:
         root: The whole model.
@@ -65,45 +66,87 @@ def block_call(root: nn.Module, path: str, group: Group, outermost: bool = False
         group: The tensor-parallel group; all its ranks must call this.
         outermost: Whether to ask the whole model first: the module next to it may be run without optional arguments.
     """
-    found = None
+    found: Any = ""
     parts = path.split(".")
     owners = [".".join(parts[:depth]) for depth in range(len(parts))]
     with chance_kept():
         for around in owners if outermost else reversed(owners):
             owner = root.get_submodule(around)
-            if found is None and not isinstance(owner, (nn.ModuleList, nn.ModuleDict)):
+            if isinstance(found, str) and not isinstance(owner, (nn.ModuleList, nn.ModuleDict)):
                 found = _call_by(owner, path.removeprefix(f"{around}.").lstrip("."))
         torch.manual_seed(0)
-        call = None if found is None else _with_values(*found)
-    leaves = [] if call is None else pytree.tree_leaves((call.args, call.kwargs))
+        call = found if isinstance(found, str) else _with_values(*found)
+    leaves = [call] if isinstance(call, str) else pytree.tree_leaves((call.args, call.kwargs))
     described = [(leaf.shape, str(leaf.dtype)) if isinstance(leaf, Tensor) else type(leaf).__name__ for leaf in leaves]
     # Ranks that try different calls would wait for each other.
-    everywhere = comm.all_gather_object(described, group)
-    return call if all(other == described for other in everywhere) else None
+    everywhere = comm.all_gather_object((described, call if isinstance(call, str) else ""), group)
+    return (
+        call
+        if all(other == described for other, _ in everywhere)
+        else next(filter(None, (w for _, w in everywhere)), "")
+    )
 
 
-def _call_by(owner: nn.Module, path: str) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-    """Return the arguments, without data, that the forward of `owner` gives to the block at `path` inside of it."""
-    for given in _possible_arguments(owner, owner.get_submodule(path)):
-        hollow = _without_data(owner, {})
+def _call_by(owner: nn.Module, path: str) -> tuple[tuple[Any, ...], dict[str, Any]] | str:
+    """Return the arguments that the forward of `owner` gives to the block at `path`; why it does not, in a few words.
+
+    First without data; then, for code that looks at values or uses numpy, with those of the model and some tokens.
+    """
+    reason = ""
+    possible = list(_possible_arguments(owner, owner.get_submodule(path)))
+    has_values = not any(tensor.is_meta for tensor in owner.parameters())
+    for given, with_values in [(given, with_values) for with_values in (False, True) for given in possible]:
+        if with_values and not has_values:
+            break
+        run = _shell(owner, {}, _own_value if with_values else _meta)
 
         def called(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
             raise _CalledError(*copy.deepcopy((args, kwargs)))
 
-        hollow.get_submodule(path).register_forward_pre_hook(called, with_kwargs=True)
+        run.get_submodule(path).register_forward_pre_hook(called, with_kwargs=True)
         try:
-            with torch.no_grad():
-                hollow(given)
+            # Masks are made on the default device by those who train on one.
+            with torch.no_grad(), torch.device(_device_of(owner) if with_values else "meta"):
+                run(_example(given, owner) if with_values else given)
+            reason = reason or f"`{type(owner).__name__}` does not call it"
         except _CalledError as call:
             if _hidden(call.arguments) is not None:
                 return call.arguments
-        except Exception:  # the user's code on an input it may not be made for
-            continue
-    return None
+        except Exception as error:  # the user's code on an input it may not be made for
+            if given is possible[0]:  # last with values, where the reason is that of the user's code
+                line = next(iter(str(error).splitlines()), "")[:_LINE] or type(error).__name__
+                reason = f"`{type(owner).__name__}` stops before it: {line}"
+    return reason
+
+
+def _device_of(owner: nn.Module) -> torch.device:
+    return next((parameter.device for parameter in owner.parameters()), torch.device("cpu"))
+
+
+def _example(given: Tensor, owner: nn.Module) -> Tensor:
+    """Return an argument with values, of the shape and the type of one without."""
+    if given.is_floating_point():
+        return torch.randn(given.shape, dtype=torch.float64).to(_device_of(owner), given.dtype)
+    tables = [child.num_embeddings for child in owner.modules() if isinstance(child, nn.Embedding)]
+    return (torch.arange(given.numel()).view(given.shape) % min(tables, default=2)).to(_device_of(owner), given.dtype)
+
+
+def _meta(tensor: Tensor) -> Tensor:
+    found = tensor.detach().to("meta")
+    return nn.Parameter(found, found.is_floating_point()) if isinstance(tensor, nn.Parameter) else found
+
+
+def _own_value(tensor: Tensor) -> Tensor:
+    return tensor if isinstance(tensor, nn.Parameter) else tensor.detach().clone()
 
 
 def _without_data(module: nn.Module, known: dict[int, Any]) -> nn.Module:
     """Return a copy of `module` whose tensors are on the meta device, without its hooks."""
+    return _shell(module, known, _meta)
+
+
+def _shell(module: nn.Module, known: dict[int, Any], tensor_for: Callable[[Tensor], Tensor]) -> nn.Module:
+    """Return a copy of `module` without its hooks, with another tensor for each of its own."""
     if id(module) in known:
         return known[id(module)]
     # Not by `copy.copy`: modules with a parametrization, such as a weight norm, refuse it.
@@ -112,18 +155,17 @@ def _without_data(module: nn.Module, known: dict[int, Any]) -> nn.Module:
     for name in [name for name in vars(hollow) if name.endswith("_hooks")]:
         vars(hollow)[name] = type(vars(hollow)[name])()
 
-    def meta(tensor: Tensor | None) -> Tensor | None:
-        if tensor is None:
-            return None
-        found = known.setdefault(id(tensor), tensor.detach().to("meta"))
-        return nn.Parameter(found, found.is_floating_point()) if isinstance(tensor, nn.Parameter) else found
+    def other(tensor: Tensor | None) -> Tensor | None:
+        if tensor is not None and id(tensor) not in known:
+            known[id(tensor)] = tensor_for(tensor)
+        return None if tensor is None else known[id(tensor)]
 
     for name, value in vars(hollow).items():
         if isinstance(value, Tensor):  # a mask, a pruned weight
-            vars(hollow)[name] = meta(value)
-    vars(hollow)[PARAMETERS] = {name: meta(tensor) for name, tensor in parameters_of(module).items()}
-    vars(hollow)[BUFFERS] = {name: meta(tensor) for name, tensor in buffers_of(module).items()}
-    children = {name: child and _without_data(child, known) for name, child in children_of(module).items()}
+            vars(hollow)[name] = other(value)
+    vars(hollow)[PARAMETERS] = {name: other(tensor) for name, tensor in parameters_of(module).items()}
+    vars(hollow)[BUFFERS] = {name: other(tensor) for name, tensor in buffers_of(module).items()}
+    children = {name: child and _shell(child, known, tensor_for) for name, child in children_of(module).items()}
     vars(hollow)[MODULES] = children
     return hollow
 
@@ -132,7 +174,9 @@ def _possible_arguments(owner: nn.Module, block: nn.Module) -> Iterator[Tensor]:
     """Yield tensors without data that the forward of `owner` may take, the likeliest first."""
     dtype = next((parameter.dtype for parameter in owner.parameters() if parameter.is_floating_point()), None)
     if any(isinstance(child, nn.Embedding) for child in owner.modules()):
-        yield torch.zeros(INPUT_SHAPE, dtype=torch.long, device="meta")
+        tables = [table for table in owner.parameters(False) if table.dim() > 1]  # of positions: code may want them all
+        for length in dict.fromkeys([INPUT_SHAPE[1], *(size for table in tables for size in table.shape[:-1])]):
+            yield torch.zeros(INPUT_SHAPE[0], min(length, LONGEST), dtype=torch.long, device="meta")
     widths = [sizes_of(child)[0] for child in block.modules() if is_linear(child)]
     if widths:
         yield torch.empty(*INPUT_SHAPE, widths[0], dtype=dtype, device="meta")
@@ -213,7 +257,7 @@ def _joined_by(owner: nn.Module, blocks: Sequence[str]) -> set[int] | None:
         for number, path in enumerate(blocks):
             uses.watch(number, hollow.get_submodule(path), owner.get_submodule(path))
         try:
-            with torch.no_grad(), uses:
+            with torch.no_grad(), uses, torch.device("meta"):
                 output = hollow(given)
             uses.read(output)
         except Exception:  # the user's code on an input it may not be made for, or after the blocks
@@ -246,8 +290,9 @@ class _BlockUses(TorchFunctionMode):
             try:
                 return own(*args, **kwargs)
             except Exception:  # it looks at values
-                call = _with_values(*before)
-                output = call(copy_of(block), call.hidden)
+                with torch.device("cpu"):
+                    call = _with_values(*before)
+                    output = call(copy_of(block), call.hidden)
                 return pytree.tree_map_only(Tensor, lambda leaf: leaf.to("meta"), output)
 
         def enter(_: nn.Module, args: Any, kwargs: Any) -> None:

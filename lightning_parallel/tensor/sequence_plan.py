@@ -31,6 +31,7 @@ __all__ = ["divide_sequences", "sequence_parallel_styles"]
 CANNOT_RUN = "its blocks cannot be run alone to compare them"
 DIFFERS = "its blocks compute something else with some of the positions"
 FLAT = "its hidden states have no dimension of positions"
+NOT_SEEN = "and how the model calls them was not seen: let its `forward` make what they need of one tensor"
 PARTS = "no module calls its parts as one block, which could be tried"
 UNSEEN = "it is in a block of another list, and its inputs could not be seen in a run of the model without data"
 WHOLE = "its layers are not divided"
@@ -91,7 +92,8 @@ def _inside(plan: Plan, block: str) -> Plan:
 def _divide_stack(root: nn.Module, path: str, blocks: list[str], plan: Plan, verifier: PlanVerifier) -> None:
     """Divide the sequence along the blocks in a row that allow it, of the stack at `path`."""
     run: list[SequenceRegion] = []
-    call = block_call(root, blocks[0], verifier.group)
+    seen = block_call(root, blocks[0], verifier.group)
+    call, unseen = (None, seen) if isinstance(seen, str) else (seen, "")
     if call is None and _is_in_a_list(root, path):  # experts, perhaps, which get tokens without an order
         plan.whole_sequences |= dict.fromkeys(blocks, UNSEEN)
         return
@@ -99,7 +101,8 @@ def _divide_stack(root: nn.Module, path: str, blocks: list[str], plan: Plan, ver
     for block in blocks:
         found = _sequence_plan(root.get_submodule(block), _inside(plan, block), verifier, call)
         if isinstance(found, str):
-            plan.whole_sequences[block] = found
+            needs_call = found.startswith(CANNOT_RUN) and unseen
+            plan.whole_sequences[block] = f"{found}, {NOT_SEEN} ({unseen})" if needs_call else found
             _add_region(plan, path, run)
             run = []
             continue

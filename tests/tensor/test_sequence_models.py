@@ -2,6 +2,7 @@
 
 import functools
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -375,6 +376,62 @@ def test_experts_of_different_widths_are_no_stack_of_blocks(group):
     model, whole, sharding = divided(group, Both)
     compare(group, model, whole, sharding)
     assert not any("experts" in path for region in sharding.plan.sequence_regions for path in region.blocks)
+
+
+class Packed(Language):
+    """Gives its blocks a mask that it makes of values: a token 0 begins a document."""
+
+    kind = ""
+
+    def __init__(self):
+        super().__init__([GivenMask() for _ in range(2)])
+
+    def mask(self, tokens):
+        if self.kind == "on the default device":
+            documents = (tokens == 0).cumsum(1)
+        elif self.kind == "numpy":
+            documents = torch.from_numpy(np.cumsum(tokens.numpy() == 0, 1))
+        else:
+            documents = torch.tensor([[row[: at + 1].count(0) for at in range(len(row))] for row in tokens.tolist()])
+        return (documents[:, :, None] == documents[:, None]) & torch.ones(2 * (tokens.shape[1],)).tril().bool()
+
+    def forward(self, tokens, mask=None):
+        x = self.embedding(tokens)
+        mask = self.mask(tokens)[:, None] if self.kind != "given" else mask.bool()
+        for block in self.blocks:
+            x = block(x, mask)
+        return self.head(self.norm(x))
+
+
+class MaskedAttention(Attention):
+    def forward(self, x, mask):
+        b, t, c = x.size()
+        q, k, v = (y.view(b, t, self.n_head, c // self.n_head).transpose(1, 2) for y in self.qkv(x).split(c, 2))
+        return self.out(F.scaled_dot_product_attention(q, k, v, mask).transpose(1, 2).reshape(b, t, c))
+
+
+class GivenMask(Block):
+    """Cannot be called with its hidden states alone."""
+
+    def __init__(self):
+        super().__init__()
+        self.attention = MaskedAttention(WIDTH)
+
+    def forward(self, x, mask):
+        x = x + self.attention(self.norm(x), mask)
+        return x + self.mlp(self.norm_again(x))
+
+
+@distributed(world_size=2)
+def test_blocks_are_called_with_what_the_model_makes_of_values(group):
+    for kind in ("on the default device", "numpy", "loops"):
+        model, whole, sharding = divided(group, type("Kind", (Packed,), {"kind": kind}))
+        compare(group, model, whole, sharding, lengths=(7,))
+        assert sharding.plan.sequence_regions
+    with pytest.raises(
+        ValueError, match=r"missing 1 required.*'mask'\), and how.*not seen.*'NoneType'.*no attribute 'bool'"
+    ):
+        divided(group, type("Kind", (Packed,), {"kind": "given"}))
 
 
 class Parametrized(Block):
