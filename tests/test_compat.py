@@ -31,6 +31,7 @@ from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState
 from torch.nn.parallel import DistributedDataParallel
 from torch.overrides import TorchFunctionMode
 from torch.utils.data import SequentialSampler
+from torchmetrics import MeanMetric
 
 from lightning_parallel.compat import Patches, patched
 from lightning_parallel.compat import deepspeed as compat_deepspeed
@@ -696,6 +697,7 @@ def test_loops_and_connectors_have_what_interrupted_runs_need():
     assert callable(trainer._data_connector._requires_distributed_sampler)
     assert trainer._signal_connector._original_handlers == {}
     assert trainer._logger_connector._callback_metrics == {}
+    assert not inspect.signature(trainer._logger_connector.epoch_end_reached).parameters
     progress = loop.batch_progress
     assert (
         vars(progress.current).keys() == {"ready", "started", "processed", "completed"} == vars(progress.total).keys()
@@ -731,3 +733,13 @@ def test_optimizers_can_be_asked_for_before_they_are_set_up():
         assert module.optimizers().optimizer is trainer.optimizers[0]
         assert len(trainer.lr_scheduler_configs) == len(strategy.lr_scheduler_configs)
     assert trainer.optimizers == strategy._lightning_optimizers == strategy.lr_scheduler_configs == []
+
+
+def test_states_of_metrics_can_be_put_together():
+    metric = MeanMetric()
+    assert metric._reductions.keys() == metric._defaults.keys()
+    assert list(inspect.signature(metric._reduce_states).parameters) == ["incoming_state"]
+
+
+def test_state_dicts_tell_of_versions():
+    assert nn.BatchNorm1d(2).state_dict()._metadata[""] == {"version": 2}

@@ -22,6 +22,7 @@ from lightning_parallel.checkpoint.reader import StoredTensor, take_part
 from lightning_parallel.checkpoint.writer import PartialTensor, TensorPart
 from lightning_parallel.comm import Group
 from lightning_parallel.compat import ParallelState
+from lightning_parallel.compat.torch import versions_of, with_versions
 from lightning_parallel.data_parallel import ParameterSlices
 from lightning_parallel.tensor.sharding import Shard
 
@@ -133,7 +134,7 @@ class Checkpoints:
         """
         state = _own_part(self.module)
         shards = {name: self.rules[name] for name in state if name in self.rules}
-        return self._gather(state, shards, self.names.state)
+        return with_versions(self._gather(state, shards, self.names.state), versions_of(state))
 
     def gather_tensors(self) -> dict[str, Tensor]:
         """Gather all parameters and buffers by first name, those included that no checkpoint holds.
@@ -166,7 +167,10 @@ class Checkpoints:
                 continue
             is_shard = name in self.rules and isinstance(value, Tensor)
             part[name] = take_part(value, self.rules[name], self.tensor_group.rank) if is_shard else value
-        return part
+        # Modules convert what older versions of them saved. One without tensors here would make what it misses.
+        here, versions = versions_of(state), versions_of(full)
+        versions |= {path: here[path] for path in {name.rpartition(".")[0] for name in on_other_stages} if path in here}
+        return with_versions(part, versions)
 
     def _check_tensors(self, full: Mapping[str, Any], state: Mapping[str, Any], source: str, strict: bool) -> None:
         problems = []

@@ -39,6 +39,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 from torchmetrics import Metric
+from torchmetrics.aggregation import BaseAggregator
 
 from lightning_parallel.compat import Patches, patched
 
@@ -88,6 +89,8 @@ __all__ = [
     "train_dataloader_of",
     "update_count_of",
     "wrapped_sampler",
+    "at_end_of_epochs",
+    "value_of_batches",
 ]
 
 DEVICE_OF_MODULE = "_device"
@@ -580,3 +583,46 @@ def metric_state_of(metric: Metric) -> Sequence[Any]:
 def restore_metric_state(metric: Metric, state: Sequence[Any]) -> None:
     """Undo what updates since `metric_state_of` have left besides the states."""
     metric._update_count, metric._computed, metric._forward_cache = state
+
+
+def value_of_batches(metric: Metric, batches: Sequence[dict[str, Any]]) -> Any:
+    """Return the value of several batches together, from the states of each; None if it cannot be told from them.
+
+    `merge_state` is public, but not in all supported versions, and refuses metrics whose `forward` updates twice.
+    """
+    lists = {name for name, state in batches[0].items() if isinstance(state, list)}
+    if isinstance(metric, BaseAggregator) or any(
+        metric._reductions[name] is None for name in batches[0].keys() - lists
+    ):
+        return None  # a mean of means, or states that only the metric itself can put together
+    own, states = metric_state_of(metric), states_of(metric)
+    try:
+        with torch.no_grad():
+            for count, batch in enumerate(batches, 1):
+                before = states_of(metric)
+                for name, state in batch.items():
+                    setattr(metric, name, state)
+                metric._update_count = count
+                if count > 1:
+                    metric._reduce_states(before)
+            # Without what wraps it: a value that is kept, and other ranks.
+            value = type(metric).compute(metric)
+    finally:
+        for name, state in states.items():
+            setattr(metric, name, state)
+        restore_metric_state(metric, own)
+    return value.squeeze() if isinstance(value, Tensor) and value.numel() == 1 else value
+
+
+def at_end_of_epochs(trainer: Trainer, function: Callable[[], None], patches: Patches) -> None:
+    """Call a function on every rank when an epoch has ended, before any hook hears of it, until `patches` are undone.
+
+    Progress bars, on rank zero alone, ask for the values of metrics in these hooks.
+    """
+    own = trainer._logger_connector.epoch_end_reached
+
+    def reached() -> None:
+        own()
+        function()
+
+    patches.replace(trainer._logger_connector, "epoch_end_reached", reached)

@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import json
 import operator
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections import OrderedDict
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import accumulate
@@ -138,6 +139,8 @@ __all__ = [
     "unsafe_view",
     "version_of",
     "workers_of",
+    "versions_of",
+    "with_versions",
 ]
 
 # -- torch.nn: modules, parameters, hooks ------------------------------------------------------------------------------
@@ -588,3 +591,16 @@ def position_in_graph(node: Any) -> int:
 def is_flattened(parameter: Tensor) -> bool:
     """Tell whether FSDP1 has made a parameter a part of a flat one, or is that; its shape may be that of a shard."""
     return getattr(parameter, "_fsdp_flattened", False)
+
+
+def versions_of(state: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what a state dict tells of the versions of modules, by path; only `load_state_dict` reads it."""
+    return dict(getattr(state, "_metadata", None) or {})
+
+
+def with_versions(state: Mapping[str, Any], versions: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a state dict that tells of versions of modules, where there are some."""
+    result = OrderedDict(state)
+    if versions:
+        result._metadata = OrderedDict(versions)  # type: ignore[attr-defined]
+    return result

@@ -11,7 +11,7 @@ the gradients come back, and are reduced over the replicas
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -28,6 +28,7 @@ from lightning_parallel import comm
 from lightning_parallel.comm import Group
 from lightning_parallel.compat import FOREIGN, ParallelState, Patches
 from lightning_parallel.compat.lightning import (
+    at_end_of_epochs,
     set_update_count,
     states_of,
     update_count_of,
@@ -47,7 +48,7 @@ from lightning_parallel.strategies.watched_parameters import FrozenParameters, W
 from lightning_parallel.tensor.audit import StepAudit
 from lightning_parallel.tensor.logits import whole_logits
 
-__all__ = ["PipelineSteps", "share_metrics"]
+__all__ = ["PipelineSteps", "SharedMetrics"]
 
 _TRAINING = STEPS[TrainerFn.FITTING]
 
@@ -79,6 +80,7 @@ class PipelineSteps:
         self._step_gradients: dict[nn.Parameter, Tensor | None] = {}
         self._gradients_are_watched = False
         self._is_running = False
+        self._metrics: SharedMetrics | None = None
         self._output_is_read: dict[str, bool] = {}
         self.is_compared = False
         self.merged: dict[str, str] = {}
@@ -105,7 +107,8 @@ class PipelineSteps:
         ParallelState.of(self.module).followed = _outside_of(
             self.module, (*engine.plan.layers, *engine.model.outer_names)
         )
-        share_metrics(self.module, engine.group, engine.last_rank, lambda: self._is_running, patches)
+        self._metrics = SharedMetrics(self.module, engine.group, engine.last_rank, lambda: self._is_running)
+        self._metrics.install(patches)
 
     def example(self, trainer: Trainer) -> tuple[Callable[[Any], Any], Any] | None:
         """Return the step of the run that begins, and its first batch; None if that can be read only once."""
@@ -292,12 +295,7 @@ class PipelineSteps:
     def _step(self, name: str, rest: tuple[Any, ...], kwargs: dict[str, Any]) -> Callable[[Any], Any]:
         """Return the module's own step, for one microbatch."""
         method = getattr(self.module, name)
-        context = {
-            "training_step": self.precision.train_step_context,
-            "validation_step": self.precision.val_step_context,
-            "test_step": self.precision.test_step_context,
-            "predict_step": self.precision.predict_step_context,
-        }[name]
+        context = self._context(name)
         if name not in self._positional:
             self._positional[name] = positional_arguments(method)
         # `example` passes a batch index, which the step need not take.
@@ -309,6 +307,14 @@ class PipelineSteps:
                 return method(microbatch, *rest, **kwargs)
 
         return step
+
+    def _context(self, name: str) -> Callable[[], AbstractContextManager[Any]]:
+        return {
+            "training_step": self.precision.train_step_context,
+            "validation_step": self.precision.val_step_context,
+            "test_step": self.precision.test_step_context,
+            "predict_step": self.precision.predict_step_context,
+        }[name]
 
     def _keeps(self, name: str, is_asked: bool | None) -> bool:
         if is_asked is None:
@@ -336,6 +342,8 @@ class PipelineSteps:
         )
         # Metrics that are computed inside the step must not wait for stages that are not there yet.
         self._is_running = True
+        if self._metrics is not None:
+            self._metrics.are_shared = False
         # The layers draw nothing from the global generator, so it stays where it is: the order of shuffled data in the
         # next epoch would be another than in one process.
         state = torch.get_rng_state()
@@ -364,7 +372,8 @@ class PipelineSteps:
             output: Any = merge_outputs(result.outputs, merging)
             if name == _TRAINING:
                 output = {**output, "loss": result.loss} if isinstance(output, Mapping) else result.loss
-            merged = effects.merged(merging)
+            with self._context(name)():  # values of metrics are computed again
+                merged = effects.merged(merging)
             return (output, *merged, merging.found if self.is_compared else {})
 
         output, calls, changes, self.merged = comm.broadcast_from(
@@ -455,35 +464,59 @@ def _outside_of(module: nn.Module, intercepted: Sequence[str]) -> tuple[str, ...
 # ------------------------------------------------------------------------------------------------------------ metrics
 
 
-def share_metrics(
-    module: nn.Module, group: Group, source: int, is_running: Callable[[], bool], patches: Patches
-) -> None:
-    """Let torchmetrics objects, which are updated on the last stage, give their value on every rank.
+class SharedMetrics:
+    """Lets torchmetrics objects, which are updated on the last stage, give their value on every rank.
 
     Args:
         module: The user's module.
         group: The pipeline group.
         source: Position of the last stage's rank.
         is_running: Tells whether a step is running, in which only the last stage may ask for a value.
-        patches: Undo it.
+
+    Attributes:
+        are_shared: Whether every rank has had their states since the last step, and may ask for values alone.
     """
-    for metric in module.modules():
-        if isinstance(metric, Metric):
-            patches.replace(metric, "compute", _shared_compute(metric, metric.compute, group, source, is_running))
 
+    def __init__(self, module: LightningModule, group: Group, source: int, is_running: Callable[[], bool]) -> None:
+        self._module = module
+        self._group = group
+        self._source = source
+        self._is_running = is_running
+        self.are_shared = False
 
-def _shared_compute(
-    metric: Metric, compute: Callable[..., Any], group: Group, source: int, is_running: Callable[[], bool]
-) -> Callable[..., Any]:
-    def shared(*args: Any, **kwargs: Any) -> Any:
-        if not is_running():
-            mine = (update_count_of(metric), to_device(states_of(metric), torch.device("cpu")))
-            # A collective: Lightning computes what is logged on every rank, in the same order.
-            count, states = comm.broadcast_object(mine, group, source)
-            if group.rank != source:
+    def install(self, patches: Patches) -> None:
+        """Share them until `patches` are undone."""
+        for metric in self._module.modules():
+            if isinstance(metric, Metric):
+                patches.replace(metric, "compute", self._shared_compute(metric, metric.compute))
+        at_end_of_epochs(self._module.trainer, self.share, patches)
+
+    def share(self) -> None:
+        """Bring the states of all metrics to every rank: then rank zero alone may ask, as its progress bar does."""
+        if not self.are_shared:
+            self._bring([each for each in self._module.modules() if isinstance(each, Metric)])
+            self.are_shared = True
+
+    def _bring(self, metrics: list[Metric]) -> None:
+        mine = [(update_count_of(each), to_device(states_of(each), torch.device("cpu"))) for each in metrics]
+        theirs = comm.broadcast_object(mine, self._group, self._source) if metrics else []
+        if self._group.rank != self._source:
+            for metric, (count, states) in zip(metrics, theirs):
                 for name, state in states.items():
                     setattr(metric, name, to_device(state, metric.device))
                 set_update_count(metric, count)
-        return compute(*args, **kwargs)
 
-    return shared
+    def _shared_compute(self, metric: Metric, compute: Callable[..., Any]) -> Callable[..., Any]:
+        state = ParallelState.of(self._module)
+
+        def shared(*args: Any, **kwargs: Any) -> Any:
+            if state.batch_states is not None:
+                # In `forward` its states are those of the microbatch alone.
+                states = {name: list(v) if isinstance(v, list) else v for name, v in states_of(metric).items()}
+                state.batch_states[id(metric)] = metric, states
+            elif not self._is_running() and not self.are_shared:
+                # A collective: Lightning computes what is logged on every rank, in the same order.
+                self._bring([metric])
+            return compute(*args, **kwargs)
+
+        return shared

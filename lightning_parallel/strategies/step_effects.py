@@ -9,7 +9,7 @@ import inspect
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -26,6 +26,7 @@ from lightning_parallel.compat.lightning import (
     restore_metric_state,
     set_batch_value,
     states_of,
+    value_of_batches,
 )
 from lightning_parallel.compat.torch import pytree
 from lightning_parallel.pipeline.microbatch import (
@@ -61,6 +62,8 @@ from lightning_parallel.strategies.step_state import (
 __all__ = ["LogCall", "StepEffects", "buffers_kept", "log_recorded", "side_effects_discarded", "to_device"]
 
 _LOG = inspect.signature(LightningModule.log)
+BatchStates = tuple[Metric, dict[str, Any]]
+"""A metric, and its states of one microbatch."""
 LogCall = tuple[str, Any, dict[str, Any]]
 """Name, value, other arguments of a call of `self.log`; a metric is the path of its module."""
 
@@ -104,6 +107,8 @@ class StepEffects:
         for counter in self._counters:
             counter.reset()
         before = Snapshot(self.module)
+        state = ParallelState.of(self.module)
+        state.batch_states = {}
         try:
             with log_recorded(self.module, calls):
                 yield
@@ -259,9 +264,17 @@ def to_device(value: Any, device: torch.device) -> Any:
 class _MetricAt:
     """A torchmetrics object in a call of `self.log`, with its value for the batch."""
 
-    def __init__(self, path: str, cache: Any) -> None:
+    def __init__(self, path: str, cache: Any, batch: BatchStates | None = None) -> None:
         self.path = path
         self.cache = cache
+        self.batch = batch
+
+
+class _BatchValue(NamedTuple):
+    """What `forward` of a torchmetrics object returned, in a call of `self.log`."""
+
+    cache: Tensor
+    batch: BatchStates
 
 
 @contextmanager
@@ -269,6 +282,7 @@ def log_recorded(module: LightningModule, calls: list[LogCall]) -> Iterator[None
     """Add the calls of `self.log` inside the block to `calls` instead."""
 
     def log(*args: Any, **kwargs: Any) -> None:
+        batches = ParallelState.of(module).batch_states or {}
         bound = _LOG.bind(module, *args, **kwargs).arguments
         bound.pop("self")
         name = bound.pop("name")
@@ -278,13 +292,14 @@ def log_recorded(module: LightningModule, calls: list[LogCall]) -> Iterator[None
             path = next((path for path, child in module.named_modules() if child is value), None)
             if path is None:
                 raise ValueError(f"the metric logged as {name!r} is not an attribute of the module; make it one")
-            value = _MetricAt(path, batch_value_of(value))
+            value = _MetricAt(path, batch_value_of(value), batches.get(id(value)))
         elif in_dry_run():
             # In a real step the last stage refuses it when all are there to hear of it: see `StepEffects.merged`.
             require_known(value, f"`self.log({name!r}, ...)`")
         elif isinstance(value, Tensor):
             # What is logged is kept until the batch ends, and must not keep a microbatch's graph alive.
-            value = value.detach()
+            batch = next((each for each in batches.values() if batch_value_of(each[0]) is value), None)
+            value = value.detach() if batch is None else _BatchValue(value.detach(), batch)
         calls.append((name, value, dict(bound)))
 
     with patched(module, "log", log):
@@ -317,17 +332,33 @@ def _merge_call(name: str, entries: list[tuple[int, float, Any, dict[str, Any]]]
     if isinstance(values[0], _MetricAt):
         caches = [value.cache for value in values if value.cache is not None]
         shares = [size / sum(sizes) for size in sizes]
-        return (
-            name,
-            _MetricAt(values[0].path, merge_outputs(caches, Merging({}, (), shares)) if caches else None),
-            arguments,
-        )
+        is_shown = arguments.get("on_step") is not False
+        merged = _value_of_all(values) if caches and is_shown else None
+        if merged is None and caches:
+            merged = merge_outputs(caches, Merging({}, (), shares))
+        return name, _MetricAt(values[0].path, merged), arguments
+    if all(isinstance(value, _BatchValue) for value in values):
+        merged = _value_of_all(values)
+        if merged is not None:
+            return name, merged, arguments
+    values = [value.cache if isinstance(value, _BatchValue) else value for value in values]
     device = next((value.device for value in values if isinstance(value, Tensor)), None)
     # The default precision would round a number of Python's before all are there.
     dtype = torch.float64 if device is None and any(isinstance(value, float) for value in values) else None
     numbers = torch.stack([torch.as_tensor(value, device=device, dtype=dtype).detach() for value in values])
     number: Any = reduce_logged(numbers, sizes, arguments.get("reduce_fx", "mean"))
     return name, number if dtype is None else number.item(), arguments
+
+
+def _value_of_all(values: Sequence[_MetricAt | _BatchValue]) -> Any:
+    """Return the value of a metric for a batch whose microbatches it has seen; None if it cannot be put together.
+
+    A mean over classes, a quotient or a rank is no mean over microbatches.
+    """
+    batches = [value.batch for value in values if value.batch is not None]
+    if not len(batches) == len(values) > 1 or any(metric is not batches[0][0] for metric, _ in batches):
+        return None
+    return value_of_batches(batches[0][0], [states for _, states in batches])
 
 
 # --------------------------------------------------------------------------------------------------------- attributes

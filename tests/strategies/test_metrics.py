@@ -1,0 +1,118 @@
+"""Objects of torchmetrics in a pipeline: their value for a batch, for an epoch, and on rank zero alone."""
+
+import tempfile
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from lightning.pytorch import Callback, LightningModule
+from torch import nn
+from torchmetrics import MeanMetric, Metric, MetricCollection
+from torchmetrics.classification import MulticlassAccuracy, MulticlassAUROC, MulticlassF1Score
+
+from lightning_parallel import HybridParallelStrategy, comm
+from tests.harness import distributed
+from tests.strategies.test_pipeline import Deep, fit
+
+
+class Spread(Metric):
+    """The root of a mean, of states that add up; `forward` updates it twice, as Metric's default is."""
+
+    def __init__(self):
+        super().__init__()
+        self.add_state("squares", torch.zeros(()), dist_reduce_fx="sum")
+        self.add_state("count", torch.zeros(()), dist_reduce_fx="sum")
+
+    def update(self, logits):
+        self.squares += logits.detach().pow(2).sum()
+        self.count += logits.numel()
+
+    def compute(self):
+        return (self.squares / self.count).sqrt()
+
+
+class Scored(Deep):
+    """Logs metrics that are no means over samples, as objects and as what their `forward` returns."""
+
+    def __init__(self):
+        super().__init__()
+        kinds = {"f1": MulticlassF1Score(5), "acc": MulticlassAccuracy(5), "auroc": MulticlassAUROC(5)}
+        self.kept = MetricCollection(kinds, prefix="kept/")
+        self.returned = MetricCollection(kinds, prefix="returned/").clone()
+        self.spread, self.late, self.average = Spread(), MulticlassF1Score(5), MeanMetric()
+
+    def training_step(self, batch, index):
+        x, y = batch
+        logits = self(x)
+        loss = F.cross_entropy(logits, y)
+        self.kept(logits, y)
+        self.log_dict(self.kept, on_step=True, on_epoch=True)
+        self.log_dict(self.returned(logits, y), on_step=True, on_epoch=True)
+        self.log("spread", self.spread(logits))
+        self.late(logits, y)
+        self.log("late", self.late, on_step=False, on_epoch=True, prog_bar=True)
+        self.average(loss)
+        self.log("average", self.average, on_step=True, on_epoch=True)
+        return {"loss": loss, "logits": logits.detach()}
+
+
+class Bar(Callback):
+    """Looks at what was logged on rank zero alone, as progress bars do, and in each step on all ranks."""
+
+    def __init__(self):
+        self.seen, self.bar = [], []
+
+    def on_train_batch_end(self, trainer, *args):
+        self.seen.append({name: float(value) for name, value in trainer.callback_metrics.items()})
+
+    def on_train_epoch_end(self, trainer, *args):
+        if trainer.is_global_zero:
+            self.bar.append({name: float(value) for name, value in trainer.progress_bar_metrics.items()})
+
+
+class Normalized(LightningModule):
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(3)
+        layers = [layer for _ in range(3) for layer in (nn.Linear(12, 12), nn.BatchNorm1d(12), nn.ReLU())]
+        self.net = nn.Sequential(*layers, nn.Linear(12, 5)).double()
+
+    def training_step(self, batch, index):
+        return F.cross_entropy(self.net(batch[0]), batch[1])
+
+    def validation_step(self, batch, index):
+        self.log("loss", self.training_step(batch, index))
+
+    test_step = validation_step
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+def stages(num_microbatches=4):
+    return HybridParallelStrategy(pipeline_parallel_size=2, num_microbatches=num_microbatches, balance="uniform")
+
+
+@distributed(world_size=2)
+def test_values_of_batches_and_epochs(group):
+    alone, cut = Bar(), Bar()
+    fit(Scored(), "auto", 1, callbacks=[alone])
+    fit(Scored(), stages(), 2, callbacks=[cut])
+    torch.testing.assert_close(cut.seen, alone.seen, rtol=1e-6, atol=1e-7)
+    if group.rank == 0:
+        assert "late" in cut.bar[0]
+        torch.testing.assert_close(cut.bar, alone.bar, rtol=1e-6, atol=1e-7)
+
+
+@distributed(world_size=2)
+def test_batch_normalization_is_loaded_after_a_run(group):
+    folder = Path(comm.broadcast_object(tempfile.mkdtemp(), group))
+    one, cut = Normalized(), Normalized()
+    expected = fit(one, "auto", 1)
+    trainer = fit(cut, stages(1), 2)
+    trainer.save_checkpoint(folder / "cut.ckpt")
+    found = trainer.test(cut, trainer.val_dataloaders, ckpt_path=folder / "cut.ckpt")
+    torch.testing.assert_close(found, expected.test(one, expected.val_dataloaders), rtol=1e-10, atol=1e-12)
+    if group.rank == 0:
+        saved = torch.load(folder / "cut.ckpt", weights_only=False)["state_dict"]
+        assert saved._metadata["net.1"] == one.state_dict()._metadata["net.1"]  # what modules convert goes by it
