@@ -8,10 +8,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from datetime import timedelta
 from typing import Any, Literal, Optional, Union, cast
 
 import torch
+from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment
+from lightning.fabric.plugins.collectives.torch_collective import default_pg_timeout
 from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.accelerators import Accelerator
+from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities import CombinedLoader
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
@@ -23,6 +28,7 @@ from lightning_parallel.comm import Group
 from lightning_parallel.compat import ParallelState
 from lightning_parallel.compat.default_group import all_processes_as_default
 from lightning_parallel.compat.lightning import train_dataloader_of
+from lightning_parallel.compression import Reducer
 from lightning_parallel.mesh import DATA, PIPELINE, TENSOR
 from lightning_parallel.pipeline.simulate import Link
 from lightning_parallel.planner.hardware import Cluster, available_cores, device_here, measured_cpu
@@ -31,9 +37,16 @@ from lightning_parallel.planner.links import MOST_RANKS_MEASURED, fitted_link, g
 from lightning_parallel.planner.plan_report import plan_text
 from lightning_parallel.planner.plans import LayoutPlan, optimizers_of, plan
 from lightning_parallel.planner.rehearsal import without_data
+from lightning_parallel.strategies.arguments import named, spelled
+from lightning_parallel.strategies.compression_files import KeptState
+from lightning_parallel.strategies.mesh_checkpoints import CheckpointFormat
+from lightning_parallel.strategies.nodes import Hierarchical
 from lightning_parallel.strategies.optimization import check_sliced
 from lightning_parallel.strategies.parallel import HybridParallelStrategy
+from lightning_parallel.strategies.processes import StartMethod
+from lightning_parallel.strategies.proof import Verify
 from lightning_parallel.strategies.stage_table import print_table
+from lightning_parallel.strategies.whole import GatherAfterFit
 from lightning_parallel.strategies.zero_stages import ZeroStage
 
 __all__ = ["AutoParallelStrategy", "accumulated_batches", "first_of_loaders"]
@@ -50,40 +63,86 @@ class AutoParallelStrategy(HybridParallelStrategy):
     do. Validation, test and prediction without a `fit` before them run with replicas only. A run that resumes may take
     another layout than the one before: checkpoints fit all of them.
 
+    Example:
+        >>> trainer = Trainer(devices=2, strategy=AutoParallelStrategy())
+        >>> trainer.fit(module, data)
+
     Args:
-        memory_limit_bytes: Most bytes that a rank may hold; by default the memory of its device, or its share of the
-            machine's.
-        plan: See `TensorParallelStrategy`.
-        sequence_parallel: See `TensorParallelStrategy`.
-        layers: See `PipelineParallelStrategy`.
-        split_batch: See `PipelineParallelStrategy`.
-        microbatch_weight: See `PipelineParallelStrategy`.
-        kwargs: See `MeshStrategy`.
+        memory_limit_bytes: Largest number of bytes per rank. By default the memory of the device, or its share of the
+            host's.
+        tensor_plan: How each layer is sharded. `"auto"` uses the plan of a Hugging Face model, otherwise the structure
+            of the model. A dict maps globs over module paths to styles: `column`, `row`, `column_gather`, `row_split`,
+            `vocab`, `head`, `attention`, `transformer_layer`, `replicate`, or the names of Hugging Face.
+        sequence_parallel: Also shard the activations between sharded layers along the sequence. This saves memory; the
+            backward pass gathers the inputs of attention and MLP once more.
+        gather_logits: Gather the logits at once, also in training. By default they stay sharded by class until code
+            reads them. Set this if only some ranks read them.
+        layers: Dotted name of the container of repeated layers. Join several containers in a row by commas.
+        split_batch: Function `(batch, parts) -> microbatches`, or its dotted path. Needed if the samples are not in
+            dimension 0.
+        microbatch_weight: Function `(microbatch) -> weight` in the loss, or its dotted path. Defaults to the samples,
+            or to the tokens if the loss is a mean over tokens.
+        compression: Compressor of the gradient all-reduce between replicas. None sends full gradients.
+        compressor_state: Compressor memory in a checkpoint of one file. `local` writes a file of each rank beside it,
+            `exact` stores all ranks in it, `mean` stores their mean, `none` stores nothing. A sharded checkpoint always
+            stores each rank's.
+        hierarchical: Sum full gradients inside a node, and compress between nodes only. True finds nodes by host; a
+            number is the replicas of a node.
+        zero_stage: ZeRO stage over the replicas. 1 shards the optimizer state. 2 also shards the gradients between
+            backward and the end of the step.
+        checkpoint_format: `full` writes one ordinary Lightning checkpoint. `sharded` writes a folder with a file of
+            each rank. Every layout loads both.
+        async_save: Write sharded checkpoints in the background. A step waits for a copy of the tensors only.
+        verify: Self-check of the module's own steps against one process, before their first batch. `auto` and `always`
+            run it, `off` does not.
+        gather_after_fit: Ranks on which the module holds full parameters after a run: `all`, `rank_zero` or `off`.
+            `auto` takes `all` if memory allows it, and prints the choice otherwise.
+        process_group_backend: Backend of `torch.distributed`. By default it follows the device: gloo for CPU, NCCL for
+            CUDA.
+        timeout: Deadline of every collective.
+        start_method: How Lightning starts processes without a launcher. `popen` runs the script again. `spawn`, `fork`
+            and `forkserver` start functions; notebooks need `fork`.
+        accelerator: Accelerator object, set by the Trainer.
+        parallel_devices: Devices of this node, set by the Trainer.
+        cluster_environment: Source of ranks and addresses. By default Lightning detects torchrun, SLURM and others.
+        checkpoint_io: Lightning plugin that reads and writes files.
+        precision_plugin: Precision plugin, set by the Trainer from `precision`.
 
     Raises:
-        ValueError: If the limit is not positive. When the Trainer starts, on every rank, if no layout fits, with what
-            each lacks.
+        ValueError: If the limit is not positive. On every rank when the Trainer starts, if no layout fits; the message
+            lists what each layout lacks.
     """
 
+    @spelled
     def __init__(
         self,
         *,
         memory_limit_bytes: Optional[float] = None,
-        plan: Union[Literal["auto"], dict[str, str]] = "auto",
+        tensor_plan: Union[Literal["auto"], dict[str, str]] = "auto",
         sequence_parallel: bool = False,
+        gather_logits: bool = False,
         layers: str = "auto",
         split_batch: Optional[Union[Callable[[Any, int], list[Any]], str]] = None,
         microbatch_weight: Optional[Union[Callable[[Any], float], str]] = None,
-        **kwargs: Any,
+        compression: Optional[Reducer] = None,
+        compressor_state: KeptState = "local",
+        hierarchical: Hierarchical = False,
+        zero_stage: ZeroStage = 0,
+        checkpoint_format: CheckpointFormat = "full",
+        async_save: bool = False,
+        verify: Verify = "auto",
+        gather_after_fit: GatherAfterFit = "auto",
+        process_group_backend: Optional[str] = None,
+        timeout: Optional[timedelta] = default_pg_timeout,
+        start_method: StartMethod = "popen",
+        accelerator: Optional[Accelerator] = None,
+        parallel_devices: Optional[list[torch.device]] = None,
+        cluster_environment: Optional[ClusterEnvironment] = None,
+        checkpoint_io: Optional[CheckpointIO] = None,
+        precision_plugin: Optional[Precision] = None,
     ) -> None:
-        super().__init__(
-            plan=plan,
-            sequence_parallel=sequence_parallel,
-            layers=layers,
-            split_batch=split_batch,
-            microbatch_weight=microbatch_weight,
-            **kwargs,
-        )
+        hybrid = named(locals(), HybridParallelStrategy.__init__)
+        super().__init__(**{**hybrid, "memory_limit_bytes": None})  # that of the plan, not of a schedule
         if memory_limit_bytes is not None and not (
             isinstance(memory_limit_bytes, (int, float)) and memory_limit_bytes > 0
         ):

@@ -176,7 +176,7 @@ def refuse_in_shards(found: Differences, sharding: Sharding, modules: Mapping[st
                 f"the model was changed between two steps: expected `{region or type(modules['']).__name__}` as it was"
                 f" when the run began, found other contents ({found}). Its layers are sharded over tensor-parallel"
                 f" ranks, and nobody has tried them as they are now. {_WAY_OUT}, replace all of that module, or keep it"
-                f" whole: plan={{..., {f'{region}.*' if region else '*'!r}: 'replicate'}}"
+                f" whole: tensor_plan={{..., {f'{region}.*' if region else '*'!r}: 'replicate'}}"
             )
     for sequence in sharding.plan.sequence_regions:
         places = [*found.places, *found.gone_modules]

@@ -204,7 +204,7 @@ class FullStates:
             raise RuntimeError(
                 f"this copy of `{path or type(owner).__name__}` was made during a run, when the model was divided, and"
                 " holds a part of it only; take its state dict before the run ends, for example in `on_train_end`, or"
-                " set `restore='all'`, and make the copy on all ranks"
+                " set `gather_after_fit='all'`, and make the copy on all ranks"
             )
         engine = self._state.engine
         if engine is not None and engine.model.active.handler is not None:

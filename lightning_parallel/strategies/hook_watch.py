@@ -382,7 +382,7 @@ def _way_out(part: Part, action: str, title: str) -> str:
     if part.is_slice:
         return f"{first} With `zero_stage=1` gradients and parameters are whole in hooks"
     if part.size and name:
-        return f"{first} Or keep the layer whole with plan={{..., {name.rpartition('.')[0]!r}: 'replicate'}}"
+        return f"{first} Or keep the layer whole with tensor_plan={{..., {name.rpartition('.')[0]!r}: 'replicate'}}"
     return f"{first} TensorParallelStrategy keeps what it does not shard whole on every rank"
 
 

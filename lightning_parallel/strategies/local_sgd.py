@@ -14,13 +14,19 @@ import warnings
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
+from datetime import timedelta
 from functools import partial
+from pathlib import Path
 from typing import Any, Literal, Optional, Union
 
 import torch
+from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment
+from lightning.fabric.plugins.collectives.torch_collective import default_pg_timeout
 from lightning.pytorch import Trainer
+from lightning.pytorch.accelerators import Accelerator
 from lightning.pytorch.callbacks import StochasticWeightAveraging
 from lightning.pytorch.core.optimizer import LightningOptimizer
+from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from torch.optim import Optimizer
@@ -33,16 +39,23 @@ from lightning_parallel.compression import Dense, Reducer, check_reducer
 from lightning_parallel.compression.compressor import check_integer
 from lightning_parallel.data_parallel import DriftExchange, GradientReducer
 from lightning_parallel.mesh import DATA
+from lightning_parallel.pipeline.pipeline_plan import PipelinePlan
 from lightning_parallel.strategies import replicas
+from lightning_parallel.strategies.arguments import named, spelled
 from lightning_parallel.strategies.compression_advice import warn_of_misfits
-from lightning_parallel.strategies.compression_files import LOCAL_STEPS
+from lightning_parallel.strategies.compression_files import LOCAL_STEPS, KeptState
 from lightning_parallel.strategies.full_state import averages_of
 from lightning_parallel.strategies.gradient_norms import give_norms
+from lightning_parallel.strategies.mesh_checkpoints import CheckpointFormat
 from lightning_parallel.strategies.mesh_compression import gradient_reducer
+from lightning_parallel.strategies.nodes import Hierarchical
 from lightning_parallel.strategies.optimization import check_optimizers
-from lightning_parallel.strategies.parallel import HybridParallelStrategy
+from lightning_parallel.strategies.parallel import HybridParallelStrategy, ScheduleName
+from lightning_parallel.strategies.processes import StartMethod
+from lightning_parallel.strategies.proof import Verify
 from lightning_parallel.strategies.replica_optimizers import ReplicaOptimizers
-from lightning_parallel.strategies.zero_stages import refuse_zero_stage
+from lightning_parallel.strategies.whole import GatherAfterFit
+from lightning_parallel.strategies.zero_stages import ZeroStage, refuse_zero_stage
 
 __all__ = ["LocalSGDStrategy", "OuterOptimizer"]
 
@@ -82,10 +95,54 @@ class LocalSGDStrategy(HybridParallelStrategy):
         overlap_steps: Take the mean so many steps after the drift was sent, while training goes on; what was changed
             meanwhile is kept. 0 waits for it; `every_n_steps` is asynchronous, one exchange late.
         start_step: Optimizer steps in which gradients are averaged, as in DDP, before local steps begin.
-        data_parallel_size: See `HybridParallelStrategy`.
-        pipeline_parallel_size: See `HybridParallelStrategy`.
-        tensor_parallel_size: See `HybridParallelStrategy`.
-        kwargs: Those of `HybridParallelStrategy`.
+        data_parallel_size: Number of replicas. `"auto"` takes the ranks that the other axes leave.
+        pipeline_parallel_size: Ranks that share the layers of a replica. `"auto"` takes the ranks that the other axes
+            leave.
+        tensor_parallel_size: Ranks that share each layer of a replica. `"auto"` takes the ranks that the other axes
+            leave.
+        tensor_plan: How each layer is sharded. `"auto"` uses the plan of a Hugging Face model, otherwise the structure
+            of the model. A dict maps globs over module paths to styles: `column`, `row`, `column_gather`, `row_split`,
+            `vocab`, `head`, `attention`, `transformer_layer`, `replicate`, or the names of Hugging Face.
+        sequence_parallel: Also shard the activations between sharded layers along the sequence. This saves memory; the
+            backward pass gathers the inputs of attention and MLP once more.
+        gather_logits: Gather the logits at once, also in training. By default they stay sharded by class until code
+            reads them. Set this if only some ranks read them.
+        layers: Dotted name of the container of repeated layers. Join several containers in a row by commas.
+        schedule: Order of the microbatches: `gpipe`, `1f1b`, `interleaved_1f1b`, `zb_h1`, `interleaved_zb`, `zbv`.
+            `auto` simulates all with measured costs and takes the fastest under `memory_limit_bytes`.
+        num_microbatches: Number of parts of each batch. `"auto"` takes four per stage if the batch has as many samples.
+        virtual_stages: Stages per rank, for schedules that support several. `"auto"` takes the smallest number.
+        balance: Split points of the layers: `auto` equalises measured time, `parameters` the parameters, `uniform` the
+            number of layers. A list gives the layers of each stage.
+        memory_limit_bytes: Largest number of bytes per rank, for measured split points and schedules.
+        split_batch: Function `(batch, parts) -> microbatches`, or its dotted path. Needed if the samples are not in
+            dimension 0.
+        microbatch_weight: Function `(microbatch) -> weight` in the loss, or its dotted path. Defaults to the samples,
+            or to the tokens if the loss is a mean over tokens.
+        pipeline_plan: A `PipelinePlan` or its file, made by an earlier run. It replaces the pipeline arguments above.
+        zero_stage: Must be 0, because replicas have different optimizer states.
+        compressor_state: Compressor memory in a checkpoint of one file. `local` writes a file of each rank beside it,
+            `exact` stores all ranks in it, `mean` stores their mean, `none` stores nothing. A sharded checkpoint always
+            stores each rank's.
+        hierarchical: Sum full gradients inside a node, and compress between nodes only. True finds nodes by host; a
+            number is the replicas of a node.
+        checkpoint_format: `full` writes one ordinary Lightning checkpoint. `sharded` writes a folder with a file of
+            each rank. Every layout loads both.
+        async_save: Write sharded checkpoints in the background. A step waits for a copy of the tensors only.
+        verify: Self-check of the module's own steps against one process, before their first batch. `auto` and `always`
+            run it, `off` does not.
+        gather_after_fit: Ranks on which the module holds full parameters after a run: `all`, `rank_zero` or `off`.
+            `auto` takes `all` if memory allows it, and prints the choice otherwise.
+        process_group_backend: Backend of `torch.distributed`. By default it follows the device: gloo for CPU, NCCL for
+            CUDA.
+        timeout: Deadline of every collective.
+        start_method: How Lightning starts processes without a launcher. `popen` runs the script again. `spawn`, `fork`
+            and `forkserver` start functions; notebooks need `fork`.
+        accelerator: Accelerator object, set by the Trainer.
+        parallel_devices: Devices of this node, set by the Trainer.
+        cluster_environment: Source of ranks and addresses. By default Lightning detects torchrun, SLURM and others.
+        checkpoint_io: Lightning plugin that reads and writes files.
+        precision_plugin: Precision plugin, set by the Trainer from `precision`.
 
     Raises:
         TypeError: If `compression` is no compressor, or `outer_optimizer` neither a name nor a function.
@@ -95,6 +152,7 @@ class LocalSGDStrategy(HybridParallelStrategy):
     https://arxiv.org/abs/2501.18512; SparseLoCo, https://arxiv.org/abs/2508.15706
     """
 
+    @spelled
     def __init__(
         self,
         every_n_steps: int = 30,
@@ -108,7 +166,33 @@ class LocalSGDStrategy(HybridParallelStrategy):
         data_parallel_size: Union[Literal["auto"], int] = "auto",
         pipeline_parallel_size: Union[Literal["auto"], int] = 1,
         tensor_parallel_size: Union[Literal["auto"], int] = 1,
-        **kwargs: Any,
+        tensor_plan: Union[Literal["auto"], dict[str, str]] = "auto",
+        sequence_parallel: bool = False,
+        gather_logits: bool = False,
+        layers: str = "auto",
+        schedule: ScheduleName = "1f1b",
+        num_microbatches: Union[Literal["auto"], int] = "auto",
+        virtual_stages: Union[Literal["auto"], int] = "auto",
+        balance: Union[Literal["auto", "parameters", "uniform"], list[int]] = "auto",
+        memory_limit_bytes: Optional[float] = None,
+        split_batch: Optional[Union[Callable[[Any, int], list[Any]], str]] = None,
+        microbatch_weight: Optional[Union[Callable[[Any], float], str]] = None,
+        pipeline_plan: Optional[Union[PipelinePlan, str, Path]] = None,
+        zero_stage: ZeroStage = 0,
+        compressor_state: KeptState = "local",
+        hierarchical: Hierarchical = False,
+        checkpoint_format: CheckpointFormat = "full",
+        async_save: bool = False,
+        verify: Verify = "auto",
+        gather_after_fit: GatherAfterFit = "auto",
+        process_group_backend: Optional[str] = None,
+        timeout: Optional[timedelta] = default_pg_timeout,
+        start_method: StartMethod = "popen",
+        accelerator: Optional[Accelerator] = None,
+        parallel_devices: Optional[list[torch.device]] = None,
+        cluster_environment: Optional[ClusterEnvironment] = None,
+        checkpoint_io: Optional[CheckpointIO] = None,
+        precision_plugin: Optional[Precision] = None,
     ) -> None:
         check_integer("every_n_steps", every_n_steps, least=1)
         check_integer("average_first", average_first, least=0)
@@ -129,14 +213,9 @@ class LocalSGDStrategy(HybridParallelStrategy):
             )
         if compression is not None:
             check_reducer(compression)
-        refuse_zero_stage(kwargs.get("zero_stage", 0))
-        super().__init__(
-            data_parallel_size=data_parallel_size,
-            pipeline_parallel_size=pipeline_parallel_size,
-            tensor_parallel_size=tensor_parallel_size,
-            compression=Dense() if compression is None else compression,
-            **kwargs,
-        )
+        refuse_zero_stage(zero_stage)
+        hybrid = named(locals(), HybridParallelStrategy.__init__)
+        super().__init__(**{**hybrid, "compression": Dense() if compression is None else compression})
         self.every_n_steps = every_n_steps
         self.average_first = average_first
         self.fragments = fragments

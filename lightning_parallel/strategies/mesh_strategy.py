@@ -74,7 +74,7 @@ from lightning_parallel.strategies.skeleton import close_skeleton, keep_skeleton
 from lightning_parallel.strategies.stage_table import show_stages
 from lightning_parallel.strategies.step_effects import side_effects_discarded
 from lightning_parallel.strategies.step_runs import StepRuns
-from lightning_parallel.strategies.whole import Restore, divide_again, end_run
+from lightning_parallel.strategies.whole import GatherAfterFit, divide_again, end_run
 from lightning_parallel.strategies.zero_stages import (
     ZeroStage,
     check_zero_stage,
@@ -95,27 +95,10 @@ class MeshStrategy(MeshCheckpoints):
 
     Args:
         sizes: Ranks along each axis, or `"auto"`.
-        tensor: How layers are divided.
-        pipeline: How runs of layers are divided; None without a pipeline axis.
-        compression: Reducer of the gradients between replicas.
-        state: What checkpoints in one file keep of what it remembers: `local`, each rank's, in files beside them that
-            it writes itself; `exact`, the same in the file; `mean`; or `none`. A sharded checkpoint has each rank's.
-        hierarchical: Sum gradients as they are between the replicas of a node, and compress between nodes only: each
-            replica of a node compresses, remembers and sends its part of the parameters. True: nodes are found by host.
-            A number: so many replicas, one after the other, are a node.
-        zero_stage: What is divided over the replicas (ZeRO): 1, the optimizer's state: each updates a slice of every
-            parameter; 2, gradients, too: after backward, parameters and gradients are slices until the step is over.
-        checkpoint_format: `full`, one ordinary Lightning checkpoint, for any layout and for stock Lightning; or
-            `sharded`, a folder to which each rank writes its part, for any layout, see `MeshCheckpoints`.
-        async_save: Let training go on while a sharded checkpoint is written; a step waits for a copy only.
-        verify: Whether each run compares the module's own steps with those of one process before their first batch:
-            `auto` and `always` do, `off` does not.
-        restore: On which ranks the module is whole again after a run that ended well: `all`, `rank_zero` or `off`;
-            `auto` decides by its size, and says so if it is not `all`.
-        process_group_backend: Backend of torch.distributed; by the device when omitted.
-        timeout: Deadline of every collective.
-        start_method: How processes are started when no launcher did: `popen` runs the script again, the others start
-            functions (notebooks: `fork`).
+        tensor: How layers are sharded.
+        pipeline: How layers are split into stages; None without a pipeline axis.
+
+    The other arguments are those of `HybridParallelStrategy`.
     """
 
     def __init__(
@@ -125,13 +108,13 @@ class MeshStrategy(MeshCheckpoints):
         pipeline: Optional[PipelineOptions],
         *,
         compression: Optional[Reducer] = None,
-        state: KeptState = "local",
+        compressor_state: KeptState = "local",
         hierarchical: Hierarchical = False,
         zero_stage: ZeroStage = 0,
         checkpoint_format: CheckpointFormat = "full",
         async_save: bool = False,
         verify: Verify = "auto",
-        restore: Restore = "auto",
+        gather_after_fit: GatherAfterFit = "auto",
         process_group_backend: Optional[str] = None,
         timeout: Optional[timedelta] = default_pg_timeout,
         start_method: StartMethod = "popen",
@@ -155,19 +138,20 @@ class MeshStrategy(MeshCheckpoints):
         self.set_checkpoint_format(checkpoint_format, async_save)
         if verify not in ("auto", "always", "off"):
             raise ValueError(f"`verify` must be 'auto', 'always' or 'off', got {verify!r}")
-        if restore not in get_args(Restore):
-            raise ValueError(f"`restore` must be one of {', '.join(map(repr, get_args(Restore)))}, got {restore!r}")
+        if gather_after_fit not in get_args(GatherAfterFit):
+            names = ", ".join(map(repr, get_args(GatherAfterFit)))
+            raise ValueError(f"`gather_after_fit` must be one of {names}; got {gather_after_fit!r}")
         if compression is not None:
             check_reducer(compression)
-        check_kept_state(state)
+        check_kept_state(compressor_state)
         check_hierarchical(hierarchical, compression)
         check_zero_stage(zero_stage, compression)
         self.compression = compression
-        self.kept_state = state
+        self.kept_state = compressor_state
         self.hierarchical = hierarchical
         self.zero_stage = zero_stage
         self.verify = verify
-        self.restore = restore
+        self.gather_after_fit = gather_after_fit
         self.tensor_options = tensor
         self.pipeline_options = pipeline
         self._sharding: Sharding | None = None
@@ -498,7 +482,7 @@ class MeshStrategy(MeshCheckpoints):
         self.end_saves()
         module = self.lightning_module
         if module is not None and self._groups is not None:
-            self._is_restored = end_run(module, self.checkpoints, self._groups, self.restore)
+            self._is_restored = end_run(module, self.checkpoints, self._groups, self.gather_after_fit)
         stop_heartbeat()
         if module is not None and any(value.is_meta or is_deferred(value) for value in module.parameters()):
             # Refused before it got its data. Lightning would move it to the CPU, which fails or makes the whole model.

@@ -299,7 +299,7 @@ def _check_sharded(optimizers: Sequence[Optimizer], names: Mapping[int, str], ru
                     f"`{type(optimizer).__name__}` computes with whole tensors, but `{sharded[0]}` and"
                     f" {len(sharded) - 1} other parameters are divided over tensor-parallel ranks. Use"
                     " `lightning_parallel.LARS` or `LAMB`, which take norms over all parts, or an elementwise optimizer"
-                    " (SGD, Adam, AdamW, ...) for them, or keep them whole with `plan={'...': 'replicate'}`"
+                    " (SGD, Adam, AdamW, ...) for them, or keep them whole with `tensor_plan={'...': 'replicate'}`"
                 )
             key = _unlike_parameter(optimizer, group)
             if key is not None:
@@ -307,7 +307,7 @@ def _check_sharded(optimizers: Sequence[Optimizer], names: Mapping[int, str], ru
                     f"`{type(optimizer).__name__}` keeps `{key}`, which has neither the parameter's shape nor one"
                     f" element, so that the parts of `{sharded[0]}` and others on other ranks cannot be merged"
                     " into a checkpoint. Use another optimizer for them, or keep them whole with"
-                    " `plan={'...': 'replicate'}`"
+                    " `tensor_plan={'...': 'replicate'}`"
                 )
 
 

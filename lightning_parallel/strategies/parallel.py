@@ -1,99 +1,196 @@
-"""The three strategies of a mesh: their arguments. What they do is in `mesh_strategy`."""
+"""The public strategies of a mesh: their arguments. `mesh_strategy` has their behaviour.
+
+Arguments are repeated in each class, so that editors, `help()` and LightningCLI show them; `tests/test_signatures.py`
+keeps the copies equal.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
+from datetime import timedelta
 from pathlib import Path
 from typing import Any, Literal, Optional, Union
 
-from lightning_parallel.mesh import DATA, PIPELINE, TENSOR, Axis, Size
+import torch
+from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment
+from lightning.fabric.plugins.collectives.torch_collective import default_pg_timeout
+from lightning.pytorch.accelerators import Accelerator
+from lightning.pytorch.plugins.precision import Precision
+
+from lightning_parallel.compression import Reducer
+from lightning_parallel.mesh import DATA, PIPELINE, TENSOR
 from lightning_parallel.pipeline.pipeline_plan import PipelinePlan
+from lightning_parallel.strategies.arguments import named, spelled
+from lightning_parallel.strategies.compression_files import KeptState
+from lightning_parallel.strategies.mesh_checkpoints import CheckpointFormat
 from lightning_parallel.strategies.mesh_strategy import MeshStrategy
+from lightning_parallel.strategies.nodes import Hierarchical
+from lightning_parallel.strategies.processes import StartMethod
+from lightning_parallel.strategies.proof import Verify
 from lightning_parallel.strategies.setup import PipelineOptions, TensorOptions
+from lightning_parallel.strategies.whole import GatherAfterFit
+from lightning_parallel.strategies.zero_stages import ZeroStage
 
 __all__ = ["HybridParallelStrategy", "PipelineParallelStrategy", "ScheduleName", "TensorParallelStrategy"]
 
-# LightningCLI lists these names, and refuses others, before anything is started.
+# LightningCLI lists these names and rejects others before it starts a process.
 ScheduleName = Literal["gpipe", "1f1b", "interleaved_1f1b", "zb_h1", "interleaved_zb", "zbv", "auto"]
 
 
 class TensorParallelStrategy(MeshStrategy):
-    """Divides the layers of any LightningModule over ranks, and the data over replicas.
+    """Shards the layers of any LightningModule over ranks, and the data over replicas.
 
-    The module stays as it is written: attention is divided by heads, the layers of an MLP by features, embeddings by
-    vocabulary, according to `plan`; what cannot be divided soundly stays whole. Loss, gradients, metrics and
-    checkpoints are those of one process.
+    Attention is sharded by heads, an MLP by features, an embedding by vocabulary. Layers that cannot be sharded exactly
+    stay replicated. The module itself is not changed.
+
+    Example:
+        >>> trainer = Trainer(devices=2, strategy=TensorParallelStrategy(tensor_parallel_size=2))
+        >>> trainer.fit(module, data)
 
     Args:
-        tensor_parallel_size: Ranks that hold one replica together. `"auto"`: what the replicas leave.
-        data_parallel_size: Number of replicas. `"auto"`: what the tensor axis leaves; with both automatic, one replica
-            per node.
-        plan: `"auto"`: the plan a Hugging Face model brings, else by structure. Or a dict from globs over module
-            paths to styles: `column`, `row`, `column_gather`, `row_split`, `vocab`, `head`, `attention`,
-            `transformer_layer`, `replicate`, or Hugging Face's names.
-        sequence_parallel: Also divide the activations between the layers of stacked blocks along the sequence, which
-            saves memory; backward gathers the inputs of attention and MLP once more.
-        gather_logits: Gather the output of a divided head at once, also in training, where it is otherwise left
-            divided until code of the step looks at it: for steps that look at it on some ranks only.
-        kwargs: See `MeshStrategy`: `compression`, `process_group_backend`, `timeout`, `start_method`, and Lightning's
-            own.
+        tensor_parallel_size: Ranks that share each layer of a replica. `"auto"` takes the ranks that the other axes
+            leave.
+        data_parallel_size: Number of replicas. `"auto"` takes the ranks that the other axes leave.
+        tensor_plan: How each layer is sharded. `"auto"` uses the plan of a Hugging Face model, otherwise the structure
+            of the model. A dict maps globs over module paths to styles: `column`, `row`, `column_gather`, `row_split`,
+            `vocab`, `head`, `attention`, `transformer_layer`, `replicate`, or the names of Hugging Face.
+        sequence_parallel: Also shard the activations between sharded layers along the sequence. This saves memory; the
+            backward pass gathers the inputs of attention and MLP once more.
+        gather_logits: Gather the logits at once, also in training. By default they stay sharded by class until code
+            reads them. Set this if only some ranks read them.
+        compression: Compressor of the gradient all-reduce between replicas. None sends full gradients.
+        compressor_state: Compressor memory in a checkpoint of one file. `local` writes a file of each rank beside it,
+            `exact` stores all ranks in it, `mean` stores their mean, `none` stores nothing. A sharded checkpoint always
+            stores each rank's.
+        hierarchical: Sum full gradients inside a node, and compress between nodes only. True finds nodes by host; a
+            number is the replicas of a node.
+        zero_stage: ZeRO stage over the replicas. 1 shards the optimizer state. 2 also shards the gradients between
+            backward and the end of the step.
+        checkpoint_format: `full` writes one ordinary Lightning checkpoint. `sharded` writes a folder with a file of
+            each rank. Every layout loads both.
+        async_save: Write sharded checkpoints in the background. A step waits for a copy of the tensors only.
+        verify: Self-check of the module's own steps against one process, before their first batch. `auto` and `always`
+            run it, `off` does not.
+        gather_after_fit: Ranks on which the module holds full parameters after a run: `all`, `rank_zero` or `off`.
+            `auto` takes `all` if memory allows it, and prints the choice otherwise.
+        process_group_backend: Backend of `torch.distributed`. By default it follows the device: gloo for CPU, NCCL for
+            CUDA.
+        timeout: Deadline of every collective.
+        start_method: How Lightning starts processes without a launcher. `popen` runs the script again. `spawn`, `fork`
+            and `forkserver` start functions; notebooks need `fork`.
+        accelerator: Accelerator object, set by the Trainer.
+        parallel_devices: Devices of this node, set by the Trainer.
+        cluster_environment: Source of ranks and addresses. By default Lightning detects torchrun, SLURM and others.
+        checkpoint_io: Lightning plugin that reads and writes files.
+        precision_plugin: Precision plugin, set by the Trainer from `precision`.
 
     Raises:
-        ValueError: When the Trainer starts, on every rank, if the sizes do not multiply to the number of processes,
-            the plan does not fit the model, or the model has nothing to shard.
+        ValueError: On every rank when the Trainer starts, if the sizes do not multiply to the number of processes, the
+            plan does not fit the model, or the model has no layer to shard.
 
     Source: Megatron-LM, https://arxiv.org/abs/1909.08053
     """
 
+    @spelled
     def __init__(
         self,
         *,
         tensor_parallel_size: Union[Literal["auto"], int] = "auto",
         data_parallel_size: Union[Literal["auto"], int] = "auto",
-        plan: Union[Literal["auto"], dict[str, str]] = "auto",
+        tensor_plan: Union[Literal["auto"], dict[str, str]] = "auto",
         sequence_parallel: bool = False,
         gather_logits: bool = False,
-        **kwargs: Any,
+        compression: Optional[Reducer] = None,
+        compressor_state: KeptState = "local",
+        hierarchical: Hierarchical = False,
+        zero_stage: ZeroStage = 0,
+        checkpoint_format: CheckpointFormat = "full",
+        async_save: bool = False,
+        verify: Verify = "auto",
+        gather_after_fit: GatherAfterFit = "auto",
+        process_group_backend: Optional[str] = None,
+        timeout: Optional[timedelta] = default_pg_timeout,
+        start_method: StartMethod = "popen",
+        accelerator: Optional[Accelerator] = None,
+        parallel_devices: Optional[list[torch.device]] = None,
+        cluster_environment: Optional[ClusterEnvironment] = None,
+        checkpoint_io: Optional[CheckpointIO] = None,
+        precision_plugin: Optional[Precision] = None,
     ) -> None:
         super().__init__(
-            sizes={TENSOR: tensor_parallel_size, DATA: data_parallel_size},
-            tensor=TensorOptions(plan, sequence_parallel, gather_logits),
-            pipeline=None,
-            **kwargs,
+            {TENSOR: tensor_parallel_size, DATA: data_parallel_size},
+            TensorOptions(tensor_plan, sequence_parallel, gather_logits),
+            None,
+            **named(locals(), MeshStrategy.__init__),
         )
 
 
-class _StagedStrategy(MeshStrategy):
-    """Base of the strategies with a pipeline axis: the arguments of that axis.
+class PipelineParallelStrategy(MeshStrategy):
+    """Splits the layers of any LightningModule into pipeline stages, and the data over replicas.
+
+    The repeated layers are split into runs, one per stage. Each stage runs the module's own step on one microbatch
+    after another. The module itself is not changed.
+
+    Example:
+        >>> trainer = Trainer(devices=2, strategy=PipelineParallelStrategy(num_microbatches=4))
+        >>> trainer.fit(module, data)
 
     Args:
-        sizes: Ranks along each axis, or `"auto"`.
-        tensor: How layers are divided.
-        layers: Dotted name of the repeated layers, or `"auto"`; names of several containers that follow each other are
-            joined by commas.
-        schedule: `gpipe`, `1f1b`, `interleaved_1f1b`, `zb_h1`, `interleaved_zb`, `zbv`, or `auto`: the fastest by
-            simulation with measured costs, under `memory_limit_bytes`.
-        num_microbatches: Into how many parts each batch is split. `"auto"`: four per stage, if the batch has as many
-            samples; with `schedule="auto"` chosen together with it.
-        virtual_stages: Stages per rank, for the schedules that can have several. `"auto"`: as many as they need.
-        balance: How the layers are divided: `auto` evens out their measured time, `parameters` their parameters,
-            `uniform` their number; or the layers of each stage.
-        memory_limit_bytes: Most bytes that a stage may hold, for measured cuts and schedules.
-        split_batch: `(batch, parts) -> microbatches`, or its dotted path, for batches whose tensors do not all have
-            their samples in dimension 0.
-        microbatch_weight: Weight of a microbatch in the loss, a function or its dotted path; by default its number of
-            samples, or of tokens where the first batch shows that the loss is a mean over those.
-        pipeline_plan: A `PipelinePlan`, or a file with one, that was made before (`analyze`, or the file in the folder
-            of a checkpoint); everything above is then in it.
-        kwargs: See `MeshStrategy`.
+        pipeline_parallel_size: Ranks that share the layers of a replica. `"auto"` takes the ranks that the other axes
+            leave.
+        data_parallel_size: Number of replicas. `"auto"` takes the ranks that the other axes leave.
+        layers: Dotted name of the container of repeated layers. Join several containers in a row by commas.
+        schedule: Order of the microbatches: `gpipe`, `1f1b`, `interleaved_1f1b`, `zb_h1`, `interleaved_zb`, `zbv`.
+            `auto` simulates all with measured costs and takes the fastest under `memory_limit_bytes`.
+        num_microbatches: Number of parts of each batch. `"auto"` takes four per stage if the batch has as many samples.
+        virtual_stages: Stages per rank, for schedules that support several. `"auto"` takes the smallest number.
+        balance: Split points of the layers: `auto` equalises measured time, `parameters` the parameters, `uniform` the
+            number of layers. A list gives the layers of each stage.
+        memory_limit_bytes: Largest number of bytes per rank, for measured split points and schedules.
+        split_batch: Function `(batch, parts) -> microbatches`, or its dotted path. Needed if the samples are not in
+            dimension 0.
+        microbatch_weight: Function `(microbatch) -> weight` in the loss, or its dotted path. Defaults to the samples,
+            or to the tokens if the loss is a mean over tokens.
+        pipeline_plan: A `PipelinePlan` or its file, made by an earlier run. It replaces the pipeline arguments above.
+        compression: Compressor of the gradient all-reduce between replicas. None sends full gradients.
+        compressor_state: Compressor memory in a checkpoint of one file. `local` writes a file of each rank beside it,
+            `exact` stores all ranks in it, `mean` stores their mean, `none` stores nothing. A sharded checkpoint always
+            stores each rank's.
+        hierarchical: Sum full gradients inside a node, and compress between nodes only. True finds nodes by host; a
+            number is the replicas of a node.
+        zero_stage: ZeRO stage over the replicas. 1 shards the optimizer state. 2 also shards the gradients between
+            backward and the end of the step.
+        checkpoint_format: `full` writes one ordinary Lightning checkpoint. `sharded` writes a folder with a file of
+            each rank. Every layout loads both.
+        async_save: Write sharded checkpoints in the background. A step waits for a copy of the tensors only.
+        verify: Self-check of the module's own steps against one process, before their first batch. `auto` and `always`
+            run it, `off` does not.
+        gather_after_fit: Ranks on which the module holds full parameters after a run: `all`, `rank_zero` or `off`.
+            `auto` takes `all` if memory allows it, and prints the choice otherwise.
+        process_group_backend: Backend of `torch.distributed`. By default it follows the device: gloo for CPU, NCCL for
+            CUDA.
+        timeout: Deadline of every collective.
+        start_method: How Lightning starts processes without a launcher. `popen` runs the script again. `spawn`, `fork`
+            and `forkserver` start functions; notebooks need `fork`.
+        accelerator: Accelerator object, set by the Trainer.
+        parallel_devices: Devices of this node, set by the Trainer.
+        cluster_environment: Source of ranks and addresses. By default Lightning detects torchrun, SLURM and others.
+        checkpoint_io: Lightning plugin that reads and writes files.
+        precision_plugin: Precision plugin, set by the Trainer from `precision`.
+
+    Raises:
+        ValueError: On every rank when the Trainer starts, if the sizes do not multiply to the number of processes, the
+            layers cannot be split, or the module uses a feature that a pipeline does not support.
+
+    Source: GPipe, https://arxiv.org/abs/1811.06965; Megatron-LM, https://arxiv.org/abs/2104.04473
     """
 
+    @spelled
     def __init__(
         self,
-        sizes: Mapping[Axis, Size],
-        tensor: TensorOptions,
         *,
-        # Spelled out, as LightningCLI reads arguments from signatures; `kwargs` it follows to the base class.
+        pipeline_parallel_size: Union[Literal["auto"], int] = "auto",
+        data_parallel_size: Union[Literal["auto"], int] = "auto",
         layers: str = "auto",
         schedule: ScheduleName = "1f1b",
         num_microbatches: Union[Literal["auto"], int] = "auto",
@@ -103,83 +200,137 @@ class _StagedStrategy(MeshStrategy):
         split_batch: Optional[Union[Callable[[Any, int], list[Any]], str]] = None,
         microbatch_weight: Optional[Union[Callable[[Any], float], str]] = None,
         pipeline_plan: Optional[Union[PipelinePlan, str, Path]] = None,
-        **kwargs: Any,
+        compression: Optional[Reducer] = None,
+        compressor_state: KeptState = "local",
+        hierarchical: Hierarchical = False,
+        zero_stage: ZeroStage = 0,
+        checkpoint_format: CheckpointFormat = "full",
+        async_save: bool = False,
+        verify: Verify = "auto",
+        gather_after_fit: GatherAfterFit = "auto",
+        process_group_backend: Optional[str] = None,
+        timeout: Optional[timedelta] = default_pg_timeout,
+        start_method: StartMethod = "popen",
+        accelerator: Optional[Accelerator] = None,
+        parallel_devices: Optional[list[torch.device]] = None,
+        cluster_environment: Optional[ClusterEnvironment] = None,
+        checkpoint_io: Optional[CheckpointIO] = None,
+        precision_plugin: Optional[Precision] = None,
     ) -> None:
-        options = PipelineOptions.of(
-            layers,
-            schedule,
-            num_microbatches,
-            virtual_stages,
-            balance,
-            memory_limit_bytes,
-            split_batch,
-            microbatch_weight,
-            pipeline_plan,
+        super().__init__(
+            {PIPELINE: pipeline_parallel_size, DATA: data_parallel_size},
+            TensorOptions(),
+            PipelineOptions.of(**named(locals(), PipelineOptions.of)),
+            **named(locals(), MeshStrategy.__init__),
         )
-        super().__init__(sizes, tensor, options, **kwargs)
 
 
-class PipelineParallelStrategy(_StagedStrategy):
-    """Divides the layers of any LightningModule into stages, and the data over replicas.
+class HybridParallelStrategy(MeshStrategy):
+    """Shards each layer over ranks, splits the layers into stages, and the data over replicas, of any LightningModule.
 
-    The module stays as it is written. Its repeated layers are cut into runs, one per stage; each stage runs the
-    module's own steps on one microbatch after the other, from the first of its layers to the last. Loss, gradients,
-    logged values, what steps return, and checkpoints are those of one process.
-
-    Args:
-        pipeline_parallel_size: Number of ranks that share the layers of one replica. `"auto"`: what the replicas leave.
-        data_parallel_size: Number of replicas. `"auto"`: what the pipeline leaves.
-        kwargs: `layers`, `schedule`, `num_microbatches`, `virtual_stages`, `balance`, `memory_limit_bytes`,
-            `split_batch`, `microbatch_weight`, `pipeline_plan`: see the base class. `compression`,
-            `process_group_backend`, `timeout`, `start_method`, and Lightning's own: see `MeshStrategy`.
-
-    Raises:
-        ValueError: When the Trainer starts, on every rank, if the sizes do not multiply to the number of processes, the
-            model cannot be cut, or the module does what has no meaning in a pipeline, such as manual optimization.
-
-    Source: GPipe, https://arxiv.org/abs/1811.06965; Megatron-LM, https://arxiv.org/abs/2104.04473
-    """
-
-    def __init__(
-        self,
-        *,
-        pipeline_parallel_size: Union[Literal["auto"], int] = "auto",
-        data_parallel_size: Union[Literal["auto"], int] = "auto",
-        **kwargs: Any,
-    ) -> None:
-        sizes = {PIPELINE: pipeline_parallel_size, DATA: data_parallel_size}
-        super().__init__(sizes=sizes, tensor=TensorOptions(), **kwargs)
-
-
-class HybridParallelStrategy(_StagedStrategy):
-    """Divides each layer over ranks, the layers over stages, and the data over replicas, of any LightningModule.
+    Example:
+        >>> strategy = HybridParallelStrategy(tensor_parallel_size=2, pipeline_parallel_size=2)
+        >>> trainer = Trainer(devices=4, strategy=strategy)
+        >>> trainer.fit(module, data)
 
     Args:
-        data_parallel_size: Number of replicas. `"auto"`: what the other axes leave.
-        pipeline_parallel_size: Number of ranks that share the layers of one replica.
-        tensor_parallel_size: Number of ranks that share each layer.
-        plan: How layers are divided: `"auto"`, or a dict from globs over module paths to styles, see
-            `TensorParallelStrategy`.
-        sequence_parallel: Also divide the activations between the layers of stacked blocks along the sequence.
-        gather_logits: Gather the output of a divided head at once, also in training.
-        kwargs: Those of `PipelineParallelStrategy`.
+        data_parallel_size: Number of replicas. `"auto"` takes the ranks that the other axes leave.
+        pipeline_parallel_size: Ranks that share the layers of a replica. `"auto"` takes the ranks that the other axes
+            leave.
+        tensor_parallel_size: Ranks that share each layer of a replica. `"auto"` takes the ranks that the other axes
+            leave.
+        tensor_plan: How each layer is sharded. `"auto"` uses the plan of a Hugging Face model, otherwise the structure
+            of the model. A dict maps globs over module paths to styles: `column`, `row`, `column_gather`, `row_split`,
+            `vocab`, `head`, `attention`, `transformer_layer`, `replicate`, or the names of Hugging Face.
+        sequence_parallel: Also shard the activations between sharded layers along the sequence. This saves memory; the
+            backward pass gathers the inputs of attention and MLP once more.
+        gather_logits: Gather the logits at once, also in training. By default they stay sharded by class until code
+            reads them. Set this if only some ranks read them.
+        layers: Dotted name of the container of repeated layers. Join several containers in a row by commas.
+        schedule: Order of the microbatches: `gpipe`, `1f1b`, `interleaved_1f1b`, `zb_h1`, `interleaved_zb`, `zbv`.
+            `auto` simulates all with measured costs and takes the fastest under `memory_limit_bytes`.
+        num_microbatches: Number of parts of each batch. `"auto"` takes four per stage if the batch has as many samples.
+        virtual_stages: Stages per rank, for schedules that support several. `"auto"` takes the smallest number.
+        balance: Split points of the layers: `auto` equalises measured time, `parameters` the parameters, `uniform` the
+            number of layers. A list gives the layers of each stage.
+        memory_limit_bytes: Largest number of bytes per rank, for measured split points and schedules.
+        split_batch: Function `(batch, parts) -> microbatches`, or its dotted path. Needed if the samples are not in
+            dimension 0.
+        microbatch_weight: Function `(microbatch) -> weight` in the loss, or its dotted path. Defaults to the samples,
+            or to the tokens if the loss is a mean over tokens.
+        pipeline_plan: A `PipelinePlan` or its file, made by an earlier run. It replaces the pipeline arguments above.
+        compression: Compressor of the gradient all-reduce between replicas. None sends full gradients.
+        compressor_state: Compressor memory in a checkpoint of one file. `local` writes a file of each rank beside it,
+            `exact` stores all ranks in it, `mean` stores their mean, `none` stores nothing. A sharded checkpoint always
+            stores each rank's.
+        hierarchical: Sum full gradients inside a node, and compress between nodes only. True finds nodes by host; a
+            number is the replicas of a node.
+        zero_stage: ZeRO stage over the replicas. 1 shards the optimizer state. 2 also shards the gradients between
+            backward and the end of the step.
+        checkpoint_format: `full` writes one ordinary Lightning checkpoint. `sharded` writes a folder with a file of
+            each rank. Every layout loads both.
+        async_save: Write sharded checkpoints in the background. A step waits for a copy of the tensors only.
+        verify: Self-check of the module's own steps against one process, before their first batch. `auto` and `always`
+            run it, `off` does not.
+        gather_after_fit: Ranks on which the module holds full parameters after a run: `all`, `rank_zero` or `off`.
+            `auto` takes `all` if memory allows it, and prints the choice otherwise.
+        process_group_backend: Backend of `torch.distributed`. By default it follows the device: gloo for CPU, NCCL for
+            CUDA.
+        timeout: Deadline of every collective.
+        start_method: How Lightning starts processes without a launcher. `popen` runs the script again. `spawn`, `fork`
+            and `forkserver` start functions; notebooks need `fork`.
+        accelerator: Accelerator object, set by the Trainer.
+        parallel_devices: Devices of this node, set by the Trainer.
+        cluster_environment: Source of ranks and addresses. By default Lightning detects torchrun, SLURM and others.
+        checkpoint_io: Lightning plugin that reads and writes files.
+        precision_plugin: Precision plugin, set by the Trainer from `precision`.
 
     Raises:
-        ValueError: See `TensorParallelStrategy` and `PipelineParallelStrategy`.
+        ValueError: On every rank when the Trainer starts, as in `TensorParallelStrategy` and
+            `PipelineParallelStrategy`.
 
     Source: Megatron-LM, https://arxiv.org/abs/2104.04473
     """
 
+    @spelled
     def __init__(
         self,
         *,
         data_parallel_size: Union[Literal["auto"], int] = "auto",
         pipeline_parallel_size: Union[Literal["auto"], int] = 1,
         tensor_parallel_size: Union[Literal["auto"], int] = 1,
-        plan: Union[Literal["auto"], dict[str, str]] = "auto",
+        tensor_plan: Union[Literal["auto"], dict[str, str]] = "auto",
         sequence_parallel: bool = False,
         gather_logits: bool = False,
-        **kwargs: Any,
+        layers: str = "auto",
+        schedule: ScheduleName = "1f1b",
+        num_microbatches: Union[Literal["auto"], int] = "auto",
+        virtual_stages: Union[Literal["auto"], int] = "auto",
+        balance: Union[Literal["auto", "parameters", "uniform"], list[int]] = "auto",
+        memory_limit_bytes: Optional[float] = None,
+        split_batch: Optional[Union[Callable[[Any, int], list[Any]], str]] = None,
+        microbatch_weight: Optional[Union[Callable[[Any], float], str]] = None,
+        pipeline_plan: Optional[Union[PipelinePlan, str, Path]] = None,
+        compression: Optional[Reducer] = None,
+        compressor_state: KeptState = "local",
+        hierarchical: Hierarchical = False,
+        zero_stage: ZeroStage = 0,
+        checkpoint_format: CheckpointFormat = "full",
+        async_save: bool = False,
+        verify: Verify = "auto",
+        gather_after_fit: GatherAfterFit = "auto",
+        process_group_backend: Optional[str] = None,
+        timeout: Optional[timedelta] = default_pg_timeout,
+        start_method: StartMethod = "popen",
+        accelerator: Optional[Accelerator] = None,
+        parallel_devices: Optional[list[torch.device]] = None,
+        cluster_environment: Optional[ClusterEnvironment] = None,
+        checkpoint_io: Optional[CheckpointIO] = None,
+        precision_plugin: Optional[Precision] = None,
     ) -> None:
-        sizes = {TENSOR: tensor_parallel_size, PIPELINE: pipeline_parallel_size, DATA: data_parallel_size}
-        super().__init__(sizes=sizes, tensor=TensorOptions(plan, sequence_parallel, gather_logits), **kwargs)
+        super().__init__(
+            {TENSOR: tensor_parallel_size, PIPELINE: pipeline_parallel_size, DATA: data_parallel_size},
+            TensorOptions(tensor_plan, sequence_parallel, gather_logits),
+            PipelineOptions.of(**named(locals(), PipelineOptions.of)),
+            **named(locals(), MeshStrategy.__init__),
+        )

@@ -805,7 +805,7 @@ class _Comparison:
         block = re.sub(r"\b\d+\b", "*", path.rpartition(".")[0] or path)
         remedy = "cut the model elsewhere (`balance`, fewer stages)"
         if self.runs.sharding is not None:
-            remedy = f"keep what is around it whole by plan={{..., '{block}*': 'replicate'}}"
+            remedy = f"keep what is around it whole by tensor_plan={{..., '{block}*': 'replicate'}}"
         return f"The first module that differs is {text}. A way out: {remedy}."
 
 

@@ -31,7 +31,8 @@ from lightning_parallel.compat.torch import BatchNormalization, buffers_of
 from lightning_parallel.mesh import PIPELINE
 from lightning_parallel.pipeline.analysis import analyze
 from lightning_parallel.pipeline.engine import PipelineEngine
-from lightning_parallel.pipeline.microbatch import SplitBatch, num_samples, split_batch, split_by
+from lightning_parallel.pipeline.microbatch import SplitBatch, num_samples, split_by
+from lightning_parallel.pipeline.microbatch import split_batch as split_samples
 from lightning_parallel.pipeline.p2p import MessageGroups
 from lightning_parallel.pipeline.pipeline_plan import Costs, PipelinePlan
 from lightning_parallel.pipeline.schedule import SCHEDULES, Kind, Schedule, build_schedule
@@ -101,9 +102,9 @@ class PipelineOptions:
         virtual_stages: int | Literal["auto"],
         balance: str | Sequence[int],
         memory_limit_bytes: float | None,
-        split: Optional[Union[Callable[[Any, int], list[Any]], str]],
-        weight: Optional[Union[Callable[[Any], float], str]],
-        plan: Optional[Union[PipelinePlan, str, Path]],
+        split_batch: Optional[Union[Callable[[Any, int], list[Any]], str]],
+        microbatch_weight: Optional[Union[Callable[[Any], float], str]],
+        pipeline_plan: Optional[Union[PipelinePlan, str, Path]],
     ) -> PipelineOptions:
         """Check and read the arguments of a strategy; functions may be dotted paths, a plan may be a file.
 
@@ -111,8 +112,8 @@ class PipelineOptions:
             ValueError: If one of them makes no sense, or a path leads nowhere.
         """
         check_pipeline_arguments(layers, schedule, num_microbatches, virtual_stages, balance, memory_limit_bytes)
-        if plan is not None and not isinstance(plan, (PipelinePlan, str, Path)):
-            raise ValueError(f"`pipeline_plan` must be a `PipelinePlan` or a file with one, got {plan!r}")
+        if pipeline_plan is not None and not isinstance(pipeline_plan, (PipelinePlan, str, Path)):
+            raise ValueError(f"`pipeline_plan` must be a `PipelinePlan` or a file with one, got {pipeline_plan!r}")
         return cls(
             layers=layers,
             schedule=schedule,
@@ -120,9 +121,9 @@ class PipelineOptions:
             virtual_stages=virtual_stages,
             balance=balance if isinstance(balance, str) else tuple(balance),  # type: ignore[arg-type]
             memory_limit_bytes=memory_limit_bytes,
-            split_batch=_function(split, "split_batch") or split_batch,
-            microbatch_weight=_function(weight, "microbatch_weight") or num_samples,
-            plan=PipelinePlan.load(plan) if isinstance(plan, (str, Path)) else plan,
+            split_batch=_function(split_batch, "split_batch") or split_samples,
+            microbatch_weight=_function(microbatch_weight, "microbatch_weight") or num_samples,
+            plan=PipelinePlan.load(pipeline_plan) if isinstance(pipeline_plan, (str, Path)) else pipeline_plan,
         )
 
     @property

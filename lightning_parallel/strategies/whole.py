@@ -25,9 +25,9 @@ from lightning_parallel.compat import ParallelState
 from lightning_parallel.strategies import replicas
 from lightning_parallel.tensor.sharding import Shard
 
-__all__ = ["EVERYWHERE_BYTES", "Restore", "divide_again", "end_run", "share_tensors"]
+__all__ = ["EVERYWHERE_BYTES", "GatherAfterFit", "divide_again", "end_run", "share_tensors"]
 
-Restore = Literal["auto", "all", "rank_zero", "off"]
+GatherAfterFit = Literal["auto", "all", "rank_zero", "off"]
 
 EVERYWHERE_BYTES = 1 << 30
 """Up to this size each rank gets the whole module by default."""
@@ -36,7 +36,7 @@ _MEMORY_SHARE = 0.25
 _CHUNK_BYTES = 32 << 20
 
 
-def end_run(module: LightningModule, checkpoints: Checkpoints, groups: MeshGroups, where: Restore) -> bool:
+def end_run(module: LightningModule, checkpoints: Checkpoints, groups: MeshGroups, where: GatherAfterFit) -> bool:
     """End what holds during a run; make the module whole if no exception has ended it: see `_restore_whole`."""
     state = ParallelState.of(module)
     states = state.full_states
@@ -48,7 +48,7 @@ def end_run(module: LightningModule, checkpoints: Checkpoints, groups: MeshGroup
 
 
 def _restore_whole(
-    module: LightningModule, checkpoints: Checkpoints, groups: MeshGroups, where: Restore, states: Any
+    module: LightningModule, checkpoints: Checkpoints, groups: MeshGroups, where: GatherAfterFit, states: Any
 ) -> bool:
     """Give the module back its full tensors, in the host's memory, after a run that ended well; on every rank.
 
@@ -72,7 +72,7 @@ def _restore_whole(
     if where == "off":
         rank_zero_info(
             f"The module stays divided after the run: its {total / 2**30:.1f} GiB may not fit into the memory of one"
-            " host. Load a checkpoint into a new module, or set `restore='rank_zero'`"
+            " host. Load a checkpoint into a new module, or set `gather_after_fit='rank_zero'`"
         )
         return False
     is_mine = where == "all" or groups.data_parallel.rank == 0
@@ -87,11 +87,13 @@ def _restore_whole(
     if is_here:
         whole.restore(full, trained)
     if where == "rank_zero" and is_default:
-        rank_zero_info("The module is whole again on rank zero only, for its size: `restore='all'` makes it so on all.")
+        rank_zero_info(
+            "The module is whole again on rank zero only, for its size: `gather_after_fit='all'` makes it so on all."
+        )
     return True
 
 
-def _place_of(total: int, world: Group) -> Restore:
+def _place_of(total: int, world: Group) -> GatherAfterFit:
     if total <= EVERYWHERE_BYTES:
         return "all"
     try:
@@ -175,7 +177,7 @@ def divide_again(module: LightningModule, groups: MeshGroups, device: torch.devi
     if any(whole and not usable for whole, usable in views):
         raise ValueError(
             "the module was changed since the last run, which left it whole on rank zero only, and the other ranks"
-            " still hold their parts of it; build it anew on every rank, or set `restore='all'`"
+            " still hold their parts of it; build it anew on every rank, or set `gather_after_fit='all'`"
         )
     _send_parts(module, state, groups, device)
 

@@ -42,7 +42,7 @@ STAYS_DIVIDED = {"_AllGatherToGroupBackward", "_ReduceScatterToGroupBackward"}
 LEAF = "torch::autograd::AccumulateGrad"
 RECEIVED = "_ReceivedBackward"  # what a pipeline stage got from the stage before
 _TERMS = 32
-LEAVE_WHOLE = "keep the layers of that region whole with plan={..., '<their path>': 'replicate'}"
+LEAVE_WHOLE = "keep the layers of that region whole with tensor_plan={..., '<their path>': 'replicate'}"
 
 
 class StepAudit:
@@ -209,7 +209,7 @@ def _divided_before(node: Any, kind: str, inside: bool, name: str, names: Mappin
         raise RuntimeError(
             f"{name} depends on an activation of which each rank holds only a piece (hidden features, attention"
             f" weights; met at {kind.removesuffix('Backward')}{_layer_of(node, kind, names)}), so it would differ from"
-            " that of one process. Let the layer that makes it gather its output: plan={..., '<its path>':"
+            " that of one process. Let the layer that makes it gather its output: tensor_plan={..., '<its path>':"
             " 'column_gather'}"
         )
     if kind == "_ColumnLinearFunctionBackward":
@@ -240,7 +240,7 @@ def _used_outside(parameter: str, name: str) -> str:
     """Return the message about a divided parameter that `name` depends on outside of its layer."""
     return (
         f"{name} computes with `{parameter}` outside of its layer, but each rank holds only a piece of it or of its"
-        f" gradient, so the result would differ from that of one process. Keep that layer whole with plan={{...,"
+        f" gradient, so the result would differ from that of one process. Keep that layer whole with tensor_plan={{...,"
         f" {parameter.rpartition('.')[0]!r}: 'replicate'}}, or leave what uses the parameter out of the step (the"
         " optimizer's `weight_decay` stands for a squared norm)"
     )

@@ -119,7 +119,7 @@ class ExpertsModule(nn.Module):
         if RandomRegion.draws > draws:
             raise RuntimeError(
                 f"`{type(self).__name__}` draws random numbers between its experts' layers, of which each"
-                " tensor-parallel rank computes a part. Keep it whole with plan={..., '<its path>': 'replicate'}"
+                " tensor-parallel rank computes a part. Keep it whole with tensor_plan={..., '<its path>': 'replicate'}"
             )
         self._refuse_kept_graphs()
         leaves, tree = pytree.tree_flatten(output)
@@ -141,7 +141,7 @@ class ExpertsModule(nn.Module):
                     raise RuntimeError(
                         f"`{type(self).__name__}` keeps `{f'{path}.{name}'.lstrip('.')}`, whose gradients each"
                         " tensor-parallel rank has a part of. Return it from the forward, or keep the module whole with"
-                        " plan={..., '<its path>': 'replicate'}"
+                        " tensor_plan={..., '<its path>': 'replicate'}"
                     )
 
     def _random_numbers(self, given: Any) -> AbstractContextManager[None]:

@@ -99,7 +99,7 @@ def _once(backward: Callable[..., Any]) -> Callable[..., Any]:
         if torch.is_grad_enabled():
             raise RuntimeError(
                 "gradients of gradients (`create_graph=True`) through layers that are divided over ranks are not"
-                " supported; keep those layers whole with plan={...: 'replicate'}"
+                " supported; keep those layers whole with tensor_plan={...: 'replicate'}"
             )
         return plain(ctx, *gradients)
 

@@ -112,7 +112,7 @@ class PerHeadModule(nn.Module):
                     raise RuntimeError(
                         f"`{type(self).__name__}` changes its buffer `{name}`, of which each tensor-parallel rank sees"
                         " the entries of its heads only; keep the layers of this module whole with"
-                        " plan={..., '<its path>.*': 'replicate'}"
+                        " tensor_plan={..., '<its path>.*': 'replicate'}"
                     )
         finally:
             own.update(whole)

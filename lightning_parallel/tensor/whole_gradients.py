@@ -82,7 +82,8 @@ class ShardGradient(Tensor):
                 raise RuntimeError(
                     f"the step computes with the gradient of `{self.parameter}`, of which each rank has a part, and"
                     " asks for the gradient of that in turn (`create_graph=True`). Only what treats it element by"
-                    f" element can be differentiated: keep its layer whole with plan={{..., {layer!r}: 'replicate'}}"
+                    " element can be differentiated: keep its layer whole with"
+                    f" tensor_plan={{..., {layer!r}: 'replicate'}}"
                 )
             gathered = comm.all_gather(self.as_subclass(Tensor).detach(), self.group, rule.dim, rule.sizes)
             return rule.merge(gathered.split(rule.sizes, rule.dim))

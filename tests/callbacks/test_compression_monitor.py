@@ -196,7 +196,7 @@ STRATEGIES = {
     "hybrid": (
         4,
         lambda compression: HybridParallelStrategy(
-            tensor_parallel_size=2, data_parallel_size=2, plan=PLAN, compression=compression
+            tensor_parallel_size=2, data_parallel_size=2, tensor_plan=PLAN, compression=compression
         ),
     ),
 }

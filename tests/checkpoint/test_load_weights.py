@@ -260,7 +260,7 @@ def shared_weights(group, kind):
 
 def fit(module, group, sizes):
     os.environ.update(LOCAL_RANK=str(group.rank), NODE_RANK="0", WORLD_SIZE=str(group.size))
-    strategy = HybridParallelStrategy(num_microbatches=2, balance="uniform", restore="off", **sizes)
+    strategy = HybridParallelStrategy(num_microbatches=2, balance="uniform", gather_after_fit="off", **sizes)
     trainer = trainer_for(strategy, group.size, max_epochs=1)
     torch.manual_seed(11)  # for what is no weight
     trainer.fit(module, data())
@@ -336,7 +336,7 @@ class OfTheOtherPackage(pytorch_lightning.LightningModule):
 def test_trainers_of_the_other_package(group):
     model, path = shared_weights(group, "plain")
     os.environ.update(LOCAL_RANK=str(group.rank), NODE_RANK="0", WORLD_SIZE="2")
-    strategy = HybridParallelStrategy(tensor_parallel_size=2, restore="off")
+    strategy = HybridParallelStrategy(tensor_parallel_size=2, gather_after_fit="off")
     strategy.verify = "off"
     quiet = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False, "accelerator": "cpu"}
     trainer = pytorch_lightning.Trainer(strategy=strategy, devices=2, max_epochs=1, **quiet)
@@ -393,7 +393,7 @@ def fit(rank):
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=sys.argv[2])
     torch.set_num_threads(1)
     sizes = {"tensor_parallel_size": 2, "pipeline_parallel_size": 2, "num_microbatches": 2}
-    strategy = HybridParallelStrategy(verify="off", restore="off", balance="uniform", **sizes)
+    strategy = HybridParallelStrategy(verify="off", gather_after_fit="off", balance="uniform", **sizes)
     trainer = Trainer(strategy=strategy, devices=4, accelerator="cpu", max_steps=1, logger=False, barebones=True)
 
     def materialize(*arguments):

@@ -177,7 +177,7 @@ def test_copies_are_whole_after_a_run(layout, group):
     strategy.restore = "off"
     trainer = trainer_for(strategy, 2, max_epochs=1, callbacks=[own := Kept()])
     trainer.fit(Deep(), loader())
-    with pytest.raises(RuntimeError, match="was made during a run.*set `restore='all'`"):
+    with pytest.raises(RuntimeError, match="was made during a run.*set `gather_after_fit='all'`"):
         own.copies[1].state_dict()
 
 

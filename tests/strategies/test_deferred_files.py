@@ -158,7 +158,7 @@ def test_each_rank_reads_what_it_owns(group, axis):
     trainer_for("auto", 1, max_epochs=1).fit(expected, data())
     whole = sum(value.numel() * value.element_size() for value in expected.parameters())
     os.environ.update(LOCAL_RANK=str(group.rank), NODE_RANK="0", WORLD_SIZE="2")
-    strategy = HybridParallelStrategy(num_microbatches=2, balance="uniform", restore="off", **{axis: 2})
+    strategy = HybridParallelStrategy(num_microbatches=2, balance="uniform", gather_after_fit="off", **{axis: 2})
     read = [0]
 
     def counted(source, name, rule=None, rank=0):

@@ -47,7 +47,7 @@ def test_a_parameter_is_cast_once_in_a_step(group):
     seen = {}
     for microbatches in (1, 4):
         counter = CountCasts()
-        strategy = PipelineParallelStrategy(num_microbatches=microbatches, restore="off")
+        strategy = PipelineParallelStrategy(num_microbatches=microbatches, gather_after_fit="off")
         trainer = trainer_for(strategy, 2, precision="bf16-mixed", max_epochs=1, callbacks=[counter])
         module = Deep().float()
         trainer.fit(module, loader(dtype=torch.float32))
@@ -164,7 +164,7 @@ class SeesBuckets(Deep):
 @distributed(world_size=4)
 def test_replicas_reduce_gradients_while_the_last_backwards_run(group, schedule, batches):
     strategy = HybridParallelStrategy(
-        pipeline_parallel_size=2, data_parallel_size=2, num_microbatches=2, schedule=schedule, restore="off"
+        pipeline_parallel_size=2, data_parallel_size=2, num_microbatches=2, schedule=schedule, gather_after_fit="off"
     )
     module = SeesBuckets()
     trainer = trainer_for(strategy, 4, max_epochs=1, accumulate_grad_batches=batches)

@@ -143,7 +143,7 @@ def test_a_later_batch_that_needs_more_is_told_so(group):
 @distributed(world_size=2)
 def test_a_new_model_samples_first_and_trains_later(group):
     expected = trained_later("auto", 1)
-    for strategy in (PipelineParallelStrategy(), PipelineParallelStrategy(restore="off")):
+    for strategy in (PipelineParallelStrategy(), PipelineParallelStrategy(gather_after_fit="off")):
         predicted, state = trained_later(strategy, 2)
         assert torch.equal(predicted, expected[0])
         for name, value in state.items():

@@ -130,7 +130,7 @@ def _trains_as_in_one_process(group, kind, layout):
         tensor_parallel_size=tensor,
         num_microbatches=2,
         balance="uniform",
-        restore="off",
+        gather_after_fit="off",
     )
     found = run(module, strategy, group.size)
     if group.rank == 0:

@@ -147,9 +147,9 @@ def test_training_equals_one_process(layout, options):
     expected, expected_trainer = on_one_process(**options, **EVALUATES)
     module = Deep()
     if "pipeline" in layout:
-        strategy = HybridParallelStrategy(num_microbatches=3, balance="uniform", restore="off", **sizes)
+        strategy = HybridParallelStrategy(num_microbatches=3, balance="uniform", gather_after_fit="off", **sizes)
     else:
-        strategy = TensorParallelStrategy(restore="off", **sizes)
+        strategy = TensorParallelStrategy(gather_after_fit="off", **sizes)
     trainer = fit(module, strategy, 4, replicas, **options, **EVALUATES)
     assert_same(trainer, module, expected_trainer, expected)
     if replicas == 1:

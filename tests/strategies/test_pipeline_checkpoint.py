@@ -167,7 +167,7 @@ def test_optimizers_keep_their_own_order(group, kind, is_named):
         for name, value in entry.items():
             torch.testing.assert_close(found["state"][index][name], value, msg=f"{index} {name}")
     expected = fit(Ordered(kind, is_named), "auto", 1).callback_metrics["train_loss"]
-    resumed = fit(Ordered(kind, is_named), HybridParallelStrategy(**sizes, restore="off"), 2, ckpt_path=path)
+    resumed = fit(Ordered(kind, is_named), HybridParallelStrategy(**sizes, gather_after_fit="off"), 2, ckpt_path=path)
     torch.testing.assert_close(resumed.callback_metrics["train_loss"], expected, rtol=1e-6, atol=1e-7)
     held = {id(parameter) for parameter in resumed.lightning_module.parameters()}
     assert {id(p) for g in resumed.optimizers[0].param_groups for p in g["params"]} == held

@@ -211,7 +211,7 @@ def test_shuffled_data_and_dropout_are_seeded_alike_on_all_stages(group):
 def test_a_rank_holds_its_stage_and_nothing_else():
     module = Deep(blocks=8)
     bytes_of = {name: parameter.numel() * 8 for name, parameter in module.named_parameters()}
-    strategy = PipelineParallelStrategy(pipeline_parallel_size=4, balance="uniform", restore="off")
+    strategy = PipelineParallelStrategy(pipeline_parallel_size=4, balance="uniform", gather_after_fit="off")
     trainer = fit(module, strategy, 4, max_epochs=1)
     stage = trainer.strategy.engine.stages[0]
     prefixes = [f"blocks.{2 * stage}.", f"blocks.{2 * stage + 1}.", *(["embed."] * (stage == 0))]

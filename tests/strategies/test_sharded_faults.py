@@ -268,7 +268,7 @@ def test_hooks_of_the_user_see_names_and_may_remove_entries(group):
     trainer = fit(Hooked(), strategy("tensor"), 2, max_epochs=1, **QUICK)
     trainer.save_checkpoint(path)
     module = Hooked()
-    fit(module, strategy("tensor", restore="off"), 2, ckpt_path=path, max_epochs=1, **QUICK)
+    fit(module, strategy("tensor", gather_after_fit="off"), 2, ckpt_path=path, max_epochs=1, **QUICK)
     torch.testing.assert_close(module.seen, trainer.lightning_module.blocks[0].up.weight.norm())
     assert module.embed.weight.abs().sum() == 0
 
@@ -319,7 +319,7 @@ def test_no_rank_holds_more_than_its_part_and_one_tensor(group):
 
     def trained(**options):
         divided = HybridParallelStrategy(
-            **sizes, num_microbatches=2, checkpoint_format="sharded", restore="off", balance="uniform"
+            **sizes, num_microbatches=2, checkpoint_format="sharded", gather_after_fit="off", balance="uniform"
         )
         options = {"max_epochs": 1, **QUICK, **options}
         trainer = fit(Broad(), divided, 4, **options)

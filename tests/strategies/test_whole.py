@@ -99,7 +99,7 @@ def _expect_equal(found, expected):
 def _check(layout, restore):
     strategy, devices = LAYOUTS[layout]
     expected, _, _ = _script(lambda: "auto", 1, False)
-    found, module, is_here = _script(lambda: strategy(restore=restore), devices, restore == "rank_zero")
+    found, module, is_here = _script(lambda: strategy(gather_after_fit=restore), devices, restore == "rank_zero")
     assert is_here is (restore == "auto" or torch.distributed.get_rank() == 0)
     _expect_equal(found if is_here else [found[0]], expected if is_here else [expected[2]])
     return module
@@ -134,7 +134,7 @@ def test_a_module_changed_on_rank_zero_only(group):
     torch.manual_seed(0)
     module = Model().double()
     strategy, devices = LAYOUTS["pipeline"]
-    trainer = trainer_for(strategy(restore="rank_zero"), devices, max_epochs=1)
+    trainer = trainer_for(strategy(gather_after_fit="rank_zero"), devices, max_epochs=1)
     trainer.fit(module, loader())
     if group.rank == 0:
         module.net[2] = nn.Linear(12, 12).double()

@@ -262,7 +262,7 @@ def test_one_run_after_another(group):
     sizes, _ = LAYOUTS["pipeline 2, data 2"]
     for stage, fails in ((2, False), (2, True), (1, False)):
         module.fails = fails
-        strategy = HybridParallelStrategy(zero_stage=stage, verify="always", restore="all", **sizes)
+        strategy = HybridParallelStrategy(zero_stage=stage, verify="always", gather_after_fit="all", **sizes)
         with pytest.raises(KeyError) if fails else contextlib.nullcontext():
             trainer = fit(module, strategy, 4, 2, max_epochs=1)
         if not fails:
