@@ -46,11 +46,16 @@ def public_names() -> dict[str, list[str]]:
 
 
 def reference_page(name: str) -> str:
-    """Return the page of a public name; mkdocstrings fills it from the docstring where the code defines it."""
+    """Return the page of a public name: import line, signature and docstring.
+
+    mkdocstrings (https://mkdocstrings.github.io/python/) fills it from the module that defines the name.
+    """
     value = getattr(lightning_parallel, name)
     path = f"{value.__module__}.{value.__qualname__}"
-    options = ["heading_level: 1", f"show_root_toc_entry: true\n      toc_label: {name}"]
-    return "\n".join((f"::: {path}", "    options:", *(f"      {option}" for option in options), ""))
+    return (
+        f"# {name}\n\n```py\nfrom lightning_parallel import {name}\n```\n\n"
+        f"::: {path}\n    options:\n      heading_level: 2\n      show_root_toc_entry: false\n"
+    )
 
 
 # -------------------------------------------------------------------------------------------------------- drawings

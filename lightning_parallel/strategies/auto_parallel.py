@@ -63,7 +63,7 @@ class AutoParallelStrategy(HybridParallelStrategy):
     do. Validation, test and prediction without a `fit` before them run with replicas only. A run that resumes may take
     another layout than the one before: checkpoints fit all of them.
 
-    Example:
+    Examples:
         >>> trainer = Trainer(devices=2, strategy=AutoParallelStrategy())
         >>> trainer.fit(module, data)
 

@@ -43,7 +43,7 @@ class TensorParallelStrategy(MeshStrategy):
     Attention is sharded by heads, an MLP by features, an embedding by vocabulary. Layers that cannot be sharded exactly
     stay replicated. The module itself is not changed.
 
-    Example:
+    Examples:
         >>> trainer = Trainer(devices=2, strategy=TensorParallelStrategy(tensor_parallel_size=2))
         >>> trainer.fit(module, data)
 
@@ -131,7 +131,7 @@ class PipelineParallelStrategy(MeshStrategy):
     The repeated layers are split into runs, one per stage. Each stage runs the module's own step on one microbatch
     after another. The module itself is not changed.
 
-    Example:
+    Examples:
         >>> trainer = Trainer(devices=2, strategy=PipelineParallelStrategy(num_microbatches=4))
         >>> trainer.fit(module, data)
 
@@ -228,7 +228,7 @@ class PipelineParallelStrategy(MeshStrategy):
 class HybridParallelStrategy(MeshStrategy):
     """Shards each layer over ranks, splits the layers into stages, and the data over replicas, of any LightningModule.
 
-    Example:
+    Examples:
         >>> strategy = HybridParallelStrategy(tensor_parallel_size=2, pipeline_parallel_size=2)
         >>> trainer = Trainer(devices=4, strategy=strategy)
         >>> trainer.fit(module, data)
