@@ -1,0 +1,83 @@
+"""English of the README, the site, and the messages of a run: the rule is in CONTRIBUTING.md."""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
+LONGEST = 30
+
+PATTERNS = {
+    "a clause as a noun": r"\bwhat (?:is|was|it|a|the|they|you|one|has|of|no|all|each)\b|\bthose (?:that|of which|who)\b",
+    "a person for software": r"(?<!the ones )\bwho \b(?!wrote|maintain)|\bsomeone\b|\bsomebody\b|\bnobody\b",
+    "no word of today": r"\bshall\b|\binside of\b|\boutside of\b|\bfor ever\b|\bas ever\b|\bbut for\b",
+    "as it stands": r"\bas they are\b|\bas it is\b|\b, too,",
+    "a private word": r"\bfullest rank\b|\bthe proof\b|\bdivided (?:layer|model|parameter|tensor|weight|over|logits)",
+}
+
+# Where a pattern is right: (part of the sentence, reason).
+ALLOWED: list[tuple[str, str]] = []
+
+
+def sentences(text: str) -> Iterator[str]:
+    """Yield the sentences of a page or a message; tables count by cell, code and links by one word."""
+    text = re.sub(r"^```.*?^```|<!--.*?-->|<[^>\n]+>", "\n\n", text, flags=re.DOTALL | re.MULTILINE)
+    text = re.sub(r"`[^`\n]*`", "CODE", text)
+    text = re.sub(r"!?\[([^\]]*)\]\([^)]*\)", r"\1", text)
+    for block in re.split(r"\n\s*\n|\n(?=\s*(?:[*#|-]|\d+\.) ?)|\|", text):
+        for sentence in re.split(r"(?<=[.!?:;])\s+(?=[A-Z(*\"'])", " ".join(block.split())):
+            if sentence.strip(" *#-|"):
+                yield sentence.strip()
+
+
+def faults(text: str) -> Iterator[str]:
+    """Yield each sentence that breaks the rule, with the reason."""
+    for sentence in sentences(text):
+        if any(part in sentence for part, _ in ALLOWED):
+            continue
+        for reason, pattern in PATTERNS.items():
+            if found := re.search(pattern, sentence, re.IGNORECASE):
+                yield f"{reason} (`{found[0].strip()}`): {sentence}"
+        if len(sentence.split()) > LONGEST:
+            yield f"{len(sentence.split())} words: {sentence}"
+
+
+def messages() -> Iterator[tuple[str, str]]:
+    """Yield the texts that a run shows: of errors, warnings and lines, with their place."""
+    shown = {"warn", "rank_zero_warn", "rank_zero_info", "rank_zero_print", "print", "raise_together", "add_argument"}
+    for path in sorted((ROOT / "lightning_parallel").rglob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            called = node.exc if isinstance(node, ast.Raise) else node
+            if not isinstance(called, ast.Call):
+                continue
+            name = called.func.attr if isinstance(called.func, ast.Attribute) else getattr(called.func, "id", "")
+            if isinstance(node, ast.Raise) or name in shown:
+                for argument in (*called.args, *(k.value for k in called.keywords if k.arg == "help")):
+                    if len((text := _text(argument)).split()) > 5:
+                        yield f"{path.relative_to(ROOT)}:{called.lineno}", text
+
+
+def _text(node: ast.expr) -> str:
+    if isinstance(node, ast.Constant):
+        return str(node.value)
+    if isinstance(node, ast.JoinedStr):
+        return "".join(_text(part) for part in node.values)
+    if isinstance(node, ast.FormattedValue):
+        return "X"
+    if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Add):
+        return _text(node.left) + _text(node.right)
+    return ""
+
+
+def test_pages_keep_the_rule():
+    found = [f"{page.relative_to(ROOT)}: {fault}" for page in PAGES for fault in faults(page.read_text("utf-8"))]
+    assert not found, "\n".join(found)
+
+
+def test_messages_keep_the_rule():
+    found = [f"{place}: {fault}" for place, text in messages() for fault in faults(text)]
+    assert not found, "\n".join(found)
