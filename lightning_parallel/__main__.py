@@ -1,8 +1,7 @@
-"""Run the command line: `python -m lightning_parallel`."""
+"""`python -m lightning_parallel`: the command line."""
 
-from lightning_parallel.cli import main
+import sys
 
-__all__: list[str] = []
+from lightning_parallel_cli import main
 
-if __name__ == "__main__":
-    raise SystemExit(main())
+sys.exit(main())

@@ -70,7 +70,7 @@ def test_a_run_without_a_pipeline_has_no_timeline(capsys, tmp_path):
 
 
 def test_latency_shows(capsys):
-    assert "step 33 ms" not in simulate(capsys, "--latency", 0.5)
+    assert "step 33 ms" not in simulate(capsys, "--latency", "500us")
 
 
 def test_pictures_and_the_schedule_are_written(capsys, tmp_path):
@@ -115,7 +115,7 @@ def test_auto_compares_and_chooses(capsys):
         (("--costs", "nowhere.json"), "nowhere.json"),
         (("--costs", "nan,1"), "expected finite costs of at least 0, got forward_s=nan"),
         (("--costs", "1,inf"), "expected finite costs of at least 0"),
-        (("--latency", "nan"), "expected a finite latency_s >= 0"),
+        (("--latency", "nan"), "expected a time with a unit, such as 10us"),
     ],
 )
 def test_mistakes_are_explained_in_one_line(capsys, words, message):

@@ -12,7 +12,7 @@ PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").r
 LONGEST = 30
 
 PATTERNS = {
-    "a clause as a noun": r"\bwhat (?:is|was|it|a|the|they|you|one|has|of|no|all|each)\b|\bthose (?:that|of which|who)\b",
+    "a clause as a noun": r"\bwhat (?:is|was|it|a|the|they|you|one|has|of|no|all|each)\b|\bthose (?:that|who)\b",
     "a person for software": r"(?<!the ones )\bwho \b(?!wrote|maintain)|\bsomeone\b|\bsomebody\b|\bnobody\b",
     "no word of today": r"\bshall\b|\binside of\b|\boutside of\b|\bfor ever\b|\bas ever\b|\bbut for\b",
     "as it stands": r"\bas they are\b|\bas it is\b|\b, too,",

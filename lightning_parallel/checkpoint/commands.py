@@ -31,7 +31,7 @@ from lightning_parallel.checkpoint.reader import SavedCheckpoint
 from lightning_parallel.checkpoint.rewriting import export_weights, reshard, size_in_bytes
 from lightning_parallel.tracing.spans import printable
 
-__all__ = ["COMMANDS", "find_damage"]
+__all__ = ["run_checkpoint", "find_damage"]
 
 _BLOCK = 8 << 20
 _MOST_ROWS = 12
@@ -386,11 +386,15 @@ def _export(options: argparse.Namespace) -> int:
     return 0
 
 
-COMMANDS: dict[str, Callable[[argparse.Namespace], int]] = {
+_COMMANDS: dict[str, Callable[[argparse.Namespace], int]] = {
     "inspect": _inspect,
     "verify": _verify,
     "merge": _merge,
     "reshard": _reshard,
     "export": _export,
 }
-"""The commands by name; each returns the exit status."""
+
+
+def run_checkpoint(options: argparse.Namespace) -> int:
+    """Run an action; returns the exit status."""
+    return _COMMANDS[options.action](options)

@@ -31,6 +31,8 @@ from lightning_parallel.planner.hardware import (
     measured_cpu,
     parse_bandwidth,
     parse_bytes,
+    parse_flops,
+    parse_seconds,
 )
 from lightning_parallel.planner.links import measured_links
 from lightning_parallel.planner.plan_picture import draw_plan, plan_page
@@ -118,7 +120,7 @@ def _cluster(options: argparse.Namespace, given: Mapping[str, Any]) -> Cluster:
     if devices is None:
         raise ValueError("expected --devices, the number of all devices")
     per_node = min(per_node or devices, devices)
-    device = _device(options.device, given)
+    device = _device(options, given)
     memory = parse_bytes(options.memory) if options.memory else 0.0
     if device is not None:
         cluster = Cluster(device, devices, per_node, memory_bytes=memory)
@@ -126,14 +128,24 @@ def _cluster(options: argparse.Namespace, given: Mapping[str, Any]) -> Cluster:
     cores = options.cores or available_cores()
     threads = max(1, cores // per_node)
     cluster = Cluster(measured_cpu(threads), devices, per_node, memory_bytes=memory, cores=cores, threads=threads)
-    if per_node > 1 and not options.node_link:
+    if per_node > 1 and not options.intra_node_bandwidth:
         links = measured_links(per_node, cores)
         cluster = replace(cluster, node_link=links[min(links)], group_links=links)
     return _with_links(cluster, options)
 
 
-def _device(name: str | None, given: Mapping[str, Any]) -> Device | None:
-    """Return a device of the table; None for the cores of this machine."""
+def _device(options: argparse.Namespace, given: Mapping[str, Any]) -> Device | None:
+    """Return a device of the table, or one that the options describe; None for the cores of this machine."""
+    name = options.device
+    described = [options.peak, options.memory_bandwidth]
+    if any(described):
+        if name is None or not all(described) or not options.memory:
+            raise ValueError(
+                "a device that is not in the table needs --device, --peak, --memory-bandwidth and --memory"
+            )
+        peak, memory = parse_flops(options.peak), parse_bytes(options.memory)
+        flops = dict.fromkeys(("float32", "float16", "bfloat16"), peak)
+        return Device(name, flops, memory, parse_bandwidth(options.memory_bandwidth), source="command line")
     if name is None and torch.cuda.is_available() and given.get("accelerator") != "cpu":
         return device_here(torch.device("cuda", torch.cuda.current_device()))
     return None if name is None or name.lower() == "cpu" else device_named(name)
@@ -141,12 +153,12 @@ def _device(name: str | None, given: Mapping[str, Any]) -> Device | None:
 
 def _with_links(cluster: Cluster, options: argparse.Namespace) -> Cluster:
     node_link, link = cluster.node_link, cluster.link
-    if options.node_link:
-        node_link = Link(node_link.latency_s, parse_bandwidth(options.node_link))
-    if options.link:
-        link = Link(link.latency_s, parse_bandwidth(options.link))
+    if options.intra_node_bandwidth:
+        node_link = Link(node_link.latency_s, parse_bandwidth(options.intra_node_bandwidth))
+    if options.inter_node_bandwidth:
+        link = Link(link.latency_s, parse_bandwidth(options.inter_node_bandwidth))
     if options.latency is not None:
-        link = replace(link, latency_s=options.latency * 1e-6)
+        link = replace(link, latency_s=parse_seconds(options.latency))
     return replace(cluster, node_link=node_link, link=link)
 
 

@@ -290,8 +290,8 @@ class Cluster:
     def assumed_links(self) -> str:
         """Say which bandwidths of the links that ranks use were not given; empty if none."""
         used = {
-            "between devices of a node (--node-link)": self.node_link if self.ranks_per_node > 1 else None,
-            "between nodes, for each device (--link)": self.link if self.num_nodes > 1 else None,
+            "between devices of a node (--intra-node-bandwidth)": self.node_link if self.ranks_per_node > 1 else None,
+            "between nodes, per device (--inter-node-bandwidth)": self.link if self.num_nodes > 1 else None,
         }
         listed = (
             f"{link.bytes_per_s / 1e9:g} GB/s and {link.latency_s * 1e6:g} us {where}"
@@ -311,6 +311,7 @@ class Cluster:
 
 # ------------------------------------------------------------------------------------------------------------- units
 
+_TIMES = {"ns": 1e-9, "us": 1e-6, "ms": 1e-3, "s": 1.0}
 _DECIMAL = {"": 1, "k": 1e3, "K": 1e3, "M": 1e6, "G": 1e9, "T": 1e12}
 _BINARY = {f"{unit}i": 2.0 ** (10 * power) for power, unit in enumerate("KMGT", 1)}
 _AMOUNT = re.compile(r"\s*(\d+(?:\.\d*)?(?:e[+-]?\d+)?)\s*([KMGTk]?i?)(bits?|bytes?|B|b)\s*", re.ASCII)
@@ -328,6 +329,9 @@ def parse_bytes(text: str) -> float:
     return _number(found, text)
 
 
+_TIMES = {"ns": 1e-9, "us": 1e-6, "ms": 1e-3, "s": 1.0}
+
+
 def parse_bandwidth(text: str) -> float:
     """Read a bandwidth, such as `400Gbit/s` or `900GB/s`; returns bytes per second.
 
@@ -342,6 +346,31 @@ def parse_bandwidth(text: str) -> float:
     if found is None or per != "s" or found[3] == "b":
         raise ValueError(f"expected a bandwidth in bits or bytes per second, such as 400Gbit/s or 50GB/s, got `{text}`")
     return _number(found, text) / (8 if found[3].startswith("bit") else 1)
+
+
+def parse_seconds(text: str) -> float:
+    """Read a time, such as `10us` or `0.1ms`; returns seconds.
+
+    Raises:
+        ValueError: If the text is not a number with a unit of time.
+    """
+    found = re.fullmatch(r"\s*([0-9.]+)\s*(ns|us|ms|s)\s*", text)
+    try:
+        return float(found[1]) * _TIMES[found[2]]  # type: ignore[index]
+    except (TypeError, ValueError):
+        raise ValueError(f"expected a time with a unit, such as 10us or 0.1ms, got `{text}`") from None
+
+
+def parse_flops(text: str) -> float:
+    """Read a peak, such as `989TFLOP/s`; returns operations per second.
+
+    Raises:
+        ValueError: If the text is not a number with a unit.
+    """
+    found = re.fullmatch(r"\s*([0-9.]+)\s*([GTP])FLOP/?s\s*", text, re.IGNORECASE)
+    if found is None or not float(found[1]):
+        raise ValueError(f"expected a peak in operations per second, such as 989TFLOP/s, got `{text}`")
+    return float(found[1]) * {"G": 1e9, "T": 1e12, "P": 1e15}[found[2].upper()]
 
 
 def _number(found: re.Match[str], text: str) -> float:

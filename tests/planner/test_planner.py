@@ -491,7 +491,7 @@ def test_yaml_that_was_printed_runs_in_the_project_as_planned(tmp_path, capsys):
     base = str(GPT / "base.yaml")
     sizes = ["--model.width=32", "--model.layers=4", "--data.training_bytes=100000"]
     words = ["plan", "--script", str(GPT / "main.py"), "--config", base, "--device", "cpu", "--devices", "2"]
-    assert main([*words, "--node-link", "1GB/s", "--width", "80", "--script-args", *sizes]) == 0
+    assert main([*words, "--intra-node-bandwidth", "1GB/s", "--width", "80", "--script-args", *sizes]) == 0
     printed = re.findall(r"^trainer:\n(?:[ #].*\n)+", capsys.readouterr().out, re.MULTILINE)
     pasted = next(text for text in printed if "schedule" in text)
     (tmp_path / "plan.yaml").write_text(pasted)
@@ -546,7 +546,7 @@ def test_the_command_plans_a_project_from_its_script(tmp_path, capsys):
     words = ["plan", "--script", "examples/gpt/main.py", "--config", *files, "--device", "H100"]
     outputs = [f"--output={tmp_path / name}" for name in ("plan.html", "plan.json")]
     given = ["--script-args", "--trainer.accumulate_grad_batches", "2"]
-    status = main([*words, "--devices", "8", "--link", "400Gbit/s", "--width", "140", *outputs, *given])
+    status = main([*words, "--devices", "8", "--inter-node-bandwidth", "400Gbit/s", "--width", "140", *outputs, *given])
     shown = capsys.readouterr()
     assert status == 0, shown.err
     assert "ByteGPT fits one H100" in shown.out
@@ -558,7 +558,7 @@ def test_the_command_plans_a_project_from_its_script(tmp_path, capsys):
     assert {layout["accumulated"] for layout in written["layouts"] if not layout["refusal"]} == {2}
     assert "<svg" in (tmp_path / "plan.html").read_text()
     for wrong, message in (
-        (["--link", "400"], "in bits or bytes per second"),
+        (["--inter-node-bandwidth", "400"], "in bits or bytes per second"),
         (["--device", "X"], "expected one of"),
         (["--rows", "0"], "--rows to be at least 1"),
         (["--output", "plan.txt"], "ending in .svg, .html or .json"),
@@ -592,9 +592,7 @@ def test_the_plan_is_read_on_eighty_columns_and_names_what_was_assumed():
     assert max(map(len, shown.splitlines())) <= 80
     for word in ("schedule", "memory", "step", "bubble", "messages", "samples/s"):
         assert word in shown
-    assumed = (
-        "assumed links: 100 GB/s and 5 us between devices of a node (--node-link), 12.5 GB/s and 15 us between nodes"
-    )
+    assumed = "100 GB/s and 5 us between devices of a node (--intra-node-bandwidth), 12.5 GB/s and 15 us between nodes"
     assert assumed in one_line(shown)
     given = plan(Model(layers=2), tokens(), cluster(8, 4, memory_bytes=2e6), measured=False)
     shown = one_line(text_of(given, 80))
