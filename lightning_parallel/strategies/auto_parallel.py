@@ -113,7 +113,7 @@ class AutoParallelStrategy(HybridParallelStrategy):
             lists what each layout lacks.
     """
 
-    @spelled
+    @spelled()
     def __init__(
         self,
         *,

@@ -11,10 +11,16 @@ or, in a sharded one, what `compression_parts` says, and where each rank keeps i
 from __future__ import annotations
 
 from collections.abc import Callable, Collection
+from datetime import timedelta
 from functools import partial
 from typing import Any, Optional, Union
 
+import torch
+from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment
+from lightning.fabric.plugins.collectives.torch_collective import default_pg_timeout
 from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.accelerators import Accelerator
+from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.strategies import DDPStrategy, DeepSpeedStrategy
 from lightning.pytorch.strategies.strategy import Strategy
 from lightning.pytorch.trainer.states import TrainerFn
@@ -59,6 +65,7 @@ from lightning_parallel.compression import (
     compression_hook,
     warn_of_unmatched,
 )
+from lightning_parallel.strategies.arguments import named, spelled
 from lightning_parallel.strategies.checkpoint_files import SavesFiles
 from lightning_parallel.strategies.compression_advice import tell_costs, warn_of_misfits
 from lightning_parallel.strategies.compression_files import (
@@ -74,7 +81,7 @@ from lightning_parallel.strategies.compression_files import (
     write_compression,
 )
 from lightning_parallel.strategies.nodes import Hierarchical, between_nodes, check_hierarchical, hosts_of, size_of_node
-from lightning_parallel.strategies.processes import EndingLauncher, connect
+from lightning_parallel.strategies.processes import EndingLauncher, StartMethod, connect
 
 __all__ = [
     "NAMED_COMPRESSORS",
@@ -284,39 +291,74 @@ class CompressedDDPStrategy(SavesCompression, DDPStrategy):
     otherwise the strategy. Parameters may be unfrozen during training, as finetuning callbacks do: the module is then
     wrapped again. The compressor's state is part of the checkpoint: training resumes bit for bit on as many ranks.
 
+    Examples:
+        >>> trainer = Trainer(devices=2, strategy=CompressedDDPStrategy(PowerSGD(rank=4)))
+        >>> trainer.fit(module, data)
+
     Args:
-        compression: Computes the mean of the gradients.
-        state: What checkpoints keep of what the compressor remembers. `local`: each rank writes its own into a folder
-            `compression-state` beside the checkpoint, so that nothing travels; `exact`: the same in the checkpoint
-            itself, gathered from all ranks; `mean`: the mean, from which linear compressors continue exactly;
-            `none`: nothing but the number of steps.
-        hierarchical: Sum gradients as they are inside a node, and compress between nodes only: each rank of a node
-            compresses, remembers and sends its part of the parameters. True: nodes are found by host. A number: so many
-            ranks, one after the other, are a node.
-        kwargs: Everything that `DDPStrategy` takes, arguments of `DistributedDataParallel` included, but a
-            communication hook.
+        compression: Compressor of the gradient all-reduce.
+        compressor_state: Compressor memory in a checkpoint of one file. `local` writes a file of each rank beside it,
+            `exact` stores all ranks in it, `mean` stores their mean, `none` stores nothing. A sharded checkpoint always
+            stores each rank's.
+        hierarchical: Sum full gradients inside a node, and compress between nodes only. True finds nodes by host; a
+            number is the replicas of a node.
+        broadcast_buffers: Broadcast the buffers of the first rank before each forward pass.
+        init_sync: Broadcast parameters and buffers of the first rank when the module is wrapped.
+        bucket_cap_mb: Size of a gradient bucket, in MiB. By default that of `DistributedDataParallel`.
+        find_unused_parameters: Search for parameters without a gradient after each forward pass.
+        gradient_as_bucket_view: Let `.grad` be a view of its bucket, which saves a copy.
+        static_graph: Promise that the same parameters are used in every step.
+        process_group_backend: Backend of `torch.distributed`. By default it follows the device: gloo for CPU, NCCL for
+            CUDA.
+        timeout: Deadline of every collective.
+        start_method: How Lightning starts processes without a launcher. `popen` runs the script again. `spawn`, `fork`
+            and `forkserver` start functions; notebooks need `fork`.
+        accelerator: Accelerator object, set by the Trainer.
+        parallel_devices: Devices of this node, set by the Trainer.
+        cluster_environment: Source of ranks and addresses. By default Lightning detects torchrun, SLURM and others.
+        checkpoint_io: Lightning plugin that reads and writes files.
+        precision_plugin: Precision plugin, set by the Trainer from `precision`.
 
     Raises:
         ValueError: If a communication hook is given as well; when the Trainer starts, on every rank, if nodes have
             different numbers of ranks.
     """
 
+    @spelled(
+        **dict.fromkeys(
+            ("ddp_comm_hook", "ddp_comm_state", "ddp_comm_wrapper", "model_averaging_period"),
+            "`compression` is the communication hook of DDP; use `DDPStrategy` for another hook.",
+        )
+    )
     def __init__(
-        self, compression: Reducer, state: KeptState = "local", hierarchical: Hierarchical = False, **kwargs: Any
+        self,
+        compression: Reducer,
+        *,
+        compressor_state: KeptState = "local",
+        hierarchical: Hierarchical = False,
+        broadcast_buffers: bool = True,
+        init_sync: bool = True,
+        bucket_cap_mb: Optional[int] = None,
+        find_unused_parameters: bool = False,
+        gradient_as_bucket_view: bool = False,
+        static_graph: bool = False,
+        process_group_backend: Optional[str] = None,
+        timeout: Optional[timedelta] = default_pg_timeout,
+        start_method: StartMethod = "popen",
+        accelerator: Optional[Accelerator] = None,
+        parallel_devices: Optional[list[torch.device]] = None,
+        cluster_environment: Optional[ClusterEnvironment] = None,
+        checkpoint_io: Optional[CheckpointIO] = None,
+        precision_plugin: Optional[Precision] = None,
     ) -> None:
-        hooks = {"ddp_comm_hook", "ddp_comm_state", "ddp_comm_wrapper", "model_averaging_period"} & kwargs.keys()
-        given = sorted(name for name in hooks if kwargs[name] is not None)
-        if given:
-            raise ValueError(
-                f"`compression` is a communication hook, and DDP has room for one: found {', '.join(given)} as well. "
-                "Use `DDPStrategy` for another hook."
-            )
+        own = named(locals(), DDPStrategy.__init__)
+        wrapping = named(locals(), DistributedDataParallel.__init__, CompressedDDPStrategy.__init__)
         check_reducer(compression)
-        check_kept_state(state)
+        check_kept_state(compressor_state)
         check_hierarchical(hierarchical, compression)
-        super().__init__(**kwargs)
+        super().__init__(**own, **wrapping)
         self.compression = compression
-        self.kept_state = state
+        self.kept_state = compressor_state
         self.hierarchical = hierarchical
         self._between_nodes: HierarchicalReducer | None = None
         self._hook_state: HookState | None = None

@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import logging
 import os
-from typing import Any, Literal, Optional
+from datetime import timedelta
+from pathlib import Path
+from typing import Any, Literal, Optional, Union
 
 import torch
+from lightning.fabric.plugins import ClusterEnvironment
+from lightning.fabric.plugins.collectives.torch_collective import default_pg_timeout
 from lightning.fabric.utilities.seed import reset_seed
-from lightning.pytorch.accelerators import CPUAccelerator, CUDAAccelerator
+from lightning.pytorch.accelerators import Accelerator, CPUAccelerator, CUDAAccelerator
+from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.strategies import DeepSpeedStrategy
 from lightning_utilities.core.imports import RequirementCache
 from torch import Tensor, nn
@@ -18,6 +24,7 @@ from lightning_parallel.compat.deepspeed import disable_shared_memory_kernel, re
 from lightning_parallel.compat.lightning import PathLike, init_deepspeed_distributed, train_dataloader_of
 from lightning_parallel.compression import Reducer, check_reducer
 from lightning_parallel.compression.deepspeed_session import DeepSpeedSession, compress_deepspeed
+from lightning_parallel.strategies.arguments import named, spelled
 from lightning_parallel.strategies.compressed import SavesCompression, warn_of_dropped_step
 from lightning_parallel.strategies.compression_files import KeptState, check_kept_state
 from lightning_parallel.strategies.optimization import check_flattened
@@ -35,15 +42,65 @@ class CompressedDeepSpeedStrategy(SavesCompression, DeepSpeedStrategy):
     therefore compressed only without accumulation. ZeRO 3 has no whole gradients: only DeepSpeed's own compression
     works there. On CPU, DeepSpeed itself fails with parameters without dimensions and with transposed ones.
 
+    Examples:
+        >>> trainer = Trainer(devices=2, strategy=CompressedDeepSpeedStrategy(PowerSGD(rank=4)))
+        >>> trainer.fit(module, data)
+
     Args:
-        compression: Computes the mean of the gradients; if None, DeepSpeed does.
-        stage: Stage of ZeRO, unless `config` has one. 0: none; 1: optimizer state is sharded; 2: gradients too;
-            3: parameters too.
-        state: What checkpoints keep of the compressor's memory, see `CompressedDDPStrategy`.
-        communication_data_type: DeepSpeed's own compression: the dtype in which gradients are sent.
-        quantized_gradients: DeepSpeed's own compression under ZeRO 3 on CUDA: gradients are sent in 4 bits
-            (ZeRO++, arXiv:2306.10209).
-        kwargs: All other arguments of `DeepSpeedStrategy`.
+        compression: Compressor of the gradient all-reduce. None leaves it to DeepSpeed.
+        compressor_state: Compressor memory in a checkpoint of one file. `local` writes a file of each rank beside it,
+            `exact` stores all ranks in it, `mean` stores their mean, `none` stores nothing. A sharded checkpoint always
+            stores each rank's.
+        communication_data_type: DeepSpeed's own compression: type of the gradients on the wire.
+        quantized_gradients: DeepSpeed's own compression under stage 3 on CUDA: gradients in 4 bits (ZeRO++,
+            arXiv:2306.10209).
+        zero_optimization: Use ZeRO. Ignored if `config` is given, as most arguments below.
+        stage: Stage of ZeRO: 0 none, 1 optimizer state, 2 also gradients, 3 also parameters.
+        remote_device: Device of new parameters under stage 3: `cpu` or `nvme`.
+        offload_optimizer: Keep the optimizer state in CPU memory or on NVMe.
+        offload_parameters: Keep parameters in CPU memory or on NVMe, under stage 3.
+        offload_params_device: `cpu` or `nvme`.
+        nvme_path: Folder of the NVMe device.
+        params_buffer_count: Buffers for parameters on NVMe.
+        params_buffer_size: Elements of each such buffer.
+        max_in_cpu: Elements of parameters to keep in CPU memory with NVMe.
+        offload_optimizer_device: `cpu` or `nvme`.
+        optimizer_buffer_count: Buffers for optimizer state on NVMe.
+        block_size: Bytes of an NVMe read or write.
+        queue_depth: NVMe operations under way.
+        single_submit: Submit NVMe operations one by one.
+        overlap_events: Overlap NVMe operations.
+        thread_count: Threads per NVMe operation.
+        pin_memory: Use pinned CPU memory for offloading.
+        sub_group_size: Elements that the optimizer updates at a time, under stage 3.
+        contiguous_gradients: Copy gradients into a contiguous buffer.
+        overlap_comm: Reduce gradients during the backward pass.
+        allgather_partitions: Gather updated parameters by all-gather instead of broadcasts.
+        reduce_scatter: Average gradients by reduce-scatter instead of all-reduce.
+        allgather_bucket_size: Elements of one all-gather.
+        reduce_bucket_size: Elements of one gradient reduction.
+        zero_allow_untested_optimizer: Allow optimizers that DeepSpeed has not tested.
+        logging_batch_size_per_gpu: Batch size that DeepSpeed prints.
+        config: DeepSpeed configuration, or its file. It replaces the arguments above.
+        logging_level: Level of DeepSpeed's logger.
+        loss_scale: Loss scale of float16; 0 adapts it.
+        initial_scale_power: First loss scale, as a power of two.
+        loss_scale_window: Steps without overflow before the scale grows.
+        hysteresis: Overflows before the scale shrinks.
+        min_loss_scale: Smallest loss scale.
+        partition_activations: Shard checkpointed activations over model-parallel ranks.
+        cpu_checkpointing: Keep sharded activations in CPU memory.
+        contiguous_memory_optimization: Copy sharded activations into a contiguous buffer.
+        synchronize_checkpoint_boundary: Synchronise the device at each activation checkpoint.
+        load_full_weights: Load a checkpoint of one file under stage 3.
+        exclude_frozen_parameters: Leave frozen parameters out of checkpoints.
+        process_group_backend: Backend of `torch.distributed`. By default it follows the device: gloo for CPU, NCCL for
+            CUDA.
+        timeout: Deadline of every collective.
+        accelerator: Accelerator object, set by the Trainer.
+        parallel_devices: Devices of this node, set by the Trainer.
+        cluster_environment: Source of ranks and addresses. By default Lightning detects torchrun, SLURM and others.
+        precision_plugin: Precision plugin, set by the Trainer from `precision`.
 
     Raises:
         ModuleNotFoundError: If DeepSpeed 0.19 is not installed.
@@ -53,25 +110,71 @@ class CompressedDeepSpeedStrategy(SavesCompression, DeepSpeedStrategy):
 
     compression: Optional[Reducer]  # type: ignore[assignment]
 
+    @spelled()
     def __init__(
         self,
         compression: Optional[Reducer] = None,
-        stage: int = 1,
-        state: KeptState = "local",
+        *,
+        compressor_state: KeptState = "local",
         communication_data_type: Optional[Literal["fp32", "bf16", "fp16"]] = None,
         quantized_gradients: bool = False,
-        **kwargs: Any,
+        zero_optimization: bool = True,
+        stage: int = 2,
+        remote_device: Optional[str] = None,
+        offload_optimizer: bool = False,
+        offload_parameters: bool = False,
+        offload_params_device: str = "cpu",
+        nvme_path: str = "/local_nvme",
+        params_buffer_count: int = 5,
+        params_buffer_size: int = 100_000_000,
+        max_in_cpu: int = 1_000_000_000,
+        offload_optimizer_device: str = "cpu",
+        optimizer_buffer_count: int = 4,
+        block_size: int = 1_048_576,
+        queue_depth: int = 8,
+        single_submit: bool = False,
+        overlap_events: bool = True,
+        thread_count: int = 1,
+        pin_memory: bool = False,
+        sub_group_size: int = 1_000_000_000_000,
+        contiguous_gradients: bool = True,
+        overlap_comm: bool = True,
+        allgather_partitions: bool = True,
+        reduce_scatter: bool = True,
+        allgather_bucket_size: int = 200_000_000,
+        reduce_bucket_size: int = 200_000_000,
+        zero_allow_untested_optimizer: bool = True,
+        logging_batch_size_per_gpu: Union[str, int] = "auto",
+        config: Union[str, Path, dict[str, Any], None] = None,
+        logging_level: int = logging.WARN,
+        loss_scale: float = 0,
+        initial_scale_power: int = 16,
+        loss_scale_window: int = 1000,
+        hysteresis: int = 2,
+        min_loss_scale: int = 1,
+        partition_activations: bool = False,
+        cpu_checkpointing: bool = False,
+        contiguous_memory_optimization: bool = False,
+        synchronize_checkpoint_boundary: bool = False,
+        load_full_weights: bool = False,
+        exclude_frozen_parameters: bool = False,
+        process_group_backend: Optional[str] = None,
+        timeout: Optional[timedelta] = default_pg_timeout,
+        accelerator: Optional[Accelerator] = None,
+        parallel_devices: Optional[list[torch.device]] = None,
+        cluster_environment: Optional[ClusterEnvironment] = None,
+        precision_plugin: Optional[Precision] = None,
     ) -> None:
         if compression is not None:
             check_reducer(compression)
-        check_kept_state(state)
+        check_kept_state(compressor_state)
         if not _SUPPORTED:
             raise ModuleNotFoundError(f"{_SUPPORTED}. Install it with `pip install 'lightning-parallel[deepspeed]'`.")
         if not CUDAAccelerator.is_available():
             os.environ.setdefault("DS_ACCELERATOR", "cpu")  # otherwise DeepSpeed takes MPS where it finds it
-        super().__init__(stage=stage, **kwargs)
+        super().__init__(**named(locals(), DeepSpeedStrategy.__init__))
         self.compression = compression
-        self.kept_state = state
+        self.kept_state = compressor_state
         self._state: DeepSpeedSession | None = None
         assert self.config is not None
         if communication_data_type is not None:

@@ -2,23 +2,30 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Iterable
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any, Optional
+from datetime import timedelta
+from typing import Any, Literal, Optional, Union
 
 import torch
+from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment
+from lightning.fabric.plugins.collectives.torch_collective import default_pg_timeout
 from lightning.pytorch import Trainer
+from lightning.pytorch.accelerators import Accelerator
 from lightning.pytorch.core.optimizer import LightningOptimizer
-from lightning.pytorch.plugins.precision import FSDPPrecision
+from lightning.pytorch.plugins.precision import FSDPPrecision, Precision
 from lightning.pytorch.strategies import FSDPStrategy, ModelParallelStrategy
 from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import (
+    BackwardPrefetch,
+    CPUOffload,
     FSDPModule,
     FullOptimStateDictConfig,
     FullStateDictConfig,
     FullyShardedDataParallel,
+    MixedPrecision,
     OptimStateKeyType,
     StateDictType,
 )
@@ -38,6 +45,7 @@ from lightning_parallel.compression import (
     compress_fully_shard,
     shard_ranks,
 )
+from lightning_parallel.strategies.arguments import named, spelled
 from lightning_parallel.strategies.compressed import SavesShardedCompression
 from lightning_parallel.strategies.compression_files import KeptState, check_kept_state
 from lightning_parallel.strategies.optimization import check_flattened
@@ -56,21 +64,80 @@ class CompressedFSDPStrategy(SavesShardedCompression, FSDPStrategy):
 
     With HYBRID_SHARD gradients are compressed between the replicas only: `device_mesh` says which ranks those are.
 
+    Examples:
+        >>> trainer = Trainer(devices=2, strategy=CompressedFSDPStrategy(PowerSGD(rank=4)))
+        >>> trainer.fit(module, data)
+
     Args:
-        compression: Computes the mean of the gradients.
-        state: What checkpoints keep of the compressor's memory, see `CompressedDDPStrategy`.
-        kwargs: All arguments of `FSDPStrategy`.
+        compression: Compressor of the gradient all-reduce.
+        compressor_state: Compressor memory in a checkpoint of one file. `local` writes a file of each rank beside it,
+            `exact` stores all ranks in it, `mean` stores their mean, `none` stores nothing. A sharded checkpoint always
+            stores each rank's.
+        cpu_offload: Keep parameters and gradients in CPU memory.
+        mixed_precision: Types of parameters, reductions and buffers. By default from `precision`.
+        auto_wrap_policy: Module classes, or a policy, to wrap into an FSDP unit each.
+        activation_checkpointing: Module classes to recompute in the backward pass. Deprecated in favour of the policy.
+        activation_checkpointing_policy: Module classes, or a policy, to recompute in the backward pass.
+        sharding_strategy: `FULL_SHARD`, `SHARD_GRAD_OP`, `NO_SHARD`, `HYBRID_SHARD`, or a `ShardingStrategy`.
+        state_dict_type: `full` writes one checkpoint file, `sharded` a folder.
+        device_mesh: Mesh of replicas and shards, for `HYBRID_SHARD`.
+        backward_prefetch: When to gather the parameters of the next unit in the backward pass.
+        ignored_modules: Modules that FSDP leaves alone.
+        ignored_states: Parameters or modules that FSDP leaves alone.
+        param_init_fn: Function that initialises a module on the meta device.
+        sync_module_states: Broadcast parameters and buffers of the first rank when the module is wrapped.
+        forward_prefetch: Gather the parameters of the next unit during the forward pass.
+        limit_all_gathers: Wait before gathering more parameters than two units hold.
+        use_orig_params: Show the original parameters to the optimizer. Lightning's default.
+        process_group_backend: Backend of `torch.distributed`. By default it follows the device: gloo for CPU, NCCL for
+            CUDA.
+        timeout: Deadline of every collective.
+        accelerator: Accelerator object, set by the Trainer.
+        parallel_devices: Devices of this node, set by the Trainer.
+        cluster_environment: Source of ranks and addresses. By default Lightning detects torchrun, SLURM and others.
+        checkpoint_io: Lightning plugin that reads and writes files.
+        precision_plugin: Precision plugin, set by the Trainer from `precision`.
 
     Raises:
         ValueError: If `sharding_strategy` shards and replicates on CPU and there is no `device_mesh`.
     """
 
-    def __init__(self, compression: Reducer, state: KeptState = "local", **kwargs: Any) -> None:
+    @spelled()
+    def __init__(
+        self,
+        compression: Reducer,
+        *,
+        compressor_state: KeptState = "local",
+        cpu_offload: Union[bool, CPUOffload, None] = None,
+        mixed_precision: Optional[MixedPrecision] = None,
+        auto_wrap_policy: Any = None,
+        activation_checkpointing: Union[type[nn.Module], list[type[nn.Module]], None] = None,
+        activation_checkpointing_policy: Any = None,
+        sharding_strategy: Any = "FULL_SHARD",
+        state_dict_type: Literal["full", "sharded"] = "full",
+        device_mesh: Union[tuple[int, int], DeviceMesh, None] = None,
+        backward_prefetch: Optional[BackwardPrefetch] = BackwardPrefetch.BACKWARD_PRE,
+        ignored_modules: Optional[Iterable[nn.Module]] = None,
+        ignored_states: Optional[Iterable[Any]] = None,
+        param_init_fn: Optional[Callable[[nn.Module], None]] = None,
+        sync_module_states: bool = False,
+        forward_prefetch: bool = False,
+        limit_all_gathers: bool = True,
+        use_orig_params: bool = True,
+        process_group_backend: Optional[str] = None,
+        timeout: Optional[timedelta] = default_pg_timeout,
+        accelerator: Optional[Accelerator] = None,
+        parallel_devices: Optional[list[torch.device]] = None,
+        cluster_environment: Optional[ClusterEnvironment] = None,
+        checkpoint_io: Optional[CheckpointIO] = None,
+        precision_plugin: Optional[Precision] = None,
+    ) -> None:
         check_reducer(compression)
-        check_kept_state(state)
-        super().__init__(**kwargs)
+        check_kept_state(compressor_state)
+        wrapping = named(locals(), FullyShardedDataParallel.__init__, CompressedFSDPStrategy.__init__)
+        super().__init__(**{**wrapping, **named(locals(), FSDPStrategy.__init__)})
         self.compression = compression
-        self.kept_state = state
+        self.kept_state = compressor_state
         self._wrapped: Any = None
 
     @override
@@ -216,21 +283,43 @@ class CompressedModelParallelStrategy(SavesShardedCompression, ModelParallelStra
     A step in which a gradient is not finite on some rank is skipped on all of them; the compressor's state is part of
     the checkpoint. While batches accumulate, nothing is communicated.
 
+    Examples:
+        >>> trainer = Trainer(devices=2, strategy=CompressedModelParallelStrategy(PowerSGD(rank=4)))
+        >>> trainer.fit(module, data)
+
     Args:
-        compression: Computes the mean of the gradients.
-        state: What checkpoints keep of the compressor's memory, see `CompressedDDPStrategy`.
-        kwargs: All arguments of `ModelParallelStrategy`.
+        compression: Compressor of the gradient all-reduce.
+        compressor_state: Compressor memory in a checkpoint of one file. `local` writes a file of each rank beside it,
+            `exact` stores all ranks in it, `mean` stores their mean, `none` stores nothing. A sharded checkpoint always
+            stores each rank's.
+        data_parallel_size: Ranks along the data-parallel axis.
+        tensor_parallel_size: Ranks along the tensor-parallel axis.
+        save_distributed_checkpoint: Write a folder with a file of each rank. False writes one file.
+        process_group_backend: Backend of `torch.distributed`. By default it follows the device: gloo for CPU, NCCL for
+            CUDA.
+        timeout: Deadline of every collective.
 
     Raises:
         ValueError: If `configure_model` shards nothing with `fully_shard`, or over a mesh of shards and replicas.
     """
 
-    def __init__(self, compression: Reducer, state: KeptState = "local", **kwargs: Any) -> None:
+    @spelled()
+    def __init__(
+        self,
+        compression: Reducer,
+        *,
+        compressor_state: KeptState = "local",
+        data_parallel_size: Union[Literal["auto"], int] = "auto",
+        tensor_parallel_size: Union[Literal["auto"], int] = "auto",
+        save_distributed_checkpoint: bool = True,
+        process_group_backend: Optional[str] = None,
+        timeout: Optional[timedelta] = default_pg_timeout,
+    ) -> None:
         check_reducer(compression)
-        check_kept_state(state)
-        super().__init__(**kwargs)
+        check_kept_state(compressor_state)
+        super().__init__(**named(locals(), ModelParallelStrategy.__init__))
         self.compression = compression
-        self.kept_state = state
+        self.kept_state = compressor_state
         self._synchronizes = True
 
     @property

@@ -152,7 +152,7 @@ class LocalSGDStrategy(HybridParallelStrategy):
     https://arxiv.org/abs/2501.18512; SparseLoCo, https://arxiv.org/abs/2508.15706
     """
 
-    @spelled
+    @spelled()
     def __init__(
         self,
         every_n_steps: int = 30,

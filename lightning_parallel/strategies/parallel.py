@@ -91,7 +91,7 @@ class TensorParallelStrategy(MeshStrategy):
     Source: Megatron-LM, https://arxiv.org/abs/1909.08053
     """
 
-    @spelled
+    @spelled()
     def __init__(
         self,
         *,
@@ -185,7 +185,7 @@ class PipelineParallelStrategy(MeshStrategy):
     Source: GPipe, https://arxiv.org/abs/1811.06965; Megatron-LM, https://arxiv.org/abs/2104.04473
     """
 
-    @spelled
+    @spelled()
     def __init__(
         self,
         *,
@@ -292,7 +292,7 @@ class HybridParallelStrategy(MeshStrategy):
     Source: Megatron-LM, https://arxiv.org/abs/2104.04473
     """
 
-    @spelled
+    @spelled()
     def __init__(
         self,
         *,

@@ -1,0 +1,55 @@
+"""Constructors of public names show every argument: to editors, `help()`, LightningCLI and the reference pages."""
+
+import inspect
+import re
+
+import pytest
+from lightning.pytorch.strategies import Strategy
+
+import lightning_parallel
+
+PUBLIC = {name: getattr(lightning_parallel, name) for name in lightning_parallel.__all__}
+CLASSES = {name: value for name, value in PUBLIC.items() if inspect.isclass(value)}
+STRATEGIES = {name: value for name, value in CLASSES.items() if issubclass(value, Strategy)}
+
+
+def arguments(value):
+    return {name: found for name, found in inspect.signature(value).parameters.items() if name != "self"}
+
+
+def described(value):
+    """The entries of the section `Args` of a docstring, by name."""
+    text = re.search(r"\nArgs:\n(.*?)(?:\n\n|\Z)", inspect.getdoc(value) + "\n\n", re.DOTALL)
+    entries = re.findall(
+        r"^    (\w+): (.*?)(?=^    \w+: |\Z)", text[1] + "\n" if text else "", re.DOTALL | re.MULTILINE
+    )
+    return {name: " ".join(meaning.split()) for name, meaning in entries}
+
+
+@pytest.mark.parametrize("name", CLASSES)
+def test_every_argument_is_spelled_out_and_described(name):
+    found = arguments(CLASSES[name])
+    assert not [kind for kind in found.values() if kind.kind in (kind.VAR_KEYWORD, kind.VAR_POSITIONAL)]
+    assert set(described(CLASSES[name])) == set(found)
+
+
+def test_an_argument_of_several_strategies_is_the_same_in_all():
+    seen = {}
+    for name, value in STRATEGIES.items():
+        if name.startswith("Compressed"):
+            continue  # on Lightning's strategies, with their arguments
+        meanings = described(value)
+        for argument, parameter in arguments(value).items():
+            if argument in ("compression", "memory_limit_bytes", "zero_stage") or argument.endswith("parallel_size"):
+                continue  # another meaning, or another default
+            this = (parameter.annotation, parameter.default, meanings[argument])
+            first, expected = seen.setdefault(argument, (name, this))
+            assert this == expected, f"`{argument}` of {name} and of {first}"
+
+
+@pytest.mark.parametrize("name", STRATEGIES)
+def test_a_misspelt_argument_is_told_with_the_right_one(name):
+    found = arguments(STRATEGIES[name])
+    real = next(argument for argument in found if found[argument].default is not inspect.Parameter.empty)
+    with pytest.raises(TypeError, match=f"`{name}` has no argument `{real}x`; did you mean `{real}`"):
+        STRATEGIES[name](**{f"{real}x": 1})
