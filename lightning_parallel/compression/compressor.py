@@ -350,17 +350,8 @@ class Compressor(Reducer, Method):
 
 
 def _defaults(compressor: type[Compressor]) -> dict[str, Any]:
-    """Return the default of each constructor argument, also of those that `**kwargs` passes to base classes."""
-    found: dict[str, Any] = {}
-    for base in compressor.__mro__:
-        if issubclass(base, Compressor) and "__init__" in vars(base):
-            parameters = inspect.signature(base).parameters.values()
-            for parameter in parameters:
-                if parameter.kind is not parameter.VAR_KEYWORD:
-                    # The most derived class comes first, and its default counts.
-                    found.setdefault(parameter.name, parameter.default)
-            if all(parameter.kind is not parameter.VAR_KEYWORD for parameter in parameters):
-                break
+    """Return the default of each constructor argument; those of all compressors come last."""
+    found = {name: parameter.default for name, parameter in inspect.signature(compressor).parameters.items()}
     first = [name for name in found if name not in _LAST_ARGUMENTS]
     return {name: found[name] for name in (*first, *_LAST_ARGUMENTS) if name in found}
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Generator, Sequence
-from typing import Any, ClassVar, Literal, Optional, Union
+from typing import ClassVar, Literal, Optional, Union
 
 import torch
 from torch import Tensor
@@ -19,7 +19,7 @@ from lightning_parallel.compression.compressor import (
     value_at,
 )
 from lightning_parallel.compression.compressor_state import Memory
-from lightning_parallel.compression.feedback import GradientBlock
+from lightning_parallel.compression.feedback import FeedbackName, GradientBlock
 from lightning_parallel.compression.thin_products import (
     Sum,
     orthonormal,
@@ -73,8 +73,12 @@ class PowerSGD(Compressor):
         exact_rollback: Keep a second buffer as large as the residuals, so that a step that is dropped leaves no trace.
             Without it residuals are changed in place, and those of the parameters in a dropped step begin anew at
             zero. None: where dropped steps are routine, which is under a loss scale.
-        kwargs: The arguments of every compressor, see `Compressor`. The method needs error feedback to converge;
-            tensors that would not shrink are averaged as they are.
+        feedback: Error feedback: `classic`, `decayed`, `fading`, `ef21` or None, see
+            `Compressor`. The method needs it to converge.
+        decay: Share of the old residual that `decayed` and `fading` keep, in [0, 1].
+        start_step: Steps with full gradients before compression begins.
+        min_numel: Tensors with fewer elements, or with less than two dimensions, are averaged
+            uncompressed, as are those that would not shrink.
 
     Source: Vogels et al. 2019, algorithm 1, arXiv 1905.13727; alternating: ACP-SGD, Zhang et al. 2023.
     """
@@ -92,9 +96,12 @@ class PowerSGD(Compressor):
         values: Optional[Codec] = None,
         seed: int = 0,
         exact_rollback: Optional[bool] = None,
-        **kwargs: Any,
+        feedback: Optional[FeedbackName] = "classic",
+        decay: Optional[float] = None,
+        start_step: int = 0,
+        min_numel: int = 1024,
     ) -> None:
-        super().__init__(**kwargs)
+        super().__init__(feedback=feedback, decay=decay, start_step=start_step, min_numel=min_numel)
         if exact_rollback is not None:
             check_flag("exact_rollback", exact_rollback)
         for value in all_values(rank):

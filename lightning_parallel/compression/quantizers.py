@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Generator
-from typing import Any, Literal, NamedTuple, Optional, Union
+from typing import Literal, NamedTuple, Optional, Union
 
 import torch
 from torch import Tensor
@@ -92,8 +92,10 @@ class Cast(Quantizer):
 
     Args:
         dtype: `bf16`, `fp16`, `fp32` or a torch dtype.
-        feedback: Error feedback; None, the default, needs no memory.
-        kwargs: The arguments of every compressor, see `Compressor`.
+        feedback: Error feedback: `classic`, `decayed`, `fading`, `ef21` or None, see `Compressor`.
+        decay: Share of the old residual that `decayed` and `fading` keep, in [0, 1].
+        start_step: Steps with full gradients before compression begins.
+        min_numel: Tensors with fewer elements, or with less than two dimensions, are averaged uncompressed.
     """
 
     collective = "all_reduce"
@@ -104,9 +106,11 @@ class Cast(Quantizer):
         dtype: Union[Literal["bf16", "fp16", "fp32"], torch.dtype] = "bf16",
         *,
         feedback: Optional[FeedbackName] = None,
-        **kwargs: Any,
+        decay: Optional[float] = None,
+        start_step: int = 0,
+        min_numel: int = 1024,
     ) -> None:
-        super().__init__(feedback=feedback, **kwargs)
+        super().__init__(feedback=feedback, decay=decay, start_step=start_step, min_numel=min_numel)
         found = DTYPES.get(dtype) if isinstance(dtype, str) else dtype
         if not isinstance(found, torch.dtype) or found not in DTYPES.values():
             error = ValueError if isinstance(dtype, (str, torch.dtype)) else TypeError
@@ -170,7 +174,10 @@ class Quantize(Quantizer):
         bits: 8 or 4.
         stochastic: Round up with the probability of the fraction: floor((x - b) / s + u), u uniform in [0, 1).
         seed: Seed of stochastic rounding; every rank draws different numbers.
-        kwargs: The arguments of every compressor, see `Compressor`.
+        feedback: Error feedback: `classic`, `decayed`, `fading`, `ef21` or None, see `Compressor`.
+        decay: Share of the old residual that `decayed` and `fading` keep, in [0, 1].
+        start_step: Steps with full gradients before compression begins.
+        min_numel: Tensors with fewer elements, or with less than two dimensions, are averaged uncompressed.
 
     Sources: QSGD, Alistarh et al. 2017, arXiv 1610.02132; two phases: 1-bit Adam, Tang et al. 2021, arXiv 2102.02888.
     """
@@ -184,9 +191,12 @@ class Quantize(Quantizer):
         *,
         stochastic: bool = False,
         seed: int = 0,
-        **kwargs: Any,
+        feedback: Optional[FeedbackName] = "classic",
+        decay: Optional[float] = None,
+        start_step: int = 0,
+        min_numel: int = 1024,
     ) -> None:
-        super().__init__(**kwargs)
+        super().__init__(feedback=feedback, decay=decay, start_step=start_step, min_numel=min_numel)
         check_integer("bits", bits)
         check_flag("stochastic", stochastic)
         check_integer("seed", seed)
@@ -361,7 +371,10 @@ class Sign(Compressor):
     `start_step=50` 15 %.
 
     Args:
-        kwargs: The arguments of every compressor, see `Compressor`; `feedback=None` turns off both residuals.
+        feedback: Error feedback: `classic`, `decayed`, `fading`, `ef21` or None (no residual at all), see `Compressor`.
+        decay: Share of the old residual that `decayed` and `fading` keep, in [0, 1].
+        start_step: Steps with full gradients before compression begins.
+        min_numel: Tensors with fewer elements, or with less than two dimensions, are averaged uncompressed.
 
     Sources: EF-signSGD, Karimireddy et al. 2019, arXiv 1901.09847; two phases: 1-bit Adam, arXiv 2102.02888.
     """

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import Any, ClassVar, Optional, Union
+from typing import ClassVar, Optional, Union
 
 import numpy as np
 import torch
@@ -19,7 +19,7 @@ from lightning_parallel.compression.compressor import (
     seeded_generator,
     value_at,
 )
-from lightning_parallel.compression.feedback import GradientBlock
+from lightning_parallel.compression.feedback import FeedbackName, GradientBlock
 from lightning_parallel.compression.wire import (
     AllGatherRequest,
     AllReduceRequest,
@@ -45,7 +45,10 @@ class Sparsifier(Compressor):
         momentum: Momentum correction: the momentum of SGD, applied before the selection; with `feedback="ef21"` a
             running mean of the gradients (EF21-SGDM). Give the optimizer none.
         values: Encoding of the values sent: `TopK(0.01) | Quantize(8)`.
-        kwargs: The arguments of every compressor, see `Compressor`.
+        feedback: Error feedback: `classic`, `decayed`, `fading`, `ef21` or None, see `Compressor`.
+        decay: Share of the old residual that `decayed` and `fading` keep, in [0, 1].
+        start_step: Steps with full gradients before compression begins.
+        min_numel: Tensors with fewer elements, or with less than two dimensions, are averaged uncompressed.
     """
 
     codecs: ClassVar[tuple[str, ...]] = ("Cast", "Quantize")
@@ -56,9 +59,12 @@ class Sparsifier(Compressor):
         *,
         momentum: float = 0.0,
         values: Optional[Codec] = None,
-        **kwargs: Any,
+        feedback: Optional[FeedbackName] = "classic",
+        decay: Optional[float] = None,
+        start_step: int = 0,
+        min_numel: int = 1024,
     ) -> None:
-        super().__init__(**kwargs)
+        super().__init__(feedback=feedback, decay=decay, start_step=start_step, min_numel=min_numel)
         self._correct_momentum(momentum)
         for value in all_values(ratio):
             check_ratio("ratio", value)
@@ -89,7 +95,12 @@ class TopK(Sparsifier):
     Args:
         ratio: Share of the elements to send, in (0, 1], or a `StepValue`.
         seed: Seed of the random draws of an encoding of the values, where it has some.
-        kwargs: Further arguments, see `Sparsifier` and `Compressor`.
+        momentum: Momentum correction before the selection. Use an optimizer without momentum.
+        values: Codec of the sent values; `|` sets it.
+        feedback: Error feedback: `classic`, `decayed`, `fading`, `ef21` or None, see `Compressor`.
+        decay: Share of the old residual that `decayed` and `fading` keep, in [0, 1].
+        start_step: Steps with full gradients before compression begins.
+        min_numel: Tensors with fewer elements, or with less than two dimensions, are averaged uncompressed.
 
     Source: Aji and Heafield 2017, arXiv 1704.05021; momentum: Lin et al. 2018, arXiv 1712.01887.
     """
@@ -100,8 +111,27 @@ class TopK(Sparsifier):
     unbiased = False
     collective = "all_gather"
 
-    def __init__(self, ratio: Union[float, StepValue] = 0.02, *, seed: int = 0, **kwargs: Any) -> None:
-        super().__init__(ratio, **kwargs)
+    def __init__(
+        self,
+        ratio: Union[float, StepValue] = 0.02,
+        *,
+        seed: int = 0,
+        momentum: float = 0.0,
+        values: Optional[Codec] = None,
+        feedback: Optional[FeedbackName] = "classic",
+        decay: Optional[float] = None,
+        start_step: int = 0,
+        min_numel: int = 1024,
+    ) -> None:
+        super().__init__(
+            ratio,
+            momentum=momentum,
+            values=values,
+            feedback=feedback,
+            decay=decay,
+            start_step=start_step,
+            min_numel=min_numel,
+        )
         check_integer("seed", seed)
         self.seed = seed
 
@@ -152,7 +182,12 @@ class RandomK(Sparsifier):
     Args:
         ratio: Share of the elements to send, in (0, 1], or a `StepValue`.
         seed: Seed of the choice of elements.
-        kwargs: Further arguments, see `Sparsifier` and `Compressor`.
+        momentum: Momentum correction before the selection. Use an optimizer without momentum.
+        values: Codec of the sent values; `|` sets it.
+        feedback: Error feedback: `classic`, `decayed`, `fading`, `ef21` or None, see `Compressor`.
+        decay: Share of the old residual that `decayed` and `fading` keep, in [0, 1].
+        start_step: Steps with full gradients before compression begins.
+        min_numel: Tensors with fewer elements, or with less than two dimensions, are averaged uncompressed.
 
     Source: Stich et al. 2018, arXiv 1809.07599; sampling one element per run keeps memory access in order.
     """
@@ -164,9 +199,22 @@ class RandomK(Sparsifier):
         ratio: Union[float, StepValue] = 0.25,
         *,
         seed: int = 0,
-        **kwargs: Any,
+        momentum: float = 0.0,
+        values: Optional[Codec] = None,
+        feedback: Optional[FeedbackName] = "classic",
+        decay: Optional[float] = None,
+        start_step: int = 0,
+        min_numel: int = 1024,
     ) -> None:
-        super().__init__(ratio, **kwargs)
+        super().__init__(
+            ratio,
+            momentum=momentum,
+            values=values,
+            feedback=feedback,
+            decay=decay,
+            start_step=start_step,
+            min_numel=min_numel,
+        )
         check_integer("seed", seed)
         self.seed = seed
 
@@ -220,7 +268,12 @@ class BlockTopK(Sparsifier):
     Args:
         ratio: Share of the blocks to send, in (0, 1], or a `StepValue`.
         block: Elements of a block.
-        kwargs: Further arguments, see `Sparsifier` and `Compressor`.
+        momentum: Momentum correction before the selection. Use an optimizer without momentum.
+        values: Codec of the sent values; `|` sets it.
+        feedback: Error feedback: `classic`, `decayed`, `fading`, `ef21` or None, see `Compressor`.
+        decay: Share of the old residual that `decayed` and `fading` keep, in [0, 1].
+        start_step: Steps with full gradients before compression begins.
+        min_numel: Tensors with fewer elements, or with less than two dimensions, are averaged uncompressed.
 
     Source: agreed sparsification, Shi et al. 2019, arXiv 1902.06855.
     """
@@ -235,9 +288,22 @@ class BlockTopK(Sparsifier):
         ratio: Union[float, StepValue] = 0.1,
         *,
         block: int = 256,
-        **kwargs: Any,
+        momentum: float = 0.0,
+        values: Optional[Codec] = None,
+        feedback: Optional[FeedbackName] = "classic",
+        decay: Optional[float] = None,
+        start_step: int = 0,
+        min_numel: int = 1024,
     ) -> None:
-        super().__init__(ratio, **kwargs)
+        super().__init__(
+            ratio,
+            momentum=momentum,
+            values=values,
+            feedback=feedback,
+            decay=decay,
+            start_step=start_step,
+            min_numel=min_numel,
+        )
         check_integer("block", block, least=1)
         self.block = block
 

@@ -112,7 +112,7 @@ class TiedParameter:
 class PipelinePlan:
     """How a model is divided over the stages of a pipeline, with the predicted costs.
 
-    Attributes:
+    Args:
         model: Class of the model.
         container: Path of the layer stack, see `LayerStack`.
         layers: Name of each repeated layer, in the order of their calls.
