@@ -146,7 +146,7 @@ def is_possible(kind, launcher, end):
     from tests.strategies.ending import LOOPS, NAMES, SCRIPTS_ONLY
 
     if kind in LOOPS:
-        return launcher in ("ranks", "torchrun", "workers") and end == "fit"
+        return launcher in ("ranks", "torchrun") and end == "fit"
     if launcher in ("spawn", "fork"):
         return kind not in SCRIPTS_ONLY
     if launcher == "workers":

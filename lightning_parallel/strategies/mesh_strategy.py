@@ -35,7 +35,7 @@ from lightning_parallel.compat.lightning import (
     reset_optimizers,
     synchronizes_layers,
 )
-from lightning_parallel.compat.torch import give_data
+from lightning_parallel.compat.torch import explain_swaps, give_data
 from lightning_parallel.compression import Reducer, check_reducer
 from lightning_parallel.data_parallel import GradientReducer, ParameterSlices
 from lightning_parallel.mesh import Axis, Size
@@ -201,6 +201,7 @@ class MeshStrategy(MeshCheckpoints):
         hold_averages(self.module.trainer, self._patches)
         if self.groups.replica.size > 1:
             give_data(self._patches)
+            explain_swaps(self._patches)
 
     @override
     def setup(self, trainer: Trainer) -> None:
