@@ -1,7 +1,8 @@
 """Watches the user's hooks, which see parts of parameters and gradients, for what would differ from one process.
 
 Inside of steps the audit and the self-check do so. Hooks of the module, of callbacks and of optimizers, and hooks for
-gradients, run outside of them:
+gradients, run outside of them; so does what a step under manual optimization does behind its first backward, which is
+looked at in steps 1, 2, 4, 8, ...:
 
     calls 1, 2, 4, 8, ... of each hook      every operation is looked at; then all ranks raise together, or none
     a line that has not run before          from there on to the end of the hook
@@ -32,12 +33,13 @@ from torchmetrics import Metric
 
 from lightning_parallel import comm
 from lightning_parallel.comm import Group, MeshGroups
-from lightning_parallel.compat import FOREIGN, ParallelState, Patches
+from lightning_parallel.compat import FOREIGN, ParallelState, Patches, patched
 from lightning_parallel.compat.torch import (
     current_dispatch_mode,
     current_function_mode,
     global_step_hooks,
     gradient_hooks_of,
+    has_compiled_parts,
     leave_mode,
     step_hooks_of,
 )
@@ -53,6 +55,7 @@ _PASSED = FOREIGN | {"lightning_utilities"} | set(sys.stdlib_module_names) - {"_
 _STEPS = ("training_step", "validation_step", "test_step", "predict_step", "forward", "backward")
 _OF_CHECKPOINTS = ("on_save_checkpoint", "on_load_checkpoint", "state_dict", "load_state_dict")  # given whole tensors
 _OURS = "lightning_parallel"
+_ENGINE = ("backward", "grad", "_engine_run_backward")  # what they run is not called by the user
 
 
 class HookError(RuntimeError):
@@ -113,6 +116,8 @@ class HookWatch:
         self._wrapped: list[tuple[dict[int, Callable[..., Any]], int, Callable[..., Any], Callable[..., Any]]] = []
         self._told: set[str] = set()
         self._steps = 0
+        self._manual: _WatchedCall | None = None
+        self._depth = 0
         self._modules: set[int] = set()
 
     def install(self, patches: Patches) -> None:
@@ -190,10 +195,47 @@ class HookWatch:
     def begin_step(self) -> None:
         """Look for new hooks of gradients, in some steps only; all ranks call it."""
         self._steps += 1
-        if not self._steps & (self._steps - 1):
+        if self._is_due_step():
             for name, parameter in self._module.named_parameters():
                 for hooks in gradient_hooks_of(parameter):
                     self._wrap_all(hooks, f"a hook for the gradient of `{name}`", name)
+
+    def _is_due_step(self) -> bool:
+        return not self._steps & (self._steps - 1)
+
+    @contextmanager
+    def manual_step(self) -> Iterator[None]:
+        """Watch a step under manual optimization behind its first backward; all ranks run it.
+
+        Raises:
+            HookError: On every rank, here or in `settle`.
+        """
+        if not self._is_due_step() or has_compiled_parts(self._module):
+            yield
+            return
+        hook = WatchedHook(f"`{type(self._module).__name__}.training_step`", self.group, is_in_step=True)
+        call = self._manual = _WatchedCall(self, hook, None)
+        self._calls.append(call)
+        own, depth = Tensor.backward, self._depth
+
+        def backward(*args: Any, **kwargs: Any) -> None:
+            own(*args, **kwargs)
+            if self._depth == depth:  # of the user's, who need not call `manual_backward`
+                call.begin()
+
+        try:
+            with patched(Tensor, "backward", backward):
+                yield
+        finally:
+            call.end()
+            self._calls.remove(call)
+            self._manual = None
+        comm.raise_together(call.failure, self.group)
+
+    def follow_backward(self) -> None:
+        """Begin to watch a step under manual optimization; called at the end of each backward."""
+        if self._manual is not None:
+            self._manual.begin()
 
     def settle(self) -> None:
         """Raise what hooks inside of a step were refused for; all ranks call it at the same points.
@@ -202,7 +244,9 @@ class HookWatch:
             HookError: On every rank, in steps that are looked at.
         """
         failure, self._pending = self._pending, None
-        if not self._steps & (self._steps - 1):
+        if self._manual is not None:
+            failure = failure or self._manual.failure
+        if self._is_due_step():
             comm.raise_together(failure, self.group)
         elif failure is not None:
             raise failure
@@ -261,9 +305,11 @@ class HookWatch:
         with self._lines.suspended():
             if call is not None:
                 call.end()
+            self._depth += 1
             try:
                 yield
             finally:
+                self._depth -= 1
                 if call is not None:
                     call.begin()
 
@@ -601,6 +647,8 @@ def _walk(is_model: Callable[[object], bool]) -> FrameType | None:
         if found is None and not is_copied and name.partition(".")[0] == _OURS and name not in own:
             return None
         if frame.f_code.co_name == "_call_impl" and is_model(frame.f_locals.get("self")):
+            return None
+        if found is None and name.startswith("torch.autograd") and frame.f_code.co_name in _ENGINE:
             return None
         if found is None and not _is_passed(frame):
             found = frame

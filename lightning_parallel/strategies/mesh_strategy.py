@@ -521,7 +521,9 @@ class MeshStrategy(MeshCheckpoints):
             with (reducer := self._open_reducer).no_sync() as is_last:
                 return self._steps.training_step(args, kwargs, audit, reducer if is_last else None)
         step = super().training_step
-        output = (step if audit is None else audit.wrap(step))(*args, **kwargs)
+        watch = None if self.module.automatic_optimization else self._hook_watch
+        with nullcontext() if watch is None else watch.manual_step():
+            output = (step if audit is None else audit.wrap(step))(*args, **kwargs)
         # Callbacks may look at what the step returns, or keeps in the module, on some ranks only.
         kept = vars(self.module)
         for name in [name for name, value in kept.items() if has_divided_logits(value)]:
@@ -629,6 +631,8 @@ class MeshStrategy(MeshCheckpoints):
             self._compression.drop_nonfinite_gradients(self._reducer, self.precision_plugin)
         closure_loss = self.precision_plugin.post_backward(closure_loss, self.module)
         self.post_backward(closure_loss)
+        if self._hook_watch is not None:
+            self._hook_watch.follow_backward()
         return closure_loss
 
     @override
