@@ -571,7 +571,10 @@ class MeshStrategy(MeshCheckpoints):
         if self._compression is not None:
             self._compression.prepare_step(self.precision_plugin)
         assert self._first_batches is not None
-        self._first_batches.see_training(args, kwargs, self.module.current_epoch)
+        kinds = None if self._steps is None else self._steps.loss_kinds
+        unproven = None if kinds is None else kinds.unproven
+        if self._first_batches.see_training(args, kwargs, self.module.current_epoch, unproven) and kinds is not None:
+            kinds.unproven = None
 
     @override
     def batch_to_device(self, batch: Any, device: Optional[torch.device] = None, dataloader_idx: int = 0) -> Any:

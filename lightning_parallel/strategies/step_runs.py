@@ -171,6 +171,9 @@ class StepRuns:
         reducer: Of the gradients over the replicas, during `fit`.
         precision: Gives the context in which Lightning runs each step.
         device: Where this rank computes.
+
+    Attributes:
+        cuts_fully: Whether stages run as many microbatches as in the run, and not two.
     """
 
     def __init__(
@@ -194,6 +197,7 @@ class StepRuns:
         self.reducer = reducer
         self.precision = precision
         self.device = device
+        self.cuts_fully = False
         self._are_complete = False
 
     @property
@@ -207,7 +211,7 @@ class StepRuns:
         if self.engine is None:
             return 1
         count = self.engine.schedule.num_microbatches
-        return min(2, count) if self.engine.schedule.name in SCHEDULES else count
+        return min(2, count) if self.engine.schedule.name in SCHEDULES and not self.cuts_fully else count
 
     # ------------------------------------------------------------------------------------------------ the two runs
 
