@@ -33,6 +33,7 @@ from lightning_parallel.comm import MeshGroups, RollCall
 from lightning_parallel.compat import ParallelState
 from lightning_parallel.compat.torch import BatchNormalization
 from lightning_parallel.pipeline.microbatch import (
+    MEANS,
     RETURNED,
     chosen_samples,
     few_samples,
@@ -57,7 +58,7 @@ from lightning_parallel.strategies.observed_step import (
 from lightning_parallel.strategies.pinned import SEED, SelfCheckError
 from lightning_parallel.strategies.reference import Blame
 from lightning_parallel.strategies.step_runs import DividedRun, StepCall, StepRuns, Way, WholeRun
-from lightning_parallel.strategies.step_state import MEANS, Snapshot, complete_rules
+from lightning_parallel.strategies.step_state import Snapshot, complete_rules
 from lightning_parallel.tensor.audit import StepAudit
 
 __all__ = ["FirstBatches", "ProofError", "StepProof", "Verify"]
@@ -102,7 +103,7 @@ _DRAWS = (
 _MOST_KINDS = 16
 """Runs in which it is found out how microbatches are merged."""
 _ANOTHER_WAY = "of a step that has computed its loss from other operations than those before"
-_FROM_BEFORE = "of the second batch, which begins with what the first has left in attributes"
+_FROM_BEFORE = "of the first batch again, with what it has left in attributes,"
 _MIXED = 8
 """Samples on which it is seen whether a step that draws numbers mixes them."""
 _USERS_FAILURE = (
@@ -142,7 +143,7 @@ class FirstBatches:
         self._loaders: set[tuple[str, int]] = set()
         self._seen: set[str] = set()
         self._steps = 0
-        self._has_means = False
+        self._again: tuple[tuple[Any, ...], dict[str, Any]] | None = None
 
     def see_training(
         self,
@@ -168,16 +169,16 @@ class FirstBatches:
         if self._epoch != epoch:
             check_same_batch((args, kwargs), self._groups.replica)
             self._epoch = epoch
-        has_means, self._has_means = self._has_means, False
-        if has_means:
+        again, self._again = self._again, None
+        if again is not None:
             self._seen.discard("training_step")
-        self._prove("training_step", args, kwargs, _FROM_BEFORE if has_means else "")
+        self._prove("training_step", *(again or (args, kwargs)), why="" if again is None else _FROM_BEFORE)
         if not is_due or self._verify == "off":
             return False
         is_wanted = unproven is not None
         if any(comm.all_gather_object(is_wanted, data)) if data.size > 1 else is_wanted:
             self._seen.discard("training_step")
-            self._prove("training_step", *(unproven or (args, kwargs)), _ANOTHER_WAY)
+            self._prove("training_step", *(unproven or (args, kwargs)), why=_ANOTHER_WAY)
         return True
 
     def begin_evaluation(self) -> None:
@@ -200,8 +201,13 @@ class FirstBatches:
                 StepProof(runs).prove(name, args, kwargs, why)
                 if runs.steps is not None and name == "training_step" and not why:
                     # Found in a batch before which there was nothing: a minimum of losses is a mean of them then.
-                    rules = ParallelState.of(runs.module).attributes.values()
-                    self._has_means = any(comm.all_gather_object(bool(MEANS & set(rules)), self._groups.world))
+                    # The same batch shows the difference, as losses of its parts lie on both sides of its loss.
+                    rules = ParallelState.of(runs.module).merging.get(name, {}).items()
+                    is_left = any(
+                        rule in MEANS or (" " in rule and not key.startswith(RETURNED)) for key, rule in rules
+                    )
+                    if any(comm.all_gather_object(is_left, self._groups.world)):
+                        self._again = (args, kwargs)
 
 
 class StepProof:
@@ -238,7 +244,8 @@ class StepProof:
         samples = batch if why else self._first_samples(name, batch)
         call = StepCall(name, samples, tuple(rest), kwargs)
         state = ParallelState.of(self.module)
-        state.merging[name] = {}
+        if not why:
+            state.merging[name] = {}
         state.whole_batches.discard(name)
         with self.runs.nothing_left():
             verdict = _Comparison(self.runs, call, batch, self.calls)
