@@ -103,7 +103,7 @@ _DRAWS = (
 _MOST_KINDS = 16
 """Runs in which it is found out how microbatches are merged."""
 _ANOTHER_WAY = "of a step that has computed its loss from other operations than those before"
-_FROM_BEFORE = "of the first batch again, with what it has left in attributes,"
+_FROM_BEFORE = "of the first batch again, with what it has left in attributes"
 _MIXED = 8
 """Samples on which it is seen whether a step that draws numbers mixes them."""
 _USERS_FAILURE = (
