@@ -223,6 +223,10 @@ class FullStates:
             everyone = comm.all_gather_object(held, self._pipeline_group)
             entries = {key: entry._replace(dtype=everyone[entry.stage][key]) for key, entry in entries.items()}
         full = {key: self._full(path, key, entry, own.get(key)) for key, entry in entries.items()}
+        if self._state.watch is not None:
+            self._state.watch.note_gathered(
+                path, {key: v for key, v in full.items() if not _has_memory_of(v, own.get(key))}
+            )
         # What a stage lacks would come last: names have the order of one process.
         others = [key for key in state if key.startswith(prefix) and key[len(prefix) :] not in full]
         for key, value in full.items():
@@ -400,6 +404,10 @@ class _AroundSite(CallSite):
         if self.active.handler is None and self.active.outside is not None:
             result = self.active.outside(Call(self, module, function, args, kwargs))
         return function(*args, **kwargs) if result is NotImplemented else result
+
+
+def _has_memory_of(tensor: Tensor, other: Tensor | None) -> bool:
+    return other is not None and tensor.untyped_storage().data_ptr() == other.untyped_storage().data_ptr()
 
 
 _Own = dict[str, tuple[tuple[int, ...], torch.dtype, bool, bool]]

@@ -45,7 +45,7 @@ from lightning_parallel.compat.torch import (
 )
 from lightning_parallel.compat.twins import is_a
 from lightning_parallel.data_parallel import ParameterSlices
-from lightning_parallel.strategies.part_use import ExportMode, PartUseMode
+from lightning_parallel.strategies.part_use import GATHERED, ExportMode, PartUseMode
 from lightning_parallel.strategies.parts import Part, PartMap
 from lightning_parallel.tensor.sharding import Shard
 
@@ -335,6 +335,16 @@ class HookWatch:
         else:
             self._parts.add(tensor, part)
 
+    def note_gathered(self, path: str, tensors: Mapping[str, Tensor]) -> None:
+        """Note that tensors of a state dict have memory of their own: what is written into them is lost."""
+        self._parts.prune()
+        for key, tensor in tensors.items():
+            name = f"{path}.{key}" if path else key
+            rule = self._rules.get(name)
+            why = f"on one of {self._groups.pipeline_parallel.size} pipeline stages only"
+            why = why if rule is None else f"sharded over {rule.ranks} tensor-parallel ranks"
+            self._parts.note_gathered(tensor, Part(f"`{name}`", frozenset({name}), why))
+
     def note_given(self, name: str, gradient: Tensor) -> None:
         """Note that a hook is given the gradient of a parameter, before that has it."""
         parameter = dict(self._module.named_parameters()).get(name)
@@ -415,6 +425,11 @@ class HookWatch:
 
 
 def _way_out(part: Part, action: str, title: str) -> str:
+    if GATHERED in action:
+        return (
+            "What is written there is lost. Write into `parameters()` and `buffers()`, of which each rank has its part,"
+            " or into clones that `load_state_dict` then takes"
+        )
     if title.endswith("configure_optimizers`"):
         first = "Compute it in `__init__`, where the model is whole, or copy each parameter by itself."
     elif "random" in action or "numbers" in action:
@@ -425,7 +440,9 @@ def _way_out(part: Part, action: str, title: str) -> str:
             " right, and `self.state_dict()`, called on every rank, gives whole parameters."
         )
     name = next(iter(sorted(part.owners)), "")
-    if part.is_slice:
+    if part.is_slice and "of the optimizer for" in part.label:
+        return f"{first} With `zero_stage=0` the optimizer's state is whole, too"
+    if part.is_slice and part.why:
         return f"{first} With `zero_stage=1` gradients and parameters are whole in hooks"
     if part.size and name:
         return f"{first} Or keep the layer whole with plan={{..., {name.rpartition('.')[0]!r}: 'replicate'}}"

@@ -52,6 +52,7 @@ class MessageOrder:
         self._block = ""
         self._is_compiled = False
         self._is_first = False
+        self._is_paused = False
         # The messages since the step began, as a number, and all such numbers that the ranks have agreed on.
         self._sent = 0
         self._known: set[int] = set()
@@ -63,6 +64,15 @@ class MessageOrder:
     def begin_run(self) -> None:
         """Count roll calls anew: a run that failed may have made some on one rank only."""
         self._calls = RollCall(self._group, _CALLS)
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Refuse messages while one rank runs the whole model: nobody would come, and the ranks' counts would part."""
+        before, self._is_paused = self._is_paused, True
+        try:
+            yield
+        finally:
+            self._is_paused = before
 
     @contextmanager
     def step(self, name: str, module: nn.Module) -> Iterator[None]:
@@ -91,6 +101,8 @@ class MessageOrder:
         Raises:
             RuntimeError: If they do not come, or are somewhere else.
         """
+        if self._is_paused:
+            raise RuntimeError(f"the step calls a sharded layer outside of the whole model (`{operation}`)")
         if not self._block:
             self._meet(_hook(), WAIT_S)
             return

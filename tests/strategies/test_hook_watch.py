@@ -191,6 +191,8 @@ REFUSED = {
     "many norms at once": (lambda m: m.log("n", torch.stack(torch._foreach_norm(grads(m))).norm()), "norm"),
     "a copy": (lambda m: m.found.append(copy.deepcopy(m.net)[0].weight.norm()), "norm"),
     "another shape": (lambda m: weight(m).mul_(torch.ones(18, 12).double()), "another shape"),
+    "a state dict": (lambda m: m.state_dict()["net.0.weight"].mul_(0.9), "writes (`mul`) into the gathered copy"),
+    "state dicts": (lambda m: torch._foreach_mul_([*m.net.state_dict().values()], 0.9), "into the gathered copy"),
     "a file": (lambda m: torch.save(weight(m), io.BytesIO()), "takes values out of torch"),
 }
 EQUAL = {
