@@ -721,8 +721,7 @@ class _Comparison:
         if can_split and not self.anywhere(self._found(whole, self._sharded(one))):
             if self._draws_alike(divided):
                 self.hint = _MICROBATCHES
-                self._learn_kinds(way, whole, divided)
-                self._learn_means(way, whole)
+                self._learn_kinds(way, whole, self._learn_means(way, whole) or divided)
             elif self.call.name == "training_step":
                 self.differences = []
             if self.call.name != "training_step" and self.anywhere(self.differences):
@@ -765,7 +764,7 @@ class _Comparison:
 
     def _named_differences(self) -> set[str]:
         """Return the names of attributes, and of what the step returned, that differ on any rank of the replica."""
-        mine = {entry.name for entry in self.differences if entry.kind == "attribute"}
+        mine = {entry.name for entry in self.differences if entry.kind in ("attribute", "buffer")}
         mine |= {f"{RETURNED}{entry.name}" for entry in self.differences if entry.kind == "output"}
         return {name for theirs in comm.all_gather_object(mine, self.replica) for name in theirs}
 
@@ -775,21 +774,22 @@ class _Comparison:
             for key, kind in divided.merged.items():
                 self._rules.setdefault(key, kind)
 
-    def _learn_means(self, way: Way, whole: WholeRun) -> None:
-        """Find out which values one step leaves are means of those that microbatches leave."""
-        rules = self._rules
+    def _learn_means(self, way: Way, whole: WholeRun) -> DividedRun | None:
+        """Find out which values one step leaves are means of those that microbatches leave; return the last run."""
+        rules, divided = self._rules, None
         names = self._kept_names()
-        before = {name: rules[name] for name in names if name in rules}
         for rule in ("mean", "samples"):
             if names:
                 rules.update(dict.fromkeys(sorted(names), rule))
-                self.differences = self._found(whole, self._sharded(way))
+                divided = self._sharded(way)
+                self.differences = self._found(whole, divided)
                 names &= self._kept_names()
         for name in names:
-            rules.pop(name)
-            rules.update({name: before[name]} if name in before else {})
+            del rules[name]
         if names:
-            self.differences = self._found(whole, self._sharded(way))
+            divided = self._sharded(way)
+            self.differences = self._found(whole, divided)
+        return divided
 
     def _use_whole_batches(self) -> None:
         """Run a step for evaluation as one microbatch, which is equal: there are no gradients to be kept for."""

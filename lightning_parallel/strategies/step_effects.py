@@ -85,6 +85,9 @@ class StepEffects:
         self._attributes = {path: dict(vars(holder)) for path, holder in self._start.modules()}
         self._rules = ParallelState.of(module).merging.setdefault(name, {})
         self._history: list[dict[Path, Edit]] = []
+        # Sums and rows of what each microbatch leaves count where it leaves what was there, too: the size of a batch.
+        totals = (label for label, rule in self._rules.items() if rule.startswith(("sum ", "rows ")))
+        self._totals = [name for name in totals if isinstance(self._start.original((name,)), (int, float, Tensor))]
         followed = {label_of((*path, "")) for path in self._attributes if path}
         self._counters = [
             _Counter(module, name, rule)
@@ -124,7 +127,10 @@ class StepEffects:
             self._trainer.restore()
         self._of_trainer.append(of_trainer)
         self.logged.append(calls)
-        self._history.append(before.changes())
+        edits = before.changes()
+        for name in self._totals:
+            edits.setdefault((name,), Value(before.original((name,)), before.entries_of(self.module)[name], False))
+        self._history.append(edits)
 
     def merging(self, samples: Sequence[int], weights: Sequence[float], is_strict: bool) -> Merging:
         """Return how microbatches are merged."""
@@ -181,7 +187,7 @@ class StepEffects:
 
 
 class _Counter:
-    """A number, or buffer, that a submodule updates once in each step: see `ParallelState.attributes`."""
+    """A number, or buffer, that a submodule updates once in each step: see `ParallelState.merging`."""
 
     def __init__(self, module: nn.Module, name: str, rule: str) -> None:
         self.label = name
@@ -465,13 +471,27 @@ def _merge_values(path: Path, found: Sequence[tuple[int, Value]], merging: Mergi
     if rule in MEANS and isinstance(after, (bool, int, float, Tensor, np.ndarray, np.generic)):
         shares = _shares(rule, samples, merging.weights)
         after = _mean(before, {number: edit.after for number, edit in found}, shares)
-    elif len(values) >= max(len(samples), 2) and all(isinstance(value, (Tensor, np.ndarray)) for value in values):
+    elif ends := _ends(found, len(samples)):
+        is_number = not isinstance(ends[0], (Tensor, np.ndarray))
         # A running mean may have as many rows by chance.
-        is_running = isinstance(before, type(values[0])) and before.shape == values[0].shape
-        are_rows = merging.is_per_sample(values) and not is_running
-        if merging.kind(label, f"{'rows' if are_rows else 'last'} {values[0].ndim}") != "last":
-            after = merge_outputs(values, merging, label)
+        is_running = isinstance(before, type(values[0])) and np.shape(before) == np.shape(values[0])
+        are_rows = not is_number and merging.is_per_sample(ends) and not is_running
+        if merging.kind(label, f"{'rows' if are_rows else 'last'} {0 if is_number else ends[0].ndim}") != "last":
+            merged = merge_outputs(ends, merging, label)
+            # A list of tensors that do not fit together is no buffer.
+            after = merged if is_number or isinstance(merged, type(after)) else after
     return path, "write" if found[0][1].in_place else "set", after
+
+
+def _ends(found: Sequence[tuple[int, Value]], count: int) -> list[Any]:
+    """Return the numbers, or tensors, that each of several microbatches has left; nothing if one has left another."""
+    edits = {number: edit.after for number, edit in found}
+    ends = [found[0][1].before]
+    for number in range(count):
+        ends.append(edits.get(number, ends[-1]))
+    kinds = [(int, float), (Tensor, np.ndarray)]
+    is_one = any(all(isinstance(end, kind) and not isinstance(end, bool) for end in ends[1:]) for kind in kinds)
+    return ends[1:] if is_one and count > 1 else []
 
 
 def _shares(rule: str, samples: Sequence[int], weights: Sequence[float]) -> Sequence[float]:

@@ -951,7 +951,13 @@ class Caching(Tokens):
 
 @distributed(world_size=2)
 def test_gradients_parameters_and_buffers_of_all_kinds_travel(group):
-    for kind, layout in ((FrozenCopy, "pipeline"), (FrozenCopy, "tensor"), (Moving, "tensor"), (Caching, "tensor")):
+    for kind, layout in (
+        (FrozenCopy, "pipeline"),
+        (FrozenCopy, "tensor"),
+        (Moving, "tensor"),
+        (Caching, "tensor"),
+        (Caching, "pipeline"),
+    ):
         alone, module = kind(), kind()
         options = {"max_epochs": 1, "val_check_interval": 1, "limit_val_batches": 1}
         trainer_for(devices=1, max_steps=1, **options).fit(alone, loader(), loader())
