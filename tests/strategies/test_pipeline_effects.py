@@ -217,6 +217,9 @@ class Steering(Deep):
         self.trainer.should_stop = self.global_step >= 2
         return output
 
+    def on_before_optimizer_step(self, optimizer):
+        torch.nn.utils.clip_grad_value_(self.embed.parameters(), 1e-3)  # of which one stage has none
+
     def configure_optimizers(self):
         optimizer = torch.optim.SGD(self.parameters(), lr=0.4)
         return [optimizer], [torch.optim.lr_scheduler.ConstantLR(optimizer, 1.0)]
