@@ -655,7 +655,8 @@ def _walk(is_model: Callable[[object], bool]) -> FrameType | None:
     """Return the innermost frame of the user's code in a hook; None if ours, or the model, called what runs."""
     frame: FrameType | None = sys._getframe(1)
     found: FrameType | None = None
-    own = __name__, f"{_OURS}.strategies.part_use", f"{_OURS}.strategies.dummy_copies"
+    # What stands for attributes of tensors is called by whoever uses them.
+    own = __name__, f"{_OURS}.strategies.part_use", f"{_OURS}.compat.torch", f"{_OURS}.strategies.dummy_copies"
     is_copied = False
     while frame is not None and not _is_end(frame):
         name = frame.f_globals.get("__name__", "")
