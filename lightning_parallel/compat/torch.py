@@ -374,7 +374,7 @@ class _DataOfTensors:
     def __init__(self) -> None:
         self._plain: Any = Tensor.data
         # What C++ and modes know the two by: looked up on the object, while tensors use those of its class.
-        vars(self).update(__get__=self._plain.__get__, __set__=self._plain.__set__)
+        vars(self).update({name: getattr(self._plain, name) for name in ("__get__", "__set__")})
 
     def __get__(self, tensor: Tensor | None, kind: type | None = None) -> Any:
         return self if tensor is None else self._plain.__get__(tensor, kind)
