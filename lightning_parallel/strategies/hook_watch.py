@@ -25,6 +25,7 @@ from dataclasses import dataclass, field
 from types import CodeType, FrameType
 from typing import Any
 
+import torch
 from lightning.pytorch import Callback, LightningModule
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import Tensor, nn
@@ -53,7 +54,8 @@ __all__ = ["HookError", "HookWatch", "WatchedHook"]
 
 _PASSED = FOREIGN | {"lightning_utilities"} | set(sys.stdlib_module_names) - {"__main__"}
 _STEPS = ("training_step", "validation_step", "test_step", "predict_step", "forward", "backward")
-_OF_CHECKPOINTS = ("on_save_checkpoint", "on_load_checkpoint", "state_dict", "load_state_dict")  # given whole tensors
+_OF_CHECKPOINTS = ("on_load_checkpoint", "load_state_dict")  # given whole tensors
+_WHOLE_IN_CHECKPOINTS = ("state_dict", "optimizer_states")
 _OURS = "lightning_parallel"
 _ENGINE = ("backward", "grad", "_engine_run_backward")  # what they run is not called by the user
 
@@ -119,6 +121,8 @@ class HookWatch:
         self._manual: _WatchedCall | None = None
         self._depth = 0
         self._modules: set[int] = set()
+        self._saving: list[Any] = []
+        self._kept: tuple[dict[str, tuple[torch.Size, bool]], int] | None = None
 
     def install(self, patches: Patches) -> None:
         """Watch the hooks of a run until `patches` are undone; every rank must call it."""
@@ -129,6 +133,12 @@ class HookWatch:
         self._agreed = frozenset(found[0].intersection(*found[1:]))
         state = ParallelState.of(self._module)
         patches.replace(state, "watch", self)
+        for callback in trainer.callbacks:  # type: ignore[attr-defined]
+            if _is_users_hook(callback, "state_dict"):
+                self._saving.append(callback)
+                # Rank zero alone may ask for it: what is refused is raised when all ranks save.
+                hook = WatchedHook(f"`{type(callback).__name__}.state_dict`", None, is_in_step=True)
+                patches.replace(callback, "state_dict", self._watched(callback.state_dict, hook, None))
         # Lightning runs every hook in a span of its profiler, which all versions of it do.
         own = trainer.profiler.profile  # type: ignore[attr-defined]
 
@@ -243,6 +253,8 @@ class HookWatch:
         Raises:
             HookError: On every rank, in steps that are looked at.
         """
+        if not self._steps & (self._steps - 1) and self._pending is None:
+            self._pending = self._part_of_states()  # now, and not after hours, when they are saved
         failure, self._pending = self._pending, None
         if self._manual is not None:
             failure = failure or self._manual.failure
@@ -251,8 +263,86 @@ class HookWatch:
         elif failure is not None:
             raise failure
 
+    # ------------------------------------------------------------------------------------------------ what is saved
+
+    def check_saved(self, checkpoint: Mapping[str, Any]) -> None:
+        """Refuse parts among what the user's code saves; every rank calls it, before a checkpoint is written.
+
+        Raises:
+            HookError: On every rank, if there is one.
+        """
+        failure, self._pending = self._pending, None
+        if failure is None:
+            if self._kept is None:
+                self.seed()
+            others = {key: value for key, value in checkpoint.items() if key not in _WHOLE_IN_CHECKPOINTS}
+            failure = self._saved_part(others, "a checkpoint")
+        comm.raise_together(failure, self._groups.world)
+
+    def _part_of_states(self) -> HookError | None:
+        self.seed()
+        for callback in self._saving:
+            try:
+                state = callback.state_dict()
+            except Exception:
+                continue  # it may be made for a later time
+            failure = self._saved_part({"state": state}, f"the state of `{type(callback).__name__}`")
+            if failure is not None:
+                return failure
+        return None
+
+    def _saved_part(self, saved: Any, title: str) -> HookError | None:
+        for path, label in self._parts_in(saved, ()):
+            return HookError(
+                f"{title} would hold a part: expected full tensors in `{'.'.join(path)}`, found {label}. Each rank"
+                " holds another part, and one is written. `self.state_dict()`, called in a hook on every rank, gives"
+                " full tensors to save; so does the state dict of a `copy.deepcopy` of the module, which can be"
+                " averaged. Or use Lightning's `EMAWeightAveraging`"
+            )
+        return None
+
+    def _parts_in(self, value: Any, path: tuple[str, ...]) -> Iterator[tuple[tuple[str, ...], str]]:
+        if isinstance(value, Tensor):
+            found = self._parts.find(value)
+            if found is not None and found.part.is_divided:
+                yield path, f"{found.part.label or 'a part'}, which is {found.part.why or 'one part of several'}"
+        elif isinstance(value, (Mapping, list, tuple)):
+            entries = list(value.items() if isinstance(value, Mapping) else enumerate(value))
+            held = self._held_of({str(key): each for key, each in entries if isinstance(each, Tensor)})
+            if held:
+                yield path, held
+            for key, each in entries:
+                yield from self._parts_in(each, (*path, str(key)))
+
+    def _held_of(self, tensors: Mapping[str, Tensor]) -> str:
+        """Say which tensors have the shape of this rank's part, by name, or are those of this stage alone."""
+        own, count = self._held() if self._kept is None else self._kept
+        for name in tensors.keys() & own.keys() & self._rules.keys():
+            shape = tensors[name].shape
+            if shape == own[name][0] and shape != self._rules[name].full_shape(shape):
+                return f"`{name}` in the shape of this rank's shard"
+        if not tensors or len(own) == count:
+            return ""
+        places = [self._parts.find(each) for each in tensors.values()]
+        owners = frozenset().union(*(place.part.owners for place in places if place is not None))
+        trained = {name for name, (_, is_trained) in own.items() if is_trained}
+        matrices = {name for name, (shape, _) in own.items() if len(shape) > 1}
+        # By themselves such tensors may be of the whole state dict, which shares the memory of what a stage has.
+        if tensors.keys() in (own.keys(), trained) or (
+            all(place is not None for place in places) and owners in (own.keys(), trained, matrices)
+        ):
+            return "the parameters of this pipeline stage alone"
+        return ""
+
+    def _held(self) -> tuple[dict[str, tuple[torch.Size, bool]], int]:
+        """Return shape and whether it is trained of each parameter of this rank, and how many the whole model has."""
+        own = {name: (one.shape, one.requires_grad) for name, one in self._module.named_parameters()}
+        names = ParallelState.of(self._module).names
+        return own, len(own) if names is None else len(set(names.parameters.values()))
+
     def close(self) -> None:
-        """Leave hooks as they were."""
+        """Leave hooks as they were; what was made of parts in the run is known for `check_saved`."""
+        self._kept = self._held()
         for hooks, key, function, watched in self._wrapped:
             if hooks.get(key) is watched:
                 hooks[key] = function

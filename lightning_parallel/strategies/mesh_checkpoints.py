@@ -248,6 +248,7 @@ class MeshCheckpoints(MeshProcesses):
 
     @override
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: PathLike, storage_options: Any = None) -> None:
+        self.check_saved(checkpoint)
         path, is_apart = self.path_of_parts(filepath)
         if self._compression is not None:
             # Before the file is written: all ranks gather, and rank 0 alone writes.
@@ -268,6 +269,13 @@ class MeshCheckpoints(MeshProcesses):
             # After a run nothing waits for it any more.
             self.end_saves()
         self.together(lambda: self.save_beside(filepath))
+
+    def check_saved(self, checkpoint: Mapping[str, Any]) -> None:
+        """Refuse what would be saved of this rank's part alone; every rank calls it.
+
+        Raises:
+            HookError: On every rank.
+        """
 
     def _put_whole_copies(self, checkpoint: dict[str, Any]) -> None:
         """Replace modules of the hyperparameters by whole ones; every rank must call it."""

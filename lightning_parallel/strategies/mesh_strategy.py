@@ -380,6 +380,13 @@ class MeshStrategy(MeshCheckpoints):
 
     _watch: ModelWatch | None = None
     _hook_watch: HookWatch | None = None
+    _past_watch: HookWatch | None = None
+
+    @override
+    def check_saved(self, checkpoint: Mapping[str, Any]) -> None:
+        watch = self._hook_watch or self._past_watch
+        if watch is not None:
+            watch.check_saved(checkpoint)
 
     @property
     @override
@@ -492,7 +499,7 @@ class MeshStrategy(MeshCheckpoints):
             self._reducer = None
         if self._hook_watch is not None:
             self._hook_watch.close()
-            self._hook_watch = None
+            self._past_watch, self._hook_watch = self._hook_watch, None
         self._patches.undo()
         if self._slices is not None:
             self._slices.close()
