@@ -161,6 +161,8 @@ class HookWatch:
         owner, _, name = rest.rpartition(".")
         if name in (*_STEPS, *_OF_CHECKPOINTS) or name.endswith("_dataloader") or "transfer" in name:
             return None
+        if name == "on_save_checkpoint" and self._groups.pipeline_parallel.size > 1:
+            return None  # whole tensors that it is given share the memory of what the stage has
         if kind == "[LightningModule":
             if not _is_users(getattr(self._module, name, None)):
                 return None
