@@ -276,13 +276,16 @@ class HookWatch:
         failure, self._pending = self._pending, None
         if failure is None:
             if self._kept is None:
-                self.seed()
+                with self.paused():
+                    self.seed()
             others = {key: value for key, value in checkpoint.items() if key not in _WHOLE_IN_CHECKPOINTS}
             failure = self._saved_part(others, "a checkpoint")
         comm.raise_together(failure, self._groups.world)
 
     def _part_of_states(self) -> HookError | None:
-        self.seed()
+        if self._saving:
+            with self.paused():  # a hook may be around the step
+                self.seed()
         for callback in self._saving:
             try:
                 state = callback.state_dict()
