@@ -209,7 +209,9 @@ class _Cleaner:
             values.extend(cleaned)
 
     def _kept(self, values: Sequence[Any]) -> list[Any]:
-        """Return the entries of a list that are not of dummies."""
+        """Return the entries of a list that are not of dummies; parameter groups stay, without parameters."""
+        if values and all(isinstance(value, dict) and "params" in value for value in values):
+            return list(values)
         groups = self._positions.of_groups(values)
         if groups is not None:
             for value, stays_of in zip(values, groups):
