@@ -226,6 +226,7 @@ class MeshStrategy(MeshCheckpoints):
         # Each replica has built its own model, perhaps from other random numbers.
         replicas.start_equal(module, self.groups.data_parallel)
         replicas.scope_metrics(module, self.groups)
+        replicas.compute_at_end_of_epochs(trainer, self.groups.data_parallel, self._patches)
         open_outside(module, self.groups, self.checkpoints, self._patches)
         self._compression = None
         if fitting:

@@ -28,7 +28,7 @@ from lightning_parallel.compat.lightning import (
     states_of,
     value_of_batches,
 )
-from lightning_parallel.compat.torch import pytree
+from lightning_parallel.compat.torch import BatchNormalization, pytree, version_of
 from lightning_parallel.pipeline.microbatch import (
     MEANS,
     Merging,
@@ -91,7 +91,7 @@ class StepEffects:
         followed = {label_of((*path, "")) for path in self._attributes if path}
         self._counters = [
             _Counter(module, name, rule)
-            for name, rule in self._rules.items()
+            for name, rule in {**self._rules, **(_rules_of_norms(module) if name == "training_step" else {})}.items()
             if f"{name.rpartition('.')[0]}." not in followed and _is_inside(module, name)
         ]
 
@@ -198,6 +198,9 @@ class _Counter:
         self.is_tensor = isinstance(self._before, Tensor)
         # One that the steps do not write into: autograd may have saved those.
         self._original = self._copied()
+        # What batch normalisation counts tells whether its statistics have moved, without a look at their data.
+        self._is_of_norm = isinstance(self._holder, BatchNormalization) and rule in MEANS
+        self._mark()
         self._after: list[Any] = []
 
     @property
@@ -225,11 +228,20 @@ class _Counter:
             put(self._holder, self._name, self._original.clone())
         else:
             put(self._holder, self._name, self._before)
+        self._mark()
+
+    def _mark(self) -> None:
+        self._count = self._holder.num_batches_tracked if self._is_of_norm else None
+        self._version = version_of(self._count) if isinstance(self._count, Tensor) else 0
 
     def note(self) -> None:
         """Keep what a microbatch has left, if it came by."""
         value = self.value
-        same = torch.equal(value, self._original) if isinstance(value, Tensor) else value == self._before
+        if isinstance(self._count, Tensor):
+            count = self._holder.num_batches_tracked
+            same = count is self._count and version_of(count) == self._version
+        else:
+            same = torch.equal(value, self._original) if isinstance(value, Tensor) else value == self._before
         if not same:
             self._after.append(value)
 
@@ -245,6 +257,17 @@ class _Counter:
         if isinstance(self._before, Tensor):
             value = self._before.copy_(value) if self._before.shape == value.shape else value
         put(self._holder, self._name, value)
+
+
+def _rules_of_norms(module: nn.Module) -> dict[str, str]:
+    """Return the rules by which batch normalisation updates its statistics once in each step.
+
+    The self-check cannot find them out: it runs the layers as one microbatch, or with fixed statistics. Counts come
+    first, as the other counters look at them.
+    """
+    norms = [path for path, child in module.named_modules() if path and isinstance(child, BatchNormalization)]
+    kinds = {"num_batches_tracked": "mean", "running_mean": "samples", "running_var": "samples"}
+    return {f"{path}.{name}": rule for name, rule in kinds.items() for path in norms}
 
 
 def _is_inside(module: nn.Module, name: str) -> bool:
