@@ -17,6 +17,7 @@ from __future__ import annotations
 import ast
 import functools
 import linecache
+import re
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -58,6 +59,10 @@ _OF_CHECKPOINTS = ("on_load_checkpoint", "load_state_dict")  # given whole tenso
 _WHOLE_IN_CHECKPOINTS = ("state_dict", "optimizer_states")
 _OURS = "lightning_parallel"
 _ENGINE = ("backward", "grad", "_engine_run_backward")  # what they run is not called by the user
+
+
+_NOTHING_HELD = re.compile(r"(?i)empty|at least one tensor|list index|StopIteration")
+"""What is raised where a list of parameters or gradients has no entries."""
 
 
 class HookError(RuntimeError):
@@ -389,9 +394,38 @@ class HookWatch:
             self._pending = self._pending or call.failure
         elif is_due and hook.group is not None:
             self._parts.prune()
-            comm.raise_together(call.failure or error, hook.group)
+            self._raise_on_all(hook, hook.group, call.failure, error)
         elif call.failure is not None:
             raise call.failure
+
+    def _raise_on_all(
+        self, hook: WatchedHook, group: Group, refused: HookError | None, error: Exception | None
+    ) -> None:
+        """Raise on every rank that a hook was refused on one, or else what it raised."""
+        mine = None if error is None else f"{type(error).__name__}: {error}"
+        try:
+            found = comm.all_gather_object((refused is not None, mine), group)
+        except RuntimeError as lost:
+            # A rank that has heard of the error already is gone: that it is must not hide the error itself.
+            if refused or error:
+                raise (refused or error) from lost
+            raise
+        failed = {rank: text for rank, (_, text) in zip(group.ranks, found) if text is not None}
+        if any(is_refused for is_refused, _ in found):
+            # What other ranks raise, which hold nothing that the hook looks for, comes of the same.
+            comm.raise_together(refused, group)
+            return
+        is_apart = 0 < len(failed) < group.size and self._groups.pipeline_parallel.size > 1
+        text = next(iter(failed.values()), "")
+        if is_apart and _NOTHING_HELD.search(text):
+            told = HookError(
+                f"{hook.title} fails on rank {', '.join(map(str, failed))} only, where it raises {text!r}. In a"
+                " pipeline each rank holds the parameters and gradients of its own stages, and a list of those of one"
+                " layer is empty on the others. Expected hooks to do without what is not there: test for an empty list,"
+                " or use TensorParallelStrategy, under which each rank has every layer"
+            )
+            raise told from error
+        comm.raise_together(error, group)
 
     @contextmanager
     def paused(self) -> Iterator[None]:

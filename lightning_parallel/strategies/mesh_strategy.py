@@ -39,6 +39,7 @@ from lightning_parallel.compat.torch import explain_swaps, give_data
 from lightning_parallel.compression import Reducer, check_reducer
 from lightning_parallel.data_parallel import GradientReducer, ParameterSlices
 from lightning_parallel.mesh import Axis, Size
+from lightning_parallel.pipeline.microbatch import without_caches
 from lightning_parallel.pipeline.pipeline_plan import PipelinePlan
 from lightning_parallel.planner.rank_memory import optimizer_copies
 from lightning_parallel.strategies import checks, replicas
@@ -194,10 +195,12 @@ class MeshStrategy(MeshCheckpoints):
 
     @override
     def setup_environment(self) -> None:
-        if self.mesh.pipeline_parallel > 1:
-            checks.check_pipeline_module(self.module)
         super().setup_environment()
-        checks.check_callbacks(self.module.trainer, self.groups.replica.size)
+        # Now that the ranks have met: one that raised by itself, and left, would be all that the others tell of.
+        with comm.failing_together(self.groups.world):
+            if self.mesh.pipeline_parallel > 1:
+                checks.check_pipeline_module(self.module)
+            checks.check_callbacks(self.module.trainer, self.groups.replica.size)
         hold_averages(self.module.trainer, self._patches)
         if self.groups.replica.size > 1:
             give_data(self._patches)
@@ -268,7 +271,8 @@ class MeshStrategy(MeshCheckpoints):
     def parallelize(self, module: LightningModule) -> None:
         """Divide `module` in place, layers first, runs of layers second; both are kept from run to run."""
         if self.groups.replica.size > 1 and ParallelState.of(module).pending is None:
-            checks.check_parameters(module)
+            with comm.failing_together(self.groups.world):
+                checks.check_parameters(module)
         held = move_to_meta(module, self.root_device)
         if self.groups.replica.size > 1:
             keep_skeleton(module)
@@ -537,6 +541,8 @@ class MeshStrategy(MeshCheckpoints):
         for name in [name for name, value in kept.items() if has_divided_logits(value)]:
             kept[name] = whole_logits(kept[name])
         output = whole_logits(output)
+        if self.groups.replica.size > 1:
+            output = without_caches(output)
         if self._chance is not None and self.groups.replica.size > 1:
             self._chance.end_step()
         return output
@@ -619,7 +625,8 @@ class MeshStrategy(MeshCheckpoints):
         self._first_batches.see_evaluation(name, args, kwargs, self._loader_index)
         if self._steps is not None:
             return self._steps.evaluate(name, args, kwargs)
-        return getattr(super(), name)(*args, **kwargs)
+        output = getattr(super(), name)(*args, **kwargs)
+        return without_caches(output) if self.groups.replica.size > 1 else output
 
     @override
     @in_step

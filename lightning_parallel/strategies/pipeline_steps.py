@@ -36,7 +36,7 @@ from lightning_parallel.compat.lightning import (
 from lightning_parallel.compat.precision import kept_casts, shared_casts
 from lightning_parallel.data_parallel import GradientReducer
 from lightning_parallel.pipeline.engine import PipelineEngine, StepOnCopies
-from lightning_parallel.pipeline.microbatch import StepResult, count_samples, loss_of, merge_outputs
+from lightning_parallel.pipeline.microbatch import StepResult, count_samples, loss_of, merge_outputs, without_caches
 from lightning_parallel.pipeline.placeholder import PARAMETERS_ELSEWHERE, PlaceholderError, PlaceholderTensor
 from lightning_parallel.pipeline.skips import Skips
 from lightning_parallel.pipeline.stage import StageExit, in_whole_model
@@ -490,7 +490,7 @@ class _StageStep:
         if self.kinds is not None:
             self.kinds.see(output)
         if self.keeps_output:
-            return whole_logits(output)
+            return without_caches(whole_logits(output))
         # Logits of all microbatches would be kept at once, for nobody.
         if self.kinds is None:
             return None

@@ -24,7 +24,7 @@ from lightning_parallel.compat import ParallelState, Patches
 from lightning_parallel.compat.torch import dispatch_modes_suspended, version_of
 from lightning_parallel.data_parallel import GradientReducer
 from lightning_parallel.pipeline.engine import PipelineEngine
-from lightning_parallel.pipeline.microbatch import count_samples, loss_of, map_tensors, split_by
+from lightning_parallel.pipeline.microbatch import count_samples, loss_of, map_tensors, split_by, without_caches
 from lightning_parallel.pipeline.placeholder import PlaceholderTensor
 from lightning_parallel.pipeline.random_streams import (
     DrawRecorder,
@@ -420,10 +420,11 @@ class StepRuns:
         for (label, key), value in before[2].changes().items():
             attributes.update(numbers_in(value, f"{label}[{key!r}]"))
         counters = {name: value for name, value in counters_of(self.module).items() if value != before[1].get(name)}
+        outputs = numbers_in(without_caches(output), "")
         return ObservedStep(
             None if loss is None else float(loss.detach()),
             logged,
-            {key: value for key, value in numbers_in(output, "").items() if loss is None or key not in _LOSS},
+            {key: value for key, value in outputs.items() if loss is None or key not in _LOSS},
             attributes,
             unknown | {name for name, value in vars(self.module).items() if isinstance(value, PlaceholderTensor)},
             counters,
