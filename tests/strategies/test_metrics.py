@@ -3,15 +3,18 @@
 import tempfile
 from pathlib import Path
 
+import pytest
 import torch
 import torch.nn.functional as F
 from lightning.pytorch import Callback, LightningModule
 from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
 from torchmetrics import MeanMetric, Metric, MetricCollection
 from torchmetrics.classification import MulticlassAccuracy, MulticlassAUROC, MulticlassF1Score
 
 from lightning_parallel import HybridParallelStrategy, comm
 from tests.harness import distributed
+from tests.strategies.models import trainer_for
 from tests.strategies.test_pipeline import Deep, fit
 
 
@@ -150,3 +153,18 @@ def test_batch_normalization_counts_batches(group):
         for name in [name for name in found if name == "net.1.running_mean"]:
             # Begins with the same mean in each microbatch, and in the first layer it sees the same data.
             torch.testing.assert_close(found[name], expected[name], rtol=0.1, atol=0.01)
+
+
+@distributed(world_size=2)
+def test_batch_normalization_has_two_samples_in_each_microbatch(group):
+    def train(samples, num_microbatches):
+        torch.manual_seed(1)
+        data = TensorDataset(torch.randn(samples, 12).double(), torch.randint(0, 5, (samples,)))
+        strategy = HybridParallelStrategy(pipeline_parallel_size=2, num_microbatches=num_microbatches)
+        trainer = trainer_for(strategy, 2, max_epochs=1)
+        trainer.fit(Normalized(), DataLoader(data, batch_size=4))
+        return trainer.global_step
+
+    assert train(11, "auto") == 3  # the last batch has three samples
+    with pytest.raises(ValueError, match="at most 2 microbatches of a batch of 4 samples.*Set `num_microbatches`"):
+        train(8, 4)
