@@ -314,14 +314,14 @@ def _agreed_plan(
             weight = find_microbatch_weight(module, plan, device, *found, options.split_batch, weight, groups.world)
     except Exception as error:
         failure = error
+        if found is not None:
+            _tell_circumstances(error, module, options, found[1])
         if _ONE_VALUE in str(error) and samples is not None and samples > 1:
             failure = ValueError(
                 f"batch normalization needs two samples in each microbatch: expected at most {samples // 2}"
                 f" microbatches of a batch of {samples} samples, found num_microbatches={options.num_microbatches!r}."
                 f" Set `num_microbatches` to at most {samples // 2}, or to 'auto' ({error})"
             )
-        elif found is not None:
-            _tell_circumstances(error, module, options, found[1])
     comm.raise_together(failure, groups.world)
     assert plan is not None
     assert weight is not None
