@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
+from traceback import walk_tb
 from typing import Any
 
 import torch
@@ -47,6 +48,7 @@ from lightning_parallel.strategies.step_effects import StepEffects, buffers_kept
 from lightning_parallel.strategies.watched_parameters import FrozenParameters, WatchedCopies
 from lightning_parallel.tensor.audit import StepAudit
 from lightning_parallel.tensor.logits import whole_logits
+from lightning_parallel.tensor.sequence_regions import refused_between
 
 __all__ = ["LossKinds", "PipelineSteps", "SharedMetrics"]
 
@@ -304,7 +306,7 @@ class PipelineSteps:
 
         def step(microbatch: Any) -> Any:
             # Else each microbatch would cast all parameters, and keep a copy of them until its backward.
-            with context(), kept_casts() if name == _TRAINING else nullcontext():
+            with context(), kept_casts() if name == _TRAINING else nullcontext(), _parts_told(self.module):
                 return method(microbatch, *rest, **kwargs)
 
         return step
@@ -393,6 +395,36 @@ class PipelineSteps:
         share = 1.0 / self.module.trainer.accumulate_grad_batches
         scaler = getattr(self.precision, "scaler", None)
         return share if scaler is None else scaler.scale(torch.full((), share, device=self.device))
+
+
+@contextmanager
+def _parts_told(module: nn.Module) -> Iterator[None]:
+    """Say of errors of shapes inside the block that parts of sequences are between blocks, if they are."""
+    try:
+        yield
+    except (RuntimeError, ValueError, IndexError) as error:
+        sharding = ParallelState.of(module).sharding
+        regions = [] if sharding is None else sharding.plan.sequence_regions
+        if any(region.sends_pieces and len(region.blocks) > 1 for region in regions) and _is_of_shapes(error):
+            found = f"{_users_place(error)} raises the error above"
+            error.args = (f"{error}\n{refused_between(found)}",)
+        raise
+
+
+def _is_of_shapes(error: Exception) -> bool:
+    """Tell whether torch may have raised `error` for the shape of a tensor, with data or without."""
+    text = str(error)
+    if "sequence_parallel=" in text or type(error) not in (RuntimeError, ValueError, IndexError, PlaceholderError):
+        return False
+    return any(word in text.lower() for word in ("size", "shape", "dimension", "out of range", "out of bounds"))
+
+
+def _users_place(error: Exception) -> str:
+    """Name the innermost line of the user's code that `error` went through."""
+    for frame, line in reversed(list(walk_tb(error.__traceback__))):
+        if frame.f_globals.get("__name__", "").partition(".")[0] not in FOREIGN | {"contextlib"}:
+            return f"`{frame.f_code.co_name}` ({frame.f_code.co_filename.rpartition('/')[2]}, line {line})"
+    return "the step"
 
 
 @contextmanager
