@@ -402,13 +402,7 @@ def _refuse_changes_between(blocks: Mapping[str, nn.Module], group: Group, dim: 
         if given[1:] and path not in asked:
             # Once: what is given to a block besides its hidden states is made by the same code in each step.
             asked.add(path)
-            if not all(comm.equal_everywhere(value >> 1, group) for value in comm.fingerprints(given[1:])):
-                raise RuntimeError(
-                    refused_between(
-                        f"`{path}` is given a tensor besides its hidden states that differs between the ranks, so that"
-                        " it was made from hidden states"
-                    )
-                )
+            _require_equal(path, given[1:], group)
 
     def remember(path: str, output: Any) -> None:
         if current_graph_task_id() == -1 and not _is_evaluated(blocks[path]):
@@ -425,6 +419,16 @@ def _refuse_changes_between(blocks: Mapping[str, nn.Module], group: Group, dim: 
             lambda _, args, kwargs, path=path: take(path, args, kwargs), with_kwargs=True, prepend=True
         )
         block.register_forward_hook(lambda _, args, output, path=path: remember(path, output), prepend=True)
+
+
+def _require_equal(path: str, given: list[Tensor], group: Group) -> None:
+    if not all(comm.equal_everywhere(value >> 1, group) for value in comm.fingerprints(given)):
+        raise RuntimeError(
+            refused_between(
+                f"`{path}` is given a tensor besides its hidden states that differs between the ranks, so that it was"
+                " made from hidden states"
+            )
+        )
 
 
 def _tensors(value: Any) -> list[Tensor]:
