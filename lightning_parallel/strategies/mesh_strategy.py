@@ -80,6 +80,7 @@ from lightning_parallel.strategies.zero_stages import (
     ZeroStage,
     check_zero_stage,
     divide_optimizers,
+    follow_other_steps,
     make_slices,
 )
 from lightning_parallel.tensor.audit import StepAudit
@@ -362,6 +363,8 @@ class MeshStrategy(MeshCheckpoints):
     def check_optimizers(self) -> None:
         """Refuse optimizers that would compute something else than on one process."""
         self._slices = make_slices(self.zero_stage, self.module, self.groups)
+        if self._slices is not None:
+            follow_other_steps(self._slices, self.groups.world, self._patches)
         self._take_optimizers()
 
     def _take_optimizers(self) -> None:
@@ -661,6 +664,8 @@ class MeshStrategy(MeshCheckpoints):
         model: Optional[Union[LightningModule, nn.Module]] = None,
         **kwargs: Any,
     ) -> Any:
+        if self.has_changed:
+            self.adopt_changes()  # since the batch began: an optimizer must be taken before it evaluates its closure
         if self._reducer is not None and self._reducer.in_flight:
             self._reducer.reduce()  # a module under manual optimization called `loss.backward()` by itself
             if self._compression is not None:
