@@ -183,6 +183,8 @@ class MeshCheckpoints(MeshProcesses):
         """Return the state of `optimizer` with full tensors, see `lightning_module_state_dict`."""
         inner = optimizer.optimizer if isinstance(optimizer, LightningOptimizer) else optimizer
         state = self._saved.gather_optimizer(inner, self._recorded_groups(inner))
+        if "state" not in state:
+            return state  # of one that has other keys; every rank has it whole
         values = {(index, key): value for index, entry in state["state"].items() for key, value in entry.items()}
         if not self.is_sharded and self._share_with_hooks(values):
             for (index, key), value in values.items():
