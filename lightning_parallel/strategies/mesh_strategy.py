@@ -179,7 +179,6 @@ class MeshStrategy(MeshCheckpoints):
         self._first_batches: FirstBatches | None = None
         self._loader_index, self._is_first_batch = 0, True
         self._audit: StepAudit | None = None
-        self._saved_optimizers: list[Optimizer] = []
         self._shows_stages = False
 
     def __deepcopy__(self, memo: dict[int, Any]) -> MeshStrategy:
@@ -247,7 +246,6 @@ class MeshStrategy(MeshCheckpoints):
                 tell_costs(self.compression, module, *sizes, self.steps_between_reductions)
                 self.check_compression(self.compression)
             self._is_first_batch = True
-            self._saved_optimizers = []
             self._audit = None if self._sharding is None else StepAudit(module, self._sharding, self.verify != "off")
         self._first_batches = FirstBatches(self.groups, self.verify, self._step_runs)
         self.setup_precision_plugin()
@@ -389,6 +387,7 @@ class MeshStrategy(MeshCheckpoints):
     """Whether the strategy keeps something of each parameter, so that none may come or go."""
 
     _watch: ModelWatch | None = None
+    _saved_optimizers: tuple[Optimizer, ...] = ()
     _hook_watch: HookWatch | None = None
     _past_watch: HookWatch | None = None
 
@@ -681,7 +680,7 @@ class MeshStrategy(MeshCheckpoints):
             self._hook_watch.settle()
         if optimizer not in self._saved_optimizers and self.module.trainer.checkpoint_callbacks:
             # Now, and not after hours, when they are saved.
-            self._saved_optimizers.append(optimizer)
+            self._saved_optimizers = (*self._saved_optimizers, optimizer)
             self.checkpoints.check_keys(optimizer)
         return output
 
