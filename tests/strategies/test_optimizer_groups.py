@@ -11,6 +11,7 @@ from lightning.pytorch.callbacks import BackboneFinetuning, BaseFinetuning
 from torch import nn
 
 from lightning_parallel import HybridParallelStrategy, comm
+from lightning_parallel.strategies import optimization
 from lightning_parallel.strategies.hook_watch import HookError
 from tests.harness import distributed
 from tests.strategies.test_pipeline import Deep, assert_same, fit
@@ -361,3 +362,69 @@ def test_keys_of_an_optimizers_own(group):
         _, module = train(kind, 2, path=path, epochs=2, **sizes)
         for name, value in expected.state_dict().items():
             torch.testing.assert_close(module.state_dict()[name], value, rtol=1e-10, atol=1e-12, msg=f"{sizes} {name}")
+
+
+class Sam(torch.optim.Optimizer):
+    """A SAM whose user calls both steps; `step` is that of the inner optimizer."""
+
+    def __init__(self, params, base, rho=0.05, **options):
+        super().__init__(params, {"rho": rho, **options})
+        self.base = base(self.param_groups, **options)
+        self.param_groups = self.base.param_groups
+
+    @torch.no_grad()
+    def first_step(self):
+        found = [(p, p.grad) for group in self.param_groups for p in group["params"] if p.grad is not None]
+        norm = torch.stack([grad.norm() for _, grad in found]).norm()
+        for parameter, grad in found:
+            self.state[parameter]["aside"] = self.param_groups[0]["rho"] / norm * grad
+            parameter += self.state[parameter]["aside"]
+
+    @torch.no_grad()
+    def second_step(self):
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                parameter -= self.state[parameter].pop("aside", 0)
+        self.step()
+
+    def step(self, closure=None):
+        return self.base.step(closure)
+
+
+class GivenSam(Sam):
+    """Is given the inner optimizer as a function that is no class."""
+
+    def __init__(self, params, make, untold):
+        super().__init__(params, make)
+
+
+class Given(torch.optim.SGD):
+    """Steps as torch does, whatever its constructor wants."""
+
+    def __init__(self, params, model, lr=0.1):
+        super().__init__(params, lr=lr)
+
+
+class AdamOfOwn(torch.optim.AdamW):
+    pass
+
+
+def test_optimizers_that_cannot_be_tried_are_refused():
+    parameters = list(nn.Linear(4, 4).parameters())
+    names = {id(parameter): f"layer.{index}" for index, parameter in enumerate(parameters)}
+
+    def checks(optimizer):
+        optimization._check_staged([optimizer])
+        optimization._check_sharded([optimizer], names, dict.fromkeys(names.values()))
+
+    with pytest.raises(ValueError, match="`GivenSam` could not be tried .*takes `\\(params, lr=..., ...\\)`"):
+        checks(GivenSam(parameters, lambda params: torch.optim.SGD(params, lr=0.1), object()))
+    with pytest.raises(ValueError, match="`Sam` computes with all parameters at once"):
+        checks(Sam(parameters, torch.optim.SGD, lr=0.1))
+    for optimizer in (
+        Given(parameters, None),
+        AdamOfOwn(parameters),
+        torch.optim.SparseAdam(parameters),
+        Lookahead(torch.optim.SGD(parameters, lr=0.1, momentum=0.9)),
+    ):
+        checks(optimizer)
