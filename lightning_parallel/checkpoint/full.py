@@ -100,12 +100,12 @@ class _Contents(NamedTuple):
     Attributes:
         tensors: Shape and hash of each with several elements.
         lengths: Lengths of all containers.
-        count: How many tensors there are.
+        amount: How many tensors there are.
     """
 
     tensors: list[tuple[tuple[int, ...], int]]
     lengths: list[int]
-    count: int
+    amount: int
 
 
 @dataclass(frozen=True)

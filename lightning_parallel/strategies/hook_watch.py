@@ -47,6 +47,7 @@ from lightning_parallel.compat.torch import (
 )
 from lightning_parallel.compat.twins import is_a
 from lightning_parallel.data_parallel import ParameterSlices
+from lightning_parallel.strategies.compression_files import LOCAL_STEPS
 from lightning_parallel.strategies.part_use import GATHERED, ExportMode, PartUseMode
 from lightning_parallel.strategies.parts import Part, PartMap
 from lightning_parallel.tensor.sharding import Shard
@@ -56,7 +57,7 @@ __all__ = ["HookError", "HookWatch", "WatchedHook"]
 _PASSED = FOREIGN | {"lightning_utilities"} | set(sys.stdlib_module_names) - {"__main__"}
 _STEPS = ("training_step", "validation_step", "test_step", "predict_step", "forward", "backward")
 _OF_CHECKPOINTS = ("on_load_checkpoint", "load_state_dict")  # given whole tensors
-_WHOLE_IN_CHECKPOINTS = ("state_dict", "optimizer_states")
+_WHOLE_IN_CHECKPOINTS = ("state_dict", "optimizer_states", LOCAL_STEPS)
 _OURS = "lightning_parallel"
 _ENGINE = ("backward", "grad", "_engine_run_backward")  # what they run is not called by the user
 
@@ -407,8 +408,8 @@ class HookWatch:
             found = comm.all_gather_object((refused is not None, mine), group)
         except RuntimeError as lost:
             # A rank that has heard of the error already is gone: that it is must not hide the error itself.
-            if refused or error:
-                raise (refused or error) from lost
+            if (known := refused or error) is not None:
+                raise known from lost
             raise
         failed = {rank: text for rank, (_, text) in zip(group.ranks, found) if text is not None}
         if any(is_refused for is_refused, _ in found):

@@ -520,7 +520,7 @@ def _other_steps(optimizer: Optimizer) -> list[Callable[[], Any]]:
     """Return further steps of an optimizer, in order, such as `first_step` and `second_step` of a SAM."""
     own = [kind for kind in reversed(type(optimizer).__mro__) if kind.__module__.partition(".")[0] not in FOREIGN]
     names = dict.fromkeys(name for kind in own for name in vars(kind) if name.endswith("_step") and name[0] != "_")
-    found = []
+    found: list[Callable[[], Any]] = []
     for name in names:
         method = getattr(optimizer, name)
         if not inspect.ismethod(method):

@@ -337,7 +337,7 @@ def _mark(hidden: Tensor, path: str, lengths: SequenceLengths) -> None:
     shape = list(hidden.shape)
     shape[lengths.dim] = sum(lengths.parts(shape[lengths.dim]))
     # The same object, so that its place in autograd's graph stays.
-    hidden.__class__ = _PartBetween  # type: ignore[assignment]
+    hidden.__class__ = _PartBetween
     hidden._of, hidden._whole = path, torch.Size(shape)  # type: ignore[attr-defined]
 
 
