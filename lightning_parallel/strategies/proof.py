@@ -106,8 +106,6 @@ _ANOTHER_WAY = "of a step that has computed its loss from other operations than 
 _FROM_BEFORE = "of the first batch again, with what it has left in attributes"
 _MIXED = 8
 """Samples on which it is seen whether a step that draws numbers mixes them."""
-_COPIES = 64
-"""Samples in the largest batch on which it is seen whether a loss is one of some of its samples."""
 _USERS_FAILURE = (
     "`{}` was not compared with that of one process: {}. Nothing of it is checked{}: leave that out of the first step,"
     " or compare a run of one process by yourself."
@@ -485,10 +483,9 @@ class _Comparison:
             self._keep_kinds(divided)
             if whole.dropout and not self.way.fixed_norm:
                 self._compare_dropout()
-        if self.way.splits and not self.anywhere(self.differences):
-            alike = self.way.draws is None or self._draws_alike(divided)
-            self.differences = [] if self.way.draws is None else self._mixing(alike)
-            self.differences = self.differences or self._selecting()
+        if self.way.splits and self.way.draws is not None and not self.anywhere(self.differences):
+            alike = self._draws_alike(divided)
+            self.differences = self._mixing(alike)
             if self.differences:
                 self.hint = _MICROBATCHES
             elif not alike:
@@ -533,55 +530,21 @@ class _Comparison:
         try:
             samples = few_samples(self.full, _MIXED) if self.runs.fits_in_double else self.call.batch
             half = num_samples(samples) // 2
-        except ValueError:
-            return []
-        # Samples that are shuffled may stay in their halves, but not each time.
-        tries = 2 if half >= 4 else 4 if half > 1 else 6
-        halves = list(range(half)), list(range(half, 2 * half))
-        return self._mixing_of(samples, halves, tries // 2 if alike else tries)
-
-    def _selecting(self) -> list[StepDifference]:
-        """Return what depends on which samples come together, as a loss of those that are worst; the same on all ranks.
-
-        The best or worst half of four samples has one of each microbatch by chance: in one of three pairings it is a
-        pair. Copies of two samples tell whether it is a number of them, in a batch as large as the run's.
-        """
-        steps = self.runs.steps
-        # What a function of the user's splits may have its samples anywhere.
-        if self.call.name != "training_step" or steps is None or steps.options.split_batch is not split_batch:
-            return []
-        try:
-            is_small = self.runs.fits_in_double
-            samples = few_samples(self.full, 4) if is_small else self.call.batch
-            count, copies = num_samples(samples), min(num_samples(self.full), _COPIES) // 2 if is_small else 2
-        except ValueError:
-            return []
-        halves = [([0, 2], [1, 3]), ([0, 3], [1, 2])] if count >= 4 else []  # the first comparison had the third
-        if count > 1 and copies > 0:
-            halves.append(([0] * copies, [count // 2] * copies))
-        found = (self._mixing_of(samples, each, 1) for each in halves)
-        return next((differences for differences in found if differences), [])
-
-    def _mixing_of(self, samples: Any, halves: tuple[list[int], list[int]], tries: int) -> list[StepDifference]:
-        """Return whether the loss of two halves is no mean of the losses of each, for so many seeds."""
-        assert self.runs.engine is not None
-        one, two = halves
-        draws = self.way.draws is not None
-        try:
-            # Without draws an order is as good as the other.
-            orders = [one + two, *([two + one] if draws else []), one * 2, two * 2]
-            calls = [replace(self.call, batch=chosen_samples(samples, order)) for order in orders if order]
+            halves = list(range(half)), list(range(half, 2 * half))
+            orders = [halves[0] + halves[1], halves[1] + halves[0], halves[0] * 2, halves[1] * 2]
+            calls = [replace(self.call, batch=chosen_samples(samples, order)) for order in orders if half]
             weights = [float(self.runs.engine.microbatch_weight(chosen_samples(samples, each))) for each in halves]
         except ValueError:
             return []
         if not calls or not all(0 < weight < math.inf for weight in weights):
             return []
-        for number in range(tries):
+        # Samples that are shuffled may stay in their halves, but not each time.
+        tries = 2 if half >= 4 else 4 if half > 1 else 6
+        for number in range(tries // 2 if alike else tries):
             way = replace(self.way, seed=SEED + number, splits=False)
             runs = [self.runs.whole(call, way) for call in calls]
             if any(run.failure for run in runs) or len({str(run.recorded.shapes()) for run in runs}) > 1:
                 return []  # a draw of another kind for other samples
-            runs = runs if draws else [runs[0], *runs]
             if self.anywhere(self._alike(partial(_second_differences, runs, weights))):
                 return [
                     StepDifference("loss", "loss", math.inf, "of a sample depends on the other samples of its batch")
@@ -901,14 +864,11 @@ def _second_differences(runs: Sequence[WholeRun], weights: Sequence[float]) -> l
     of_a, of_b = (2 * weight / sum(weights) for weight in weights)
     found = []
     for values in (losses, [run.gradients for run in runs]):
-        sizes = [largest_of(value) for each in values for value in each.values()]
-        largest = max((size for size in sizes if math.isfinite(size)), default=0.0)
+        largest = max((largest_of(value) for each in values for value in each.values()), default=0.0)
         for name in set.intersection(*(set(each) for each in values)):
             ab, ba, aa, bb = (each[name].double() for each in values)
-            difference = ab + ba - of_a * aa - of_b * bb
-            # Where the whole is no number, nothing tells; where copies of its samples give none, microbatches do not.
-            difference = difference[(ab + ba).isfinite()]
-            if not bool((difference.abs() <= tolerance * max(largest, _SMALL)).all()):
+            difference = largest_of(ab + ba - of_a * aa - of_b * bb)
+            if difference > tolerance * max(largest, _SMALL):  # not where it is no number
                 found.append(name)
     return found
 

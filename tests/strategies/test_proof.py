@@ -21,7 +21,6 @@ from lightning.pytorch.callbacks import Callback, LambdaCallback, ModelCheckpoin
 from torch import nn
 from torch.optim.swa_utils import AveragedModel
 from torch.utils.checkpoint import checkpoint
-from torch.utils.data import DataLoader, TensorDataset
 from torchmetrics.classification import MulticlassAccuracy
 from transformers.modeling_outputs import SequenceClassifierOutput
 
@@ -85,7 +84,7 @@ def strategy(layout, **options):
     return HybridParallelStrategy(**{f"{axis}_parallel_size": 2}, tensor_parallel_size=2, **options)
 
 
-def fit(module, layout, verify="always", num_microbatches=None, layout_options=None, data=None, **options):
+def fit(module, layout, verify="always", num_microbatches=None, layout_options=None, **options):
     """Train for a step; returns what was said about the self-check."""
     pipeline = {} if num_microbatches is None else {"num_microbatches": num_microbatches}
     said = []
@@ -105,7 +104,7 @@ def fit(module, layout, verify="always", num_microbatches=None, layout_options=N
             devices = 4 if layout in ("hybrid", "replicas") else 2
             made = strategy(layout, verify=verify, **pipeline, **(layout_options or {}))
             trainer = trainer_for(made, devices, True, **{"max_steps": 1, **options})
-            trainer.fit(module, data or loader(), data or loader())
+            trainer.fit(module, loader(), loader())
     finally:
         logger.removeHandler(listener)
         logger.setLevel(level)
@@ -412,31 +411,6 @@ class Selected(Tokens):
         return F.cross_entropy(self(x)[mask], y[mask]) if mask.any() else 0 * self(x).sum()
 
 
-class Reduced(Tokens):
-    """Reduces the losses of samples, or of some of them, in a way of its own."""
-
-    def __init__(self, reduce):
-        super().__init__()
-        self.reduce = reduce
-
-    def loss(self, x, y):
-        return self.reduce(F.cross_entropy(self(x), y, reduction="none"))
-
-
-def hard_examples(losses):
-    weights = losses.detach() >= losses.detach().mean()
-    return (losses * weights).sum() / weights.sum()
-
-
-SELECTIONS = {
-    "top half": lambda losses: losses.topk(len(losses) // 2).values.mean(),
-    "top few": lambda losses: losses.topk(min(4, len(losses))).values.mean(),
-    "over the median": lambda losses: losses[losses > losses.median()].mean(),
-    "clipped": lambda losses: losses.clamp(max=losses.detach().quantile(0.75)).mean(),
-    "hard examples": hard_examples,
-}
-
-
 class NormedMlp(Mlp):
     def __init__(self):
         super().__init__()
@@ -472,17 +446,6 @@ def test_steps_that_microbatches_change_are_refused(microbatches):
     for kind in CHANGED_BY_MICROBATCHES if microbatches == 4 else (Views, Mixup, Selected):
         with pytest.raises(ProofError, match="(?s)loss .*not a mean over samples.*num_microbatches=1"):
             fit(kind(), "pipeline", num_microbatches=microbatches)
-
-
-@distributed(world_size=2)
-def test_losses_of_some_samples_of_a_batch_are_refused(group):
-    for name, reduce in SELECTIONS.items():
-        # By chance the chosen half has one sample of each microbatch.
-        for seed in range(3) if name == "top half" else (0,):
-            generator = torch.Generator().manual_seed(seed)
-            x, y = torch.randn(8, 12, generator=generator), torch.randint(5, (8,), generator=generator)
-            with pytest.raises(ProofError, match="(?s)loss .*not a mean over samples.*num_microbatches=1"):
-                fit(Reduced(reduce), "pipeline", num_microbatches=2, data=DataLoader(TensorDataset(x, y), 8))
 
 
 @distributed(world_size=2)
