@@ -186,7 +186,7 @@ class Checkpoints:
                 continue
             is_shard = name in self.rules and isinstance(value, Tensor)
             part[name] = take_part(value, self.rules[name], self.tensor_group.rank) if is_shard else value
-        # Modules convert what older versions of them saved. One without tensors here would make what it misses.
+        # Modules convert the state of older versions. Without its version, a module of another stage would add a key.
         here, versions = versions_of(state), versions_of(full)
         versions |= {path: here[path] for path in {name.rpartition(".")[0] for name in on_other_stages} if path in here}
         return with_versions(part, versions)
@@ -349,7 +349,7 @@ class Checkpoints:
         return not self._shapes_of_parts(optimizer).isdisjoint(shape for shape, mark in found.tensors if mark == 0)
 
     def _shapes_of_parts(self, optimizer: Optimizer, whole: bool = False) -> set[tuple[int, ...]]:
-        """Return the shapes of the parts of parameters that this rank steps on, or those of the whole parameters."""
+        """Return the shapes of this rank's parts of the parameters of an optimizer, or of the full parameters."""
         names = {id(parameter): name for name, parameter in self.module.named_parameters()}
         shapes: set[tuple[int, ...]] = set()
         for parameter in _parameters(optimizer):

@@ -196,7 +196,8 @@ class _Cleaner:
         elif isinstance(value, types.MethodType):
             self.clean(value.__self__)
         elif isinstance(value, functools.partial):
-            self.clean(list(value.args)), self.clean(dict(value.keywords))
+            for each in (*value.args, *value.keywords.values()):
+                self.clean(each)
         elif type(value).__module__.partition(".")[0] not in _PASSED or isinstance(value, nn.Module):
             self._clean_object(value)
         return value

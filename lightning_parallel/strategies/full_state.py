@@ -12,7 +12,7 @@ All ranks have to do either, or none: the ranks meet before each message.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from functools import partial
 from types import MethodType
@@ -179,14 +179,9 @@ class FullStates:
 
         self._state.copies.restore(self._replica, fetch, is_mine)
 
-    @contextmanager
-    def paused(self) -> Iterator[None]:
-        """Leave state dicts alone inside the block, for those who gather what they need by themselves."""
-        before, self.is_paused = self.is_paused, True
-        try:
-            yield
-        finally:
-            self.is_paused = before
+    def paused(self) -> AbstractContextManager[Any]:
+        """Leave state dicts alone inside the block, for code that gathers tensors by itself."""
+        return patched(self, "is_paused", True)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> FullStates:
         return self

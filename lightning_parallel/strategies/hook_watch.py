@@ -261,12 +261,13 @@ class HookWatch:
         Raises:
             HookError: On every rank, in steps that are looked at.
         """
-        if not self._steps & (self._steps - 1) and self._pending is None:
+        is_due = self._is_due_step()
+        if is_due and self._pending is None:
             self._pending = self._part_of_states()  # now, and not after hours, when they are saved
         failure, self._pending = self._pending, None
         if self._manual is not None:
             failure = failure or self._manual.failure
-        if self._is_due_step():
+        if is_due:
             comm.raise_together(failure, self.group)
         elif failure is not None:
             raise failure

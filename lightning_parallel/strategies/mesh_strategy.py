@@ -509,6 +509,7 @@ class MeshStrategy(MeshCheckpoints):
         if self._hook_watch is not None:
             self._hook_watch.close()
             self._past_watch, self._hook_watch = self._hook_watch, None
+        self._saved_optimizers = ()
         self._patches.undo()
         if self._slices is not None:
             self._slices.close()

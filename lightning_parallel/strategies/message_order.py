@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import wraps
 from types import FrameType
 from typing import Any, ParamSpec, TypeVar
@@ -22,7 +22,7 @@ from lightning.fabric.plugins.collectives.torch_collective import default_pg_tim
 from torch import nn
 
 from lightning_parallel.comm import ApartError, Group, RollCall
-from lightning_parallel.compat import ParallelState, users_line
+from lightning_parallel.compat import ParallelState, patched, users_line
 from lightning_parallel.compat.torch import has_compiled_parts
 from lightning_parallel.strategies.shared_chance import SharedChance
 
@@ -65,14 +65,9 @@ class MessageOrder:
         """Count roll calls anew: a run that failed may have made some on one rank only."""
         self._calls = RollCall(self._group, _CALLS)
 
-    @contextmanager
-    def paused(self) -> Iterator[None]:
-        """Refuse messages while one rank runs the whole model: nobody would come, and the ranks' counts would part."""
-        before, self._is_paused = self._is_paused, True
-        try:
-            yield
-        finally:
-            self._is_paused = before
+    def paused(self) -> AbstractContextManager[Any]:
+        """Refuse messages inside the block, while one rank runs the whole model: the ranks' counts would part."""
+        return patched(self, "_is_paused", True)
 
     @contextmanager
     def step(self, name: str, module: nn.Module) -> Iterator[None]:

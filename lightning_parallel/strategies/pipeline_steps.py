@@ -27,7 +27,7 @@ from torchmetrics import Metric
 
 from lightning_parallel import comm
 from lightning_parallel.comm import Group
-from lightning_parallel.compat import FOREIGN, ParallelState, Patches
+from lightning_parallel.compat import FOREIGN, ParallelState, Patches, patched
 from lightning_parallel.compat.lightning import (
     at_end_of_epochs,
     set_update_count,
@@ -237,14 +237,9 @@ class PipelineSteps:
         with _variation_told(name):
             return self._run(name, args, kwargs, None, skips, keeps_output)
 
-    @contextmanager
-    def alone(self) -> Iterator[None]:
+    def alone(self) -> AbstractContextManager[Any]:
         """Let metrics give their value on this rank inside the block, as in a step: no other rank asks for it."""
-        before, self._is_running = self._is_running, True
-        try:
-            yield
-        finally:
-            self._is_running = before
+        return patched(self, "_is_running", True)
 
     def goes_in_stages(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
         """Tell whether a step can be run in the stages of the plan."""
