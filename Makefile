@@ -18,7 +18,7 @@ learn: .venv/installed
 		OMP_NUM_THREADS=1 $(BIN)/python $$lesson || exit 1; done
 
 test: .venv/browser .venv/ray
-	@echo "About 3,000 tests, many with 2 to 4 processes each: 13 minutes were measured on 2 quiet cores,"
+	@echo "About 3,300 tests, many with 2 to 4 processes each: 18 minutes were measured on 2 quiet cores,"
 	@echo "with Ray, whose processes take 110 seconds of one core."
 	$(BIN)/python -m pytest -q -m "not gpu" -n auto --dist worksteal
 

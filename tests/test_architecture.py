@@ -120,7 +120,7 @@ def long_functions(root):
     for path, _, tree in parsed(root):
         for node in ast.walk(tree):
             if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
-                length = node.end_lineno - node.lineno + 1
+                length = node.end_lineno - node.body[0].lineno + 1  # arguments spelled out are no steps to follow
                 if length > MAX_FUNCTION_LINES:
                     yield f"{path}:{node.lineno} `{node.name}` has {length} lines"
 
@@ -242,7 +242,7 @@ VIOLATIONS = [
         "mesh -> lightning_parallel",
     ),
     (circles, "comm/groups.py", "from lightning_parallel.comm import Group", "comm -> lightning_parallel.comm.groups"),
-    (long_functions, "mesh.py", "def f():" + "\n    pass" * 60, "`f` has 61 lines"),
+    (long_functions, "mesh.py", "def f():" + "\n    pass" * 61, "`f` has 61 lines"),
     (repeated_names, "cli.py", "class _Outer:\n    class Group: ...", "Group is in cli.py:4, comm/groups.py:2"),
     (repeated_names, "cli.py", "def buffers_of(module): ...", "buffers_of is in cli.py:3, compat/torch.py:1"),
     (private_names, "mesh.py", "def f(module):\n    return module._buffers", "module._buffers"),

@@ -637,6 +637,20 @@ def test_modes_see_that_data_are_given():
     assert torch.Tensor.data.__set__ == plain
 
 
+def test_tensors_that_are_followed_are_not_swapped_and_the_error_says_what_to_do():
+    one, other, patches = torch.ones(2), torch.zeros(2), Patches()
+    compat_torch.explain_swaps(patches)
+    try:
+        torch.utils.swap_tensors(one, other)
+        assert one.tolist() == [0, 0]
+        reference = weakref.ref(one)
+        with pytest.raises(RuntimeError, match=r"cannot exchange tensors of this model.*weakref.*`tensor.data = ...`"):
+            torch.utils.swap_tensors(one, other)
+        assert reference() is one
+    finally:
+        patches.undo()
+
+
 def test_data_access_can_be_forbidden():
     tensor = torch.empty(2, device="meta")
     compat_torch.forbid_data_access(tensor)

@@ -108,7 +108,8 @@ class ResumePoint:
         elif isinstance(added.order, ResumableSampler):
             # Shorter loaders are read several times in an epoch.
             repetition, batches = divmod(saved["batches"], max(1, len(added.loader)))
-            added.order.begin(saved["epoch"], batches * self._now(added).at_once, repetition)
+            # Only replicas that share the samples count: a replica that reads all samples skips its own batches.
+            added.order.begin(saved["epoch"], batches * added.batch_size * added.num_replicas, repetition)
         elif added.order is not None:
             added.order.begin(saved["epoch"], saved["batches"])
         return added.loader

@@ -8,7 +8,9 @@ rank, for one file as that of one process, which stock Lightning reads; or, `as_
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Mapping, Sequence
+import math
+from collections import deque
+from collections.abc import Callable, Hashable, Mapping, Sequence, Set
 from dataclasses import dataclass
 from itertools import chain
 from typing import Any, NamedTuple, TypeVar
@@ -20,7 +22,7 @@ from torch.optim import Optimizer
 from lightning_parallel import comm
 from lightning_parallel.checkpoint.reader import StoredTensor, take_part
 from lightning_parallel.checkpoint.writer import PartialTensor, TensorPart
-from lightning_parallel.comm import Group
+from lightning_parallel.comm import Group, fingerprints
 from lightning_parallel.compat import ParallelState
 from lightning_parallel.compat.torch import versions_of, with_versions
 from lightning_parallel.data_parallel import ParameterSlices
@@ -87,6 +89,23 @@ class _Place(NamedTuple):
     dtype: torch.dtype | None
     constant: Any
     alias: Hashable
+
+
+_KNOWN_KEYS = {"state", "param_groups"}
+
+
+class _Contents(NamedTuple):
+    """What an optimizer keeps under a key of its own.
+
+    Attributes:
+        tensors: Shape and hash of each with several elements.
+        lengths: Lengths of all containers.
+        amount: How many tensors there are.
+    """
+
+    tensors: list[tuple[tuple[int, ...], int]]
+    lengths: list[int]
+    amount: int
 
 
 @dataclass(frozen=True)
@@ -167,7 +186,7 @@ class Checkpoints:
                 continue
             is_shard = name in self.rules and isinstance(value, Tensor)
             part[name] = take_part(value, self.rules[name], self.tensor_group.rank) if is_shard else value
-        # Modules convert what older versions of them saved. One without tensors here would make what it misses.
+        # Modules convert the state of older versions. Without its version, a module of another stage would add a key.
         here, versions = versions_of(state), versions_of(full)
         versions |= {path: here[path] for path in {name.rpartition(".")[0] for name in on_other_stages} if path in here}
         return with_versions(part, versions)
@@ -203,9 +222,13 @@ class Checkpoints:
 
         Raises:
             RuntimeError: If the state of a sharded parameter holds a tensor that is neither of the parameter's shape
-                nor a scalar, or the order of the parameters over the stages is not known.
+                nor a scalar, or the order of the parameters over the stages is not known; on every rank, if its state
+                dict holds parts of tensors under keys of its own.
         """
         state = optimizer.state_dict()
+        self.check_keys(optimizer, state)
+        if not self.is_cut and not state.keys() >= _KNOWN_KEYS:
+            return state  # of every rank alike; nobody knows where its values belong
         mine = self._group_names(optimizer)
         whole = self._whole_groups(mine, recorded)
         held = list(zip(chain.from_iterable(mine), _parameters(optimizer)))
@@ -251,7 +274,11 @@ class Checkpoints:
 
         Raises:
             ValueError: If the parameter groups of the state and of the optimizer differ in number or size.
+            RuntimeError: If it holds whole tensors under keys of the optimizer's own, of which this rank needs a part.
         """
+        if not self.is_cut and not full.keys() >= _KNOWN_KEYS:
+            return {key: _read(value) for key, value in full.items()}
+        self._check_restored(optimizer, full)
         mine = self._group_names(optimizer)
         whole = self._whole_groups(mine, recorded)
         saved = [group["params"] for group in full["param_groups"]]
@@ -275,8 +302,85 @@ class Checkpoints:
             # Optimizers make the state of a parameter with its first gradient; it may have had none.
             if entry is not None:
                 part[index] = {key: self._part(parameter, name, value) for key, value in entry.items()}
-        others = {key: value for key, value in full.items() if key != "names"}
+        others = {key: _read(value) for key, value in full.items() if key not in ("names", *_KNOWN_KEYS)}
         return {**others, "state": part, "param_groups": _numbered(full["param_groups"], whole, mine)}
+
+    @property
+    def is_cut(self) -> bool:
+        """Whether a rank holds a part only of the state of optimizers."""
+        return self.tensor_group.size > 1 or self.pipeline_group.size > 1 or self.slices is not None
+
+    def check_keys(self, optimizer: Optimizer, saved: Mapping[str, Any] | None = None) -> None:
+        """Check that what an optimizer saves beside `state` and `param_groups` is whole; every rank must call it.
+
+        Args:
+            optimizer: The optimizer of this rank's parameters.
+            saved: Its own state dict, if it is at hand.
+
+        Raises:
+            RuntimeError: On every rank, if a key of the optimizer's own holds parts of tensors.
+        """
+        if not self.is_cut:
+            return
+        state = optimizer.state_dict() if saved is None else saved
+        groups = [self.tensor_group, self.pipeline_group]
+        if self.slices is not None:
+            groups.append(self.slices.group)
+        missing = sorted(_KNOWN_KEYS - state.keys())
+        mine = {key: _contents(value) for key, value in state.items() if key not in _KNOWN_KEYS}
+        partial = next((key for key, found in mine.items() if self._is_of_parts(optimizer, found)), None)
+        for group in (*groups, *groups[:-1]):  # so that all of them know what any has found
+            everyone = comm.all_gather_object((missing, partial, mine), group)
+            missing = next((one[0] for one in everyone if one[0]), missing)
+            keys = dict.fromkeys(key for one in everyone for key in one[2])
+            differing = (key for key in keys if any(one[2].get(key) != everyone[0][2].get(key) for one in everyone))
+            partial = next((one[1] for one in everyone if one[1] is not None), None) or next(differing, None)
+        if missing:
+            raise _own_keys(optimizer, f"has no `{missing[0]}`, but {', '.join(f'`{key}`' for key in state)}")
+        if partial is not None:
+            raise _own_keys(optimizer, f"has a key `{partial}` of its own, which holds one rank's part of it")
+
+    def _is_of_parts(self, optimizer: Optimizer, found: _Contents) -> bool:
+        """Tell whether values belong to this rank's parameters, though they may be equal on other ranks."""
+        parameters = _parameters(optimizer)
+        if self.pipeline_group.size > 1 and len(parameters) > 1 and len(parameters) in found.lengths:
+            return True
+        # Zeros, as of a momentum before its first step, are equal on all ranks, and so are their hashes.
+        return not self._shapes_of_parts(optimizer).isdisjoint(shape for shape, mark in found.tensors if mark == 0)
+
+    def _shapes_of_parts(self, optimizer: Optimizer, whole: bool = False) -> set[tuple[int, ...]]:
+        """Return the shapes of this rank's parts of the parameters of an optimizer, or of the full parameters."""
+        names = {id(parameter): name for name, parameter in self.module.named_parameters()}
+        shapes: set[tuple[int, ...]] = set()
+        for parameter in _parameters(optimizer):
+            shape = parameter.shape if self.slices is None else self.slices.whole_shape(parameter)
+            rule = self.rules.get(names.get(id(parameter), ""))
+            is_sliced = self.slices is not None and self.slices.divides(parameter)
+            if rule is None and not is_sliced and not (whole and self.pipeline_group.size > 1):
+                continue
+            local = shape if rule is None else rule.local_shape(shape, self.tensor_group.rank)
+            if whole:
+                shapes.add(tuple(local if rule is None else rule.full_shape(local)))
+            elif is_sliced and self.slices is not None:
+                shapes.add((self.slices.size(math.prod(local)), *[1] * (len(local) - 1)))
+            else:
+                shapes.add(tuple(local))
+        return shapes - {()}
+
+    def _check_restored(self, optimizer: Optimizer, full: Mapping[str, Any]) -> None:
+        """Check that no key of the optimizer's own needs to be split; every rank must call it."""
+        failure: Exception | None = None
+        missing = sorted(_KNOWN_KEYS - full.keys())
+        if missing:
+            found = ", ".join(f"`{key}`" for key in full)
+            failure = _own_keys(optimizer, f"has no `{missing[0]}` in the checkpoint, but {found}")
+        for key, value in full.items() if self.is_cut else ():
+            if key not in _KNOWN_KEYS and key != "names":
+                shapes = {shape for shape, _ in _contents(value, False).tensors}
+                if not shapes.isdisjoint(self._shapes_of_parts(optimizer, True)):
+                    failure = failure or _own_keys(optimizer, f"has `{key}` in the checkpoint, with whole tensors")
+        for group in (self.tensor_group, self.pipeline_group):
+            comm.raise_together(failure, group)
 
     def check_groups(self, optimizers: Sequence[Optimizer], recorded: Callable[[Optimizer], ParameterGroups]) -> None:
         """Check that the parameter groups over all stages are known, as `gather_optimizer` needs them.
@@ -471,7 +575,11 @@ def _merge(local: Tensor, shard: Shard | None, group: Group) -> Tensor:
 
 
 def _read(value: Any) -> Any:
-    # An optimizer keeps the tensors that it is given.
+    # An optimizer keeps the tensors that it is given, also in containers of its own.
+    if type(value) in (list, tuple):
+        return type(value)(map(_read, value))
+    if type(value) is dict:
+        return {key: _read(each) for key, each in value.items()}
     return value.read() if isinstance(value, StoredTensor) else value
 
 
@@ -480,6 +588,41 @@ def _not_elementwise(optimizer: Optimizer, name: str, parameter: Tensor, key: st
         f"{type(optimizer).__name__} keeps `{key}` of shape {tuple(value.shape)} for the shard `{name}` of shape"
         f" {tuple(parameter.shape)}; only state of the parameter's own shape can be merged into a full checkpoint"
     )
+
+
+def _own_keys(optimizer: Optimizer, found: str) -> RuntimeError:
+    return RuntimeError(
+        f"`{type(optimizer).__name__}.state_dict()` {found}. Expected tensors of parameters in `state`: only these can"
+        " be merged for a checkpoint, and split where it is loaded. Keep such tensors in `self.state[parameter]` and"
+        " leave `state_dict` as it is, or save nothing of the optimizer (`ModelCheckpoint(save_weights_only=True)`, or"
+        " `enable_checkpointing=False`)"
+    )
+
+
+def _contents(value: Any, hashes: bool = True) -> _Contents:
+    """Find the tensors in a value, and how long its containers are."""
+    tensors: list[Tensor] = []
+    lengths: list[int] = []
+    seen: set[int] = set()
+    left = [value]
+    while left:
+        one = left.pop()
+        if isinstance(one, Tensor):
+            tensors.append(one)
+            continue
+        if isinstance(one, (str, bytes, bool, int, float, type(None), type)) or id(one) in seen:
+            continue
+        seen.add(id(one))
+        if isinstance(one, (Mapping, Sequence, Set, deque)):
+            lengths.append(len(one))
+            left += one.values() if isinstance(one, Mapping) else one
+        elif isinstance(one, nn.Module):
+            left.append(one.state_dict())
+        else:
+            left += getattr(one, "__dict__", {}).values()
+    large = [one for one in tensors if one.numel() > 1]
+    marks = fingerprints(large) if hashes else [0] * len(large)
+    return _Contents([(tuple(one.shape), mark) for one, mark in zip(large, marks)], lengths, len(tensors))
 
 
 def _numbered(settings: Sequence[Mapping[str, Any]], given: ParameterGroups, wanted: ParameterGroups) -> list[Any]:

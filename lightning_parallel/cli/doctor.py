@@ -15,7 +15,8 @@ import socket
 import sys
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
-from dataclasses import dataclass, field
+
+from lightning_parallel.cli.findings import Findings
 
 __all__ = ["run_doctor"]
 
@@ -52,26 +53,6 @@ _NETWORK = {
 }
 _MIN_SHM_BYTES, _MIN_FILES = 1 << 30, 4096
 _PROBE_S = 3.0
-
-
-@dataclass
-class Findings:
-    """Lines to print, and the problems among them, each with a fix."""
-
-    lines: list[str] = field(default_factory=list)
-    problems: list[str] = field(default_factory=list)
-
-    def section(self, title: str) -> None:
-        """Begin a group of values."""
-        self.lines += ["", title]
-
-    def value(self, name: str, value: object, meaning: str = "") -> None:
-        """Add a value, with its meaning if the name does not say it."""
-        self.lines.append(f"  {name:<30} {value}" + (f"   ({meaning})" if meaning else ""))
-
-    def problem(self, text: str) -> None:
-        """Add a problem, as a sentence with a fix."""
-        self.problems.append(text)
 
 
 def run_doctor(options: argparse.Namespace) -> int:
@@ -149,13 +130,14 @@ def _limits(found: Findings) -> None:
                 "/dev/shm has less than 1 GiB free; data loader workers and NCCL need it. Use `docker run"
                 " --shm-size=8g`, or `num_workers=0`."
             )
-    with suppress(ImportError):
+    try:
         import resource
-
-        soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-        found.value("open files", f"{soft} (limit {hard})")
-        if soft < _MIN_FILES:
-            found.problem(f"a process may open {soft} files only; many ranks need more. Run `ulimit -n {_MIN_FILES}`.")
+    except ImportError:  # on Windows
+        return
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    found.value("open files", f"{soft} (limit {hard})")
+    if soft < _MIN_FILES:
+        found.problem(f"a process may open {soft} files only; many ranks need more. Run `ulimit -n {_MIN_FILES}`.")
 
 
 def _network(found: Findings, environment: Mapping[str, str]) -> None:

@@ -12,17 +12,15 @@ import time
 from collections.abc import Mapping
 from contextlib import suppress
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any
+from importlib.metadata import version
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from lightning_parallel import __version__
+from lightning_parallel.cli.findings import Findings
 from lightning_parallel.comm import Group
 from lightning_parallel.planner.links import fitted_link
-
-if TYPE_CHECKING:
-    from lightning_parallel.cli.doctor import Findings
 
 __all__ = ["meet"]
 
@@ -100,7 +98,7 @@ def _store(
 def _present(store: dist.Store, rank: int, world_size: int, end_s: float) -> dict[int, dict[str, Any]]:
     """Announce this rank, and read the announcements of the others until all came or the time is over."""
     mine = {"host": socket.gethostname(), "pid": os.getpid(), "clock": time.time(), "torch": torch.__version__}
-    store.set(f"rank/{rank}", json.dumps({**mine, "version": __version__}))
+    store.set(f"rank/{rank}", json.dumps({**mine, "version": version("lightning-parallel")}))
     present: dict[int, dict[str, Any]] = {}
     while len(present) < world_size and time.monotonic() < end_s:
         for peer in range(world_size):

@@ -1,12 +1,12 @@
-"""Who is gone or has failed: a heartbeat on each rank, and what it tells the others.
+"""Heartbeats: each rank learns which other ranks are lost or have failed.
 
 gloo reports a dead peer as a closed connection with a port number; NCCL reports nothing, as the device waits and not
 the host. So each rank has a heartbeat: a thread that counts up in the rendezvous store about twice a second. A rank
 whose call has failed looks which counters stand still. Where devices wait, each heartbeat also watches the one of the
 next rank, and ends its own rank when any is lost.
 
-A rank that fails may live on, and those that wait for it would wait for ever. So it reports its error, waits until the
-others have ended, too, and their heartbeats let fail what they are blocked in.
+A rank that fails may live on while other ranks wait for it. It reports its error and waits until these have ended.
+Their heartbeats close the connections in which they are blocked.
 """
 
 from __future__ import annotations
@@ -122,7 +122,7 @@ class Blocked:
     begun: ClassVar[Counter[str]] = Counter()
     """How many collectives of a group, and roll calls of a name, this rank has begun in this run."""
     of_helpers: ClassVar[set[str]] = set()
-    """Groups in which other threads begin some, so that nobody can tell what they are about to begin."""
+    """Groups in which other threads begin collectives, so that the next one cannot be known."""
 
     def __init__(self, op: str, group: Group, index: int, key: str = "") -> None:
         self.op = op

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import io
 import pickle
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any, TypeVar, cast
 
@@ -27,6 +27,7 @@ __all__ = [
     "broadcast_from",
     "broadcast_object",
     "equal_everywhere",
+    "failing_together",
     "gather_object",
     "on_any_rank",
     "raise_together",
@@ -203,6 +204,17 @@ def raise_together(error: Exception | None, group: Group) -> None:
     failed = {rank: failure for rank, failure in zip(group.ranks, found) if failure is not None}
     if failed:
         raise _like(*next(iter(failed.values())), f"\n(found on rank {', '.join(map(str, failed))})")
+
+
+@contextmanager
+def failing_together(group: Group) -> Iterator[None]:
+    """Raise on every rank of `group` what is raised inside the block, in which ranks do not communicate, on any."""
+    failure: Exception | None = None
+    try:
+        yield
+    except Exception as error:
+        failure = error
+    raise_together(failure, group)
 
 
 def _carried(error: Exception) -> tuple[str, str, bytes]:

@@ -614,7 +614,7 @@ def value_of_batches(metric: Metric, batches: Sequence[dict[str, Any]]) -> Any:
     return value.squeeze() if isinstance(value, Tensor) and value.numel() == 1 else value
 
 
-def at_end_of_epochs(trainer: Trainer, function: Callable[[], None], patches: Patches) -> None:
+def at_end_of_epochs(trainer: Trainer, function: Callable[[], object], patches: Patches) -> None:
     """Call a function on every rank when an epoch has ended, before any hook hears of it, until `patches` are undone.
 
     Progress bars, on rank zero alone, ask for the values of metrics in these hooks.

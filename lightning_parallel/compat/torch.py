@@ -97,6 +97,7 @@ __all__ = [
     "ddp_ignored_names",
     "dispatch_modes_suspended",
     "each",
+    "explain_swaps",
     "flight_recorder_entries",
     "function_modes_kept",
     "graph_position",
@@ -373,7 +374,7 @@ class _DataOfTensors:
     def __init__(self) -> None:
         self._plain: Any = Tensor.data
         # What C++ and modes know the two by: looked up on the object, while tensors use those of its class.
-        vars(self).update(__get__=self._plain.__get__, __set__=self._plain.__set__)
+        vars(self).update({name: getattr(self._plain, name) for name in ("__get__", "__set__")})
 
     def __get__(self, tensor: Tensor | None, kind: type | None = None) -> Any:
         return self if tensor is None else self._plain.__get__(tensor, kind)
@@ -391,6 +392,27 @@ def give_data(patches: Patches) -> None:
     It returns an ordinary tensor, or None if nothing is to be assigned.
     """
     patches.replace(Tensor, "data", _DataOfTensors())
+
+
+def explain_swaps(patches: Patches) -> None:
+    """Let `torch.utils.swap_tensors` say what to do where weak references hinder it, until `patches` are undone."""
+
+    def explained(swap: Callable[..., Any]) -> Callable[..., Any]:
+        def swap_or_explain(t1: Tensor, t2: Tensor) -> Any:
+            try:
+                return swap(t1, t2)
+            except RuntimeError as error:
+                if "weakref" not in str(error):
+                    raise
+                raise RuntimeError(
+                    f"`torch.utils.swap_tensors` cannot exchange tensors of this model in a run: {error}. The strategy"
+                    " follows its parameters and buffers by weak references. Use `tensor.data = ...` or `copy_`, or"
+                    " exchange them before the run"
+                ) from error
+
+        return swap_or_explain
+
+    patches.replace_function(torch.utils.swap_tensors, explained)
 
 
 def schema_of(operation: Any) -> Any:

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
 
 from lightning_parallel import comm
@@ -61,6 +62,7 @@ class ParameterSlices:
         self._freed: set[int] = set()
         self._hooks: list[RemovableHandle] = []
         self._divided: list[Optimizer] = []
+        self._step_hooks: list[RemovableHandle] = []
 
     def adopt(self, parameters: Mapping[str, nn.Parameter]) -> None:
         """Divide these parameters from now on, while none of them is narrow.
@@ -192,9 +194,10 @@ class ParameterSlices:
     def close(self) -> None:
         """Make parameters whole, as before a step that failed, and leave the module alone from now on."""
         self.widen()
-        for hook in self._hooks:
+        for hook in (*self._hooks, *self._step_hooks):
             hook.remove()
         self._hooks.clear()
+        self._step_hooks.clear()
 
     # -------------------------------------------------------------------------------------------------- state dicts
 
@@ -237,6 +240,7 @@ class ParameterSlices:
         self._cut_state(optimizer)
         self._divided.append(optimizer)
         own = optimizer.step
+        is_first = True
 
         @functools.wraps(own)  # schedulers look at its attributes
         def step(_: Optimizer, closure: Callable[[], Any] | None = None, **kwargs: Any) -> Any:
@@ -247,7 +251,11 @@ class ParameterSlices:
             if closure is not None:
                 with torch.enable_grad():
                     replay = _Replay(closure())
-            parameters = [p for group in optimizer.param_groups for p in group["params"] if self._is_trained(p)]
+            nonlocal is_first
+            if is_first:
+                self._cut_state(optimizer)  # of a step that had begun when the optimizer was divided
+                is_first = False
+            parameters = self._trained(optimizer)
             for parameter in parameters:
                 if parameter.grad is not None and not self.is_narrow(parameter):
                     self.narrow(parameter)
@@ -264,6 +272,26 @@ class ParameterSlices:
 
         # A method, as which schedulers wrap it that are made while the model trains.
         patches.replace(optimizer, "step", MethodType(step, optimizer))
+
+    def watch_steps(self, take: Callable[[Optimizer], None]) -> None:
+        """Call `take` after the step of an optimizer that made parameters narrow and left them so, until `close`."""
+        began_whole: dict[int, bool] = {}
+
+        def before(optimizer: Optimizer, *_: Any) -> None:
+            began_whole[id(optimizer)] = not self._whole
+
+        def after(optimizer: Optimizer, *_: Any) -> None:
+            if began_whole.pop(id(optimizer), False) and self._whole:
+                take(optimizer)
+
+        self._step_hooks += [register_optimizer_step_pre_hook(before), register_optimizer_step_post_hook(after)]
+
+    def gather_step(self, optimizer: Optimizer) -> None:
+        """Make parameters whole after a step of an optimizer that has updated slices; every replica must call it."""
+        self.widen(self._trained(optimizer))
+
+    def _trained(self, optimizer: Optimizer) -> list[nn.Parameter]:
+        return [p for group in optimizer.param_groups for p in group["params"] if self._is_trained(p)]
 
     def _is_trained(self, parameter: nn.Parameter) -> bool:
         # Without a gradient, too: which ones have one is not known to be the same on all replicas.
@@ -282,7 +310,7 @@ class ParameterSlices:
 
     def part_of_state(self, value: Any, parameter: Tensor) -> Any:
         """Return what this replica keeps of a value of the state of a whole parameter: a copy of its slice, or all."""
-        if not self.divides(parameter) or not isinstance(value, Tensor) or value.shape != parameter.shape:
+        if not self.divides(parameter) or not isinstance(value, Tensor) or value.shape != self.whole_shape(parameter):
             return value  # such as the count of steps
         return self.cut(value).clone()
 

@@ -29,6 +29,7 @@ from lightning_parallel.pipeline.microbatch import (
     UNCOUNTED,
     SplitBatch,
     StepResult,
+    count_samples,
     map_tensors,
     num_samples,
     own_copy,
@@ -178,6 +179,7 @@ class PipelineEngine:
         self.device = device or device_of(module)
         self.schedule = plan.schedule
         self.unpaired = unpaired_copies(module, plan)
+        self._has_norm = any(isinstance(child, BatchNormalization) for child in module.modules())
         self._warn_of_batch_norm()
         self.model = PipelineStages(module, plan, group.rank, self.device)
         # Only schedules with a W: the split costs every linear layer a custom autograd function.
@@ -269,7 +271,7 @@ class PipelineEngine:
         Raises:
             ValueError: If the step cannot be run in the plan's stages.
         """
-        microbatch = split_by(self.split_batch, batch, self.schedule.num_microbatches)[0]
+        microbatch = self._split(batch)[0]
         places = Places(self.plan.stage_of, self.plan.parameter_stages, self.plan.module_stages)
         with torch.inference_mode(False):
             return dry_run_stages(self.model.sites, places, StepOnCopies(step), microbatch, self.device)[1]
@@ -324,7 +326,7 @@ class PipelineEngine:
         end_stage: Callable[[int], None] | None = None,
         is_whole: bool = False,
     ) -> StepResult:
-        microbatches = [batch] if is_whole else split_by(self.split_batch, batch, self.schedule.num_microbatches)
+        microbatches = [batch] if is_whole else self._split(batch)
         if len(microbatches) > self.schedule.num_microbatches:
             raise ValueError(
                 f"expected `split_batch` to give 1 to {self.schedule.num_microbatches} microbatches, got "
@@ -417,6 +419,15 @@ class PipelineEngine:
             self._seeds = random.Random(comm.broadcast_object(mine, self.seed_group) ^ self._shared_seeds)
         return self._seeds.getrandbits(62)
 
+    def _split(self, batch: Any) -> Sequence[Any]:
+        """Return the microbatches of a batch: of two samples at least where batch normalisation was planned so."""
+        count = self.schedule.num_microbatches
+        if self._has_norm and (self.plan.request.get("samples") or 0) >= count:
+            # The last batch of an epoch may be smaller than the one that was planned for.
+            samples = count_samples(batch)
+            count = min(count, max(1, samples // 2)) if samples > 0 else count
+        return split_by(self.split_batch, batch, count)
+
     def _schedule_for(self, num_microbatches: int) -> Schedule:
         known, schedule = self._schedules, self.schedule
         if num_microbatches not in known:
@@ -431,9 +442,8 @@ class PipelineEngine:
         return known[num_microbatches]
 
     def _warn_of_batch_norm(self) -> None:
-        has_norm = any(isinstance(child, BatchNormalization) for child in self.module.modules())
         # By one rank: the others would say the same.
-        if self.seed_group.ranks[self.seed_group.rank] == 0 and self.schedule.num_microbatches > 1 and has_norm:
+        if self.seed_group.ranks[self.seed_group.rank] == 0 and self.schedule.num_microbatches > 1 and self._has_norm:
             warnings.warn(
                 "the model has batch normalisation, which sees one microbatch at a time in a pipeline: its statistics, "
                 "and so the gradients, differ from those of the whole batch. Use group or layer normalisation for "

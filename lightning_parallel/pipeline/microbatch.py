@@ -13,10 +13,10 @@ import copy
 import dataclasses
 import re
 from collections import UserDict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from enum import Enum
 from itertools import accumulate, pairwise
-from typing import Any
+from typing import Any, NoReturn
 
 import numpy as np
 import torch
@@ -30,7 +30,10 @@ __all__ = [
     "MEANS",
     "RETURNED",
     "UNCOUNTED",
+    "WHOLE_BATCHES",
+    "LeftOutCache",
     "Merging",
+    "add_to_text",
     "chosen_samples",
     "MissingLossError",
     "loss_of",
@@ -49,7 +52,10 @@ __all__ = [
     "rule_of",
     "split_batch",
     "split_by",
+    "split_lists",
+    "tell_microbatch",
     "tensors_inside",
+    "without_caches",
 ]
 
 
@@ -171,7 +177,8 @@ def num_samples(batch: Any) -> int:
     if wrong:
         raise ValueError(
             f"expected all tensors of a batch to have the same number of samples in dimension 0, but {_quote(key)} has "
-            f"{samples} and {', '.join(wrong)}; leave shared tensors out of the batch or give a `split_batch` function"
+            f"{samples} and {', '.join(wrong)}; leave shared tensors out of the batch or give a `split_batch` function."
+            f"{split_lists(batch)}"
         )
     return samples
 
@@ -552,6 +559,153 @@ def reduce_logged(values: Tensor, sizes: Sequence[float], reduce_fx: str | Calla
         return getattr(torch, kind if kind == "sum" else f"a{kind}")(values, 0)
     assert callable(reduce_fx)
     return reduce_fx(values)
+
+
+def tell_microbatch(error: BaseException, microbatches: Sequence[Any], number: int) -> None:
+    """Add to what a step raised on a microbatch that it was one, and what of the batch was split by its length."""
+    if len(microbatches) == 1:
+        return
+    counts = [count_samples(microbatch) for microbatch in microbatches]
+    of = f"{counts[number]} of the {sum(counts)} samples of its batch" if min(counts) >= 0 else "a part of its batch"
+    add_to_text(error, f"The step ran on a microbatch: {of}. {WHOLE_BATCHES}{split_lists(microbatches[number])}")
+
+
+WHOLE_BATCHES = "A step that needs whole batches gets them with `num_microbatches=1`."
+
+
+def add_to_text(error: BaseException, text: str) -> None:
+    """Add sentences to the text of an error, or, where its text is not its argument, to its notes."""
+    if text in str(error):
+        return
+    if error.args == (str(error),):
+        error.args = (f"{error}\n{text}",)
+    else:
+        error.__dict__["__notes__"] = [*getattr(error, "__notes__", ()), text]
+
+
+def split_lists(batch: Any) -> str:
+    """Say which lists of a batch are split with its samples, or look as if they held one entry for each sample."""
+    counts = {value.shape[0] for _, value in tensors_inside(batch) if len(value.shape)}
+    plain, listed = [], []
+    for key, items in _lists_in(batch):
+        if any(True for _ in tensors_inside(items)):
+            # Two tensors of the same samples are usual, too: ids and labels, or two views.
+            is_pair = len(items) == 2 and all(isinstance(item, (Tensor, np.ndarray)) for item in items)
+            if _are_alike(items) and not (is_pair and len(counts) == 1):
+                listed.append(_quote(key))
+        elif counts == {len(items)}:
+            plain.append(_quote(key))
+    text = ""
+    if plain:
+        text += (
+            f" The list {' and '.join(plain)} has as many entries as the batch has samples, so it was split with them."
+            " Keep a list that belongs to no sample in the module, or give a `split_batch` function."
+        )
+    if listed:
+        example = _LIST_EXAMPLE if "the batch" in listed else _COLUMNS_EXAMPLE
+        if isinstance(batch, Mapping):
+            example = _DICT_EXAMPLE
+        text += (
+            f" If there is one entry per sample in {' and '.join(listed)}, give functions that know this batch, such"
+            f" as:\n{example}"
+        )
+    return text
+
+
+_LIST_EXAMPLE = """\
+    def split(batch, parts):
+        size = -(-len(batch) // parts)
+        return [batch[start : start + size] for start in range(0, len(batch), size)]
+
+    PipelineParallelStrategy(..., split_batch=split, microbatch_weight=len)"""
+_COLUMNS_EXAMPLE = """\
+    def split(batch, parts):  # of columns with an entry for each sample, such as (images, targets)
+        count = len(batch[0])
+        size = -(-count // parts)
+        return [tuple(column[start : start + size] for column in batch) for start in range(0, count, size)]
+
+    PipelineParallelStrategy(..., split_batch=split, microbatch_weight=lambda batch: len(batch[0]))"""
+
+_DICT_EXAMPLE = """\
+    def split(batch, parts):  # where each value of the dict has an entry for each sample
+        count = len(next(iter(batch.values())))
+        size = -(-count // parts)
+        starts = range(0, count, size)
+        return [{name: value[start : start + size] for name, value in batch.items()} for start in starts]
+
+    PipelineParallelStrategy(..., split_batch=split, microbatch_weight=lambda batch: len(next(iter(batch.values()))))"""
+
+
+def _lists_in(value: Any, key: str = "") -> Iterator[tuple[str, Sequence[Any]]]:
+    """Yield the plain lists and tuples of two or more entries in a batch, from outside to inside."""
+    if isinstance(value, (Mapping, UserDict)):
+        for name, item in value.items():
+            yield from _lists_in(item, f"{key}.{name}" if key else str(name))
+    elif isinstance(value, (list, tuple)) and not isinstance(value, PackedSequence) and not hasattr(value, "_fields"):
+        if len(value) > 1:
+            yield key, value
+        if not _are_alike(value):
+            for position, item in enumerate(value):
+                yield from _lists_in(item, f"{key}[{position}]")
+
+
+def _are_alike(items: Sequence[Any]) -> bool:
+    """Tell whether entries are of one structure, as samples are and the columns of a batch are not."""
+
+    def structure(value: Any) -> Any:
+        if isinstance(value, (Tensor, np.ndarray)):
+            return (type(value), str(value.dtype), len(value.shape))
+        if isinstance(value, (Mapping, UserDict)):
+            return (type(value), tuple((name, structure(item)) for name, item in value.items()))
+        if isinstance(value, (list, tuple)):
+            entries = [structure(item) for item in value]
+            # Of any length where they are alike.
+            return (type(value), tuple(dict.fromkeys(entries)) if len({*entries}) <= 1 else tuple(entries))
+        return type(value)
+
+    return len(items) > 1 and len({structure(item) for item in items}) == 1
+
+
+class LeftOutCache:
+    """Stands for a cache of keys and values in what a step returns, of which each rank has a part; refuses a look."""
+
+    def __init__(self, key: str) -> None:
+        self.__dict__["key"] = key
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        self._refuse()
+
+    def __getitem__(self, index: Any) -> Any:
+        self._refuse()
+
+    def __len__(self) -> int:
+        self._refuse()
+
+    def _refuse(self) -> NoReturn:
+        raise AttributeError(
+            f"the step returned a cache under `{self.key}`, of which each rank holds a part, so that hooks cannot read"
+            " it. Expected hooks to read the loss, logits or hidden states. Return what you need of the cache as"
+            " tensors, or call the model with `use_cache=False`"
+        )
+
+
+def without_caches(output: Any, key: str = RETURNED) -> Any:
+    """Return what a step returns, with a stand-in for each cache that models keep for generating text."""
+    if any(base.__name__.endswith("Cache") for base in type(output).__mro__) and hasattr(output, "__dict__"):
+        return output if isinstance(output, LeftOutCache) else LeftOutCache(key)
+    if isinstance(output, MutableMapping):
+        entries = {name: without_caches(item, f"{key}[{name!r}]") for name, item in output.items()}
+        changed = {name: item for name, item in entries.items() if item is not output[name]}
+        part = copy.copy(output) if changed else output
+        for name, item in changed.items():  # one by one, see `_merge_mappings`
+            part[name] = item
+        return part
+    if type(output) in (list, tuple):
+        items = [without_caches(item, f"{key}[{position}]") for position, item in enumerate(output)]
+        return output if all(one is two for one, two in zip(items, output)) else type(output)(items)
+    return output
 
 
 class MissingLossError(ValueError):

@@ -30,7 +30,7 @@ from lightning_parallel.comm import Group
 from lightning_parallel.compat.torch import pytree
 from lightning_parallel.pipeline.dry_runs import NextStageDryRun, StageInputs
 from lightning_parallel.pipeline.message_layout import Message, MessageLayout, MessageLayouts, TensorSpec, line_of_step
-from lightning_parallel.pipeline.microbatch import StepResult, loss_of
+from lightning_parallel.pipeline.microbatch import StepResult, loss_of, tell_microbatch
 from lightning_parallel.pipeline.p2p import LostMessageError, MessageGroups, StageMessages
 from lightning_parallel.pipeline.placeholder import (
     PARAMETERS_ELSEWHERE,
@@ -236,7 +236,10 @@ class ScheduleRun:
         if failed:
             own = self.failure if isinstance(self.failure, Exception) else None
             self.states.clear()
-            comm.raise_together(own, self.group)
+            texts = comm.all_gather_object(None if own is None else str(own), self.group)
+            first = next((text for text in texts if text is not None), None)
+            # One text for all: stages may stop for different reasons, and the first one is the cause of the others.
+            comm.raise_together(own if own is not None and str(own) == first else None, self.group)
 
     def _forward(self, action: Action) -> None:
         _, stage, microbatch = action
@@ -263,6 +266,10 @@ class ScheduleRun:
                 # Not the exception itself: with its traceback it would make a circle through this frame, and keep
                 # activations, and what the frames of callers hold, until the garbage collector comes.
                 end = exit_.end
+            except Exception as error:
+                if type(error).__module__.partition(".")[0] not in ("torch", __name__.partition(".")[0]):
+                    tell_microbatch(error, self.microbatches, microbatch)
+                raise
             else:
                 # On any stage but the last, a step that returns has not met the layer that ends it.
                 self._require_end(stage, handler, is_last)

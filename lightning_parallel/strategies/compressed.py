@@ -367,7 +367,7 @@ class CompressedDDPStrategy(SavesCompression, DDPStrategy):
     @override
     def _configure_launcher(self) -> None:
         super()._configure_launcher()
-        if isinstance(self._launcher, FunctionLauncher):
+        if self._start_method != "popen" and isinstance(self._launcher, FunctionLauncher):
             self._launcher = EndingLauncher(self, start_method=self._start_method)
 
     @override

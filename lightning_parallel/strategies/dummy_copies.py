@@ -196,7 +196,8 @@ class _Cleaner:
         elif isinstance(value, types.MethodType):
             self.clean(value.__self__)
         elif isinstance(value, functools.partial):
-            self.clean(list(value.args)), self.clean(dict(value.keywords))
+            for each in (*value.args, *value.keywords.values()):
+                self.clean(each)
         elif type(value).__module__.partition(".")[0] not in _PASSED or isinstance(value, nn.Module):
             self._clean_object(value)
         return value
@@ -209,7 +210,9 @@ class _Cleaner:
             values.extend(cleaned)
 
     def _kept(self, values: Sequence[Any]) -> list[Any]:
-        """Return the entries of a list that are not of dummies."""
+        """Return the entries of a list that are not of dummies; parameter groups stay, without parameters."""
+        if values and all(isinstance(value, dict) and "params" in value for value in values):
+            return list(values)
         groups = self._positions.of_groups(values)
         if groups is not None:
             for value, stays_of in zip(values, groups):

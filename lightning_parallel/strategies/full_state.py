@@ -12,7 +12,7 @@ All ranks have to do either, or none: the ranks meet before each message.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from functools import partial
 from types import MethodType
@@ -179,14 +179,9 @@ class FullStates:
 
         self._state.copies.restore(self._replica, fetch, is_mine)
 
-    @contextmanager
-    def paused(self) -> Iterator[None]:
-        """Leave state dicts alone inside the block, for those who gather what they need by themselves."""
-        before, self.is_paused = self.is_paused, True
-        try:
-            yield
-        finally:
-            self.is_paused = before
+    def paused(self) -> AbstractContextManager[Any]:
+        """Leave state dicts alone inside the block, for code that gathers tensors by itself."""
+        return patched(self, "is_paused", True)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> FullStates:
         return self
@@ -223,6 +218,10 @@ class FullStates:
             everyone = comm.all_gather_object(held, self._pipeline_group)
             entries = {key: entry._replace(dtype=everyone[entry.stage][key]) for key, entry in entries.items()}
         full = {key: self._full(path, key, entry, own.get(key)) for key, entry in entries.items()}
+        if self._state.watch is not None:
+            self._state.watch.note_gathered(
+                path, {key: v for key, v in full.items() if not _has_memory_of(v, own.get(key))}
+            )
         # What a stage lacks would come last: names have the order of one process.
         others = [key for key in state if key.startswith(prefix) and key[len(prefix) :] not in full]
         for key, value in full.items():
@@ -400,6 +399,10 @@ class _AroundSite(CallSite):
         if self.active.handler is None and self.active.outside is not None:
             result = self.active.outside(Call(self, module, function, args, kwargs))
         return function(*args, **kwargs) if result is NotImplemented else result
+
+
+def _has_memory_of(tensor: Tensor, other: Tensor | None) -> bool:
+    return other is not None and tensor.untyped_storage().data_ptr() == other.untyped_storage().data_ptr()
 
 
 _Own = dict[str, tuple[tuple[int, ...], torch.dtype, bool, bool]]

@@ -103,6 +103,7 @@ class ReplicaNorm:
         if self.spanned.size == 1:
             return
         patches.replace_function(getattr(clip_grad, TOTAL_NORM), self._total_norm)
+        patches.replace_function(clip_grad.clip_grad_value_, _clip_value)
         for function in grad_norm_functions():
             patches.replace_function(function, self._grad_norm)
 
@@ -156,6 +157,17 @@ class ReplicaNorm:
             norm = max(values) if math.isinf(norm_type) else sum(values) ** (1.0 / norm_type)
             norms[name] = torch.tensor(norm, dtype=found[0][1], device=self._module.device)
         return norms
+
+
+def _clip_value(own_clip: Callable[..., None]) -> Callable[..., None]:
+    """Return what to call instead of torch's function, which fails where there is no gradient, as on another stage."""
+
+    def clip(parameters: Any, *args: Any, **kwargs: Any) -> None:
+        found = [parameters] if isinstance(parameters, Tensor) else list(parameters)
+        if any(parameter.grad is not None for parameter in found):
+            own_clip(found, *args, **kwargs)
+
+    return clip
 
 
 def span_replica(plugin: Precision, norm: ReplicaNorm, device: torch.device, patches: Patches) -> None:

@@ -1,7 +1,8 @@
 """Watches the user's hooks, which see parts of parameters and gradients, for what would differ from one process.
 
 Inside of steps the audit and the self-check do so. Hooks of the module, of callbacks and of optimizers, and hooks for
-gradients, run outside of them:
+gradients, run outside of them; so does what a step under manual optimization does behind its first backward, which is
+looked at in steps 1, 2, 4, 8, ...:
 
     calls 1, 2, 4, 8, ... of each hook      every operation is looked at; then all ranks raise together, or none
     a line that has not run before          from there on to the end of the hook
@@ -16,6 +17,7 @@ from __future__ import annotations
 import ast
 import functools
 import linecache
+import re
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -24,6 +26,7 @@ from dataclasses import dataclass, field
 from types import CodeType, FrameType
 from typing import Any
 
+import torch
 from lightning.pytorch import Callback, LightningModule
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import Tensor, nn
@@ -32,18 +35,20 @@ from torchmetrics import Metric
 
 from lightning_parallel import comm
 from lightning_parallel.comm import Group, MeshGroups
-from lightning_parallel.compat import FOREIGN, ParallelState, Patches
+from lightning_parallel.compat import FOREIGN, ParallelState, Patches, patched
 from lightning_parallel.compat.torch import (
     current_dispatch_mode,
     current_function_mode,
     global_step_hooks,
     gradient_hooks_of,
+    has_compiled_parts,
     leave_mode,
     step_hooks_of,
 )
 from lightning_parallel.compat.twins import is_a
 from lightning_parallel.data_parallel import ParameterSlices
-from lightning_parallel.strategies.part_use import ExportMode, PartUseMode
+from lightning_parallel.strategies.compression_files import LOCAL_STEPS
+from lightning_parallel.strategies.part_use import GATHERED, ExportMode, PartUseMode
 from lightning_parallel.strategies.parts import Part, PartMap
 from lightning_parallel.tensor.sharding import Shard
 
@@ -51,8 +56,14 @@ __all__ = ["HookError", "HookWatch", "WatchedHook"]
 
 _PASSED = FOREIGN | {"lightning_utilities"} | set(sys.stdlib_module_names) - {"__main__"}
 _STEPS = ("training_step", "validation_step", "test_step", "predict_step", "forward", "backward")
-_OF_CHECKPOINTS = ("on_save_checkpoint", "on_load_checkpoint", "state_dict", "load_state_dict")  # given whole tensors
+_OF_CHECKPOINTS = ("on_load_checkpoint", "load_state_dict")  # given whole tensors
+_WHOLE_IN_CHECKPOINTS = ("state_dict", "optimizer_states", LOCAL_STEPS)
 _OURS = "lightning_parallel"
+_ENGINE = ("backward", "grad", "_engine_run_backward")  # what they run is not called by the user
+
+
+_NOTHING_HELD = re.compile(r"(?i)empty|at least one tensor|list index|StopIteration")
+"""What is raised where a list of parameters or gradients has no entries."""
 
 
 class HookError(RuntimeError):
@@ -113,7 +124,11 @@ class HookWatch:
         self._wrapped: list[tuple[dict[int, Callable[..., Any]], int, Callable[..., Any], Callable[..., Any]]] = []
         self._told: set[str] = set()
         self._steps = 0
+        self._manual: _WatchedCall | None = None
+        self._depth = 0
         self._modules: set[int] = set()
+        self._saving: list[Any] = []
+        self._kept: tuple[dict[str, tuple[torch.Size, bool]], int] | None = None
 
     def install(self, patches: Patches) -> None:
         """Watch the hooks of a run until `patches` are undone; every rank must call it."""
@@ -124,6 +139,12 @@ class HookWatch:
         self._agreed = frozenset(found[0].intersection(*found[1:]))
         state = ParallelState.of(self._module)
         patches.replace(state, "watch", self)
+        for callback in trainer.callbacks:  # type: ignore[attr-defined]
+            if _is_users_hook(callback, "state_dict"):
+                self._saving.append(callback)
+                # Rank zero alone may ask for it: what is refused is raised when all ranks save.
+                hook = WatchedHook(f"`{type(callback).__name__}.state_dict`", None, is_in_step=True)
+                patches.replace(callback, "state_dict", self._watched(callback.state_dict, hook, None))
         # Lightning runs every hook in a span of its profiler, which all versions of it do.
         own = trainer.profiler.profile  # type: ignore[attr-defined]
 
@@ -146,6 +167,8 @@ class HookWatch:
         owner, _, name = rest.rpartition(".")
         if name in (*_STEPS, *_OF_CHECKPOINTS) or name.endswith("_dataloader") or "transfer" in name:
             return None
+        if name == "on_save_checkpoint" and self._groups.pipeline_parallel.size > 1:
+            return None  # whole tensors that it is given share the memory of what the stage has
         if kind == "[LightningModule":
             if not _is_users(getattr(self._module, name, None)):
                 return None
@@ -190,10 +213,47 @@ class HookWatch:
     def begin_step(self) -> None:
         """Look for new hooks of gradients, in some steps only; all ranks call it."""
         self._steps += 1
-        if not self._steps & (self._steps - 1):
+        if self._is_due_step():
             for name, parameter in self._module.named_parameters():
                 for hooks in gradient_hooks_of(parameter):
                     self._wrap_all(hooks, f"a hook for the gradient of `{name}`", name)
+
+    def _is_due_step(self) -> bool:
+        return not self._steps & (self._steps - 1)
+
+    @contextmanager
+    def manual_step(self) -> Iterator[None]:
+        """Watch a step under manual optimization behind its first backward; all ranks run it.
+
+        Raises:
+            HookError: On every rank, here or in `settle`.
+        """
+        if not self._is_due_step() or has_compiled_parts(self._module):
+            yield
+            return
+        hook = WatchedHook(f"`{type(self._module).__name__}.training_step`", self.group, is_in_step=True)
+        call = self._manual = _WatchedCall(self, hook, None)
+        self._calls.append(call)
+        own, depth = Tensor.backward, self._depth
+
+        def backward(*args: Any, **kwargs: Any) -> None:
+            own(*args, **kwargs)
+            if self._depth == depth:  # of the user's, who need not call `manual_backward`
+                call.begin()
+
+        try:
+            with patched(Tensor, "backward", backward):
+                yield
+        finally:
+            call.end()
+            self._calls.remove(call)
+            self._manual = None
+        comm.raise_together(call.failure, self.group)
+
+    def follow_backward(self) -> None:
+        """Begin to watch a step under manual optimization; called at the end of each backward."""
+        if self._manual is not None:
+            self._manual.begin()
 
     def settle(self) -> None:
         """Raise what hooks inside of a step were refused for; all ranks call it at the same points.
@@ -201,14 +261,100 @@ class HookWatch:
         Raises:
             HookError: On every rank, in steps that are looked at.
         """
+        is_due = self._is_due_step()
+        if is_due and self._pending is None:
+            self._pending = self._part_of_states()  # now, and not after hours, when they are saved
         failure, self._pending = self._pending, None
-        if not self._steps & (self._steps - 1):
+        if self._manual is not None:
+            failure = failure or self._manual.failure
+        if is_due:
             comm.raise_together(failure, self.group)
         elif failure is not None:
             raise failure
 
+    # ------------------------------------------------------------------------------------------------ what is saved
+
+    def check_saved(self, checkpoint: Mapping[str, Any]) -> None:
+        """Refuse parts among what the user's code saves; every rank calls it, before a checkpoint is written.
+
+        Raises:
+            HookError: On every rank, if there is one.
+        """
+        failure, self._pending = self._pending, None
+        if failure is None:
+            if self._kept is None:
+                with self.paused():
+                    self.seed()
+            others = {key: value for key, value in checkpoint.items() if key not in _WHOLE_IN_CHECKPOINTS}
+            failure = self._saved_part(others, "a checkpoint")
+        comm.raise_together(failure, self._groups.world)
+
+    def _part_of_states(self) -> HookError | None:
+        if self._saving:
+            with self.paused():  # a hook may be around the step
+                self.seed()
+        for callback in self._saving:
+            try:
+                state = callback.state_dict()
+            except Exception:
+                continue  # it may be made for a later time
+            failure = self._saved_part({"state": state}, f"the state of `{type(callback).__name__}`")
+            if failure is not None:
+                return failure
+        return None
+
+    def _saved_part(self, saved: Any, title: str) -> HookError | None:
+        for path, label in self._parts_in(saved, ()):
+            return HookError(
+                f"{title} would hold a part: expected full tensors in `{'.'.join(path)}`, found {label}. Each rank"
+                " holds another part, and one is written. `self.state_dict()`, called in a hook on every rank, gives"
+                " full tensors to save; so does the state dict of a `copy.deepcopy` of the module, which can be"
+                " averaged. Or use Lightning's `EMAWeightAveraging`"
+            )
+        return None
+
+    def _parts_in(self, value: Any, path: tuple[str, ...]) -> Iterator[tuple[tuple[str, ...], str]]:
+        if isinstance(value, Tensor):
+            found = self._parts.find(value)
+            if found is not None and found.part.is_divided:
+                yield path, f"{found.part.label or 'a part'}, which is {found.part.why or 'one part of several'}"
+        elif isinstance(value, (Mapping, list, tuple)):
+            entries = list(value.items() if isinstance(value, Mapping) else enumerate(value))
+            held = self._held_of({str(key): each for key, each in entries if isinstance(each, Tensor)})
+            if held:
+                yield path, held
+            for key, each in entries:
+                yield from self._parts_in(each, (*path, str(key)))
+
+    def _held_of(self, tensors: Mapping[str, Tensor]) -> str:
+        """Say which tensors have the shape of this rank's part, by name, or are those of this stage alone."""
+        own, count = self._held() if self._kept is None else self._kept
+        for name in tensors.keys() & own.keys() & self._rules.keys():
+            shape = tensors[name].shape
+            if shape == own[name][0] and shape != self._rules[name].full_shape(shape):
+                return f"`{name}` in the shape of this rank's shard"
+        if not tensors or len(own) == count:
+            return ""
+        places = [self._parts.find(each) for each in tensors.values()]
+        owners = frozenset().union(*(place.part.owners for place in places if place is not None))
+        trained = {name for name, (_, is_trained) in own.items() if is_trained}
+        matrices = {name for name, (shape, _) in own.items() if len(shape) > 1}
+        # By themselves such tensors may be of the whole state dict, which shares the memory of what a stage has.
+        if tensors.keys() in (own.keys(), trained) or (
+            all(place is not None for place in places) and owners in (own.keys(), trained, matrices)
+        ):
+            return "the parameters of this pipeline stage alone"
+        return ""
+
+    def _held(self) -> tuple[dict[str, tuple[torch.Size, bool]], int]:
+        """Return shape and whether it is trained of each parameter of this rank, and how many the whole model has."""
+        own = {name: (one.shape, one.requires_grad) for name, one in self._module.named_parameters()}
+        names = ParallelState.of(self._module).names
+        return own, len(own) if names is None else len(set(names.parameters.values()))
+
     def close(self) -> None:
-        """Leave hooks as they were."""
+        """Leave hooks as they were; what was made of parts in the run is known for `check_saved`."""
+        self._kept = self._held()
         for hooks, key, function, watched in self._wrapped:
             if hooks.get(key) is watched:
                 hooks[key] = function
@@ -250,9 +396,38 @@ class HookWatch:
             self._pending = self._pending or call.failure
         elif is_due and hook.group is not None:
             self._parts.prune()
-            comm.raise_together(call.failure or error, hook.group)
+            self._raise_on_all(hook, hook.group, call.failure, error)
         elif call.failure is not None:
             raise call.failure
+
+    def _raise_on_all(
+        self, hook: WatchedHook, group: Group, refused: HookError | None, error: Exception | None
+    ) -> None:
+        """Raise on every rank that a hook was refused on one, or else what it raised."""
+        mine = None if error is None else f"{type(error).__name__}: {error}"
+        try:
+            found = comm.all_gather_object((refused is not None, mine), group)
+        except RuntimeError as lost:
+            # A rank that has heard of the error already is gone: that it is must not hide the error itself.
+            if (known := refused or error) is not None:
+                raise known from lost
+            raise
+        failed = {rank: text for rank, (_, text) in zip(group.ranks, found) if text is not None}
+        if any(is_refused for is_refused, _ in found):
+            # What other ranks raise, which hold nothing that the hook looks for, comes of the same.
+            comm.raise_together(refused, group)
+            return
+        is_apart = 0 < len(failed) < group.size and self._groups.pipeline_parallel.size > 1
+        text = next(iter(failed.values()), "")
+        if is_apart and _NOTHING_HELD.search(text):
+            told = HookError(
+                f"{hook.title} fails on rank {', '.join(map(str, failed))} only, where it raises {text!r}. In a"
+                " pipeline each rank holds the parameters and gradients of its own stages, and a list of those of one"
+                " layer is empty on the others. Expected hooks to do without what is not there: test for an empty list,"
+                " or use TensorParallelStrategy, under which each rank has every layer"
+            )
+            raise told from error
+        comm.raise_together(error, group)
 
     @contextmanager
     def paused(self) -> Iterator[None]:
@@ -261,9 +436,11 @@ class HookWatch:
         with self._lines.suspended():
             if call is not None:
                 call.end()
+            self._depth += 1
             try:
                 yield
             finally:
+                self._depth -= 1
                 if call is not None:
                     call.begin()
 
@@ -288,6 +465,16 @@ class HookWatch:
             self._parts.remove(tensor)  # its memory may have been that of slices
         else:
             self._parts.add(tensor, part)
+
+    def note_gathered(self, path: str, tensors: Mapping[str, Tensor]) -> None:
+        """Note that tensors of a state dict have memory of their own: what is written into them is lost."""
+        self._parts.prune()
+        for key, tensor in tensors.items():
+            name = f"{path}.{key}" if path else key
+            rule = self._rules.get(name)
+            why = f"on one of {self._groups.pipeline_parallel.size} pipeline stages only"
+            why = why if rule is None else f"sharded over {rule.ranks} tensor-parallel ranks"
+            self._parts.note_gathered(tensor, Part(f"`{name}`", frozenset({name}), why))
 
     def note_given(self, name: str, gradient: Tensor) -> None:
         """Note that a hook is given the gradient of a parameter, before that has it."""
@@ -369,6 +556,11 @@ class HookWatch:
 
 
 def _way_out(part: Part, action: str, title: str) -> str:
+    if GATHERED in action:
+        return (
+            "What is written there is lost. Write into `parameters()` and `buffers()`, of which each rank has its part,"
+            " or into clones that `load_state_dict` then takes"
+        )
     if title.endswith("configure_optimizers`"):
         first = "Compute it in `__init__`, where the model is whole, or copy each parameter by itself."
     elif "random" in action or "numbers" in action:
@@ -379,7 +571,9 @@ def _way_out(part: Part, action: str, title: str) -> str:
             " right, and `self.state_dict()`, called on every rank, gives whole parameters."
         )
     name = next(iter(sorted(part.owners)), "")
-    if part.is_slice:
+    if part.is_slice and "of the optimizer for" in part.label:
+        return f"{first} With `zero_stage=0` the optimizer's state is whole, too"
+    if part.is_slice and part.why:
         return f"{first} With `zero_stage=1` gradients and parameters are whole in hooks"
     if part.size and name:
         return f"{first} Or keep the layer whole with tensor_plan={{..., {name.rpartition('.')[0]!r}: 'replicate'}}"
@@ -592,7 +786,8 @@ def _walk(is_model: Callable[[object], bool]) -> FrameType | None:
     """Return the innermost frame of the user's code in a hook; None if ours, or the model, called what runs."""
     frame: FrameType | None = sys._getframe(1)
     found: FrameType | None = None
-    own = __name__, f"{_OURS}.strategies.part_use", f"{_OURS}.strategies.dummy_copies"
+    # What stands for attributes of tensors is called by whoever uses them.
+    own = __name__, f"{_OURS}.strategies.part_use", f"{_OURS}.compat.torch", f"{_OURS}.strategies.dummy_copies"
     is_copied = False
     while frame is not None and not _is_end(frame):
         name = frame.f_globals.get("__name__", "")
@@ -601,6 +796,8 @@ def _walk(is_model: Callable[[object], bool]) -> FrameType | None:
         if found is None and not is_copied and name.partition(".")[0] == _OURS and name not in own:
             return None
         if frame.f_code.co_name == "_call_impl" and is_model(frame.f_locals.get("self")):
+            return None
+        if found is None and name.startswith("torch.autograd") and frame.f_code.co_name in _ENGINE:
             return None
         if found is None and not _is_passed(frame):
             found = frame

@@ -183,6 +183,8 @@ class MeshCheckpoints(MeshProcesses):
         """Return the state of `optimizer` with full tensors, see `lightning_module_state_dict`."""
         inner = optimizer.optimizer if isinstance(optimizer, LightningOptimizer) else optimizer
         state = self._saved.gather_optimizer(inner, self._recorded_groups(inner))
+        if "state" not in state:
+            return state  # of one that has other keys; every rank has it whole
         values = {(index, key): value for index, entry in state["state"].items() for key, value in entry.items()}
         if not self.is_sharded and self._share_with_hooks(values):
             for (index, key), value in values.items():
@@ -248,6 +250,7 @@ class MeshCheckpoints(MeshProcesses):
 
     @override
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: PathLike, storage_options: Any = None) -> None:
+        self.check_saved(checkpoint)
         path, is_apart = self.path_of_parts(filepath)
         if self._compression is not None:
             # Before the file is written: all ranks gather, and rank 0 alone writes.
@@ -268,6 +271,13 @@ class MeshCheckpoints(MeshProcesses):
             # After a run nothing waits for it any more.
             self.end_saves()
         self.together(lambda: self.save_beside(filepath))
+
+    def check_saved(self, checkpoint: Mapping[str, Any]) -> None:
+        """Refuse what would be saved of this rank's part alone; every rank calls it.
+
+        Raises:
+            HookError: On every rank.
+        """
 
     def _put_whole_copies(self, checkpoint: dict[str, Any]) -> None:
         """Replace modules of the hyperparameters by whole ones; every rank must call it."""

@@ -35,10 +35,11 @@ from lightning_parallel.compat.lightning import (
     reset_optimizers,
     synchronizes_layers,
 )
-from lightning_parallel.compat.torch import give_data
+from lightning_parallel.compat.torch import explain_swaps, give_data
 from lightning_parallel.compression import Reducer, check_reducer
 from lightning_parallel.data_parallel import GradientReducer, ParameterSlices
 from lightning_parallel.mesh import Axis, Size
+from lightning_parallel.pipeline.microbatch import without_caches
 from lightning_parallel.pipeline.pipeline_plan import PipelinePlan
 from lightning_parallel.planner.rank_memory import optimizer_copies
 from lightning_parallel.strategies import checks, replicas
@@ -79,6 +80,7 @@ from lightning_parallel.strategies.zero_stages import (
     ZeroStage,
     check_zero_stage,
     divide_optimizers,
+    follow_other_steps,
     make_slices,
 )
 from lightning_parallel.tensor.audit import StepAudit
@@ -178,13 +180,16 @@ class MeshStrategy(MeshCheckpoints):
 
     @override
     def setup_environment(self) -> None:
-        if self.mesh.pipeline_parallel > 1:
-            checks.check_pipeline_module(self.module)
         super().setup_environment()
-        checks.check_callbacks(self.module.trainer, self.groups.replica.size)
+        # Now that the ranks have met: one that raised by itself, and left, would be all that the others tell of.
+        with comm.failing_together(self.groups.world):
+            if self.mesh.pipeline_parallel > 1:
+                checks.check_pipeline_module(self.module)
+            checks.check_callbacks(self.module.trainer, self.groups.replica.size)
         hold_averages(self.module.trainer, self._patches)
         if self.groups.replica.size > 1:
             give_data(self._patches)
+            explain_swaps(self._patches)
 
     @override
     def setup(self, trainer: Trainer) -> None:
@@ -209,6 +214,7 @@ class MeshStrategy(MeshCheckpoints):
         # Each replica has built its own model, perhaps from other random numbers.
         replicas.start_equal(module, self.groups.data_parallel)
         replicas.scope_metrics(module, self.groups)
+        replicas.compute_at_end_of_epochs(trainer, self.groups.data_parallel, self._patches)
         open_outside(module, self.groups, self.checkpoints, self._patches)
         self._compression = None
         if fitting:
@@ -250,7 +256,8 @@ class MeshStrategy(MeshCheckpoints):
     def parallelize(self, module: LightningModule) -> None:
         """Divide `module` in place, layers first, runs of layers second; both are kept from run to run."""
         if self.groups.replica.size > 1 and ParallelState.of(module).pending is None:
-            checks.check_parameters(module)
+            with comm.failing_together(self.groups.world):
+                checks.check_parameters(module)
         held = move_to_meta(module, self.root_device)
         if self.groups.replica.size > 1:
             keep_skeleton(module)
@@ -340,6 +347,8 @@ class MeshStrategy(MeshCheckpoints):
     def check_optimizers(self) -> None:
         """Refuse optimizers that would compute something else than on one process."""
         self._slices = make_slices(self.zero_stage, self.module, self.groups)
+        if self._slices is not None:
+            follow_other_steps(self._slices, self.groups.world, self._patches)
         self._take_optimizers()
 
     def _take_optimizers(self) -> None:
@@ -362,7 +371,15 @@ class MeshStrategy(MeshCheckpoints):
     """Whether the strategy keeps something of each parameter, so that none may come or go."""
 
     _watch: ModelWatch | None = None
+    _saved_optimizers: tuple[Optimizer, ...] = ()
     _hook_watch: HookWatch | None = None
+    _past_watch: HookWatch | None = None
+
+    @override
+    def check_saved(self, checkpoint: Mapping[str, Any]) -> None:
+        watch = self._hook_watch or self._past_watch
+        if watch is not None:
+            watch.check_saved(checkpoint)
 
     @property
     @override
@@ -475,7 +492,8 @@ class MeshStrategy(MeshCheckpoints):
             self._reducer = None
         if self._hook_watch is not None:
             self._hook_watch.close()
-            self._hook_watch = None
+            self._past_watch, self._hook_watch = self._hook_watch, None
+        self._saved_optimizers = ()
         self._patches.undo()
         if self._slices is not None:
             self._slices.close()
@@ -504,12 +522,16 @@ class MeshStrategy(MeshCheckpoints):
             with (reducer := self._open_reducer).no_sync() as is_last:
                 return self._steps.training_step(args, kwargs, audit, reducer if is_last else None)
         step = super().training_step
-        output = (step if audit is None else audit.wrap(step))(*args, **kwargs)
+        watch = None if self.module.automatic_optimization else self._hook_watch
+        with nullcontext() if watch is None else watch.manual_step():
+            output = (step if audit is None else audit.wrap(step))(*args, **kwargs)
         # Callbacks may look at what the step returns, or keeps in the module, on some ranks only.
         kept = vars(self.module)
         for name in [name for name, value in kept.items() if has_divided_logits(value)]:
             kept[name] = whole_logits(kept[name])
         output = whole_logits(output)
+        if self.groups.replica.size > 1:
+            output = without_caches(output)
         if self._chance is not None and self.groups.replica.size > 1:
             self._chance.end_step()
         return output
@@ -552,7 +574,10 @@ class MeshStrategy(MeshCheckpoints):
         if self._compression is not None:
             self._compression.prepare_step(self.precision_plugin)
         assert self._first_batches is not None
-        self._first_batches.see_training(args, kwargs, self.module.current_epoch)
+        kinds = None if self._steps is None else self._steps.loss_kinds
+        unproven = None if kinds is None else kinds.unproven
+        if self._first_batches.see_training(args, kwargs, self.module.current_epoch, unproven) and kinds is not None:
+            kinds.unproven = None
 
     @override
     def batch_to_device(self, batch: Any, device: Optional[torch.device] = None, dataloader_idx: int = 0) -> Any:
@@ -589,7 +614,8 @@ class MeshStrategy(MeshCheckpoints):
         self._first_batches.see_evaluation(name, args, kwargs, self._loader_index)
         if self._steps is not None:
             return self._steps.evaluate(name, args, kwargs)
-        return getattr(super(), name)(*args, **kwargs)
+        output = getattr(super(), name)(*args, **kwargs)
+        return without_caches(output) if self.groups.replica.size > 1 else output
 
     @override
     @in_step
@@ -612,6 +638,8 @@ class MeshStrategy(MeshCheckpoints):
             self._compression.drop_nonfinite_gradients(self._reducer, self.precision_plugin)
         closure_loss = self.precision_plugin.post_backward(closure_loss, self.module)
         self.post_backward(closure_loss)
+        if self._hook_watch is not None:
+            self._hook_watch.follow_backward()
         return closure_loss
 
     @override
@@ -622,6 +650,8 @@ class MeshStrategy(MeshCheckpoints):
         model: Optional[Union[LightningModule, nn.Module]] = None,
         **kwargs: Any,
     ) -> Any:
+        if self.has_changed:
+            self.adopt_changes()  # since the batch began: an optimizer must be taken before it evaluates its closure
         if self._reducer is not None and self._reducer.in_flight:
             self._reducer.reduce()  # a module under manual optimization called `loss.backward()` by itself
             if self._compression is not None:
@@ -633,6 +663,10 @@ class MeshStrategy(MeshCheckpoints):
         self.end_step(optimizer)
         if self._hook_watch is not None:
             self._hook_watch.settle()
+        if optimizer not in self._saved_optimizers and self.module.trainer.checkpoint_callbacks:
+            # Now, and not after hours, when they are saved.
+            self._saved_optimizers = (*self._saved_optimizers, optimizer)
+            self.checkpoints.check_keys(optimizer)
         return output
 
     def end_step(self, optimizer: Optimizer) -> None:

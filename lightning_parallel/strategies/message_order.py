@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import wraps
 from types import FrameType
 from typing import Any, ParamSpec, TypeVar
@@ -22,7 +22,7 @@ from lightning.fabric.plugins.collectives.torch_collective import default_pg_tim
 from torch import nn
 
 from lightning_parallel.comm import ApartError, Group, RollCall
-from lightning_parallel.compat import ParallelState, users_line
+from lightning_parallel.compat import ParallelState, patched, users_line
 from lightning_parallel.compat.torch import has_compiled_parts
 from lightning_parallel.strategies.shared_chance import SharedChance
 
@@ -52,6 +52,7 @@ class MessageOrder:
         self._block = ""
         self._is_compiled = False
         self._is_first = False
+        self._is_paused = False
         # The messages since the step began, as a number, and all such numbers that the ranks have agreed on.
         self._sent = 0
         self._known: set[int] = set()
@@ -63,6 +64,10 @@ class MessageOrder:
     def begin_run(self) -> None:
         """Count roll calls anew: a run that failed may have made some on one rank only."""
         self._calls = RollCall(self._group, _CALLS)
+
+    def paused(self) -> AbstractContextManager[Any]:
+        """Refuse messages inside the block, while one rank runs the whole model: the ranks' counts would part."""
+        return patched(self, "_is_paused", True)
 
     @contextmanager
     def step(self, name: str, module: nn.Module) -> Iterator[None]:
@@ -91,6 +96,8 @@ class MessageOrder:
         Raises:
             RuntimeError: If they do not come, or are somewhere else.
         """
+        if self._is_paused:
+            raise RuntimeError(f"the step calls a sharded layer outside of the whole model (`{operation}`)")
         if not self._block:
             self._meet(_hook(), WAIT_S)
             return

@@ -97,6 +97,16 @@ class ModuleCopies:
         states = self._state.full_states
         return states is not None and not states.is_paused
 
+    def __bool__(self) -> bool:
+        return any(family.alive() for family in self._families)
+
+    def tensors(self) -> Iterator[Tensor]:
+        """Return the parameters and buffers of the copies."""
+        for family in self._families:
+            for child in family.alive().values():
+                own = (*parameters_of(child).values(), *buffers_of(child).values())
+                yield from (tensor for tensor in own if tensor is not None)
+
     def mark(self, module: nn.Module) -> None:
         """Let what dividing has changed in `module` tell of its copies."""
         paths = {id(child): path for path, child in module.named_modules()}

@@ -17,6 +17,7 @@ from torch.nn.modules.module import register_module_forward_hook
 
 from lightning_parallel.compat import FOREIGN, is_users_object
 from lightning_parallel.compat.torch import pytree
+from lightning_parallel.pipeline.microbatch import LeftOutCache
 from lightning_parallel.pipeline.placeholder import PlaceholderTensor
 from lightning_parallel.strategies.step_state import (
     Added,
@@ -98,7 +99,7 @@ def numbers_in(value: Any, name: str) -> dict[str, Any]:
     leaves, _ = pytree.tree_flatten_with_path(value)
     for path, leaf in leaves:
         key = name + pytree.keystr(path)
-        if _is_unknown(leaf):
+        if _is_unknown(leaf) or isinstance(leaf, LeftOutCache):
             continue
         if isinstance(leaf, Tensor):
             found[key] = leaf.detach().cpu().clone()

@@ -145,7 +145,7 @@ _STEPS = 12
 _EARLY = 3
 # Of the largest update. States may be kept in single precision.
 _TOLERANCE = 1e-4
-_PLAIN = (bool, int, float, str, tuple, list, type(None))
+_PLAIN = (bool, int, float, str, tuple, list, type(None), type)
 
 Split = Callable[[list[Tensor]], list[list[Tensor]]]
 
@@ -197,7 +197,7 @@ def check_flattened(optimizers: Sequence[Any], flattener: str) -> None:
                 )
             # DeepSpeed's own, some of which take half precision only, are made for its vectors.
             if verdict is None and type(optimizer).__module__.partition(".")[0] != "deepspeed":
-                _warn_untried(optimizer, "single elements, and not with norms or products of whole tensors")
+                _tell_untried(optimizer, "single elements, and not with norms or products of whole tensors")
 
 
 def check_sliced(optimizers: Sequence[Optimizer], replicas: int) -> None:
@@ -293,7 +293,7 @@ def _check_sharded(optimizers: Sequence[Optimizer], names: Mapping[int, str], ru
             else:
                 verdict = False if _is_known_to_need_whole_tensors(optimizer) else _is_elementwise(optimizer, group)
             if verdict is None:
-                _warn_untried(optimizer, "single elements, and not with norms or products of whole tensors")
+                _tell_untried(optimizer, "single elements, and not with norms or products of whole tensors")
             elif not verdict:
                 raise ValueError(
                     f"`{type(optimizer).__name__}` computes with whole tensors, but `{sharded[0]}` and"
@@ -325,7 +325,7 @@ def _check_staged(optimizers: Sequence[Optimizer]) -> None:
                     " stages; use one that treats each parameter by itself (SGD, Adam, AdamW, ...)"
                 )
             if verdict is None:
-                _warn_untried(optimizer, "each parameter by itself")
+                _tell_untried(optimizer, "each parameter by itself")
 
 
 def _is_new(group: Mapping[str, Any], tried: set[str]) -> bool:
@@ -345,10 +345,26 @@ def _is_known_to_need_whole_tensors(optimizer: Optimizer) -> bool:
     return any(kind.__name__ in WHOLE_TENSOR_OPTIMIZERS for kind in type(optimizer).__mro__)
 
 
-def _warn_untried(optimizer: Optimizer, expected: str) -> None:
-    rank_zero_warn(
+def _tell_untried(optimizer: Optimizer, expected: str) -> None:
+    """Warn of an optimizer of which nothing tells what it computes with; refuse one that has several steps.
+
+    Raises:
+        ValueError: On every rank alike, or within `raise_together`, for steps as of a SAM: these take a norm of all
+            gradients.
+    """
+    text = (
         f"`{type(optimizer).__name__}` could not be tried on a small problem, since no other one can be made by its"
-        f" constructor. Make sure that it computes with {expected}; otherwise it trains something else than one process"
+        " constructor."
+    )
+    if others := [method.__name__ for method in _other_steps(optimizer)]:
+        raise ValueError(
+            f"{text} Expected an optimizer that computes with {expected}; found further steps ({', '.join(others)}),"
+            " as of a SAM. Give it a constructor that takes `(params, lr=..., ...)` and keeps each argument as an"
+            " option of its groups or as an attribute of that name. Otherwise use an optimizer of torch, or replicas"
+            " only"
+        )
+    rank_zero_warn(
+        f"{text} Make sure that it computes with {expected}; otherwise it trains something else than one process"
     )
 
 
@@ -445,6 +461,8 @@ def _agrees(
     split: Split,
 ) -> bool:
     """Tell whether the parts of a split, trained by themselves, become what they became together (`trained`)."""
+    # A SAM's step aside is small beside the norm of all gradients.
+    tolerance = _TOLERANCE / 100 if _other_steps(optimizer) else _TOLERANCE
     starts = [start for part in split(values) for start in part]
     pieces = [_train(optimizer, group, part, aims)[:2] for part, aims in zip(split(values), split(targets))]
     compared = [
@@ -459,7 +477,7 @@ def _agrees(
     for start, expected, found in compared:
         largest = (expected - start).abs().max()
         # No bound on what is not a number: the problem is at fault then, and not the split.
-        if bool((expected - found).abs().max() > _TOLERANCE * largest):
+        if bool((expected - found).abs().max() > tolerance * largest):
             return False
     return True
 
@@ -488,10 +506,29 @@ def _train(
         return loss
 
     takes_closure = bool(inspect.signature(fresh.step).parameters)
+    others = _other_steps(fresh)
     for _ in range(_STEPS):
+        for other in others:
+            closure()
+            other()
         closure()  # some ignore the one that they are given
         fresh.step(closure) if takes_closure else fresh.step()  # type: ignore[arg-type]
     return seen[_EARLY], [parameter.detach() for parameter in parameters], fresh
+
+
+def _other_steps(optimizer: Optimizer) -> list[Callable[[], Any]]:
+    """Return further steps of an optimizer, in order, such as `first_step` and `second_step` of a SAM."""
+    own = [kind for kind in reversed(type(optimizer).__mro__) if kind.__module__.partition(".")[0] not in FOREIGN]
+    names = dict.fromkeys(name for kind in own for name in vars(kind) if name.endswith("_step") and name[0] != "_")
+    found: list[Callable[[], Any]] = []
+    for name in names:
+        method = getattr(optimizer, name)
+        if not inspect.ismethod(method):
+            continue
+        needed = [each for each in inspect.signature(method).parameters.values() if each.default is each.empty]
+        if all(each.kind in (each.VAR_POSITIONAL, each.VAR_KEYWORD) for each in needed):
+            found.append(method)
+    return found
 
 
 def _fresh(optimizer: Optimizer, group: Mapping[str, Any], parameters: list[nn.Parameter]) -> Optimizer:

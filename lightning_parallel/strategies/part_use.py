@@ -21,10 +21,12 @@ from lightning_parallel.compat.torch import TorchDispatchMode, base_name, pytree
 from lightning_parallel.strategies.parts import MIXED, Part, PartMap, Placed, covers_part, divided_dims, storage_of
 from lightning_parallel.tensor.sharding import ShowsFullShape
 
-__all__ = ["ExportMode", "PartUseMode", "Refusal"]
+__all__ = ["GATHERED", "ExportMode", "GatheredMode", "PartUseMode", "Refusal"]
 
 Refusal = Callable[[str, "Sequence[Part]"], None]
 """Called with what is done, in words, and with which parts."""
+
+GATHERED = "into the gathered copy in a state dict of"
 
 # Operators that are element by element, or copies, and that torch does not tag so.
 _ALSO_ELEMENTWISE = {
@@ -80,11 +82,22 @@ class PartUseMode(TorchDispatchMode):
             if placed:
                 self._refuse(f"`{base_name(func)}` with a tensor of another shape", [p.part for p in placed.values()])
             raise
+        if schema_of(func).is_mutable:
+            self._check_gathered(func, args, kwargs)
         if placed:
             self._follow(func, args, kwargs, tensors, placed, result)
         else:
             self._note_origin(func, tensors, result)
         return result
+
+    def _check_gathered(self, func: Any, args: Any, kwargs: dict[str, Any]) -> None:
+        """Refuse to write into a gathered copy: on one process a state dict holds the parameters themselves."""
+        written = pytree.tree_leaves(kwargs["out"] if kwargs.get("out") is not None else args[:1])
+        for tensor in written:
+            part = self._parts.gathered(tensor) if isinstance(tensor, Tensor) else None
+            if part is not None and self._is_users():
+                self._refuse(f"writes (`{base_name(func)}`) {GATHERED}", [part])
+                return
 
     def _note_origin(self, func: Any, tensors: list[Tensor], result: Any) -> None:
         name = base_name(func)
@@ -301,6 +314,33 @@ def _rows(func: Any, args: Any, kwargs: Any, result: Any) -> list[tuple[list[Ten
         return [(single, target if isinstance(target, Tensor) else None)]
     targets = lists[0] if is_mutable else result
     return [([*(each[i] for each in lists), *single], targets[i]) for i in range(len(lists[0]))]
+
+
+class GatheredMode(torch.overrides.TorchFunctionMode):
+    """Refuses a step that writes into gathered copies, as a state dict holds them: on one process these are parameters.
+
+    Args:
+        parts: The parts that are known.
+    """
+
+    def __init__(self, parts: PartMap) -> None:
+        super().__init__()
+        self._parts = parts
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        name = getattr(func, "__name__", "")
+        is_write = (name.endswith("_") and not name.endswith("__")) or name.startswith(("__i", "__set"))
+        for tensor in pytree.tree_leaves((args[:1] if is_write else (), kwargs.get("out"))):
+            part = self._parts.gathered(tensor) if isinstance(tensor, Tensor) else None
+            if part is not None:
+                raise RuntimeError(
+                    f"the step writes (`{name}`) {GATHERED} {part.label}, which is {part.why}. What is written there is"
+                    " lost. Write into `parameters()` and `buffers()`, of which each rank has its part"
+                )
+        return func(*args, **kwargs)
 
 
 _EXPORTS = {"numpy", "tolist", "__array__", "__dlpack__", "storage", "untyped_storage", "__reduce_ex__"}

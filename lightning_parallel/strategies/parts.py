@@ -75,6 +75,7 @@ class PartMap:
         # A weak reference keeps the address of a storage from being used again, and not its memory.
         self._regions: dict[int, tuple[StorageWeakRef, dict[int, _PartRegion]]] = {}
         self._drawn: dict[int, tuple[StorageWeakRef, str]] = {}
+        self._gathered: dict[int, tuple[StorageWeakRef, Part]] = {}
 
     def add(self, tensor: Tensor, part: Part) -> None:
         """Note that a tensor is a part."""
@@ -114,6 +115,18 @@ class PartMap:
         if key is not None:
             self._drawn[key.cdata] = (key, origin)
 
+    def note_gathered(self, tensor: Tensor, part: Part) -> None:
+        """Note that a tensor is a copy of all of a parameter, of which this rank holds a part."""
+        key = storage_ref(tensor)
+        if key is not None:
+            self._gathered[key.cdata] = (key, part)
+
+    def gathered(self, tensor: Tensor) -> Part | None:
+        """Return of what a tensor is a gathered copy."""
+        key = storage_ref(tensor) if self._gathered else None
+        found = None if key is None else self._gathered.get(key.cdata)
+        return None if found is None else found[1]
+
     def origin(self, tensor: Tensor) -> str:
         """Return what is known of where a tensor's values come from; empty if nothing is."""
         key = storage_ref(tensor)
@@ -128,6 +141,7 @@ class PartMap:
         """Forget storages that are gone."""
         self._regions = {key: entry for key, entry in self._regions.items() if not entry[0].expired()}
         self._drawn = {key: entry for key, entry in self._drawn.items() if not entry[0].expired()}
+        self._gathered = {key: entry for key, entry in self._gathered.items() if not entry[0].expired()}
 
 
 def storage_ref(tensor: Tensor) -> StorageWeakRef | None:

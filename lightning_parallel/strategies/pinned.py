@@ -73,6 +73,8 @@ class KeptState:
         self._watched = [(name, value, version_of(value)) for name, value in parameters.items()] if is_large else []
         self._skipped = {id(value) for _, value, _ in self._watched}
         for child in module.modules():
+            self._seen.add(id(child))
+        for child in module.modules():
             self._keep(vars(child))
 
     def _keep(self, value: Any) -> None:
@@ -93,9 +95,22 @@ class KeptState:
                 return
             for item in list(value.values() if isinstance(value, dict) else value):
                 self._keep(item)
+        elif isinstance(value, nn.Module):
+            self._keep_elsewhere(value)
         elif is_users_object(value):
             self._seen.add(id(value))
             self._keep(vars(value))
+
+    def _keep_elsewhere(self, module: nn.Module) -> None:
+        """Keep a module that is no part of the tree, such as a teacher in a list."""
+        parameters = {name: value for name, value in module.named_parameters() if id(value) not in self._seen}
+        if sum(value.numel() * value.element_size() for value in parameters.values()) > _COPY_BYTES:
+            self._watched += [(name, value, version_of(value)) for name, value in parameters.items()]
+            self._skipped.update(map(id, parameters.values()))
+        for child in module.modules():
+            if id(child) not in self._seen:
+                self._seen.add(id(child))
+                self._keep(vars(child))
 
     def restore(self) -> None:
         """Put everything back, in place.

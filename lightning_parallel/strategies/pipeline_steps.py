@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
+from traceback import walk_tb
 from typing import Any
 
 import torch
@@ -26,7 +27,7 @@ from torchmetrics import Metric
 
 from lightning_parallel import comm
 from lightning_parallel.comm import Group
-from lightning_parallel.compat import FOREIGN, ParallelState, Patches
+from lightning_parallel.compat import FOREIGN, ParallelState, Patches, patched
 from lightning_parallel.compat.lightning import (
     at_end_of_epochs,
     set_update_count,
@@ -36,7 +37,7 @@ from lightning_parallel.compat.lightning import (
 from lightning_parallel.compat.precision import kept_casts, shared_casts
 from lightning_parallel.data_parallel import GradientReducer
 from lightning_parallel.pipeline.engine import PipelineEngine, StepOnCopies
-from lightning_parallel.pipeline.microbatch import StepResult, count_samples, loss_of, merge_outputs
+from lightning_parallel.pipeline.microbatch import StepResult, count_samples, loss_of, merge_outputs, without_caches
 from lightning_parallel.pipeline.placeholder import PARAMETERS_ELSEWHERE, PlaceholderError, PlaceholderTensor
 from lightning_parallel.pipeline.skips import Skips
 from lightning_parallel.pipeline.stage import StageExit, in_whole_model
@@ -47,8 +48,9 @@ from lightning_parallel.strategies.step_effects import StepEffects, buffers_kept
 from lightning_parallel.strategies.watched_parameters import FrozenParameters, WatchedCopies
 from lightning_parallel.tensor.audit import StepAudit
 from lightning_parallel.tensor.logits import whole_logits
+from lightning_parallel.tensor.sequence_regions import refused_between
 
-__all__ = ["PipelineSteps", "SharedMetrics"]
+__all__ = ["LossKinds", "PipelineSteps", "SharedMetrics"]
 
 _TRAINING = STEPS[TrainerFn.FITTING]
 
@@ -84,6 +86,7 @@ class PipelineSteps:
         self._output_is_read: dict[str, bool] = {}
         self.is_compared = False
         self.merged: dict[str, str] = {}
+        self.loss_kinds = LossKinds()
 
     @property
     def engine(self) -> PipelineEngine:
@@ -234,14 +237,9 @@ class PipelineSteps:
         with _variation_told(name):
             return self._run(name, args, kwargs, None, skips, keeps_output)
 
-    @contextmanager
-    def alone(self) -> Iterator[None]:
+    def alone(self) -> AbstractContextManager[Any]:
         """Let metrics give their value on this rank inside the block, as in a step: no other rank asks for it."""
-        before, self._is_running = self._is_running, True
-        try:
-            yield
-        finally:
-            self._is_running = before
+        return patched(self, "_is_running", True)
 
     def goes_in_stages(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
         """Tell whether a step can be run in the stages of the plan."""
@@ -303,7 +301,7 @@ class PipelineSteps:
 
         def step(microbatch: Any) -> Any:
             # Else each microbatch would cast all parameters, and keep a copy of them until its backward.
-            with context(), kept_casts() if name == _TRAINING else nullcontext():
+            with context(), kept_casts() if name == _TRAINING else nullcontext(), _parts_told(self.module):
                 return method(microbatch, *rest, **kwargs)
 
         return step
@@ -337,9 +335,8 @@ class PipelineSteps:
         """Run a step on the microbatches of a batch; its result and its effects are those on the whole batch."""
         batch, *rest = args
         effects = StepEffects(self.module, name)
-        step = _StageStep(
-            self._step(name, tuple(rest), kwargs), effects, audit, self._keeps(name, keeps_output), name == _TRAINING
-        )
+        kinds = self.loss_kinds if name == _TRAINING else None
+        step = _StageStep(self._step(name, tuple(rest), kwargs), effects, audit, self._keeps(name, keeps_output), kinds)
         # Metrics that are computed inside the step must not wait for stages that are not there yet.
         self._is_running = True
         if self._metrics is not None:
@@ -361,27 +358,31 @@ class PipelineSteps:
         finally:
             self._is_running = False
             torch.set_rng_state(state)
-        return self._shared(name, result, effects)
+        output, is_new = self._shared(name, result, effects)
+        if is_new:
+            self.loss_kinds.unproven = (args, kwargs)
+        return output
 
-    def _shared(self, name: str, result: StepResult, effects: StepEffects) -> Any:
+    def _shared(self, name: str, result: StepResult, effects: StepEffects) -> tuple[Any, bool]:
         """Bring what the last stage found to every rank of the pipeline."""
         samples = [count_samples(microbatch) for microbatch in result.microbatches]
 
-        def found() -> tuple[Any, Any, Any, dict[str, str]]:
+        def found() -> tuple[Any, Any, Any, dict[str, str], bool]:
             merging = effects.merging(samples, result.weights, is_strict=not self.is_compared)
             output: Any = merge_outputs(result.outputs, merging)
             if name == _TRAINING:
                 output = {**output, "loss": result.loss} if isinstance(output, Mapping) else result.loss
             with self._context(name)():  # values of metrics are computed again
                 merged = effects.merged(merging)
-            return (output, *merged, merging.found if self.is_compared else {})
+            is_new = name == _TRAINING and self.loss_kinds.end_step(self.is_compared)
+            return (output, *merged, merging.found if self.is_compared else {}, is_new)
 
-        output, calls, changes, self.merged = comm.broadcast_from(
+        output, calls, changes, self.merged, is_new = comm.broadcast_from(
             found, self.engine.group, self.engine.last_rank, self.device
         )
         effects.repeat(calls, changes, self.device)
         effects.settle(samples, result.weights, self.engine.group)
-        return to_device(output, self.device)
+        return to_device(output, self.device), is_new
 
     def gradient_scale(self) -> float | Tensor:
         """Return what gradients are multiplied by: the share of a batch in an accumulated one, and the loss scale."""
@@ -389,6 +390,36 @@ class PipelineSteps:
         share = 1.0 / self.module.trainer.accumulate_grad_batches
         scaler = getattr(self.precision, "scaler", None)
         return share if scaler is None else scaler.scale(torch.full((), share, device=self.device))
+
+
+@contextmanager
+def _parts_told(module: nn.Module) -> Iterator[None]:
+    """Say of errors of shapes inside the block that parts of sequences are between blocks, if they are."""
+    try:
+        yield
+    except (RuntimeError, ValueError, IndexError) as error:
+        sharding = ParallelState.of(module).sharding
+        regions = [] if sharding is None else sharding.plan.sequence_regions
+        if any(region.sends_pieces and len(region.blocks) > 1 for region in regions) and _is_of_shapes(error):
+            found = f"{_users_place(error)} raises the error above"
+            error.args = (f"{error}\n{refused_between(found)}",)
+        raise
+
+
+def _is_of_shapes(error: Exception) -> bool:
+    """Tell whether torch may have raised `error` for the shape of a tensor, with data or without."""
+    text = str(error)
+    if "sequence_parallel=" in text or type(error) not in (RuntimeError, ValueError, IndexError, PlaceholderError):
+        return False
+    return any(word in text.lower() for word in ("size", "shape", "dimension", "out of range", "out of bounds"))
+
+
+def _users_place(error: Exception) -> str:
+    """Name the innermost line of the user's code that `error` went through."""
+    for frame, line in reversed(list(walk_tb(error.__traceback__))):
+        if frame.f_globals.get("__name__", "").partition(".")[0] not in FOREIGN | {"contextlib"}:
+            return f"`{frame.f_code.co_name}` ({frame.f_code.co_filename.rpartition('/')[2]}, line {line})"
+    return "the step"
 
 
 @contextmanager
@@ -408,6 +439,64 @@ def _variation_told(name: str) -> Iterator[None]:
         raise
 
 
+_SEEN_NODES = 32
+_MOST_PROOFS = 3
+
+
+class LossKinds:
+    """Notices that steps begin to compute their loss in another way than in those that were compared with one process.
+
+    What counts is which operations are last in the graph behind the loss, and not how often.
+
+    Attributes:
+        unproven: On every rank, the arguments of a step of a new kind since the last self-check.
+    """
+
+    def __init__(self) -> None:
+        self.unproven: tuple[tuple[Any, ...], dict[str, Any]] | None = None
+        self._proven: set[frozenset[str]] = set()
+        self._seen: set[frozenset[str]] = set()
+        self._steps = self._told = 0
+
+    def see(self, output: Any) -> None:
+        """Look at what a step returned for a microbatch, before its backward."""
+        loss = output.get("loss") if isinstance(output, Mapping) else output
+        if self._told < _MOST_PROOFS and isinstance(loss, Tensor) and loss.grad_fn is not None:
+            self._seen.add(_operations_behind(loss))
+
+    def end_step(self, is_compared: bool) -> bool:
+        """End a step on the rank with the last stage; tell whether its loss was computed in a new way.
+
+        Args:
+            is_compared: Whether the self-check has run it.
+        """
+        seen, self._seen = self._seen, set()
+        if is_compared:
+            self._proven |= seen
+            return False
+        # In the precision of the run, whose casts the self-check may have left out.
+        is_other_precision = self._steps == 0 and not seen & self._proven
+        is_new = not is_other_precision and not seen <= self._proven
+        self._proven |= seen
+        self._steps += 1
+        self._told += is_new
+        return is_new
+
+
+def _operations_behind(loss: Tensor) -> frozenset[str]:
+    """Return the names of the last operations before a loss."""
+    names: set[str] = set()
+    queue: list[Any] = [loss.grad_fn]
+    found = set(queue)
+    for node in queue:  # grows inside
+        names.add(node.name())
+        for before, _ in node.next_functions:
+            if before is not None and before not in found and len(found) < _SEEN_NODES:
+                found.add(before)
+                queue.append(before)
+    return frozenset(names)
+
+
 @dataclass
 class _StageStep:
     """The module's step for one microbatch on this stage."""
@@ -416,7 +505,7 @@ class _StageStep:
     effects: StepEffects
     audit: StepAudit | None
     keeps_output: bool
-    is_training: bool
+    kinds: LossKinds | None
 
     def __call__(self, microbatch: Any) -> Any:
         with self.effects.step():
@@ -425,10 +514,12 @@ class _StageStep:
             else:
                 with self.audit.watch():
                     output = self._audited(microbatch, self.audit)
+        if self.kinds is not None:
+            self.kinds.see(output)
         if self.keeps_output:
-            return whole_logits(output)
+            return without_caches(whole_logits(output))
         # Logits of all microbatches would be kept at once, for nobody.
-        if not self.is_training:
+        if self.kinds is None:
             return None
         return {"loss": output["loss"]} if isinstance(output, Mapping) and "loss" in output else output
 

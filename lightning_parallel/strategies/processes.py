@@ -207,10 +207,12 @@ def process_groups(mesh: Mesh, device_type: str, timeout: timedelta | None) -> t
 
 
 def discard_groups(groups: MeshGroups | None) -> None:
-    """Remove `groups` from those that later fits reuse: after an error, messages may still be under way in them."""
-    for settings, cached in list(_cached_groups.items()):
-        if cached.groups is groups:
-            del _cached_groups[settings]
+    """Let later fits make new groups: after an error, messages may still be under way in `groups`.
+
+    Those of other meshes and deadlines go as well: the heartbeat of a failed run closes what its processes are in.
+    """
+    if any(cached.groups is groups for cached in _cached_groups.values()):
+        _cached_groups.clear()
 
 
 StartMethod = Literal["popen", "spawn", "fork", "forkserver"]

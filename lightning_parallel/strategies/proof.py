@@ -33,6 +33,7 @@ from lightning_parallel.comm import MeshGroups, RollCall
 from lightning_parallel.compat import ParallelState
 from lightning_parallel.compat.torch import BatchNormalization
 from lightning_parallel.pipeline.microbatch import (
+    MEANS,
     RETURNED,
     chosen_samples,
     few_samples,
@@ -101,6 +102,8 @@ _DRAWS = (
 )
 _MOST_KINDS = 16
 """Runs in which it is found out how microbatches are merged."""
+_ANOTHER_WAY = "of a step that has computed its loss from other operations than those before"
+_FROM_BEFORE = "of the first batch again, with what it has left in attributes"
 _MIXED = 8
 """Samples on which it is seen whether a step that draws numbers mixes them."""
 _USERS_FAILURE = (
@@ -139,13 +142,44 @@ class FirstBatches:
         self._epoch = -1
         self._loaders: set[tuple[str, int]] = set()
         self._seen: set[str] = set()
+        self._steps = 0
+        self._again: tuple[tuple[Any, ...], dict[str, Any]] | None = None
 
-    def see_training(self, args: tuple[Any, ...], kwargs: dict[str, Any], epoch: int) -> None:
-        """Look at a batch of training: once an epoch whether it is the same on all ranks."""
+    def see_training(
+        self,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        epoch: int,
+        unproven: tuple[tuple[Any, ...], dict[str, Any]] | None = None,
+    ) -> bool:
+        """Look at a batch of training: once an epoch whether it is the same on all ranks.
+
+        Args:
+            args, kwargs: Of the step.
+            epoch: The current one.
+            unproven: Of an earlier step of this replica that was computed in a way that was not compared yet.
+
+        Returns:
+            Whether that step was looked at.
+        """
+        data = self._groups.data_parallel
+        # Replicas ask each other in some steps only.
+        is_due = data.size == 1 or self._epoch != epoch or not self._steps & (self._steps - 1)
+        self._steps += 1
         if self._epoch != epoch:
             check_same_batch((args, kwargs), self._groups.replica)
             self._epoch = epoch
-        self._prove("training_step", args, kwargs)
+        again, self._again = self._again, None
+        if again is not None:
+            self._seen.discard("training_step")
+        self._prove("training_step", *(again or (args, kwargs)), why="" if again is None else _FROM_BEFORE)
+        if not is_due or self._verify == "off":
+            return False
+        is_wanted = unproven is not None
+        if any(comm.all_gather_object(is_wanted, data)) if data.size > 1 else is_wanted:
+            self._seen.discard("training_step")
+            self._prove("training_step", *(unproven or (args, kwargs)), why=_ANOTHER_WAY)
+        return True
 
     def begin_evaluation(self) -> None:
         """Look at the first batch of each loader again."""
@@ -158,13 +192,22 @@ class FirstBatches:
             self._loaders.add((name, loader))
         self._prove(name, args, kwargs)
 
-    def _prove(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def _prove(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], why: str = "") -> None:
         if name not in self._seen and self._verify != "off" and self._groups.replica.size > 1:
             self._seen.add(name)
             runs = self._make_runs()
             # What every rank runs on the whole model is what one process runs.
             if runs.steps is None or runs.steps.goes_in_stages(name, args, kwargs):
-                StepProof(runs).prove(name, args, kwargs)
+                StepProof(runs).prove(name, args, kwargs, why)
+                if runs.steps is not None and name == "training_step" and not why:
+                    # Found in a batch before which there was nothing: a minimum of losses is a mean of them then.
+                    # The same batch shows the difference, as losses of its parts lie on both sides of its loss.
+                    rules = ParallelState.of(runs.module).merging.get(name, {}).items()
+                    is_left = any(
+                        rule in MEANS or (" " in rule and not key.startswith(RETURNED)) for key, rule in rules
+                    )
+                    if any(comm.all_gather_object(is_left, self._groups.world)):
+                        self._again = (args, kwargs)
 
 
 class StepProof:
@@ -183,21 +226,26 @@ class StepProof:
         # A rank that fails in the middle of the sharded run tells the others, which may wait for its messages.
         self.calls = RollCall(self.replica, "self-check")
 
-    def prove(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def prove(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], why: str = "") -> None:
         """Compare the step `name` on the first samples of its first batch; prints what was verified.
 
         Args:
             name: `training_step`, `validation_step`, `test_step` or `predict_step`.
             args, kwargs: Of the step.
+            why: Why it is compared later than in the first batch.
 
         Raises:
             ProofError: On every rank, if it differs from that of one process.
         """
         begun_s = time.perf_counter()
         batch, *rest = args
-        call = StepCall(name, self._first_samples(name, batch), tuple(rest), kwargs)
+        # The sample that makes a difference may be anywhere.
+        self.runs.cuts_fully = bool(why)
+        samples = batch if why else self._first_samples(name, batch)
+        call = StepCall(name, samples, tuple(rest), kwargs)
         state = ParallelState.of(self.module)
-        state.merging[name] = {}
+        if not why:
+            state.merging[name] = {}
         state.whole_batches.discard(name)
         with self.runs.nothing_left():
             verdict = _Comparison(self.runs, call, batch, self.calls)
@@ -211,7 +259,7 @@ class StepProof:
                 verdict.judge()
         if name == "training_step":
             state.doubt = None
-        self._report(verdict, time.perf_counter() - begun_s)
+        self._report(verdict, time.perf_counter() - begun_s, why)
 
     def _first_samples(self, name: str, batch: Any) -> Any:
         """Return two samples; in a pipeline two microbatches, of two samples if the run's have several.
@@ -236,7 +284,7 @@ class StepProof:
         except ValueError:
             return batch
 
-    def _report(self, verdict: _Comparison, seconds: float) -> None:
+    def _report(self, verdict: _Comparison, seconds: float, why: str) -> None:
         """Raise or warn on all ranks together; print what was verified."""
         # Of the sharded run, as it would be raised in the step itself.
         comm.raise_together(verdict.error, self.runs.groups.world)
@@ -248,7 +296,7 @@ class StepProof:
         varying = sorted({text for _, _, _, _, texts, _ in everyone for text in texts})
         name = verdict.call.name
         if found:
-            raise ProofError(_message(verdict.call, found, hint))
+            raise ProofError(_message(verdict.call, found, hint, why))
         if failure and blame == "check":
             raise ProofError(
                 _OUR_FAILURE.format(name, "in shards" if self.runs.engine is None else "in stages", failure)
@@ -280,7 +328,7 @@ def _listed(names: Sequence[str]) -> str:
     return ", ".join(names[:_SHOWN]) + more
 
 
-def _message(call: StepCall, found: Sequence[StepDifference], hint: str) -> str:
+def _message(call: StepCall, found: Sequence[StepDifference], hint: str, why: str) -> str:
     unique = list({(difference.kind, difference.name): difference for difference in found}.values())
     unique.sort(key=lambda difference: _ORDER.index(difference.kind))
     lines = [f"  {difference}" for difference in unique[:_SHOWN]]
@@ -288,7 +336,7 @@ def _message(call: StepCall, found: Sequence[StepDifference], hint: str) -> str:
         lines.append(f"  and {len(unique) - _SHOWN} more")
     return (
         f"`{call.name}` does not compute the same divided as on one process. Both were run on {_described(call.batch)}"
-        " before the first batch, and differ in\n" + "\n".join(lines) + (f"\n{hint}" if hint else "")
+        f" {why or 'before the first batch'}, and differ in\n" + "\n".join(lines) + (f"\n{hint}" if hint else "")
     )
 
 
@@ -673,8 +721,7 @@ class _Comparison:
         if can_split and not self.anywhere(self._found(whole, self._sharded(one))):
             if self._draws_alike(divided):
                 self.hint = _MICROBATCHES
-                self._learn_kinds(way, whole, divided)
-                self._learn_means(way, whole)
+                self._learn_kinds(way, whole, self._learn_means(way, whole) or divided)
             elif self.call.name == "training_step":
                 self.differences = []
             if self.call.name != "training_step" and self.anywhere(self.differences):
@@ -717,7 +764,7 @@ class _Comparison:
 
     def _named_differences(self) -> set[str]:
         """Return the names of attributes, and of what the step returned, that differ on any rank of the replica."""
-        mine = {entry.name for entry in self.differences if entry.kind == "attribute"}
+        mine = {entry.name for entry in self.differences if entry.kind in ("attribute", "buffer")}
         mine |= {f"{RETURNED}{entry.name}" for entry in self.differences if entry.kind == "output"}
         return {name for theirs in comm.all_gather_object(mine, self.replica) for name in theirs}
 
@@ -727,21 +774,22 @@ class _Comparison:
             for key, kind in divided.merged.items():
                 self._rules.setdefault(key, kind)
 
-    def _learn_means(self, way: Way, whole: WholeRun) -> None:
-        """Find out which values one step leaves are means of those that microbatches leave."""
-        rules = self._rules
+    def _learn_means(self, way: Way, whole: WholeRun) -> DividedRun | None:
+        """Find out which values one step leaves are means of those that microbatches leave; return the last run."""
+        rules, divided = self._rules, None
         names = self._kept_names()
-        before = {name: rules[name] for name in names if name in rules}
         for rule in ("mean", "samples"):
             if names:
                 rules.update(dict.fromkeys(sorted(names), rule))
-                self.differences = self._found(whole, self._sharded(way))
+                divided = self._sharded(way)
+                self.differences = self._found(whole, divided)
                 names &= self._kept_names()
         for name in names:
-            rules.pop(name)
-            rules.update({name: before[name]} if name in before else {})
+            del rules[name]
         if names:
-            self.differences = self._found(whole, self._sharded(way))
+            divided = self._sharded(way)
+            self.differences = self._found(whole, divided)
+        return divided
 
     def _use_whole_batches(self) -> None:
         """Run a step for evaluation as one microbatch, which is equal: there are no gradients to be kept for."""

@@ -16,6 +16,7 @@ from typing import Any
 import numpy
 import torch
 from lightning.fabric.utilities.seed import pl_worker_init_function
+from lightning.pytorch import Trainer
 from lightning.pytorch.utilities.types import LRSchedulerConfig
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import ReduceLROnPlateau
@@ -24,9 +25,12 @@ from torchmetrics import Metric
 
 from lightning_parallel import comm
 from lightning_parallel.comm import Group, MeshGroups, fingerprints
+from lightning_parallel.compat import Patches
+from lightning_parallel.compat.lightning import at_end_of_epochs
 from lightning_parallel.compat.torch import buffers_of, non_persistent_buffers_of, pytree
 
 __all__ = [
+    "compute_at_end_of_epochs",
     "content_of",
     "scope_metrics",
     "seed_workers",
@@ -214,6 +218,16 @@ def scope_metrics(module: nn.Module, groups: MeshGroups) -> None:
             metric.distributed_available_fn = _not_distributed
         else:
             metric.process_group = groups.data_parallel.process_group
+
+
+def compute_at_end_of_epochs(trainer: Trainer, group: Group, patches: Patches) -> None:
+    """Compute what is logged for an epoch on every rank, before any hook hears that the epoch has ended.
+
+    Progress bars, on rank zero alone, ask for it in a hook: it would wait there for its replicas, which wait for it
+    behind another hook.
+    """
+    if group.size > 1:
+        at_end_of_epochs(trainer, lambda: trainer.callback_metrics, patches)
 
 
 def share_plateau_metrics(configs: Sequence[LRSchedulerConfig], group: Group) -> None:

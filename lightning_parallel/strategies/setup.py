@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import importlib
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -19,6 +19,7 @@ from typing import Any, Literal, Optional, Union
 
 import torch
 from lightning.pytorch import LightningModule
+from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from torch import nn
 
@@ -31,12 +32,20 @@ from lightning_parallel.compat.torch import BatchNormalization, buffers_of
 from lightning_parallel.mesh import PIPELINE
 from lightning_parallel.pipeline.analysis import analyze
 from lightning_parallel.pipeline.engine import PipelineEngine
-from lightning_parallel.pipeline.microbatch import SplitBatch, num_samples, split_by
+from lightning_parallel.pipeline.microbatch import (
+    WHOLE_BATCHES,
+    SplitBatch,
+    add_to_text,
+    num_samples,
+    split_by,
+    split_lists,
+)
 from lightning_parallel.pipeline.microbatch import split_batch as split_samples
 from lightning_parallel.pipeline.p2p import MessageGroups
 from lightning_parallel.pipeline.pipeline_plan import Costs, PipelinePlan
 from lightning_parallel.pipeline.schedule import SCHEDULES, Kind, Schedule, build_schedule
 from lightning_parallel.pipeline.search import WITH_CHUNKS, Balance, Workload, choose_schedule
+from lightning_parallel.pipeline.stage import CutError
 from lightning_parallel.planner.links import measure_link
 from lightning_parallel.strategies import replicas
 from lightning_parallel.strategies.checkpoint_files import replace_file
@@ -165,7 +174,8 @@ def shard_tensors(module: LightningModule, options: TensorOptions, groups: MeshG
         return state.sharding
     if group.size == 1:
         return None
-    found = make_plan(module, options.plan, group, options.sequence_parallel)
+    with comm.failing_together(groups.world):
+        found = make_plan(module, options.plan, group, options.sequence_parallel)
     if groups.pipeline_parallel.size > 1:
         found.sequence_regions = [replace(region, sends_pieces=True) for region in found.sequence_regions]
     if options.gather_logits:
@@ -277,6 +287,8 @@ def _check_cut(engine: PipelineEngine) -> None:
 
 # ---------------------------------------------------------------------------------------------------------- the plan
 
+_ONE_VALUE = "Expected more than 1 value per channel"  # torch, of batch normalisation on a single sample
+
 
 def _agreed_plan(
     module: LightningModule,
@@ -302,12 +314,51 @@ def _agreed_plan(
             weight = find_microbatch_weight(module, plan, device, *found, options.split_batch, weight, groups.world)
     except Exception as error:
         failure = error
+        if found is not None:
+            _tell_circumstances(error, module, options, found[1])
+        if _ONE_VALUE in str(error) and samples is not None and samples > 1:
+            failure = ValueError(
+                f"batch normalization needs two samples in each microbatch: expected at most {samples // 2}"
+                f" microbatches of a batch of {samples} samples, found num_microbatches={options.num_microbatches!r}."
+                f" Set `num_microbatches` to at most {samples // 2}, or to 'auto' ({error})"
+            )
     comm.raise_together(failure, groups.world)
     assert plan is not None
     assert weight is not None
     # Each rank may have been given another one, or other arguments.
     comm.agree("the pipeline plan", plan.outline(), groups.pipeline_parallel)
     return plan, weight
+
+
+def _tell_circumstances(error: Exception, module: LightningModule, options: PipelineOptions, batch: Any) -> None:
+    """Add to what stopped the look at the first batch in what it differs from a step of one process."""
+    reasons = list(_causes(error))
+    if any(isinstance(reason, CutError) for reason in reasons):
+        return
+    text = "\n".join(map(str, reasons))
+    late = [name for name in _LATE_HOOKS if is_overridden(name, module)]
+    if late and ("NoneType" in text or any(isinstance(each, (AttributeError, LookupError)) for each in reasons)):
+        add_to_text(
+            error,
+            f"The first batch is looked at before the run: {', '.join(f'`{name}`' for name in late)} of"
+            f" `{type(module).__name__}` had not run yet. Set what the step needs in `__init__` or `setup`, or compute"
+            " it from the batch in the step itself.",
+        )
+    if options.num_microbatches != 1:
+        hint = split_lists(batch) if options.split_batch is split_samples else ""
+        hint = "" if hint in text else hint
+        is_raw = any(type(reason).__module__ == "builtins" for reason in reasons[1:]) or "per channel" in text
+        if hint or is_raw:
+            add_to_text(error, f"The step was looked at with one microbatch of the first batch. {WHOLE_BATCHES}{hint}")
+
+
+_LATE_HOOKS = ("on_fit_start", "on_train_start", "on_train_epoch_start", "on_train_batch_start")
+
+
+def _causes(error: BaseException | None) -> Iterator[BaseException]:
+    while error is not None:
+        yield error
+        error = error.__cause__
 
 
 def _plan(

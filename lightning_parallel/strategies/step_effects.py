@@ -28,7 +28,7 @@ from lightning_parallel.compat.lightning import (
     states_of,
     value_of_batches,
 )
-from lightning_parallel.compat.torch import pytree
+from lightning_parallel.compat.torch import BatchNormalization, pytree, version_of
 from lightning_parallel.pipeline.microbatch import (
     MEANS,
     Merging,
@@ -85,10 +85,13 @@ class StepEffects:
         self._attributes = {path: dict(vars(holder)) for path, holder in self._start.modules()}
         self._rules = ParallelState.of(module).merging.setdefault(name, {})
         self._history: list[dict[Path, Edit]] = []
+        # Sums and rows of what each microbatch leaves count where it leaves what was there, too: the size of a batch.
+        totals = (label for label, rule in self._rules.items() if rule.startswith(("sum ", "rows ")))
+        self._totals = [name for name in totals if isinstance(self._start.original((name,)), (int, float, Tensor))]
         followed = {label_of((*path, "")) for path in self._attributes if path}
         self._counters = [
             _Counter(module, name, rule)
-            for name, rule in self._rules.items()
+            for name, rule in {**self._rules, **(_rules_of_norms(module) if name == "training_step" else {})}.items()
             if f"{name.rpartition('.')[0]}." not in followed and _is_inside(module, name)
         ]
 
@@ -124,7 +127,10 @@ class StepEffects:
             self._trainer.restore()
         self._of_trainer.append(of_trainer)
         self.logged.append(calls)
-        self._history.append(before.changes())
+        edits = before.changes()
+        for name in self._totals:
+            edits.setdefault((name,), Value(before.original((name,)), before.entries_of(self.module)[name], False))
+        self._history.append(edits)
 
     def merging(self, samples: Sequence[int], weights: Sequence[float], is_strict: bool) -> Merging:
         """Return how microbatches are merged."""
@@ -181,7 +187,7 @@ class StepEffects:
 
 
 class _Counter:
-    """A number, or buffer, that a submodule updates once in each step: see `ParallelState.attributes`."""
+    """A number, or buffer, that a submodule updates once in each step: see `ParallelState.merging`."""
 
     def __init__(self, module: nn.Module, name: str, rule: str) -> None:
         self.label = name
@@ -192,6 +198,9 @@ class _Counter:
         self.is_tensor = isinstance(self._before, Tensor)
         # One that the steps do not write into: autograd may have saved those.
         self._original = self._copied()
+        # What batch normalisation counts tells whether its statistics have moved, without a look at their data.
+        self._is_of_norm = isinstance(self._holder, BatchNormalization) and rule in MEANS
+        self._mark()
         self._after: list[Any] = []
 
     @property
@@ -219,11 +228,20 @@ class _Counter:
             put(self._holder, self._name, self._original.clone())
         else:
             put(self._holder, self._name, self._before)
+        self._mark()
+
+    def _mark(self) -> None:
+        self._count = self._holder.num_batches_tracked if self._is_of_norm else None
+        self._version = version_of(self._count) if isinstance(self._count, Tensor) else 0
 
     def note(self) -> None:
         """Keep what a microbatch has left, if it came by."""
         value = self.value
-        same = torch.equal(value, self._original) if isinstance(value, Tensor) else value == self._before
+        if isinstance(self._count, Tensor):
+            count = self._holder.num_batches_tracked
+            same = count is self._count and version_of(count) == self._version
+        else:
+            same = torch.equal(value, self._original) if isinstance(value, Tensor) else value == self._before
         if not same:
             self._after.append(value)
 
@@ -239,6 +257,17 @@ class _Counter:
         if isinstance(self._before, Tensor):
             value = self._before.copy_(value) if self._before.shape == value.shape else value
         put(self._holder, self._name, value)
+
+
+def _rules_of_norms(module: nn.Module) -> dict[str, str]:
+    """Return the rules by which batch normalisation updates its statistics once in each step.
+
+    The self-check cannot find them out: it runs the layers as one microbatch, or with fixed statistics. Counts come
+    first, as the other counters look at them.
+    """
+    norms = [path for path, child in module.named_modules() if path and isinstance(child, BatchNormalization)]
+    kinds = {"num_batches_tracked": "mean", "running_mean": "samples", "running_var": "samples"}
+    return {f"{path}.{name}": rule for name, rule in kinds.items() for path in norms}
 
 
 def _is_inside(module: nn.Module, name: str) -> bool:
@@ -465,13 +494,27 @@ def _merge_values(path: Path, found: Sequence[tuple[int, Value]], merging: Mergi
     if rule in MEANS and isinstance(after, (bool, int, float, Tensor, np.ndarray, np.generic)):
         shares = _shares(rule, samples, merging.weights)
         after = _mean(before, {number: edit.after for number, edit in found}, shares)
-    elif len(values) >= max(len(samples), 2) and all(isinstance(value, (Tensor, np.ndarray)) for value in values):
+    elif ends := _ends(found, len(samples)):
+        is_number = not isinstance(ends[0], (Tensor, np.ndarray))
         # A running mean may have as many rows by chance.
-        is_running = isinstance(before, type(values[0])) and before.shape == values[0].shape
-        are_rows = merging.is_per_sample(values) and not is_running
-        if merging.kind(label, f"{'rows' if are_rows else 'last'} {values[0].ndim}") != "last":
-            after = merge_outputs(values, merging, label)
+        is_running = isinstance(before, type(values[0])) and np.shape(before) == np.shape(values[0])
+        are_rows = not is_number and merging.is_per_sample(ends) and not is_running
+        if merging.kind(label, f"{'rows' if are_rows else 'last'} {0 if is_number else ends[0].ndim}") != "last":
+            merged = merge_outputs(ends, merging, label)
+            # A list of tensors that do not fit together is no buffer.
+            after = merged if is_number or isinstance(merged, type(after)) else after
     return path, "write" if found[0][1].in_place else "set", after
+
+
+def _ends(found: Sequence[tuple[int, Value]], count: int) -> list[Any]:
+    """Return the numbers, or tensors, that each of several microbatches has left; nothing if one has left another."""
+    edits = {number: edit.after for number, edit in found}
+    ends = [found[0][1].before]
+    for number in range(count):
+        ends.append(edits.get(number, ends[-1]))
+    kinds = [(int, float), (Tensor, np.ndarray)]
+    is_one = any(all(isinstance(end, kind) and not isinstance(end, bool) for end in ends[1:]) for kind in kinds)
+    return ends[1:] if is_one and count > 1 else []
 
 
 def _shares(rule: str, samples: Sequence[int], weights: Sequence[float]) -> Sequence[float]:

@@ -24,7 +24,7 @@ from lightning_parallel.compat import ParallelState, Patches
 from lightning_parallel.compat.torch import dispatch_modes_suspended, version_of
 from lightning_parallel.data_parallel import GradientReducer
 from lightning_parallel.pipeline.engine import PipelineEngine
-from lightning_parallel.pipeline.microbatch import count_samples, loss_of, map_tensors, split_by
+from lightning_parallel.pipeline.microbatch import count_samples, loss_of, map_tensors, split_by, without_caches
 from lightning_parallel.pipeline.placeholder import PlaceholderTensor
 from lightning_parallel.pipeline.random_streams import (
     DrawRecorder,
@@ -43,6 +43,7 @@ from lightning_parallel.strategies.observed_step import (
     flags_of,
     numbers_in,
 )
+from lightning_parallel.strategies.part_use import GatheredMode
 from lightning_parallel.strategies.pinned import (
     SEED,
     Draws,
@@ -171,6 +172,9 @@ class StepRuns:
         reducer: Of the gradients over the replicas, during `fit`.
         precision: Gives the context in which Lightning runs each step.
         device: Where this rank computes.
+
+    Attributes:
+        cuts_fully: Whether stages run as many microbatches as in the run, and not two.
     """
 
     def __init__(
@@ -194,6 +198,7 @@ class StepRuns:
         self.reducer = reducer
         self.precision = precision
         self.device = device
+        self.cuts_fully = False
         self._are_complete = False
 
     @property
@@ -207,7 +212,7 @@ class StepRuns:
         if self.engine is None:
             return 1
         count = self.engine.schedule.num_microbatches
-        return min(2, count) if self.engine.schedule.name in SCHEDULES else count
+        return min(2, count) if self.engine.schedule.name in SCHEDULES and not self.cuts_fully else count
 
     # ------------------------------------------------------------------------------------------------ the two runs
 
@@ -227,6 +232,10 @@ class StepRuns:
         try:
             with self._state_kept():
                 found = run_reference(self.skeleton, owners, run, way.double, keeps)
+            if found.failure and self.engine is None:
+                with self._state_kept(), self._whole_copies() as are_there:
+                    if are_there:  # which the step may have called
+                        found = run_reference(self.skeleton, owners, run, way.double, keeps)
         except Exception as error:  # what it wrote cannot be put back, on this rank only
             failure = error
         comm.raise_together(failure, self.groups.replica)
@@ -278,9 +287,29 @@ class StepRuns:
         with ExitStack() as stack:
             if self.steps is not None:
                 stack.enter_context(self.steps.alone())
+            if state.order is not None:
+                stack.enter_context(state.order.paused())
             state.is_alone = True
             stack.callback(setattr, state, "is_alone", False)
             yield
+
+    @contextmanager
+    def _whole_copies(self) -> Iterator[bool]:
+        """Make copies of the module, such as averages, whole on the first rank; tell whether there are some."""
+        state = ParallelState.of(self.module)
+        has_copies = state.copies is not None and state.full_states is not None and bool(state.copies)
+        if not comm.on_any_rank([has_copies], self.groups.replica)[0]:
+            yield False
+            return
+        before = {id(tensor): (tensor, tensor.data, tensor.detach().clone()) for tensor in state.copies.tensors()}
+        state.full_states.restore_copies(self.groups.replica.rank == 0)
+        try:
+            yield True
+        finally:
+            state.copies.divide_again(self.rules, self.groups.tensor_parallel.rank)
+            # What the step has written into them was for the self-check.
+            for tensor, part, value in before.values():
+                tensor.data = part.copy_(value)
 
     def divided(self, call: StepCall, way: Way, around: Callable[..., Any] | None = None) -> DividedRun:
         """Run a step as it is about to be run, without the mean over the replicas.
@@ -306,6 +335,9 @@ class StepRuns:
                 stack.enter_context(without_dropout(self.module))
             if way.fixed_norm:
                 stack.enter_context(with_fixed_norm(self.module))
+            watch = ParallelState.of(self.module).watch
+            if watch is not None:
+                stack.enter_context(GatheredMode(watch.parts()))
             if trace is not None:
                 stack.enter_context(trace.recording())
             replayed: list[ReplayedDraws] = []
@@ -388,10 +420,11 @@ class StepRuns:
         for (label, key), value in before[2].changes().items():
             attributes.update(numbers_in(value, f"{label}[{key!r}]"))
         counters = {name: value for name, value in counters_of(self.module).items() if value != before[1].get(name)}
+        outputs = numbers_in(without_caches(output), "")
         return ObservedStep(
             None if loss is None else float(loss.detach()),
             logged,
-            {key: value for key, value in numbers_in(output, "").items() if loss is None or key not in _LOSS},
+            {key: value for key, value in outputs.items() if loss is None or key not in _LOSS},
             attributes,
             unknown | {name for name, value in vars(self.module).items() if isinstance(value, PlaceholderTensor)},
             counters,

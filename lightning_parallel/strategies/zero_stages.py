@@ -26,7 +26,14 @@ from lightning_parallel.compression import Reducer
 from lightning_parallel.data_parallel import ParameterSlices
 from lightning_parallel.strategies.optimization import check_sliced
 
-__all__ = ["ZeroStage", "check_zero_stage", "divide_optimizers", "make_slices", "refuse_zero_stage"]
+__all__ = [
+    "ZeroStage",
+    "check_zero_stage",
+    "divide_optimizers",
+    "follow_other_steps",
+    "make_slices",
+    "refuse_zero_stage",
+]
 
 ZeroStage = Literal[0, 1, 2]
 
@@ -112,3 +119,16 @@ def divide_optimizers(optimizers: Sequence[Optimizer], slices: ParameterSlices, 
     for optimizer in optimizers:
         if not slices.has_divided(optimizer):
             slices.divide(optimizer, patches)
+
+
+def follow_other_steps(slices: ParameterSlices, world: Group, patches: Patches) -> None:
+    """Take an optimizer whose closure made its parameters narrow: a module's own `optimizer_step` may bring its own.
+
+    Its step has updated slices by then, which nobody else would gather; from then on it is one that is divided.
+    """
+
+    def take(optimizer: Optimizer) -> None:
+        divide_optimizers([optimizer], slices, world, patches)
+        slices.gather_step(optimizer)
+
+    slices.watch_steps(take)

@@ -340,7 +340,7 @@ class _Search:
         if call is None or call.hidden.dim() != 3:
             return False
         leaves = [leaf for leaf in pytree.tree_leaves((call.args, call.kwargs)) if isinstance(leaf, Tensor)]
-        if not any(_is_for_heads(leaf, *call.hidden.shape[:2]) for leaf in leaves if leaf is not call.hidden):
+        if not any(_is_for_heads(leaf, call.hidden.shape[1]) for leaf in leaves if leaf is not call.hidden):
             return False
         return self.verifier.verify(module, inside, call) is False
 
@@ -438,11 +438,14 @@ def _regions_by_dataflow(module: nn.Module, free: list[str], inside: Plan, searc
     return found
 
 
-def _is_for_heads(given: Tensor, batch: int, length: int) -> bool:
-    """Return whether what a block is given has a dimension of heads: a mask for all of them has one of 1, or none."""
-    if given.dim() < 3 or given.shape[-1] != length:
-        return False
-    return given.shape[-3] != 1 if given.dim() > 3 else given.shape[0] not in (1, batch)
+def _is_for_heads(given: Tensor, length: int) -> bool:
+    """Return whether what a block is given may have a dimension of heads: a bias of positions, slopes, a scale.
+
+    A mask for all heads has one of 1, or none.
+    """
+    if given.dim() == 1:
+        return given.is_floating_point() and len(given) > 1
+    return given.dim() > 2 and given.shape[-1] in (1, length) and given.shape[-3] != 1
 
 
 def _weights(module: nn.Module, plan: Plan) -> int:

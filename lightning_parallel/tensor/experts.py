@@ -37,7 +37,7 @@ from lightning_parallel.tensor.low_rank import linear_layers
 from lightning_parallel.tensor.per_head import DividedTensor
 from lightning_parallel.tensor.plan import Plan
 from lightning_parallel.tensor.regions import RandomRegion
-from lightning_parallel.tensor.sharding import Shard, ShardPart
+from lightning_parallel.tensor.sharding import Shard, ShardPart, layer_of
 from lightning_parallel.tensor.verify import PlanVerifier
 
 __all__ = ["Experts", "ExpertsModule", "find_routers", "join_lists", "plan_experts"]
@@ -117,9 +117,12 @@ class ExpertsModule(nn.Module):
         with self._added_once(), self._random_numbers((args, kwargs)):
             output = super().forward(*args, **kwargs)
         if RandomRegion.draws > draws:
+            path = layer_of(self.named_parameters(), "<its path>")
             raise RuntimeError(
-                f"`{type(self).__name__}` draws random numbers between its experts' layers, of which each"
-                " tensor-parallel rank computes a part. Keep it whole with tensor_plan={..., '<its path>': 'replicate'}"
+                f"`{path}` draws random numbers (a noisy router?) in the module that runs its experts, of which each"
+                " tensor-parallel rank computes a part. Whether the numbers are for a part or the whole is not known."
+                " Draw them in the module around, or keep it whole with"
+                f" tensor_plan={{..., {f'{path}*'!r}: 'replicate'}}"
             )
         self._refuse_kept_graphs()
         leaves, tree = pytree.tree_flatten(output)

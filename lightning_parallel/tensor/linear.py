@@ -29,7 +29,7 @@ from lightning_parallel.comm import Group, Pending
 from lightning_parallel.comm.weight_gradients import parameters_among, put_off
 from lightning_parallel.compat.torch import current_graph_task_id, version_of
 from lightning_parallel.tensor.autograd import no_view
-from lightning_parallel.tensor.sharding import balanced
+from lightning_parallel.tensor.sharding import balanced, layer_of
 
 __all__ = [
     "SequenceLengths",
@@ -97,9 +97,12 @@ def _once(backward: Callable[..., Any]) -> Callable[..., Any]:
     @wraps(backward)
     def checked(ctx: Any, *gradients: Any) -> Any:
         if torch.is_grad_enabled():
+            layer = layer_of([("weight", parameter) for parameter in getattr(ctx, "parameters", ())], "<their path>")
+            parent = layer.rpartition(".")[0]
             raise RuntimeError(
-                "gradients of gradients (`create_graph=True`) through layers that are divided over ranks are not"
-                " supported; keep those layers whole with tensor_plan={...: 'replicate'}"
+                "gradients of gradients (`create_graph=True`, as of a gradient penalty) through layers that are divided"
+                f" over ranks are not supported; met at `{layer}`. Keep the layers through which they pass whole with"
+                f" tensor_plan={{..., {(f'{parent}.*' if parent else layer)!r}: 'replicate'}}"
             )
         return plain(ctx, *gradients)
 

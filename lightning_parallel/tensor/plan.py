@@ -356,6 +356,9 @@ def apply_plan(module: nn.Module, plan: Plan, group: Group) -> Sharding:
     full_attributes: dict[str, dict[str, Any]] = {}
     for path, values in plan.attributes.items():
         full_attributes[path] = set_local_values(modules[path], values)
+    for name, parameter in module.named_parameters():
+        if name in shards:
+            parameter.sharded_as = name  # type: ignore[attr-defined]  # for messages
     # After all layers: a region is found by the divided layers inside one module.
     connect_random_regions(module, group)
     for region in plan.sequence_regions:

@@ -22,7 +22,8 @@ Source: Korthikanti et al., https://arxiv.org/abs/2205.05198
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import sys
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import accumulate
@@ -33,7 +34,14 @@ from torch import Tensor, nn
 
 from lightning_parallel import comm
 from lightning_parallel.comm import Group
-from lightning_parallel.compat.torch import FakeTensor, current_graph_task_id, pytree, version_of
+from lightning_parallel.compat import innermost_users_line
+from lightning_parallel.compat.torch import (
+    DisableTorchFunctionSubclass,
+    FakeTensor,
+    current_graph_task_id,
+    pytree,
+    version_of,
+)
 from lightning_parallel.tensor.autograd import gather_from_group, scatter_to_group
 from lightning_parallel.tensor.inputs import DividedInput, divided_input
 from lightning_parallel.tensor.linear import SequenceLengths, shared_inputs
@@ -41,7 +49,7 @@ from lightning_parallel.tensor.logits import DividedLogits, divided_logits, take
 from lightning_parallel.tensor.regions import DividedExtent, RandomRegion, is_same_state, random_state
 from lightning_parallel.tensor.sharding import Shard
 
-__all__ = ["SequenceRegion", "divide_region", "divide_sequence"]
+__all__ = ["SequenceRegion", "divide_region", "divide_sequence", "refused_between"]
 
 
 @dataclass(frozen=True)
@@ -83,7 +91,7 @@ def divide_region(modules: Mapping[str, nn.Module], region: SequenceRegion, grou
     for path in region.gathered:
         _gather_around(path, modules[path], lengths)
     if len(blocks) > 1 and region.sends_pieces:
-        _refuse_changes_between(blocks, group)
+        _refuse_changes_between(blocks, group, region.dim)
 
 
 def divide_sequence(
@@ -276,6 +284,71 @@ def _exchanged(values: Any, old: Tensor, new: Tensor) -> Any:
     return pytree.tree_map(lambda leaf: new if leaf is old else leaf, values)
 
 
+class _PartBetween(Tensor):
+    """This rank's part of the hidden states behind a block, which nobody but the next block may read."""
+
+    _of: str  # the path of the block
+    _whole: torch.Size  # the shape of the hidden states on all ranks
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Callable[..., Any], types: Iterable[type], args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        asking = sys._getframe(1).f_globals.get("__name__", "")
+        name = getattr(func, "__name__", "")
+        name = getattr(getattr(func, "__self__", None), "__name__", "") if name == "__get__" else name
+        if not asking.startswith(_MAY_READ) and name in ("shape", "size"):
+            rest = (*args[1:], *(kwargs or {}).values())
+            return args[0]._whole[rest[0]] if rest and rest[0] is not None else args[0]._whole
+        if not asking.startswith(_MAY_READ) and name not in _SAME_OF_PARTS:
+            path = next(leaf._of for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, _PartBetween))
+            raise RuntimeError(refused_between(f"{innermost_users_line()} reads the output of `{path}` (`{name}`)"))
+        with DisableTorchFunctionSubclass():
+            return func(*args, **(kwargs or {}))
+
+
+# What passes hidden states on: pipeline stages, checkpoints, hooks of modules.
+_MAY_READ = ("lightning_parallel.", "torch.utils.", "torch.nn.modules.module")
+# What is the same of a part and of the whole.
+_SAME_OF_PARTS = {
+    "device",
+    "dtype",
+    "requires_grad",
+    "is_leaf",
+    "layout",
+    "is_cuda",
+    "dim",
+    "ndim",
+    "is_floating_point",
+}
+_SAME_OF_PARTS |= {"is_sparse", "is_meta", "is_quantized", "is_complex", "element_size", "get_device"}
+
+
+def refused_between(found: str) -> str:
+    """Return the text of a refusal of code between blocks of a pipeline, of which `found` tells what was seen."""
+    return (
+        "`sequence_parallel=True` together with a pipeline expects that no code between the blocks reads or changes"
+        f" their hidden states, of which each rank has a part of the sequence. Found: {found}. Do it inside of the"
+        " blocks, before the first or after the last of them. Or use `sequence_parallel=False`, or no pipeline"
+    )
+
+
+def _mark(hidden: Tensor, path: str, lengths: SequenceLengths) -> None:
+    shape = list(hidden.shape)
+    shape[lengths.dim] = sum(lengths.parts(shape[lengths.dim]))
+    # The same object, so that its place in autograd's graph stays.
+    hidden.__class__ = _PartBetween
+    hidden._of, hidden._whole = path, torch.Size(shape)  # type: ignore[attr-defined]
+
+
+def _unmarked(values: Any) -> Any:
+    def plain(leaf: _PartBetween) -> Tensor:
+        with DisableTorchFunctionSubclass():
+            return leaf.view_as(leaf)
+
+    return pytree.tree_map_only(_PartBetween, plain, values)
+
+
 class _LastOutput:
     """What the block of a stack that ran last has returned: the memory, the shape and the version of the tensor."""
 
@@ -289,7 +362,7 @@ class _LastOutput:
         return _LastOutput()
 
 
-def _refuse_changes_between(blocks: Mapping[str, nn.Module], group: Group) -> None:
+def _refuse_changes_between(blocks: Mapping[str, nn.Module], group: Group, dim: int) -> None:
     """Let the blocks of a stack that is divided along the sequence refuse other hidden states than their neighbour's.
 
     Each block was verified by itself. Code between them sees this rank's positions only: it would add the positions of
@@ -298,6 +371,7 @@ def _refuse_changes_between(blocks: Mapping[str, nn.Module], group: Group) -> No
     Args:
         blocks: The blocks in their order, by their path in the module.
         group: The tensor-parallel group.
+        dim: The dimension of the sequence.
 
     Raises:
         RuntimeError: From the forward of a block.
@@ -305,6 +379,10 @@ def _refuse_changes_between(blocks: Mapping[str, nn.Module], group: Group) -> No
     last = _LastOutput()
     names = list(blocks)
     asked: set[str] = set()
+
+    def take(path: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        check(path, args, kwargs)
+        return _unmarked((args, kwargs))
 
     def check(path: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         # A recomputation in backward calls blocks one by one, with what was kept of their inputs.
@@ -315,21 +393,16 @@ def _refuse_changes_between(blocks: Mapping[str, nn.Module], group: Group) -> No
         previous = last.block
         last.block = ""
         last.tensor = None
-        if previous and path != names[0] and hidden is not None and last.seen != _identity(hidden):
+        if previous and path != names[0] and hidden is not None and (last.seen != _identity(hidden)):
             raise RuntimeError(
-                f"the hidden states are changed between `{previous}` and `{path}`, where with `sequence_parallel=True`"
-                " each rank has a part of the sequence, so the result would differ from that of one process. Do it"
-                " inside of the blocks, before the first or after the last of them, or use `sequence_parallel=False`"
+                refused_between(
+                    f"the hidden states are changed between `{previous}` and `{path}`, or another block runs"
+                )
             )
         if given[1:] and path not in asked:
             # Once: what is given to a block besides its hidden states is made by the same code in each step.
             asked.add(path)
-            if not all(comm.equal_everywhere(value >> 1, group) for value in comm.fingerprints(given[1:])):
-                raise RuntimeError(
-                    f"`{path}` is given a tensor besides its hidden states that differs between the ranks: it was made"
-                    " from hidden states between the blocks, where with `sequence_parallel=True` each rank has a part"
-                    " of the sequence. Use `sequence_parallel=False`"
-                )
+            _require_equal(path, given[1:], group)
 
     def remember(path: str, output: Any) -> None:
         if current_graph_task_id() == -1 and not _is_evaluated(blocks[path]):
@@ -338,21 +411,33 @@ def _refuse_changes_between(blocks: Mapping[str, nn.Module], group: Group) -> No
                 last.block = path
                 last.seen = _identity(hidden[0])
                 last.tensor = hidden[0]
+                _mark(hidden[0], path, _lengths(group, dim))
 
     for path, block in blocks.items():
         # Before the hook that divides the input of the first block.
         block.register_forward_pre_hook(
-            lambda _, args, kwargs, path=path: check(path, args, kwargs), with_kwargs=True, prepend=True
+            lambda _, args, kwargs, path=path: take(path, args, kwargs), with_kwargs=True, prepend=True
         )
         block.register_forward_hook(lambda _, args, output, path=path: remember(path, output), prepend=True)
 
 
+def _require_equal(path: str, given: list[Tensor], group: Group) -> None:
+    if not all(comm.equal_everywhere(value >> 1, group) for value in comm.fingerprints(given)):
+        raise RuntimeError(
+            refused_between(
+                f"`{path}` is given a tensor besides its hidden states that differs between the ranks, so that it was"
+                " made from hidden states"
+            )
+        )
+
+
 def _tensors(value: Any) -> list[Tensor]:
     """Return the tensors with data in arguments or outputs: not those that stand for what other stages hold."""
-    return [leaf for leaf in pytree.tree_leaves(value) if type(leaf) is Tensor]
+    return [leaf for leaf in pytree.tree_leaves(value) if type(leaf) in (Tensor, _PartBetween)]
 
 
 def _identity(tensor: Tensor) -> tuple[Any, ...]:
     # Not the object: checkpointing detaches a block's input. A change in place leaves another version.
-    version = None if tensor.is_inference() else version_of(tensor)
-    return tensor.data_ptr(), tensor.shape, tensor.stride(), version
+    with DisableTorchFunctionSubclass():
+        version = None if tensor.is_inference() else version_of(tensor)
+        return tensor.data_ptr(), tensor.shape, tensor.stride(), version

@@ -10,7 +10,7 @@ A rule lists, for every rank, the ranges `(start, stop)` of one dimension that i
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cache, cached_property
@@ -23,7 +23,16 @@ from torch import Tensor, nn
 from lightning_parallel import comm
 from lightning_parallel.comm import Group
 
-__all__ = ["Range", "Shard", "ShardPart", "ShowsFullShape", "balanced", "full_shapes_shown", "reduce_partial_"]
+__all__ = [
+    "Range",
+    "Shard",
+    "ShardPart",
+    "ShowsFullShape",
+    "balanced",
+    "full_shapes_shown",
+    "layer_of",
+    "reduce_partial_",
+]
 
 Range = tuple[int, int]
 
@@ -36,6 +45,15 @@ def balanced(size: int, ranks: int) -> list[int]:
     """
     share, rest = divmod(size, ranks)
     return [share + (rank < rest) for rank in range(ranks)]
+
+
+def layer_of(parameters: Iterable[tuple[str, Tensor | None]], default: str) -> str:
+    """Return the path of the module that has these sharded parameters, by their names in it; `default` if unknown."""
+    for inner, parameter in parameters:
+        name = getattr(parameter, "sharded_as", "")
+        if name and name.endswith(inner):
+            return name.removesuffix(inner).rstrip(".")
+    return default
 
 
 @dataclass(frozen=True)

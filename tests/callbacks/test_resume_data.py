@@ -7,7 +7,7 @@ import signal
 
 import pytest
 import torch
-from lightning.pytorch import Callback
+from lightning.pytorch import Callback, Trainer
 from lightning.pytorch.callbacks import EarlyStopping
 from torch.utils.data import (
     BatchSampler,
@@ -20,8 +20,9 @@ from torch.utils.data import (
 
 from lightning_parallel import AutoResume, DataShardingMonitor, callbacks
 from lightning_parallel.callbacks.global_batch import GlobalBatch
-from lightning_parallel.callbacks.resumable_data import ResumableSampler
+from lightning_parallel.callbacks.resumable_data import ResumableSampler, TrainingData
 from lightning_parallel.callbacks.resume_folder import ResumeFolder
+from lightning_parallel.callbacks.resume_point import ResumePoint
 from lightning_parallel.checkpoint.folder import new_key
 from tests.callbacks.test_auto_resume import Dropping, Interrupt, Interruption, assert_equal_weights, fit, loader_of
 from tests.strategies.models import Samples, trainer_for
@@ -298,6 +299,19 @@ def test_the_order_is_that_of_a_distributed_sampler_for_any_number_of_replicas()
         whole = ResumableSampler(RandomSampler(data), 7)
         whole.set_epoch(3)
         assert together[:14] == list(whole)[8:]
+
+
+def test_a_replica_that_reads_all_samples_goes_on_after_its_own_batches(tmp_path):
+    data, loader = TrainingData(0, (2, 1)), loader_of()
+    point = ResumePoint(Trainer(accelerator="cpu", logger=False, default_root_dir=tmp_path), data, False)
+    place = {"kind": "local", "batch_size": 4, "order": ""}
+    batch = {"replicas": 2, "batch_size": 4, "accumulate": 1}
+    saved = {"epoch": 0, "batches": 3, "samples": 24, "batch": batch, "first": batch, "seed": 0, "should_stop": False}
+    point.restore({**saved, "loaders": [place]})
+    assert point.prepare(loader, False, lambda: loader) is loader
+    assert data.loaders[0].kind == "local"
+    # 36 samples in batches of 4: 6 are left after 3, whatever the other replica has read.
+    assert len(list(loader)) == 6
 
 
 def test_samples_of_a_step_are_kept_by_others():

@@ -1,5 +1,7 @@
 """Batches of any structure, cut along the sample dimension and put together again."""
 
+import copy
+import pickle
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -8,7 +10,8 @@ import pytest
 import torch
 from torch.nn.utils.rnn import pack_sequence
 
-from lightning_parallel.pipeline.microbatch import Merging, merge_entries, num_samples, split_batch
+from lightning_parallel.pipeline.microbatch import Merging, merge_entries, num_samples, split_batch, without_caches
+from lightning_parallel.strategies.observed_step import numbers_in
 
 
 class Pair(NamedTuple):
@@ -109,3 +112,23 @@ def test_results_that_steps_of_one_sample_collect_in_dicts():
     assert torch.equal(merged["scores"], torch.tensor([[1.0] * 3, [3.0] * 3]))
     words = [[{"word": "a"}], [{"word": "b"}]]
     assert merge_entries(words, Merging({}, [1, 1], [0.5, 0.5]), "words") == [{"word": "a"}, {"word": "b"}]
+
+
+class KeyCache:
+    """As those of Hugging Face's models, of which each tensor-parallel rank holds its heads."""
+
+    def __init__(self, keys):
+        self.keys = keys
+
+
+def test_caches_that_a_step_returns_are_neither_compared_nor_given_to_hooks():
+    output = {"loss": torch.ones(()), "logits": torch.ones(4, 5), "past": (KeyCache(torch.ones(4, 2)), 3)}
+    found = without_caches(output)
+    assert output["past"][0].keys.shape == (4, 2)
+    assert [*numbers_in(found, "")] == ["['loss']", "['logits']", "['past'][1]"]
+    assert without_caches(found) is found
+    copied = pickle.loads(pickle.dumps(copy.deepcopy(found)))
+    with pytest.raises(AttributeError, match=r"a cache under `return\['past'\]\[0\]`.*use_cache=False"):
+        copied["past"][0].keys  # noqa: B018
+    same = {"loss": torch.ones(()), "hidden": (torch.ones(2), torch.ones(2))}
+    assert without_caches(same) is same

@@ -12,6 +12,7 @@ from lightning.pytorch.callbacks import StochasticWeightAveraging
 from torch import nn
 
 from lightning_parallel import PipelineParallelStrategy, TensorParallelStrategy, comm
+from lightning_parallel.strategies.hook_watch import HookError
 from tests.harness import distributed
 from tests.strategies.models import loader, trainer_for
 from tests.strategies.test_pipeline import Block, Deep
@@ -200,3 +201,62 @@ def test_a_trainer_is_copied_and_its_groups_are_not_pickled(group):
         assert held.trainer.strategy.groups is trainer.strategy.groups
         with pytest.raises(TypeError, match="pickle neither the Trainer nor its strategy"):
             pickle.dumps(trainer.strategy.groups)
+
+
+class Shadows(Callback):
+    """Averages of one's own, by name or in a list, that are saved."""
+
+    def __init__(self, make, place):
+        self.make, self.place = make, place
+
+    def on_fit_start(self, trainer, module):
+        self.kept = self.make(module)
+
+    def state_dict(self):
+        return {"kept": self.kept} if self.place == "state" else {}
+
+    def on_save_checkpoint(self, trainer, module, checkpoint):
+        if self.place == "checkpoint":
+            checkpoint["kept"] = self.kept
+        elif self.place == "hook":
+            checkpoint["kept"] = {f"mine.{name}": 2 * p.detach() for name, p in module.named_parameters()}
+        elif self.place == "numbers":
+            checkpoint["kept"] = [float(p.norm()) for p in module.parameters()]
+
+
+def by_name(module):
+    return {name: p.detach().clone() for name, p in module.named_parameters()}
+
+
+def in_a_list(module):
+    return [p.detach().clone() for p in module.parameters()]
+
+
+def whole(module):
+    return {name: value.clone() for name, value in module.state_dict().items()}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@distributed(world_size=2)
+def test_parts_are_not_saved(group, layout):
+    def run(make, place, sharded=False):
+        strategy = LAYOUTS[layout]()
+        strategy.checkpoint_format = "sharded" if sharded else "full"
+        folder = Path(comm.broadcast_object(tempfile.mkdtemp(), group))
+        saves = callbacks.ModelCheckpoint(folder, every_n_train_steps=2, save_top_k=-1)
+        trainer = trainer_for(
+            strategy, 2, callbacks=[Shadows(make, place), saves], enable_checkpointing=True, limit_train_batches=2
+        )
+        trainer.fit(Deep(), loader())
+        trainer.save_checkpoint(folder / "end.ckpt")
+
+    run(whole, "checkpoint")
+    run(whole, "state", sharded=True)
+    for make, place, sharded in (
+        (by_name, "state", True),
+        (in_a_list, "state", False),
+        (by_name, "checkpoint", True),
+        *(((whole, "hook", False), (whole, "numbers", False)) if layout == "tensor" else ()),
+    ):
+        with pytest.raises(HookError, match="would hold a part|another result than one process"):
+            run(make, place, sharded)

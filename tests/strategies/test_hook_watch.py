@@ -191,6 +191,8 @@ REFUSED = {
     "many norms at once": (lambda m: m.log("n", torch.stack(torch._foreach_norm(grads(m))).norm()), "norm"),
     "a copy": (lambda m: m.found.append(copy.deepcopy(m.net)[0].weight.norm()), "norm"),
     "another shape": (lambda m: weight(m).mul_(torch.ones(18, 12).double()), "another shape"),
+    "a state dict": (lambda m: m.state_dict()["net.0.weight"].mul_(0.9), "writes (`mul`) into the gathered copy"),
+    "state dicts": (lambda m: torch._foreach_mul_([*m.net.state_dict().values()], 0.9), "into the gathered copy"),
     "a file": (lambda m: torch.save(weight(m), io.BytesIO()), "takes values out of torch"),
 }
 EQUAL = {
@@ -341,6 +343,50 @@ def test_a_hook_of_which_all_lines_have_run_is_not_traced(group):
 
     fit(Clips(step=body), TensorParallelStrategy(tensor_parallel_size=2), 2, limit_train_batches=3)
     assert traced == [True, True, False, True, False, False]
+
+
+class ByHand(Net):
+    """Optimizes manually, with code between backward and the optimizer's step."""
+
+    def __init__(self, body, is_plain=False):
+        super().__init__()
+        self.double()
+        self.automatic_optimization = False
+        self.body, self.is_plain, self.found = body, is_plain, []
+
+    def training_step(self, batch, index):
+        optimizer = self.optimizers()
+        optimizer.zero_grad()
+        loss = F.cross_entropy(self.net(batch[0]), batch[1])
+        loss.backward() if self.is_plain else self.manual_backward(loss)
+        with torch.no_grad():
+            self.body(self)
+        optimizer.step()
+
+
+def by_hand(module):
+    libraries(module)
+    module.clip_gradients(module.optimizers(), gradient_clip_val=0.05, gradient_clip_algorithm="norm")
+    states(module)
+    masks(module)
+    with torch.enable_grad():
+        penalty = F.cross_entropy(module.net(torch.ones(4, 12).double()), torch.zeros(4).long())
+        torch.autograd.grad(penalty, module.net[3].bias, retain_graph=True)
+        module.manual_backward(penalty)
+
+
+@distributed(world_size=2)
+def test_a_manual_step_without_the_self_check_is_watched_behind_its_backward(group):
+    for body in (clip_by_hand, lambda m: m.log("norm", weight(m).grad.norm()), renorm):
+        for is_plain in (False, True):
+            module = ByHand(body, is_plain)
+            with pytest.raises(HookError, match="`ByHand.training_step` would give another result"):
+                fit(module, TensorParallelStrategy(tensor_parallel_size=2, verify="off"), 2)
+            assert module.global_step <= 1
+    mine, alone = ByHand(by_hand), ByHand(by_hand)
+    fit(alone, "auto", 1)
+    fit(mine, TensorParallelStrategy(tensor_parallel_size=2, verify="off"), 2)
+    assert_same(mine, alone)
 
 
 @distributed(world_size=2)

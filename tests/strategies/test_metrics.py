@@ -3,15 +3,18 @@
 import tempfile
 from pathlib import Path
 
+import pytest
 import torch
 import torch.nn.functional as F
 from lightning.pytorch import Callback, LightningModule
 from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
 from torchmetrics import MeanMetric, Metric, MetricCollection
 from torchmetrics.classification import MulticlassAccuracy, MulticlassAUROC, MulticlassF1Score
 
 from lightning_parallel import HybridParallelStrategy, comm
 from tests.harness import distributed
+from tests.strategies.models import trainer_for
 from tests.strategies.test_pipeline import Deep, fit
 
 
@@ -116,3 +119,52 @@ def test_batch_normalization_is_loaded_after_a_run(group):
     if group.rank == 0:
         saved = torch.load(folder / "cut.ckpt", weights_only=False)["state_dict"]
         assert saved._metadata["net.1"] == one.state_dict()._metadata["net.1"]  # what modules convert goes by it
+
+
+class Ended(Scored):
+    """Its hook at the end of an epoch is watched, behind those of callbacks."""
+
+    def on_train_epoch_end(self):
+        self.ended = True
+
+
+@distributed(world_size=2, deadline_s=60)
+def test_rank_zero_alone_asks_before_hooks_of_all_replicas(group):
+    seen = []
+    for stage in (0, 1, 2):
+        bar = Bar()
+        fit(Ended(), HybridParallelStrategy(zero_stage=stage), 2, 2, callbacks=[bar], limit_train_batches=2)
+        seen.append(bar.bar)
+    if group.rank == 0:
+        assert "late" in seen[0][0]
+    assert seen[0] == seen[1] == seen[2]
+
+
+@distributed(world_size=2)
+def test_batch_normalization_counts_batches(group):
+    one, cut = Normalized(), Normalized()
+    expected = fit(one, "auto", 1).strategy.lightning_module_state_dict()
+    for options in ({}, {"verify": "off"}):
+        cut = Normalized()
+        strategy = HybridParallelStrategy(pipeline_parallel_size=2, num_microbatches=2, balance="uniform", **options)
+        found = fit(cut, strategy, 2).strategy.lightning_module_state_dict()
+        for name in [name for name in found if "num_batches" in name]:
+            assert found[name] == expected[name] == 4, name
+        for name in [name for name in found if name == "net.1.running_mean"]:
+            # Begins with the same mean in each microbatch, and in the first layer it sees the same data.
+            torch.testing.assert_close(found[name], expected[name], rtol=0.1, atol=0.01)
+
+
+@distributed(world_size=2)
+def test_batch_normalization_has_two_samples_in_each_microbatch(group):
+    def train(samples, num_microbatches):
+        torch.manual_seed(1)
+        data = TensorDataset(torch.randn(samples, 12).double(), torch.randint(0, 5, (samples,)))
+        strategy = HybridParallelStrategy(pipeline_parallel_size=2, num_microbatches=num_microbatches)
+        trainer = trainer_for(strategy, 2, max_epochs=1)
+        trainer.fit(Normalized(), DataLoader(data, batch_size=4))
+        return trainer.global_step
+
+    assert train(11, "auto") == 3  # the last batch has three samples
+    with pytest.raises(ValueError, match="at most 2 microbatches of a batch of 4 samples.*Set `num_microbatches`"):
+        train(8, 4)

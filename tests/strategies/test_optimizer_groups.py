@@ -11,6 +11,7 @@ from lightning.pytorch.callbacks import BackboneFinetuning, BaseFinetuning
 from torch import nn
 
 from lightning_parallel import HybridParallelStrategy, comm
+from lightning_parallel.strategies import optimization
 from lightning_parallel.strategies.hook_watch import HookError
 from tests.harness import distributed
 from tests.strategies.test_pipeline import Deep, assert_same, fit
@@ -271,3 +272,159 @@ def test_copies_of_parameters_that_optimizers_make(group):
     for use, reason in ((vector, "combines"), (rates, "takes a|elements of"), (hidden, "keeps what was made of")):
         with pytest.raises((HookError, ValueError), match=reason):
             fit(Copying(Keeping, use), strategy(), 2)
+
+
+class Slow(torch.optim.SGD):
+    """Keeps slow weights in an attribute, and saves them under a key of its own."""
+
+    def __init__(self, params, lr=0.1):
+        super().__init__(params, lr=lr)
+        self.slow_state, self.scale, self.calls = {}, torch.full((3,), 0.5, dtype=torch.float64), 0
+
+    def keep(self, number, p):
+        return self.slow_state.setdefault(number, p.detach().clone())
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        loss = super().step(closure)
+        self.calls += 1
+        for number, p in enumerate(p for group in self.param_groups for p in group["params"]):
+            p.copy_(self.keep(number, p).lerp_(p, self.scale[0]))
+        return loss
+
+    def state_dict(self):
+        return {**super().state_dict(), "slow_state": dict(self.slow_state)}
+
+    def load_state_dict(self, state):
+        self.slow_state = dict(state["slow_state"])
+        super().load_state_dict({key: state[key] for key in ("state", "param_groups")})
+
+
+class Renaming(Slow):
+    def state_dict(self):
+        return {"inner": torch.optim.SGD.state_dict(self), "slow": self.slow_state}
+
+    def load_state_dict(self, state):
+        self.slow_state = state["slow"]
+        torch.optim.SGD.load_state_dict(self, state["inner"])
+
+
+class Steady(Slow):
+    """Keeps slow weights in its state, and under keys of its own what is the same on all ranks."""
+
+    def keep(self, number, p):
+        return self.state[p].setdefault("slow", p.detach().clone())
+
+    def state_dict(self):
+        state = torch.optim.SGD.state_dict(self)
+        return {**state, "calls": self.calls, "scales": [self.scale, torch.tensor(float(self.calls))]}
+
+    def load_state_dict(self, state):
+        self.calls, self.scale = state["calls"], state["scales"][0]
+        assert type(self.scale) is torch.Tensor
+        assert state["scales"][1] == self.calls
+        super(Slow, self).load_state_dict({key: state[key] for key in ("state", "param_groups")})
+
+
+@distributed(world_size=2)
+def test_keys_of_an_optimizers_own(group):
+    folder = Path(comm.broadcast_object(tempfile.mkdtemp(), group))
+
+    def train(kind, devices=1, replicas=1, epochs=1, path=None, **sizes):
+        module = Copying(kind)
+        saves = sizes.pop("saves", False)
+        strategy = "auto" if devices == 1 else HybridParallelStrategy(**sizes)
+        found = fit(module, strategy, devices, replicas, path, max_epochs=epochs, enable_checkpointing=saves)
+        return found, module
+
+    tensor, stages = {"tensor_parallel_size": 2}, {"pipeline_parallel_size": 2, "num_microbatches": 2}
+    replicas = {"data_parallel_size": 2, "replicas": 2}
+    refused = [(Slow, sizes, "has a key `slow_state`") for sizes in (tensor, stages)]
+    refused.append((Renaming, tensor, "has no `param_groups`, but `inner`"))
+    for kind, sizes, key in refused:
+        trainer, _ = train(kind, 2, **sizes)  # nothing is saved
+        with pytest.raises(RuntimeError, match=rf"`{kind.__name__}.state_dict\(\)` {key}.*`self.state"):
+            trainer.save_checkpoint(folder / "no.ckpt")
+    with pytest.raises(RuntimeError, match=key):
+        train(kind, 2, **sizes, saves=True)
+    one, _ = train(Slow)
+    if group.rank == 0:
+        one.save_checkpoint(folder / "one.ckpt")
+    comm.barrier(group)
+    with pytest.raises(RuntimeError, match="`slow_state` in the checkpoint"):
+        train(Slow, 2, path=folder / "one.ckpt", epochs=2, **tensor)
+    for kind, sizes in ((Renaming, replicas), (Steady, stages), (Steady, {**tensor, "checkpoint_format": "sharded"})):
+        path = folder / f"{kind.__name__}_{'checkpoint_format' in sizes}.ckpt"
+        trainer, _ = train(kind, 2, **sizes)
+        trainer.save_checkpoint(path)
+        comm.barrier(group)
+        _, expected = train(kind, epochs=2)
+        _, module = train(kind, 2, path=path, epochs=2, **sizes)
+        for name, value in expected.state_dict().items():
+            torch.testing.assert_close(module.state_dict()[name], value, rtol=1e-10, atol=1e-12, msg=f"{sizes} {name}")
+
+
+class Sam(torch.optim.Optimizer):
+    """A SAM whose user calls both steps; `step` is that of the inner optimizer."""
+
+    def __init__(self, params, base, rho=0.05, **options):
+        super().__init__(params, {"rho": rho, **options})
+        self.base = base(self.param_groups, **options)
+        self.param_groups = self.base.param_groups
+
+    @torch.no_grad()
+    def first_step(self):
+        found = [(p, p.grad) for group in self.param_groups for p in group["params"] if p.grad is not None]
+        norm = torch.stack([grad.norm() for _, grad in found]).norm()
+        for parameter, grad in found:
+            self.state[parameter]["aside"] = self.param_groups[0]["rho"] / norm * grad
+            parameter += self.state[parameter]["aside"]
+
+    @torch.no_grad()
+    def second_step(self):
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                parameter -= self.state[parameter].pop("aside", 0)
+        self.step()
+
+    def step(self, closure=None):
+        return self.base.step(closure)
+
+
+class GivenSam(Sam):
+    """Is given the inner optimizer as a function that is no class."""
+
+    def __init__(self, params, make, untold):
+        super().__init__(params, make)
+
+
+class Given(torch.optim.SGD):
+    """Steps as torch does, whatever its constructor wants."""
+
+    def __init__(self, params, model, lr=0.1):
+        super().__init__(params, lr=lr)
+
+
+class AdamOfOwn(torch.optim.AdamW):
+    pass
+
+
+def test_optimizers_that_cannot_be_tried_are_refused():
+    parameters = list(nn.Linear(4, 4).parameters())
+    names = {id(parameter): f"layer.{index}" for index, parameter in enumerate(parameters)}
+
+    def checks(optimizer):
+        optimization._check_staged([optimizer])
+        optimization._check_sharded([optimizer], names, dict.fromkeys(names.values()))
+
+    with pytest.raises(ValueError, match="`GivenSam` could not be tried .*takes `\\(params, lr=..., ...\\)`"):
+        checks(GivenSam(parameters, lambda params: torch.optim.SGD(params, lr=0.1), object()))
+    with pytest.raises(ValueError, match="`Sam` computes with all parameters at once"):
+        checks(Sam(parameters, torch.optim.SGD, lr=0.1))
+    for optimizer in (
+        Given(parameters, None),
+        AdamOfOwn(parameters),
+        torch.optim.SparseAdam(parameters),
+        Lookahead(torch.optim.SGD(parameters, lr=0.1, momentum=0.9)),
+    ):
+        checks(optimizer)

@@ -217,6 +217,9 @@ class Steering(Deep):
         self.trainer.should_stop = self.global_step >= 2
         return output
 
+    def on_before_optimizer_step(self, optimizer):
+        torch.nn.utils.clip_grad_value_(self.embed.parameters(), 1e-3)  # of which one stage has none
+
     def configure_optimizers(self):
         optimizer = torch.optim.SGD(self.parameters(), lr=0.4)
         return [optimizer], [torch.optim.lr_scheduler.ConstantLR(optimizer, 1.0)]
@@ -243,3 +246,36 @@ def test_a_step_may_steer_the_trainer():
     strategy = PipelineParallelStrategy(pipeline_parallel_size=2, num_microbatches=4)
     with pytest.raises(ValueError, match=r"sets `self.trainer.optimizers\[0\].param_groups\[0\]\['lr'\]` by its micro"):
         fit(SteeringByLoss(), strategy, 2, **options)
+
+
+class Turning(Deep):
+    """From its second batch on, or for rare samples, its loss depends on which samples come together."""
+
+    def __init__(self, way):
+        super().__init__(lr=1e-3)
+        self.way, self.least = way, torch.tensor(torch.inf)
+
+    def training_step(self, batch, index):
+        logits = self(batch[0])
+        losses = F.cross_entropy(logits, batch[1], reduction="none")
+        loss = losses.mean()
+        if self.way == "step" and self.global_step > 0:
+            loss = losses.max()
+        if self.way == "data" and index == 1:
+            rare = torch.zeros(len(losses), dtype=torch.bool) | (losses > losses.detach().quantile(0.8))
+            loss = loss + logits[rare].square().mean()
+        if self.way == "attribute":
+            self.least = torch.minimum(self.least, loss.detach())
+        return {"loss": loss, "logits": logits.detach()}
+
+
+@distributed(world_size=2)
+def test_what_later_steps_compute_otherwise_is_compared_as_well():
+    def strategy():
+        return PipelineParallelStrategy(pipeline_parallel_size=2, num_microbatches=4)
+
+    for way in ("step", "data"):
+        with pytest.raises(RuntimeError, match="of a step that has computed its loss from other operations than those"):
+            fit(Turning(way), strategy(), 2, max_epochs=2, verifies=True)
+    with pytest.raises(RuntimeError, match="of the first batch again(.|\n)*attribute `least`"):
+        fit(Turning("attribute"), strategy(), 2, max_epochs=1, verifies=True)

@@ -283,6 +283,37 @@ def test_a_cut_inside_of_a_divided_sequence(name):
     assert max(len(region.blocks) for region in regions) > 1, "a cut lies inside"
 
 
+class ReadsBetween(Wrapped):
+    """Reads hidden states between blocks, in the first step or later, or leaves out the last block."""
+
+    kind = ""
+
+    def training_step(self, batch, index):
+        gpt, tokens = self.model, batch[:, :-1]
+        x = gpt.embedding(tokens)
+        for block in gpt.blocks:
+            if self.kind == "later" and self.global_step and block is gpt.blocks[-1]:
+                continue
+            x = block(x)
+            if self.kind == "logged":
+                self.log("mean", x.mean().detach())
+            if self.kind == "loss":
+                F.cross_entropy(gpt.head(x).flatten(0, 1), batch[:, 1:].flatten())
+        return F.cross_entropy(gpt.head(gpt.norm(x)).flatten(0, 1), batch[:, 1:].flatten())
+
+
+@distributed(world_size=4)
+def test_code_that_reads_between_blocks_of_a_divided_sequence_is_refused_on_every_rank():
+    for kind in ("loss", "logged", "later"):
+        model, step, batch = example_gpt()
+        module = ReadsBetween(model, step)
+        module.kind = kind
+        sizes = {"tensor_parallel_size": 2, "pipeline_parallel_size": 2}
+        strategy = HybridParallelStrategy(num_microbatches=2, sequence_parallel=True, **sizes)
+        with pytest.raises((RuntimeError, ValueError), match=r"test_pipeline_models.py, line \d+.*sequence_parallel=F"):
+            trainer_for(strategy, 4).fit(module, DataLoader(Rows(batch), batch_size=8))
+
+
 @pytest.mark.parametrize("name", ["example_gpt", "qwen2"])
 @distributed(world_size=4)
 def test_a_divided_sequence_with_replicas(name):

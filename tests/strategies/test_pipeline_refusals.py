@@ -9,12 +9,14 @@ from datetime import timedelta
 import pytest
 import torch
 import torch.nn.functional as F
+from lightning.pytorch.callbacks import ModelPruning
 from torch import nn
+from torch.utils.data import DataLoader
 
 from lightning_parallel import HybridParallelStrategy, PipelineParallelStrategy, comm
 from lightning_parallel.compat.default_group import all_processes
 from tests.harness import RankError, distributed, run
-from tests.strategies.models import loader, trainer_for
+from tests.strategies.models import Samples, loader, trainer_for
 from tests.strategies.test_pipeline import Deep, fit
 
 
@@ -375,3 +377,163 @@ def test_plans_that_differ_between_ranks(group):
     arguments = {"pipeline_parallel_size": 2, "num_microbatches": 2 + group.rank, "balance": "uniform"}
     with pytest.raises(ValueError, match="the pipeline plan must be the same on all ranks"):
         fit(Deep(), PipelineParallelStrategy(**arguments), 2, max_epochs=1)
+
+
+class Loss(Deep):
+    """Computes the loss of a batch from `loss_of`; its hooks read nothing."""
+
+    def training_step(self, batch, index):
+        return self.loss_of(*batch)
+
+    def on_train_batch_end(self, outputs, batch, index):
+        pass
+
+
+class Hardest(Loss):
+    def loss_of(self, x, y):
+        return F.cross_entropy(self(x), y, reduction="none").topk(5).values.mean()
+
+
+class EverySecond(Loss):
+    def loss_of(self, x, y):
+        mask = torch.arange(8) % 2 == 0
+        return F.cross_entropy(self(x)[mask], y[mask])
+
+
+class Normalised(Loss):
+    def __init__(self):
+        super().__init__()
+        self.embed = nn.Sequential(self.embed, nn.BatchNorm1d(8)).double()
+
+    def loss_of(self, x, y):
+        return F.cross_entropy(self(x), y)
+
+
+class SizedByHook(Loss):
+    size = None
+
+    def on_train_batch_start(self, batch, index):
+        self.size = len(batch[0])
+
+    def loss_of(self, x, y):
+        return F.cross_entropy(self(x.view(self.size, 12)), y)
+
+
+class WithClasses(Loss):
+    def training_step(self, batch, index):
+        if len(batch["classes"]) != 8:
+            raise RuntimeError("another number of classes")
+        return F.cross_entropy(self(batch["x"]), batch["y"])
+
+
+class OfPairs(Loss):
+    def training_step(self, batch, index):
+        x, y = zip(*batch)
+        return F.cross_entropy(self(torch.stack(x)), torch.stack(y))
+
+
+class OfColumns(Loss):
+    def training_step(self, batch, index):
+        x, y = batch
+        return F.cross_entropy(self(torch.stack(x)), torch.stack(y))
+
+
+def split_pairs(batch, parts):
+    size = -(-len(batch) // parts)
+    return [batch[start : start + size] for start in range(0, len(batch), size)]
+
+
+def split_columns(batch, parts):
+    count = len(batch[0])
+    size = -(-count // parts)
+    return [tuple(column[start : start + size] for column in batch) for start in range(0, count, size)]
+
+
+def collated(kind):
+    def collate(samples):
+        x, y = zip(*samples)
+        if kind is OfColumns:
+            return x, y
+        return samples if kind is OfPairs else {"x": torch.stack(x), "y": torch.stack(y), "classes": [*"abcdefgh"]}
+
+    return DataLoader(Samples(), batch_size=8, collate_fn=collate)
+
+
+def fit_loss(kind, data=None, microbatches=2, **arguments):
+    strategy = PipelineParallelStrategy(pipeline_parallel_size=2, num_microbatches=microbatches, **arguments)
+    module = kind()
+    trainer = trainer_for(strategy, 2, max_epochs=1, limit_train_batches=2, limit_val_batches=0)
+    trainer.fit(module, data or loader())
+    return {name: value.detach().clone() for name, value in trainer.strategy.lightning_module_state_dict().items()}
+
+
+@distributed(world_size=2, deadline_s=120)
+def test_what_fails_in_microbatches_only_says_so():
+    whole = "num_microbatches=1"
+    cases = [
+        (Hardest, f"out of range.*microbatch: 4 of the 8 samples.*{whole}", 2),
+        (EverySecond, f"mask.*microbatch: 4 of the 8 samples.*{whole}", 2),
+        (Normalised, f"more than 1 value per channel.*one microbatch of the first batch.*{whole}", 8),
+        (SizedByHook, "`on_train_batch_start` of `SizedByHook` had not run yet.*`__init__` or `setup`", 2),
+    ]
+    for kind, message, microbatches in cases:
+        with pytest.raises((ValueError, RuntimeError, IndexError), match=f"(?s){message}"):
+            fit_loss(kind, microbatches=microbatches)
+
+
+@distributed(world_size=2, deadline_s=120)
+def test_lists_with_an_entry_per_sample_are_named_with_functions_that_split_them(group):
+    expected = fit_loss(OfPairs, collated(OfPairs), 1)
+    cases = [
+        (WithClasses, "list `classes` has as many entries as the batch has samples", None),
+        (OfPairs, r"one entry per sample in the batch.*split_batch=split, microbatch_weight=len\)", split_pairs),
+        (OfColumns, r"one entry per sample in `\[0\]` and `\[1\]`.*split_batch=split", split_columns),
+    ]
+    for kind, message, split in cases:
+        with pytest.raises(ValueError, match=f"(?s){message}"):
+            fit_loss(kind, collated(kind))
+        if split is not None:
+            weight = len if kind is OfPairs else lambda batch: len(batch[0])
+            found = fit_loss(kind, collated(kind), split_batch=split, microbatch_weight=weight)
+            for name, value in found.items() if group.rank == 0 else ():
+                torch.testing.assert_close(value, expected[name], rtol=1e-10, atol=1e-12)
+
+
+@distributed(world_size=2, deadline_s=60)
+def test_what_is_refused_on_one_rank_before_the_ranks_have_met_is_raised_on_all(group):
+    pruning = [ModelPruning("l1_unstructured", amount=0.2)] if group.rank == 1 else []
+    with pytest.raises(ValueError, match="`ModelPruning` compares weights"):
+        fit(Deep(), PipelineParallelStrategy(pipeline_parallel_size=2), 2, callbacks=pruning)
+    module = Manual() if group.rank == 1 else Deep()
+    with pytest.raises(ValueError, match="optimizes manually"):
+        fit(module, PipelineParallelStrategy(pipeline_parallel_size=2), 2)
+
+
+class StackingHook(Deep):
+    def on_after_backward(self):
+        torch.stack([p.grad.norm() for p in self.blocks[0].parameters() if p.grad is not None]).norm()
+
+
+class ForeachHook(Deep):
+    def on_after_backward(self):
+        torch._foreach_mul_([p.grad for p in self.blocks[0].parameters() if p.grad is not None], 0.5)
+
+
+class LeavingOut(Deep):
+    def forward(self, x):
+        x = self.embed(x)
+        for number, block in enumerate(self.blocks):
+            x = block(x) if self.global_step == 0 or number < 2 else x
+        return self.head(x)
+
+
+@distributed(world_size=2, deadline_s=120)
+def test_stages_that_fail_for_different_reasons_raise_one_text(group):
+    cases = [
+        (StackingHook, "`StackingHook.on_after_backward` would give another result than one process"),
+        (ForeachHook, "fails on rank 1 only.*at least one tensor.*list of those of one layer is empty on the others"),
+        (LeavingOut, "`head` is called after the first layer of pipeline stage 0"),
+    ]
+    for kind, message in cases:
+        with pytest.raises(RuntimeError, match=f"(?s){message}"):
+            fit(kind(), PipelineParallelStrategy(pipeline_parallel_size=2, balance="uniform"), 2)

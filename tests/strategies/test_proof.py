@@ -19,6 +19,7 @@ import torch.nn.functional as F
 from lightning.pytorch import LightningModule
 from lightning.pytorch.callbacks import Callback, LambdaCallback, ModelCheckpoint
 from torch import nn
+from torch.optim.swa_utils import AveragedModel
 from torch.utils.checkpoint import checkpoint
 from torchmetrics.classification import MulticlassAccuracy
 from transformers.modeling_outputs import SequenceClassifierOutput
@@ -880,6 +881,54 @@ class Moving(Tokens):
         return F.cross_entropy(self.head(query.mean(1)), batch[1]) + (query - key).square().mean()
 
 
+class Elsewhere(Tokens):
+    """A copy that is no submodule: made in a hook, moved in the step, called in both steps."""
+
+    def on_fit_start(self):
+        self.teacher = [AveragedModel(self, avg_fn=lambda mine, theirs, _: 0.5 * (mine + theirs)).requires_grad_(False)]
+
+    def training_step(self, batch, index):
+        for parameter in self.teacher[0].parameters():
+            parameter.mul_(0.9)
+        return self.loss(*batch) + (self(batch[0]) - self.teacher[0](batch[0])).square().mean()
+
+    def on_train_batch_end(self, *_):
+        self.teacher[0].update_parameters(self)
+
+    def validation_step(self, batch, index):
+        self.log("validation", F.cross_entropy(self.teacher[0](batch[0]), batch[1]))
+
+
+@pytest.mark.parametrize("options", [{}, {"sequence_parallel": True}])
+@distributed(world_size=2)
+def test_copies_elsewhere_are_whole_in_the_check_and_put_back(group, options):
+    alone, module = Elsewhere(), Elsewhere()
+    length = {"max_steps": -1, "max_epochs": 1, "limit_train_batches": 3}
+    trainer_for(devices=1, **length).fit(alone, loader(), loader())
+    said = fit(module, "tensor", layout_options=options, **length)
+    assert len([text for text in said if "verified on 2 samples" in text]) == 2 * (group.rank == 0), said
+    for mine, expected in ((module, alone), (module.teacher[0], alone.teacher[0])):
+        torch.testing.assert_close(dict(mine.state_dict()), dict(expected.state_dict()), rtol=1e-10, atol=1e-12)
+
+
+class StateDicts(Moving):
+    """The same, but the copy follows by state dicts, in which sharded tensors are gathered."""
+
+    def training_step(self, batch, index):
+        with torch.no_grad():
+            for mine, theirs in zip(self.key.state_dict().values(), self.blocks.state_dict().values()):
+                mine.mul_(0.9).add_(theirs, alpha=0.1)
+        return self.loss(*batch)
+
+
+@distributed(world_size=2)
+def test_a_step_that_writes_into_gathered_state_dicts(group):
+    with pytest.raises(
+        RuntimeError, match=r"the step writes \(`mul_`\) into the gathered copy in a state dict of `key.0"
+    ):
+        fit(StateDicts(), "tensor")
+
+
 class Caching(Tokens):
     """Masks that are made anew for a batch of another size, one of them for the first time in the first step."""
 
@@ -902,7 +951,13 @@ class Caching(Tokens):
 
 @distributed(world_size=2)
 def test_gradients_parameters_and_buffers_of_all_kinds_travel(group):
-    for kind, layout in ((FrozenCopy, "pipeline"), (FrozenCopy, "tensor"), (Moving, "tensor"), (Caching, "tensor")):
+    for kind, layout in (
+        (FrozenCopy, "pipeline"),
+        (FrozenCopy, "tensor"),
+        (Moving, "tensor"),
+        (Caching, "tensor"),
+        (Caching, "pipeline"),
+    ):
         alone, module = kind(), kind()
         options = {"max_epochs": 1, "val_check_interval": 1, "limit_val_batches": 1}
         trainer_for(devices=1, max_steps=1, **options).fit(alone, loader(), loader())

@@ -183,6 +183,49 @@ def test_schedulers_may_be_made_while_the_model_trains(group):
         torch.testing.assert_close(dict(module.state_dict()), dict(expected.state_dict()), rtol=1e-10, atol=1e-12)
 
 
+class Exchanged(Net):
+    """Brings another optimizer while a batch is under way; in `optimizer_step`, it steps at once."""
+
+    def __init__(self, where):
+        super().__init__()
+        self.where = where
+
+    def _exchange(self, where):
+        if where == self.where and self.trainer.global_step == 1:
+            made = torch.optim.SGD(self.parameters(), lr=0.01, momentum=0.9)
+            self.trainer.strategy.optimizers = [made]
+
+    def on_train_batch_start(self, batch, batch_idx):
+        self._exchange("batch")
+
+    def on_before_zero_grad(self, optimizer):
+        self._exchange("zero_grad")
+
+    def optimizer_step(self, epoch, batch_idx, optimizer, closure):
+        self._exchange("optimizer_step")
+        if self.where == "own":
+            if not hasattr(self, "own"):
+                self.own = torch.optim.SGD(self.parameters(), lr=0.1, momentum=0.9)
+            self.own.step(closure)
+        elif self.where == "optimizer_step":
+            self.trainer.optimizers[0].step(closure)
+        else:
+            super().optimizer_step(epoch, batch_idx, optimizer, closure)
+
+
+@distributed(world_size=2)
+def test_optimizers_that_come_in_the_middle_of_a_batch(group):
+    for where in ("batch", "zero_grad", "optimizer_step", "own"):
+        expected = Exchanged(where).double()
+        trainer_for(max_epochs=2).fit(expected, loader())
+        for stage in (1, 2):
+            module = Exchanged(where).double()
+            trainer_for(HybridParallelStrategy(zero_stage=stage), 2, max_epochs=2).fit(module, loader(2, group.rank))
+            found = module.state_dict()
+            for name, value in expected.state_dict().items():
+                torch.testing.assert_close(found[name], value, rtol=1e-10, atol=1e-12, msg=f"{where} {stage} {name}")
+
+
 @distributed(world_size=4)
 def test_it_goes_with_compression(group):
     found = []

@@ -342,6 +342,8 @@ class BiasedAttention(ViewAttention):
     def forward(self, x, bias=None):
         q, k, v = (part.unflatten(-1, (-1, 8)).transpose(1, 2) for part in self.c_attn(x).chunk(3, -1))
         weights = q @ k.transpose(-1, -2)
+        if bias is not None and bias.dim() == 1:
+            bias = bias[:, None, None] * torch.arange(x.shape[1])
         weights = (weights if bias is None else weights + bias).softmax(-1)
         return self.c_proj((weights @ v).transpose(1, 2).flatten(2))
 
@@ -353,25 +355,26 @@ class BiasedBlock(Block):
 
 
 class BiasedLanguage(Language):
-    """Gives all blocks one learned bias of positions, as T5."""
+    """Gives all blocks one learned bias of positions, as T5, a scale, or slopes, as ALiBi."""
 
-    def __init__(self):
+    def __init__(self, *shape):
         torch.manual_seed(0)
         super().__init__([BiasedBlock(BiasedAttention(32, 4), 32) for _ in range(2)], 32)
-        self.bias = nn.Parameter(torch.randn(1, 4, 16, 16))
+        self.bias = nn.Parameter(torch.randn(shape))
 
     def forward(self, tokens):
         x, length = self.embedding(tokens), tokens.shape[1]
         for block in self.blocks:
-            x = block(x, bias=self.bias[..., :length, :length])
+            x = block(x, bias=self.bias[..., :length, :length] if self.bias.shape[-1] == 16 else self.bias)
         return self.head(x)
 
 
 @distributed(world_size=2)
 def test_a_bias_of_all_heads_that_the_model_gives_to_its_blocks(group):
-    plan, _ = _compare(group, lambda: BiasedLanguage().double(), rtol=1e-10)
-    assert "a tensor for all heads" in plan.notes["blocks.0.attention.c_attn"]
-    assert _paired(plan, "mlp")
+    for shape in ((1, 4, 16, 16), (4, 16, 16), (1, 4, 1, 1), (4,)):
+        plan, _ = _compare(group, lambda shape=shape: BiasedLanguage(*shape).double(), rtol=1e-10)
+        assert "a tensor for all heads" in plan.notes["blocks.0.attention.c_attn"], shape
+        assert _paired(plan, "mlp")
 
 
 class Functional(nn.Module):
