@@ -35,6 +35,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--version", action="version", version=f"lightning-parallel {version}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="command")
     _plan_options(commands.add_parser("plan", help="predict memory and step time of every layout of a model"))
+    _inspect_options(commands.add_parser("inspect", help="print how a layout shards and splits a model"))
     _doctor_options(commands.add_parser("doctor", help="check machine, launcher and network before a run"))
     _report_options(commands.add_parser("report", help="write the report page of a run again, or compare two runs"))
     _timeline_options(commands.add_parser("timeline", help="draw a pipeline step of a run, planned and measured"))
@@ -95,31 +96,12 @@ def _plan_options(parser: argparse.ArgumentParser) -> None:
         "example: lightning-parallel plan --script main.py --config my.yaml --devices 16 --per-node 8 --device H100"
         " --inter-node-bandwidth 400Gbit/s --intra-node-bandwidth 450GB/s --output plan.html"
     )
-    model = parser.add_argument_group("the model")
-    model.add_argument(
-        "--script", metavar="MAIN.py", help="a script that calls `Trainer.fit`, with LightningCLI or not"
-    )
-    model.add_argument(
-        "--config", metavar="YAML", nargs="+", default=[], help="configuration files of a LightningCLI project"
-    )
-    model.add_argument(
-        "--script-args", nargs=argparse.REMAINDER, default=[], help="all further arguments go to the script"
-    )
-    model.add_argument("--model", metavar="PACKAGE.MODULE:CLASS", help="a LightningModule class, instead of a script")
-    model.add_argument("--model-args", metavar="JSON", default="{}", help="arguments of the class, as a JSON object")
-    model.add_argument("--batch", metavar="NAME=8x2048:int64", nargs="+", help="tensors of the batch of one replica")
+    model = _model_options(parser)
     model.add_argument(
         "--global-batch",
         type=int,
         help="samples of an optimizer step over all replicas (default: replicas x loader batch)",
     )
-    model.add_argument("--precision", help="precision of the Trainer (default: that of the project, or 32-true)")
-    model.add_argument(
-        "--sequence-parallel",
-        action="store_true",
-        help="shard activations along the sequence, as in TensorParallelStrategy",
-    )
-    model.add_argument("--layers", default="auto", help="dotted name of the repeated layers (default: detected)")
     cluster = parser.add_argument_group("the devices")
     cluster.add_argument("--devices", type=int, help="number of devices on all nodes (default: that of the project)")
     cluster.add_argument("--per-node", type=int, help="devices of each node (default: that of the project, or all)")
@@ -140,6 +122,57 @@ def _plan_options(parser: argparse.ArgumentParser) -> None:
     parser.set_defaults(run=_later("cli.plan_command", "run_plan"))
 
 
+def _model_options(parser: argparse.ArgumentParser) -> argparse._ArgumentGroup:
+    """Add the arguments that name a model and its batch."""
+    model = parser.add_argument_group("the model")
+    model.add_argument(
+        "--script", metavar="MAIN.py", help="a script that calls `Trainer.fit`, with LightningCLI or not"
+    )
+    model.add_argument(
+        "--config", metavar="YAML", nargs="+", default=[], help="configuration files of a LightningCLI project"
+    )
+    model.add_argument(
+        "--script-args", nargs=argparse.REMAINDER, default=[], help="all further arguments go to the script"
+    )
+    model.add_argument("--model", metavar="PACKAGE.MODULE:CLASS", help="a LightningModule class, instead of a script")
+    model.add_argument("--model-args", metavar="JSON", default="{}", help="arguments of the class, as a JSON object")
+    model.add_argument("--batch", metavar="NAME=8x2048:int64", nargs="+", help="tensors of the batch of one replica")
+    model.add_argument("--precision", help="precision of the Trainer (default: that of the project, or 32-true)")
+    model.add_argument(
+        "--sequence-parallel",
+        action="store_true",
+        help="shard activations along the sequence, as in TensorParallelStrategy",
+    )
+    model.add_argument("--layers", default="auto", help="dotted name of the repeated layers (default: detected)")
+    return model
+
+
+def _inspect_options(parser: argparse.ArgumentParser) -> None:
+    parser.description = (
+        "Print how each layer is sharded and where the stages are split, for one layout. No process is started, and"
+        " nothing is trained."
+    )
+    parser.epilog = "example: lightning-parallel inspect --script main.py --tensor 2 --pipeline 2"
+    _model_options(parser)
+    layout = parser.add_argument_group("the layout")
+    layout.add_argument("--tensor", type=_count, default=1, help="tensor-parallel ranks (default: %(default)s)")
+    layout.add_argument("--pipeline", type=_count, default=1, help="pipeline ranks (default: %(default)s)")
+    layout.add_argument("--data", type=_count, default=1, help="replicas (default: %(default)s)")
+    layout.add_argument("--schedule", default="1f1b", help=f"{_SCHEDULES} (default: %(default)s)")
+    layout.add_argument(
+        "--microbatches", type=_count, help="microbatches of a step (default: as many as fit, up to 4 a rank)"
+    )
+    layout.add_argument("--zero-stage", type=int, choices=(0, 1, 2), default=0, help="as in the strategies")
+    parser.add_argument("--width", type=_columns, help="columns to print (default: the terminal's)")
+    parser.set_defaults(run=_later("cli.inspect_command", "run_inspect"))
+
+
+def _count(text: str) -> int:
+    if not text.isdigit() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"must be at least 1; got `{text}`")
+    return int(text)
+
+
 def _report_options(parser: argparse.ArgumentParser) -> None:
     parser.description = "Make the page of a run with `ProfileReport` again; of two runs, compare them."
     parser.epilog = "example: lightning-parallel report runs/gpt/version_0 runs/gpt/version_1"
@@ -148,7 +181,7 @@ def _report_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--kineto", type=Path, nargs="+", default=[], help="traces of torch.profiler, to be added to the run's own"
     )
-    parser.set_defaults(run=_later("cli.drawings", "run_report"))
+    parser.set_defaults(run=_later("cli.report_command", "run_report"))
 
 
 def _timeline_options(parser: argparse.ArgumentParser) -> None:
@@ -159,7 +192,7 @@ def _timeline_options(parser: argparse.ArgumentParser) -> None:
     parser.epilog = "example: lightning-parallel timeline runs/gpt/version_0 --output timeline.svg"
     parser.add_argument("run_dir", metavar="RUN_DIR", type=Path, help="folder of a run, or of its profile")
     _drawing_options(parser)
-    parser.set_defaults(run=_later("cli.drawings", "run_timeline"))
+    parser.set_defaults(run=_later("cli.report_command", "run_timeline"))
 
 
 def _checkpoint_options(parser: argparse.ArgumentParser) -> None:

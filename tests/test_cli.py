@@ -22,7 +22,11 @@ def simulate(capsys, *words):
 
 
 def refused(capsys, *words):
-    assert main(["simulate", *map(str, words)]) == 2
+    try:
+        status = main(["simulate", *map(str, words)])
+    except SystemExit as end:  # argparse's
+        status = end.code
+    assert status == 2
     return capsys.readouterr().err
 
 
@@ -132,7 +136,7 @@ def test_a_file_that_holds_no_costs_is_named(capsys, tmp_path, text):
 def test_a_picture_needs_columns(capsys, width):
     with pytest.raises(SystemExit):
         main(["simulate", f"--width={width}"])
-    assert "expected a number of at least 20" in capsys.readouterr().err
+    assert "must be at least 20; got" in capsys.readouterr().err
 
 
 def test_it_runs_as_a_module():
@@ -158,3 +162,32 @@ def test_drawing_a_schedule_needs_no_torch(tmp_path):
     words = [sys.executable, "-c", WITHOUT_TORCH, str(Path(cli.__file__).parents[1]), str(tmp_path / "a.svg")]
     run = subprocess.run(words, capture_output=True, text=True, check=False)
     assert run.stdout.splitlines()[-1:] == ["[]"], run.stderr
+
+
+def test_a_layout_is_inspected_without_processes(capsys):
+    words = ["inspect", "--model", "tests.planner.test_planner:Model", "--batch", "8x6:int64", "--width", "120"]
+    assert main([*words, "--tensor", "2", "--pipeline", "2", "--microbatches", "4"]) == 0
+    out = capsys.readouterr().out
+    assert "Model over 2 tensor-parallel ranks" in out
+    assert "Model in 2 pipeline stages: 1f1b, 4 microbatches" in out
+    assert main(words) == 0
+    assert "Each rank holds the full model" in capsys.readouterr().out
+    for wrong, message in (
+        (
+            ["--pipeline", "2", "--microbatches", "9"],
+            "`--microbatches` must be at most the samples of a batch, 8; got 9",
+        ),
+        (["--pipeline", "64"], "64"),
+        (["--script", "main.py"], "`--model` excludes `--script`"),
+    ):
+        assert main([*words, *wrong]) == 2
+        assert message in capsys.readouterr().err
+
+
+def test_help_and_mistakes_load_no_torch():
+    code = (
+        "import sys; from lightning_parallel_cli import main\n"
+        "try: main(['plan', '--rows', 'x'])\n"
+        "except SystemExit: print('torch' in sys.modules)"
+    )
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout.strip() == "False"

@@ -1,10 +1,9 @@
-"""What the commands `report`, `timeline` and `simulate` do. Their arguments are in `lightning_parallel_cli`."""
+"""`lightning-parallel simulate`, and the drawing of timelines; needs no torch."""
 
 from __future__ import annotations
 
 import argparse
 import json
-import os
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -12,61 +11,17 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from lightning_parallel.callbacks.report.comparison import changes, render_comparison
-from lightning_parallel.callbacks.report.profile_report import read_report, reading_report, rebuild
 from lightning_parallel.pipeline.plot import draw_svg, draw_text, legend_text, rank_table, schedule_title
 from lightning_parallel.pipeline.schedule import SCHEDULES, Schedule, build_schedule
 from lightning_parallel.pipeline.search import Choice, Workload, choose_schedule
 from lightning_parallel.pipeline.simulate import Cost, Link, Timeline, simulate, validate
-from lightning_parallel.planner.hardware import parse_bandwidth, parse_bytes, parse_seconds
 from lightning_parallel.tracing.spans import printable
+from lightning_parallel.tracing.units import parse_bandwidth, parse_bytes, parse_seconds
 
-__all__ = ["run_report", "run_simulate", "run_timeline"]
+__all__ = ["draw", "run_simulate"]
 
 _MOST_CANDIDATES = 20
 """Rows of the table of `--schedule auto`."""
-
-
-def run_report(options: argparse.Namespace) -> None:
-    """Write the page of a run again, or compare two runs."""
-    if len(options.runs) > 2:
-        raise ValueError(f"expected one run, or two to compare, got {len(options.runs)}")
-    if len(options.runs) == 2:
-        _compare(options)
-        return
-    if options.output is not None:
-        raise ValueError("--output names the comparison of two runs; the page of one is written next to its data")
-    print(printable(rebuild(options.runs[0], options.kineto)))
-
-
-def _compare(options: argparse.Namespace) -> None:
-    if options.kineto:
-        raise ValueError("traces can be added to one run; give one RUN_DIR with --kineto")
-    _, first = read_report(options.runs[0])
-    folder, second = read_report(options.runs[1])
-    # Runs are named by the part of their paths that differs.
-    paths = [run.resolve() for run in options.runs]
-    shared = os.path.commonpath(paths)
-    names = (os.path.relpath(paths[0], shared), os.path.relpath(paths[1], shared))
-    output = options.output or folder / "comparison.html"
-    with reading_report(folder):
-        page = render_comparison(first, second, names)
-        found = [f"{change.name}: {change.verdict}" for change in changes(first, second) if change.kind]
-    output.write_text(page, encoding="utf-8")
-    print(*map(printable, (*found, output)), sep="\n")
-
-
-def run_timeline(options: argparse.Namespace) -> None:
-    """Draw a step of a run, planned and measured."""
-    folder, report = read_report(options.run_dir)
-    with reading_report(folder):
-        step = report["reports"].get("PipelineTimeline", {}).get("timeline")
-        if step is None:
-            raise ValueError(f"expected a run with a pipeline and `PipelineTimeline()`, found no timeline in {folder}")
-        planned, measured = Timeline.from_dict(step["planned"]), Timeline.from_dict(step["measured"])
-        name = schedule_title(planned.schedule)
-        titles = f"{name}: as planned", f"{name}: as it happened in step {step['step']}"
-        _draw([*zip(titles, (planned, measured))], options)
 
 
 def run_simulate(options: argparse.Namespace) -> None:
@@ -78,7 +33,7 @@ def run_simulate(options: argparse.Namespace) -> None:
     for name in options.schedule:
         timeline = _simulate_one(name, options, costs)
         timelines.append((schedule_title(timeline.schedule), timeline))
-    _draw(timelines, options)
+    draw(timelines, options)
     if options.save is not None:
         options.save.write_text(timelines[0][1].schedule.to_text())
         print(f"wrote {options.save}")
@@ -141,7 +96,7 @@ def _choice_table(choice: Choice) -> Table:
     return table
 
 
-def _draw(timelines: Sequence[tuple[str, Timeline]], options: argparse.Namespace) -> None:
+def draw(timelines: Sequence[tuple[str, Timeline]], options: argparse.Namespace) -> None:
     """Print timelines, and write them to the files that the options name."""
     console = Console(width=options.width, highlight=False)
     for title, timeline in timelines:

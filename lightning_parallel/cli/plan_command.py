@@ -14,13 +14,7 @@ from typing import Any
 import torch
 from rich.console import Console
 
-from lightning_parallel.cli.projects import (
-    Project,
-    captured_config,
-    captured_script,
-    parsed_batch,
-    project_of_class,
-)
+from lightning_parallel.cli.projects import batch_of, precision_of, project_of
 from lightning_parallel.pipeline.simulate import Link
 from lightning_parallel.planner.hardware import (
     Cluster,
@@ -29,35 +23,23 @@ from lightning_parallel.planner.hardware import (
     device_here,
     device_named,
     measured_cpu,
-    parse_bandwidth,
-    parse_bytes,
-    parse_flops,
-    parse_seconds,
 )
 from lightning_parallel.planner.links import measured_links
 from lightning_parallel.planner.plan_picture import draw_plan, plan_page
 from lightning_parallel.planner.plan_report import plan_text
 from lightning_parallel.planner.plans import LayoutPlan, plan
-from lightning_parallel.planner.rehearsal import PRECISIONS
 from lightning_parallel.strategies.auto_parallel import accumulated_batches
+from lightning_parallel.tracing.units import parse_bandwidth, parse_bytes, parse_flops, parse_seconds
 
 __all__ = ["run_plan"]
-
-_PRECISIONS = {"32": "32-true", "64": "64-true", "16": "16-mixed", "bf16": "bf16-mixed"}
 
 
 def run_plan(options: argparse.Namespace) -> int:
     """Plan, print, and write what the options ask for; returns the exit status, 1 if no layout can be run."""
     _check(options)
-    project = _project(options)
+    project = project_of(options)
     cluster = _cluster(options, project.trainer)
-    batch = parsed_batch(options.batch) if options.batch else project.batch
-    if batch is None:
-        raise ValueError("expected a batch: --batch input_ids=8x2048:int64, or a project with a data loader")
-    precision = str(options.precision or project.trainer.get("precision") or "32-true")
-    precision = _PRECISIONS.get(precision, precision)
-    if precision not in PRECISIONS:
-        raise ValueError(f"expected --precision to be one of {', '.join(PRECISIONS)}, got `{precision}`")
+    batch, precision = batch_of(project, options), precision_of(project, options)
     before = torch.get_num_threads()
     torch.set_num_threads(cluster.threads)
     try:
@@ -65,13 +47,14 @@ def run_plan(options: argparse.Namespace) -> int:
             project.module,
             batch,
             cluster,
-            precision=precision,  # type: ignore[arg-type]
+            precision=precision,
             global_batch=options.global_batch,
             accumulated=accumulated_batches(
                 project.trainer.get("accumulate_grad_batches"), project.trainer.get("callbacks")
             ),
             sequence_parallel=options.sequence_parallel,
             layers=options.layers,
+            larger_batches=True,
         )
     finally:
         torch.set_num_threads(before)
@@ -83,8 +66,6 @@ def run_plan(options: argparse.Namespace) -> int:
 
 def _check(options: argparse.Namespace) -> None:
     """Refuse mistakes before the minutes that a plan may take."""
-    if options.model is not None and (options.script is not None or options.config):
-        raise ValueError("expected --model, or --script and --config, got both")
     for name in ("devices", "per_node", "cores", "rows", "global_batch"):
         value = getattr(options, name)
         if value is not None and value < 1:
@@ -94,19 +75,6 @@ def _check(options: argparse.Namespace) -> None:
             raise ValueError(f"expected a file name ending in .svg, .html or .json, got `{path.name}`")
         if not path.parent.is_dir():
             raise ValueError(f"expected an existing folder for `{path}`, found none")
-
-
-def _project(options: argparse.Namespace) -> Project:
-    if options.model is not None:
-        return project_of_class(options.model, options.model_args)
-    if options.script is not None:
-        words = [word for path in options.config for word in ("--config", path)]
-        return captured_script(options.script, [*(["fit", *words] if words else []), *options.script_args])
-    if options.config:
-        return captured_config(options.config)
-    raise ValueError(
-        "expected a model: --script main.py [--config my.yaml], --config my.yaml, or --model package:Class"
-    )
 
 
 def _cluster(options: argparse.Namespace, given: Mapping[str, Any]) -> Cluster:

@@ -1,4 +1,4 @@
-"""A user's project as the planner needs it: her module, a batch, and what her Trainer was given; nothing is trained.
+"""A user's project for `plan` and `inspect`: the module, a batch, and the arguments of the Trainer. Nothing is trained.
 
     captured_script("main.py", ["fit", "--config", "base.yaml"])     # any script that calls `Trainer.fit`
     captured_config(["base.yaml"])                                   # class_path entries for model and data
@@ -9,6 +9,7 @@ be here.
 
 from __future__ import annotations
 
+import argparse
 import functools
 import importlib
 import inspect
@@ -27,9 +28,21 @@ from lightning.pytorch.cli import LightningCLI
 from torch import nn
 
 from lightning_parallel.compat import patched
+from lightning_parallel.planner.rehearsal import PRECISIONS, PrecisionName
 from lightning_parallel.strategies.auto_parallel import first_of_loaders
 
-__all__ = ["Project", "captured_config", "captured_script", "parsed_batch", "project_of_class"]
+__all__ = [
+    "Project",
+    "batch_of",
+    "captured_config",
+    "captured_script",
+    "parsed_batch",
+    "precision_of",
+    "project_of",
+    "project_of_class",
+]
+
+_PRECISIONS = {"32": "32-true", "64": "64-true", "16": "16-mixed", "bf16": "bf16-mixed"}
 
 
 @dataclass(frozen=True)
@@ -79,6 +92,54 @@ _HERE = {
 def _with_here() -> list[str]:
     """Return Python's path with the working directory last: no file in it takes the place of an installed package."""
     return [*(entry for entry in sys.path if entry), ""]
+
+
+def project_of(options: argparse.Namespace) -> Project:
+    """Build the project that the arguments of a command name.
+
+    Args:
+        options: `script`, `config`, `script_args`, `model`, `model_args`.
+
+    Raises:
+        ValueError: If they name no project, or two.
+    """
+    if options.model is not None:
+        if options.script is not None or options.config:
+            raise ValueError("`--model` excludes `--script` and `--config`; got both; give one of them")
+        return project_of_class(options.model, options.model_args)
+    if options.script is not None:
+        words = [word for path in options.config for word in ("--config", path)]
+        return captured_script(options.script, [*(["fit", *words] if words else []), *options.script_args])
+    if options.config:
+        return captured_config(options.config)
+    raise ValueError(
+        "a model is missing; give `--script main.py [--config my.yaml]`, `--config my.yaml`, or `--model package:Class`"
+    )
+
+
+def batch_of(project: Project, options: argparse.Namespace) -> Any:
+    """Return the batch of `--batch`, or the first of the project's loader.
+
+    Raises:
+        ValueError: If there is none.
+    """
+    batch = parsed_batch(options.batch) if options.batch else project.batch
+    if batch is None:
+        raise ValueError("a batch is missing; give `--batch input_ids=8x2048:int64`, or a project with a data loader")
+    return batch
+
+
+def precision_of(project: Project, options: argparse.Namespace) -> PrecisionName:
+    """Return the precision of `--precision`, or of the project's Trainer, as Lightning names it.
+
+    Raises:
+        ValueError: If it is none that can be planned.
+    """
+    given = str(options.precision or project.trainer.get("precision") or "32-true")
+    found = _PRECISIONS.get(given, given)
+    if found not in PRECISIONS:
+        raise ValueError(f"`--precision` must be one of {', '.join(PRECISIONS)}; got `{given}`")
+    return found  # type: ignore[return-value]
 
 
 def captured_script(path: str, arguments: Sequence[str]) -> Project:

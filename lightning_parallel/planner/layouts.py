@@ -46,6 +46,9 @@ GPUs the device computes meanwhile."""
 MOST_RANKS_TRIED = 64
 """Ranks up to which layouts are predicted that the rules of the field exclude."""
 
+MOST_BATCH_SIZES = 3
+"""Ways to load the samples of a step in fewer, larger batches that are tried for each pipeline."""
+
 ROUNDS = 3
 MOST_ACTIONS = 6000
 BUCKET_BYTES = 25 << 20
@@ -143,6 +146,8 @@ class LayoutSearch:
         action_s: What the pipeline's runtime takes for each action; by default `ACTION_OPERATIONS` on processors.
         step_s: What the Trainer takes for each batch; by default `STEP_OPERATIONS` on processors.
         zero_stages: Values of `zero_stage` to try, in this order, until a layout fits.
+        larger_batches: Whether a pipeline's loader may give batches that are accumulated otherwise: as one batch they
+            are cut into more microbatches, with fewer bubbles.
     """
 
     def __init__(
@@ -158,9 +163,11 @@ class LayoutSearch:
         action_s: float | None = None,
         step_s: float | None = None,
         zero_stages: Sequence[int] = (0, 1, 2),
+        larger_batches: bool = False,
     ) -> None:
         self.rehearsal = rehearsal
         self.zero_stages = zero_stages
+        self.larger_batches = larger_batches
         self.cluster: Cluster = rehearsal.cluster
         self.copies = copies
         self.global_batch = global_batch
@@ -192,16 +199,17 @@ class LayoutSearch:
         if mesh.pipeline_parallel > max(layers, 1):
             return [Layout(mesh, refusal=f"{layers} layers for {mesh.pipeline_parallel} stages")]
         try:
-            per_replica, accumulated = self._batch(mesh)
+            batches = self._batches(mesh)
         except ValueError as error:
             return [Layout(mesh, refusal=str(error))]
         found = []
         passes = 1 if divided.stack is None else divided.stack.passes_over(mesh.pipeline_parallel)
-        for schedule in self._schedules(mesh, per_replica, layers, passes):
-            try:
-                found.append(self._predicted(mesh, schedule, per_replica, accumulated, plays=False))
-            except ValueError as error:
-                found.append(Layout(mesh, refusal=_first_line(error)))
+        for per_replica, accumulated in batches:
+            for schedule in self._schedules(mesh, per_replica, layers, passes):
+                try:
+                    found.append(self._predicted(mesh, schedule, per_replica, accumulated, plays=False))
+                except ValueError as error:
+                    found.append(Layout(mesh, refusal=_first_line(error)))
         if not found:
             return [Layout(mesh, refusal="none of the schedules can be built for it")]
         # Of those that do not fit, the one that lacks least says most.
@@ -215,6 +223,15 @@ class LayoutSearch:
         schedule = build_schedule(layout.schedule, pipeline, layout.microbatches, layout.virtual_stages)
         per_replica = layout.samples // (layout.mesh.data_parallel * layout.accumulated)
         return self._predicted(layout.mesh, schedule, per_replica, layout.accumulated, plays=True)
+
+    def _batches(self, mesh: Mesh) -> list[tuple[int, int]]:
+        """Return the samples of a replica's batch and how many batches are accumulated, for each way to load a step."""
+        samples, accumulated = self._batch(mesh)
+        ways = [(samples, accumulated)]
+        if self.larger_batches and mesh.pipeline_parallel > 1:
+            fewer = [count for count in range(1, accumulated) if accumulated % count == 0]
+            ways += [(samples * accumulated // count, count) for count in fewer[:MOST_BATCH_SIZES]]
+        return ways
 
     def _batch(self, mesh: Mesh) -> tuple[int, int]:
         """Return the samples of a replica's batch, and how many of them are accumulated."""

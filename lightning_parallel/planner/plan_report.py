@@ -19,12 +19,12 @@ __all__ = ["layout_yaml", "plan_text", "strategy_arguments"]
 
 _MEANINGS = {
     "compute": "computation",
-    "tensor": "messages of the tensor axis",
-    "pipeline": "waiting in the pipeline",
-    "cores": "waiting for cores that other ranks use",
-    "reduction": "the mean of gradients over replicas",
-    "optimizer": "the update of parameters",
-    "overhead": "the Trainer",
+    "tensor": "tensor-parallel communication",
+    "pipeline": "pipeline bubble",
+    "cores": "waiting for a CPU core",
+    "reduction": "gradient all-reduce",
+    "optimizer": "optimizer step",
+    "overhead": "Trainer overhead",
 }
 
 
@@ -33,7 +33,8 @@ def plan_text(plan: LayoutPlan, rows: int = 20, with_yaml: bool = True) -> Rende
     described = plan.best if with_yaml else plan.best[:1]
     shown = plan.layouts[:rows]
     possible = [layout for layout in shown if not layout.refusal]
-    parts: list[RenderableType] = [_alone(plan), *([_table(plan, possible)] if possible else [])]
+    advice = [Text(text, style="bold") for text in (simplest(plan),) if text]
+    parts: list[RenderableType] = [_alone(plan), *advice, *([_table(plan, possible)] if possible else [])]
     refused = [(layout, layout.refusal) for layout in shown if layout.refusal]
     # Those of the layouts that are described below are told there.
     warned = [(layout, text) for layout in possible if layout not in described for text in layout.warnings]
@@ -66,6 +67,27 @@ def _alone(plan: LayoutPlan) -> Text:
         f" {bytes_text(limit)} with {plan.precision} ({kinds})\n"
         f"parameters, gradients and optimizer on each of {plan.cluster.num_devices} replicas: {listed}"
     )
+
+
+def simplest(plan: LayoutPlan) -> str:
+    """Return which plain strategy of Lightning does as well as the best layout; empty if none does."""
+    if not plan.best:
+        return ""
+    best, alone = plan.best[0], plan.alone
+    if best.mesh.world_size > 1 and not alone.refusal and alone.samples_per_s >= best.samples_per_s:
+        return (
+            f"Use one device: it is predicted to reach {count_text(alone.samples_per_s)} samples/s,"
+            f" {plan.cluster.num_devices} devices {count_text(best.samples_per_s)}."
+        )
+    if _is_plain(best):
+        return 'Use DDP (`strategy="ddp"`): the model fits each device, and no other layout is faster.'
+    return ""
+
+
+def _is_plain(layout: Layout) -> bool:
+    """Tell whether Lightning's DDP runs the layout."""
+    mesh = layout.mesh
+    return mesh.data_parallel > 1 and mesh.pipeline_parallel == mesh.tensor_parallel == 1 and not layout.zero_stage
 
 
 _COLUMNS = ("data x pipeline\nx tensor", "schedule", "memory", "step", "bubble", "messages", "samples/s")
@@ -164,9 +186,12 @@ def layout_yaml(plan: LayoutPlan, layout: Layout) -> str:
     ]
     if layout.accumulated != plan.accumulated:
         lines.append(f"  accumulate_grad_batches: {layout.accumulated}")
+    per_replica = layout.samples // (layout.mesh.data_parallel * layout.accumulated)
+    loads = f"# each of the {layout.mesh.data_parallel} replicas gets batches of {per_replica}"
     if layout.mesh.world_size == 1:
         return "\n".join([*lines, "  strategy: auto"])
+    if _is_plain(layout):
+        return "\n".join([*lines, "  strategy: ddp", loads])
     lines += ["  strategy:", "    class_path: lightning_parallel.HybridParallelStrategy", "    init_args:"]
     lines += [f"      {name}: {value}" for name, value in strategy_arguments(layout).items()]
-    per_replica = layout.samples // (layout.mesh.data_parallel * layout.accumulated)
-    return "\n".join([*lines, f"# each of the {layout.mesh.data_parallel} replicas gets batches of {per_replica}"])
+    return "\n".join([*lines, loads])

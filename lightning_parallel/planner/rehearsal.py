@@ -285,6 +285,14 @@ class Rehearsal:
         """Return the first, and largest, of `count` parts of the batch."""
         return split_by(split_batch, self.batch, count)[0]
 
+    def step_of(self, tensor: int) -> Callable[[Any], Any]:
+        """Return the step of the model as one of `tensor` ranks has it.
+
+        Raises:
+            ValueError: See `divided`.
+        """
+        return self._of(self.divided(tensor).module)
+
     def costs(self, tensor: int, microbatches: int) -> PartCosts:
         """Return what one of so many microbatches costs on one of `tensor` ranks.
 

@@ -30,7 +30,7 @@ from lightning_parallel.pipeline.schedule import build_schedule
 from lightning_parallel.pipeline.simulate import Cost, Link, simulate
 from lightning_parallel.planner import Cluster, RankMemory, device_named, plan, plans
 from lightning_parallel.planner.collective_costs import collective_s, flat_collective_s
-from lightning_parallel.planner.hardware import Device, parse_bandwidth, parse_bytes
+from lightning_parallel.planner.hardware import Device
 from lightning_parallel.planner.layouts import LayoutSearch
 from lightning_parallel.planner.plan_picture import draw_plan
 from lightning_parallel.planner.plan_report import layout_yaml, plan_text, strategy_arguments
@@ -40,6 +40,7 @@ from lightning_parallel.planner.shared_cores import shared_makespan_s
 from lightning_parallel.strategies.auto_parallel import accumulated_batches, first_of_loaders
 from lightning_parallel.tensor.auto_plan import make_plan
 from lightning_parallel.tensor.plan import apply_plan
+from lightning_parallel.tracing.units import parse_bandwidth, parse_bytes
 from tests.examples.test_gpt import GPT, on_every_rank
 from tests.harness import distributed, recorded_communication, run
 from tests.strategies.models import trainer_for
@@ -555,7 +556,10 @@ def test_the_command_plans_a_project_from_its_script(tmp_path, capsys):
     written = json.loads((tmp_path / "plan.json").read_text())
     assert len(written["layouts"]) == 10
     assert written["accumulate_grad_batches"] == 2
-    assert {layout["accumulated"] for layout in written["layouts"] if not layout["refusal"]} == {2}
+    accumulated = {tuple(each["mesh"]): each["accumulated"] for each in written["layouts"] if not each["refusal"]}
+    assert accumulated[8, 1, 1] == 2
+    # A pipeline takes the batches of a step as one, in more microbatches.
+    assert accumulated[2, 4, 1] == 1
     assert "<svg" in (tmp_path / "plan.html").read_text()
     for wrong, message in (
         (["--inter-node-bandwidth", "400"], "in bits or bytes per second"),
@@ -568,7 +572,7 @@ def test_the_command_plans_a_project_from_its_script(tmp_path, capsys):
         assert message in capsys.readouterr().err
     words = ["plan", "--model", "tests.planner.test_planner:Model", "--devices", "2", "--device", "T4"]
     assert main(words) == 2
-    assert "expected a batch" in capsys.readouterr().err
+    assert "a batch is missing" in capsys.readouterr().err
     words += ["--batch", "8x6:int64"]
     assert main([*words, "--layers", "nope"]) == 2
     assert "expected `layers` to name a module, got `nope`" in (error := capsys.readouterr().err)
