@@ -32,6 +32,7 @@ KINDS: dict[str, Any] = {
     "Callbacks": lambda value: inspect.isclass(value) and issubclass(value, Callback),
     "Compressors": lambda value: inspect.isclass(value) and issubclass(value, Reducer),
     "Optimizers": lambda value: inspect.isclass(value) and issubclass(value, Optimizer),
+    "Errors": lambda value: inspect.isclass(value) and issubclass(value, Exception),
     "Functions and values": lambda value: True,
 }
 

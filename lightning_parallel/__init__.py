@@ -6,7 +6,7 @@ from lightning_parallel.callbacks import (
     CompressionMonitor,
     DataShardingMonitor,
     GradientNoiseScale,
-    HangReporter,
+    HangWatchdog,
     LearningRateScaling,
     MemoryProfiler,
     NonFiniteGuard,
@@ -19,6 +19,7 @@ from lightning_parallel.callbacks import (
 )
 from lightning_parallel.callbacks.measuring import MeasuringCallback
 from lightning_parallel.checkpoint import load_weights
+from lightning_parallel.comm import LostRankError, RendezvousError
 from lightning_parallel.compression import (
     Auto,
     BlockTopK,
@@ -46,6 +47,8 @@ from lightning_parallel.strategies import (
     PipelineParallelStrategy,
     TensorParallelStrategy,
 )
+from lightning_parallel.strategies.hook_watch import HookError
+from lightning_parallel.strategies.proof import SelfCheckError
 
 __version__ = "0.1.0"
 
@@ -53,12 +56,6 @@ __all__ = [
     "Auto",
     "AutoParallelStrategy",
     "AutoResume",
-    "HookState",
-    "MeasuringCallback",
-    "PipelinePlan",
-    "StepValue",
-    "compression_hook",
-    "load_weights",
     "BlockTopK",
     "Cast",
     "CommunicationProfiler",
@@ -69,26 +66,36 @@ __all__ = [
     "CompressionMonitor",
     "DataShardingMonitor",
     "GradientNoiseScale",
-    "HangReporter",
+    "HangWatchdog",
+    "HookError",
+    "HookState",
     "HybridParallelStrategy",
     "LAMB",
     "LARS",
     "LearningRateScaling",
     "LocalSGDStrategy",
+    "LostRankError",
+    "MeasuringCallback",
     "MemoryProfiler",
     "NonFiniteGuard",
     "PipelineParallelStrategy",
+    "PipelinePlan",
     "PipelineTimeline",
     "Policy",
     "PowerSGD",
     "ProfileReport",
     "Quantize",
     "RandomK",
+    "RendezvousError",
     "ReplicaDriftMonitor",
+    "SelfCheckError",
     "Sign",
     "StepBreakdown",
+    "StepValue",
     "StragglerMonitor",
     "TensorParallelStrategy",
     "Throughput",
     "TopK",
+    "compression_hook",
+    "load_weights",
 ]

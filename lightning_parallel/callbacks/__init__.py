@@ -5,7 +5,7 @@ from lightning_parallel.callbacks.communication import CommunicationProfiler
 from lightning_parallel.callbacks.compression_monitor import CompressionMonitor
 from lightning_parallel.callbacks.data_sharding import DataShardingMonitor
 from lightning_parallel.callbacks.gradient_noise import GradientNoiseScale
-from lightning_parallel.callbacks.hang import HangReporter
+from lightning_parallel.callbacks.hang import HangWatchdog
 from lightning_parallel.callbacks.learning_rate_scaling import LearningRateScaling
 from lightning_parallel.callbacks.measuring import Accumulator, MeasuringCallback
 from lightning_parallel.callbacks.memory import MemoryProfiler
@@ -23,7 +23,7 @@ __all__ = [
     "CompressionMonitor",
     "DataShardingMonitor",
     "GradientNoiseScale",
-    "HangReporter",
+    "HangWatchdog",
     "LearningRateScaling",
     "MeasuringCallback",
     "MemoryProfiler",

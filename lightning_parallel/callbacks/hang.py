@@ -28,7 +28,7 @@ from lightning_parallel.checkpoint.folder import replacing
 from lightning_parallel.compat.torch import flight_recorder_entries
 from lightning_parallel.tracing import InFlight, Recorder, Span
 
-__all__ = ["EXIT_STATUS", "HangReporter", "RankProcess", "Watchdog", "explain_hang"]
+__all__ = ["EXIT_STATUS", "HangWatchdog", "RankProcess", "Watchdog", "explain_hang"]
 
 EXIT_STATUS = 70
 """Exit status of a process that made no progress."""
@@ -193,7 +193,7 @@ class PauseAccumulator(Accumulator):
         return {"deadline": self._watchdog.deadline, "ranks": list(shared)}
 
 
-class HangReporter(MeasuringCallback[PauseAccumulator]):
+class HangWatchdog(MeasuringCallback[PauseAccumulator]):
     """Ends training that makes no progress, and names the ranks that the others wait for.
 
     By default, waiting for a rank that is stopped, stuck, or runs other code ends after half an hour, with an error on

@@ -239,7 +239,7 @@ class LearningRateScaling(Callback):
         rule: `linear` (SGD), or `sqrt` (Adam and its like).
         base_batch_size: Samples of the step for which the learning rates were chosen.
         base_replicas: Instead of it: replicas for which they were chosen, with one batch each; 1 if neither is given.
-        warmup_steps: Optimizer steps, as `trainer.global_step` counts, in which rates rise in a line from those that
+        ramp_steps: Optimizer steps, as `trainer.global_step` counts, in which rates rise in a line from those that
             were given to the multiplied ones. It multiplies what schedulers do.
 
     Raises:
@@ -255,7 +255,7 @@ class LearningRateScaling(Callback):
         rule: Literal["linear", "sqrt"] = "linear",
         base_batch_size: Optional[int] = None,
         base_replicas: Optional[int] = None,
-        warmup_steps: int = 0,
+        ramp_steps: int = 0,
     ) -> None:
         if rule not in ("linear", "sqrt"):
             raise ValueError(f"expected `rule` to be 'linear' or 'sqrt', got {rule!r}")
@@ -264,12 +264,12 @@ class LearningRateScaling(Callback):
         for name, value in (("base_batch_size", base_batch_size), ("base_replicas", base_replicas)):
             if value is not None and value < 1:
                 raise ValueError(f"expected {name} >= 1, got {value}")
-        if warmup_steps < 0:
-            raise ValueError(f"expected warmup_steps >= 0, got {warmup_steps}")
+        if ramp_steps < 0:
+            raise ValueError(f"expected ramp_steps >= 0, got {ramp_steps}")
         self.rule = rule
         self.base_batch_size = base_batch_size
         self.base_replicas = base_replicas
-        self.warmup_steps = warmup_steps
+        self.ramp_steps = ramp_steps
         self.factor = 1.0
         self._began = 0
         self._restored: dict[str, Any] | None = None
@@ -310,7 +310,7 @@ class LearningRateScaling(Callback):
         self.factor, self._began = self._applied(trainer)
         self._adapt(trainer, is_start=True)
         self._watch = _RateWatch(trainer)
-        if self.warmup_steps:
+        if self.ramp_steps:
             step, loop = trainer.strategy.optimizer_step, trainer.fit_loop.epoch_loop
             self._patches.replace(trainer.strategy, "optimizer_step", self._warmed(trainer, step))
             self._patches.replace(loop, "update_lr_schedulers", self._released(loop.update_lr_schedulers))
@@ -332,7 +332,7 @@ class LearningRateScaling(Callback):
             self._adapt(trainer)
             self._remember()
         # So that all see it who look at the rate of this step; but schedulers must not.
-        if self.warmup_steps and pl_module.automatic_optimization:
+        if self.ramp_steps and pl_module.automatic_optimization:
             self._hold_back(trainer)
 
     @override
@@ -400,7 +400,7 @@ class LearningRateScaling(Callback):
         else:
             step, base = f"{now} = {now.samples} samples", f"{self.base_batch_size} samples"
         had = "" if self.factor == 1.0 else f", of which {self.factor:g} was there"
-        warm = f", in {self.warmup_steps} steps of warm-up" if self.warmup_steps else ""
+        warm = f", in {self.ramp_steps} steps of warm-up" if self.ramp_steps else ""
         rates = before if wanted == self.factor else f"{before} -> {_rates(trainer)}"
         rank_zero_info(
             f"LearningRateScaling: learning rates are multiplied by {wanted:g} ({self.rule}){had}: {step} in a step,"
@@ -434,11 +434,11 @@ class LearningRateScaling(Callback):
     def _hold_back(self, trainer: Trainer) -> None:
         """Set the rates of the coming step."""
         done = trainer.global_step - self._began
-        if self._held or done >= self.warmup_steps:
+        if self._held or done >= self.ramp_steps:
             return
         self._look()
         # A line from 1 to the factor, over the factor.
-        share = (1.0 + (self.factor - 1.0) * done / self.warmup_steps) / self.factor
+        share = (1.0 + (self.factor - 1.0) * done / self.ramp_steps) / self.factor
         for optimizer in trainer.optimizers:
             for group in optimizer.param_groups:
                 rate = group["lr"]

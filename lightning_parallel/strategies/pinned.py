@@ -37,7 +37,7 @@ __all__ = [
     "Draws",
     "KeptState",
     "RefusedCalls",
-    "SelfCheckError",
+    "ReferenceRunError",
     "StageStreams",
     "blamed_on_us",
     "communication_refused",
@@ -334,7 +334,7 @@ class StageStreams:
 # ------------------------------------------------------------------------------------------------ communication
 
 
-class SelfCheckError(RuntimeError):
+class ReferenceRunError(RuntimeError):
     """The self-check itself has failed, and not the step that it runs."""
 
 
@@ -344,7 +344,7 @@ def blamed_on_us(what: str) -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        raise SelfCheckError(f"{what} failed with {type(error).__name__}: {error}") from error
+        raise ReferenceRunError(f"{what} failed with {type(error).__name__}: {error}") from error
 
 
 @dataclass

@@ -55,13 +55,13 @@ from lightning_parallel.strategies.observed_step import (
     relative_difference,
     tolerance_of,
 )
-from lightning_parallel.strategies.pinned import SEED, SelfCheckError
+from lightning_parallel.strategies.pinned import SEED, ReferenceRunError
 from lightning_parallel.strategies.reference import Blame
 from lightning_parallel.strategies.step_runs import DividedRun, StepCall, StepRuns, Way, WholeRun
 from lightning_parallel.strategies.step_state import Snapshot, complete_rules
 from lightning_parallel.tensor.audit import StepAudit
 
-__all__ = ["FirstBatches", "ProofError", "StepProof", "Verify"]
+__all__ = ["FirstBatches", "SelfCheckError", "StepProof", "Verify"]
 
 Verify = Literal["auto", "always", "off"]
 
@@ -122,7 +122,7 @@ _UNSTEADY = (
 _ORDER = ("loss", "logged value", "output", "attribute", "gradient", "parameter", "buffer")
 
 
-class ProofError(RuntimeError):
+class SelfCheckError(RuntimeError):
     """A step computes something else divided than on one process."""
 
 
@@ -235,7 +235,7 @@ class StepProof:
             why: Why it is compared later than in the first batch.
 
         Raises:
-            ProofError: On every rank, if it differs from that of one process.
+            SelfCheckError: On every rank, if it differs from that of one process.
         """
         begun_s = time.perf_counter()
         batch, *rest = args
@@ -296,9 +296,9 @@ class StepProof:
         varying = sorted({text for _, _, _, _, texts, _ in everyone for text in texts})
         name = verdict.call.name
         if found:
-            raise ProofError(_message(verdict.call, found, hint, why))
+            raise SelfCheckError(_message(verdict.call, found, hint, why))
         if failure and blame == "check":
-            raise ProofError(
+            raise SelfCheckError(
                 _OUR_FAILURE.format(name, "in shards" if self.runs.engine is None else "in stages", failure)
             )
         if failure:
@@ -887,7 +887,7 @@ class _ShardedError(Exception):
         self.is_users = is_users
 
 
-_OURS = f"{SelfCheckError.__name__}:"
+_OURS = f"{ReferenceRunError.__name__}:"
 
 
 def _loss(effects: ObservedStep) -> dict[str, float]:

@@ -38,7 +38,7 @@ from lightning_parallel import comm
 from lightning_parallel.comm import MeshGroups
 from lightning_parallel.compat.torch import mark_as_parameter, version_of
 from lightning_parallel.pipeline.placeholder import PlaceholderTensor
-from lightning_parallel.strategies.pinned import RefusedCalls, SelfCheckError, communication_refused, doubled
+from lightning_parallel.strategies.pinned import ReferenceRunError, RefusedCalls, communication_refused, doubled
 from lightning_parallel.strategies.skeleton import Skeleton
 from lightning_parallel.tensor.sharding import Shard
 
@@ -759,7 +759,7 @@ def _run_alone(
     except Exception as error:
         # The user's code on a few samples, or a limit of this way to run it: the caller finds out.
         blame: Blame = "unknown" if is_users else "check"
-        if owners.failure or calls.ours or isinstance(error, SelfCheckError):
+        if owners.failure or calls.ours or isinstance(error, ReferenceRunError):
             blame = "check"
         elif is_users and calls.users:
             blame = "user"

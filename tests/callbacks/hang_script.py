@@ -7,7 +7,7 @@ import sys
 import torch
 
 from lightning_parallel import TensorParallelStrategy, comm
-from lightning_parallel.callbacks import HangReporter
+from lightning_parallel.callbacks import HangWatchdog
 from tests.strategies.models import Net, loader, trainer_for
 
 torch.set_num_threads(1)
@@ -28,7 +28,7 @@ class Stuck(Net):
 
 rank = int(os.environ.get("LOCAL_RANK", "0"))
 strategy = TensorParallelStrategy(tensor_parallel_size=1, data_parallel_size=2)
-trainer = trainer_for(strategy, 2, callbacks=[HangReporter(4.0, FOLDER)], use_distributed_sampler=False)
+trainer = trainer_for(strategy, 2, callbacks=[HangWatchdog(4.0, FOLDER)], use_distributed_sampler=False)
 print("pid", os.getpid(), flush=True)
 trainer.fit(Stuck().double(), loader(2, rank))
 print("the end", flush=True)

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from lightning.pytorch import Callback
 
-from lightning_parallel.callbacks import HangReporter
+from lightning_parallel.callbacks import HangWatchdog
 from lightning_parallel.callbacks.hang import EXIT_STATUS, RankProcess, Watchdog, explain_hang
 from tests.harness import free_port, start_script
 from tests.strategies.models import Net, loader, trainer_for
@@ -85,7 +85,7 @@ def test_training_is_watched_and_nothing_else():
         def on_fit_end(self, *_):
             seen["after"] = any("watchdog" in thread.name for thread in threading.enumerate())
 
-    for callbacks in ([HangReporter(), Look()], [Look(), HangReporter()]):
+    for callbacks in ([HangWatchdog(), Look()], [Look(), HangWatchdog()]):
         trainer_for(callbacks=callbacks).fit(Net().double(), loader())
         assert seen == {"training": True, "after": False}
 
@@ -154,7 +154,7 @@ def test_a_process_number_that_was_used_again_is_not_killed():
 
 def test_a_deadline_must_be_positive():
     with pytest.raises(ValueError, match="deadline_s > 0"):
-        HangReporter(deadline_s=0)
+        HangWatchdog(deadline_s=0)
 
 
 # ------------------------------------------------------------------------------------------------- who is to blame

@@ -94,8 +94,8 @@ class Late(Callback):
             trainer.optimizers[0].add_param_group({"params": [torch.nn.Parameter(torch.zeros(1))], "lr": 0.01})
 
 
-@pytest.mark.parametrize("warmup_steps", [0, 3])
-def test_rates_that_are_set_past_it_are_told(warmup_steps):
+@pytest.mark.parametrize("ramp_steps", [0, 3])
+def test_rates_that_are_set_past_it_are_told(ramp_steps):
     """They are used as they are, whatever was printed at the start."""
     made = {
         "set to": lambda: (ByHand(), ()),
@@ -105,7 +105,7 @@ def test_rates_that_are_set_past_it_are_told(warmup_steps):
     }
     for words, make in made.items():
         module, others = make()
-        scaling = LearningRateScaling(base_replicas=1, warmup_steps=warmup_steps)
+        scaling = LearningRateScaling(base_replicas=1, ramp_steps=ramp_steps)
         options = {"max_epochs": 3, "limit_train_batches": 4, "accumulate_grad_batches": 2}
         with pytest.warns(UserWarning, match=words) as told:
             trainer_for(callbacks=[scaling, *others], **options).fit(module.double(), loader())
@@ -143,7 +143,7 @@ def test_an_epoch_that_ends_early_in_warm_up():
             return [optimizer], [lr_scheduler.ExponentialLR(optimizer, 0.5)]
 
     rates = []
-    for callbacks in ([], [LearningRateScaling(base_batch_size=4, warmup_steps=4)]):
+    for callbacks in ([], [LearningRateScaling(base_batch_size=4, ramp_steps=4)]):
         module = Ending().double()
         trainer_for(callbacks=callbacks, max_epochs=3).fit(module, loader())
         rates.append(module.rates)
@@ -185,7 +185,7 @@ def test_what_would_be_scaled_wrongly_is_refused():
         train(callbacks=[scaling, LearningRateFinder()])
     with pytest.raises(RuntimeError, match="more than one stateful callback"):
         train(callbacks=[scaling, LearningRateScaling()])
-    for wrong in ({"rule": "cubic"}, {"base_batch_size": 8, "base_replicas": 1}, {"warmup_steps": -1}):
+    for wrong in ({"rule": "cubic"}, {"base_batch_size": 8, "base_replicas": 1}, {"ramp_steps": -1}):
         with pytest.raises(ValueError, match="expected"):
             LearningRateScaling(**wrong)
 
@@ -207,7 +207,7 @@ def test_an_optimizer_of_an_earlier_fit_and_accumulation_that_changes():
 def test_replicas_and_a_resume_among_others(group):
     """Two replicas, then one process, then two again; with a warm-up in which the first run is interrupted."""
     path = comm.broadcast_object(tempfile.mkdtemp(), group)
-    warm = lambda: [LearningRateScaling(warmup_steps=4)]  # noqa: E731
+    warm = lambda: [LearningRateScaling(ramp_steps=4)]  # noqa: E731
     whole = train("cosine", warm(), DDPStrategy(), 2)
     plain = train("cosine", (), DDPStrategy(), 2)
     line = [1.0, 1.25, 1.5, 1.75, 2.0, 2.0, 2.0, 2.0]

@@ -24,7 +24,7 @@ from tests.strategies.models import Net, loader, trainer_for
 
 OTHERS = (
     "StepBreakdown CommunicationProfiler PipelineTimeline StragglerMonitor Throughput MemoryProfiler"
-    " ReplicaDriftMonitor DataShardingMonitor HangReporter"
+    " ReplicaDriftMonitor DataShardingMonitor HangWatchdog"
 )
 FILES = ["report.html", "report.json", "trace.json.gz"]
 

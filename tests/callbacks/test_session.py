@@ -17,7 +17,7 @@ from lightning_parallel import (
     CompressedDDPStrategy,
     CompressionMonitor,
     DataShardingMonitor,
-    HangReporter,
+    HangWatchdog,
     MemoryProfiler,
     PipelineTimeline,
     ProfileReport,
@@ -157,7 +157,7 @@ def all_callbacks(folder, compresses):
         StragglerMonitor(show_table=False),
         ReplicaDriftMonitor(show_table=False, every_n_steps=2),
         DataShardingMonitor(show_table=False),
-        HangReporter(dirpath=folder),
+        HangWatchdog(dirpath=folder),
         ProfileReport(folder, show_diagnosis=False),
     ]
     return [*callbacks, CompressionMonitor(show_table=False)] if compresses else callbacks

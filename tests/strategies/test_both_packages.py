@@ -22,7 +22,7 @@ from lightning_parallel import (
     CompressedDeepSpeedStrategy,
     CompressedFSDPStrategy,
     CompressedModelParallelStrategy,
-    HangReporter,
+    HangWatchdog,
     HybridParallelStrategy,
     LocalSGDStrategy,
     MemoryProfiler,
@@ -121,7 +121,7 @@ def equals_one_process(kind, packages, group):
             callbacks = [
                 profiler(show_table=False) for profiler in (StepBreakdown, CommunicationProfiler, MemoryProfiler)
             ]
-            callbacks += [PipelineTimeline(show_table=False), HangReporter(), ProfileReport(str(folder / "profile"))]
+            callbacks += [PipelineTimeline(show_table=False), HangWatchdog(), ProfileReport(str(folder / "profile"))]
         strategy = kind(verify="auto" if devices == 4 else "off", **SIZES[devices])
         found_metrics, found, trainer = life(package, strategy, devices, group, folder, callbacks)
         assert found_metrics == pytest.approx(metrics, rel=1e-6)  # epoch means are float32
@@ -284,8 +284,8 @@ def test_twins_are_of_the_same_lines():
     codes = [kind.__init__.__code__ for kind in (twin.TensorParallelStrategy, TensorParallelStrategy)]
     assert codes[0].co_filename == codes[1].co_filename
     assert list(codes[0].co_lines()) == list(codes[1].co_lines())
-    errors = importlib.import_module(f"{twins.__package__}.pytorch_lightning.strategies.proof").ProofError
-    assert errors is importlib.import_module("lightning_parallel.strategies.proof").ProofError
+    errors = importlib.import_module(f"{twins.__package__}.pytorch_lightning.strategies.proof").SelfCheckError
+    assert errors is importlib.import_module("lightning_parallel.strategies.proof").SelfCheckError
 
 
 SCRIPT = """

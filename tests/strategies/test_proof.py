@@ -28,7 +28,7 @@ from lightning_parallel import HybridParallelStrategy, PipelineParallelStrategy,
 from lightning_parallel.compat import ParallelState, Patches, patched
 from lightning_parallel.strategies import proof, reference
 from lightning_parallel.strategies.observed_step import compare
-from lightning_parallel.strategies.proof import ProofError
+from lightning_parallel.strategies.proof import SelfCheckError
 from lightning_parallel.strategies.reference import Owners, WholeModel, run_reference
 from lightning_parallel.strategies.skeleton import Skeleton
 from lightning_parallel.strategies.step_runs import StepRuns
@@ -291,7 +291,7 @@ class Sharpness(Manual):
 
 @distributed(world_size=2)
 def test_a_manual_step_that_takes_the_norm_of_parts_is_refused():
-    with pytest.raises(ProofError, match="(?s)differ in\n  parameter `embed.weight` differs"):
+    with pytest.raises(SelfCheckError, match="(?s)differ in\n  parameter `embed.weight` differs"):
         fit(Sharpness(), "tensor")
 
 
@@ -340,7 +340,7 @@ class RanksDiffer(Tokens):
 @distributed(world_size=2)
 def test_steps_that_compute_with_pieces_are_refused_on_every_rank(kind, named):
     module = kind()
-    with pytest.raises((ProofError, RuntimeError), match=named):
+    with pytest.raises((SelfCheckError, RuntimeError), match=named):
         fit(module, "tensor")
     assert module.trainer.global_step == 0
 
@@ -444,7 +444,7 @@ CHANGED_BY_MICROBATCHES = (
 def test_steps_that_microbatches_change_are_refused(microbatches):
     # With one sample in each, permutations are not seen, and many a weight is right by chance.
     for kind in CHANGED_BY_MICROBATCHES if microbatches == 4 else (Views, Mixup, Selected):
-        with pytest.raises(ProofError, match="(?s)loss .*not a mean over samples.*num_microbatches=1"):
+        with pytest.raises(SelfCheckError, match="(?s)loss .*not a mean over samples.*num_microbatches=1"):
             fit(kind(), "pipeline", num_microbatches=microbatches)
 
 
@@ -551,7 +551,9 @@ def test_the_first_module_that_differs_is_named():
         whole = type(down).forward
         patches.replace(type(down), "forward", lambda self, x: whole(self, x) * (1.01 if self is down else 1))
 
-    with pytest.raises(ProofError, match=r"(?s)first module that differs is `blocks\.2\.down`.*plan=.*'blocks\.\*\*'"):
+    with pytest.raises(
+        SelfCheckError, match=r"(?s)first module that differs is `blocks\.2\.down`.*plan=.*'blocks\.\*\*'"
+    ):
         fit(module, "tensor", callbacks=[LambdaCallback(on_train_start=break_it)])
     patches.undo()
 
@@ -599,7 +601,9 @@ def test_a_loss_that_differs_from_run_to_run_is_not_called_verified(group):
         assert not any("verified" in text for text in said)
     # The first rank is ahead of the others by the runs that it has made alone.
     module = Unsteady()
-    with pytest.raises(ProofError, match="(?s)differs between tensor-parallel ranks.*a state outside of the module"):
+    with pytest.raises(
+        SelfCheckError, match="(?s)differs between tensor-parallel ranks.*a state outside of the module"
+    ):
         fit(module, "tensor")
     assert module.trainer.global_step == 0
 
@@ -623,7 +627,7 @@ def test_a_failure_of_the_self_check_is_an_error_on_all_ranks(group):
             fail()
         return joined(*args)
 
-    with pytest.raises(ProofError, match="could not run it on the whole model, although it runs in shards"):
+    with pytest.raises(SelfCheckError, match="could not run it on the whole model, although it runs in shards"):
         fit(NeverAlone(), "tensor")
     joined = reference._joined
     broken = {
@@ -635,7 +639,7 @@ def test_a_failure_of_the_self_check_is_an_error_on_all_ranks(group):
     }
     for what, patch in broken.items():
         module = Tokens()
-        with patch, pytest.raises((ProofError, RuntimeError, KeyError), match="ours"):
+        with patch, pytest.raises((SelfCheckError, RuntimeError, KeyError), match="ours"):
             fit(module, "tensor")
         assert module.trainer.global_step == 0, what
 
