@@ -17,7 +17,7 @@ PACKAGE = Path(__file__).parents[1] / "lightning_parallel"
 LAYERS = {
     "compat": 0,
     "mesh": 0,
-    "tracing": 0,
+    "tracing": -1,
     "comm": 1,
     "tensor": 2,
     "pipeline": 2,

@@ -12,7 +12,7 @@ from typing import Any, ClassVar, Optional, cast
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.plugins.io import AsyncCheckpointIO
 from lightning.pytorch.utilities.exceptions import SIGTERMException
-from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
+from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from typing_extensions import override
 
 from lightning_parallel import comm
@@ -32,7 +32,7 @@ from lightning_parallel.compat.interrupted import (
     restore_by,
     restore_epoch_values,
 )
-from lightning_parallel.compat.lightning import agree_on_sigterm
+from lightning_parallel.compat.lightning import agree_on_sigterm, tell
 from lightning_parallel.compat.twins import Callback, is_a
 
 __all__ = ["AutoResume"]
@@ -200,7 +200,7 @@ class AutoResume(Callback):
             self._pass_over(failure)
             self._restore_modules(self._restore, self._given)
         if self._path is not None:
-            rank_zero_info(f"AutoResume: the run goes on from {self._path}")
+            tell(f"AutoResume: the run goes on from {self._path}")
             self._set_aside_damaged()
         assert self._point is not None
         if self._state is not None:
@@ -371,7 +371,7 @@ class AutoResume(Callback):
                 if trainer.global_step > self._saved_step:
                     self._save(trainer)
                 comm.barrier(_world())
-                rank_zero_info(
+                tell(
                     f"AutoResume: told to end, after step {trainer.global_step}; start the script again to go on from"
                     f" {self._folder.path}"
                 )

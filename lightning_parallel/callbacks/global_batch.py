@@ -7,9 +7,9 @@ from fractions import Fraction
 
 from lightning.pytorch import Trainer
 from lightning.pytorch.callbacks import GradientAccumulationScheduler
-from lightning.pytorch.utilities.rank_zero import rank_zero_info
 
 from lightning_parallel.compat import Patches
+from lightning_parallel.compat.lightning import tell
 from lightning_parallel.compat.twins import is_a
 
 __all__ = ["GlobalBatch", "adapt_trainer"]
@@ -71,7 +71,7 @@ def adapt_trainer(trainer: Trainer, first: GlobalBatch, now: GlobalBatch, patche
                 f"the run began with {first} and would go on with {now}, but `GradientAccumulationScheduler` sets how"
                 " many batches are accumulated; start it with as many replicas as before, or without that callback"
             )
-        rank_zero_info(f"AutoResume: the run began with {first} and goes on with {now}")
+        tell(f"AutoResume: the run began with {first} and goes on with {now}")
         patches.replace(trainer, "accumulate_grad_batches", now.accumulate)
     ratio = Fraction(first.at_once, now.at_once)
     for name in ("limit_train_batches", "val_check_interval"):

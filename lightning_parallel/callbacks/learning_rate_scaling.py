@@ -12,7 +12,7 @@ from weakref import WeakKeyDictionary
 import torch
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import LearningRateFinder
-from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
+from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import Tensor, nn
 from torch.optim import SGD, Optimizer
 from torch.optim.lr_scheduler import ReduceLROnPlateau
@@ -22,6 +22,7 @@ from lightning_parallel.callbacks.global_batch import GlobalBatch
 from lightning_parallel.callbacks.session import mesh_of
 from lightning_parallel.compat import Patches
 from lightning_parallel.compat.interrupted import loaders_of
+from lightning_parallel.compat.lightning import tell
 from lightning_parallel.compat.twins import Callback, is_a
 
 __all__ = ["LearningRateScaling", "scale_learning_rates"]
@@ -402,7 +403,7 @@ class LearningRateScaling(Callback):
         had = "" if self.factor == 1.0 else f", of which {self.factor:g} was there"
         warm = f", in {self.ramp_steps} steps of warm-up" if self.ramp_steps else ""
         rates = before if wanted == self.factor else f"{before} -> {_rates(trainer)}"
-        rank_zero_info(
+        tell(
             f"LearningRateScaling: learning rates are multiplied by {wanted:g} ({self.rule}){had}: {step} in a step,"
             f" chosen for {base}{reason}; {rates}{warm}. Do not scale them in your own code as well"
         )

@@ -35,6 +35,7 @@ from lightning.pytorch.strategies.launchers import _SubprocessScriptLauncher as 
 from lightning.pytorch.trainer import call
 from lightning.pytorch.trainer.connectors.logger_connector import result
 from lightning.pytorch.utilities.exceptions import SIGTERMException, _TunerExitException
+from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
@@ -42,6 +43,7 @@ from torchmetrics import Metric
 from torchmetrics.aggregation import BaseAggregator
 
 from lightning_parallel.compat import Patches, patched
+from lightning_parallel.tracing.spans import is_verbose
 
 __all__ = [
     "DEVICE_OF_MODULE",
@@ -85,6 +87,7 @@ __all__ = [
     "strategy_of",
     "sync_tensor",
     "take_first_entry",
+    "tell",
     "timeout_of",
     "train_dataloader_of",
     "update_count_of",
@@ -95,6 +98,13 @@ __all__ = [
 
 DEVICE_OF_MODULE = "_device"
 """Where a LightningModule keeps its device."""
+
+
+def tell(text: str) -> None:
+    """Print a line on rank zero, where lines are printed."""
+    if is_verbose():
+        rank_zero_info(text)
+
 
 # -- strategies: launching, processes ----------------------------------------------------------------------------------
 

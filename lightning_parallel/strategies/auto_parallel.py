@@ -19,7 +19,6 @@ from lightning.pytorch.accelerators import Accelerator
 from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities import CombinedLoader
-from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch.utils.data import DataLoader
 from typing_extensions import override
 
@@ -27,7 +26,7 @@ from lightning_parallel import comm
 from lightning_parallel.comm import Group
 from lightning_parallel.compat import ParallelState
 from lightning_parallel.compat.default_group import all_processes_as_default
-from lightning_parallel.compat.lightning import train_dataloader_of
+from lightning_parallel.compat.lightning import tell, train_dataloader_of
 from lightning_parallel.compression import Reducer
 from lightning_parallel.mesh import DATA, PIPELINE, TENSOR
 from lightning_parallel.pipeline.simulate import Link
@@ -101,7 +100,7 @@ class AutoParallelStrategy(HybridParallelStrategy):
             CUDA.
         timeout: Deadline of every collective.
         start_method: How Lightning starts processes without a launcher. `popen` runs the script again. `spawn`, `fork`
-            and `forkserver` start functions; notebooks need `fork`.
+            and `forkserver` start functions. `auto` takes `fork` in a notebook, and `popen` elsewhere.
         accelerator: Accelerator object, set by the Trainer.
         parallel_devices: Devices of this node, set by the Trainer.
         cluster_environment: Source of ranks and addresses. By default Lightning detects torchrun, SLURM and others.
@@ -134,7 +133,7 @@ class AutoParallelStrategy(HybridParallelStrategy):
         gather_after_fit: GatherAfterFit = "auto",
         process_group_backend: Optional[str] = None,
         timeout: Optional[timedelta] = default_pg_timeout,
-        start_method: StartMethod = "popen",
+        start_method: StartMethod = "auto",
         accelerator: Optional[Accelerator] = None,
         parallel_devices: Optional[list[torch.device]] = None,
         cluster_environment: Optional[ClusterEnvironment] = None,
@@ -239,7 +238,7 @@ class AutoParallelStrategy(HybridParallelStrategy):
             memory_limit_bytes=None,
         )
         print_table(plan_text(found, with_yaml=False))
-        rank_zero_info(f"AutoParallelStrategy runs {layout.name}: {layout.samples_per_s:.3g} samples/s are predicted")
+        tell(f"AutoParallelStrategy runs {layout.name}: {layout.samples_per_s:.3g} samples/s are predicted")
 
 
 def _early_batch(trainer: Trainer) -> Any:

@@ -24,7 +24,7 @@ from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.strategies import DDPStrategy, DeepSpeedStrategy
 from lightning.pytorch.strategies.strategy import Strategy
 from lightning.pytorch.trainer.states import TrainerFn
-from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
+from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 from typing_extensions import override
@@ -44,6 +44,7 @@ from lightning_parallel.compat.lightning import (
     PathLike,
     follow_sigterm,
     process_group_backend_of,
+    tell,
     timeout_of,
 )
 from lightning_parallel.compat.torch import remove_ddp_hooks
@@ -81,7 +82,7 @@ from lightning_parallel.strategies.compression_files import (
     write_compression,
 )
 from lightning_parallel.strategies.nodes import Hierarchical, between_nodes, check_hierarchical, hosts_of, size_of_node
-from lightning_parallel.strategies.processes import EndingLauncher, StartMethod, connect
+from lightning_parallel.strategies.processes import EndingLauncher, StartMethod, connect, start_method_here
 
 __all__ = [
     "NAMED_COMPRESSORS",
@@ -206,7 +207,7 @@ class SavesCompression(SavesFiles):
             if KEY in checkpoint and is_memory_of(checkpoint, drifts=False):
                 self._restore_compression(checkpoint[KEY], checkpoint_path)
             elif KEY not in checkpoint and "optimizer_states" in checkpoint:
-                rank_zero_info("The checkpoint has no compression state: compression begins at its step 0.")
+                tell("The checkpoint has no compression state: compression begins at its step 0.")
         return checkpoint
 
     def _state_of_compression(self, path: PathLike) -> dict[str, Any]:
@@ -312,7 +313,7 @@ class CompressedDDPStrategy(SavesCompression, DDPStrategy):
             CUDA.
         timeout: Deadline of every collective.
         start_method: How Lightning starts processes without a launcher. `popen` runs the script again. `spawn`, `fork`
-            and `forkserver` start functions; notebooks need `fork`.
+            and `forkserver` start functions. `auto` takes `fork` in a notebook, and `popen` elsewhere.
         accelerator: Accelerator object, set by the Trainer.
         parallel_devices: Devices of this node, set by the Trainer.
         cluster_environment: Source of ranks and addresses. By default Lightning detects torchrun, SLURM and others.
@@ -344,13 +345,14 @@ class CompressedDDPStrategy(SavesCompression, DDPStrategy):
         static_graph: bool = False,
         process_group_backend: Optional[str] = None,
         timeout: Optional[timedelta] = default_pg_timeout,
-        start_method: StartMethod = "popen",
+        start_method: StartMethod = "auto",
         accelerator: Optional[Accelerator] = None,
         parallel_devices: Optional[list[torch.device]] = None,
         cluster_environment: Optional[ClusterEnvironment] = None,
         checkpoint_io: Optional[CheckpointIO] = None,
         precision_plugin: Optional[Precision] = None,
     ) -> None:
+        start_method = start_method_here(start_method)
         own = named(locals(), DDPStrategy.__init__)
         wrapping = named(locals(), DistributedDataParallel.__init__, CompressedDDPStrategy.__init__)
         check_reducer(compression)

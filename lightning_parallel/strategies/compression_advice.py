@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
-from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
+from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from lightning_parallel.compat.lightning import tell
 from lightning_parallel.compression import Auto, Dense, Reducer
 from lightning_parallel.compression.compressor_state import REPLICATED
 from lightning_parallel.compression.reducer import LATE
@@ -38,7 +39,7 @@ def tell_costs(reducer: Reducer, module: nn.Module, replicas: int, owners: int =
         dense += Dense().wire_bytes(shapes, replicas, dtype=dtype)
     kept = sum(_kept_bytes(reducer, name, value) for name, value in trained.items())
     memory = f", and keeps {bytes_text(kept / owners)} of what was not sent" if kept else ""
-    rank_zero_info(
+    tell(
         f"{reducer!r}: each rank sends {bytes_text(sent / owners)} instead of {bytes_text(dense / owners)} per step"
         f"{' between nodes' if owners > 1 else ''}"
         f" (1/{count_text(dense / max(1.0, sent))}){memory}"

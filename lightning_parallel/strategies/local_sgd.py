@@ -28,13 +28,13 @@ from lightning.pytorch.callbacks import StochasticWeightAveraging
 from lightning.pytorch.core.optimizer import LightningOptimizer
 from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.trainer.states import TrainerFn
-from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
+from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_parallel import comm
 from lightning_parallel.comm import Group
-from lightning_parallel.compat.lightning import PathLike, move_optimizers
+from lightning_parallel.compat.lightning import PathLike, move_optimizers, tell
 from lightning_parallel.compression import Dense, Reducer, check_reducer
 from lightning_parallel.compression.compressor import check_integer
 from lightning_parallel.data_parallel import DriftExchange, GradientReducer
@@ -137,7 +137,7 @@ class LocalSGDStrategy(HybridParallelStrategy):
             CUDA.
         timeout: Deadline of every collective.
         start_method: How Lightning starts processes without a launcher. `popen` runs the script again. `spawn`, `fork`
-            and `forkserver` start functions; notebooks need `fork`.
+            and `forkserver` start functions. `auto` takes `fork` in a notebook, and `popen` elsewhere.
         accelerator: Accelerator object, set by the Trainer.
         parallel_devices: Devices of this node, set by the Trainer.
         cluster_environment: Source of ranks and addresses. By default Lightning detects torchrun, SLURM and others.
@@ -187,7 +187,7 @@ class LocalSGDStrategy(HybridParallelStrategy):
         gather_after_fit: GatherAfterFit = "auto",
         process_group_backend: Optional[str] = None,
         timeout: Optional[timedelta] = default_pg_timeout,
-        start_method: StartMethod = "popen",
+        start_method: StartMethod = "auto",
         accelerator: Optional[Accelerator] = None,
         parallel_devices: Optional[list[torch.device]] = None,
         cluster_environment: Optional[ClusterEnvironment] = None,
@@ -464,7 +464,7 @@ class LocalSGDStrategy(HybridParallelStrategy):
         if self.module.trainer.state.fn == TrainerFn.FITTING and "optimizer_states" in checkpoint:
             self._restored = checkpoint.get(LOCAL_STEPS, {})
             if not self._restored:
-                rank_zero_info("The checkpoint is of another strategy: local steps begin at step 0.")
+                tell("The checkpoint is of another strategy: local steps begin at step 0.")
         return checkpoint
 
     @override

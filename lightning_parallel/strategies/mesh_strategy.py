@@ -119,7 +119,7 @@ class MeshStrategy(MeshCheckpoints):
         gather_after_fit: GatherAfterFit = "auto",
         process_group_backend: Optional[str] = None,
         timeout: Optional[timedelta] = default_pg_timeout,
-        start_method: StartMethod = "popen",
+        start_method: StartMethod = "auto",
         accelerator: Optional[Accelerator] = None,
         parallel_devices: Optional[list[torch.device]] = None,
         cluster_environment: Optional[ClusterEnvironment] = None,

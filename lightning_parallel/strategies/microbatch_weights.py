@@ -17,13 +17,13 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from lightning.pytorch.utilities.seed import isolate_rng
 from torch import Tensor, nn
 
 from lightning_parallel import comm
 from lightning_parallel.comm import Group
 from lightning_parallel.compat import ParallelState, patched
+from lightning_parallel.compat.lightning import tell
 from lightning_parallel.compat.torch import pytree
 from lightning_parallel.pipeline.interception import Call
 from lightning_parallel.pipeline.measure import TruncatedModel
@@ -372,7 +372,7 @@ def find_microbatch_weight(
         ParallelState.of(module).doubt = (pair, text)
         return weight
     if chosen is not weight:
-        rank_zero_info(f"the loss is a mean over tokens: microbatches are weighted by {chosen}")
+        tell(f"the loss is a mean over tokens: microbatches are weighted by {chosen}")
     return chosen
 
 

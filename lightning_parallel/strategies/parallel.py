@@ -77,7 +77,7 @@ class TensorParallelStrategy(MeshStrategy):
             CUDA.
         timeout: Deadline of every collective.
         start_method: How Lightning starts processes without a launcher. `popen` runs the script again. `spawn`, `fork`
-            and `forkserver` start functions; notebooks need `fork`.
+            and `forkserver` start functions. `auto` takes `fork` in a notebook, and `popen` elsewhere.
         accelerator: Accelerator object, set by the Trainer.
         parallel_devices: Devices of this node, set by the Trainer.
         cluster_environment: Source of ranks and addresses. By default Lightning detects torchrun, SLURM and others.
@@ -110,7 +110,7 @@ class TensorParallelStrategy(MeshStrategy):
         gather_after_fit: GatherAfterFit = "auto",
         process_group_backend: Optional[str] = None,
         timeout: Optional[timedelta] = default_pg_timeout,
-        start_method: StartMethod = "popen",
+        start_method: StartMethod = "auto",
         accelerator: Optional[Accelerator] = None,
         parallel_devices: Optional[list[torch.device]] = None,
         cluster_environment: Optional[ClusterEnvironment] = None,
@@ -171,7 +171,7 @@ class PipelineParallelStrategy(MeshStrategy):
             CUDA.
         timeout: Deadline of every collective.
         start_method: How Lightning starts processes without a launcher. `popen` runs the script again. `spawn`, `fork`
-            and `forkserver` start functions; notebooks need `fork`.
+            and `forkserver` start functions. `auto` takes `fork` in a notebook, and `popen` elsewhere.
         accelerator: Accelerator object, set by the Trainer.
         parallel_devices: Devices of this node, set by the Trainer.
         cluster_environment: Source of ranks and addresses. By default Lightning detects torchrun, SLURM and others.
@@ -210,7 +210,7 @@ class PipelineParallelStrategy(MeshStrategy):
         gather_after_fit: GatherAfterFit = "auto",
         process_group_backend: Optional[str] = None,
         timeout: Optional[timedelta] = default_pg_timeout,
-        start_method: StartMethod = "popen",
+        start_method: StartMethod = "auto",
         accelerator: Optional[Accelerator] = None,
         parallel_devices: Optional[list[torch.device]] = None,
         cluster_environment: Optional[ClusterEnvironment] = None,
@@ -278,7 +278,7 @@ class HybridParallelStrategy(MeshStrategy):
             CUDA.
         timeout: Deadline of every collective.
         start_method: How Lightning starts processes without a launcher. `popen` runs the script again. `spawn`, `fork`
-            and `forkserver` start functions; notebooks need `fork`.
+            and `forkserver` start functions. `auto` takes `fork` in a notebook, and `popen` elsewhere.
         accelerator: Accelerator object, set by the Trainer.
         parallel_devices: Devices of this node, set by the Trainer.
         cluster_environment: Source of ranks and addresses. By default Lightning detects torchrun, SLURM and others.
@@ -321,7 +321,7 @@ class HybridParallelStrategy(MeshStrategy):
         gather_after_fit: GatherAfterFit = "auto",
         process_group_backend: Optional[str] = None,
         timeout: Optional[timedelta] = default_pg_timeout,
-        start_method: StartMethod = "popen",
+        start_method: StartMethod = "auto",
         accelerator: Optional[Accelerator] = None,
         parallel_devices: Optional[list[torch.device]] = None,
         cluster_environment: Optional[ClusterEnvironment] = None,

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
+import sys
 import zlib
 from collections.abc import Callable, Generator, Mapping
 from contextlib import contextmanager
@@ -57,6 +59,7 @@ __all__ = [
     "connect",
     "discard_groups",
     "process_groups",
+    "start_method_here",
 ]
 
 
@@ -115,7 +118,13 @@ class EndingLauncher(FunctionLauncher):
 
     @override
     def launch(self, function: Callable[..., Any], *args: Any, trainer: Optional[Trainer] = None, **kwargs: Any) -> Any:
-        return super().launch(partial(_as_function, function), *args, trainer=trainer, **kwargs)
+        try:
+            return super().launch(partial(_as_function, function), *args, trainer=trainer, **kwargs)
+        except NotImplementedError as error:  # raised before a process is started; theirs come in another type
+            raise RuntimeError(
+                "A Trainer runs `fit` once where processes are started as functions, as in a notebook; got a second"
+                " call. Create a new Trainer for it. To continue, pass `ckpt_path=` with a checkpoint of the first one."
+            ) from error
 
     @override
     def _collect_rank_zero_results(self, trainer: Trainer, results: Any) -> Any:
@@ -215,7 +224,16 @@ def discard_groups(groups: MeshGroups | None) -> None:
         _cached_groups.clear()
 
 
-StartMethod = Literal["popen", "spawn", "fork", "forkserver"]
+StartMethod = Literal["auto", "popen", "spawn", "fork", "forkserver"]
+
+
+def start_method_here(asked: StartMethod) -> Literal["popen", "spawn", "fork", "forkserver"]:
+    """Return how processes are started: as asked, and by default as this session allows."""
+    if asked != "auto":
+        return asked
+    # As Lightning asks. A notebook cannot be run again as a script, and its classes cannot be imported by others.
+    is_interactive = hasattr(sys, "ps1") or bool(sys.flags.interactive)
+    return "fork" if is_interactive and "fork" in multiprocessing.get_all_start_methods() else "popen"
 
 
 class MeshProcesses(SavesFiles):
@@ -242,7 +260,7 @@ class MeshProcesses(SavesFiles):
         self._sizes = dict(sizes)
         self._process_group_backend = process_group_backend
         self._timeout = timeout
-        self._start_method: StartMethod = start_method
+        self._start_method = start_method_here(start_method)
         self._mesh: Mesh | None = None
         self._groups: MeshGroups | None = None
         self._device_mesh: DeviceMesh | None = None

@@ -25,12 +25,13 @@ from typing import Any, Literal, TypeVar
 
 import torch
 from lightning.fabric.plugins.collectives.torch_collective import default_pg_timeout
-from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
+from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import Tensor
 
 from lightning_parallel import comm
 from lightning_parallel.comm import MeshGroups, RollCall
 from lightning_parallel.compat import ParallelState
+from lightning_parallel.compat.lightning import tell
 from lightning_parallel.compat.torch import BatchNormalization
 from lightning_parallel.pipeline.microbatch import (
     MEANS,
@@ -315,7 +316,7 @@ class StepProof:
         text = f"{of}verified on {verdict.summary}{alike}{left_out}"
         if verdict.limits:
             text = f"{of}checked as one microbatch on {verdict.summary}{left_out}. {' '.join(verdict.limits)}"
-        rank_zero_info(f"{text} ({seconds:.1f} s)")
+        tell(f"{text} ({seconds:.1f} s)")
 
 
 def _is_in(name: str, key: str) -> bool:

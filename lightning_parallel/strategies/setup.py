@@ -20,14 +20,14 @@ from typing import Any, Literal, Optional, Union
 import torch
 from lightning.pytorch import LightningModule
 from lightning.pytorch.utilities.model_helpers import is_overridden
-from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
+from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import nn
 
 from lightning_parallel import comm
 from lightning_parallel.checkpoint import ModelNames, rules_by_name
 from lightning_parallel.comm import Group, MeshGroups
 from lightning_parallel.compat import ParallelState
-from lightning_parallel.compat.lightning import checkpoint_of_run
+from lightning_parallel.compat.lightning import checkpoint_of_run, tell
 from lightning_parallel.compat.torch import BatchNormalization, buffers_of
 from lightning_parallel.mesh import PIPELINE
 from lightning_parallel.pipeline.analysis import analyze
@@ -476,7 +476,7 @@ def _plan_of_checkpoint(module: LightningModule, request: dict[str, Any], world:
     data = comm.broadcast_object(found() if world.rank == 0 else None, world)
     if data is None:
         return None
-    rank_zero_info(f"the pipeline runs by the plan of the checkpoint ({PLAN_FILE})")
+    tell(f"the pipeline runs by the plan of the checkpoint ({PLAN_FILE})")
     return PipelinePlan.from_dict(data)
 
 

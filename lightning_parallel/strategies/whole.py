@@ -15,13 +15,13 @@ from typing import Any, Literal
 import torch
 from lightning.pytorch import LightningModule
 from lightning.pytorch.trainer.states import TrainerStatus
-from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch import Tensor, nn
 
 from lightning_parallel import comm
 from lightning_parallel.checkpoint import Checkpoints
 from lightning_parallel.comm import Group, MeshGroups
 from lightning_parallel.compat import ParallelState
+from lightning_parallel.compat.lightning import tell
 from lightning_parallel.strategies import replicas
 from lightning_parallel.tensor.sharding import Shard
 
@@ -70,7 +70,7 @@ def _restore_whole(
     if is_default:
         where = _place_of(total, groups.world)
     if where == "off":
-        rank_zero_info(
+        tell(
             f"The module stays divided after the run: its {total / 2**30:.1f} GiB may not fit into the memory of one"
             " host. Load a checkpoint into a new module, or set `gather_after_fit='rank_zero'`"
         )
@@ -87,9 +87,7 @@ def _restore_whole(
     if is_here:
         whole.restore(full, trained)
     if where == "rank_zero" and is_default:
-        rank_zero_info(
-            "The module is whole again on rank zero only, for its size: `gather_after_fit='all'` makes it so on all."
-        )
+        tell("The module is whole again on rank zero only, for its size: `gather_after_fit='all'` makes it so on all.")
     return True
 
 

@@ -14,6 +14,7 @@ from typing import Any, Generic, NamedTuple, TypeVar
 from rich.console import Console
 
 __all__ = [
+    "is_verbose",
     "OTHER",
     "CallCounter",
     "Ledger",
@@ -348,8 +349,25 @@ def rank_label(entry: Mapping[str, Any], mesh: Mapping[str, int]) -> str:
     return f"rank {entry['rank']}" + (f" · {' '.join(places)}" if places else "")
 
 
+LOG_VARIABLE = "LIGHTNING_PARALLEL_LOG"
+
+
+def is_verbose() -> bool:
+    """Tell whether tables and lines are printed: not with `LIGHTNING_PARALLEL_LOG=warning`.
+
+    Raises:
+        ValueError: If the variable has another value than `info` or `warning`.
+    """
+    level = os.environ.get(LOG_VARIABLE, "info").lower()
+    if level not in ("info", "warning"):
+        raise ValueError(f"`{LOG_VARIABLE}` must be `info` or `warning`; got `{level}`")
+    return level == "info"
+
+
 def show(renderable: Any) -> None:
     """Print a table, 120 columns wide where the output is not a terminal."""
+    if not is_verbose():
+        return
     console = Console(highlight=False)
     # In a log file `rich` assumes 80 columns, which cuts the tables of a run short.
     if not (console.is_terminal or console.is_jupyter or "COLUMNS" in os.environ):

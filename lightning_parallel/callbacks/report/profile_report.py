@@ -18,7 +18,7 @@ from typing import Any, Optional
 import torch
 from jinja2 import TemplateError
 from lightning.pytorch import LightningModule, Trainer
-from lightning.pytorch.utilities import rank_zero_info, rank_zero_only
+from lightning.pytorch.utilities import rank_zero_only
 from rich.console import Console
 from torch import Tensor
 from torch.distributed.tensor import DTensor
@@ -47,6 +47,7 @@ from lightning_parallel.callbacks.report.trace import (
 from lightning_parallel.callbacks.session import Session
 from lightning_parallel.checkpoint.folder import replacing
 from lightning_parallel.checkpoint.writer import installed_versions
+from lightning_parallel.compat.lightning import tell
 from lightning_parallel.mesh import AXES, Mesh
 from lightning_parallel.pipeline.engine import PipelineEngine
 from lightning_parallel.tracing import StepSampler
@@ -337,7 +338,7 @@ class ProfileReport(MeasuringCallback):
     @override
     def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if self.open_session.recorder is None:
-            rank_zero_info(f"nothing was trained: {self.folder / PAGE} is left as it is")
+            tell(f"nothing was trained: {self.folder / PAGE} is left as it is")
             return
         with errors_as_warnings(NOT_WRITTEN):
             self._finish(trainer, self.open_session)
