@@ -147,6 +147,10 @@ class MeasuringCallback(Callback, ABC, Generic[A]):
         """Format the report as rows of a CSV file."""
         return list(report.get("ranks", []))
 
+    def bar_items(self, report: Mapping[str, Any]) -> dict[str, str]:
+        """Format figures of the report for the progress bar; by default none."""
+        return {}
+
     # --------------------------------------------------------------------------------------------------- within `fit`
 
     @property
@@ -277,8 +281,12 @@ class MeasuringCallback(Callback, ABC, Generic[A]):
         # Before the scalars: they include this step.
         if self._led is not None:
             self._led.end_step()
+        session = self.open_session
+        has_items = type(self).bar_items is not MeasuringCallback.bar_items
+        if has_items and session.bar is not None and session.updates_bar:
+            session.bar |= self.bar_items(self._summarize(session))
         if trainer.loggers and should_update_logs(trainer):
-            self.open_session.hand_out()
+            session.hand_out()
             # Straight to the loggers: what is logged by `log` of the module becomes a metric of the module, too.
             scalars = self.accumulator.scalars()
             for logger in trainer.loggers if scalars else ():

@@ -19,6 +19,7 @@ from lightning_parallel.pipeline.engine import PipelineEngine
 from lightning_parallel.pipeline.schedule import Action, Kind, Schedule
 from lightning_parallel.pipeline.simulate import Cost, Timeline, simulate
 from lightning_parallel.tracing import Span, Window
+from lightning_parallel.tracing.spans import percent
 
 __all__ = ["PipelineAccumulator", "PipelineTimeline", "mean_stage_costs"]
 
@@ -232,7 +233,7 @@ class PipelineTimeline(MeasuringCallback[PipelineAccumulator]):
     `planned` and `measured` are `Timeline.to_dict()` of the same schedule: the simulated step, and the last step of the
     first replica. Without a pipeline there is only `missing`.
 
-    Logged: nothing; one rank alone does not know the bubble.
+    The progress bar shows the measured `bubble`. Logged: nothing; one rank alone does not know the bubble.
 
     Args:
         every_n_steps: Steps between two exchanges of results among the ranks. The smallest value of
@@ -251,6 +252,11 @@ class PipelineTimeline(MeasuringCallback[PipelineAccumulator]):
         plan = engine.plan if isinstance(engine, PipelineEngine) else None
         predicted = None if plan is None else simulate(plan.schedule, plan.stage_costs, plan.link).makespan_s
         return PipelineAccumulator(session.rank, session.mesh, schedule, session.clocks, predicted)
+
+    @override
+    def bar_items(self, report: Mapping[str, Any]) -> dict[str, str]:
+        share = report.get("bubble", {}).get("measured")
+        return {} if share is None else {"bubble": percent(share)}
 
     @override
     def table(self, report: Mapping[str, Any]) -> Table | None:

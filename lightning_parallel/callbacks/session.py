@@ -25,7 +25,7 @@ from lightning_parallel.callbacks.collective_tracer import (
 )
 from lightning_parallel.callbacks.processor import cores_of_process
 from lightning_parallel.comm import PROFILING, Group, ThreadExecutor
-from lightning_parallel.compat import Patches
+from lightning_parallel.compat import Patches, patched
 from lightning_parallel.compat.twins import is_a, kinds_of
 from lightning_parallel.mesh import DATA, TENSOR, Mesh
 from lightning_parallel.tracing import OTHER, CallCounter, OpenSpan, Recorder, Window
@@ -112,6 +112,7 @@ class Session:
         latest: What the ranks shared last: by rank, then by member; empty before the first exchange, or if it fails,
             and until the end of training on all ranks but the first.
         failure: Why the exchange between the ranks ended early, if it did.
+        bar: Figures that the members add to the progress bar; None where there is no bar.
     """
 
     DEADLINE = timedelta(seconds=60)
@@ -128,6 +129,7 @@ class Session:
         self.disturbed: set[int] = set()
         self.latest: list[list[Any]] = []
         self.failure: str | None = None
+        self.bar: dict[str, str] | None = None
         self.device: torch.device = trainer.strategy.root_device
         self.group = self._create_group(trainer)
         self.calls: dict[tuple[Any, ...], CallCounter] = {}
@@ -194,6 +196,11 @@ class Session:
         self.recorder = Recorder(clock=clock, absorbing=ABSORBING, calls=self.calls)
         self._context.enter_context(tracing.activate(self.recorder))
         self._context.enter_context(lightning_phases(trainer))
+        bar = trainer.progress_bar_callback
+        if bar is not None and self.rank == 0:
+            self.bar, metrics = {}, bar.get_metrics
+            # Not by `log` of the module, whose values become metrics that callbacks monitor.
+            self._context.enter_context(patched(bar, "get_metrics", lambda *args: {**metrics(*args), **self.bar}))
         if trainer.world_size > 1:
             self._tracer = tracer_for(trainer, self.mesh)
             self._context.enter_context(trace_collectives(self._tracer, self.recorder))
@@ -264,6 +271,12 @@ class Session:
         for trainer, session in list(_sessions.items()):
             if session is self:
                 del _sessions[trainer]
+
+    @property
+    def updates_bar(self) -> bool:
+        """Tell whether the members have new figures of all ranks for the progress bar."""
+        is_due = self.recorder is not None and self.recorder.step % self.every_n_steps == 0
+        return self.bar is not None and is_due and (self.group.size == 1 or bool(self.latest))
 
     # ------------------------------------------------------------------------------------------------------ exchange
 

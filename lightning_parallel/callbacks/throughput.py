@@ -22,6 +22,7 @@ from lightning_parallel.compat.torch import pytree
 from lightning_parallel.mesh import Mesh
 from lightning_parallel.pipeline.microbatch import num_samples
 from lightning_parallel.tracing import Window
+from lightning_parallel.tracing.spans import count_text, percent
 
 __all__ = ["Throughput", "ThroughputAccumulator", "num_tokens"]
 
@@ -238,6 +239,8 @@ class Throughput(MeasuringCallback[ThroughputAccumulator]):
 
     Keys that could not be counted are left out.
 
+    The progress bar shows `samples/s`, `tokens/s` and `MFU`, from the first `every_n_steps` steps on.
+
     Logged: `throughput/samples_per_second`, `throughput/tokens_per_second`: of rank 0's replica, times the number of
     replicas, over the steps since the last logging.
 
@@ -356,6 +359,13 @@ class Throughput(MeasuringCallback[ThroughputAccumulator]):
     @override
     def rows(self, report: Mapping[str, Any]) -> list[dict[str, Any]]:
         return [{key: value for key, value in report.items() if isinstance(value, (int, float))}]
+
+    @override
+    def bar_items(self, report: Mapping[str, Any]) -> dict[str, str]:
+        rates = {"samples_per_second": "samples/s", "tokens_per_second": "tokens/s"}
+        items = {name: count_text(report[key]) for key, name in rates.items() if key in report}
+        share = report.get("model_flops_utilisation")
+        return items if share is None else {**items, "MFU": percent(share)}
 
     @override
     def table(self, report: Mapping[str, Any]) -> Table | None:

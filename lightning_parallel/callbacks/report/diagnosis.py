@@ -15,7 +15,7 @@ from lightning_parallel.callbacks.report.evidence import WORTH_SAYING, Advice, E
 from lightning_parallel.callbacks.step_times import training_seconds
 from lightning_parallel.tracing.spans import bytes_text, gap_text, percent, seconds_text
 
-__all__ = ["Advice", "diagnose"]
+__all__ = ["Advice", "diagnose", "verdict"]
 
 
 def diagnose(report: Report) -> list[Advice]:
@@ -29,6 +29,33 @@ def diagnose(report: Report) -> list[Advice]:
     found.sort(key=lambda advice: (advice.kind != "wrong", -(advice.gain or 0.0)))
     notes = [advice for rule in REMARKS for advice in rule(evidence)]
     return [*found, *_completeness(evidence, bool(found)), *notes]
+
+
+def verdict(report: Report) -> str:
+    """Say in a sentence what the ranks are worth against one process; empty where steps were not broken down.
+
+    All the work of the ranks, one after the other, is what one process would do at most: some of it is repeated on
+    several ranks. So the ratio is an upper bound of the gain.
+    """
+    evidence = Evidence(report)
+    if not evidence.has_all_ranks:
+        return ""
+    wall, count = evidence.wall, len(evidence.ranks)
+    phases = ("forward", "backward", "optimizer")
+    works = [sum(rank.get(name, 0.0) for name in phases) for rank in evidence.ranks]
+    if evidence.run.get("device") == "cpu":
+        # Ranks that share cores wait for them inside of these phases, too.
+        works = [min(work, rank.get("processor", work)) for work, rank in zip(works, evidence.ranks)]
+    work = sum(works)
+    if work < wall:
+        return (
+            f"Slower than one process: all {count} ranks together compute for {seconds_text(work)} of a"
+            f" {seconds_text(wall)} step. Use one device if the model fits on it."
+        )
+    return (
+        f"At most {work / wall:.1f} times as fast as one process, on {count} ranks: they compute for"
+        f" {percent(work / wall / count)} of their time."
+    )
 
 
 # --------------------------------------------------------------------------------------------------------------- wrong

@@ -15,6 +15,7 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 from lightning_parallel.callbacks.gradient_noise import noise_rows
 from lightning_parallel.callbacks.memory import HELD
 from lightning_parallel.callbacks.report.charts import Bar, Curve, Segment, line_chart
+from lightning_parallel.callbacks.report.diagnosis import verdict
 from lightning_parallel.callbacks.step_times import training_seconds
 from lightning_parallel.pipeline.plot import draw_svg
 from lightning_parallel.pipeline.simulate import Timeline
@@ -60,6 +61,8 @@ def render(report: Report) -> str:
         title=headline(run),
         run=run,
         line=run_line(run),
+        verdict=verdict(report),
+        command=run.get("command"),
         figures=key_figures(report),
         advice=advice_parts(report),
         steps=_steps(report),
@@ -72,8 +75,12 @@ def render(report: Report) -> str:
         noise=noise_rows(_of_callback(report, "GradientNoiseScale")),
         missing=_missing(report),
         trace=report.get("trace"),
-        versions=", ".join(f"{name} {version}" for name, version in run.get("versions", {}).items()),
+        versions=", ".join(f"{name} {version}" for name, version in _versions(run).items()),
     )
+
+
+def _versions(run: Report) -> dict[str, str]:
+    return {**run.get("versions", {}), **({"commit": run["commit"]} if run.get("commit") else {})}
 
 
 def render_template(kind: str, **context: Any) -> str:
@@ -138,6 +145,8 @@ def run_line(run: Report) -> str:
         f"batch of {run['global_batch']:g}" if run.get("global_batch") else None,
         run.get("precision"),
         run.get("device"),
+        run.get("host"),
+        f"{run['cores']:.2g} cores and {run['threads']} threads per rank" if run.get("cores") else None,
         f"{run['steps']} steps in {seconds_text(run['seconds'])}" if "seconds" in run else f"{run['steps']} steps",
         # To the minute, without the time zone.
         run.get("started", "")[:16],

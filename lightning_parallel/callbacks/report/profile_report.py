@@ -8,6 +8,10 @@ from __future__ import annotations
 
 import gzip
 import json
+import shlex
+import socket
+import subprocess
+import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
@@ -34,7 +38,7 @@ from lightning_parallel.callbacks.measuring import (
     finite,
     rank_info,
 )
-from lightning_parallel.callbacks.report.diagnosis import diagnose
+from lightning_parallel.callbacks.report.diagnosis import diagnose, verdict
 from lightning_parallel.callbacks.report.page import render
 from lightning_parallel.callbacks.report.trace import (
     TraceAccumulator,
@@ -48,9 +52,10 @@ from lightning_parallel.callbacks.session import Session
 from lightning_parallel.checkpoint.folder import replacing
 from lightning_parallel.checkpoint.writer import installed_versions
 from lightning_parallel.compat.lightning import tell
-from lightning_parallel.mesh import AXES, Mesh
+from lightning_parallel.mesh import AXES
 from lightning_parallel.pipeline.engine import PipelineEngine
 from lightning_parallel.tracing import StepSampler
+from lightning_parallel.tracing.spans import seconds_text
 
 __all__ = [
     "PAGE",
@@ -302,7 +307,7 @@ class ProfileReport(MeasuringCallback):
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         super().on_train_start(trainer, pl_module)
         self._began_s = time.perf_counter()
-        self._run |= _run_facts(trainer, pl_module, self.open_session.mesh)
+        self._run |= _run_facts(trainer, pl_module, self.open_session)
 
     @override
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
@@ -380,6 +385,9 @@ class ProfileReport(MeasuringCallback):
     def _show(self, report: Mapping[str, Any]) -> None:
         # Titles hold names and errors of the run: brackets in them are no markup.
         console = Console(highlight=False, markup=False, soft_wrap=True)
+        for sentence in (verdict(report), _against_prediction(report)):
+            if sentence:
+                console.print(sentence)
         for advice in report["diagnosis"][:3]:
             console.print(f"- {advice['title']}. {advice['text']}")
         console.print(f"profile: {self.folder / PAGE}")
@@ -393,9 +401,31 @@ class ProfileReport(MeasuringCallback):
         return self._report
 
 
-def _run_facts(trainer: Trainer, pl_module: LightningModule, mesh: Mesh) -> dict[str, Any]:
+def _against_prediction(report: Mapping[str, Any]) -> str:
+    """Set the measured step of a pipeline beside the predicted one; empty where one of them is not known."""
+    seconds = report["reports"].get("PipelineTimeline", {}).get("seconds", {})
+    predicted, measured = seconds.get("predicted"), seconds.get("measured")
+    if not predicted or not measured:
+        return ""
+    return (
+        f"Step of the pipeline: {seconds_text(measured)} measured, {seconds_text(predicted)} predicted"
+        f" ({measured / predicted - 1:+.0%})."
+    )
+
+
+def _commit() -> str | None:
+    """Return the commit of the working directory, with a `+` where files differ from it; None outside a repository."""
+    command = ["git", "describe", "--always", "--dirty=+", "--abbrev=10", "--exclude=*"]
+    try:
+        found = subprocess.run(command, capture_output=True, text=True, timeout=5, check=True)
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return found.stdout.strip() or None
+
+
+def _run_facts(trainer: Trainer, pl_module: LightningModule, session: Session) -> dict[str, Any]:
     """Describe a run whose training begins; facts that are not known are left out."""
-    strategy = trainer.strategy
+    strategy, mesh = trainer.strategy, session.mesh
     engine = getattr(strategy, "engine", None)
     schedule = engine.schedule if isinstance(engine, PipelineEngine) else None
     compression = getattr(strategy, "compression", None)
@@ -408,6 +438,11 @@ def _run_facts(trainer: Trainer, pl_module: LightningModule, mesh: Mesh) -> dict
         "mesh": {axis: mesh.size(axis) for axis in AXES},
         "replicas": mesh.data_parallel,
         "precision": str(trainer.precision),
+        "host": socket.gethostname(),
+        "cores": session.cores.number / session.cores_shared_by,
+        "threads": session.cores.threads,
+        "command": shlex.join([Path(sys.executable).name, *sys.argv]),
+        "commit": _commit() if session.rank == 0 else None,
         "device": torch.cuda.get_device_name(device) if device.type == "cuda" else device.type,
         "schedule": schedule and schedule.name,
         "num_microbatches": schedule and schedule.num_microbatches,
