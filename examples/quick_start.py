@@ -40,6 +40,7 @@ def main():
         strategy=HybridParallelStrategy(tensor_parallel_size=2, pipeline_parallel_size=2),
         max_epochs=4,
         logger=False,
+        enable_checkpointing=False,
     )
     trainer.fit(Classifier(), DataLoader(data, batch_size=32, shuffle=True))
     trainer.print(f"train_loss {trainer.callback_metrics['train_loss']:.3f}")
