@@ -5,6 +5,7 @@ A hook of mkdocs (https://www.mkdocs.org/user-guide/configuration/#hooks): `make
 
 from __future__ import annotations
 
+import argparse
 import ast
 import inspect
 from collections.abc import Iterator
@@ -22,6 +23,7 @@ from lightning_parallel.compression import Reducer
 from lightning_parallel.pipeline.plot import draw_svg, schedule_title
 from lightning_parallel.pipeline.schedule import SCHEDULES, build_schedule
 from lightning_parallel.pipeline.simulate import Cost, simulate
+from lightning_parallel_cli import build_parser
 
 PACKAGE = Path(lightning_parallel.__file__).parent
 
@@ -199,11 +201,68 @@ def refusals_page() -> str:
 # ------------------------------------------------------------------------------------------------------- mkdocs' hooks
 
 
+# ------------------------------------------------------------------------------------------------- the command line
+
+
+def command_line_page() -> str:
+    """Return the page of all subcommands, from their parsers."""
+    lines = [
+        "# Command line",
+        "",
+        "`lightning-parallel --version` prints the version.",
+        "`lightning-parallel COMMAND --help` prints a section below.",
+        "A command exits with 0, with 1 if it found a problem, and with 2 for invalid arguments.",
+        "Amounts have a unit: `80GiB`, `400Gbit/s`, `10us`.",
+    ]
+    for name, parser in _commands(build_parser()):
+        lines += ["", f"## {name}", "", str(parser.description)]
+        if parser.epilog:
+            lines += ["", "```bash", _wrapped(parser.epilog.removeprefix("example: ")), "```"]
+        for action, nested in _commands(parser):
+            lines += ["", f"### {name} {action}", *_arguments(nested)]
+        lines += _arguments(parser)
+    return "\n".join(lines) + "\n"
+
+
+def _wrapped(command: str) -> str:
+    """Break a command before its options, so that it fits on a page."""
+    words, *options = command.split(" --")
+    lines = [words]
+    for option in options:
+        if len(lines[-1]) + len(option) > 80:
+            lines[-1] += " \\"
+            lines.append("    --" + option)
+        else:
+            lines[-1] += " --" + option
+    return "\n".join(lines)
+
+
+def _commands(parser: argparse.ArgumentParser) -> Iterator[tuple[str, argparse.ArgumentParser]]:
+    for action in parser._actions:
+        if isinstance(action, argparse._SubParsersAction):
+            yield from action.choices.items()
+
+
+def _arguments(parser: argparse.ArgumentParser) -> list[str]:
+    rows = []
+    for action in parser._actions:
+        if isinstance(action, (argparse._HelpAction, argparse._SubParsersAction)):
+            continue
+        names = ", ".join(f"`{name}`" for name in action.option_strings) or f"`{action.metavar or action.dest}`"
+        if action.option_strings and action.nargs != 0:
+            names += f" `{action.metavar or action.dest.upper()}`"
+        text = (action.help or "") % {"default": action.default}
+        rows.append(f"| {names} | {text.replace('|', chr(92) + '|')} |")
+    return ["", "| argument | meaning |", "|---|---|", *rows] if rows else []
+
+
 def on_config(config: MkDocsConfig) -> MkDocsConfig:
     """Put the pages that are made here into the navigation."""
     reference = [{kind: [{name: f"reference/{name}.md"} for name in names]} for kind, names in public_names().items()]
     assert config.nav is not None
-    config.nav.append({"Reference": [*reference, {"When it refuses": "refusals.md"}]})
+    config.nav.append(
+        {"Reference": [*reference, {"Command line": "command_line.md"}, {"Error messages": "refusals.md"}]}
+    )
     return config
 
 
@@ -211,6 +270,7 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
     """Add the pages and drawings that are made here."""
     made = {f"reference/{name}.md": reference_page(name) for names in public_names().values() for name in names}
     made["refusals.md"] = refusals_page()
+    made["command_line.md"] = command_line_page()
     for name in BEFORE_AND_AFTER:
         made[f"images/collectives/{name.split(',')[0]}.svg"] = draw_collective(name)
     for name in SCHEDULES:

@@ -13,7 +13,7 @@ import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-__all__ = ["main"]
+__all__ = ["build_parser", "main"]
 
 _SCHEDULES = "gpipe, 1f1b, interleaved_1f1b, zb_h1, interleaved_zb, zbv"
 
@@ -28,6 +28,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
         The exit status: 0; 1 for a damaged checkpoint, a plan without a layout that fits, or a problem that `doctor`
         found; 2 for a mistake in the arguments.
     """
+    options = build_parser().parse_args(arguments)
+    try:
+        return options.run(options) or 0
+    # Mistakes in arguments or files: the message is enough, a traceback would hide it.
+    except (ValueError, RuntimeError, OSError) as error:
+        from lightning_parallel.tracing.spans import printable
+
+        print(printable(f"lightning-parallel {options.command}: {error}", keep="\n"), file=sys.stderr)
+        return 2
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """Return the parser of all subcommands."""
     parser = argparse.ArgumentParser(
         prog="lightning-parallel", description="Plan, check and profile runs of lightning_parallel."
     )
@@ -41,15 +54,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     _timeline_options(commands.add_parser("timeline", help="draw a pipeline step of a run, planned and measured"))
     _simulate_options(commands.add_parser("simulate", help="simulate and draw a pipeline schedule"))
     _checkpoint_options(commands.add_parser("checkpoint", help="inspect, verify and convert checkpoints"))
-    options = parser.parse_args(arguments)
-    try:
-        return options.run(options) or 0
-    # Mistakes in arguments or files: the message is enough, a traceback would hide it.
-    except (ValueError, RuntimeError, OSError) as error:
-        from lightning_parallel.tracing.spans import printable
-
-        print(printable(f"lightning-parallel {options.command}: {error}", keep="\n"), file=sys.stderr)
-        return 2
+    return parser
 
 
 def _later(module: str, function: str) -> Callable[[argparse.Namespace], int | None]:
