@@ -389,6 +389,83 @@ def test_a_manual_step_without_the_self_check_is_watched_behind_its_backward(gro
     assert_same(mine, alone)
 
 
+class Looks(Net):
+    """Looks at a weight in its steps."""
+
+    def __init__(self, body):
+        super().__init__()
+        self.double()
+        self.body, self.found = body, []
+
+    def forward(self, x):
+        return self.net(x)
+
+    def training_step(self, batch, index):
+        factor = self.body(self)
+        loss = F.cross_entropy(self(batch[0]), batch[1])
+        return loss if factor is None else loss * factor
+
+    def validation_step(self, batch, index):
+        self.log("seen", self.body(self))
+
+
+class LooksLate(Looks):
+    def training_step(self, batch, index):
+        loss = super().training_step(batch, index)
+        if self.global_step == 2:
+            loss = loss * weight(self).detach().norm()
+        return loss
+
+
+class LooksInside(Looks):
+    def forward(self, x):
+        return self.net(x) / weight(self).data.norm()
+
+
+@distributed(world_size=2)
+def test_steps_that_look_at_shards_are_refused_on_every_rank(group):
+    def total(module):
+        with torch.no_grad():
+            return sum(p.square().sum() for p in module.parameters())
+
+    bodies = [
+        lambda m: 1 / weight(m).detach().norm(),
+        lambda m: m.log("norm", weight(m).data.norm()),
+        lambda m: m.log("norm", float(numpy.linalg.norm(weight(m).detach().numpy()))),
+        total,
+    ]
+    for module in (*map(Looks, bodies), LooksInside(lambda m: None)):
+        with pytest.raises(
+            HookError, match="`Looks.*training_step` would give another result than one process: .*`net.0"
+        ):
+            fit(module, TensorParallelStrategy(tensor_parallel_size=2, verify="off"), 2)
+        assert module.global_step <= 1  # begun
+    trainer = trainer_for(TensorParallelStrategy(tensor_parallel_size=2, verify="off"), 2)
+    with pytest.raises(HookError, match="`Looks.validation_step` would give another result"):
+        trainer.validate(Looks(lambda m: weight(m).norm()), loader())
+    for verifies in (True, False):
+        module, strategy = LooksLate(lambda m: None), TensorParallelStrategy(tensor_parallel_size=2)
+        with pytest.raises(HookError, match="`LooksLate.training_step`"):
+            fit(module, strategy, 2, limit_train_batches=4, verifies=verifies)
+        assert module.global_step in (2, 3)
+
+
+def looks_right(module):
+    with torch.no_grad():
+        for p in module.parameters():
+            p.clamp_(-0.3, 0.3)
+        rows = module.net[0].weight.norm(dim=1)  # whole rows
+    return module.state_dict()["net.0.weight"].norm() + 0 * rows.dim()
+
+
+@distributed(world_size=2)
+def test_steps_without_the_self_check_may_use_shards_element_by_element(group):
+    mine, alone = Looks(looks_right), Looks(looks_right)
+    fit(alone, "auto", 1)
+    fit(mine, TensorParallelStrategy(tensor_parallel_size=2, verify="off"), 2)
+    assert_same(mine, alone)
+
+
 @distributed(world_size=2)
 def test_hooks_are_refused_on_every_rank(group):
     for place, (bodies, callbacks) in PLACES.items():
