@@ -371,6 +371,11 @@ def test_children_and_hooks_are_the_dicts_of_the_module():
     layer.register_forward_hook(print)
     layer.register_forward_pre_hook(repr)
     assert (list(after.values()), list(before.values())) == ([print], [repr])
+    layer.register_full_backward_hook(print)
+    layer.register_full_backward_pre_hook(repr)
+    assert [list(hooks.values()) for hooks in compat_torch.backward_hooks_of(layer)] == [[print], [repr]]
+    for hooks in compat_torch.backward_hooks_of(layer):
+        hooks.clear()
     after.clear()
     before.clear()
     layer(torch.ones(2))

@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 import random
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -280,9 +280,14 @@ class PipelineEngine:
     def reduce_tied_gradients(self) -> None:
         """Sum the gradients of tied parameters over the ranks that hold them."""
         self.tied_are_summed = True
+        self.sum_tied(self.tied)
+
+    @torch.no_grad()
+    def sum_tied(self, names: Collection[str]) -> None:
+        """Sum the gradients of some tied parameters over the ranks that hold them."""
         parameters = dict(self.module.named_parameters())
         for tag, (name, tied) in enumerate(self.tied.items()):
-            if self.group.rank in tied.ranks and parameters[name].requires_grad:
+            if name in names and self.group.rank in tied.ranks and parameters[name].requires_grad:
                 self._reduce_tied(parameters[name], tied, _TIED_TAG + tag)
 
     def _reduce_tied(self, parameter: nn.Parameter, tied: TiedParameter, tag: int) -> None:

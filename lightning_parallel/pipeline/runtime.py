@@ -173,7 +173,12 @@ class ScheduleRun:
                 with tracing.span(str(action), phase, "pipeline", action.stage, action.microbatch) as self.open:
                     self._run(action, handle[action.kind])
                 if self.end_stage is not None and action is last[action.stage] and self.failure is None:
-                    self.end_stage(action.stage)
+                    try:
+                        self.end_stage(action.stage)
+                    except comm.LostRankError:
+                        raise
+                    except Exception as error:  # of a hook for a gradient
+                        self.failure = error
         self.messages.finish()
         self._raise_together()
         outputs = [self.outputs[number] for number in sorted(self.outputs)]

@@ -300,7 +300,7 @@ def in_whole_model(patches: Patches) -> None:
 
     def seen_one(self: nn.Module, target: str) -> Any:
         path, _, key = target.rpartition(".")
-        value = None if _seen_stages is None else vars(self.get_submodule(path)).get(key)
+        value = vars(self.get_submodule(path)).get(key)
         return value if type(value) is PlaceholderTensor else get_parameter(self, target)
 
     patches.replace(nn.Module, "named_parameters", seen)

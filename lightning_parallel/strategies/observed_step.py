@@ -82,6 +82,7 @@ class ObservedStep:
         unknown: Attributes whose value is on another stage; to read one raises an error.
         counters: Numbers that submodules of the user's keep, and that it changed.
         flags: Attributes that were true or false before.
+        left_by_backward: Name of something that its backward pass has changed.
     """
 
     loss: float | None = None
@@ -91,6 +92,7 @@ class ObservedStep:
     unknown: frozenset[str] = frozenset()
     counters: dict[str, int | float] = field(default_factory=dict)
     flags: dict[str, bool] = field(default_factory=dict)
+    left_by_backward: str = ""
 
 
 def numbers_in(value: Any, name: str) -> dict[str, Any]:

@@ -43,6 +43,7 @@ from lightning_parallel.pipeline.skips import Skips
 from lightning_parallel.pipeline.stage import StageExit, in_whole_model
 from lightning_parallel.strategies.checks import STEPS, first_batch, output_is_read, positional_arguments
 from lightning_parallel.strategies.full_state import OutsideCalls
+from lightning_parallel.strategies.gradient_hooks import GradientHooks
 from lightning_parallel.strategies.setup import PipelineOptions
 from lightning_parallel.strategies.step_effects import StepEffects, buffers_kept, side_effects_discarded, to_device
 from lightning_parallel.strategies.watched_parameters import FrozenParameters, WatchedCopies
@@ -104,6 +105,7 @@ class PipelineSteps:
         self._engine = engine
         in_whole_model(patches)
         self._copies = WatchedCopies(engine)
+        self._hooks = GradientHooks(self.module, engine)
         mine = {*engine.stages}
         self._stages_here = {name: mine & {*stages} for name, stages in engine.plan.parameter_stages.items()}
         self._gradients_are_watched = self._hooks_see_gradients()
@@ -154,11 +156,13 @@ class PipelineSteps:
         for parameter in parameters:
             parameter.grad = None
         # What accumulates with earlier batches is reduced as their sum, in `backward`.
-        started = self._start_reduction(reducer) if reducer is not None and not self._is_accumulating() else None
+        earlier = held if self._is_accumulating() else {}
+        end_stage = self._end_of_stages(None if self._is_accumulating() else reducer, earlier)
         skips = self._skips_of(_TRAINING, args, kwargs)
         frozen = FrozenParameters(self.module) if self._copies.looks else None
-        with _variation_told(_TRAINING):
-            output = self._run(_TRAINING, args, kwargs, audit, skips, keeps_output, started)
+        with self._hooks.held(self.module.current_epoch), _variation_told(_TRAINING):
+            output = self._run(_TRAINING, args, kwargs, audit, skips, keeps_output, end_stage)
+            self._hooks.end_step(earlier)
         if frozen is not None:
             comm.raise_together(frozen.failure(), self.engine.group)
         self._step_gradients = {parameter: parameter.grad for parameter in parameters}
@@ -166,14 +170,21 @@ class PipelineSteps:
             parameter.grad = held.get(parameter)
         return output
 
-    def _start_reduction(self, reducer: GradientReducer) -> Callable[[int], None]:
-        """Return what to call when a stage of this rank has run its last backward."""
-        left = set(self.engine.stages)
-        reducer.cancel()
+    def _end_of_stages(
+        self, reducer: GradientReducer | None, earlier: Mapping[nn.Parameter, Tensor | None]
+    ) -> Callable[[int], None]:
+        """Return what to call when a stage of this rank has run its last backward: hooks, and the reduction."""
+        left, ended = set(self.engine.stages), set[str]()
+        if reducer is not None:
+            reducer.cancel()
 
         def end_stage(stage: int) -> None:
             left.discard(stage)
-            reducer.start(name for name, stages in self._stages_here.items() if not stages & left)
+            names = {name for name, stages in self._stages_here.items() if not stages & left}
+            self._hooks.end_stage(names - ended, earlier)
+            ended.update(names)
+            if reducer is not None:
+                reducer.start(name for name in names if not self._hooks.waits(name))
 
         return end_stage
 
@@ -206,6 +217,7 @@ class PipelineSteps:
         sums = [parameter for parameter in fresh if parameter.grad is not None]
         for parameter, gradient in fresh.items():
             parameter.grad = gradient if parameter.grad is None else parameter.grad.add_(gradient)
+        self._hooks.after_accumulation(fresh)
         reducer.mark(fresh, changed=sums)
 
     def _summed_before(self, parameters: Iterable[nn.Parameter]) -> list[nn.Parameter]:
@@ -225,6 +237,7 @@ class PipelineSteps:
         """Put the gradients of the last step into `.grad`, alone."""
         for parameter, gradient in self._step_gradients.items():
             parameter.grad = gradient
+        self._hooks.after_accumulation({one for one, gradient in self._step_gradients.items() if gradient is not None})
         self._step_gradients = {}
 
     def evaluate(

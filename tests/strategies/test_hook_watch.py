@@ -590,3 +590,118 @@ def test_hooks_where_replicas_hold_slices(group):
     ):
         with pytest.raises(HookError, match=reason):
             run(stage, **bodies)
+
+
+def halved_later(p):
+    p.grad.mul_(0.5)
+
+
+class GradientHooked(Deep):
+    """Has hooks for gradients of parameters on each stage, of a tied one, and of what is computed between."""
+
+    def __init__(self):
+        super().__init__()
+        self.embed = self.head = nn.Linear(8, 8).double()
+        self.embed.weight.register_hook(lambda g: g / (1 + g.norm()))
+        for block in self.blocks:
+            block.up.weight.register_hook(lambda g: g.clamp(-1e-2, 1e-2))
+            block.up.weight.register_hook(lambda g: g * 0.3)
+            block.down.bias.register_hook(lambda g: None)
+            block.down.weight.register_post_accumulate_grad_hook(halved_later)
+            block.norm.weight.register_hook(lambda g: g.sign() * 1e-2)
+
+    def on_fit_start(self):
+        self.blocks[3].norm.bias.register_hook(lambda g: g / g.norm())
+
+    def training_step(self, batch, index):
+        x = self.embed(batch[0][:, :8])
+        x.register_hook(lambda g: 2 * g)
+        for block in self.blocks:
+            x = block(x)
+        return F.mse_loss(self.head(x), batch[0][:, :8])
+
+    def on_train_batch_end(self, *args):
+        pass
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "zb_h1"])
+@distributed(world_size=2)
+def test_hooks_for_gradients_run_once_for_a_batch_in_a_pipeline(group, schedule):
+    alone, mine = GradientHooked(), GradientHooked()
+    options = {"limit_train_batches": 4, "accumulate_grad_batches": 2, "verifies": True}
+    fit(alone, "auto", 1, **{**options, "verifies": False})
+    fit(mine, PipelineParallelStrategy(num_microbatches=2, schedule=schedule), 2, **options)
+    torch.testing.assert_close(dict(mine.state_dict()), dict(alone.state_dict()), rtol=1e-10, atol=1e-12)
+
+
+@distributed(world_size=2)
+def test_hooks_for_gradients_are_compared_in_shards(group):
+    def build():
+        module = Clips()
+        weight(module).register_hook(lambda g: g.clamp(-1e-2, 1e-2))
+        weight(module).register_hook(lambda g: module.found.append(1.0))
+        weight(module).register_post_accumulate_grad_hook(halved_later)
+        return module
+
+    alone, mine = build(), build()
+    fit(alone, "auto", 1)
+    fit(mine, TensorParallelStrategy(tensor_parallel_size=2), 2, verifies=True)
+    assert_same(mine, alone)
+
+
+_seen_norms = []
+
+
+def append_itself(module):
+    module.blocks[0].up.weight.register_hook(module.found.append)
+
+
+def append_and_scale(module):
+    def scaled(g):
+        _seen_norms.append(g.norm())
+        return g * 0.5
+
+    module.head.weight.register_hook(scaled)
+
+
+def count_in_a_cell(module):
+    count = 0
+
+    def counted(p):
+        nonlocal count
+        count += 1
+
+    module.head.weight.register_post_accumulate_grad_hook(counted)
+
+
+@distributed(world_size=2)
+def test_hooks_for_gradients_that_leave_something_behind_are_refused_in_a_pipeline(group):
+    class Kept(Callback):
+        def on_fit_start(self, trainer, module):
+            self.norms = []
+            module.blocks[3].register_full_backward_hook(lambda m, given, outer: self.norms.append(outer[0].norm()))
+
+    class InStep(Staged):
+        def training_step(self, batch, index):
+            self.blocks[3].up.weight.register_hook(lambda g: g * 0.9)
+            return super().training_step(batch, index)
+
+    class Left(Staged):
+        def on_train_epoch_start(self):
+            if self.current_epoch == 1:
+                append_itself(self)
+
+    def refused(match, prepare=lambda module: None, kind=Staged, verifies=True, callbacks=()):
+        module = kind()
+        module.found = []
+        prepare(module)
+        with pytest.raises(HookError, match=match):
+            fit(module, PipelineParallelStrategy(num_microbatches=2), 2, callbacks=callbacks, verifies=verifies)
+
+    refused("`list.append` for the gradient of `blocks.0.up.weight` changes `self.found`", append_itself)
+    refused("`scaled` .*line.* of `head.weight` changes `_seen_norms`", append_and_scale, verifies=False)
+    refused("`counted` .* changes `count`", count_in_a_cell)
+    refused("draws random", lambda m: m.head.weight.register_hook(lambda g: g + torch.randn_like(g)))
+    refused("backward pass of `training_step` changes `norms`", callbacks=[Kept()])
+    refused("`training_step` registers `<lambda>` .* of `blocks.3.up.weight`", kind=InStep)
+    refused("of `blocks.0.up.weight` changes `self.found`", kind=Left, verifies=False)
