@@ -427,7 +427,9 @@ class ScheduleRun:
         layout = MessageLayout(end.index, positions, tuple(map(TensorSpec.of, tensors)), end.line, skips)
         # Backward starts at edges of the graph, so that the data of an output can be freed before its gradient comes.
         # An edge keeps a node of C++ alive, such as a view's, but before torch 2.7 no node of a custom function.
-        state.roots = [get_gradient_edge(tensor.view_as(tensor)) for tensor in tensors if tensor.requires_grad]
+        # In an evaluation there is none, also of parameters that are sent.
+        roots = [tensor for tensor in tensors if tensor.requires_grad and self.training]
+        state.roots = [get_gradient_edge(tensor.view_as(tensor)) for tensor in roots]
         self.messages.send_activations(stage, microbatch, Message(layout, tuple(tensor.detach() for tensor in tensors)))
 
     def _inputs_of_next(self, stage: int, microbatch: int, end: StageEnd, kept: StageSkips) -> StageInputs:

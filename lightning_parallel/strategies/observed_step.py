@@ -8,6 +8,7 @@ from collections import Counter, UserDict
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -367,7 +368,11 @@ class ModuleTrace:
         self._calls[path] += 1
         self.outputs[key] = _sketch(tensor)
         if tensor.requires_grad:
-            tensor.register_hook(lambda gradient: self.gradients.__setitem__(key, _sketch(gradient)))
+            tensor.register_hook(partial(self._record_gradient, key))
+
+    def _record_gradient(self, key: tuple[str, int], gradient: Tensor | None) -> None:
+        if gradient is not None:  # none reaches an output of which only a detached copy is used
+            self.gradients[key] = _sketch(gradient)
 
 
 def _trace(outputs: dict[tuple[str, int], _Sketch], gradients: dict[tuple[str, int], _Sketch]) -> ModuleTrace:

@@ -29,7 +29,7 @@ from lightning_parallel import comm
 from lightning_parallel.comm import Group
 from lightning_parallel.compat.torch import buffers_of, is_backward_running, parameters_of
 from lightning_parallel.tensor.inputs import NarrowInput, whole_input
-from lightning_parallel.tensor.inspection import structure_of
+from lightning_parallel.tensor.inspection import numbers_a_layer, structure_of
 from lightning_parallel.tensor.layers import Column, Replicate, Row, Style
 from lightning_parallel.tensor.low_rank import layer_sizes, linear_layers
 from lightning_parallel.tensor.per_head import DividedTensor, PerHead, set_local_values
@@ -368,7 +368,7 @@ class _Region:
             if path in self.cut.layers or (own and path not in inside and path not in around):
                 continue
             for name, value in vars(module).items():
-                if name not in _OF_MODULES:
+                if name not in _OF_MODULES and not numbers_a_layer(type(module), name):
                     slots += [(path, full, number) for full, number in _numbers(name, value)]
         return [slot for slot in slots if slot[2] >= self.units and slot[2] % self.units == 0]
 

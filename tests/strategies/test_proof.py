@@ -27,7 +27,7 @@ from transformers.modeling_outputs import SequenceClassifierOutput
 from lightning_parallel import HybridParallelStrategy, PipelineParallelStrategy, TensorParallelStrategy, comm
 from lightning_parallel.compat import ParallelState, Patches, patched
 from lightning_parallel.strategies import proof, reference
-from lightning_parallel.strategies.observed_step import compare
+from lightning_parallel.strategies.observed_step import ModuleTrace, compare
 from lightning_parallel.strategies.proof import ProofError
 from lightning_parallel.strategies.reference import Owners, WholeModel, run_reference
 from lightning_parallel.strategies.skeleton import Skeleton
@@ -1023,3 +1023,25 @@ def test_a_failure_on_the_first_rank_is_known_on_all(group):
 
     found = run_reference(skeleton, owners, fail, double=False)
     assert (found.failure, found.blame) == ("KeyError: 'lost'", "unknown")
+
+
+class _Cut(torch.autograd.Function):
+    """Gives its input no gradient at all, not one of zeros."""
+
+    @staticmethod
+    def forward(ctx, x):
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return None
+
+
+def test_an_output_without_a_gradient_is_traced_without_one():
+    net = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    trace = ModuleTrace(net)
+    with trace.recording():
+        y = net(torch.ones(1, 2))
+        (_Cut.apply(y).sum() + net[0].weight.sum()).backward()
+    assert set(trace.outputs) == {("0", 0), ("1", 0)}
+    assert not trace.gradients

@@ -281,6 +281,26 @@ def test_code_that_takes_the_width_of_its_heads_from_its_input(group):
     assert _paired(plan, r"blocks")
 
 
+class NumberedAttention(ViewAttention):
+    """Numbers its entry in a cache: the number of the sixth layer is that of the heads."""
+
+    def __init__(self, width, heads):
+        super().__init__(width, heads)
+        self.layer_idx, self.entry = 5, 5
+
+    def forward(self, x, cache=None):
+        return super().forward(x if cache is None else cache.update(x, self.entry))
+
+
+@distributed(world_size=2)
+def test_the_number_of_a_layer_is_no_number_of_heads(group):
+    plan, model = _compare(group, lambda: _own(NumberedAttention), rtol=1e-10)
+    assert _paired(plan, r"attention")
+    attention = model.blocks[0].attention
+    assert (attention.layer_idx, attention.entry) == (5, 5)
+    assert attention.n_head < 5
+
+
 def _torch_encoder():
     torch.manual_seed(0)
     layer = nn.TransformerEncoderLayer(32, 4, 50, dropout=0.0, batch_first=True)
