@@ -106,8 +106,8 @@ class CollectedOnce(Collected):
     def forward(self, x):
         if not self.has_hooks:
             self.has_hooks = True
-            for index, layer in enumerate(self.layers):
-                layer.register_forward_hook(lambda layer, args, output: self._collect(index, args[0], output))
+            for layer in self.layers:
+                layer.register_forward_hook(lambda layer, args, output: self._collect(1, args[0], output))
         self.features.clear()
         return super().forward(x)
 
