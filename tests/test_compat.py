@@ -378,6 +378,9 @@ def test_children_and_hooks_are_the_dicts_of_the_module():
         hooks.clear()
     after.clear()
     before.clear()
+    layer.register_state_dict_post_hook(lambda *_: None)
+    layer.register_load_state_dict_pre_hook(lambda *_: None)
+    assert [len(hooks) for hooks in compat_torch.state_hooks_of(layer)] == [1, 1]
     layer(torch.ones(2))
 
 

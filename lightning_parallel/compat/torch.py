@@ -105,6 +105,7 @@ __all__ = [
     "backward_hooks_of",
     "forward_hooks_of",
     "global_step_hooks",
+    "state_hooks_of",
     "step_hooks_of",
     "is_flattened",
     "give_data",
@@ -188,6 +189,9 @@ _HookDicts = tuple[dict[int, Any], dict[int, Any]]
 # public, but those of others cannot be seen. Written in C: stubs ask it of every submodule at every call.
 forward_hooks_of: Callable[[nn.Module], _HookDicts] = attrgetter("_forward_hooks", "_forward_pre_hooks")
 backward_hooks_of: Callable[[nn.Module], _HookDicts] = attrgetter("_backward_hooks", "_backward_pre_hooks")
+
+# Likewise those of state dicts that are saved and loaded, which copies of a module have, too, and no handle to remove.
+state_hooks_of: Callable[[nn.Module], _HookDicts] = attrgetter("_state_dict_hooks", "_load_state_dict_pre_hooks")
 
 
 def has_compiled_parts(module: nn.Module) -> bool:

@@ -455,15 +455,21 @@ class MeshStrategy(MeshCheckpoints):
         module, state = self.module, ParallelState.of(self.module)
         if self.engine is not None:
             return  # nothing that holds parameters
-        new = nn.ParameterList(found.come.values())
-        replicas.start_equal(new, self.groups.world)
+        # Copies of what is sharded, such as teachers, are sharded, too; by the names that the others are known by.
+        originals = {} if state.copies is None else state.copies.originals_of(found.come_modules)
+        copies = {new: state.rules[old] for new, old in originals.items() if old in state.rules}
+        for group, are_copies in ((self.groups.world, False), (self.groups.data_parallel, True)):
+            new = [value for name, value in found.come.items() if (name in copies) is are_copies]
+            replicas.start_equal(nn.ParameterList(new), group)
         if self._sharding is not None:
             self._sharding = state.sharding = self._sharding.without(found.gone, found.gone_modules)
             for name in found.gone:
                 state.rules.pop(name, None)
+            state.rules.update(copies)
+            self._sharding = state.sharding = self._sharding.with_copies(originals)
             self._audit = StepAudit(module, self._sharding, self.verify != "off")
         if state.whole is not None:
-            state.whole.adopt()
+            state.whole.adopt(lambda child: None if state.copies is None else state.copies.change_of(child))
         if state.full_states is not None:
             state.full_states.adopt(module, self.groups)
         # As before the first step: what is new was neither watched nor compared with one process.
@@ -475,7 +481,8 @@ class MeshStrategy(MeshCheckpoints):
             if self.zero_stage == 2:
                 self._slices.keep_states_whole(module)
         if self._reducer is not None:
-            self._reducer.adopt(parameters)
+            partial = None if self._sharding is None else self._sharding.partial
+            self._reducer.adopt(parameters, partial)
 
     @property
     def sharding(self) -> Optional[Sharding]:
@@ -631,6 +638,8 @@ class MeshStrategy(MeshCheckpoints):
         if self._is_restored:
             return getattr(super(), name)(*args, **kwargs)  # in `on_fit_end`
         self._end_on_sigterm()
+        if self.has_changed:
+            self.adopt_changes()  # in a hook before it
         assert self._first_batches is not None
         self._first_batches.see_evaluation(name, args, kwargs, self._loader_index)
         with self._watched(name):

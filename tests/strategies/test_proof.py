@@ -911,6 +911,34 @@ def test_copies_elsewhere_are_whole_in_the_check_and_put_back(group, options):
         torch.testing.assert_close(dict(mine.state_dict()), dict(expected.state_dict()), rtol=1e-10, atol=1e-12)
 
 
+class Registered(Elsewhere):
+    """A copy that becomes a submodule in a hook, or in the first step, and follows by its parameters."""
+
+    def __init__(self, is_late=False, is_trained=False):
+        super().__init__()
+        self.is_late, self.is_trained = is_late, is_trained
+
+    def on_fit_start(self):
+        if not self.is_late:
+            self.take()
+
+    def take(self):
+        self.average = copy.deepcopy(self).requires_grad_(self.is_trained)
+
+    def training_step(self, batch, index):
+        if self.is_late and index == 0 and not hasattr(self, "average"):
+            self.take()
+        return self.loss(*batch) + (self(batch[0]) - self.average(batch[0])).square().mean()
+
+    def on_train_batch_end(self, *_):
+        with torch.no_grad():
+            for name, theirs in self.blocks.named_parameters():
+                self.average.blocks.get_parameter(name).mul_(0.9).add_(theirs, alpha=0.1)
+
+    def validation_step(self, batch, index):
+        self.log("validation", F.cross_entropy(self.average(batch[0]), batch[1]))
+
+
 class StateDicts(Moving):
     """The same, but the copy follows by state dicts, in which sharded tensors are gathered."""
 
@@ -919,6 +947,20 @@ class StateDicts(Moving):
             for mine, theirs in zip(self.key.state_dict().values(), self.blocks.state_dict().values()):
                 mine.mul_(0.9).add_(theirs, alpha=0.1)
         return self.loss(*batch)
+
+
+@distributed(world_size=2)
+def test_copies_that_hooks_register_are_sharded_like_their_originals(group):
+    length = {"max_steps": -1, "max_epochs": 1, "limit_train_batches": 3}
+    for kind, verify, options in (
+        ({}, "auto", {}),
+        ({"is_trained": True}, "off", {"sequence_parallel": True}),
+        ({"is_late": True}, "off", {}),
+    ):
+        alone, module = Registered(**kind), Registered(**kind)
+        trainer_for(devices=1, **length).fit(alone, loader(), loader())
+        fit(module, "tensor", verify, layout_options=options, **length)
+        torch.testing.assert_close(dict(module.state_dict()), dict(alone.state_dict()), rtol=1e-10, atol=1e-12)
 
 
 @distributed(world_size=2)
