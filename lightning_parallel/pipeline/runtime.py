@@ -30,7 +30,7 @@ from lightning_parallel.comm import Group
 from lightning_parallel.compat.torch import pytree
 from lightning_parallel.pipeline.dry_runs import NextStageDryRun, StageInputs
 from lightning_parallel.pipeline.message_layout import Message, MessageLayout, MessageLayouts, TensorSpec, line_of_step
-from lightning_parallel.pipeline.microbatch import StepResult, loss_of, tell_microbatch
+from lightning_parallel.pipeline.microbatch import StepResult, loss_of, tell_microbatch, under_way
 from lightning_parallel.pipeline.p2p import LostMessageError, MessageGroups, StageMessages
 from lightning_parallel.pipeline.placeholder import (
     PARAMETERS_ELSEWHERE,
@@ -264,7 +264,7 @@ class ScheduleRun:
             handler.ran = []
         # What the step draws before the layers, such as a mask of the batch, must be the same on all stages.
         self._seed(microbatch)
-        with self.model.handled_by(handler), draws_numbers(stage > 0):
+        with self.model.handled_by(handler), draws_numbers(stage > 0), under_way(microbatch):
             try:
                 result = self.step(self.microbatches[microbatch])
             except StageExit as exit_:

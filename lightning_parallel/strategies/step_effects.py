@@ -34,6 +34,7 @@ from lightning_parallel.pipeline.microbatch import (
     Merging,
     merge_entries,
     merge_outputs,
+    microbatch_under_way,
     reduce_logged,
     rule_of,
 )
@@ -97,7 +98,11 @@ class StepEffects:
 
     @contextmanager
     def step(self) -> Iterator[None]:
-        """Record one microbatch inside the block: it counts if the step runs to its end, else leaves no trace."""
+        """Record one microbatch inside the block: it counts if the step runs to its end, else leaves no trace.
+
+        A rank with several stages runs the step of a microbatch several times: each goes on from what layers keep.
+        """
+        microbatch = microbatch_under_way()
         calls: list[LogCall] = []
         # One process has the value before the batch for all of its samples.
         for path in self._start.paths() if MEANS & set(self._rules.values()) else ():
@@ -108,7 +113,7 @@ class StepEffects:
             if is_new and rule_of(self._rules, label_of(path)) in MEANS:
                 _remove(self._start.holder(path), path[-1])
         for counter in self._counters:
-            counter.reset()
+            counter.reset(microbatch)
         before = Snapshot(self.module)
         state = ParallelState.of(self.module)
         state.batch_states = {}
@@ -120,8 +125,8 @@ class StepEffects:
             before.restore(removes=False)
             raise
         finally:
-            for counter in self._counters:
-                counter.note()
+            for counter in self._counters if microbatch is not None else ():
+                counter.note(microbatch)
             # One process decides once for all samples; the last stage is the only one to run a step to its end.
             of_trainer = self._trainer.changes()
             self._trainer.restore()
@@ -197,11 +202,11 @@ class _Counter:
         self._before = self.value
         self.is_tensor = isinstance(self._before, Tensor)
         # One that the steps do not write into: autograd may have saved those.
-        self._original = self._copied()
+        self._start = self._original = self._copied()
         # What batch normalisation counts tells whether its statistics have moved, without a look at their data.
         self._is_of_norm = isinstance(self._holder, BatchNormalization) and rule in MEANS
         self._mark()
-        self._after: list[Any] = []
+        self._after: dict[int, Any] = {}
 
     @property
     def value(self) -> Any:
@@ -220,40 +225,36 @@ class _Counter:
     def _copied(self) -> Any:
         return self._before.detach().clone() if isinstance(self._before, Tensor) else self._before
 
-    def reset(self) -> None:
-        """Give the next microbatch the value before the batch."""
+    def reset(self, microbatch: int | None) -> None:
+        """Give the next microbatch the value before the batch, or what its own steps have left."""
         if self._rule not in MEANS:
             return
-        if isinstance(self._before, Tensor):
-            put(self._holder, self._name, self._original.clone())
-        else:
-            put(self._holder, self._name, self._before)
+        self._start = self._original if microbatch is None else self._after.get(microbatch, self._original)
+        put(self._holder, self._name, self._start.clone() if isinstance(self._start, Tensor) else self._start)
         self._mark()
 
     def _mark(self) -> None:
         self._count = self._holder.num_batches_tracked if self._is_of_norm else None
         self._version = version_of(self._count) if isinstance(self._count, Tensor) else 0
 
-    def note(self) -> None:
+    def note(self, microbatch: int) -> None:
         """Keep what a microbatch has left, if it came by."""
         value = self.value
         if isinstance(self._count, Tensor):
             count = self._holder.num_batches_tracked
             same = count is self._count and version_of(count) == self._version
         else:
-            same = torch.equal(value, self._original) if isinstance(value, Tensor) else value == self._before
+            same = torch.equal(value, self._start) if isinstance(value, Tensor) else value == self._start
         if not same:
-            self._after.append(value)
+            self._after[microbatch] = value
 
     def settle(self, samples: Sequence[int], weights: Sequence[float]) -> None:
         """Set the mean; the same object stays."""
         if self._rule not in MEANS:
             return
-        # Dry runs come before the forward of the next microbatch, and in the first batch only.
-        after = dict(enumerate(self._after[-len(weights) :]))
-        value: Any = self._original if isinstance(self._before, Tensor) else self._before
-        if after:
-            value = _mean(value, after, _shares(self._rule, samples, weights))
+        value: Any = self._original
+        if self._after:
+            value = _mean(value, self._after, _shares(self._rule, samples, weights))
         if isinstance(self._before, Tensor):
             value = self._before.copy_(value) if self._before.shape == value.shape else value
         put(self._holder, self._name, value)

@@ -155,6 +155,24 @@ def test_batch_normalization_counts_batches(group):
             torch.testing.assert_close(found[name], expected[name], rtol=0.1, atol=0.01)
 
 
+class Twice(Normalized):
+    """Calls its layers for two views, as self-supervised losses do."""
+
+    def training_step(self, batch, index):
+        one, two = self.net(batch[0]), self.net(0.5 * batch[0] + 0.1)
+        return F.cross_entropy(one, batch[1]) + F.mse_loss(one, two)
+
+
+@distributed(world_size=2)
+def test_batch_normalization_that_is_called_twice(group):
+    expected = fit(Twice(), "auto", 1).strategy.lightning_module_state_dict()
+    found = fit(Twice(), stages(1), 2).strategy.lightning_module_state_dict()
+    torch.testing.assert_close(found, expected, rtol=1e-10, atol=1e-12)
+    found = fit(Twice(), stages(2), 2).strategy.lightning_module_state_dict()
+    for name in [name for name in found if "num_batches" in name]:
+        assert found[name] == expected[name] == 8, name
+
+
 @distributed(world_size=2)
 def test_batch_normalization_has_two_samples_in_each_microbatch(group):
     def train(samples, num_microbatches):
