@@ -194,7 +194,8 @@ class PipelineEngine:
         self._shared_seeds = 0
         self.tied_are_summed = False
         self.draws: ReplayedDraws | None = None
-        self._stage_inputs: dict[int, list[StageInputs]] = {}
+        # By what skips over cuts: a step for evaluation may send the same tensor as an argument.
+        self._stage_inputs: dict[Skips, dict[int, list[StageInputs]]] = {}
         self._schedules = {self.schedule.num_microbatches: self.schedule}
         self.share_seed()
 
@@ -342,6 +343,7 @@ class PipelineEngine:
         sizes = self._sizes_of(microbatches)
         if not 0 < sum(sizes) < math.inf or min(sizes) < 0:
             raise ValueError(f"expected microbatches of a positive weight, none negative or infinite, got {sizes}")
+        skips = self.plan.skips if skips is None else skips
         step_on_copies = StepOnCopies(step, self._changes_batch.get(training, True), len(self.stages) == 1)
         run = ScheduleRun(
             self.model,
@@ -351,12 +353,12 @@ class PipelineEngine:
             microbatches,
             [size / sum(sizes) for size in sizes],
             self._layouts,
-            self._stage_inputs,
+            self._stage_inputs.setdefault(skips, {}),
             scale,
             seed=self.next_seed(),
             generators=self.generators,
             message_groups=self.message_groups,
-            skips=self.plan.skips if skips is None else skips,
+            skips=skips,
             end_stage=end_stage,
             draws=self.draws,
             at_once=self._at_once,

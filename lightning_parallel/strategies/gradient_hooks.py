@@ -29,7 +29,7 @@ from lightning_parallel.pipeline.engine import PipelineEngine
 from lightning_parallel.strategies.hook_watch import HookError
 from lightning_parallel.strategies.step_state import Snapshot, label_of
 
-__all__ = ["GradientHooks", "HookedState", "LeftByBackward", "refused_backward", "run_gradient_hooks"]
+__all__ = ["GradientHooks", "HookedState", "LeftByBackward", "LeftInCallbacks", "refused_leaving", "run_gradient_hooks"]
 
 _Hook = Callable[[Any], Any]
 _OURS = __name__.partition(".")[0]
@@ -324,12 +324,41 @@ class LeftByBackward:
         return next((f"self.{label_of(path)}" for path in self._state.changes()), "") or self._others.changed()
 
 
-def refused_backward(name: str) -> HookError:
-    """Return why a step is refused whose backward pass changes something in a pipeline."""
-    return HookError(
-        f"the backward pass of `training_step` changes `{name}`, as a hook for gradients does. Expected it to change"
-        f" nothing but gradients. In a pipeline each stage runs it by itself, once for each microbatch. {_WAY_OUT}"
-    )
+class LeftInCallbacks:
+    """Finds what a step leaves in callbacks, which read it outside of steps.
+
+    Args:
+        module: The user's module.
+    """
+
+    def __init__(self, module: LightningModule) -> None:
+        callbacks = module.trainer.callbacks  # type: ignore[attr-defined]
+        self._states = {type(one).__name__: HookedState([one]) for one in callbacks}
+
+    def name(self) -> str:
+        """Return the name of something that has changed; empty if nothing has. It is put back."""
+        found = ((state.changed(), name) for name, state in self._states.items())
+        label = next((f"`{changed}` of the callback `{name}`" for changed, name in found if changed), "")
+        for state in self._states.values():
+            state.restore()
+        return label
+
+
+def refused_leaving(step: str, by_backward: str, in_callback: str) -> HookError | None:
+    """Return why a step is refused in a pipeline that leaves something behind; None if it leaves nothing."""
+    if in_callback:
+        return HookError(
+            f"`{step}` changes {in_callback}, as a forward hook does. Expected it to change nothing in callbacks. In a"
+            " pipeline the stage that runs the layer does so, once for each microbatch. Keep it in an attribute of the"
+            " LightningModule, where microbatches are put together. Or use TensorParallelStrategy"
+        )
+    if by_backward:
+        return HookError(
+            f"the backward pass of `{step}` changes `{by_backward}`, as a hook for gradients does. Expected it to"
+            " change nothing but gradients. In a pipeline each stage runs it by itself, once for each microbatch."
+            f" {_WAY_OUT}"
+        )
+    return None
 
 
 def _places(function: Any, seen: set[int]) -> Iterator[_Reach]:

@@ -84,6 +84,7 @@ class ObservedStep:
         counters: Numbers that submodules of the user's keep, and that it changed.
         flags: Attributes that were true or false before.
         left_by_backward: Name of something that its backward pass has changed.
+        left_in_callback: Name of something that it has changed in a callback, as a forward hook may.
     """
 
     loss: float | None = None
@@ -94,6 +95,7 @@ class ObservedStep:
     counters: dict[str, int | float] = field(default_factory=dict)
     flags: dict[str, bool] = field(default_factory=dict)
     left_by_backward: str = ""
+    left_in_callback: str = ""
 
 
 def numbers_in(value: Any, name: str) -> dict[str, Any]:
@@ -190,7 +192,7 @@ def _is_unknown(leaf: Any) -> bool:
 
 
 def _is_same(old: Any, new: Any) -> bool:
-    if isinstance(old, Tensor) and isinstance(new, Tensor) and not _is_unknown(new):
+    if isinstance(old, Tensor) and isinstance(new, Tensor) and not (_is_unknown(new) or _is_unknown(old)):
         return old.shape == new.shape and torch.equal(old, new)
     return type(old) is type(new) and isinstance(old, (bool, int, float, str)) and old == new
 

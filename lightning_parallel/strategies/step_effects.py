@@ -38,7 +38,7 @@ from lightning_parallel.pipeline.microbatch import (
     reduce_logged,
     rule_of,
 )
-from lightning_parallel.pipeline.placeholder import in_dry_run, missing
+from lightning_parallel.pipeline.placeholder import in_dry_run, missing, reveal
 from lightning_parallel.pipeline.unknown_value import require_known
 from lightning_parallel.strategies.step_state import (
     MISSING,
@@ -132,7 +132,8 @@ class StepEffects:
             self._trainer.restore()
         self._of_trainer.append(of_trainer)
         self.logged.append(calls)
-        edits = before.changes()
+        # What has come from an earlier stage, such as features that a forward hook keeps, as the data themselves.
+        edits = {path: reveal(edit) for path, edit in before.changes().items()}
         for name in self._totals:
             edits.setdefault((name,), Value(before.original((name,)), before.entries_of(self.module)[name], False))
         self._history.append(edits)
@@ -438,6 +439,9 @@ def _merge_changes(history: Sequence[dict[Path, Edit]], merging: Merging) -> lis
         elif isinstance(edit, Value):
             values = [(number, each) for number, each in found if isinstance(each, Value)]
             merged.append(_merge_values(path, values, merging))
+        elif anew := _lists_anew([each for _, each in found], len(merging.samples)):
+            settled.add(path)
+            merged.append((path, "fill", merge_entries(anew, merging, label_of(path))))
         elif any(isinstance(each, Whole) for _, each in found):
             settled.add(path)
             merged += [(path, "create", emptied(edit.value)) for _, edit in fresh]
@@ -452,6 +456,23 @@ def _merge_changes(history: Sequence[dict[Path, Edit]], merging: Merging) -> lis
                     paths.extend(key for key in inside if key not in paths)
             merged += _merge_entries_of(path, found, merging)
     return merged
+
+
+_OTHERS = (Value, Members, Gone)
+
+
+def _lists_anew(edits: Sequence[Edit], count: int) -> list[list[Any]]:
+    """Return the lists of tensors that all microbatches have made in place of the one before; empty if they have not.
+
+    Such as the outputs of layers, in a list that each step clears first.
+    """
+    found = [edit.entries if isinstance(edit, Added) else edit.value for edit in edits if not isinstance(edit, _OTHERS)]
+    lists = [list(each) for each in found]
+    are_anew = len(lists) == count > 1 and all(isinstance(edit, Whole) for edit in edits[1:])
+    if not are_anew or not all(isinstance(entry, Tensor) for each in lists for entry in each):
+        return []
+    seen = {id(entry) for each in lists for entry in each}
+    return lists if len(seen) == sum(map(len, lists)) and len({*map(len, lists)}) == 1 else []
 
 
 def _filled(edits: Sequence[Edit]) -> list[Any] | set[Any]:

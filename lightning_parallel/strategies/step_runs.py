@@ -38,7 +38,8 @@ from lightning_parallel.pipeline.schedule import SCHEDULES
 from lightning_parallel.strategies.gradient_hooks import (
     HookedState,
     LeftByBackward,
-    refused_backward,
+    LeftInCallbacks,
+    refused_leaving,
     run_gradient_hooks,
 )
 from lightning_parallel.strategies.observed_step import (
@@ -249,8 +250,8 @@ class StepRuns:
                     run_gradient_hooks(self.module, found.gradients, self.engine is not None)
         except Exception as error:  # what it wrote cannot be put back, on this rank only
             failure = error
-        if failure is None and found.result and found.result[0].left_by_backward:
-            failure = refused_backward(found.result[0].left_by_backward)
+        if failure is None and found.result:
+            failure = refused_leaving(call.name, found.result[0].left_by_backward, found.result[0].left_in_callback)
         comm.raise_together(failure, self.groups.replica)
         effects, draws, dropout, trace, drawn = found.result or (ObservedStep(), False, False, None, RecordedDraws())
         return WholeRun(
@@ -399,6 +400,7 @@ class StepRuns:
         calls: list[LogCall] = []
         step = getattr(module, call.name)
         batch = copied(call.batch, way.double)
+        callbacks = None if self.engine is None else LeftInCallbacks(module)
         with log_recorded(module, calls), self._manual(model), self._precision(way), self._context(call.name)():
             # Logits that are divided are gathered on all ranks; only one compares them.
             output = whole_logits((step if around is None else around(step))(batch, *call.rest, **call.kwargs))
@@ -408,6 +410,7 @@ class StepRuns:
         # Before backward, which may free what they refer to.
         with blamed_on_us("to note what the step gave"):
             effects = self._effects(calls, output, loss, before)
+        effects.left_in_callback = "" if callbacks is None else callbacks.name()
         if loss is not None:
             left = None if self.engine is None else LeftByBackward(module)
             module.backward(loss)
