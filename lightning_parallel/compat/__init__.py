@@ -282,6 +282,8 @@ class ParallelState:
         whole_batches: Steps for evaluation that are run as one microbatch, since several do not give the same.
         doubt: Two microbatches together, and what the loss of a sketch of the model is on them, if that is not the mean
             of their losses.
+        copies_in_doubt: Batches of copies of samples on which the loss of the sketch is not the mean of those of their
+            halves; None if that was not seen.
         batch_states: While a step runs on a microbatch: metrics, and their states of that alone, by `id`.
         followed: Paths of the modules that are not intercepted: all stages run their code, and the last one knows what
             it leaves in attributes.
@@ -305,6 +307,7 @@ class ParallelState:
     merging: dict[str, dict[str, str]] = field(default_factory=dict)
     whole_batches: set[str] = field(default_factory=set)
     doubt: tuple[Any, str] | None = None
+    copies_in_doubt: list[Any] | None = None
     batch_states: dict[int, tuple[Any, dict[str, Any]]] | None = None
     followed: tuple[str, ...] = ()
 

@@ -21,6 +21,7 @@ from lightning.pytorch.callbacks import Callback, LambdaCallback, ModelCheckpoin
 from torch import nn
 from torch.optim.swa_utils import AveragedModel
 from torch.utils.checkpoint import checkpoint
+from torch.utils.data import DataLoader, TensorDataset
 from torchmetrics.classification import MulticlassAccuracy
 from transformers.modeling_outputs import SequenceClassifierOutput
 
@@ -84,7 +85,7 @@ def strategy(layout, **options):
     return HybridParallelStrategy(**{f"{axis}_parallel_size": 2}, tensor_parallel_size=2, **options)
 
 
-def fit(module, layout, verify="always", num_microbatches=None, layout_options=None, **options):
+def fit(module, layout, verify="always", num_microbatches=None, layout_options=None, data=None, **options):
     """Train for a step; returns what was said about the self-check."""
     pipeline = {} if num_microbatches is None else {"num_microbatches": num_microbatches}
     said = []
@@ -104,7 +105,7 @@ def fit(module, layout, verify="always", num_microbatches=None, layout_options=N
             devices = 4 if layout in ("hybrid", "replicas") else 2
             made = strategy(layout, verify=verify, **pipeline, **(layout_options or {}))
             trainer = trainer_for(made, devices, True, **{"max_steps": 1, **options})
-            trainer.fit(module, loader(), loader())
+            trainer.fit(module, data or loader(), data or loader())
     finally:
         logger.removeHandler(listener)
         logger.setLevel(level)
@@ -411,6 +412,34 @@ class Selected(Tokens):
         return F.cross_entropy(self(x)[mask], y[mask]) if mask.any() else 0 * self(x).sum()
 
 
+class Reduced(Tokens):
+    """Reduces the losses of samples, or of some of them, in a way of its own."""
+
+    def __init__(self, reduce):
+        super().__init__()
+        self.reduce = reduce
+
+    def loss(self, x, y):
+        return self.reduce(F.cross_entropy(self(x), y, reduction="none"))
+
+
+class ReducedCheckpointed(Reduced, Checkpointed):
+    """Of which no sketch can be run."""
+
+
+class ReducedNoisy(Reduced):
+    def loss(self, x, y):
+        return super().loss(noisy(x), y)
+
+
+# Those of the first samples are equal by chance: of each microbatch as many are chosen.
+SELECTIONS = {
+    "top half": lambda losses: losses.topk(len(losses) // 2).values.mean(),
+    "over the median": lambda losses: losses[losses > losses.median()].mean(),
+    "no outliers": lambda losses: losses[losses <= losses.detach().mean() + 2 * losses.detach().std()].mean(),
+}
+
+
 class NormedMlp(Mlp):
     def __init__(self):
         super().__init__()
@@ -446,6 +475,19 @@ def test_steps_that_microbatches_change_are_refused(microbatches):
     for kind in CHANGED_BY_MICROBATCHES if microbatches == 4 else (Views, Mixup, Selected):
         with pytest.raises(ProofError, match="(?s)loss .*not a mean over samples.*num_microbatches=1"):
             fit(kind(), "pipeline", num_microbatches=microbatches)
+
+
+@distributed(world_size=2)
+def test_losses_of_some_samples_of_a_batch_are_refused():
+    generator = torch.Generator().manual_seed(0)
+    samples = torch.randn(8, 12, generator=generator), torch.randint(5, (8,), generator=generator)
+    data = DataLoader(TensorDataset(*samples), 8)
+    kinds = [(Reduced, name) for name in SELECTIONS] + [
+        (kind, "top half") for kind in (ReducedCheckpointed, ReducedNoisy)
+    ]
+    for kind, name in kinds:
+        with pytest.raises(ProofError, match="(?s)loss is .*not a mean over samples.*num_microbatches=1"):
+            fit(kind(SELECTIONS[name]), "pipeline", num_microbatches=2, data=data)
 
 
 @distributed(world_size=2)
@@ -1041,8 +1083,8 @@ def test_the_reference_never_holds_the_whole_model(group):
         stack.enter_context(patched(reference, "WholeModel", Watched))
         stack.enter_context(patched(StepRuns, "whole", whole))
         said = fit(Checkpointed(), "pipeline")
-    [(live_more, gradients)] = left
-    assert live_more < gradients / 4, "the gradients wait in a file, while the sharded step computes its own"
+    for live_more, gradients in left:
+        assert live_more < gradients / 4, "the gradients wait in a file, while the sharded step computes its own"
     if group.rank == 0:
         assert said[0].startswith("verified on 2 samples: loss and 20 gradients equal")
         largest = 12 * 48
