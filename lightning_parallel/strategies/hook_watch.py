@@ -19,6 +19,7 @@ import functools
 import linecache
 import re
 import sys
+import traceback
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -52,7 +53,7 @@ from lightning_parallel.strategies.part_use import GATHERED, ExportMode, PartUse
 from lightning_parallel.strategies.parts import Part, PartMap
 from lightning_parallel.tensor.sharding import Shard
 
-__all__ = ["HookError", "HookWatch", "WatchedHook"]
+__all__ = ["HookError", "HookWatch", "WatchedHook", "raised_in_shards"]
 
 _PASSED = FOREIGN | {"lightning_utilities"} | set(sys.stdlib_module_names) - {"__main__"}
 _STEPS = ("training_step", "validation_step", "test_step", "predict_step", "forward", "backward")
@@ -257,6 +258,8 @@ class HookWatch:
         except Exception as error:
             if call.failure is not None:
                 raise call.failure from error  # what comes of it
+            if is_due and _is_transformed(error) and (text := raised_in_shards(name, error)):
+                raise HookError(text) from error
             raise
         finally:
             call.end()
@@ -686,6 +689,49 @@ class _WatchedCall:
         return frame.f_code.co_name == "_call_impl" and self._watch.is_model(frame.f_locals.get("self"))
 
 
+def raised_in_shards(name: str, error: Exception) -> str:
+    """Say that a step raises in shards, and what to do; empty if this library has raised with a text of its own."""
+    frames = _frames_of(error)
+    if not frames or (_is_ours(frames[-1][0]) and linecache.getline(*frames[-1][1:]).strip().startswith("raise ")):
+        return ""
+    users = [frame for frame in frames if not _is_passed(frame[0])]
+    place = (
+        f" in `{users[-1][0].f_code.co_name}` ({users[-1][1].rpartition('/')[2]}, line {users[-1][2]})" if users else ""
+    )
+    text = str(error).rstrip(" .")
+    found = (
+        f"`{name}` raises {type(error).__name__} in shards{place}: {text}. Expected the step to run as on one process."
+    )
+    whole = "keep the layers that it uses whole with plan={..., '<their path>': 'replicate'}"
+    if _is_transformed(error):
+        return (
+            f"{found} Transforms of `torch.func` (`vmap`, `grad`, `jacrev`, ...) do not go through layers that are"
+            f" sharded over tensor-parallel ranks. Use `torch.autograd.grad` on the module itself, or {whole}"
+        )
+    return (
+        f"{found} Each tensor-parallel rank holds a part of the weights of sharded layers, so that code outside of them"
+        " meets other shapes. Copies by `p.detach().clone()` in a hook have the shapes of `parameters()`; those of"
+        f" `state_dict()` are whole. Use shapes of the same kind, or {whole}"
+    )
+
+
+def _is_transformed(error: Exception) -> bool:
+    """Tell whether an error comes of a transform of `torch.func` that meets a function of this library."""
+    frames = [frame for frame, _, _ in _frames_of(error)]
+    return any(map(_is_ours, frames)) and any(
+        frame.f_globals.get("__name__", "").startswith("torch._functorch") for frame in frames
+    )
+
+
+def _is_ours(frame: FrameType) -> bool:
+    return bool(frame.f_globals.get("__name__", "").partition(".")[0] == _OURS)
+
+
+def _frames_of(error: Exception) -> list[tuple[FrameType, str, int]]:
+    """Return the frames of an error, each with its file and line."""
+    return [(frame, frame.f_code.co_filename, line) for frame, line in traceback.walk_tb(error.__traceback__)]
+
+
 def _do_nothing() -> None:
     pass
 
@@ -860,7 +906,8 @@ def _walk(is_own: Callable[[FrameType], bool]) -> FrameType | None:
     frame: FrameType | None = sys._getframe(1)
     found: FrameType | None = None
     # What stands for attributes of tensors is called by whoever uses them.
-    own = __name__, f"{_OURS}.strategies.part_use", f"{_OURS}.compat.torch", f"{_OURS}.strategies.dummy_copies"
+    places = "strategies.part_use", "strategies.dummy_copies", "tensor.audit", "compat.torch"
+    own = __name__, *(f"{_OURS}.{place}" for place in places)
     is_copied = False
     while frame is not None and not _is_end(frame):
         name = frame.f_globals.get("__name__", "")

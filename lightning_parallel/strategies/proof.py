@@ -43,6 +43,7 @@ from lightning_parallel.pipeline.microbatch import (
     split_by,
 )
 from lightning_parallel.strategies.checks import check_same_batch
+from lightning_parallel.strategies.hook_watch import raised_in_shards
 from lightning_parallel.strategies.microbatch_weights import FEW_COPIES, copies_of_two
 from lightning_parallel.strategies.observed_step import (
     ObservedStep,
@@ -435,6 +436,9 @@ class _Comparison:
                 self.failure = f"it cannot be run a second time ({again.failure})"
                 self.blame = "user"
                 return
+            text = raised_in_shards(self.call.name, failed.error)
+            if text:  # what does not fit the parts of weights
+                failed.error = ProofError(text)
         self.error = failed.error
 
     def judge(self) -> None:

@@ -450,6 +450,35 @@ def test_steps_that_look_at_shards_are_refused_on_every_rank(group):
         assert module.global_step in (2, 3)
 
 
+def orthogonal(module):
+    found = weight(module).detach()
+    return (found @ found.T - torch.eye(18).double()).square().sum()
+
+
+def anchored(module):
+    anchor = module.state_dict()["net.0.weight"]
+    return 1 + (weight(module) - anchor).square().sum()
+
+
+def mapped(module):
+    return torch.func.vmap(module)(torch.ones(3, 12).double()).sum()
+
+
+@distributed(world_size=2)
+def test_what_does_not_fit_shards_is_refused_with_its_line(group):
+    texts = {orthogonal: "`mm` combines elements of `net.0.weight`", anchored: "`sub` with a tensor of another shape"}
+    for body in (orthogonal, anchored, mapped):
+        for verifies in (True, False):
+            text = (
+                texts.get(body, "Transforms of `torch.func`")
+                if not verifies or body is mapped
+                else "meets other shapes"
+            )
+            with pytest.raises(RuntimeError, match=text) as caught:
+                fit(Looks(body), TensorParallelStrategy(tensor_parallel_size=2), 2, verifies=verifies)
+            assert "test_hook_watch.py, line" in str(caught.value), str(caught.value)
+
+
 def looks_right(module):
     with torch.no_grad():
         for p in module.parameters():
