@@ -13,9 +13,11 @@ import torch.nn.functional as F
 from lightning.pytorch import Callback
 from lightning.pytorch.utilities import grad_norm
 from torch import nn
+from torch.nn.utils import parametrize, prune
 
 from lightning_parallel import HybridParallelStrategy, PipelineParallelStrategy, TensorParallelStrategy
 from lightning_parallel.compat import ParallelState
+from lightning_parallel.pipeline.placeholder import PlaceholderError
 from lightning_parallel.strategies.hook_watch import HookError, WatchedHook
 from tests.harness import distributed
 from tests.strategies.models import Net, loader, trainer_for
@@ -703,6 +705,14 @@ def count_in_a_cell(module):
     module.head.weight.register_post_accumulate_grad_hook(counted)
 
 
+def prune_last(module):
+    prune.l1_unstructured(module.blocks[3].up, "weight", 0.5)
+
+
+def parametrize_first(module):
+    parametrize.register_parametrization(module.embed, "weight", nn.Identity())
+
+
 @distributed(world_size=2)
 def test_hooks_for_gradients_that_leave_something_behind_are_refused_in_a_pipeline(group):
     class Kept(Callback):
@@ -734,3 +744,12 @@ def test_hooks_for_gradients_that_leave_something_behind_are_refused_in_a_pipeli
     refused("backward pass of `training_step` changes `norms`", callbacks=[Kept()])
     refused("`training_step` registers `<lambda>` .* of `blocks.3.up.weight`", kind=InStep)
     refused("of `blocks.0.up.weight` changes `self.found`", kind=Left, verifies=False)
+    for change in (prune_last, parametrize_first):
+
+        class Changed(Staged):
+            def on_train_batch_start(self, batch, index, change=change):
+                if index:
+                    change(self)
+
+        with pytest.raises(PlaceholderError, match="is to be registered as `weight.* in `(prune_last|parametrize_fi)"):
+            fit(Changed(), PipelineParallelStrategy(num_microbatches=2), 2)
