@@ -31,7 +31,7 @@ from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState
 from torch.nn.parallel import DistributedDataParallel
 from torch.overrides import TorchFunctionMode
 from torch.utils.data import SequentialSampler
-from torchmetrics import MeanMetric
+from torchmetrics import MeanMetric, MetricCollection
 
 from lightning_parallel.compat import Patches, patched
 from lightning_parallel.compat import deepspeed as compat_deepspeed
@@ -761,6 +761,10 @@ def test_states_of_metrics_can_be_put_together():
     metric = MeanMetric()
     assert metric._reductions.keys() == metric._defaults.keys()
     assert list(inspect.signature(metric._reduce_states).parameters) == ["incoming_state"]
+    assert {"_update_count", "_computed", "_forward_cache"} <= vars(metric).keys()
+    collection = MetricCollection([metric])
+    assert collection._enable_compute_groups
+    assert not collection._groups_checked
 
 
 def test_state_dicts_tell_of_versions():

@@ -274,6 +274,8 @@ class ParallelState:
         skipped_steps: How many steps changed nothing, because a gradient was not finite.
         logged: By name of what a step logs in microbatches: whether it is a mean over samples although microbatches are
             weighted by something else, and whether its `batch_size` is that of the whole batch.
+        metric_numbers: By the place where a metric takes a number: of those of microbatches, that of a batch is
+            the `mean`, `sum`, `max` or `min`.
         merging: By step, and by name of a number, tensor, list or buffer that it changes in the module, such as `seen`,
             `stats['n']` or `layers.0.calls`: `mean`, if one step leaves the mean of what microbatches leave that each
             begin with the value before the batch (also a count of batches, and a running mean), `samples`, if it is
@@ -304,6 +306,7 @@ class ParallelState:
     is_alone: bool = False
     skipped_steps: int = 0
     logged: dict[str, tuple[bool, bool]] = field(default_factory=dict)
+    metric_numbers: dict[str, str] = field(default_factory=dict)
     merging: dict[str, dict[str, str]] = field(default_factory=dict)
     whole_batches: set[str] = field(default_factory=set)
     doubt: tuple[Any, str] | None = None

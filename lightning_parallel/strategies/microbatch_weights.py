@@ -46,6 +46,7 @@ from lightning_parallel.pipeline.microbatch import (
 )
 from lightning_parallel.pipeline.pipeline_plan import PipelinePlan
 from lightning_parallel.pipeline.random_streams import DrawRecorder, OwnGenerators, ReplayedDraws, seed_torch
+from lightning_parallel.strategies.metric_calls import MetricCalls, learn_numbers
 from lightning_parallel.strategies.pinned import doubled, in_double
 from lightning_parallel.strategies.step_effects import buffers_kept
 
@@ -203,12 +204,14 @@ class _Seen:
         values: Loss and gradients of all together, then of each.
         tolerance: How far rounding goes, relative to the largest value.
         logged: What it logged, for all together and for each.
+        numbers: What numbers it gave to metrics, for all together and for each.
     """
 
     parts: Sequence[Any]
     values: list[tuple[Tensor, Tensor]]
     tolerance: float
     logged: list[_Logged]
+    numbers: list[dict[str, Tensor]]
 
     def fits(self, weight: Callable[[Any], float]) -> bool:
         """Tell whether the mean by `weight` over the parts is the whole."""
@@ -275,7 +278,7 @@ class _MeanCheck:
             return None  # no loss: what `predict_step` returns
         is_exact = double and loss.dtype in (torch.float64, torch.float32)
         tolerance = _SINGLE if is_exact else _LOOSE
-        return _Seen(parts, [values for values, _ in runs], tolerance, [logs for _, logs in runs])
+        return _Seen(parts, [run[0] for run in runs], tolerance, [run[1] for run in runs], [run[2] for run in runs])
 
     @contextmanager
     def _counted(self) -> Iterator[None]:
@@ -294,8 +297,14 @@ class _MeanCheck:
 
     def _run(
         self, batch: Any, double: bool, draws: DrawRecorder | ReplayedDraws
-    ) -> tuple[tuple[Tensor, Tensor], _Logged]:
+    ) -> tuple[tuple[Tensor, Tensor], _Logged, dict[str, Tensor]]:
         logged: _Logged = {}
+        metrics = MetricCalls(self.module)
+
+        def run(probe: _Probe) -> tuple[tuple[Tensor, Tensor], _Logged, dict[str, Tensor]]:
+            with metrics.recording():
+                values = probe.run_loss(self.step, batch, draws)
+            return values, logged, metrics.numbers()
 
         def log(name: str, value: Any, *args: Any, batch_size: int | None = None, **kwargs: Any) -> None:
             if isinstance(value, (int, float, Tensor)) and kwargs.get("reduce_fx", "mean") == "mean":
@@ -310,9 +319,9 @@ class _MeanCheck:
             self.module.eval()
             try:
                 try:
-                    return self._probe(False, double).run_loss(self.step, batch, draws), logged
+                    return run(self._probe(False, double))
                 except Exception:
-                    return self._probe(True, double).run_loss(self.step, batch, draws), logged
+                    return run(self._probe(True, double))
             finally:
                 for child, mode in modes.items():
                     child.training = mode
@@ -401,9 +410,7 @@ def find_microbatch_weight(
     # Replicas see other samples: what fits all of them counts, and all choose alike.
     everyone = comm.all_gather_object(fitting, world)
     chosen = next((rule for name, rule in zip(names, rules) if all(name in theirs for theirs in everyone)), None)
-    for _, seen in known:
-        whole, *parts = seen.logged
-        _learn_logged(module, whole, parts, [float((chosen or weight)(part)) for part in seen.parts], seen.parts)
+    _learn_effects(module, [seen for _, seen in known], chosen or weight)
     ParallelState.of(module).copies_in_doubt = _copies_in_doubt(check, batch, pairs[0], chosen or weight, world)
     if chosen is None:
         pair, seen = next(((pair, seen) for pair, seen in known if not seen.fits(weight)), known[0])
@@ -499,6 +506,14 @@ def _mean(seen: _Seen, weight: Callable[[Any], float]) -> float:
 
 _Logged = dict[str, tuple[Tensor, int | None]]
 """Value and `batch_size` by name."""
+
+
+def _learn_effects(module: nn.Module, known: Sequence[_Seen], weight: Callable[[Any], float]) -> None:
+    """Find out how what a step logs, and gives to metrics, in microbatches becomes that of the batch."""
+    for seen in known:
+        shares = [float(weight(part)) for part in seen.parts]
+        _learn_logged(module, seen.logged[0], seen.logged[1:], shares, seen.parts)
+        learn_numbers(module, seen.numbers[0], seen.numbers[1:], shares)
 
 
 def _learn_logged(

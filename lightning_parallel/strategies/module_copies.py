@@ -187,7 +187,9 @@ class ModuleCopies:
 
     def _restore(self, family: _CopiedTogether, paths: list[str], replica: Group, fetch: Fetch, is_mine: bool) -> None:
         alive = family.alive()
-        members = [(alive[path], self._changes[path]) for path in paths if path in self._changes]
+        members = [
+            (alive[path], self._changes[path]) for path in paths if path in self._changes and MARK in vars(alive[path])
+        ]
         held: dict[str, Tensor] = {}
         for child, change in members:
             for own, names in ((parameters_of(child), change.parameters), (buffers_of(child), change.buffers)):

@@ -30,6 +30,7 @@ from lightning_parallel.comm import Group
 from lightning_parallel.compat import FOREIGN, ParallelState, Patches, patched
 from lightning_parallel.compat.lightning import (
     at_end_of_epochs,
+    own_numbers_of,
     set_update_count,
     states_of,
     update_count_of,
@@ -354,6 +355,7 @@ class PipelineSteps:
         self._is_running = True
         if self._metrics is not None:
             self._metrics.are_shared = False
+            self._metrics.adopt(effects.metrics.holders)
         # The layers draw nothing from the global generator, so it stays where it is: the order of shuffled data in the
         # next epoch would be another than in one process.
         state = torch.get_rng_state()
@@ -385,7 +387,7 @@ class PipelineSteps:
             output: Any = merge_outputs(result.outputs, merging)
             if name == _TRAINING:
                 output = {**output, "loss": result.loss} if isinstance(output, Mapping) else result.loss
-            with self._context(name)():  # values of metrics are computed again
+            with self._context(name)(), self.alone():  # values of metrics are computed again
                 merged = effects.merged(merging)
             is_new = name == _TRAINING and self.loss_kinds.end_step(self.is_compared)
             return (output, *merged, merging.found if self.is_compared else {}, is_new)
@@ -568,6 +570,9 @@ def _outside_of(module: nn.Module, intercepted: Sequence[str]) -> tuple[str, ...
 # ------------------------------------------------------------------------------------------------------------ metrics
 
 
+_SHARED = "_is_shared"
+
+
 class SharedMetrics:
     """Lets torchmetrics objects, which are updated on the last stage, give their value on every rank.
 
@@ -590,10 +595,15 @@ class SharedMetrics:
 
     def install(self, patches: Patches) -> None:
         """Share them until `patches` are undone."""
-        for metric in self._module.modules():
-            if isinstance(metric, Metric):
-                patches.replace(metric, "compute", self._shared_compute(metric, metric.compute))
+        self._patches = patches
+        self.adopt(self._module.modules())
         at_end_of_epochs(self._module.trainer, self.share, patches)
+
+    def adopt(self, modules: Iterable[nn.Module]) -> None:
+        """Share also those that were made during the run, such as by a `MetricTracker`."""
+        for metric in modules:
+            if isinstance(metric, Metric) and not hasattr(metric.compute, _SHARED):
+                self._patches.replace(metric, "compute", self._shared_compute(metric, metric.compute))
 
     def share(self) -> None:
         """Bring the states of all metrics to every rank: then rank zero alone may ask, as its progress bar does."""
@@ -602,7 +612,7 @@ class SharedMetrics:
             self.are_shared = True
 
     def _bring(self, metrics: list[Metric]) -> None:
-        mine = [(update_count_of(each), to_device(states_of(each), torch.device("cpu"))) for each in metrics]
+        mine = [(update_count_of(each), to_device(own_numbers_of(each), torch.device("cpu"))) for each in metrics]
         theirs = comm.broadcast_object(mine, self._group, self._source) if metrics else []
         if self._group.rank != self._source:
             for metric, (count, states) in zip(metrics, theirs):
@@ -623,4 +633,5 @@ class SharedMetrics:
                 self._bring([metric])
             return compute(*args, **kwargs)
 
+        setattr(shared, _SHARED, True)
         return shared

@@ -15,17 +15,14 @@ import numpy as np
 import torch
 from lightning.pytorch import LightningModule
 from torch import Tensor, nn
-from torchmetrics import Metric
+from torchmetrics import Metric, MetricCollection
 
 from lightning_parallel import comm
 from lightning_parallel.comm import Group
 from lightning_parallel.compat import FOREIGN, ParallelState, patched
 from lightning_parallel.compat.lightning import (
     batch_value_of,
-    metric_state_of,
-    restore_metric_state,
     set_batch_value,
-    states_of,
     value_of_batches,
 )
 from lightning_parallel.compat.torch import BatchNormalization, pytree, version_of
@@ -40,6 +37,7 @@ from lightning_parallel.pipeline.microbatch import (
 )
 from lightning_parallel.pipeline.placeholder import in_dry_run, missing, reveal
 from lightning_parallel.pipeline.unknown_value import require_known
+from lightning_parallel.strategies.metric_calls import MetricCalls, MetricSnapshot, Place
 from lightning_parallel.strategies.step_state import (
     MISSING,
     Added,
@@ -86,6 +84,7 @@ class StepEffects:
         self._attributes = {path: dict(vars(holder)) for path, holder in self._start.modules()}
         self._rules = ParallelState.of(module).merging.setdefault(name, {})
         self._history: list[dict[Path, Edit]] = []
+        self.metrics = MetricCalls(module)
         # Sums and rows of what each microbatch leaves count where it leaves what was there, too: the size of a batch.
         totals = (label for label, rule in self._rules.items() if rule.startswith(("sum ", "rows ")))
         self._totals = [name for name in totals if isinstance(self._start.original((name,)), (int, float, Tensor))]
@@ -118,13 +117,14 @@ class StepEffects:
         state = ParallelState.of(self.module)
         state.batch_states = {}
         try:
-            with log_recorded(self.module, calls):
+            with self.metrics.recording(), log_recorded(self.module, calls, self.metrics):
                 yield
         except BaseException:
             # On other stages than the last. Hooks of backward may read what is new.
             before.restore(removes=False)
             raise
         finally:
+            state.batch_states = None
             for counter in self._counters if microbatch is not None else ():
                 counter.note(microbatch)
             # One process decides once for all samples; the last stage is the only one to run a step to its end.
@@ -159,7 +159,8 @@ class StepEffects:
         if any(self._of_trainer):
             changes.append(((), "trainer", _agreed(self._of_trainer)))
         known = ParallelState.of(self.module).logged
-        return _merge_calls(self.logged, merging.samples, merging.weights, known), changes
+        self.metrics.repeat(merging.samples, merging.weights)
+        return _merge_calls(self.logged, merging.samples, merging.weights, known, self.metrics), changes
 
     @torch.no_grad()
     def settle(self, samples: Sequence[int], weights: Sequence[float], group: Group) -> None:
@@ -295,22 +296,24 @@ def to_device(value: Any, device: torch.device) -> Any:
 class _MetricAt:
     """A torchmetrics object in a call of `self.log`, with its value for the batch."""
 
-    def __init__(self, path: str, cache: Any, batch: BatchStates | None = None) -> None:
+    def __init__(self, path: str, cache: Any, metric: Metric | None = None, batch: BatchStates | None = None) -> None:
         self.path = path
         self.cache = cache
+        self.metric = metric
         self.batch = batch
 
 
 class _BatchValue(NamedTuple):
-    """What `forward` of a torchmetrics object returned, in a call of `self.log`."""
+    """What a torchmetrics object returned, in a call of `self.log`."""
 
     cache: Tensor
-    batch: BatchStates
+    batch: BatchStates | None
+    place: Place | None
 
 
 @contextmanager
-def log_recorded(module: LightningModule, calls: list[LogCall]) -> Iterator[None]:
-    """Add the calls of `self.log` inside the block to `calls` instead."""
+def log_recorded(module: LightningModule, calls: list[LogCall], metrics: MetricCalls | None = None) -> Iterator[None]:
+    """Add the calls of `self.log` inside the block to `calls` instead; `metrics` tells where values come from."""
 
     def log(*args: Any, **kwargs: Any) -> None:
         batches = ParallelState.of(module).batch_states or {}
@@ -323,14 +326,16 @@ def log_recorded(module: LightningModule, calls: list[LogCall]) -> Iterator[None
             path = next((path for path, child in module.named_modules() if child is value), None)
             if path is None:
                 raise ValueError(f"the metric logged as {name!r} is not an attribute of the module; make it one")
-            value = _MetricAt(path, batch_value_of(value), batches.get(id(value)))
+            value = _MetricAt(path, batch_value_of(value), value, batches.get(id(value)))
         elif in_dry_run():
             # In a real step the last stage refuses it when all are there to hear of it: see `StepEffects.merged`.
             require_known(value, f"`self.log({name!r}, ...)`")
         elif isinstance(value, Tensor):
             # What is logged is kept until the batch ends, and must not keep a microbatch's graph alive.
             batch = next((each for each in batches.values() if batch_value_of(each[0]) is value), None)
-            value = value.detach() if batch is None else _BatchValue(value.detach(), batch)
+            place = None if metrics is None else metrics.place_of(value)
+            is_plain = batch is None and place is None
+            value = value.detach() if is_plain else _BatchValue(value.detach(), batch, place)
         calls.append((name, value, dict(bound)))
 
     with patched(module, "log", log):
@@ -342,15 +347,18 @@ def _merge_calls(
     samples: Sequence[int],
     weights: Sequence[float],
     known: Mapping[str, tuple[bool, bool]],
+    metrics: MetricCalls,
 ) -> list[LogCall]:
     by_name: dict[str, list[tuple[int, float, Any, dict[str, Any]]]] = {}
     for calls, count, weight in zip(logged, samples, weights):
         for name, value, arguments in calls:
             by_name.setdefault(name, []).append((count, weight, value, arguments))
-    return [_merge_call(name, entries, known.get(name, (False, False))) for name, entries in by_name.items()]
+    return [_merge_call(name, entries, known.get(name, (False, False)), metrics) for name, entries in by_name.items()]
 
 
-def _merge_call(name: str, entries: list[tuple[int, float, Any, dict[str, Any]]], known: tuple[bool, bool]) -> LogCall:
+def _merge_call(
+    name: str, entries: list[tuple[int, float, Any, dict[str, Any]]], known: tuple[bool, bool], metrics: MetricCalls
+) -> LogCall:
     is_by_samples, is_constant = known
     values = [value for _, _, value, _ in entries]
     arguments = dict(entries[-1][3])
@@ -361,6 +369,9 @@ def _merge_call(name: str, entries: list[tuple[int, float, Any, dict[str, Any]]]
     else:
         sizes = [float(count) if is_by_samples else weight for count, weight, _, _ in entries]
     if isinstance(values[0], _MetricAt):
+        metric = values[0].metric
+        if metric is not None and metrics.is_repeated(metric):
+            return name, _MetricAt(values[0].path, batch_value_of(metric)), arguments
         caches = [value.cache for value in values if value.cache is not None]
         shares = [size / sum(sizes) for size in sizes]
         is_shown = arguments.get("on_step") is not False
@@ -369,7 +380,8 @@ def _merge_call(name: str, entries: list[tuple[int, float, Any, dict[str, Any]]]
             merged = merge_outputs(caches, Merging({}, (), shares))
         return name, _MetricAt(values[0].path, merged), arguments
     if all(isinstance(value, _BatchValue) for value in values):
-        merged = _value_of_all(values)
+        merged = metrics.value_at(values[-1].place)
+        merged = _value_of_all(values) if merged is None else merged
         if merged is not None:
             return name, merged, arguments
     values = [value.cache if isinstance(value, _BatchValue) else value for value in values]
@@ -593,10 +605,7 @@ def _remove(holder: Any, key: Any) -> None:
 @contextmanager
 def side_effects_discarded(module: LightningModule) -> Iterator[None]:
     """Drop what steps log, remember and count inside the block."""
-    metrics = [child for child in module.modules() if isinstance(child, Metric)]
-    saved = [metric_state_of(metric) for metric in metrics]
-    # Copies, since updates change tensors and lists of a metric in place.
-    states = [{name: _copied(state) for name, state in states_of(metric).items()} for metric in metrics]
+    metrics = [MetricSnapshot(child) for child in module.modules() if isinstance(child, (Metric, MetricCollection))]
     before = Snapshot(module, with_buffers=False)
     trainer = TrainerState(module)
     inside = [
@@ -608,10 +617,8 @@ def side_effects_discarded(module: LightningModule) -> Iterator[None]:
         with log_recorded(module, []):
             yield
     finally:
-        for metric, own, state in zip(metrics, saved, states):
-            for name, value in state.items():
-                setattr(metric, name, value)
-            restore_metric_state(metric, own)
+        for metric in metrics:
+            metric.restore()
         trainer.restore()
         # In place: the module as it was before the block is known by its objects, see `skeleton`.
         before.restore(in_place=True)
@@ -631,7 +638,3 @@ def buffers_kept(module: nn.Module) -> Iterator[None]:
             for name, buffer in module.named_buffers():
                 if name in before and not buffer.is_meta and buffer.shape == before[name].shape:
                     buffer.copy_(before[name])
-
-
-def _copied(state: Tensor | list[Tensor]) -> Tensor | list[Tensor]:
-    return state.clone() if isinstance(state, Tensor) else list(state)
