@@ -56,10 +56,12 @@ class Dataflow:
     Attributes:
         regions: Ways to divide each region, the largest region first.
         reasons: Why layers of the block are in no region, by path.
+        idle: Layers that were not called.
     """
 
     regions: list[Plan] = field(default_factory=list)
     reasons: dict[str, str] = field(default_factory=dict)
+    idle: tuple[str, ...] = ()
 
 
 class _RefusedError(Exception):
@@ -89,7 +91,7 @@ class RegionFinder:
             if len(set(comm.all_gather_object(local, self.group))) > 1:
                 found = Dataflow()
             mine = [_of_rank(plan, self.group) for plan in found.regions]
-            self._known[key] = Dataflow(mine, found.reasons)
+            self._known[key] = Dataflow(mine, found.reasons, found.idle)
         return self._known[key]
 
 
@@ -112,7 +114,7 @@ def _find(block: nn.Module, free: Sequence[str], ranks: int, call: BlockCall | N
     if cut is None:
         alone = f"{NOT_RUN} `{type(block).__name__}`"
         return Dataflow([], dict.fromkeys(free, alone))
-    found = Dataflow()
+    found = Dataflow(idle=tuple(name for name in free if name not in cut.inputs))
     for opening, closing in cut.regions():
         if not {*opening, *closing} <= {*free}:
             continue

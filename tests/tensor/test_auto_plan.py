@@ -281,6 +281,42 @@ def test_code_that_takes_the_width_of_its_heads_from_its_input(group):
     assert _paired(plan, r"blocks")
 
 
+class Gated(nn.Module):
+    """Adds what a layer makes of a context to its hidden features; without a context that layer is idle."""
+
+    def __init__(self):
+        super().__init__()
+        self.up, self.context, self.down = nn.Linear(12, 16), nn.Linear(10, 16, bias=False), nn.Linear(16, 12)
+
+    def forward(self, x, context=None):
+        hidden = self.up(x)
+        return x + self.down(F.elu(hidden if context is None else hidden + self.context(context)))
+
+
+class WithContext(Language):
+    def __init__(self, looks, **kwargs):
+        super().__init__([Gated(), Gated()], 12, **kwargs)
+        self.looks = looks
+
+    def forward(self, tokens):
+        x = self.embedding(tokens)
+        if self.looks and float(x.sum()) == 0:  # so that it does not run without data
+            return self.head(x)
+        for block in self.blocks:
+            x = block(x, x[..., :10])
+        return self.head(x)
+
+
+@pytest.mark.parametrize("looks", [False, True])
+@distributed(world_size=2)
+def test_layers_that_one_tensor_does_not_reach(group, looks):
+    def build():
+        torch.manual_seed(0)
+        return WithContext(looks).double()
+
+    _compare(group, build, rtol=1e-10)
+
+
 class NumberedAttention(ViewAttention):
     """Numbers its entry in a cache: the number of the sixth layer is that of the heads."""
 
