@@ -31,7 +31,7 @@ from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState
 from torch.nn.parallel import DistributedDataParallel
 from torch.overrides import TorchFunctionMode
 from torch.utils.data import SequentialSampler
-from torchmetrics import MeanMetric
+from torchmetrics import MeanMetric, MetricCollection
 
 from lightning_parallel.compat import Patches, patched
 from lightning_parallel.compat import deepspeed as compat_deepspeed
@@ -371,8 +371,16 @@ def test_children_and_hooks_are_the_dicts_of_the_module():
     layer.register_forward_hook(print)
     layer.register_forward_pre_hook(repr)
     assert (list(after.values()), list(before.values())) == ([print], [repr])
+    layer.register_full_backward_hook(print)
+    layer.register_full_backward_pre_hook(repr)
+    assert [list(hooks.values()) for hooks in compat_torch.backward_hooks_of(layer)] == [[print], [repr]]
+    for hooks in compat_torch.backward_hooks_of(layer):
+        hooks.clear()
     after.clear()
     before.clear()
+    layer.register_state_dict_post_hook(lambda *_: None)
+    layer.register_load_state_dict_pre_hook(lambda *_: None)
+    assert [len(hooks) for hooks in compat_torch.state_hooks_of(layer)] == [1, 1]
     layer(torch.ones(2))
 
 
@@ -753,6 +761,10 @@ def test_states_of_metrics_can_be_put_together():
     metric = MeanMetric()
     assert metric._reductions.keys() == metric._defaults.keys()
     assert list(inspect.signature(metric._reduce_states).parameters) == ["incoming_state"]
+    assert {"_update_count", "_computed", "_forward_cache"} <= vars(metric).keys()
+    collection = MetricCollection([metric])
+    assert collection._enable_compute_groups
+    assert not collection._groups_checked
 
 
 def test_state_dicts_tell_of_versions():

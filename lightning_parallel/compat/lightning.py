@@ -39,8 +39,9 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
-from torchmetrics import Metric
+from torchmetrics import Metric, MetricCollection
 from torchmetrics.aggregation import BaseAggregator
+from torchmetrics.utilities.data import dim_zero_cat, dim_zero_max, dim_zero_min, dim_zero_sum
 
 from lightning_parallel.compat import Patches, patched
 from lightning_parallel.tracing.spans import is_verbose
@@ -54,6 +55,7 @@ __all__ = [
     "agree_on_sigterm",
     "asynchronous_io",
     "averaged_model",
+    "adds_up",
     "batch_value_of",
     "checkpoint_of_run",
     "ddp_hook_state",
@@ -68,7 +70,10 @@ __all__ = [
     "is_end_of_tuning",
     "log_without_advice",
     "logged_step",
+    "has_sums",
+    "held_by",
     "metric_state_of",
+    "own_numbers_of",
     "move_optimizers",
     "prepared_batch",
     "process_group_backend_of",
@@ -593,6 +598,63 @@ def metric_state_of(metric: Metric) -> Sequence[Any]:
 def restore_metric_state(metric: Metric, state: Sequence[Any]) -> None:
     """Undo what updates since `metric_state_of` have left besides the states."""
     metric._update_count, metric._computed, metric._forward_cache = state
+
+
+class _Bare(Metric):
+    """Has what every metric has."""
+
+    def update(self) -> None:
+        """Do nothing."""
+
+    def compute(self) -> None:
+        """Do nothing."""
+
+
+_NAMES_OF_ALL = frozenset(vars(_Bare()))
+_CHANGING = {"_update_count", "_computed", "_forward_cache"}
+_NAMES_OF_DICTS = frozenset(vars(nn.ModuleDict()))
+
+
+def held_by(metric: Metric | MetricCollection) -> dict[str, Any]:
+    """Return what a metric, or a collection of metrics, holds that its calls may change: states, counts, the value."""
+    if isinstance(metric, MetricCollection):
+        # Which of them share their states.
+        return {name: value for name, value in vars(metric).items() if name not in _NAMES_OF_DICTS}
+    kept = _CHANGING | own_numbers_of(metric).keys()
+    return {name: value for name, value in vars(metric).items() if name in kept}
+
+
+def own_numbers_of(metric: Metric) -> dict[str, Any]:
+    """Return states, and other numbers, tensors and lists that are this metric's own, as wrappers count batches."""
+    kinds = (Tensor, int, float, list, type(None))
+    own = {
+        name: value for name, value in vars(metric).items() if name not in _NAMES_OF_ALL and isinstance(value, kinds)
+    }
+    return {**own, **states_of(metric)}
+
+
+def adds_up(metric: Metric | MetricCollection) -> bool:
+    """Tell whether batches one after the other leave in a metric what they leave together: in most of torchmetrics."""
+    if isinstance(metric, MetricCollection):
+        # Which of them share their states is found out from what the first batch leaves in them.
+        is_open = metric._enable_compute_groups and not metric._groups_checked
+        return not is_open and all(adds_up(each) for each in metric.children() if isinstance(each, Metric))
+    kind = type(metric).__module__
+    known = kind.startswith("torchmetrics.") and not kind.startswith(
+        ("torchmetrics.wrappers", "torchmetrics.aggregation")
+    )
+    return known and has_sums(metric)
+
+
+def has_sums(metric: Metric) -> bool:
+    """Tell whether states of a metric are sums, extremes and lists, which go on from batch to batch."""
+    return all(
+        isinstance(metric._defaults[name], list) if rule is None else rule in _ADDING
+        for name, rule in metric._reductions.items()
+    )
+
+
+_ADDING = (dim_zero_sum, dim_zero_max, dim_zero_min, dim_zero_cat)
 
 
 def value_of_batches(metric: Metric, batches: Sequence[dict[str, Any]]) -> Any:

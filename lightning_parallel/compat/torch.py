@@ -102,8 +102,10 @@ __all__ = [
     "function_modes_kept",
     "graph_position",
     "forbid_data_access",
+    "backward_hooks_of",
     "forward_hooks_of",
     "global_step_hooks",
+    "state_hooks_of",
     "step_hooks_of",
     "is_flattened",
     "give_data",
@@ -186,6 +188,10 @@ _HookDicts = tuple[dict[int, Any], dict[int, Any]]
 # Returns the hooks that run after and before a module's `forward`, by id, to read or replace. They are registered in
 # public, but those of others cannot be seen. Written in C: stubs ask it of every submodule at every call.
 forward_hooks_of: Callable[[nn.Module], _HookDicts] = attrgetter("_forward_hooks", "_forward_pre_hooks")
+backward_hooks_of: Callable[[nn.Module], _HookDicts] = attrgetter("_backward_hooks", "_backward_pre_hooks")
+
+# Likewise those of state dicts that are saved and loaded, which copies of a module have, too, and no handle to remove.
+state_hooks_of: Callable[[nn.Module], _HookDicts] = attrgetter("_state_dict_hooks", "_load_state_dict_pre_hooks")
 
 
 def has_compiled_parts(module: nn.Module) -> bool:
@@ -452,9 +458,13 @@ def base_name(operator: Any) -> str:
     return name if name.startswith("__") else name.removeprefix("_foreach_").strip("_")
 
 
-def gradient_hooks_of(tensor: Tensor) -> list[dict[int, Callable[..., Any]]]:
-    """Return the hooks for gradients of a tensor, by number; each can be replaced in its place, but is not listed."""
-    return [hooks for hooks in (tensor._backward_hooks, tensor._post_accumulate_grad_hooks) if hooks]
+def gradient_hooks_of(tensor: Tensor) -> tuple[dict[int, Callable[..., Any]], dict[int, Callable[..., Any]]]:
+    """Return the hooks for gradients of a tensor, by number: those before and those after they are accumulated.
+
+    Each can be replaced, taken off or put back in its place, but is not listed in public.
+    """
+    before, after = tensor._backward_hooks, tensor._post_accumulate_grad_hooks
+    return {} if before is None else before, {} if after is None else after
 
 
 # The mode that sees functions first; None without one.

@@ -131,9 +131,16 @@ class GradientReducer:
         self._trainable: list[bool] = []
         self.refresh()
 
-    def adopt(self, parameters: Mapping[str, nn.Parameter]) -> None:
-        """Reduce the gradients of these parameters from now on; call it between steps."""
+    def adopt(self, parameters: Mapping[str, nn.Parameter], prepare_names: frozenset[str] | None = None) -> None:
+        """Reduce the gradients of these parameters from now on; call it between steps.
+
+        Args:
+            parameters: By name.
+            prepare_names: Those whose gradients are completed first, if others than before.
+        """
         self._parameters = dict(parameters)
+        if prepare_names is not None and self._prepare is not None:
+            self._prepare_names = prepare_names
         self._trainable = []
         self.refresh()
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import nn
 
-from lightning_parallel.compat.torch import buffers_of
+from lightning_parallel.compat.torch import buffers_of, forward_hooks_of
 
 __all__ = ["SavedAttributes", "SavedForwards", "own_attributes", "parameter_lists", "replaced"]
 
@@ -22,11 +22,15 @@ def own_attributes(module: nn.Module) -> dict[str, Any]:
 
 
 class SavedAttributes:
-    """Saves the attributes of a module and its submodules, lists and dicts among them with their entries."""
+    """Saves the attributes of a module and its submodules, lists and dicts among them with their entries, and hooks.
+
+    Code that registers hooks once, when it is first called, notes in an attribute that it has.
+    """
 
     def __init__(self, module: nn.Module) -> None:
         self.before = [(child, dict(own_attributes(child))) for child in module.modules()]
         containers = [value for _, own in self.before for value in own.values() if type(value) in (list, dict)]
+        containers += [hooks for child, _ in self.before for hooks in forward_hooks_of(child)]
         self.entries = [(value, value.copy()) for value in containers]
 
     def restore(self) -> None:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 import random
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -194,7 +194,8 @@ class PipelineEngine:
         self._shared_seeds = 0
         self.tied_are_summed = False
         self.draws: ReplayedDraws | None = None
-        self._stage_inputs: dict[int, list[StageInputs]] = {}
+        # By what skips over cuts: a step for evaluation may send the same tensor as an argument.
+        self._stage_inputs: dict[Skips, dict[int, list[StageInputs]]] = {}
         self._schedules = {self.schedule.num_microbatches: self.schedule}
         self.share_seed()
 
@@ -280,9 +281,14 @@ class PipelineEngine:
     def reduce_tied_gradients(self) -> None:
         """Sum the gradients of tied parameters over the ranks that hold them."""
         self.tied_are_summed = True
+        self.sum_tied(self.tied)
+
+    @torch.no_grad()
+    def sum_tied(self, names: Collection[str]) -> None:
+        """Sum the gradients of some tied parameters over the ranks that hold them."""
         parameters = dict(self.module.named_parameters())
         for tag, (name, tied) in enumerate(self.tied.items()):
-            if self.group.rank in tied.ranks and parameters[name].requires_grad:
+            if name in names and self.group.rank in tied.ranks and parameters[name].requires_grad:
                 self._reduce_tied(parameters[name], tied, _TIED_TAG + tag)
 
     def _reduce_tied(self, parameter: nn.Parameter, tied: TiedParameter, tag: int) -> None:
@@ -337,6 +343,7 @@ class PipelineEngine:
         sizes = self._sizes_of(microbatches)
         if not 0 < sum(sizes) < math.inf or min(sizes) < 0:
             raise ValueError(f"expected microbatches of a positive weight, none negative or infinite, got {sizes}")
+        skips = self.plan.skips if skips is None else skips
         step_on_copies = StepOnCopies(step, self._changes_batch.get(training, True), len(self.stages) == 1)
         run = ScheduleRun(
             self.model,
@@ -346,12 +353,12 @@ class PipelineEngine:
             microbatches,
             [size / sum(sizes) for size in sizes],
             self._layouts,
-            self._stage_inputs,
+            self._stage_inputs.setdefault(skips, {}),
             scale,
             seed=self.next_seed(),
             generators=self.generators,
             message_groups=self.message_groups,
-            skips=self.plan.skips if skips is None else skips,
+            skips=skips,
             end_stage=end_stage,
             draws=self.draws,
             at_once=self._at_once,

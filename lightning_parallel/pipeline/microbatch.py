@@ -14,6 +14,7 @@ import dataclasses
 import re
 from collections import UserDict
 from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
+from contextlib import contextmanager
 from enum import Enum
 from itertools import accumulate, pairwise
 from typing import Any, NoReturn
@@ -55,8 +56,29 @@ __all__ = [
     "split_lists",
     "tell_microbatch",
     "tensors_inside",
+    "microbatch_under_way",
+    "under_way",
     "without_caches",
 ]
+
+
+_under_way: int | None = None
+
+
+@contextmanager
+def under_way(microbatch: int) -> Iterator[None]:
+    """Tell code inside the block which microbatch it is for."""
+    global _under_way
+    _under_way = microbatch
+    try:
+        yield
+    finally:
+        _under_way = None
+
+
+def microbatch_under_way() -> int | None:
+    """Return the number of the microbatch whose forward runs on a stage; None elsewhere, as in a dry run."""
+    return _under_way
 
 
 SplitBatch = Callable[[Any, int], list[Any]]

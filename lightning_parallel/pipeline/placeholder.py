@@ -12,6 +12,7 @@ Once its data have been received, a placeholder has a `value`, which replaces it
 from __future__ import annotations
 
 import sys
+from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from functools import cache
@@ -19,6 +20,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils.hooks import RemovableHandle
 
 from lightning_parallel.compat import Patches, innermost_users_line
 from lightning_parallel.compat.torch import (
@@ -153,6 +155,14 @@ class PlaceholderTensor(Tensor):
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         raise PlaceholderError(f"{self.provenance} is on another pipeline stage and cannot be pickled", [self])
+
+    def register_hook(self, hook: Callable[[Tensor], Tensor | None]) -> Any:
+        """Register a hook for the gradient of what has been received; without data, the stage that has them does."""
+        return RemovableHandle(OrderedDict()) if self.value is None else self.value.register_hook(hook)
+
+    def register_post_accumulate_grad_hook(self, hook: Callable[[Tensor], None]) -> Any:
+        """Register nothing: the stage that has the parameter does."""
+        return RemovableHandle(OrderedDict())
 
     def data_for(self, tensor: Tensor) -> Tensor | None:
         """Return what `tensor` gets by `tensor.data = self`; None in a dry run, in which it stays as it is.

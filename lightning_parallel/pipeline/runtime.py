@@ -30,7 +30,7 @@ from lightning_parallel.comm import Group
 from lightning_parallel.compat.torch import pytree
 from lightning_parallel.pipeline.dry_runs import NextStageDryRun, StageInputs
 from lightning_parallel.pipeline.message_layout import Message, MessageLayout, MessageLayouts, TensorSpec, line_of_step
-from lightning_parallel.pipeline.microbatch import StepResult, loss_of, tell_microbatch
+from lightning_parallel.pipeline.microbatch import StepResult, loss_of, tell_microbatch, under_way
 from lightning_parallel.pipeline.p2p import LostMessageError, MessageGroups, StageMessages
 from lightning_parallel.pipeline.placeholder import (
     PARAMETERS_ELSEWHERE,
@@ -173,7 +173,12 @@ class ScheduleRun:
                 with tracing.span(str(action), phase, "pipeline", action.stage, action.microbatch) as self.open:
                     self._run(action, handle[action.kind])
                 if self.end_stage is not None and action is last[action.stage] and self.failure is None:
-                    self.end_stage(action.stage)
+                    try:
+                        self.end_stage(action.stage)
+                    except comm.LostRankError:
+                        raise
+                    except Exception as error:  # of a hook for a gradient
+                        self.failure = error
         self.messages.finish()
         self._raise_together()
         outputs = [self.outputs[number] for number in sorted(self.outputs)]
@@ -259,7 +264,7 @@ class ScheduleRun:
             handler.ran = []
         # What the step draws before the layers, such as a mask of the batch, must be the same on all stages.
         self._seed(microbatch)
-        with self.model.handled_by(handler), draws_numbers(stage > 0):
+        with self.model.handled_by(handler), draws_numbers(stage > 0), under_way(microbatch):
             try:
                 result = self.step(self.microbatches[microbatch])
             except StageExit as exit_:
@@ -422,7 +427,9 @@ class ScheduleRun:
         layout = MessageLayout(end.index, positions, tuple(map(TensorSpec.of, tensors)), end.line, skips)
         # Backward starts at edges of the graph, so that the data of an output can be freed before its gradient comes.
         # An edge keeps a node of C++ alive, such as a view's, but before torch 2.7 no node of a custom function.
-        state.roots = [get_gradient_edge(tensor.view_as(tensor)) for tensor in tensors if tensor.requires_grad]
+        # In an evaluation there is none, also of parameters that are sent.
+        roots = [tensor for tensor in tensors if tensor.requires_grad and self.training]
+        state.roots = [get_gradient_edge(tensor.view_as(tensor)) for tensor in roots]
         self.messages.send_activations(stage, microbatch, Message(layout, tuple(tensor.detach() for tensor in tensors)))
 
     def _inputs_of_next(self, stage: int, microbatch: int, end: StageEnd, kept: StageSkips) -> StageInputs:

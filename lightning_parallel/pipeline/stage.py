@@ -22,6 +22,7 @@ from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor, nn
+from torch.nn.utils.parametrize import register_parametrization
 
 from lightning_parallel.compat import Patches, innermost_users_line
 from lightning_parallel.compat.torch import (
@@ -75,6 +76,13 @@ REENTRANT = (
     "the pipeline is cut at a layer that is called without gradients, so that none reach the stage before: in a "
     "reentrant activation checkpoint, for which call `checkpoint(..., use_reentrant=False)`, or in `torch.no_grad()`, "
     "as a teacher is; name the layers that are trained by `layers=...`, and call the teacher before them or after them"
+)
+
+
+_REGISTERED = (
+    "the parameter `{}` is to be registered as `{}` in {}, as by `torch.nn.utils.prune` or `parametrize`. Expected the"
+    " parameters with which the run began, as each pipeline stage holds its own. Change the model before `fit`, in"
+    " `__init__` or `configure_model`. Or multiply `p.data` by a mask in a hook, or use TensorParallelStrategy"
 )
 
 
@@ -300,9 +308,27 @@ def in_whole_model(patches: Patches) -> None:
 
     def seen_one(self: nn.Module, target: str) -> Any:
         path, _, key = target.rpartition(".")
-        value = None if _seen_stages is None else vars(self.get_submodule(path)).get(key)
+        value = vars(self.get_submodule(path)).get(key)
         return value if type(value) is PlaceholderTensor else get_parameter(self, target)
 
+    register_parameter = nn.Module.register_parameter
+
+    def registered(self: nn.Module, name: str, param: Any) -> None:
+        if type(param) is PlaceholderTensor and param.parameter:
+            raise PlaceholderError(_REGISTERED.format(param.parameter, name, innermost_users_line()))
+        register_parameter(self, name, param)
+
+    def make(own: Callable[..., Any]) -> Callable[..., Any]:
+        def parametrized(module: nn.Module, tensor_name: str, *args: Any, **kwargs: Any) -> Any:
+            value = vars(module).get(tensor_name)
+            if type(value) is PlaceholderTensor and value.parameter:
+                raise PlaceholderError(_REGISTERED.format(value.parameter, tensor_name, innermost_users_line()))
+            return own(module, tensor_name, *args, **kwargs)
+
+        return parametrized
+
+    patches.replace(nn.Module, "register_parameter", registered)
+    patches.replace_function(register_parametrization, make)
     patches.replace(nn.Module, "named_parameters", seen)
     patches.replace(nn.Module, "get_parameter", seen_one)
     patches.replace_function(torch.autograd.grad, _differentiated)

@@ -35,6 +35,7 @@ from lightning_parallel.compat.torch import (
     mark_as_parameter,
     non_persistent_buffers_of,
     parameters_of,
+    state_hooks_of,
 )
 from lightning_parallel.compat.twins import is_a
 from lightning_parallel.pipeline.interception import ActiveHandler, Call, CallSite, intercept
@@ -134,6 +135,7 @@ class FullStates:
             self._entries[path] = {names[name]: entries[names[name]] for name in in_order}
             owner = module.get_submodule(path)
             self._originals.add(id(owner))
+            _forget_states(owner)
             self._hooks += self._register(owner, path)
         self._state.copies.mark(module)
 
@@ -429,6 +431,14 @@ def open_outside(module: LightningModule, groups: MeshGroups, checkpoints: Check
     if groups.replica.size > 1:
         _open(module, groups, checkpoints.rules, checkpoints.device, patches)
     _copy_averages(module.trainer, module, checkpoints, patches)
+
+
+def _forget_states(owner: nn.Module) -> None:
+    """Take from a copy that has become a part of the module the hooks that gather by the path of its original."""
+    for hooks in state_hooks_of(owner):
+        for key, hook in list(hooks.items()):
+            if getattr(getattr(hook, "hook", hook), "__module__", "") == __name__:
+                del hooks[key]
 
 
 def _open(

@@ -230,7 +230,7 @@ class MeshStrategy(MeshCheckpoints):
                 tell_costs(self.compression, module, *sizes, self.steps_between_reductions)
                 self.check_compression(self.compression)
             self._is_first_batch = True
-            self._audit = None if self._sharding is None else StepAudit(module, self._sharding, self.verify != "off")
+        self._audit = None if self._sharding is None else StepAudit(module, self._sharding, self.verify != "off")
         self._first_batches = FirstBatches(self.groups, self.verify, self._step_runs)
         self.setup_precision_plugin()
         elsewhere = frozenset() if self.engine is None else self.engine.counted_by_others
@@ -439,15 +439,21 @@ class MeshStrategy(MeshCheckpoints):
         module, state = self.module, ParallelState.of(self.module)
         if self.engine is not None:
             return  # nothing that holds parameters
-        new = nn.ParameterList(found.come.values())
-        replicas.start_equal(new, self.groups.world)
+        # Copies of what is sharded, such as teachers, are sharded, too; by the names that the others are known by.
+        originals = {} if state.copies is None else state.copies.originals_of(found.come_modules)
+        copies = {new: state.rules[old] for new, old in originals.items() if old in state.rules}
+        for group, are_copies in ((self.groups.world, False), (self.groups.data_parallel, True)):
+            new = [value for name, value in found.come.items() if (name in copies) is are_copies]
+            replicas.start_equal(nn.ParameterList(new), group)
         if self._sharding is not None:
             self._sharding = state.sharding = self._sharding.without(found.gone, found.gone_modules)
             for name in found.gone:
                 state.rules.pop(name, None)
+            state.rules.update(copies)
+            self._sharding = state.sharding = self._sharding.with_copies(originals)
             self._audit = StepAudit(module, self._sharding, self.verify != "off")
         if state.whole is not None:
-            state.whole.adopt()
+            state.whole.adopt(lambda child: None if state.copies is None else state.copies.change_of(child))
         if state.full_states is not None:
             state.full_states.adopt(module, self.groups)
         # As before the first step: what is new was neither watched nor compared with one process.
@@ -459,7 +465,8 @@ class MeshStrategy(MeshCheckpoints):
             if self.zero_stage == 2:
                 self._slices.keep_states_whole(module)
         if self._reducer is not None:
-            self._reducer.adopt(parameters)
+            partial = None if self._sharding is None else self._sharding.partial
+            self._reducer.adopt(parameters, partial)
 
     @property
     def sharding(self) -> Optional[Sharding]:
@@ -519,11 +526,10 @@ class MeshStrategy(MeshCheckpoints):
         self._is_first_batch = False
         if self._steps is not None:
             # Gradients appear in the middle of the schedule; `backward` will hand them to the reducer, once.
-            with (reducer := self._open_reducer).no_sync() as is_last:
+            with (reducer := self._open_reducer).no_sync() as is_last, self._watched("training_step"):
                 return self._steps.training_step(args, kwargs, audit, reducer if is_last else None)
         step = super().training_step
-        watch = None if self.module.automatic_optimization else self._hook_watch
-        with nullcontext() if watch is None else watch.manual_step():
+        with self._watched("training_step"):
             output = (step if audit is None else audit.wrap(step))(*args, **kwargs)
         # Callbacks may look at what the step returns, or keeps in the module, on some ranks only.
         kept = vars(self.module)
@@ -535,6 +541,12 @@ class MeshStrategy(MeshCheckpoints):
         if self._chance is not None and self.groups.replica.size > 1:
             self._chance.end_step()
         return output
+
+    def _watched(self, name: str) -> AbstractContextManager[Any]:
+        """Watch a step for what it does with shards outside of their layers."""
+        if self._hook_watch is None or self._audit is None:
+            return nullcontext()
+        return self._hook_watch.step(name, self._audit.layers, self.verify != "off")
 
     @override
     def on_train_start(self) -> None:
@@ -610,11 +622,14 @@ class MeshStrategy(MeshCheckpoints):
         if self._is_restored:
             return getattr(super(), name)(*args, **kwargs)  # in `on_fit_end`
         self._end_on_sigterm()
+        if self.has_changed:
+            self.adopt_changes()  # in a hook before it
         assert self._first_batches is not None
         self._first_batches.see_evaluation(name, args, kwargs, self._loader_index)
-        if self._steps is not None:
-            return self._steps.evaluate(name, args, kwargs)
-        output = getattr(super(), name)(*args, **kwargs)
+        with self._watched(name):
+            if self._steps is not None:
+                return self._steps.evaluate(name, args, kwargs)
+            output = getattr(super(), name)(*args, **kwargs)
         return without_caches(output) if self.groups.replica.size > 1 else output
 
     @override

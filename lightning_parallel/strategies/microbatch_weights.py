@@ -7,18 +7,22 @@ counts, and of those many can be read off the batch: each is tried on a few micr
 
 holds for the loss `f`, and for its gradients after the layers. These tell weights apart that the losses of an untrained
 model, which are nearly equal for all samples, do not.
+
+A loss of some samples, such as of the worst half, fits by chance: these may be one of each part. On copies of two
+samples it never fits. What is found on them is for the self-check to compare.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from lightning.pytorch.utilities.seed import isolate_rng
 from torch import Tensor, nn
+from torch.nn.modules.module import register_module_forward_hook
 
 from lightning_parallel import comm
 from lightning_parallel.comm import Group
@@ -30,6 +34,7 @@ from lightning_parallel.pipeline.measure import TruncatedModel
 from lightning_parallel.pipeline.microbatch import (
     UNCOUNTED,
     SplitBatch,
+    chosen_samples,
     count_samples,
     few_samples,
     loss_of,
@@ -41,10 +46,11 @@ from lightning_parallel.pipeline.microbatch import (
 )
 from lightning_parallel.pipeline.pipeline_plan import PipelinePlan
 from lightning_parallel.pipeline.random_streams import DrawRecorder, OwnGenerators, ReplayedDraws, seed_torch
+from lightning_parallel.strategies.metric_calls import MetricCalls, learn_numbers
 from lightning_parallel.strategies.pinned import doubled, in_double
 from lightning_parallel.strategies.step_effects import buffers_kept
 
-__all__ = ["RowCount", "TokenCount", "find_microbatch_weight"]
+__all__ = ["FEW_COPIES", "RowCount", "TokenCount", "copies_of_two", "find_microbatch_weight"]
 
 _IGNORED = (-100, -1, 0)
 """Labels that are left out: torch's default, and two that people choose; 0 in masks, too."""
@@ -198,12 +204,14 @@ class _Seen:
         values: Loss and gradients of all together, then of each.
         tolerance: How far rounding goes, relative to the largest value.
         logged: What it logged, for all together and for each.
+        numbers: What numbers it gave to metrics, for all together and for each.
     """
 
     parts: Sequence[Any]
     values: list[tuple[Tensor, Tensor]]
     tolerance: float
     logged: list[_Logged]
+    numbers: list[dict[str, Tensor]]
 
     def fits(self, weight: Callable[[Any], float]) -> bool:
         """Tell whether the mean by `weight` over the parts is the whole."""
@@ -230,12 +238,16 @@ class _MeanCheck:
     """Runs steps of a truncated model on a few microbatches.
 
     In evaluation mode; and in double precision if the step can do that, since half precision hides small differences.
+
+    Attributes:
+        num_bytes: What modules have returned for the microbatches that were seen first, together.
     """
 
     def __init__(
         self, module: nn.Module, plan: PipelinePlan, device: torch.device, step: Callable[[Any], Any], split: SplitBatch
     ) -> None:
         self.module, self.plan, self.device, self.step, self.split = module, plan, device, step, split
+        self.num_bytes = 0
 
     def see(self, pair: Any, world: Group) -> _Seen | None:
         """Run the step on microbatches together and one by one; None if there is no loss to compare."""
@@ -253,7 +265,8 @@ class _MeanCheck:
 
     def _see(self, pair: Any, parts: Sequence[Any], double: bool) -> _Seen | None:
         recorder = DrawRecorder()
-        runs = [self._run(pair, double, recorder)]
+        with self._counted():
+            runs = [self._run(pair, double, recorder)]
         # Each gets what was drawn for its samples.
         sizes = [count_samples(part) for part in parts]
         replayed = ReplayedDraws(recorder.found, sizes if min(sizes) > 0 else ())
@@ -265,12 +278,33 @@ class _MeanCheck:
             return None  # no loss: what `predict_step` returns
         is_exact = double and loss.dtype in (torch.float64, torch.float32)
         tolerance = _SINGLE if is_exact else _LOOSE
-        return _Seen(parts, [values for values, _ in runs], tolerance, [logs for _, logs in runs])
+        return _Seen(parts, [run[0] for run in runs], tolerance, [run[1] for run in runs], [run[2] for run in runs])
+
+    @contextmanager
+    def _counted(self) -> Iterator[None]:
+        found = 0
+
+        def count(module: nn.Module, args: Any, output: Any) -> None:
+            nonlocal found
+            found += sum(leaf.nbytes for leaf in pytree.tree_leaves(output) if isinstance(leaf, Tensor))
+
+        handle = register_module_forward_hook(count)
+        try:
+            yield
+        finally:
+            handle.remove()
+        self.num_bytes = self.num_bytes or found
 
     def _run(
         self, batch: Any, double: bool, draws: DrawRecorder | ReplayedDraws
-    ) -> tuple[tuple[Tensor, Tensor], _Logged]:
+    ) -> tuple[tuple[Tensor, Tensor], _Logged, dict[str, Tensor]]:
         logged: _Logged = {}
+        metrics = MetricCalls(self.module)
+
+        def run(probe: _Probe) -> tuple[tuple[Tensor, Tensor], _Logged, dict[str, Tensor]]:
+            with metrics.recording():
+                values = probe.run_loss(self.step, batch, draws)
+            return values, logged, metrics.numbers()
 
         def log(name: str, value: Any, *args: Any, batch_size: int | None = None, **kwargs: Any) -> None:
             if isinstance(value, (int, float, Tensor)) and kwargs.get("reduce_fx", "mean") == "mean":
@@ -285,9 +319,9 @@ class _MeanCheck:
             self.module.eval()
             try:
                 try:
-                    return self._probe(False, double).run_loss(self.step, batch, draws), logged
+                    return run(self._probe(False, double))
                 except Exception:
-                    return self._probe(True, double).run_loss(self.step, batch, draws), logged
+                    return run(self._probe(True, double))
             finally:
                 for child, mode in modes.items():
                     child.training = mode
@@ -303,6 +337,18 @@ _SINGLE = 1e-5
 """Many models compute norms and their loss in single precision, whatever they are in."""
 _LOOSE = 5e-3
 """Layers may compute in half precision."""
+
+_COPIES_BYTES = 64 << 20
+"""What modules may return for copies of samples that are more than two microbatches."""
+
+FEW_COPIES = 4
+"""Of each sample at least, where there is room: fewer than that are all or none of what a loss selects."""
+
+_OF_EACH_SIZE = 4
+"""Batches of copies, of which the step on the whole model may show a difference in another one than the sketch does."""
+
+_MOST_SINGLE = 64
+"""Samples whose weights are seen."""
 
 _MOST_PAIRS = 16
 """Further microbatches, two by two, on which other weights than samples are tried."""
@@ -343,6 +389,7 @@ def find_microbatch_weight(
     Raises:
         ValueError: If nothing tells how many samples a microbatch has.
     """
+    ParallelState.of(module).copies_in_doubt = None
     check, given = _MeanCheck(module, plan, device, step, split), weight
     # Two at a time: a device that is to train on one may not have room for the whole batch.
     pairs = split_by(split, batch, plan.schedule.num_microbatches // 2)
@@ -363,13 +410,11 @@ def find_microbatch_weight(
     # Replicas see other samples: what fits all of them counts, and all choose alike.
     everyone = comm.all_gather_object(fitting, world)
     chosen = next((rule for name, rule in zip(names, rules) if all(name in theirs for theirs in everyone)), None)
-    for _, seen in known:
-        whole, *parts = seen.logged
-        _learn_logged(module, whole, parts, [float((chosen or weight)(part)) for part in seen.parts], seen.parts)
+    _learn_effects(module, [seen for _, seen in known], chosen or weight)
+    ParallelState.of(module).copies_in_doubt = _copies_in_doubt(check, batch, pairs[0], chosen or weight, world)
     if chosen is None:
         pair, seen = next(((pair, seen) for pair, seen in known if not seen.fits(weight)), known[0])
-        text = _DOUBT.format(len(seen.parts), float(seen.values[0][0]), _mean(seen, weight))
-        ParallelState.of(module).doubt = (pair, text)
+        ParallelState.of(module).doubt = (pair, _DOUBT.format(len(seen.parts), seen.values[0][0], _mean(seen, weight)))
         return weight
     if chosen is not weight:
         tell(f"the loss is a mean over tokens: microbatches are weighted by {chosen}")
@@ -391,6 +436,59 @@ def _seen_pairs(
     return found
 
 
+def copies_of_two(batch: Any, half: int, weight: Callable[[Any], float], with_few: bool = False) -> list[Any]:
+    """Return batches of copies of two samples, in whose halves no loss of some samples has the mean of both.
+
+    The worst half of (a, a, b, b) is one of them, but both in the mean over (a, a) and (b, b). A median, or a mean
+    without the extremes, is that of both; not so in (a, a, a, b). An outlier is one of many.
+
+    Args:
+        batch: Where the samples are from.
+        half: The size of a half.
+        weight: Gives the share of samples; those without one are not chosen.
+        with_few: Whether to return batches with a single copy of a sample, too.
+
+    Raises:
+        ValueError: As `split_batch`.
+    """
+    positions = range(0, num_samples(batch), -(-num_samples(batch) // _MOST_SINGLE))
+    samples = [index for index in positions if weight(chosen_samples(batch, [index])) > 0]
+    if len(samples) < 2:
+        return []
+    one, other = samples[0], samples[len(samples) // 2]
+    counts = [half, half // 2] if half > 1 else [half]
+    counts += [1, 2 * half - 1] if with_few else []
+    return [chosen_samples(batch, [one] * (2 * half - count) + [other] * count) for count in counts]
+
+
+def _copies_in_doubt(
+    check: _MeanCheck, batch: Any, pair: Any, weight: Callable[[Any], float], world: Group
+) -> list[Any] | None:
+    """Return copies of samples on which the mean by `weight` is not the whole; None where that cannot be seen.
+
+    Of few samples, or of as many as the batch has: a loss of the worst sixteen is that of all of a smaller batch.
+    """
+    tried: list[Any] = []
+    if all(comm.all_gather_object(check.split is split_batch, world)):
+        part = num_samples(split_batch(pair, 2)[0])
+        room = _COPIES_BYTES * num_samples(pair) // max(1, 2 * check.num_bytes)
+        few, many = (part * -(-count // part) for count in (FEW_COPIES, num_samples(batch) // 2))
+        for half in (few, many) if many > few else (few,):
+            is_small = half <= room
+            copies = copies_of_two(batch, half if is_small else part, weight, with_few=is_small)
+            tried += copies if is_small else copies[:1]
+    # Replicas see other samples, but run their steps together.
+    most = min(comm.all_gather_object(len(tried), world))
+    for number in range(most):
+        seen = check.see(tried[number], world)
+        if not all(comm.all_gather_object(seen is not None, world)):
+            return None
+        assert seen is not None
+        if not all(comm.all_gather_object(seen.fits(weight), world)):
+            return tried[number : number + _OF_EACH_SIZE]
+    return [] if most else None
+
+
 def _is_counted(batch: Any) -> bool:
     try:
         return num_samples(batch) > 0
@@ -408,6 +506,14 @@ def _mean(seen: _Seen, weight: Callable[[Any], float]) -> float:
 
 _Logged = dict[str, tuple[Tensor, int | None]]
 """Value and `batch_size` by name."""
+
+
+def _learn_effects(module: nn.Module, known: Sequence[_Seen], weight: Callable[[Any], float]) -> None:
+    """Find out how what a step logs, and gives to metrics, in microbatches becomes that of the batch."""
+    for seen in known:
+        shares = [float(weight(part)) for part in seen.parts]
+        _learn_logged(module, seen.logged[0], seen.logged[1:], shares, seen.parts)
+        learn_numbers(module, seen.numbers[0], seen.numbers[1:], shares)
 
 
 def _learn_logged(

@@ -110,10 +110,34 @@ class ModuleCopies:
     def mark(self, module: nn.Module) -> None:
         """Let what dividing has changed in `module` tell of its copies."""
         paths = {id(child): path for path, child in module.named_modules()}
+        for family in self._families:  # copies that the module has become the owner of
+            family.members = {path: one for path, one in family.members.items() if id(one()) not in paths}
         self._changes = {paths[id(child)]: change for child, change in self._state.whole.changes if id(child) in paths}
         for path in self._changes:
             child = module.get_submodule(path)
             vars(child)[MARK] = _Mark(self, path, ref(child))
+
+    def change_of(self, child: nn.Module) -> ModuleChange | None:
+        """Return what dividing has changed in a copy; None if `child` is none."""
+        mark = vars(child).get(MARK)
+        if mark is None or mark.owner() is not child or mark.divided is not None or mark.path not in self._changes:
+            return None
+        return _of_copy(child, self._changes[mark.path], vars(child))
+
+    def originals_of(self, modules: Mapping[str, nn.Module]) -> dict[str, str]:
+        """Return which tensors of copies, by their names, were copied from which of the module.
+
+        Args:
+            modules: Copies and other modules, by path.
+        """
+        found: dict[str, str] = {}
+        for path, child in modules.items():
+            change = self.change_of(child)
+            if change is not None:
+                for key, name in {**change.parameters, **change.buffers}.items():
+                    if name is not None:
+                        found[f"{path}.{key}"] = name
+        return found
 
     def unmark(self, module: nn.Module) -> None:
         """Let `module` be copied without a mark."""
@@ -163,7 +187,9 @@ class ModuleCopies:
 
     def _restore(self, family: _CopiedTogether, paths: list[str], replica: Group, fetch: Fetch, is_mine: bool) -> None:
         alive = family.alive()
-        members = [(alive[path], self._changes[path]) for path in paths if path in self._changes]
+        members = [
+            (alive[path], self._changes[path]) for path in paths if path in self._changes and MARK in vars(alive[path])
+        ]
         held: dict[str, Tensor] = {}
         for child, change in members:
             for own, names in ((parameters_of(child), change.parameters), (buffers_of(child), change.buffers)):

@@ -8,6 +8,7 @@ from collections import Counter, UserDict
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -82,6 +83,8 @@ class ObservedStep:
         unknown: Attributes whose value is on another stage; to read one raises an error.
         counters: Numbers that submodules of the user's keep, and that it changed.
         flags: Attributes that were true or false before.
+        left_by_backward: Name of something that its backward pass has changed.
+        left_in_callback: Name of something that it has changed in a callback, as a forward hook may.
     """
 
     loss: float | None = None
@@ -91,6 +94,8 @@ class ObservedStep:
     unknown: frozenset[str] = frozenset()
     counters: dict[str, int | float] = field(default_factory=dict)
     flags: dict[str, bool] = field(default_factory=dict)
+    left_by_backward: str = ""
+    left_in_callback: str = ""
 
 
 def numbers_in(value: Any, name: str) -> dict[str, Any]:
@@ -187,7 +192,7 @@ def _is_unknown(leaf: Any) -> bool:
 
 
 def _is_same(old: Any, new: Any) -> bool:
-    if isinstance(old, Tensor) and isinstance(new, Tensor) and not _is_unknown(new):
+    if isinstance(old, Tensor) and isinstance(new, Tensor) and not (_is_unknown(new) or _is_unknown(old)):
         return old.shape == new.shape and torch.equal(old, new)
     return type(old) is type(new) and isinstance(old, (bool, int, float, str)) and old == new
 
@@ -365,7 +370,11 @@ class ModuleTrace:
         self._calls[path] += 1
         self.outputs[key] = _sketch(tensor)
         if tensor.requires_grad:
-            tensor.register_hook(lambda gradient: self.gradients.__setitem__(key, _sketch(gradient)))
+            tensor.register_hook(partial(self._record_gradient, key))
+
+    def _record_gradient(self, key: tuple[str, int], gradient: Tensor | None) -> None:
+        if gradient is not None:  # none reaches an output of which only a detached copy is used
+            self.gradients[key] = _sketch(gradient)
 
 
 def _trace(outputs: dict[tuple[str, int], _Sketch], gradients: dict[tuple[str, int], _Sketch]) -> ModuleTrace:

@@ -30,6 +30,7 @@ from lightning_parallel.comm import Group
 from lightning_parallel.compat import FOREIGN, ParallelState, Patches, patched
 from lightning_parallel.compat.lightning import (
     at_end_of_epochs,
+    own_numbers_of,
     set_update_count,
     states_of,
     update_count_of,
@@ -43,6 +44,7 @@ from lightning_parallel.pipeline.skips import Skips
 from lightning_parallel.pipeline.stage import StageExit, in_whole_model
 from lightning_parallel.strategies.checks import STEPS, first_batch, output_is_read, positional_arguments
 from lightning_parallel.strategies.full_state import OutsideCalls
+from lightning_parallel.strategies.gradient_hooks import GradientHooks
 from lightning_parallel.strategies.setup import PipelineOptions
 from lightning_parallel.strategies.step_effects import StepEffects, buffers_kept, side_effects_discarded, to_device
 from lightning_parallel.strategies.watched_parameters import FrozenParameters, WatchedCopies
@@ -104,6 +106,7 @@ class PipelineSteps:
         self._engine = engine
         in_whole_model(patches)
         self._copies = WatchedCopies(engine)
+        self._hooks = GradientHooks(self.module, engine)
         mine = {*engine.stages}
         self._stages_here = {name: mine & {*stages} for name, stages in engine.plan.parameter_stages.items()}
         self._gradients_are_watched = self._hooks_see_gradients()
@@ -154,11 +157,13 @@ class PipelineSteps:
         for parameter in parameters:
             parameter.grad = None
         # What accumulates with earlier batches is reduced as their sum, in `backward`.
-        started = self._start_reduction(reducer) if reducer is not None and not self._is_accumulating() else None
+        earlier = held if self._is_accumulating() else {}
+        end_stage = self._end_of_stages(None if self._is_accumulating() else reducer, earlier)
         skips = self._skips_of(_TRAINING, args, kwargs)
         frozen = FrozenParameters(self.module) if self._copies.looks else None
-        with _variation_told(_TRAINING):
-            output = self._run(_TRAINING, args, kwargs, audit, skips, keeps_output, started)
+        with self._hooks.held(self.module.current_epoch), _variation_told(_TRAINING):
+            output = self._run(_TRAINING, args, kwargs, audit, skips, keeps_output, end_stage)
+            self._hooks.end_step(earlier)
         if frozen is not None:
             comm.raise_together(frozen.failure(), self.engine.group)
         self._step_gradients = {parameter: parameter.grad for parameter in parameters}
@@ -166,14 +171,21 @@ class PipelineSteps:
             parameter.grad = held.get(parameter)
         return output
 
-    def _start_reduction(self, reducer: GradientReducer) -> Callable[[int], None]:
-        """Return what to call when a stage of this rank has run its last backward."""
-        left = set(self.engine.stages)
-        reducer.cancel()
+    def _end_of_stages(
+        self, reducer: GradientReducer | None, earlier: Mapping[nn.Parameter, Tensor | None]
+    ) -> Callable[[int], None]:
+        """Return what to call when a stage of this rank has run its last backward: hooks, and the reduction."""
+        left, ended = set(self.engine.stages), set[str]()
+        if reducer is not None:
+            reducer.cancel()
 
         def end_stage(stage: int) -> None:
             left.discard(stage)
-            reducer.start(name for name, stages in self._stages_here.items() if not stages & left)
+            names = {name for name, stages in self._stages_here.items() if not stages & left}
+            self._hooks.end_stage(names - ended, earlier)
+            ended.update(names)
+            if reducer is not None:
+                reducer.start(name for name in names if not self._hooks.waits(name))
 
         return end_stage
 
@@ -206,6 +218,7 @@ class PipelineSteps:
         sums = [parameter for parameter in fresh if parameter.grad is not None]
         for parameter, gradient in fresh.items():
             parameter.grad = gradient if parameter.grad is None else parameter.grad.add_(gradient)
+        self._hooks.after_accumulation(fresh)
         reducer.mark(fresh, changed=sums)
 
     def _summed_before(self, parameters: Iterable[nn.Parameter]) -> list[nn.Parameter]:
@@ -225,6 +238,7 @@ class PipelineSteps:
         """Put the gradients of the last step into `.grad`, alone."""
         for parameter, gradient in self._step_gradients.items():
             parameter.grad = gradient
+        self._hooks.after_accumulation({one for one, gradient in self._step_gradients.items() if gradient is not None})
         self._step_gradients = {}
 
     def evaluate(
@@ -341,6 +355,7 @@ class PipelineSteps:
         self._is_running = True
         if self._metrics is not None:
             self._metrics.are_shared = False
+            self._metrics.adopt(effects.metrics.holders)
         # The layers draw nothing from the global generator, so it stays where it is: the order of shuffled data in the
         # next epoch would be another than in one process.
         state = torch.get_rng_state()
@@ -372,7 +387,7 @@ class PipelineSteps:
             output: Any = merge_outputs(result.outputs, merging)
             if name == _TRAINING:
                 output = {**output, "loss": result.loss} if isinstance(output, Mapping) else result.loss
-            with self._context(name)():  # values of metrics are computed again
+            with self._context(name)(), self.alone():  # values of metrics are computed again
                 merged = effects.merged(merging)
             is_new = name == _TRAINING and self.loss_kinds.end_step(self.is_compared)
             return (output, *merged, merging.found if self.is_compared else {}, is_new)
@@ -555,6 +570,9 @@ def _outside_of(module: nn.Module, intercepted: Sequence[str]) -> tuple[str, ...
 # ------------------------------------------------------------------------------------------------------------ metrics
 
 
+_SHARED = "_is_shared"
+
+
 class SharedMetrics:
     """Lets torchmetrics objects, which are updated on the last stage, give their value on every rank.
 
@@ -577,10 +595,15 @@ class SharedMetrics:
 
     def install(self, patches: Patches) -> None:
         """Share them until `patches` are undone."""
-        for metric in self._module.modules():
-            if isinstance(metric, Metric):
-                patches.replace(metric, "compute", self._shared_compute(metric, metric.compute))
+        self._patches = patches
+        self.adopt(self._module.modules())
         at_end_of_epochs(self._module.trainer, self.share, patches)
+
+    def adopt(self, modules: Iterable[nn.Module]) -> None:
+        """Share also those that were made during the run, such as by a `MetricTracker`."""
+        for metric in modules:
+            if isinstance(metric, Metric) and not hasattr(metric.compute, _SHARED):
+                self._patches.replace(metric, "compute", self._shared_compute(metric, metric.compute))
 
     def share(self) -> None:
         """Bring the states of all metrics to every rank: then rank zero alone may ask, as its progress bar does."""
@@ -589,7 +612,7 @@ class SharedMetrics:
             self.are_shared = True
 
     def _bring(self, metrics: list[Metric]) -> None:
-        mine = [(update_count_of(each), to_device(states_of(each), torch.device("cpu"))) for each in metrics]
+        mine = [(update_count_of(each), to_device(own_numbers_of(each), torch.device("cpu"))) for each in metrics]
         theirs = comm.broadcast_object(mine, self._group, self._source) if metrics else []
         if self._group.rank != self._source:
             for metric, (count, states) in zip(metrics, theirs):
@@ -610,4 +633,5 @@ class SharedMetrics:
                 self._bring([metric])
             return compute(*args, **kwargs)
 
+        setattr(shared, _SHARED, True)
         return shared

@@ -44,6 +44,8 @@ from lightning_parallel.pipeline.microbatch import (
     split_by,
 )
 from lightning_parallel.strategies.checks import check_same_batch
+from lightning_parallel.strategies.hook_watch import raised_in_shards
+from lightning_parallel.strategies.microbatch_weights import FEW_COPIES, copies_of_two
 from lightning_parallel.strategies.observed_step import (
     ObservedStep,
     StepDifference,
@@ -105,6 +107,7 @@ _MOST_KINDS = 16
 """Runs in which it is found out how microbatches are merged."""
 _ANOTHER_WAY = "of a step that has computed its loss from other operations than those before"
 _FROM_BEFORE = "of the first batch again, with what it has left in attributes"
+_OF_COPIES = "with copies of two samples of the first batch"
 _MIXED = 8
 """Samples on which it is seen whether a step that draws numbers mixes them."""
 _USERS_FAILURE = (
@@ -258,9 +261,47 @@ class StepProof:
             if verdict.may_go_on and any(blame in ("unknown", "user") for blame in blames):
                 # On all replicas, whose steps may talk to each other.
                 verdict.judge()
+            of_copies = self._on_copies(verdict, why)
         if name == "training_step":
-            state.doubt = None
+            state.doubt = state.copies_in_doubt = None
+        if of_copies is not None:
+            verdict, why = of_copies, _OF_COPIES
         self._report(verdict, time.perf_counter() - begun_s, why)
+
+    def _on_copies(self, first: _Comparison, why: str) -> _Comparison | None:
+        """Return what differs on copies of two samples, for a loss that may be one of some samples.
+
+        That fits the first comparison by chance: see `copies_of_two`.
+        """
+        call, steps, state = first.call, self.runs.steps, ParallelState.of(self.module)
+        is_cut = steps is not None and steps.options.split_batch is split_batch and self.runs.microbatches > 1
+        varies = bool({"loss", "gradient"} & {kind for kind, _ in first.ignored})
+        is_told = first.failure or first.error or first.differences or varies
+        if (
+            call.name != "training_step"
+            or not is_cut
+            or why == _FROM_BEFORE
+            or first.anywhere([is_told] if is_told else [])
+        ):
+            return None
+        assert steps is not None
+        batches = None if why else state.copies_in_doubt
+        if batches is None:  # it was not seen whether they are
+            try:
+                half = num_samples(call.batch) // 2
+                half = max(half, FEW_COPIES) if self.runs.fits_in_double else half
+                batches = copies_of_two(first.full, half, steps.engine.microbatch_weight) if half > 1 else []
+            except ValueError:
+                return None
+        rules = state.merging.get(call.name, {})
+        for batch in batches:
+            found = _Comparison(self.runs, replace(call, batch=batch), batch, self.calls)
+            wrong = [entry for entry in found.differences if entry.kind in ("loss", "gradient")]
+            if found.anywhere(wrong) or not found.may_go_on:
+                return found
+            # What is merged of copies tells little of other samples.
+            state.merging[call.name] = dict(rules)
+        return None
 
     def _first_samples(self, name: str, batch: Any) -> Any:
         """Return two samples; in a pipeline two microbatches, of two samples if the run's have several.
@@ -357,6 +398,7 @@ class _Comparison:
         summary: What was compared.
         varying: What was left out, as runs on one process do not agree in it.
         limits: Why the run's microbatches do not give what was compared as one microbatch.
+        ignored: Kinds and names of what was left out.
     """
 
     def __init__(self, runs: StepRuns, call: StepCall, full: Any, calls: RollCall) -> None:
@@ -375,7 +417,7 @@ class _Comparison:
         self.varying: list[str] = []
         self.way = Way()
         self.limits: list[str] = []
-        self._ignored: set[tuple[str, str]] = set()
+        self.ignored: set[tuple[str, str]] = set()
         try:
             self._run()
         except _ShardedError as failed:
@@ -395,6 +437,9 @@ class _Comparison:
                 self.failure = f"it cannot be run a second time ({again.failure})"
                 self.blame = "user"
                 return
+            text = raised_in_shards(self.call.name, failed.error)
+            if text:  # what does not fit the parts of weights
+                failed.error = SelfCheckError(text)
         self.error = failed.error
 
     def judge(self) -> None:
@@ -542,7 +587,7 @@ class _Comparison:
         # Samples that are shuffled may stay in their halves, but not each time.
         tries = 2 if half >= 4 else 4 if half > 1 else 6
         for number in range(tries // 2 if alike else tries):
-            way = replace(self.way, seed=SEED + number, splits=False)
+            way = replace(self.way, seed=SEED + number, splits=False, hooks=False)
             runs = [self.runs.whole(call, way) for call in calls]
             if any(run.failure for run in runs) or len({str(run.recorded.shapes()) for run in runs}) > 1:
                 return []  # a draw of another kind for other samples
@@ -567,7 +612,7 @@ class _Comparison:
         if self.call.name == "training_step":
             differences += self._gradient_differences(whole, divided, tolerance)
         differences += self._value_differences(whole, divided, tolerance)
-        return [entry for entry in differences if (entry.kind, entry.name) not in self._ignored]
+        return [entry for entry in differences if (entry.kind, entry.name) not in self.ignored]
 
     def _alike(self, compute: Callable[[], _Result]) -> _Result:
         """Return what `compute` gives on this rank; raise on all ranks of the replica if it fails on one."""
@@ -590,7 +635,7 @@ class _Comparison:
         caches = {name for name in mine.keys() & theirs.keys() if mine[name] != theirs[name]}
         caches = {name for names in comm.all_gather_object(caches, self.replica) for name in names}
         self.differences = [entry for entry in self.differences if entry.name not in caches]
-        self._ignored |= {("buffer", name) for name in caches}
+        self.ignored |= {("buffer", name) for name in caches}
 
     def _effect_differences(
         self, whole: WholeRun, other: WholeRun | DividedRun, tolerance: float
@@ -639,13 +684,13 @@ class _Comparison:
     def _counted(self, whole: WholeRun) -> str:
         names = comm.all_gather_object((list(whole.gradients), list(whole.values)), self.replica)
         gradients = len({name for found, _ in names for name in found})
-        written = {name for _, found in names for name in found} - {name for _, name in self._ignored}
+        written = {name for _, found in names for name in found} - {name for _, name in self.ignored}
         held = {name for theirs in comm.all_gather_object(self._parameter_names(), self.replica) for name in theirs}
         buffers, parameters = len(written - held), len(written & held)
         effects = whole.effects
         parts = [] if effects.loss is None else ["loss"]
         parts += [_count(gradients, "gradient")] if gradients else []
-        logged = effects.logged.keys() - {name for _, name in self._ignored}
+        logged = effects.logged.keys() - {name for _, name in self.ignored}
         parts += [_count(len(logged), "logged value")] if logged else []
         parts += ["the output"] if effects.output else []
         parts += [_count(len(effects.attributes), "attribute")] if effects.attributes else []
@@ -698,7 +743,7 @@ class _Comparison:
 
     def _explain(self, way: Way, whole: WholeRun, divided: DividedRun) -> None:
         """Leave out what differs from run to run anyway, and find out what makes the rest differ."""
-        varying = self._ignored = self._varying(whole, self.runs.whole(self.call, self.way))
+        varying = self.ignored = self._varying(whole, self.runs.whole(self.call, self.way))
         self.differences = [entry for entry in self.differences if (entry.kind, entry.name) not in varying]
         self.varying = sorted(name if kind == "loss" else f"{kind} `{name}`" for kind, name in varying)
         self._warn_of_pieces()
@@ -736,7 +781,7 @@ class _Comparison:
             return
         pieces = {entry.name for entry in self.differences if entry.kind == "attribute" and math.isinf(entry.relative)}
         self.differences = [entry for entry in self.differences if entry.name not in pieces]
-        self._ignored = self._ignored | {("attribute", name) for name in pieces}
+        self.ignored = self.ignored | {("attribute", name) for name in pieces}
         if pieces:
             rank_zero_warn(
                 f"the attribute `{min(pieces)}` holds a piece of what it holds in one process, a part per rank"

@@ -669,7 +669,7 @@ class Reference:
     failure: str
     blame: Blame
     precisions: set[torch.dtype]
-    gradients: Mapping[str, Tensor]
+    gradients: MutableMapping[str, Tensor]
     values: dict[str, Tensor]
 
 

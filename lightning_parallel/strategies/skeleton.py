@@ -117,14 +117,18 @@ class Skeleton:
         self._before.clear()
         self._first.clear()
 
-    def adopt(self) -> None:
-        """Take what the module has become since: what is new in it is not divided, and what is gone is forgotten."""
+    def adopt(self, change_of: Callable[[nn.Module], ModuleChange | None]) -> None:
+        """Take what the module has become since: what is new in it is not divided, and what is gone is forgotten.
+
+        Args:
+            change_of: Returns what dividing has changed in a new module that is a copy of a divided one.
+        """
         known = {id(child): change for child, change in self.changes}
         named = [*self.module.named_parameters(), *self.module.named_buffers()]
         self._first = {id(tensor): name for name, tensor in named}
         self.changes = []
         for child in self.module.modules():
-            change = known.get(id(child)) or ModuleChange(type(child))
+            change = known.get(id(child)) or change_of(child) or ModuleChange(type(child))
             if type(child) is not change.divided_kind:
                 change.kind = change.divided_kind = type(child)  # the user's, such as one with parametrizations
             change.parameters = self._names(parameters_of(child))

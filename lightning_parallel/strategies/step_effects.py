@@ -15,17 +15,14 @@ import numpy as np
 import torch
 from lightning.pytorch import LightningModule
 from torch import Tensor, nn
-from torchmetrics import Metric
+from torchmetrics import Metric, MetricCollection
 
 from lightning_parallel import comm
 from lightning_parallel.comm import Group
 from lightning_parallel.compat import FOREIGN, ParallelState, patched
 from lightning_parallel.compat.lightning import (
     batch_value_of,
-    metric_state_of,
-    restore_metric_state,
     set_batch_value,
-    states_of,
     value_of_batches,
 )
 from lightning_parallel.compat.torch import BatchNormalization, pytree, version_of
@@ -34,11 +31,13 @@ from lightning_parallel.pipeline.microbatch import (
     Merging,
     merge_entries,
     merge_outputs,
+    microbatch_under_way,
     reduce_logged,
     rule_of,
 )
-from lightning_parallel.pipeline.placeholder import in_dry_run, missing
+from lightning_parallel.pipeline.placeholder import in_dry_run, missing, reveal
 from lightning_parallel.pipeline.unknown_value import require_known
+from lightning_parallel.strategies.metric_calls import MetricCalls, MetricSnapshot, Place
 from lightning_parallel.strategies.step_state import (
     MISSING,
     Added,
@@ -85,6 +84,7 @@ class StepEffects:
         self._attributes = {path: dict(vars(holder)) for path, holder in self._start.modules()}
         self._rules = ParallelState.of(module).merging.setdefault(name, {})
         self._history: list[dict[Path, Edit]] = []
+        self.metrics = MetricCalls(module)
         # Sums and rows of what each microbatch leaves count where it leaves what was there, too: the size of a batch.
         totals = (label for label, rule in self._rules.items() if rule.startswith(("sum ", "rows ")))
         self._totals = [name for name in totals if isinstance(self._start.original((name,)), (int, float, Tensor))]
@@ -97,7 +97,11 @@ class StepEffects:
 
     @contextmanager
     def step(self) -> Iterator[None]:
-        """Record one microbatch inside the block: it counts if the step runs to its end, else leaves no trace."""
+        """Record one microbatch inside the block: it counts if the step runs to its end, else leaves no trace.
+
+        A rank with several stages runs the step of a microbatch several times: each goes on from what layers keep.
+        """
+        microbatch = microbatch_under_way()
         calls: list[LogCall] = []
         # One process has the value before the batch for all of its samples.
         for path in self._start.paths() if MEANS & set(self._rules.values()) else ():
@@ -108,26 +112,28 @@ class StepEffects:
             if is_new and rule_of(self._rules, label_of(path)) in MEANS:
                 _remove(self._start.holder(path), path[-1])
         for counter in self._counters:
-            counter.reset()
+            counter.reset(microbatch)
         before = Snapshot(self.module)
         state = ParallelState.of(self.module)
         state.batch_states = {}
         try:
-            with log_recorded(self.module, calls):
+            with self.metrics.recording(), log_recorded(self.module, calls, self.metrics):
                 yield
         except BaseException:
             # On other stages than the last. Hooks of backward may read what is new.
             before.restore(removes=False)
             raise
         finally:
-            for counter in self._counters:
-                counter.note()
+            state.batch_states = None
+            for counter in self._counters if microbatch is not None else ():
+                counter.note(microbatch)
             # One process decides once for all samples; the last stage is the only one to run a step to its end.
             of_trainer = self._trainer.changes()
             self._trainer.restore()
         self._of_trainer.append(of_trainer)
         self.logged.append(calls)
-        edits = before.changes()
+        # What has come from an earlier stage, such as features that a forward hook keeps, as the data themselves.
+        edits = {path: reveal(edit) for path, edit in before.changes().items()}
         for name in self._totals:
             edits.setdefault((name,), Value(before.original((name,)), before.entries_of(self.module)[name], False))
         self._history.append(edits)
@@ -153,7 +159,8 @@ class StepEffects:
         if any(self._of_trainer):
             changes.append(((), "trainer", _agreed(self._of_trainer)))
         known = ParallelState.of(self.module).logged
-        return _merge_calls(self.logged, merging.samples, merging.weights, known), changes
+        self.metrics.repeat(merging.samples, merging.weights)
+        return _merge_calls(self.logged, merging.samples, merging.weights, known, self.metrics), changes
 
     @torch.no_grad()
     def settle(self, samples: Sequence[int], weights: Sequence[float], group: Group) -> None:
@@ -197,11 +204,11 @@ class _Counter:
         self._before = self.value
         self.is_tensor = isinstance(self._before, Tensor)
         # One that the steps do not write into: autograd may have saved those.
-        self._original = self._copied()
+        self._start = self._original = self._copied()
         # What batch normalisation counts tells whether its statistics have moved, without a look at their data.
         self._is_of_norm = isinstance(self._holder, BatchNormalization) and rule in MEANS
         self._mark()
-        self._after: list[Any] = []
+        self._after: dict[int, Any] = {}
 
     @property
     def value(self) -> Any:
@@ -220,40 +227,36 @@ class _Counter:
     def _copied(self) -> Any:
         return self._before.detach().clone() if isinstance(self._before, Tensor) else self._before
 
-    def reset(self) -> None:
-        """Give the next microbatch the value before the batch."""
+    def reset(self, microbatch: int | None) -> None:
+        """Give the next microbatch the value before the batch, or what its own steps have left."""
         if self._rule not in MEANS:
             return
-        if isinstance(self._before, Tensor):
-            put(self._holder, self._name, self._original.clone())
-        else:
-            put(self._holder, self._name, self._before)
+        self._start = self._original if microbatch is None else self._after.get(microbatch, self._original)
+        put(self._holder, self._name, self._start.clone() if isinstance(self._start, Tensor) else self._start)
         self._mark()
 
     def _mark(self) -> None:
         self._count = self._holder.num_batches_tracked if self._is_of_norm else None
         self._version = version_of(self._count) if isinstance(self._count, Tensor) else 0
 
-    def note(self) -> None:
+    def note(self, microbatch: int) -> None:
         """Keep what a microbatch has left, if it came by."""
         value = self.value
         if isinstance(self._count, Tensor):
             count = self._holder.num_batches_tracked
             same = count is self._count and version_of(count) == self._version
         else:
-            same = torch.equal(value, self._original) if isinstance(value, Tensor) else value == self._before
+            same = torch.equal(value, self._start) if isinstance(value, Tensor) else value == self._start
         if not same:
-            self._after.append(value)
+            self._after[microbatch] = value
 
     def settle(self, samples: Sequence[int], weights: Sequence[float]) -> None:
         """Set the mean; the same object stays."""
         if self._rule not in MEANS:
             return
-        # Dry runs come before the forward of the next microbatch, and in the first batch only.
-        after = dict(enumerate(self._after[-len(weights) :]))
-        value: Any = self._original if isinstance(self._before, Tensor) else self._before
-        if after:
-            value = _mean(value, after, _shares(self._rule, samples, weights))
+        value: Any = self._original
+        if self._after:
+            value = _mean(value, self._after, _shares(self._rule, samples, weights))
         if isinstance(self._before, Tensor):
             value = self._before.copy_(value) if self._before.shape == value.shape else value
         put(self._holder, self._name, value)
@@ -293,22 +296,24 @@ def to_device(value: Any, device: torch.device) -> Any:
 class _MetricAt:
     """A torchmetrics object in a call of `self.log`, with its value for the batch."""
 
-    def __init__(self, path: str, cache: Any, batch: BatchStates | None = None) -> None:
+    def __init__(self, path: str, cache: Any, metric: Metric | None = None, batch: BatchStates | None = None) -> None:
         self.path = path
         self.cache = cache
+        self.metric = metric
         self.batch = batch
 
 
 class _BatchValue(NamedTuple):
-    """What `forward` of a torchmetrics object returned, in a call of `self.log`."""
+    """What a torchmetrics object returned, in a call of `self.log`."""
 
     cache: Tensor
-    batch: BatchStates
+    batch: BatchStates | None
+    place: Place | None
 
 
 @contextmanager
-def log_recorded(module: LightningModule, calls: list[LogCall]) -> Iterator[None]:
-    """Add the calls of `self.log` inside the block to `calls` instead."""
+def log_recorded(module: LightningModule, calls: list[LogCall], metrics: MetricCalls | None = None) -> Iterator[None]:
+    """Add the calls of `self.log` inside the block to `calls` instead; `metrics` tells where values come from."""
 
     def log(*args: Any, **kwargs: Any) -> None:
         batches = ParallelState.of(module).batch_states or {}
@@ -321,14 +326,16 @@ def log_recorded(module: LightningModule, calls: list[LogCall]) -> Iterator[None
             path = next((path for path, child in module.named_modules() if child is value), None)
             if path is None:
                 raise ValueError(f"the metric logged as {name!r} is not an attribute of the module; make it one")
-            value = _MetricAt(path, batch_value_of(value), batches.get(id(value)))
+            value = _MetricAt(path, batch_value_of(value), value, batches.get(id(value)))
         elif in_dry_run():
             # In a real step the last stage refuses it when all are there to hear of it: see `StepEffects.merged`.
             require_known(value, f"`self.log({name!r}, ...)`")
         elif isinstance(value, Tensor):
             # What is logged is kept until the batch ends, and must not keep a microbatch's graph alive.
             batch = next((each for each in batches.values() if batch_value_of(each[0]) is value), None)
-            value = value.detach() if batch is None else _BatchValue(value.detach(), batch)
+            place = None if metrics is None else metrics.place_of(value)
+            is_plain = batch is None and place is None
+            value = value.detach() if is_plain else _BatchValue(value.detach(), batch, place)
         calls.append((name, value, dict(bound)))
 
     with patched(module, "log", log):
@@ -340,15 +347,18 @@ def _merge_calls(
     samples: Sequence[int],
     weights: Sequence[float],
     known: Mapping[str, tuple[bool, bool]],
+    metrics: MetricCalls,
 ) -> list[LogCall]:
     by_name: dict[str, list[tuple[int, float, Any, dict[str, Any]]]] = {}
     for calls, count, weight in zip(logged, samples, weights):
         for name, value, arguments in calls:
             by_name.setdefault(name, []).append((count, weight, value, arguments))
-    return [_merge_call(name, entries, known.get(name, (False, False))) for name, entries in by_name.items()]
+    return [_merge_call(name, entries, known.get(name, (False, False)), metrics) for name, entries in by_name.items()]
 
 
-def _merge_call(name: str, entries: list[tuple[int, float, Any, dict[str, Any]]], known: tuple[bool, bool]) -> LogCall:
+def _merge_call(
+    name: str, entries: list[tuple[int, float, Any, dict[str, Any]]], known: tuple[bool, bool], metrics: MetricCalls
+) -> LogCall:
     is_by_samples, is_constant = known
     values = [value for _, _, value, _ in entries]
     arguments = dict(entries[-1][3])
@@ -359,6 +369,9 @@ def _merge_call(name: str, entries: list[tuple[int, float, Any, dict[str, Any]]]
     else:
         sizes = [float(count) if is_by_samples else weight for count, weight, _, _ in entries]
     if isinstance(values[0], _MetricAt):
+        metric = values[0].metric
+        if metric is not None and metrics.is_repeated(metric):
+            return name, _MetricAt(values[0].path, batch_value_of(metric)), arguments
         caches = [value.cache for value in values if value.cache is not None]
         shares = [size / sum(sizes) for size in sizes]
         is_shown = arguments.get("on_step") is not False
@@ -367,7 +380,8 @@ def _merge_call(name: str, entries: list[tuple[int, float, Any, dict[str, Any]]]
             merged = merge_outputs(caches, Merging({}, (), shares))
         return name, _MetricAt(values[0].path, merged), arguments
     if all(isinstance(value, _BatchValue) for value in values):
-        merged = _value_of_all(values)
+        merged = metrics.value_at(values[-1].place)
+        merged = _value_of_all(values) if merged is None else merged
         if merged is not None:
             return name, merged, arguments
     values = [value.cache if isinstance(value, _BatchValue) else value for value in values]
@@ -437,6 +451,9 @@ def _merge_changes(history: Sequence[dict[Path, Edit]], merging: Merging) -> lis
         elif isinstance(edit, Value):
             values = [(number, each) for number, each in found if isinstance(each, Value)]
             merged.append(_merge_values(path, values, merging))
+        elif anew := _lists_anew([each for _, each in found], len(merging.samples)):
+            settled.add(path)
+            merged.append((path, "fill", merge_entries(anew, merging, label_of(path))))
         elif any(isinstance(each, Whole) for _, each in found):
             settled.add(path)
             merged += [(path, "create", emptied(edit.value)) for _, edit in fresh]
@@ -451,6 +468,23 @@ def _merge_changes(history: Sequence[dict[Path, Edit]], merging: Merging) -> lis
                     paths.extend(key for key in inside if key not in paths)
             merged += _merge_entries_of(path, found, merging)
     return merged
+
+
+_OTHERS = (Value, Members, Gone)
+
+
+def _lists_anew(edits: Sequence[Edit], count: int) -> list[list[Any]]:
+    """Return the lists of tensors that all microbatches have made in place of the one before; empty if they have not.
+
+    Such as the outputs of layers, in a list that each step clears first.
+    """
+    found = [edit.entries if isinstance(edit, Added) else edit.value for edit in edits if not isinstance(edit, _OTHERS)]
+    lists = [list(each) for each in found]
+    are_anew = len(lists) == count > 1 and all(isinstance(edit, Whole) for edit in edits[1:])
+    if not are_anew or not all(isinstance(entry, Tensor) for each in lists for entry in each):
+        return []
+    seen = {id(entry) for each in lists for entry in each}
+    return lists if len(seen) == sum(map(len, lists)) and len({*map(len, lists)}) == 1 else []
 
 
 def _filled(edits: Sequence[Edit]) -> list[Any] | set[Any]:
@@ -571,10 +605,7 @@ def _remove(holder: Any, key: Any) -> None:
 @contextmanager
 def side_effects_discarded(module: LightningModule) -> Iterator[None]:
     """Drop what steps log, remember and count inside the block."""
-    metrics = [child for child in module.modules() if isinstance(child, Metric)]
-    saved = [metric_state_of(metric) for metric in metrics]
-    # Copies, since updates change tensors and lists of a metric in place.
-    states = [{name: _copied(state) for name, state in states_of(metric).items()} for metric in metrics]
+    metrics = [MetricSnapshot(child) for child in module.modules() if isinstance(child, (Metric, MetricCollection))]
     before = Snapshot(module, with_buffers=False)
     trainer = TrainerState(module)
     inside = [
@@ -586,10 +617,8 @@ def side_effects_discarded(module: LightningModule) -> Iterator[None]:
         with log_recorded(module, []):
             yield
     finally:
-        for metric, own, state in zip(metrics, saved, states):
-            for name, value in state.items():
-                setattr(metric, name, value)
-            restore_metric_state(metric, own)
+        for metric in metrics:
+            metric.restore()
         trainer.restore()
         # In place: the module as it was before the block is known by its objects, see `skeleton`.
         before.restore(in_place=True)
@@ -609,7 +638,3 @@ def buffers_kept(module: nn.Module) -> Iterator[None]:
             for name, buffer in module.named_buffers():
                 if name in before and not buffer.is_meta and buffer.shape == before[name].shape:
                     buffer.copy_(before[name])
-
-
-def _copied(state: Tensor | list[Tensor]) -> Tensor | list[Tensor]:
-    return state.clone() if isinstance(state, Tensor) else list(state)

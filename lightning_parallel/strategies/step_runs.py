@@ -35,6 +35,13 @@ from lightning_parallel.pipeline.random_streams import (
     seed_all,
 )
 from lightning_parallel.pipeline.schedule import SCHEDULES
+from lightning_parallel.strategies.gradient_hooks import (
+    HookedState,
+    LeftByBackward,
+    LeftInCallbacks,
+    refused_leaving,
+    run_gradient_hooks,
+)
 from lightning_parallel.strategies.observed_step import (
     ModuleTrace,
     ObservedStep,
@@ -90,6 +97,7 @@ class Way:
         plain: Whether it computes in the precision of its parameters, without autocast.
         fixed_norm: Whether batch normalisation uses its running statistics.
         seed: Of what the step on the whole model draws.
+        hooks: Whether the user's hooks for gradients see those of the step on the whole model.
         draws: What a step on all samples has drawn, of which microbatches get their rows.
         by_views: How several rows per sample lie, see `ReplayedDraws`.
     """
@@ -101,6 +109,7 @@ class Way:
     plain: bool = False
     fixed_norm: bool = False
     seed: int = SEED
+    hooks: bool = True
     draws: RecordedDraws | None = None
     by_views: bool = False
 
@@ -236,8 +245,13 @@ class StepRuns:
                 with self._state_kept(), self._whole_copies() as are_there:
                     if are_there:  # which the step may have called
                         found = run_reference(self.skeleton, owners, run, way.double, keeps)
+            if way.hooks and not found.failure and call.name == "training_step":
+                with self._state_kept():
+                    run_gradient_hooks(self.module, found.gradients, self.engine is not None)
         except Exception as error:  # what it wrote cannot be put back, on this rank only
             failure = error
+        if failure is None and found.result:
+            failure = refused_leaving(call.name, found.result[0].left_by_backward, found.result[0].left_in_callback)
         comm.raise_together(failure, self.groups.replica)
         effects, draws, dropout, trace, drawn = found.result or (ObservedStep(), False, False, None, RecordedDraws())
         return WholeRun(
@@ -386,6 +400,7 @@ class StepRuns:
         calls: list[LogCall] = []
         step = getattr(module, call.name)
         batch = copied(call.batch, way.double)
+        callbacks = None if self.engine is None else LeftInCallbacks(module)
         with log_recorded(module, calls), self._manual(model), self._precision(way), self._context(call.name)():
             # Logits that are divided are gathered on all ranks; only one compares them.
             output = whole_logits((step if around is None else around(step))(batch, *call.rest, **call.kwargs))
@@ -395,8 +410,11 @@ class StepRuns:
         # Before backward, which may free what they refer to.
         with blamed_on_us("to note what the step gave"):
             effects = self._effects(calls, output, loss, before)
+        effects.left_in_callback = "" if callbacks is None else callbacks.name()
         if loss is not None:
+            left = None if self.engine is None else LeftByBackward(module)
             module.backward(loss)
+            effects.left_by_backward = "" if left is None else left.name()
         return effects
 
     def _effects(
@@ -564,7 +582,7 @@ class StepRuns:
     @contextmanager
     def _state_kept(self) -> Iterator[None]:
         """Put back what a run of the step changes, gradients included."""
-        state, trainer = KeptState(self.module), TrainerState(self.module)
+        state, trainer, hooked = KeptState(self.module), TrainerState(self.module), HookedState.of(self.module)
         gradients = {parameter: parameter.grad for parameter in self.module.parameters()}
         for parameter in gradients:
             parameter.grad = None
@@ -575,6 +593,7 @@ class StepRuns:
             for parameter, gradient in gradients.items():
                 parameter.grad = gradient
             trainer.restore()
+            hooked.restore()
             state.restore()
 
     def _context(self, name: str) -> Callable[[], AbstractContextManager[Any]]:

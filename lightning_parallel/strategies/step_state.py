@@ -236,7 +236,8 @@ class Snapshot:
 
     def _is_followed(self, value: Any) -> bool:
         if isinstance(value, Tensor):
-            return not isinstance(value, (PlaceholderTensor, nn.Parameter))
+            is_elsewhere = isinstance(value, PlaceholderTensor) and (value.value is None or value.parameter)
+            return not (is_elsewhere or isinstance(value, nn.Parameter))
         return isinstance(value, (*_PLAIN, np.ndarray)) or is_container(value) or self._is_object(value)
 
     def entries_of(self, holder: Any) -> Any:

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import inspect
 import re
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 
@@ -51,6 +51,7 @@ __all__ = ["make_plan"]
 GATHERED = "how its neighbours use it is not known"
 LISTENED = "a hook is called around a forward beside it"
 AS_CALLED = "the model gives the module around a tensor for all heads, such as a bias of positions"
+IDLE = "the module around calls other layers, too, if it is given more than one tensor"
 REJECTED = "the module around computes something else with some of the heads"
 LARGE_TABLE = 1 / 16  # an embedding with this share of the parameters is worth an all-reduce of its output
 # Head sizes to try for fused projections of modules that do not tell their number of heads.
@@ -314,6 +315,26 @@ class _Search:
             self._calls[key] = None if isinstance(found, str) else found
         return self._calls[key]
 
+    def as_called(self, module: nn.Module, path: str, free: Sequence[str], inside: Plan, accepted: Plan) -> Plan:
+        """Return the accepted regions; none if other layers, which one tensor does not reach, may not fit them.
+
+        The model may give such a layer, as one for a context, what it adds to the features of the region.
+        """
+        widths = {
+            layer_sizes(module.get_submodule(name))[1]
+            for name, style in accepted.styles.items()
+            if isinstance(style, Column) and not style.gather_output
+        }
+        idle = [name for name in self.finder.find(module, free).idle if name not in accepted.styles]
+        if not any(layer_sizes(module.get_submodule(name))[1] in widths for name in idle):
+            return accepted
+        call = self.call(module, path) if path else None
+        plan = Plan({**inside.styles, **accepted.styles}, {**inside.attributes, **accepted.attributes})
+        if call is not None and self.verifier.verify(module, plan, call):
+            return accepted
+        self.note(f"{path}." if path else "", dict.fromkeys(accepted.styles, IDLE))
+        return Plan()
+
     def drop_what_fails_as_called(self, plan: Plan, planned: Collection[str]) -> None:
         """Drop regions that were verified with one tensor, and compute something else with what the model gives them.
 
@@ -398,6 +419,7 @@ def _plan_by_structure(module: nn.Module, plan: Plan, search: _Search, path: str
     if not accepted.styles.keys() >= {*free}:
         other = _regions_by_dataflow(module, free, inside, search, prefix)
         accepted = max(accepted, other, key=lambda part: _weights(module, part))
+        accepted = search.as_called(module, path, free, inside, accepted)
     if accepted.styles.keys() >= {*free}:
         plan.add(path, accepted)
     elif accepted.styles:

@@ -29,7 +29,7 @@ from lightning_parallel import comm
 from lightning_parallel.comm import Group
 from lightning_parallel.compat.torch import buffers_of, is_backward_running, parameters_of
 from lightning_parallel.tensor.inputs import NarrowInput, whole_input
-from lightning_parallel.tensor.inspection import structure_of
+from lightning_parallel.tensor.inspection import numbers_a_layer, structure_of
 from lightning_parallel.tensor.layers import Column, Replicate, Row, Style
 from lightning_parallel.tensor.low_rank import layer_sizes, linear_layers
 from lightning_parallel.tensor.per_head import DividedTensor, PerHead, set_local_values
@@ -56,10 +56,12 @@ class Dataflow:
     Attributes:
         regions: Ways to divide each region, the largest region first.
         reasons: Why layers of the block are in no region, by path.
+        idle: Layers that were not called.
     """
 
     regions: list[Plan] = field(default_factory=list)
     reasons: dict[str, str] = field(default_factory=dict)
+    idle: tuple[str, ...] = ()
 
 
 class _RefusedError(Exception):
@@ -89,7 +91,7 @@ class RegionFinder:
             if len(set(comm.all_gather_object(local, self.group))) > 1:
                 found = Dataflow()
             mine = [_of_rank(plan, self.group) for plan in found.regions]
-            self._known[key] = Dataflow(mine, found.reasons)
+            self._known[key] = Dataflow(mine, found.reasons, found.idle)
         return self._known[key]
 
 
@@ -112,7 +114,7 @@ def _find(block: nn.Module, free: Sequence[str], ranks: int, call: BlockCall | N
     if cut is None:
         alone = f"{NOT_RUN} `{type(block).__name__}`"
         return Dataflow([], dict.fromkeys(free, alone))
-    found = Dataflow()
+    found = Dataflow(idle=tuple(name for name in free if name not in cut.inputs))
     for opening, closing in cut.regions():
         if not {*opening, *closing} <= {*free}:
             continue
@@ -368,7 +370,7 @@ class _Region:
             if path in self.cut.layers or (own and path not in inside and path not in around):
                 continue
             for name, value in vars(module).items():
-                if name not in _OF_MODULES:
+                if name not in _OF_MODULES and not numbers_a_layer(type(module), name):
                     slots += [(path, full, number) for full, number in _numbers(name, value)]
         return [slot for slot in slots if slot[2] >= self.units and slot[2] % self.units == 0]
 

@@ -41,6 +41,7 @@ __all__ = [
     "is_native",
     "is_transposed",
     "local_attributes",
+    "numbers_a_layer",
     "only_wraps",
     "has_hooks_inside",
     "read_elsewhere",
@@ -328,6 +329,17 @@ def _only_for_cache(method: ast.AST, name: str) -> bool:
 
 
 _CACHE = re.compile("cache|past")
+
+
+def numbers_a_layer(kind: type[nn.Module], name: str) -> bool:
+    """Return whether the attribute `name` is the position of a layer: by its name, or as the key of a cache."""
+    return name in POSITIONS or _is_cache_key(kind, name)
+
+
+@_cached
+def _is_cache_key(kind: type[nn.Module], name: str) -> bool:
+    methods = [method for method in _methods(kind) if _reads(method, name)]
+    return bool(methods) and all(_only_for_cache(method, name) for method in methods)
 
 
 def has_hooks_inside(module: nn.Module) -> bool:

@@ -140,6 +140,23 @@ class Sharding:
         shards = {name: rule for name, rule in self.shards.items() if name not in names}
         return replace(self, shards=shards, partial=self.partial - set(names), plan=plan)
 
+    def with_copies(self, originals: Mapping[str, str]) -> Sharding:
+        """Return the facts of a module that has got copies of what is sharded.
+
+        Args:
+            originals: Names of new tensors, and of those that they were copied from.
+        """
+        owners = {new.rpartition(".")[0]: old.rpartition(".")[0] for new, old in originals.items()}
+        styles = {path: self.plan.styles[old] for path, old in owners.items() if old in self.plan.styles}
+        shapes = {name: self.full_shapes[old] for name, old in originals.items() if old in self.full_shapes}
+        return replace(
+            self,
+            shards=self.shards | {name: self.shards[old] for name, old in originals.items() if old in self.shards},
+            partial=self.partial | {name for name, old in originals.items() if old in self.partial},
+            plan=replace(self.plan, styles=self.plan.styles | styles),
+            full_shapes=self.full_shapes | shapes,
+        )
+
 
 # ------------------------------------------------------------------------------------------------------ a user's plan
 

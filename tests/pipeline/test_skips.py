@@ -93,6 +93,25 @@ class Collected(Outer):
         return super().forward(x) + sum(feature.tanh() for feature in self.features.values())
 
 
+class CollectedOnce(Collected):
+    """Registers its hooks when it is first called, and notes that it has, as large language models do."""
+
+    def __init__(self):
+        Outer.__init__(self)
+        self.features, self.has_hooks = {}, False
+
+    def _collect(self, index, x, output):
+        self.features[len(self.features)] = output
+
+    def forward(self, x):
+        if not self.has_hooks:
+            self.has_hooks = True
+            for layer in self.layers:
+                layer.register_forward_hook(lambda layer, args, output: self._collect(1, args[0], output))
+        self.features.clear()
+        return super().forward(x)
+
+
 class Teacher(nn.Module):
     """A teacher of the same structure, called without gradients, before the student."""
 
@@ -116,7 +135,7 @@ def model_of(kind):
     return model, lambda batch: model(batch[0]).square().mean(), [torch.randn(7, 4, dtype=torch.double)]
 
 
-KINDS = [Towers, Position, Changed, Collected, Teacher]
+KINDS = [Towers, Position, Changed, Collected, CollectedOnce, Teacher]
 NAMED = [("outer", {"kind": kind}) for kind in ("Outer", "Skipping", "PrologueInLoss")]
 
 
@@ -208,6 +227,41 @@ def test_what_was_drawn_is_sent_and_not_drawn_again(group):
         _, zeros, start = output.chunk(3)
         assert torch.equal(zeros.bool(), start == 0)
         assert 0 < zeros.sum() < zeros.numel()
+
+
+class Scaled(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+
+    def forward(self, x, scale):
+        return self.linear(x) * scale, scale
+
+
+class Passed(nn.Module):
+    """Layers get a parameter as an argument, as relative positions are, and return it."""
+
+    def __init__(self):
+        super().__init__()
+        self.scale = nn.Parameter(torch.randn(4))
+        self.layers = nn.ModuleList(Scaled() for _ in range(4))
+
+    def forward(self, x):
+        scale = self.scale
+        for layer in self.layers:
+            x, scale = layer(x, scale)
+        return x
+
+
+@distributed(world_size=2)
+def test_an_evaluation_sends_parameters_without_their_gradient(group):
+    expected = model_of(Passed)[0]
+    model, step, batch = model_of(Passed)
+    engine = engine_for(group, model, step, batch)
+    with torch.no_grad():
+        result = engine.forward(lambda batch: model(batch[0]), batch)
+        if group.rank == 1:
+            torch.testing.assert_close(torch.cat(result.outputs), expected(batch[0]))
 
 
 @distributed(world_size=3)

@@ -13,9 +13,11 @@ import torch.nn.functional as F
 from lightning.pytorch import Callback
 from lightning.pytorch.utilities import grad_norm
 from torch import nn
+from torch.nn.utils import parametrize, prune
 
 from lightning_parallel import HybridParallelStrategy, PipelineParallelStrategy, TensorParallelStrategy
 from lightning_parallel.compat import ParallelState
+from lightning_parallel.pipeline.placeholder import PlaceholderError
 from lightning_parallel.strategies.hook_watch import HookError, WatchedHook
 from tests.harness import distributed
 from tests.strategies.models import Net, loader, trainer_for
@@ -389,6 +391,112 @@ def test_a_manual_step_without_the_self_check_is_watched_behind_its_backward(gro
     assert_same(mine, alone)
 
 
+class Looks(Net):
+    """Looks at a weight in its steps."""
+
+    def __init__(self, body):
+        super().__init__()
+        self.double()
+        self.body, self.found = body, []
+
+    def forward(self, x):
+        return self.net(x)
+
+    def training_step(self, batch, index):
+        factor = self.body(self)
+        loss = F.cross_entropy(self(batch[0]), batch[1])
+        return loss if factor is None else loss * factor
+
+    def validation_step(self, batch, index):
+        self.log("seen", self.body(self))
+
+
+class LooksLate(Looks):
+    def training_step(self, batch, index):
+        loss = super().training_step(batch, index)
+        if self.global_step == 2:
+            loss = loss * weight(self).detach().norm()
+        return loss
+
+
+class LooksInside(Looks):
+    def forward(self, x):
+        return self.net(x) / weight(self).data.norm()
+
+
+@distributed(world_size=2)
+def test_steps_that_look_at_shards_are_refused_on_every_rank(group):
+    def total(module):
+        with torch.no_grad():
+            return sum(p.square().sum() for p in module.parameters())
+
+    bodies = [
+        lambda m: 1 / weight(m).detach().norm(),
+        lambda m: m.log("norm", weight(m).data.norm()),
+        lambda m: m.log("norm", float(numpy.linalg.norm(weight(m).detach().numpy()))),
+        total,
+    ]
+    for module in (*map(Looks, bodies), LooksInside(lambda m: None)):
+        with pytest.raises(
+            HookError, match="`Looks.*training_step` would give another result than one process: .*`net.0"
+        ):
+            fit(module, TensorParallelStrategy(tensor_parallel_size=2, verify="off"), 2)
+        assert module.global_step <= 1  # begun
+    trainer = trainer_for(TensorParallelStrategy(tensor_parallel_size=2, verify="off"), 2)
+    with pytest.raises(HookError, match="`Looks.validation_step` would give another result"):
+        trainer.validate(Looks(lambda m: weight(m).norm()), loader())
+    for verifies in (True, False):
+        module, strategy = LooksLate(lambda m: None), TensorParallelStrategy(tensor_parallel_size=2)
+        with pytest.raises(HookError, match="`LooksLate.training_step`"):
+            fit(module, strategy, 2, limit_train_batches=4, verifies=verifies)
+        assert module.global_step in (2, 3)
+
+
+def orthogonal(module):
+    found = weight(module).detach()
+    return (found @ found.T - torch.eye(18).double()).square().sum()
+
+
+def anchored(module):
+    anchor = module.state_dict()["net.0.weight"]
+    return 1 + (weight(module) - anchor).square().sum()
+
+
+def mapped(module):
+    return torch.func.vmap(module)(torch.ones(3, 12).double()).sum()
+
+
+@distributed(world_size=2)
+def test_what_does_not_fit_shards_is_refused_with_its_line(group):
+    texts = {orthogonal: "`mm` combines elements of `net.0.weight`", anchored: "`sub` with a tensor of another shape"}
+    for body in (orthogonal, anchored, mapped):
+        for verifies in (True, False):
+            text = (
+                texts.get(body, "Transforms of `torch.func`")
+                if not verifies or body is mapped
+                else "meets other shapes"
+            )
+            with pytest.raises(RuntimeError, match=text) as caught:
+                fit(Looks(body), TensorParallelStrategy(tensor_parallel_size=2), 2, verifies=verifies)
+            assert "test_hook_watch.py, line" in str(caught.value), str(caught.value)
+
+
+def looks_right(module):
+    with torch.no_grad():
+        for p in module.parameters():
+            p.clamp_(-0.3, 0.3)
+        rows = module.net[0].weight.norm(dim=1)  # whole rows
+    return module.state_dict()["net.0.weight"].norm() + 0 * rows.dim()
+
+
+@distributed(world_size=2)
+def test_steps_without_the_self_check_may_use_shards_element_by_element(group):
+    mine, alone = Looks(looks_right), Looks(looks_right)
+    fit(alone, "auto", 1)
+    fit(mine, TensorParallelStrategy(tensor_parallel_size=2, verify="off"), 2)
+    assert_same(mine, alone)
+
+
 @distributed(world_size=2)
 def test_hooks_are_refused_on_every_rank(group):
     for place, (bodies, callbacks) in PLACES.items():
@@ -513,3 +621,135 @@ def test_hooks_where_replicas_hold_slices(group):
     ):
         with pytest.raises(HookError, match=reason):
             run(stage, **bodies)
+
+
+def halved_later(p):
+    p.grad.mul_(0.5)
+
+
+class GradientHooked(Deep):
+    """Has hooks for gradients of parameters on each stage, of a tied one, and of what is computed between."""
+
+    def __init__(self):
+        super().__init__()
+        self.embed = self.head = nn.Linear(8, 8).double()
+        self.embed.weight.register_hook(lambda g: g / (1 + g.norm()))
+        for block in self.blocks:
+            block.up.weight.register_hook(lambda g: g.clamp(-1e-2, 1e-2))
+            block.up.weight.register_hook(lambda g: g * 0.3)
+            block.down.bias.register_hook(lambda g: None)
+            block.down.weight.register_post_accumulate_grad_hook(halved_later)
+            block.norm.weight.register_hook(lambda g: g.sign() * 1e-2)
+
+    def on_fit_start(self):
+        self.blocks[3].norm.bias.register_hook(lambda g: g / g.norm())
+
+    def training_step(self, batch, index):
+        x = self.embed(batch[0][:, :8])
+        x.register_hook(lambda g: 2 * g)
+        for block in self.blocks:
+            x = block(x)
+        return F.mse_loss(self.head(x), batch[0][:, :8])
+
+    def on_train_batch_end(self, *args):
+        pass
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "zb_h1"])
+@distributed(world_size=2)
+def test_hooks_for_gradients_run_once_for_a_batch_in_a_pipeline(group, schedule):
+    alone, mine = GradientHooked(), GradientHooked()
+    options = {"limit_train_batches": 4, "accumulate_grad_batches": 2, "verifies": True}
+    fit(alone, "auto", 1, **{**options, "verifies": False})
+    fit(mine, PipelineParallelStrategy(num_microbatches=2, schedule=schedule), 2, **options)
+    torch.testing.assert_close(dict(mine.state_dict()), dict(alone.state_dict()), rtol=1e-10, atol=1e-12)
+
+
+@distributed(world_size=2)
+def test_hooks_for_gradients_are_compared_in_shards(group):
+    def build():
+        module = Clips()
+        weight(module).register_hook(lambda g: g.clamp(-1e-2, 1e-2))
+        weight(module).register_hook(lambda g: module.found.append(1.0))
+        weight(module).register_post_accumulate_grad_hook(halved_later)
+        return module
+
+    alone, mine = build(), build()
+    fit(alone, "auto", 1)
+    fit(mine, TensorParallelStrategy(tensor_parallel_size=2), 2, verifies=True)
+    assert_same(mine, alone)
+
+
+_seen_norms = []
+
+
+def append_itself(module):
+    module.blocks[0].up.weight.register_hook(module.found.append)
+
+
+def append_and_scale(module):
+    def scaled(g):
+        _seen_norms.append(g.norm())
+        return g * 0.5
+
+    module.head.weight.register_hook(scaled)
+
+
+def count_in_a_cell(module):
+    count = 0
+
+    def counted(p):
+        nonlocal count
+        count += 1
+
+    module.head.weight.register_post_accumulate_grad_hook(counted)
+
+
+def prune_last(module):
+    prune.l1_unstructured(module.blocks[3].up, "weight", 0.5)
+
+
+def parametrize_first(module):
+    parametrize.register_parametrization(module.embed, "weight", nn.Identity())
+
+
+@distributed(world_size=2)
+def test_hooks_for_gradients_that_leave_something_behind_are_refused_in_a_pipeline(group):
+    class Kept(Callback):
+        def on_fit_start(self, trainer, module):
+            self.norms = []
+            module.blocks[3].register_full_backward_hook(lambda m, given, outer: self.norms.append(outer[0].norm()))
+
+    class InStep(Staged):
+        def training_step(self, batch, index):
+            self.blocks[3].up.weight.register_hook(lambda g: g * 0.9)
+            return super().training_step(batch, index)
+
+    class Left(Staged):
+        def on_train_epoch_start(self):
+            if self.current_epoch == 1:
+                append_itself(self)
+
+    def refused(match, prepare=lambda module: None, kind=Staged, verifies=True, callbacks=()):
+        module = kind()
+        module.found = []
+        prepare(module)
+        with pytest.raises(HookError, match=match):
+            fit(module, PipelineParallelStrategy(num_microbatches=2), 2, callbacks=callbacks, verifies=verifies)
+
+    refused("`list.append` for the gradient of `blocks.0.up.weight` changes `self.found`", append_itself)
+    refused("`scaled` .*line.* of `head.weight` changes `_seen_norms`", append_and_scale, verifies=False)
+    refused("`counted` .* changes `count`", count_in_a_cell)
+    refused("draws random", lambda m: m.head.weight.register_hook(lambda g: g + torch.randn_like(g)))
+    refused("backward pass of `training_step` changes `norms`", callbacks=[Kept()])
+    refused("`training_step` registers `<lambda>` .* of `blocks.3.up.weight`", kind=InStep)
+    refused("of `blocks.0.up.weight` changes `self.found`", kind=Left, verifies=False)
+    for change in (prune_last, parametrize_first):
+
+        class Changed(Staged):
+            def on_train_batch_start(self, batch, index, change=change):
+                if index:
+                    change(self)
+
+        with pytest.raises(PlaceholderError, match="is to be registered as `weight.* in `(prune_last|parametrize_fi)"):
+            fit(Changed(), PipelineParallelStrategy(num_microbatches=2), 2)

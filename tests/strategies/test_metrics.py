@@ -8,13 +8,14 @@ import torch
 import torch.nn.functional as F
 from lightning.pytorch import Callback, LightningModule
 from torch import nn
-from torch.utils.data import DataLoader, TensorDataset
-from torchmetrics import MeanMetric, Metric, MetricCollection
+from torch.utils.data import DataLoader, Subset, TensorDataset
+from torchmetrics import MaxMetric, MeanMetric, Metric, MetricCollection, PearsonCorrCoef, SumMetric
 from torchmetrics.classification import MulticlassAccuracy, MulticlassAUROC, MulticlassF1Score
+from torchmetrics.wrappers import ClasswiseWrapper, MetricTracker, MinMaxMetric, Running
 
 from lightning_parallel import HybridParallelStrategy, comm
-from tests.harness import distributed
-from tests.strategies.models import trainer_for
+from tests.harness import distributed, run
+from tests.strategies.models import loader, trainer_for
 from tests.strategies.test_pipeline import Deep, fit
 
 
@@ -92,6 +93,74 @@ class Normalized(LightningModule):
         return torch.optim.SGD(self.parameters(), lr=0.1)
 
 
+class Averaged(Metric):
+    """A mean over batches, whose inputs are no rows of samples."""
+
+    def __init__(self):
+        super().__init__()
+        self.add_state("total", torch.zeros(()), dist_reduce_fx="sum")
+        self.add_state("count", torch.zeros(()), dist_reduce_fx=None)
+
+    def update(self, value, *, batch=None):
+        self.total += value.detach() if batch is None else batch["logits"].std() * batch["labels"].double().mean()
+        self.count = self.count + 1
+
+    def compute(self):
+        return self.total / self.count
+
+
+class Whole(Deep):
+    """Logs metrics whose value for a batch nothing but the whole batch gives; its batches do not divide evenly."""
+
+    def __init__(self):
+        super().__init__()
+        kinds = {"pearson": PearsonCorrCoef(), "returned": PearsonCorrCoef(), "hand": PearsonCorrCoef()}
+        kinds |= {"classes": ClasswiseWrapper(MulticlassF1Score(5, average=None)), "seen": MulticlassF1Score(5)}
+        kinds |= {"extremes": MinMaxMetric(MulticlassAccuracy(5)), "running": Running(MulticlassAccuracy(5), window=2)}
+        kinds |= {"average": MeanMetric(), "loss": Averaged(), "sum": SumMetric(), "most": MaxMetric()}
+        kinds |= {"batch": Averaged(), "total": Averaged(), "tracker": MetricTracker(MulticlassAccuracy(5))}
+        kinds["tracker"].increment()
+        self.metrics = nn.ModuleDict(kinds)
+        self.group = MetricCollection([MulticlassAccuracy(5), MulticlassF1Score(5)], prefix="group/")
+        self.ends = []
+
+    def on_train_epoch_start(self):
+        self.metrics["tracker"].increment()
+
+    def training_step(self, batch, index):
+        x, y = batch
+        logits = self(x)
+        loss = F.cross_entropy(logits, y)
+        metrics, seen = self.metrics, logits.detach()
+        pair = seen[:, 0], y.double()
+        metrics["pearson"](*pair)
+        metrics["hand"].update(preds=pair[0], target=pair[1])
+        metrics["seen"].update(seen, y)
+        for name in ("average", "loss"):
+            metrics[name](loss)
+        metrics["sum"](len(y))
+        metrics["most"](seen.max())
+        metrics["batch"](None, batch={"logits": seen, "labels": y})
+        metrics["total"](F.cross_entropy(seen, y, reduction="sum"))
+        names = ("pearson", "average", "loss", "sum", "most", "batch", "total")
+        values = {name: metrics[name] for name in names} | {"returned": metrics["returned"](*pair)}
+        values |= metrics["classes"](seen, y) | metrics["extremes"](seen, y)
+        values |= {"running": metrics["running"](seen, y), "tracker": metrics["tracker"](seen, y)}
+        values |= {"computed": metrics["seen"].compute()}
+        self.group(seen, y)
+        self.log_dict({**values, **self.group}, on_step=True, on_epoch=True)
+        return {"loss": loss, "logits": seen}
+
+    validation_step = None
+
+    def on_train_epoch_end(self):
+        metrics = self.metrics
+        ends = [metrics["hand"].compute(), metrics["running"].compute(), *metrics["extremes"].compute().values()]
+        self.ends.append([float(value) for value in (*ends, metrics["tracker"].best_metric())])
+        for name in ("hand", "seen"):
+            metrics[name].reset()
+
+
 def stages(num_microbatches=4):
     return HybridParallelStrategy(pipeline_parallel_size=2, num_microbatches=num_microbatches, balance="uniform")
 
@@ -105,6 +174,24 @@ def test_values_of_batches_and_epochs(group):
     if group.rank == 0:
         assert "late" in cut.bar[0]
         torch.testing.assert_close(cut.bar, alone.bar, rtol=1e-6, atol=1e-7)
+
+
+def train_whole(strategy, devices):
+    data = loader().dataset
+    bar, module = Bar(), Whole()
+    trainer = trainer_for(strategy, devices, callbacks=[bar])
+    trainer.fit(module, DataLoader(Subset(data, range(21)), batch_size=8))
+    return bar.seen, module.ends
+
+
+def whole_in_stages():
+    return train_whole(stages(), 2)
+
+
+def test_values_that_only_a_whole_batch_gives():
+    expected = train_whole("auto", 1)
+    for found in run(whole_in_stages, 2):
+        torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
 
 
 @distributed(world_size=2)
@@ -153,6 +240,24 @@ def test_batch_normalization_counts_batches(group):
         for name in [name for name in found if name == "net.1.running_mean"]:
             # Begins with the same mean in each microbatch, and in the first layer it sees the same data.
             torch.testing.assert_close(found[name], expected[name], rtol=0.1, atol=0.01)
+
+
+class Twice(Normalized):
+    """Calls its layers for two views, as self-supervised losses do."""
+
+    def training_step(self, batch, index):
+        one, two = self.net(batch[0]), self.net(0.5 * batch[0] + 0.1)
+        return F.cross_entropy(one, batch[1]) + F.mse_loss(one, two)
+
+
+@distributed(world_size=2)
+def test_batch_normalization_that_is_called_twice(group):
+    expected = fit(Twice(), "auto", 1).strategy.lightning_module_state_dict()
+    found = fit(Twice(), stages(1), 2).strategy.lightning_module_state_dict()
+    torch.testing.assert_close(found, expected, rtol=1e-10, atol=1e-12)
+    found = fit(Twice(), stages(2), 2).strategy.lightning_module_state_dict()
+    for name in [name for name in found if "num_batches" in name]:
+        assert found[name] == expected[name] == 8, name
 
 
 @distributed(world_size=2)

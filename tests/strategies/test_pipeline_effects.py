@@ -9,10 +9,12 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from lightning.pytorch import Callback
 from torch import nn
 from torch.utils.data import DataLoader
 
 from lightning_parallel import PipelineParallelStrategy, comm
+from lightning_parallel.strategies.hook_watch import HookError
 from tests.harness import distributed
 from tests.strategies.models import Samples, trainer_for
 from tests.strategies.test_pipeline import Block, Deep, assert_same, fit
@@ -279,3 +281,49 @@ def test_what_later_steps_compute_otherwise_is_compared_as_well():
             fit(Turning(way), strategy(), 2, max_epochs=2, verifies=True)
     with pytest.raises(RuntimeError, match="of the first batch again(.|\n)*attribute `least`"):
         fit(Turning("attribute"), strategy(), 2, max_epochs=1, verifies=True)
+
+
+class Features(Deep):
+    """Keeps what layers return, by forward hooks, for the loss; not so in validation."""
+
+    def __init__(self):
+        super().__init__()
+        self.found, self.all, self.last = {}, [], None
+        self.blocks[0].register_forward_hook(lambda layer, args, output: setattr(self, "last", output))
+        for index in (0, 2):
+            self.blocks[index].register_forward_hook(
+                lambda layer, args, output, index=index: self.found.__setitem__(index, output)
+            )
+        for block in self.blocks:
+            block.register_forward_hook(lambda layer, args, output: self.all.append(output) if layer.training else None)
+
+    def training_step(self, batch, index):
+        self.all.clear()
+        loss = F.cross_entropy(self(batch[0]), batch[1])
+        kept = [self.last, *self.found.values(), *self.all]
+        return {"loss": loss + 0.1 * sum(each.square().mean() for each in kept), "logits": torch.zeros(1)}
+
+    def validation_step(self, batch, index):
+        self.log("val", F.cross_entropy(self(batch[0]), batch[1]))
+
+    def on_validation_epoch_end(self):
+        pass
+
+
+class Remembers(Callback):
+    def on_fit_start(self, trainer, module):
+        self.found = {}
+        module.blocks[0].register_forward_hook(lambda layer, args, output: self.found.update(last=output.detach()))
+
+
+@distributed(world_size=2)
+def test_features_that_forward_hooks_keep(group):
+    expected, module = Features(), Features()
+    fit(expected, "auto", 1, num_sanity_val_steps=0)
+    strategy = PipelineParallelStrategy(pipeline_parallel_size=2, num_microbatches=2, balance="uniform")
+    fit(module, strategy, 2, num_sanity_val_steps=0, verifies=True)
+    for name, value in expected.state_dict().items():
+        torch.testing.assert_close(module.state_dict()[name], value, rtol=1e-10, atol=1e-12)
+    strategy = PipelineParallelStrategy(pipeline_parallel_size=2, num_microbatches=2)
+    with pytest.raises(HookError, match="`training_step` changes `found.last` of the callback `Remembers`"):
+        fit(Deep(), strategy, 2, verifies=True, callbacks=[Remembers()])

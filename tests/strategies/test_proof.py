@@ -21,13 +21,14 @@ from lightning.pytorch.callbacks import Callback, LambdaCallback, ModelCheckpoin
 from torch import nn
 from torch.optim.swa_utils import AveragedModel
 from torch.utils.checkpoint import checkpoint
+from torch.utils.data import DataLoader, TensorDataset
 from torchmetrics.classification import MulticlassAccuracy
 from transformers.modeling_outputs import SequenceClassifierOutput
 
 from lightning_parallel import HybridParallelStrategy, PipelineParallelStrategy, TensorParallelStrategy, comm
 from lightning_parallel.compat import ParallelState, Patches, patched
 from lightning_parallel.strategies import proof, reference
-from lightning_parallel.strategies.observed_step import compare
+from lightning_parallel.strategies.observed_step import ModuleTrace, compare
 from lightning_parallel.strategies.proof import SelfCheckError
 from lightning_parallel.strategies.reference import Owners, WholeModel, run_reference
 from lightning_parallel.strategies.skeleton import Skeleton
@@ -84,7 +85,7 @@ def strategy(layout, **options):
     return HybridParallelStrategy(**{f"{axis}_parallel_size": 2}, tensor_parallel_size=2, **options)
 
 
-def fit(module, layout, verify="always", num_microbatches=None, layout_options=None, **options):
+def fit(module, layout, verify="always", num_microbatches=None, layout_options=None, data=None, **options):
     """Train for a step; returns what was said about the self-check."""
     pipeline = {} if num_microbatches is None else {"num_microbatches": num_microbatches}
     said = []
@@ -104,7 +105,7 @@ def fit(module, layout, verify="always", num_microbatches=None, layout_options=N
             devices = 4 if layout in ("hybrid", "replicas") else 2
             made = strategy(layout, verify=verify, **pipeline, **(layout_options or {}))
             trainer = trainer_for(made, devices, True, **{"max_steps": 1, **options})
-            trainer.fit(module, loader(), loader())
+            trainer.fit(module, data or loader(), data or loader())
     finally:
         logger.removeHandler(listener)
         logger.setLevel(level)
@@ -411,6 +412,34 @@ class Selected(Tokens):
         return F.cross_entropy(self(x)[mask], y[mask]) if mask.any() else 0 * self(x).sum()
 
 
+class Reduced(Tokens):
+    """Reduces the losses of samples, or of some of them, in a way of its own."""
+
+    def __init__(self, reduce):
+        super().__init__()
+        self.reduce = reduce
+
+    def loss(self, x, y):
+        return self.reduce(F.cross_entropy(self(x), y, reduction="none"))
+
+
+class ReducedCheckpointed(Reduced, Checkpointed):
+    """Of which no sketch can be run."""
+
+
+class ReducedNoisy(Reduced):
+    def loss(self, x, y):
+        return super().loss(noisy(x), y)
+
+
+# Those of the first samples are equal by chance: of each microbatch as many are chosen.
+SELECTIONS = {
+    "top half": lambda losses: losses.topk(len(losses) // 2).values.mean(),
+    "over the median": lambda losses: losses[losses > losses.median()].mean(),
+    "no outliers": lambda losses: losses[losses <= losses.detach().mean() + 2 * losses.detach().std()].mean(),
+}
+
+
 class NormedMlp(Mlp):
     def __init__(self):
         super().__init__()
@@ -446,6 +475,19 @@ def test_steps_that_microbatches_change_are_refused(microbatches):
     for kind in CHANGED_BY_MICROBATCHES if microbatches == 4 else (Views, Mixup, Selected):
         with pytest.raises(SelfCheckError, match="(?s)loss .*not a mean over samples.*num_microbatches=1"):
             fit(kind(), "pipeline", num_microbatches=microbatches)
+
+
+@distributed(world_size=2)
+def test_losses_of_some_samples_of_a_batch_are_refused():
+    generator = torch.Generator().manual_seed(0)
+    samples = torch.randn(8, 12, generator=generator), torch.randint(5, (8,), generator=generator)
+    data = DataLoader(TensorDataset(*samples), 8)
+    kinds = [(Reduced, name) for name in SELECTIONS] + [
+        (kind, "top half") for kind in (ReducedCheckpointed, ReducedNoisy)
+    ]
+    for kind, name in kinds:
+        with pytest.raises(SelfCheckError, match="(?s)loss is .*not a mean over samples.*num_microbatches=1"):
+            fit(kind(SELECTIONS[name]), "pipeline", num_microbatches=2, data=data)
 
 
 @distributed(world_size=2)
@@ -915,6 +957,34 @@ def test_copies_elsewhere_are_whole_in_the_check_and_put_back(group, options):
         torch.testing.assert_close(dict(mine.state_dict()), dict(expected.state_dict()), rtol=1e-10, atol=1e-12)
 
 
+class Registered(Elsewhere):
+    """A copy that becomes a submodule in a hook, or in the first step, and follows by its parameters."""
+
+    def __init__(self, is_late=False, is_trained=False):
+        super().__init__()
+        self.is_late, self.is_trained = is_late, is_trained
+
+    def on_fit_start(self):
+        if not self.is_late:
+            self.take()
+
+    def take(self):
+        self.average = copy.deepcopy(self).requires_grad_(self.is_trained)
+
+    def training_step(self, batch, index):
+        if self.is_late and index == 0 and not hasattr(self, "average"):
+            self.take()
+        return self.loss(*batch) + (self(batch[0]) - self.average(batch[0])).square().mean()
+
+    def on_train_batch_end(self, *_):
+        with torch.no_grad():
+            for name, theirs in self.blocks.named_parameters():
+                self.average.blocks.get_parameter(name).mul_(0.9).add_(theirs, alpha=0.1)
+
+    def validation_step(self, batch, index):
+        self.log("validation", F.cross_entropy(self.average(batch[0]), batch[1]))
+
+
 class StateDicts(Moving):
     """The same, but the copy follows by state dicts, in which sharded tensors are gathered."""
 
@@ -923,6 +993,20 @@ class StateDicts(Moving):
             for mine, theirs in zip(self.key.state_dict().values(), self.blocks.state_dict().values()):
                 mine.mul_(0.9).add_(theirs, alpha=0.1)
         return self.loss(*batch)
+
+
+@distributed(world_size=2)
+def test_copies_that_hooks_register_are_sharded_like_their_originals(group):
+    length = {"max_steps": -1, "max_epochs": 1, "limit_train_batches": 3}
+    for kind, verify, options in (
+        ({}, "auto", {}),
+        ({"is_trained": True}, "off", {"sequence_parallel": True}),
+        ({"is_late": True}, "off", {}),
+    ):
+        alone, module = Registered(**kind), Registered(**kind)
+        trainer_for(devices=1, **length).fit(alone, loader(), loader())
+        fit(module, "tensor", verify, layout_options=options, **length)
+        torch.testing.assert_close(dict(module.state_dict()), dict(alone.state_dict()), rtol=1e-10, atol=1e-12)
 
 
 @distributed(world_size=2)
@@ -1003,8 +1087,8 @@ def test_the_reference_never_holds_the_whole_model(group):
         stack.enter_context(patched(reference, "WholeModel", Watched))
         stack.enter_context(patched(StepRuns, "whole", whole))
         said = fit(Checkpointed(), "pipeline")
-    [(live_more, gradients)] = left
-    assert live_more < gradients / 4, "the gradients wait in a file, while the sharded step computes its own"
+    for live_more, gradients in left:
+        assert live_more < gradients / 4, "the gradients wait in a file, while the sharded step computes its own"
     if group.rank == 0:
         assert said[0].startswith("verified on 2 samples: loss and 20 gradients equal")
         largest = 12 * 48
@@ -1027,3 +1111,25 @@ def test_a_failure_on_the_first_rank_is_known_on_all(group):
 
     found = run_reference(skeleton, owners, fail, double=False)
     assert (found.failure, found.blame) == ("KeyError: 'lost'", "unknown")
+
+
+class _Cut(torch.autograd.Function):
+    """Gives its input no gradient at all, not one of zeros."""
+
+    @staticmethod
+    def forward(ctx, x):
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return None
+
+
+def test_an_output_without_a_gradient_is_traced_without_one():
+    net = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    trace = ModuleTrace(net)
+    with trace.recording():
+        y = net(torch.ones(1, 2))
+        (_Cut.apply(y).sum() + net[0].weight.sum()).backward()
+    assert set(trace.outputs) == {("0", 0), ("1", 0)}
+    assert not trace.gradients

@@ -281,6 +281,62 @@ def test_code_that_takes_the_width_of_its_heads_from_its_input(group):
     assert _paired(plan, r"blocks")
 
 
+class Gated(nn.Module):
+    """Adds what a layer makes of a context to its hidden features; without a context that layer is idle."""
+
+    def __init__(self):
+        super().__init__()
+        self.up, self.context, self.down = nn.Linear(12, 16), nn.Linear(10, 16, bias=False), nn.Linear(16, 12)
+
+    def forward(self, x, context=None):
+        hidden = self.up(x)
+        return x + self.down(F.elu(hidden if context is None else hidden + self.context(context)))
+
+
+class WithContext(Language):
+    def __init__(self, looks, **kwargs):
+        super().__init__([Gated(), Gated()], 12, **kwargs)
+        self.looks = looks
+
+    def forward(self, tokens):
+        x = self.embedding(tokens)
+        if self.looks and float(x.sum()) == 0:  # so that it does not run without data
+            return self.head(x)
+        for block in self.blocks:
+            x = block(x, x[..., :10])
+        return self.head(x)
+
+
+@pytest.mark.parametrize("looks", [False, True])
+@distributed(world_size=2)
+def test_layers_that_one_tensor_does_not_reach(group, looks):
+    def build():
+        torch.manual_seed(0)
+        return WithContext(looks).double()
+
+    _compare(group, build, rtol=1e-10)
+
+
+class NumberedAttention(ViewAttention):
+    """Numbers its entry in a cache: the number of the sixth layer is that of the heads."""
+
+    def __init__(self, width, heads):
+        super().__init__(width, heads)
+        self.layer_idx, self.entry = 5, 5
+
+    def forward(self, x, cache=None):
+        return super().forward(x if cache is None else cache.update(x, self.entry))
+
+
+@distributed(world_size=2)
+def test_the_number_of_a_layer_is_no_number_of_heads(group):
+    plan, model = _compare(group, lambda: _own(NumberedAttention), rtol=1e-10)
+    assert _paired(plan, r"attention")
+    attention = model.blocks[0].attention
+    assert (attention.layer_idx, attention.entry) == (5, 5)
+    assert attention.n_head < 5
+
+
 def _torch_encoder():
     torch.manual_seed(0)
     layer = nn.TransformerEncoderLayer(32, 4, 50, dropout=0.0, batch_first=True)

@@ -1,0 +1,269 @@
+"""Calls of torchmetrics objects in the microbatches of a step, made once more on the inputs of the whole batch.
+
+    microbatches    metric(pred[:4], y[:4]), metric(pred[4:], y[4:])      values that the step may use
+    at the end      the metric as it was before the batch, then metric(pred, y): what one process has
+
+A rank correlation, an average of batch means or a window over batches cannot be put together from microbatches. States
+that add up can, without keeping inputs: those of most metrics of torchmetrics, see `adds_up`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torchmetrics import MeanMetric, Metric, MetricCollection
+
+from lightning_parallel.compat import ParallelState, patched
+from lightning_parallel.compat.lightning import adds_up, has_sums, held_by
+from lightning_parallel.compat.torch import pytree
+from lightning_parallel.pipeline.microbatch import Merging, merge_outputs, reduce_logged
+
+__all__ = ["MetricCalls", "MetricSnapshot", "Place", "learn_numbers"]
+
+_METHODS = ("forward", "update", "compute", "reset")
+_MOST_ENTRIES = 1 << 20
+"""Of the inputs of a metric whose states add up, in one call: these are rarely needed, and may be logits."""
+
+
+class _Call(NamedTuple):
+    method: str
+    args: tuple[Any, ...] | None
+    kwargs: dict[str, Any]
+    results: list[Any]
+
+
+Place = tuple[int, int, int]
+"""A value that a metric gave: the `id` of the object, the number of its call, and the number of the value in it."""
+
+
+class MetricSnapshot:
+    """What a metric, or a collection or wrapper of metrics, and all metrics inside of it hold."""
+
+    def __init__(self, holder: Metric | MetricCollection) -> None:
+        # States may be shared by the metrics of a group.
+        copies: dict[int, Any] = {}
+        children = [child for child in holder.modules() if isinstance(child, (Metric, MetricCollection))]
+        with torch.inference_mode(False):
+            self._held = [
+                (child, {name: _copied(value, copies) for name, value in held_by(child).items()}) for child in children
+            ]
+
+    def restore(self) -> None:
+        """Put it back."""
+        for child, values in self._held:
+            vars(child).update(values)
+
+
+def _copied(value: Any, copies: dict[int, Any]) -> Any:
+    if id(value) not in copies:
+        copies[id(value)] = value
+        if isinstance(value, Tensor):
+            copies[id(value)] = value.detach().clone()
+        elif isinstance(value, (list, dict)):
+            copies[id(value)] = value.copy()
+    return copies[id(value)]
+
+
+class MetricCalls:
+    """The calls that the microbatches of one step make of the metrics of a module.
+
+    Args:
+        module: The user's module.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        self._holders = [child for child in module.modules() if isinstance(child, (Metric, MetricCollection))]
+        self._paths = {id(child): path for path, child in module.named_modules()} if self._holders else {}
+        self._before: dict[int, MetricSnapshot] = {}
+        self._calls: list[dict[int, list[_Call]]] = []
+        self._current: dict[int, list[_Call]] = {}
+        self._results: dict[tuple[int, int], list[Any]] = {}
+        self._repeated: set[int] = set()
+        self._is_inside = False
+        self._known = ParallelState.of(module).metric_numbers
+
+    @property
+    def holders(self) -> list[Metric | MetricCollection]:
+        """The metrics, and collections of metrics, that the module has now."""
+        return self._holders
+
+    @contextmanager
+    def recording(self) -> Iterator[None]:
+        """Record the calls inside the block, which count if it runs to its end."""
+        self._current = {}
+        with ExitStack() as stack:
+            for holder in self._holders:
+                for method in _METHODS:
+                    stack.enter_context(patched(holder, method, self._recorded(holder, method)))
+            yield
+        # What a metric gave may keep the graph of the microbatch alive.
+        self._calls.append(
+            {holder: [call._replace(results=[]) for call in calls] for holder, calls in self._current.items()}
+        )
+
+    def _recorded(self, holder: Metric | MetricCollection, method: str) -> Any:
+        call = getattr(holder, method)
+
+        def recorded(*args: Any, **kwargs: Any) -> Any:
+            if self._is_inside:
+                return call(*args, **kwargs)
+            if id(holder) not in self._before:
+                self._before[id(holder)] = MetricSnapshot(holder)
+            self._is_inside = True
+            try:
+                result = call(*args, **kwargs)
+            finally:
+                self._is_inside = False
+            inputs = pytree.tree_map_only(Tensor, Tensor.detach, (args, kwargs))
+            size = sum(leaf.numel() for leaf in pytree.tree_leaves(inputs) if isinstance(leaf, Tensor))
+            is_kept = size <= _MOST_ENTRIES or not adds_up(holder)
+            results = pytree.tree_leaves(result)
+            if len({id(each) for each in results}) < len(results):
+                # One tensor under several names, of which the batch may give several.
+                result = pytree.tree_map_only(Tensor, lambda tensor: tensor.view_as(tensor), result)
+                results = pytree.tree_leaves(result)
+            self._current.setdefault(id(holder), []).append(
+                _Call(method, inputs[0] if is_kept else None, inputs[1] if is_kept else {}, results)
+            )
+            return result
+
+        return recorded
+
+    def numbers(self) -> dict[str, Tensor]:
+        """Return the numbers among the inputs of the last microbatch, by the place where a metric takes them."""
+        return {
+            self._key(holder, key): torch.as_tensor(value, dtype=torch.float64)
+            for holder in self._holders
+            for call in self._calls[-1].get(id(holder), [])
+            for key, value in _inputs_of(call).items()
+            if _is_number(value)
+        }
+
+    def _key(self, holder: Metric | MetricCollection, key: str) -> str:
+        return f"{type(holder).__qualname__} {key}({self._paths[id(holder)]})"
+
+    def place_of(self, value: Tensor) -> Place | None:
+        """Return where a value comes from that a metric gave in the microbatch that is running."""
+        for holder, calls in self._current.items():
+            for number, call in enumerate(calls):
+                for position, result in enumerate(call.results):
+                    if result is value:
+                        return holder, number, position
+        return None
+
+    def repeat(self, samples: Sequence[int], weights: Sequence[float]) -> None:
+        """Call the metrics, as they were before the batch, with the inputs of all microbatches together."""
+        for holder in self._holders if len(self._calls) > 1 else ():
+            lists = [calls.get(id(holder), []) for calls in self._calls]
+            if id(holder) in self._before and self._is_to_repeat(holder, lists):
+                self._before[id(holder)].restore()
+                self._repeat(holder, lists, samples, weights)
+                self._repeated |= {id(child) for child in holder.modules()}
+
+    def _is_to_repeat(self, holder: Metric | MetricCollection, lists: Sequence[Sequence[_Call]]) -> bool:
+        calls = [call for each in lists for call in each]
+        if any(call.args is None for call in calls):
+            return False
+        if any(call.method in ("compute", "reset") for call in calls):
+            return True
+        if isinstance(holder, Metric) and not isinstance(holder, MeanMetric) and has_sums(holder):
+            inputs = [(self._key(holder, key), value) for call in calls for key, value in _inputs_of(call).items()]
+            if any(_is_number(value) and not self._kind(key) for key, value in inputs):
+                return False  # a mean, or a sum, over the samples
+        return not adds_up(holder)
+
+    def _repeat(
+        self,
+        holder: Metric | MetricCollection,
+        lists: Sequence[Sequence[_Call]],
+        samples: Sequence[int],
+        weights: Sequence[float],
+    ) -> None:
+        for number in range(max(map(len, lists))):
+            # One that a microbatch has no rows for may be left out there.
+            found = {part: calls[number] for part, calls in enumerate(lists) if number < len(calls)}
+            calls, first = [*found.values()], next(iter(found.values()))
+            if any(
+                (call.method, len(call.args or ()), call.kwargs.keys())
+                != (first.method, len(first.args or ()), first.kwargs.keys())
+                for call in calls
+            ):
+                raise ValueError(
+                    f"expected every microbatch to call the metric `self.{self._paths[id(holder)]}` alike, found"
+                    f" {[call.method for call in calls]} for call {number + 1}. Let these calls depend on no data, or"
+                    " set `num_microbatches=1`"
+                )
+            total = sum(weights[part] for part in found) or 1.0
+            counts = [samples[part] for part in found] if min(samples) > 0 else []
+            shares = [weights[part] / total for part in found]
+            inputs = [_inputs_of(call) for call in calls]
+            merged = {
+                key: self._merged(self._key(holder, key), [each[key] for each in inputs], counts, shares)
+                for key in inputs[0]
+            }
+            args = [merged[f"{first.method} {place}"] for place in range(len(first.args or ()))]
+            kwargs = {name: merged[f"{first.method} {name}"] for name in first.kwargs}
+            call = holder if first.method == "forward" else getattr(holder, first.method)
+            self._results[id(holder), number] = pytree.tree_leaves(call(*args, **kwargs))
+
+    def _merged(self, key: str, values: Sequence[Any], samples: Sequence[int], shares: Sequence[float]) -> Any:
+        if not all(map(_is_number, values)):
+            return merge_outputs(values, _Inputs({}, samples, shares))
+        numbers = torch.stack([torch.as_tensor(value) for value in values])
+        number = reduce_logged(numbers, shares, self._kind(key) or "mean")
+        return number if isinstance(values[0], Tensor) else number.item()
+
+    def _kind(self, key: str) -> str:
+        """Return how numbers become that of the batch; as with other metrics of the class where this one is unknown."""
+        kinds = {kind for other, kind in self._known.items() if other.partition("(")[0] == key.partition("(")[0]}
+        return self._known.get(key, kinds.pop() if len(kinds) == 1 else "")
+
+    def is_repeated(self, metric: Metric) -> bool:
+        """Tell whether a metric has seen the whole batch at once."""
+        return id(metric) in self._repeated
+
+    def value_at(self, place: Place | None) -> Any:
+        """Return the value that the whole batch has given; None if it has given none."""
+        if place is None or place[:2] not in self._results:
+            return None
+        results = self._results[place[:2]]
+        return results[place[2]] if place[2] < len(results) else None
+
+
+def _inputs_of(call: _Call) -> dict[str, Any]:
+    args = {f"{call.method} {place}": value for place, value in enumerate(call.args or ())}
+    return {**args, **{f"{call.method} {name}": value for name, value in call.kwargs.items()}}
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, float) or (isinstance(value, Tensor) and not value.dim() and value.is_floating_point())
+
+
+def learn_numbers(
+    module: nn.Module, whole: Mapping[str, Tensor], parts: Sequence[Mapping[str, Tensor]], shares: Sequence[float]
+) -> None:
+    """Find out how numbers that metrics are given in microbatches give that of the batch: see `metric_numbers`."""
+    for key, expected in whole.items():
+        values = [part[key] for part in parts if key in part]
+        if len(values) < len(parts):
+            continue
+        found = {kind: reduce_logged(torch.stack(values), shares, kind) for kind in ("mean", "sum", "max", "min")}
+        errors = {kind: float((value - expected).abs()) for kind, value in found.items()}
+        best = min(errors, key=lambda kind: errors[kind])
+        is_mean = errors["mean"] <= 100 * errors[best]
+        ParallelState.of(module).metric_numbers[key] = "mean" if is_mean else best
+
+
+class _Inputs(Merging):
+    """Inputs of metrics have rows, of samples or of what samples consist of."""
+
+    def is_per_sample(self, values: Sequence[Any]) -> bool:
+        if isinstance(values[0], tuple):
+            return super().is_per_sample(values)
+        lengths = [len(value) if not isinstance(value, Tensor) or value.dim() else 0 for value in values]
+        shares = {length / count for length, count in zip(lengths, self.samples)}
+        return len(shares) == 1 and shares.pop() >= 1
