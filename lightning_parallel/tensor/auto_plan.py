@@ -203,7 +203,9 @@ def _automatic_plan(module: nn.Module, verifier: PlanVerifier, group: Group) -> 
 
 
 def _kind(module: nn.Module) -> str:
-    why = why_no_linear(module)
+    is_plain = is_linear(module) or is_native(module, nn.Embedding)
+    # Such as few numbers of a distribution, or features of a narrow embedding.
+    why = "too small to shard, or its weight is read elsewhere" if is_plain else why_no_linear(module)
     return type(module).__name__ if why is None else f"{type(module).__name__} ({why})"
 
 

@@ -473,6 +473,8 @@ def test_a_users_plan_that_changes_the_result(group):
 def test_nothing_to_shard(group):
     with pytest.raises(ValueError, match=r"nothing to shard.*found Conv2d"):
         make_plan(nn.Sequential(nn.Conv2d(3, 4, 3), nn.ReLU()), "auto", group)
+    with pytest.raises(ValueError, match=r"nothing to shard.*found LSTM, Linear \(too small to shard"):
+        make_plan(nn.Sequential(nn.LSTM(3, 4), nn.Linear(4, 1)), "auto", group)
 
 
 @pytest.mark.parametrize(
