@@ -18,7 +18,7 @@ from dataclasses import replace
 
 from torch import nn
 
-from lightning_parallel.compat.torch import is_compiled
+from lightning_parallel.compat.torch import has_compiled_calls
 from lightning_parallel.tensor.attention import Attention, TransformerLayer, transformer_styles
 from lightning_parallel.tensor.block_calls import block_call, joined_blocks
 from lightning_parallel.tensor.layers import Column, Replicate, Row, Style
@@ -80,7 +80,7 @@ def _refuse_compiled(modules: Mapping[str, nn.Module], path: str, blocks: Sequen
     parts = path.split(".")
     around = ["", *(".".join(parts[:depth]) for depth in range(1, len(parts) + 1))]
     for name in (*around, *blocks):
-        if is_compiled(modules[name]):
+        if has_compiled_calls(modules[name]):
             raise ValueError(
                 f"`sequence_parallel=True` cannot run compiled blocks: expected plain modules in `{path}`, found"
                 f" `{name or type(modules['']).__name__}`, which is compiled. Its code is fixed for whole sequences. Do"
