@@ -200,6 +200,7 @@ def test_a_compiled_call_is_known():
     assert not compat_torch.has_compiled_parts(layer)
     layer.compile()
     assert compat_torch.has_compiled_parts(layer)
+    assert compat_torch.has_compiled_calls(layer)
     assert not compat_torch.uses_cuda_graphs(layer)
     recorded = nn.Linear(2, 2)
     recorded.compile(mode="reduce-overhead")

@@ -107,6 +107,7 @@ __all__ = [
     "global_step_hooks",
     "state_hooks_of",
     "step_hooks_of",
+    "has_compiled_calls",
     "is_flattened",
     "give_data",
     "fsdp1_comm_hook",
@@ -196,10 +197,12 @@ state_hooks_of: Callable[[nn.Module], _HookDicts] = attrgetter("_state_dict_hook
 
 def has_compiled_parts(module: nn.Module) -> bool:
     """Return whether `module` or one inside it is compiled, by `torch.compile(part)` or by `part.compile()`."""
-    return any(
-        type(part).__name__ == "OptimizedModule" or getattr(part, "_compiled_call_impl", None) is not None
-        for part in module.modules()
-    )
+    return any(map(has_compiled_calls, module.modules()))
+
+
+def has_compiled_calls(module: nn.Module) -> bool:
+    """Return whether calls of `module` itself are compiled."""
+    return type(module).__name__ == "OptimizedModule" or getattr(module, "_compiled_call_impl", None) is not None
 
 
 def uses_cuda_graphs(module: nn.Module) -> bool:

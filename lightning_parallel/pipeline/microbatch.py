@@ -537,6 +537,10 @@ def _merge_sequences(values: Sequence[Any], merging: Merging, key: str) -> Any:
     first = values[0]
     is_fixed = hasattr(first, "_fields")
     are_rows = merging.is_per_sample(values) and not is_fixed and not all(isinstance(each, Tensor) for each in first)
+    if are_rows and len({type(each) for each in first}) > 1:
+        # Such as logits and a dict, for as many samples by chance.
+        rows = [{len(leaf) for _, leaf in tensors_inside(value) if len(leaf.shape)} for value in values]
+        are_rows = not all(count in found for found, count in zip(rows, merging.samples))
     are_rows |= any(len(value) != len(first) for value in values)
     if not is_fixed and merging.kind(key, "rows" if are_rows else "entries") == "rows":
         return type(first)(entry for value in values for entry in value)

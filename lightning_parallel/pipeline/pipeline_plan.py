@@ -252,7 +252,7 @@ class PipelinePlan:
                 f"the plan was made for another model (`{self.model}`): `{names[0]}` and {len(names) - 1} other "
                 "parameters are missing, new, or of another size; make the plan anew (`analyze`)"
             )
-        contradiction = self._contradiction({name for name, _ in module.named_modules()})
+        contradiction = self._contradiction({name for name, _ in module.named_modules(remove_duplicate=False)})
         if contradiction:
             # Such as a file that was edited by hand: ranks would hold one thing and run another, and wait without end.
             raise ValueError(f"the plan contradicts itself: {contradiction}; make it anew (`analyze`)")

@@ -82,7 +82,7 @@ class GradientHooks:
         numbers = {name: [hooks.copy() for hooks in held.hooks] for name, held in self._held.items()}
         try:
             yield
-            if self._is_due():
+            if self.is_due:
                 comm.raise_together(self._registered_failure(named, numbers), self._engine.group)
         finally:
             for held in self._held.values():
@@ -91,7 +91,9 @@ class GradientHooks:
                     hooks.clear()
                     hooks.update(kept | new)
 
-    def _is_due(self) -> bool:
+    @property
+    def is_due(self) -> bool:
+        """Whether this step is one to look at."""
         return not self._steps & (self._steps - 1)
 
     def _registered_failure(
@@ -114,7 +116,7 @@ class GradientHooks:
             return
         mine = frozenset(self._held) & frozenset(self._engine.tied)
         failure = None
-        if self._is_due() or self._epoch != epoch:
+        if self.is_due or self._epoch != epoch:
             self._epoch = epoch
             everyone = comm.all_gather_object(mine, self._engine.group)
             self._tied = frozenset().union(*everyone)
@@ -127,7 +129,7 @@ class GradientHooks:
                 " it on every stage that holds the parameter, from the beginning of an epoch. Register it in"
                 " `__init__`, on every rank"
             )
-        if self._is_due():
+        if self.is_due:
             comm.raise_together(failure, self._engine.group)
         elif failure is not None:
             raise failure

@@ -23,11 +23,12 @@ from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 from torchmetrics import Metric
 
 from lightning_parallel import comm
 from lightning_parallel.comm import Group
-from lightning_parallel.compat import FOREIGN, ParallelState, Patches, patched
+from lightning_parallel.compat import FOREIGN, ParallelState, Patches, innermost_users_line, patched
 from lightning_parallel.compat.lightning import (
     at_end_of_epochs,
     own_numbers_of,
@@ -36,6 +37,7 @@ from lightning_parallel.compat.lightning import (
     update_count_of,
 )
 from lightning_parallel.compat.precision import kept_casts, shared_casts
+from lightning_parallel.compat.torch import has_compiled_parts
 from lightning_parallel.data_parallel import GradientReducer
 from lightning_parallel.pipeline.engine import PipelineEngine, StepOnCopies
 from lightning_parallel.pipeline.microbatch import StepResult, count_samples, loss_of, merge_outputs, without_caches
@@ -351,6 +353,7 @@ class PipelineSteps:
         effects = StepEffects(self.module, name)
         kinds = self.loss_kinds if name == _TRAINING else None
         step = _StageStep(self._step(name, tuple(rest), kwargs), effects, audit, self._keeps(name, keeps_output), kinds)
+        step.is_watched = name == _TRAINING and self._hooks.is_due and not has_compiled_parts(self.module)
         # Metrics that are computed inside the step must not wait for stages that are not there yet.
         self._is_running = True
         if self._metrics is not None:
@@ -512,6 +515,25 @@ def _operations_behind(loss: Tensor) -> frozenset[str]:
     return frozenset(names)
 
 
+class _GradientsRead(TorchFunctionMode):
+    """Refuses steps that read gradients of parameters: a microbatch would see those of the ones before."""
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if func == _GET_GRADIENT and isinstance(args[0], nn.Parameter):
+            raise RuntimeError(
+                f"the step reads the gradient of a parameter in {innermost_users_line()}. Expected a step that reads"
+                " none: in one process it is that of the step before. In a pipeline microbatches add to it, on the"
+                " stage that holds the parameter. Read gradients in `on_before_optimizer_step`, keep what the step"
+                " needs, or use TensorParallelStrategy"
+            )
+        return func(*args, **(kwargs or {}))
+
+
+_GET_GRADIENT = Tensor.grad.__get__  # type: ignore[union-attr]
+
+
 @dataclass
 class _StageStep:
     """The module's step for one microbatch on this stage."""
@@ -521,9 +543,10 @@ class _StageStep:
     audit: StepAudit | None
     keeps_output: bool
     kinds: LossKinds | None
+    is_watched: bool = False
 
     def __call__(self, microbatch: Any) -> Any:
-        with self.effects.step():
+        with self.effects.step(), _GradientsRead() if self.is_watched else nullcontext():
             if self.audit is None:
                 output = self.step(microbatch)
             else:

@@ -125,8 +125,9 @@ class StepEffects:
             raise
         finally:
             state.batch_states = None
-            for counter in self._counters if microbatch is not None else ():
-                counter.note(microbatch)
+            if microbatch is not None:
+                for counter in self._counters:
+                    counter.note(microbatch)
             # One process decides once for all samples; the last stage is the only one to run a step to its end.
             of_trainer = self._trainer.changes()
             self._trainer.restore()

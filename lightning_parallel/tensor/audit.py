@@ -116,11 +116,13 @@ class StepAudit:
         name = "what this stage sends"
         try:
             self.check_output(tensor, name)
-        except RuntimeError:
+        except RuntimeError as error:
             # The cut may lie inside of a stack of blocks that is divided along the sequence, or between two layers of
             # which one is divided by its outputs, and the next one by its inputs.
             if not self._may_send_pieces:
-                raise
+                raise RuntimeError(
+                    f"{error}. Or leave `verify` at 'auto': with the self-check stages may send such pieces"
+                ) from error
             self._check_graph(tensor, name, inside=True)
 
     def check_loss(self, loss: Tensor, epoch: int) -> None:

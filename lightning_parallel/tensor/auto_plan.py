@@ -29,6 +29,7 @@ from lightning_parallel.tensor.experts import Experts, find_routers, join_lists,
 from lightning_parallel.tensor.head import NOTE, find_heads
 from lightning_parallel.tensor.inspection import (
     AttentionHeads,
+    called_around,
     has_hooks_inside,
     heads_of,
     is_linear,
@@ -203,7 +204,9 @@ def _automatic_plan(module: nn.Module, verifier: PlanVerifier, group: Group) -> 
 
 
 def _kind(module: nn.Module) -> str:
-    why = why_no_linear(module)
+    is_plain = is_linear(module) or is_native(module, nn.Embedding)
+    # Such as few numbers of a distribution, or features of a narrow embedding.
+    why = "too small to shard, or its weight is read elsewhere" if is_plain else why_no_linear(module)
     return type(module).__name__ if why is None else f"{type(module).__name__} ({why})"
 
 
@@ -408,6 +411,7 @@ def _plan_by_structure(module: nn.Module, plan: Plan, search: _Search, path: str
         and search.paths[id(layer)] == prefix + name
         and not _has_style(name, inside.styles)
         and not read_elsewhere(module, name)
+        and not called_around(search.root, path, name)
     ]
     # A module around repeated blocks is not one region; its blocks have been planned above.
     if len(free) < 2 or any(_repeats_blocks(child) for child in [module, *module.modules()]):

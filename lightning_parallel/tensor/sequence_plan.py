@@ -13,11 +13,12 @@ Source: https://arxiv.org/abs/2205.05198, section 4.2.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 
 from torch import nn
 
+from lightning_parallel.compat.torch import has_compiled_calls
 from lightning_parallel.tensor.attention import Attention, TransformerLayer, transformer_styles
 from lightning_parallel.tensor.block_calls import block_call, joined_blocks
 from lightning_parallel.tensor.layers import Column, Replicate, Row, Style
@@ -56,6 +57,7 @@ def divide_sequences(module: nn.Module, plan: Plan, verifier: PlanVerifier) -> N
                 plan.whole_sequences[path] = PARTS
             continue
         if not inside_of_another and any(_is_divided(modules[block], _inside(plan, block)) for block in blocks):
+            _refuse_compiled(modules, path, blocks)
             _divide_stack(module, path, blocks, plan, verifier)
         elif not inside_of_another:
             whole[path] = WHOLE
@@ -67,6 +69,23 @@ def divide_sequences(module: nn.Module, plan: Plan, verifier: PlanVerifier) -> N
             " sequence, features), compute each position by itself outside of their attention and MLP, and return"
             f" hidden states of the same shape. Use `sequence_parallel=False`.{reasons}"
         )
+
+
+def _refuse_compiled(modules: Mapping[str, nn.Module], path: str, blocks: Sequence[str]) -> None:
+    """Refuse compiled blocks, and compiled modules around them, which cannot run on some of the positions.
+
+    Raises:
+        ValueError: If there is one.
+    """
+    parts = path.split(".")
+    around = ["", *(".".join(parts[:depth]) for depth in range(1, len(parts) + 1))]
+    for name in (*around, *blocks):
+        if has_compiled_calls(modules[name]):
+            raise ValueError(
+                f"`sequence_parallel=True` cannot run compiled blocks: expected plain modules in `{path}`, found"
+                f" `{name or type(modules['']).__name__}`, which is compiled. Its code is fixed for whole sequences. Do"
+                " not compile blocks or what is around them, or set `sequence_parallel=False`"
+            )
 
 
 def _holds_parts(modules: Mapping[str, nn.Module], path: str) -> bool:

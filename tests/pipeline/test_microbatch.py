@@ -10,7 +10,14 @@ import pytest
 import torch
 from torch.nn.utils.rnn import pack_sequence
 
-from lightning_parallel.pipeline.microbatch import Merging, merge_entries, num_samples, split_batch, without_caches
+from lightning_parallel.pipeline.microbatch import (
+    Merging,
+    merge_entries,
+    merge_outputs,
+    num_samples,
+    split_batch,
+    without_caches,
+)
 from lightning_parallel.strategies.observed_step import numbers_in
 
 
@@ -112,6 +119,15 @@ def test_results_that_steps_of_one_sample_collect_in_dicts():
     assert torch.equal(merged["scores"], torch.tensor([[1.0] * 3, [3.0] * 3]))
     words = [[{"word": "a"}], [{"word": "b"}]]
     assert merge_entries(words, Merging({}, [1, 1], [0.5, 0.5]), "words") == [{"word": "a"}, {"word": "b"}]
+
+
+def test_a_tuple_with_as_many_entries_as_samples_by_chance_holds_columns():
+    parts = [(torch.full((2, 3), float(n)), {"ids": torch.tensor([n, n])}) for n in range(2)]
+    logits, rest = merge_outputs(parts, Merging({}, [2, 2], [0.5, 0.5]))
+    assert logits.shape == (4, 3)
+    assert rest["ids"].tolist() == [0, 0, 1, 1]
+    texts = merge_outputs([["a", None], ["b", "c"]], Merging({}, [2, 2], [0.5, 0.5]))
+    assert texts == ["a", None, "b", "c"]
 
 
 class KeyCache:

@@ -10,7 +10,7 @@ import numpy
 import pytest
 import torch
 import torch.nn.functional as F
-from lightning.pytorch import Callback
+from lightning.pytorch import Callback, LightningModule
 from lightning.pytorch.utilities import grad_norm
 from torch import nn
 from torch.nn.utils import parametrize, prune
@@ -744,6 +744,16 @@ def test_hooks_for_gradients_that_leave_something_behind_are_refused_in_a_pipeli
     refused("backward pass of `training_step` changes `norms`", callbacks=[Kept()])
     refused("`training_step` registers `<lambda>` .* of `blocks.3.up.weight`", kind=InStep)
     refused("of `blocks.0.up.weight` changes `self.found`", kind=Left, verifies=False)
+
+    class Reads(Staged):
+        def training_step(self, batch, index):
+            g = self.blocks[3].up.weight.grad
+            return super().training_step(batch, index)["loss"] * (1 if g is None else 1 + g.norm())
+
+        on_train_batch_end = LightningModule.on_train_batch_end
+
+    with pytest.raises(RuntimeError, match="reads the gradient of a parameter in `training_step`"):
+        fit(Reads(), PipelineParallelStrategy(num_microbatches=2), 2)
     for change in (prune_last, parametrize_first):
 
         class Changed(Staged):

@@ -303,6 +303,19 @@ def test_compiled_submodules_are_proven(group):
         block.compile(backend="eager")
     said = fit(module, "tensor")
     assert group.rank > 0 or said[0].startswith("verified on 2 samples: loss and 20 gradients")
+    listed = Tokens()
+    listed.blocks = torch.nn.ModuleList(torch.compile(block, backend="eager") for block in listed.blocks)
+    for compiled in (recompiled(), listed):
+        with pytest.raises(
+            ValueError, match=r"cannot run compiled blocks: expected plain modules in `blocks`, found `bl"
+        ):
+            fit(compiled, "tensor", layout_options={"sequence_parallel": True})
+
+
+def recompiled():
+    module = Tokens()
+    module.blocks[0].compile(backend="eager")
+    return module
 
 
 @distributed(world_size=2)

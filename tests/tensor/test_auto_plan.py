@@ -473,6 +473,8 @@ def test_a_users_plan_that_changes_the_result(group):
 def test_nothing_to_shard(group):
     with pytest.raises(ValueError, match=r"nothing to shard.*found Conv2d"):
         make_plan(nn.Sequential(nn.Conv2d(3, 4, 3), nn.ReLU()), "auto", group)
+    with pytest.raises(ValueError, match=r"nothing to shard.*found LSTM, Linear \(too small to shard"):
+        make_plan(nn.Sequential(nn.LSTM(3, 4), nn.Linear(4, 1)), "auto", group)
 
 
 @pytest.mark.parametrize(
@@ -748,3 +750,32 @@ def test_attention_that_knows_half_precision_only_is_divided_by_heads(group):
     assert not plan.styles["0.q_proj"].gather_output
     apply_plan(model, plan, group)
     torch.testing.assert_close(model(x), expected, rtol=3e-2, atol=3e-2)
+
+
+class Apart(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.up, self.down = nn.Linear(16, 64), nn.Linear(64, 16)
+
+    def forward(self, x):
+        return self.down(self.up(x).relu())
+
+
+class ScaledBetween(nn.Module):
+    """Calls the layers of its MLP by themselves, with a vector between them."""
+
+    def __init__(self):
+        super().__init__()
+        self.mlp, self.scale = Apart(), nn.Parameter(torch.rand(64))
+
+    def forward(self, x):
+        return x + self.mlp.down(self.mlp.up(x).relu() * self.scale)
+
+
+@distributed(world_size=2)
+def test_layers_that_the_block_around_calls_are_divided_by_what_it_computes(group):
+    torch.manual_seed(0)
+    model, x = nn.Sequential(ScaledBetween(), ScaledBetween()), torch.rand(4, 16)
+    expected = model(x)
+    apply_plan(model, make_plan(model, "auto", group), group)
+    torch.testing.assert_close(model(x), expected)
