@@ -1,8 +1,8 @@
 """Watches the user's hooks, which see parts of parameters and gradients, for what would differ from one process.
 
 Inside of steps the audit and the self-check do so. Hooks of the module, of callbacks and of optimizers, and hooks for
-gradients, run outside of them; so does what a step under manual optimization does behind its first backward. Steps that
-the self-check has not compared, and what comes later in those that it has, are watched as hooks are:
+gradients, run outside of them; so does what a step under manual optimization does behind its first backward, which is
+looked at in steps 1, 2, 4, 8, ...:
 
     calls 1, 2, 4, 8, ... of each hook      every operation is looked at; then all ranks raise together, or none
     a line that has not run before          from there on to the end of the hook
@@ -21,8 +21,8 @@ import re
 import sys
 import traceback
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from types import CodeType, FrameType
 from typing import Any
@@ -126,7 +126,6 @@ class HookWatch:
         self._told: set[str] = set()
         self._steps = 0
         self._manual: _WatchedCall | None = None
-        self._steps_run: dict[str, WatchedHook] = {}
         self._depth = 0
         self._modules: set[int] = set()
         self._saving: list[Any] = []
@@ -224,79 +223,37 @@ class HookWatch:
         return not self._steps & (self._steps - 1)
 
     @contextmanager
-    def step(self, name: str, layers: Collection[int], is_proven: bool) -> Iterator[None]:
-        """Watch a step of the module; all ranks run it.
-
-        Of a step that was compared with one process, what it may not have done before is watched: lines that are new or
-        have branches, and, under manual optimization, what comes behind its first backward.
-
-        Args:
-            name: Of the step.
-            layers: The modules, by `id`, whose code knows that their parameters are shards.
-            is_proven: Whether the self-check has compared the step.
+    def manual_step(self) -> Iterator[None]:
+        """Watch a step under manual optimization behind its first backward; all ranks run it.
 
         Raises:
             HookError: On every rank, here or in `settle`.
         """
-        hook = self._steps_run.setdefault(name, self._hook_for(name))
-        is_due, is_cut = hook.is_due(), self._groups.pipeline_parallel.size > 1
-        is_manual = name == "training_step" and not self._module.automatic_optimization
-        if is_due and has_compiled_parts(self._module):
+        if not self._is_due_step() or has_compiled_parts(self._module):
             yield
             return
-        call = _WatchedCall(self, hook, None, None if is_proven else layers, is_cut)
+        hook = WatchedHook(f"`{type(self._module).__name__}.training_step`", self.group, is_in_step=True)
+        call = self._manual = _WatchedCall(self, hook, None)
         self._calls.append(call)
-        begin = _do_nothing if is_proven and hook.calls == 1 else call.begin
-        try:
-            with (
-                self._lines.noticed(begin, hook.codes, is_due and not is_cut),
-                self._manual_step(call) if is_manual and is_due else nullcontext(),
-            ):
-                if is_due and (not is_proven or (hook.calls > 1 and self._lines.have_branches(hook.codes))):
-                    call.begin()
-                yield
-        except Exception as error:
-            if call.failure is not None:
-                raise call.failure from error  # what comes of it
-            if is_due and _is_transformed(error) and (text := raised_in_shards(name, error)):
-                raise HookError(text) from error
-            raise
-        finally:
-            call.end()
-            self._calls.remove(call)
-            # Those of the model's code may have lines that never run.
-            hook.codes.intersection_update({getattr(getattr(type(self._module), name, None), "__code__", None)})
-        if is_due:
-            self._parts.prune()
-            comm.raise_together(call.failure, hook.group or self.group)
-        elif call.failure is not None:
-            raise call.failure
-
-    def _hook_for(self, name: str) -> WatchedHook:
-        return WatchedHook(f"`{type(self._module).__name__}.{name}`", self._group_of(name), is_in_step=True)
-
-    @contextmanager
-    def _manual_step(self, call: _WatchedCall) -> Iterator[None]:
-        """Watch a step under manual optimization behind each backward, also one of the user's own."""
-        self._manual = call
         own, depth = Tensor.backward, self._depth
 
         def backward(*args: Any, **kwargs: Any) -> None:
             own(*args, **kwargs)
             if self._depth == depth:  # of the user's, who need not call `manual_backward`
-                self.follow_backward()
+                call.begin()
 
         try:
             with patched(Tensor, "backward", backward):
                 yield
         finally:
+            call.end()
+            self._calls.remove(call)
             self._manual = None
+        comm.raise_together(call.failure, self.group)
 
     def follow_backward(self) -> None:
-        """Watch a step under manual optimization, with the gradients that it has now; called after each backward."""
+        """Begin to watch a step under manual optimization; called at the end of each backward."""
         if self._manual is not None:
-            if self._manual.is_running:
-                self.seed()
             self._manual.begin()
 
     def settle(self) -> None:
@@ -556,7 +513,7 @@ class HookWatch:
         part = next((one for one in parts if one.is_divided and one.owners), parts[0])
         others = len({name for one in parts for name in one.owners}) - 1
         more = f" and of {others} other parameter{'s' * (others > 1)}" if others > 0 else ""
-        place = _users_place(call.is_own) or "a hook"
+        place = _users_place(call.is_model) or "a hook"
         way_out = _way_out(part, action, call.hook.title)
         call.failure = HookError(
             f"{call.hook.title} would give another result than one process: {place} {action} {part.label}{more}. This"
@@ -566,7 +523,7 @@ class HookWatch:
     def refuse_freed(self, call: _WatchedCall, parameter: Tensor) -> None:
         """Note that a hook reads a gradient after the step, where `zero_stage=2` has freed it."""
         if call.failure is None and self._slices is not None and self._slices.has_freed(parameter):
-            frame = _reader_of_gradient(call.is_own)
+            frame = _reader_of_gradient(call.is_model)
             if frame is None:
                 return
             name = next((name for name, one in self._module.named_parameters() if one is parameter), "a parameter")
@@ -607,11 +564,6 @@ def _way_out(part: Part, action: str, title: str) -> str:
         )
     if title.endswith("configure_optimizers`"):
         first = "Compute it in `__init__`, where the model is whole, or copy each parameter by itself."
-    elif title.endswith("_step`"):
-        first = (
-            "In steps, element-wise operations are right. Compute this in a hook, such as `on_train_batch_start`, from"
-            " `self.state_dict()`, which gives whole parameters where every rank calls it."
-        )
     elif "random" in action or "numbers" in action:
         first = "Draw and initialize in `__init__` or `configure_model`, where the model is whole."
     else:
@@ -630,27 +582,10 @@ def _way_out(part: Part, action: str, title: str) -> str:
 
 
 class _WatchedCall:
-    """One call of a hook while it is watched.
+    """One call of a hook while it is watched."""
 
-    Args:
-        watch: The watch.
-        hook: The hook.
-        given: Name and gradient of a parameter that it is called with.
-        layers: Of a step, the modules that know of their shards, by `id`; None where no code of the model counts.
-        is_cut: Whether it is a step of a pipeline, which itself takes care of what other stages hold.
-    """
-
-    def __init__(
-        self,
-        watch: HookWatch,
-        hook: WatchedHook,
-        given: tuple[str, Tensor] | None,
-        layers: Collection[int] | None = None,
-        is_cut: bool = False,
-    ) -> None:
+    def __init__(self, watch: HookWatch, hook: WatchedHook, given: tuple[str, Tensor] | None) -> None:
         self.hook = hook
-        self._layers = layers
-        self._is_cut = is_cut
         self.failure: HookError | None = None
         self._given = given
         self.is_running = False
@@ -667,8 +602,8 @@ class _WatchedCall:
         if self._given is not None:
             watch.note_given(*self._given)
         refuse = functools.partial(watch.refuse, self)
-        is_users = functools.partial(_is_users_call, self.is_own)
-        self._modes = [PartUseMode(watch.parts(), refuse, is_users, _is_logging, self._is_cut)]
+        is_users = functools.partial(_is_users_call, self.is_model)
+        self._modes = [PartUseMode(watch.parts(), refuse, is_users, _is_logging)]
         if current_function_mode() is None:
             tell_missing = functools.partial(watch.refuse_freed, self)
             self._modes.insert(0, ExportMode(watch.parts(), refuse, is_users, watch.tell_shape, tell_missing))
@@ -682,11 +617,9 @@ class _WatchedCall:
             for mode in reversed(self._modes):
                 leave_mode(mode)
 
-    def is_own(self, frame: FrameType) -> bool:
-        """Tell whether a frame is of the model, or of a layer that knows of its shards: what it calls is right."""
-        if self._layers is not None:
-            return id(frame.f_locals.get("self")) in self._layers
-        return frame.f_code.co_name == "_call_impl" and self._watch.is_model(frame.f_locals.get("self"))
+    def is_model(self, module: object) -> bool:
+        """Tell whether an object is a module of the model."""
+        return self._watch.is_model(module)
 
 
 def raised_in_shards(name: str, error: Exception) -> str:
@@ -732,10 +665,6 @@ def _frames_of(error: Exception) -> list[tuple[FrameType, str, int]]:
     return [(frame, frame.f_code.co_filename, line) for frame, line in traceback.walk_tb(error.__traceback__)]
 
 
-def _do_nothing() -> None:
-    pass
-
-
 # A trace function that does nothing, in C: a call of one in Python takes several times as long.
 _trace_nothing = functools.partial(sys.audit, "lightning_parallel.trace")
 
@@ -777,10 +706,6 @@ class _Lines:
         finally:
             sys.settrace(trace)
             self._begin, self._codes, self._only = outer
-
-    def have_branches(self, codes: Collection[CodeType]) -> bool:
-        """Tell whether one of some functions may do something new in a line that has run."""
-        return not self._inline.isdisjoint(codes)
 
     @contextmanager
     def suspended(self) -> Iterator[None]:
@@ -901,7 +826,7 @@ def _is_end(frame: FrameType) -> bool:
     return frame.f_code.co_name == "run_watched" or frame.f_globals.get("__name__", "").endswith(".trainer.call")
 
 
-def _walk(is_own: Callable[[FrameType], bool]) -> FrameType | None:
+def _walk(is_model: Callable[[object], bool]) -> FrameType | None:
     """Return the innermost frame of the user's code in a hook; None if ours, or the model, called what runs."""
     frame: FrameType | None = sys._getframe(1)
     found: FrameType | None = None
@@ -915,7 +840,7 @@ def _walk(is_own: Callable[[FrameType], bool]) -> FrameType | None:
         is_copied = is_copied or frame.f_code.co_name == "__deepcopy__"
         if found is None and not is_copied and name.partition(".")[0] == _OURS and name not in own:
             return None
-        if is_own(frame):
+        if frame.f_code.co_name == "_call_impl" and is_model(frame.f_locals.get("self")):
             return None
         if found is None and name.startswith("torch.autograd") and frame.f_code.co_name in _ENGINE:
             return None
@@ -925,12 +850,12 @@ def _walk(is_own: Callable[[FrameType], bool]) -> FrameType | None:
     return found
 
 
-def _is_users_call(is_own: Callable[[FrameType], bool]) -> bool:
-    return _walk(is_own) is not None
+def _is_users_call(is_model: Callable[[object], bool]) -> bool:
+    return _walk(is_model) is not None
 
 
-def _users_place(is_own: Callable[[FrameType], bool]) -> str:
-    frame = _walk(is_own)
+def _users_place(is_model: Callable[[object], bool]) -> str:
+    frame = _walk(is_model)
     return "" if frame is None else _place_of(frame)
 
 
@@ -938,11 +863,12 @@ def _place_of(frame: FrameType) -> str:
     return f"`{frame.f_code.co_name}` ({frame.f_code.co_filename.rpartition('/')[2]}, line {frame.f_lineno})"
 
 
-def _reader_of_gradient(is_own: Callable[[FrameType], bool]) -> FrameType | None:
+def _reader_of_gradient(is_model: Callable[[object], bool]) -> FrameType | None:
     """Return the frame of the user's code that reads a gradient, also by functions of others, but not to clear it."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None and not _is_end(frame):
-        if is_own(frame) or frame.f_code.co_name == "zero_grad":
+        is_call = frame.f_code.co_name == "_call_impl" and is_model(frame.f_locals.get("self"))
+        if is_call or frame.f_code.co_name == "zero_grad":
             return None
         if not _is_passed(frame):
             return frame

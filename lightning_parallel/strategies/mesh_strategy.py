@@ -230,7 +230,7 @@ class MeshStrategy(MeshCheckpoints):
                 tell_costs(self.compression, module, *sizes, self.steps_between_reductions)
                 self.check_compression(self.compression)
             self._is_first_batch = True
-        self._audit = None if self._sharding is None else StepAudit(module, self._sharding, self.verify != "off")
+            self._audit = None if self._sharding is None else StepAudit(module, self._sharding, self.verify != "off")
         self._first_batches = FirstBatches(self.groups, self.verify, self._step_runs)
         self.setup_precision_plugin()
         elsewhere = frozenset() if self.engine is None else self.engine.counted_by_others
@@ -526,10 +526,11 @@ class MeshStrategy(MeshCheckpoints):
         self._is_first_batch = False
         if self._steps is not None:
             # Gradients appear in the middle of the schedule; `backward` will hand them to the reducer, once.
-            with (reducer := self._open_reducer).no_sync() as is_last, self._watched("training_step"):
+            with (reducer := self._open_reducer).no_sync() as is_last:
                 return self._steps.training_step(args, kwargs, audit, reducer if is_last else None)
         step = super().training_step
-        with self._watched("training_step"):
+        watch = None if self.module.automatic_optimization else self._hook_watch
+        with nullcontext() if watch is None else watch.manual_step():
             output = (step if audit is None else audit.wrap(step))(*args, **kwargs)
         # Callbacks may look at what the step returns, or keeps in the module, on some ranks only.
         kept = vars(self.module)
@@ -541,12 +542,6 @@ class MeshStrategy(MeshCheckpoints):
         if self._chance is not None and self.groups.replica.size > 1:
             self._chance.end_step()
         return output
-
-    def _watched(self, name: str) -> AbstractContextManager[Any]:
-        """Watch a step for what it does with shards outside of their layers."""
-        if self._hook_watch is None or self._audit is None:
-            return nullcontext()
-        return self._hook_watch.step(name, self._audit.layers, self.verify != "off")
 
     @override
     def on_train_start(self) -> None:
@@ -626,10 +621,9 @@ class MeshStrategy(MeshCheckpoints):
             self.adopt_changes()  # in a hook before it
         assert self._first_batches is not None
         self._first_batches.see_evaluation(name, args, kwargs, self._loader_index)
-        with self._watched(name):
-            if self._steps is not None:
-                return self._steps.evaluate(name, args, kwargs)
-            output = getattr(super(), name)(*args, **kwargs)
+        if self._steps is not None:
+            return self._steps.evaluate(name, args, kwargs)
+        output = getattr(super(), name)(*args, **kwargs)
         return without_caches(output) if self.groups.replica.size > 1 else output
 
     @override

@@ -57,23 +57,16 @@ class PartUseMode(TorchDispatchMode):
         refuse: Called with a reason; what was begun goes on.
         is_users: Tells whether the user's own code calls what runs.
         is_logging: Tells whether Lightning's `log` does.
-        is_cut: Whether what is whole on this pipeline stage is let pass.
     """
 
     def __init__(
-        self,
-        parts: PartMap,
-        refuse: Refusal,
-        is_users: Callable[[], bool],
-        is_logging: Callable[[], bool],
-        is_cut: bool = False,
+        self, parts: PartMap, refuse: Refusal, is_users: Callable[[], bool], is_logging: Callable[[], bool]
     ) -> None:
         super().__init__()
         self._parts = parts
         self._refuse = refuse
         self._is_users = is_users
         self._is_logging = is_logging
-        self._is_cut = is_cut
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -81,8 +74,6 @@ class PartUseMode(TorchDispatchMode):
         args, kwargs = pytree.tree_map_only(ShowsFullShape, Tensor.detach, (args, kwargs or {}))
         tensors = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
         placed = {id(tensor): found for tensor in tensors if (found := self._parts.find(tensor)) is not None}
-        if self._is_cut:
-            placed = {key: found for key, found in placed.items() if found.part.is_divided}
         if placed and not self._is_users():
             return func(*args, **kwargs)
         try:

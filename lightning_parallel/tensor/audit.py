@@ -71,11 +71,6 @@ class StepAudit:
         self._count, self._epoch = 0, -1
         self._known: set[tuple[str, ...]] = set()
 
-    @property
-    def layers(self) -> frozenset[int]:
-        """The modules, by `id`, whose code knows that their parameters are divided."""
-        return frozenset().union(*(users.modules for users in self._users.values()))
-
     def wrap(self, step: Callable[P, R]) -> Callable[P, R]:
         """Return `step` with the audit around it: its loss is checked too, a tensor or the `"loss"` of a mapping.
 
