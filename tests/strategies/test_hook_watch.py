@@ -418,15 +418,10 @@ def anchored(module):
     return 1 + (weight(module) - anchor).square().sum()
 
 
-def mapped(module):
-    return torch.func.vmap(module)(torch.ones(3, 12).double()).sum()
-
-
 @distributed(world_size=2)
 def test_what_does_not_fit_shards_is_refused_with_its_line(group):
-    shapes = "meets other shapes"
-    for body, text in ((orthogonal, shapes), (anchored, shapes), (mapped, "Transforms of `torch.func`")):
-        with pytest.raises(RuntimeError, match=text) as caught:
+    for body in (orthogonal, anchored):
+        with pytest.raises(RuntimeError, match="meets other shapes") as caught:
             fit(Looks(body), TensorParallelStrategy(tensor_parallel_size=2), 2, verifies=True)
         assert "test_hook_watch.py, line" in str(caught.value), str(caught.value)
 
