@@ -258,14 +258,14 @@ class LearningRateScaling(Callback):
         ramp_steps: int = 0,
     ) -> None:
         if rule not in ("linear", "sqrt"):
-            raise ValueError(f"expected `rule` to be 'linear' or 'sqrt', got {rule!r}")
+            raise ValueError(f"`rule` must be 'linear' or 'sqrt'; got {rule!r}")
         if base_batch_size is not None and base_replicas is not None:
-            raise ValueError("expected one of base_batch_size and base_replicas, got both")
+            raise ValueError("`base_batch_size` excludes `base_replicas`; got both. Give one of them")
         for name, value in (("base_batch_size", base_batch_size), ("base_replicas", base_replicas)):
             if value is not None and value < 1:
-                raise ValueError(f"expected {name} >= 1, got {value}")
+                raise ValueError(f"`{name}` must be at least 1; got {value}")
         if ramp_steps < 0:
-            raise ValueError(f"expected ramp_steps >= 0, got {ramp_steps}")
+            raise ValueError(f"`ramp_steps` must be at least 0; got {ramp_steps}")
         self.rule = rule
         self.base_batch_size = base_batch_size
         self.base_replicas = base_replicas
