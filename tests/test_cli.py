@@ -47,7 +47,8 @@ def test_several_schedules_are_drawn_one_above_the_other(capsys, tmp_path):
     assert out.index("1f1b") < out.index("step 33 ms") < out.index("zbv, 2 stages a rank") < out.index("step 25.5 ms")
     picture = (tmp_path / "a.svg").read_text()
     assert picture.index(">1f1b<") < picture.index(">zbv, 2 stages a rank<")
-    assert "one schedule to save, got 2" in refused(capsys, "--schedule", "1f1b", "zbv", "--save", tmp_path / "a.txt")
+    shown = refused(capsys, "--schedule", "1f1b", "zbv", "--save", tmp_path / "a.txt")
+    assert "`--save` takes one schedule; got 2" in shown
 
 
 def write_report(folder, pipeline):
@@ -70,7 +71,7 @@ def test_a_run_is_drawn_as_planned_and_as_it_happened(capsys, tmp_path):
 def test_a_run_without_a_pipeline_has_no_timeline(capsys, tmp_path):
     write_report(tmp_path, {"missing": ["..."]})
     assert main(["timeline", str(tmp_path)]) == 2
-    assert "expected a run with a pipeline" in capsys.readouterr().err
+    assert "The run must have a pipeline" in capsys.readouterr().err
 
 
 def test_latency_shows(capsys):
@@ -112,8 +113,8 @@ def test_auto_compares_and_chooses(capsys):
     ("words", "message"),
     [
         (("--schedule", "2f2b"), "expected one of gpipe, 1f1b"),
-        (("--costs", "1,x"), "`F,B` or `F,I,W` in milliseconds, got `1,x`"),
-        (("--costs", "1,2;1,2"), "costs of 1 rank or of 4 stages, got 2"),
+        (("--costs", "1,x"), "`F,B` or `F,I,W` in milliseconds; got `1,x`"),
+        (("--costs", "1,2;1,2"), "costs of 1 rank or of 4 stages; got 2"),
         (("--ranks", 0), "num_ranks=0"),
         (("--output", "a.jpg"), "got `a.jpg`"),
         (("--costs", "nowhere.json"), "nowhere.json"),

@@ -91,9 +91,9 @@ class AutoResume(Callback):
     ) -> None:
         for name, value in (("every_n_train_steps", every_n_train_steps), ("every_n_minutes", every_n_minutes)):
             if value is not None and not value > 0:
-                raise ValueError(f"expected {name} > 0, got {value}")
+                raise ValueError(f"`{name}` must be greater than 0; got {value}")
         if keep < 1:
-            raise ValueError(f"expected keep >= 1, got {keep}")
+            raise ValueError(f"`keep` must be at least 1; got {keep}")
         if every_n_train_steps is None and every_n_minutes is None:
             every_n_minutes = 10.0
         self.dirpath = dirpath

@@ -228,8 +228,9 @@ class CompressionMonitor(MeasuringCallback[CompressionAccumulator]):
         reducer = getattr(trainer.strategy, "compression", None)
         if not isinstance(reducer, Reducer):
             raise ValueError(
-                f"expected a strategy with `compression`, found {type(trainer.strategy).__name__} without; give the "
-                "strategy a compressor, or leave `CompressionMonitor` out"
+                "`CompressionMonitor` needs a strategy with `compression`; got"
+                f" `{type(trainer.strategy).__name__}` without it. Give the strategy a compressor, or remove"
+                " `CompressionMonitor`"
             )
         # A comparison is a collective, so that all ranks have to request it in the same steps.
         comm.agree("`every_n_steps` of CompressionMonitor", self.every_n_steps, self.open_session.group)

@@ -262,7 +262,7 @@ class DataShardingMonitor(MeasuringCallback[ShardingAccumulator]):
     def __init__(self, every_n_steps: int = 50, dirpath: Optional[str] = None, show_table: bool = True) -> None:
         super().__init__(dirpath=dirpath, show_table=show_table)
         if every_n_steps < 1:
-            raise ValueError(f"expected every_n_steps >= 1, got {every_n_steps}")
+            raise ValueError(f"`every_n_steps` must be at least 1; got {every_n_steps}")
         self.every_n_steps = every_n_steps
         self._loaders: list[TrackedLoader] = []
         self._tracker: SampleTracker | None = None

@@ -68,8 +68,8 @@ def adapt_trainer(trainer: Trainer, first: GlobalBatch, now: GlobalBatch, patche
     if trainer.accumulate_grad_batches != now.accumulate:
         if any(is_a(callback, GradientAccumulationScheduler) for callback in trainer.callbacks):  # type: ignore[attr-defined]
             raise ValueError(
-                f"the run began with {first} and would go on with {now}, but `GradientAccumulationScheduler` sets how"
-                " many batches are accumulated; start it with as many replicas as before, or without that callback"
+                f"The run began with {first} and would go on with {now}, but `GradientAccumulationScheduler` sets the"
+                " number of accumulated batches. Start it with as many replicas as before, or without that callback"
             )
         tell(f"AutoResume: the run began with {first} and goes on with {now}")
         patches.replace(trainer, "accumulate_grad_batches", now.accumulate)

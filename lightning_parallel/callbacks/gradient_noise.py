@@ -313,7 +313,9 @@ class GradientNoiseScale(MeasuringCallback[GradientNoiseAccumulator]):
     ) -> None:
         super().__init__(dirpath=dirpath, show_table=show_table)
         if every_n_steps < 1 or not 0.0 <= decay < 1.0:
-            raise ValueError(f"expected every_n_steps >= 1 and 0 <= decay < 1, got {every_n_steps} and {decay}")
+            raise ValueError(
+                f"`every_n_steps` must be at least 1, and `decay` from 0 to below 1; got {every_n_steps} and {decay}"
+            )
         self.every_n_steps = every_n_steps
         self.decay = decay
         self.samples = samples or num_samples

@@ -221,7 +221,7 @@ class HangWatchdog(MeasuringCallback[PauseAccumulator]):
 
     def __init__(self, deadline_s: float = 600.0, dirpath: Optional[str] = None) -> None:
         if not deadline_s > 0:
-            raise ValueError(f"expected deadline_s > 0, got {deadline_s}")
+            raise ValueError(f"`deadline_s` must be greater than 0; got {deadline_s}")
         super().__init__(show_table=False)
         self.deadline_s = deadline_s
         self.folder = dirpath

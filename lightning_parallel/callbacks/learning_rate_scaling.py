@@ -54,15 +54,14 @@ def scale_learning_rates(trainer: Trainer, factor: float) -> None:
         follows = _follows(scheduler, factor, (trainer, trainer.lightning_module))
         if follows is False:
             raise ValueError(
-                f"learning rates are to be multiplied by {factor:g}, but `{type(scheduler).__name__}` sets others than"
-                " those that it was made with, so that what it sets would not be. Give the optimizer and the scheduler"
-                " the scaled rate, without `LearningRateScaling`, or use a scheduler that multiplies the optimizer's"
-                " rate (`LambdaLR`)"
+                f"Learning rates cannot be multiplied by {factor:g}, because `{type(scheduler).__name__}` sets rates"
+                " that do not depend on its initial rates. Give the optimizer and the scheduler the scaled rate,"
+                " without `LearningRateScaling`, or use a scheduler that multiplies the optimizer's rate (`LambdaLR`)"
             )
         if follows is None:
             rank_zero_warn(
-                f"`{type(scheduler).__name__}` could not be tried: make sure that the rates it sets are multiples of"
-                f" those that the optimizer had when it was made, which are multiplied by {factor:g}"
+                f"The optimizer's initial rates are multiplied by {factor:g}, but `{type(scheduler).__name__}` could"
+                " not be tried. Make sure that the scheduler sets multiples of these initial rates"
             )
     _scale(trainer.optimizers, schedulers, factor)
 
@@ -208,9 +207,9 @@ class _RateWatch:
         if found:
             self._is_silent = True
             rank_zero_warn(
-                f"LearningRateScaling: {found} by other code than the schedulers with which the run began (the module,"
-                f" or a callback). It is used as it is, and not multiplied by {factor:g}: make sure that this code goes"
-                " by the rates that it finds, or multiplies by itself"
+                f"LearningRateScaling: {found}, not by a scheduler of the start of the run (but by the module or a"
+                f" callback). `LearningRateScaling` does not multiply this rate by {factor:g}. Make sure that the code"
+                " computes the rate from the optimizer's present rates, or multiplies the rate itself"
             )
 
     def _rates(self) -> Iterator[tuple[int, float]]:
@@ -259,14 +258,14 @@ class LearningRateScaling(Callback):
         ramp_steps: int = 0,
     ) -> None:
         if rule not in ("linear", "sqrt"):
-            raise ValueError(f"expected `rule` to be 'linear' or 'sqrt', got {rule!r}")
+            raise ValueError(f"`rule` must be 'linear' or 'sqrt'; got {rule!r}")
         if base_batch_size is not None and base_replicas is not None:
-            raise ValueError("expected one of base_batch_size and base_replicas, got both")
+            raise ValueError("`base_batch_size` excludes `base_replicas`; got both. Give one of them")
         for name, value in (("base_batch_size", base_batch_size), ("base_replicas", base_replicas)):
             if value is not None and value < 1:
-                raise ValueError(f"expected {name} >= 1, got {value}")
+                raise ValueError(f"`{name}` must be at least 1; got {value}")
         if ramp_steps < 0:
-            raise ValueError(f"expected ramp_steps >= 0, got {ramp_steps}")
+            raise ValueError(f"`ramp_steps` must be at least 0; got {ramp_steps}")
         self.rule = rule
         self.base_batch_size = base_batch_size
         self.base_replicas = base_replicas

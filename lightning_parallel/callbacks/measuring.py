@@ -120,7 +120,8 @@ class MeasuringCallback(Callback, ABC, Generic[A]):
     ) -> None:
         if every_n_steps < 1 or warmup_steps < 0:
             raise ValueError(
-                f"expected every_n_steps >= 1 and warmup_steps >= 0, got {every_n_steps} and {warmup_steps}"
+                "`every_n_steps` must be at least 1, and `warmup_steps` at least 0; got"
+                f" {every_n_steps} and {warmup_steps}"
             )
         # Subclasses that measure every n steps set `every_n_steps` to that; ranks exchange at their own pace then.
         self.every_n_steps = every_n_steps
@@ -354,7 +355,7 @@ def create_folder(path: Path, group: Group) -> Path:
             with TemporaryFile(dir=path):  # permissions alone would not show a file system that is full or read-only
                 return path
         except OSError as error:
-            raise ValueError(f"expected a folder that can be written to for profiles, got {path}: {error}") from error
+            raise ValueError(f"The folder for profiles must be writable; got {path}: {error}") from error
 
     # An error of the first rank reaches all: otherwise they would wait for it until the deadline.
     return comm.broadcast_from(make, group)

@@ -153,7 +153,7 @@ class MemoryProfiler(MeasuringCallback[MemoryAccumulator]):
     ) -> None:
         super().__init__(dirpath=dirpath, show_table=show_table)
         if every_n_steps < 1:
-            raise ValueError(f"expected every_n_steps >= 1, got {every_n_steps}")
+            raise ValueError(f"`every_n_steps` must be at least 1; got {every_n_steps}")
         self.every_n_steps = every_n_steps
         self.activations = activations
         self._meter = ActivationMeter()

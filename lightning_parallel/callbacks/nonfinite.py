@@ -50,7 +50,7 @@ class NonFiniteGuard(Callback):
     def __init__(self, action: NonFiniteAction = "raise") -> None:
         if action not in get_args(NonFiniteAction):
             raise ValueError(
-                f"`action` must be one of {', '.join(map(repr, get_args(NonFiniteAction)))}, got {action!r}"
+                f"`action` must be one of {', '.join(map(repr, get_args(NonFiniteAction)))}; got {action!r}"
             )
         self.action = action
         self.skipped_steps = 0

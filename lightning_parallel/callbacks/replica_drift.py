@@ -335,9 +335,9 @@ class ReplicaDriftMonitor(MeasuringCallback[DriftAccumulator]):
     ) -> None:
         super().__init__(dirpath=dirpath, show_table=show_table)
         if every_n_steps < 1:
-            raise ValueError(f"expected every_n_steps >= 1, got {every_n_steps}")
+            raise ValueError(f"`every_n_steps` must be at least 1; got {every_n_steps}")
         if action not in ("warn", "raise", "heal"):
-            raise ValueError(f"expected `action` to be 'warn', 'raise' or 'heal', got {action!r}")
+            raise ValueError(f"`action` must be 'warn', 'raise' or 'heal'; got {action!r}")
         self.every_n_steps = every_n_steps
         self.action = action
         self._checked_step = 0

@@ -166,10 +166,10 @@ class ResumePoint:
         then, now = saved["batch"]["replicas"], self._now(loaders[0] if loaders else None).replicas
         if now != then and kinds != ["samples"] and kinds != ["stateful"] * len(kinds):
             raise ValueError(
-                f"the interrupted run had {then} replicas, this one has {now}, and its data cannot be divided anew:"
-                " several loaders, a batch sampler of your own, a sampler that shards by itself or an iterable data set"
-                " say only which batch of each replica comes next. Start it with as many replicas, or use one loader"
-                " with a sampler of samples"
+                f"The interrupted run had {then} replicas, and this run has {now}: `AutoResume` cannot distribute the"
+                " data over another number of replicas. Several loaders, a batch sampler of your own, a sampler that"
+                " shards by itself, or an iterable data set tell only the next batch of each replica. Start the run"
+                f" with {then} replicas, or use one loader with a sampler of samples"
             )
         if not saved["batches"]:
             return

@@ -205,7 +205,7 @@ class StepBreakdown(MeasuringCallback[BreakdownAccumulator]):
     ) -> None:
         super().__init__(every_n_steps, warmup_steps, dirpath, show_table)
         if gpu_every_n_steps is not None and gpu_every_n_steps < 3:
-            raise ValueError(f"expected gpu_every_n_steps >= 3 or None, got {gpu_every_n_steps}")
+            raise ValueError(f"`gpu_every_n_steps` must be at least 3, or None; got {gpu_every_n_steps}")
         self.gpu_every_n_steps = gpu_every_n_steps
         self._processor: ProcessorUse | None = None
         self._gpu: GpuSampler | None = None
@@ -507,7 +507,7 @@ class StragglerMonitor(MeasuringCallback[StragglerAccumulator]):
     ) -> None:
         super().__init__(every_n_steps, warmup_steps, dirpath, show_table)
         if not 0 < threshold < 1:
-            raise ValueError(f"expected a threshold between 0 and 1, got {threshold}")
+            raise ValueError(f"`threshold` must be between 0 and 1; got {threshold}")
         self.threshold = threshold
 
     @override

@@ -396,7 +396,7 @@ def num_tokens(batch: Any) -> int:
     for leaf in leaves:
         if isinstance(leaf, Tensor) and leaf.dim() == 2 and leaf.dtype in (torch.int32, torch.int64):
             return leaf.numel()
-    raise ValueError("expected `input_ids` or a tensor of integers with two dimensions in the batch, found none")
+    raise ValueError("The batch must hold `input_ids` or a tensor of integers with two dimensions; got neither")
 
 
 def _counted(count: Callable[[Any], int], batch: Any) -> int | None:

@@ -48,9 +48,10 @@ def encode(checkpoint: Mapping[str, Any]) -> tuple[Any, dict[str, Tensor], list[
     if encoder.problems:
         listed = "\n".join(f"  {problem}" for problem in encoder.problems)
         raise TypeError(
-            "a sharded checkpoint holds tensors, numbers, text, and lists, tuples, sets and dicts of them, so that"
-            f" loading it runs no code; expected such values, found\n{listed}\nSave their numbers and names instead (in"
-            " `state_dict` of the callback, or `on_save_checkpoint`), or use `checkpoint_format='full'`"
+            "Values of a sharded checkpoint must be tensors, numbers, text, or lists, tuples, sets and dicts of them."
+            f" Loading such a checkpoint runs no code. Got other values:\n{listed}\n"
+            "Save their numbers and names instead (in `state_dict` of the callback, or `on_save_checkpoint`), or use"
+            " `checkpoint_format='full'`"
         )
     return document, encoder.tensors, encoder.left_out
 

@@ -435,9 +435,9 @@ class Checkpoints:
         counts = [len(groups) for groups, _ in everyone]
         if len(set(counts)) > 1:
             raise RuntimeError(
-                f"an optimizer has {counts} parameter groups on the pipeline stages, one after another, where all must"
-                " have as many; build it in `configure_optimizers`, or give each stage the same groups, empty where it"
-                " holds none of the parameters"
+                f"The optimizer must have the same number of parameter groups on all pipeline stages; got {counts},"
+                " by stage. Build the optimizer in `configure_optimizers`, or give each stage the same groups."
+                " A group is empty where the stage holds none of its parameters"
             )
         model_order = _positions(self.names.parameters.values())
         whole = []
@@ -450,9 +450,9 @@ class Checkpoints:
                     break
             else:
                 raise RuntimeError(
-                    f"parameter group {number} of the optimizer was changed after `configure_optimizers` and is not in"
-                    " the order of `named_parameters()`, so that the order of the whole group over the pipeline stages"
-                    " is not known; build the groups in that order"
+                    f"Parameter group {number} of the optimizer must be in the order of `named_parameters()`, because"
+                    " it was changed after `configure_optimizers`. Another order is not known over the pipeline stages."
+                    " Build the groups in the order of `named_parameters()`"
                 )
         return whole
 

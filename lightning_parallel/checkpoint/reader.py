@@ -208,8 +208,8 @@ class SavedCheckpoint:
         if found != part.checksum:
             raise ValueError(
                 f"{self.folder.file(part.file)} is damaged: bytes {part.begin} to {part.begin + part.num_bytes}, of the"
-                f" tensor `{name}`, are not those that were written (checksum {found:016x}, expected"
-                f" {part.checksum:016x}){where}. Resume from another checkpoint"
+                f" tensor `{name}`, differ from the written bytes (their checksum must be {part.checksum:016x}; got"
+                f" {found:016x}){where}. Resume from another checkpoint"
             )
 
     def check_shared_parts(self, group: Group) -> None:

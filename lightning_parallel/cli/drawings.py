@@ -27,7 +27,7 @@ _MOST_CANDIDATES = 20
 def run_simulate(options: argparse.Namespace) -> None:
     """Simulate the schedules of the options, draw and save them."""
     if options.save is not None and len(options.schedule) > 1:
-        raise ValueError(f"expected one schedule to save, got {len(options.schedule)}")
+        raise ValueError(f"`--save` takes one schedule; got {len(options.schedule)}")
     costs = _read_costs(options.costs)
     timelines = []
     for name in options.schedule:
@@ -60,7 +60,7 @@ def _simulate_one(name: str, options: argparse.Namespace, costs: list[Cost]) -> 
     if len(costs) == 1:  # of a rank's layers, which its stages share
         costs = [costs[0].scaled(1 / schedule.virtual_stages)] * schedule.num_stages
     if len(costs) != schedule.num_stages:
-        raise ValueError(f"expected costs of 1 rank or of {schedule.num_stages} stages, got {len(costs)}")
+        raise ValueError(f"`--costs` must be costs of 1 rank or of {schedule.num_stages} stages; got {len(costs)}")
     return simulate(schedule, costs, link)
 
 
@@ -69,7 +69,7 @@ def _read_costs(text: str) -> list[Cost]:
         try:
             return [Cost(**stage) for stage in json.loads(Path(text).read_text())]
         except (TypeError, ValueError) as error:
-            raise ValueError(f"expected a list of objects, one per stage, in {text}: {error}") from error
+            raise ValueError(f"`--costs` must be a list of objects, one per stage, in {text}: {error}") from error
     return [_read_cost(group) for group in text.split(";")]
 
 
@@ -82,7 +82,7 @@ def _read_cost(group: str) -> Cost:
         # Both gradients of a matrix product are products of the same size.
         seconds = [seconds[0], seconds[1] / 2, seconds[1] / 2]
     if len(seconds) != 3:
-        raise ValueError(f"expected costs as `F,B` or `F,I,W` in milliseconds, got `{group}`")
+        raise ValueError(f"`--costs` must be `F,B` or `F,I,W` in milliseconds; got `{group}`")
     return Cost(*seconds)
 
 

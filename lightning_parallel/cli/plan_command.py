@@ -69,12 +69,12 @@ def _check(options: argparse.Namespace) -> None:
     for name in ("devices", "per_node", "cores", "rows", "global_batch"):
         value = getattr(options, name)
         if value is not None and value < 1:
-            raise ValueError(f"expected --{name.replace('_', '-')} to be at least 1, got {value}")
+            raise ValueError(f"`--{name.replace('_', '-')}` must be at least 1; got {value}")
     for path in options.output:
         if path.suffix not in (".svg", ".html", ".json"):
-            raise ValueError(f"expected a file name ending in .svg, .html or .json, got `{path.name}`")
+            raise ValueError(f"`--output` must end in .svg, .html or .json; got `{path.name}`")
         if not path.parent.is_dir():
-            raise ValueError(f"expected an existing folder for `{path}`, found none")
+            raise ValueError(f"The folder of `{path}` must exist; create it first")
 
 
 def _cluster(options: argparse.Namespace, given: Mapping[str, Any]) -> Cluster:
@@ -86,7 +86,7 @@ def _cluster(options: argparse.Namespace, given: Mapping[str, Any]) -> Cluster:
         per_node = asked if isinstance(asked, int) and asked > 0 else None
     devices = options.devices or (per_node * nodes if per_node else None)
     if devices is None:
-        raise ValueError("expected --devices, the number of all devices")
+        raise ValueError("`--devices` is missing; give the number of all devices")
     per_node = min(per_node or devices, devices)
     device = _device(options, given)
     memory = parse_bytes(options.memory) if options.memory else 0.0
@@ -109,7 +109,7 @@ def _device(options: argparse.Namespace, given: Mapping[str, Any]) -> Device | N
     if any(described):
         if name is None or not all(described) or not options.memory:
             raise ValueError(
-                "a device that is not in the table needs --device, --peak, --memory-bandwidth and --memory"
+                "A device that is not in the table needs `--device`, `--peak`, `--memory-bandwidth` and `--memory`"
             )
         peak, memory = parse_flops(options.peak), parse_bytes(options.memory)
         flops = dict.fromkeys(("float32", "float16", "bfloat16"), peak)

@@ -153,7 +153,7 @@ def captured_script(path: str, arguments: Sequence[str]) -> Project:
         ValueError: If it ends without a call of `Trainer.fit`.
     """
     if not Path(path).is_file():
-        raise ValueError(f"expected a Python script, found no file `{path}`")
+        raise ValueError(f"The Python script must be a file; got `{path}`")
 
     def run() -> None:
         with patched(sys, "argv", [path, *arguments]), patched(sys, "path", [str(Path(path).parent), *sys.path]):
@@ -276,11 +276,11 @@ def project_of_class(path: str, arguments: str = "{}") -> Project:
         try:
             kind = getattr(importlib.import_module(name), attribute)
         except (ImportError, AttributeError, ValueError) as error:
-            raise ValueError(f"expected a class as `package.module:Class`, got `{path}`: {error}") from error
+            raise ValueError(f"The class must be given as `package.module:Class`; got `{path}`: {error}") from error
     try:
         given = json.loads(arguments)
     except ValueError as error:
-        raise ValueError(f"expected the arguments of `{path}` as JSON, got `{arguments}`: {error}") from error
+        raise ValueError(f"The arguments of `{path}` must be JSON; got `{arguments}`: {error}") from error
     try:
         try:
             with torch.device("meta"):
@@ -307,11 +307,11 @@ def parsed_batch(texts: Sequence[str]) -> Any:
         shape, _, kind = described.partition(":")
         dtype = getattr(torch, kind or "float32", None)
         if not isinstance(dtype, torch.dtype) or not all(part.isdigit() for part in shape.split("x")):
-            raise ValueError(f"expected a tensor such as 8x2048:int64 or input_ids=8x2048:int64, got `{text}`")
+            raise ValueError(f"A tensor must be given as 8x2048:int64 or input_ids=8x2048:int64; got `{text}`")
         named.append((name, torch.zeros([int(part) for part in shape.split("x")], dtype=dtype)))
     names = {name for name, _ in named}
     if names == {""}:
         return named[0][1] if len(named) == 1 else tuple(tensor for _, tensor in named)
     if "" in names or len(names) < len(named):
-        raise ValueError(f"expected a name of its own for each tensor, or none at all, got `{' '.join(texts)}`")
+        raise ValueError(f"Each tensor must have its own name, or none a name; got `{' '.join(texts)}`")
     return dict(named)

@@ -18,18 +18,18 @@ __all__ = ["run_report", "run_timeline"]
 def run_report(options: argparse.Namespace) -> None:
     """Write the page of a run again, or compare two runs."""
     if len(options.runs) > 2:
-        raise ValueError(f"expected one run, or two to compare, got {len(options.runs)}")
+        raise ValueError(f"`report` takes one run, or two runs to compare; got {len(options.runs)}")
     if len(options.runs) == 2:
         _compare(options)
         return
     if options.output is not None:
-        raise ValueError("--output names the comparison of two runs; the page of one is written next to its data")
+        raise ValueError("`--output` names the comparison of two runs. The page of one run is written next to its data")
     print(printable(rebuild(options.runs[0], options.kineto)))
 
 
 def _compare(options: argparse.Namespace) -> None:
     if options.kineto:
-        raise ValueError("traces can be added to one run; give one RUN_DIR with --kineto")
+        raise ValueError("`--kineto` adds traces to one run; got two runs. Give one RUN_DIR")
     _, first = read_report(options.runs[0])
     folder, second = read_report(options.runs[1])
     # Runs are named by the part of their paths that differs.
@@ -50,7 +50,7 @@ def run_timeline(options: argparse.Namespace) -> None:
     with reading_report(folder):
         step = report["reports"].get("PipelineTimeline", {}).get("timeline")
         if step is None:
-            raise ValueError(f"expected a run with a pipeline and `PipelineTimeline()`, found no timeline in {folder}")
+            raise ValueError(f"The run must have a pipeline and `PipelineTimeline()`; got no timeline in {folder}")
         planned, measured = Timeline.from_dict(step["planned"]), Timeline.from_dict(step["measured"])
         name = schedule_title(planned.schedule)
         titles = f"{name}: as planned", f"{name}: as it happened in step {step['step']}"

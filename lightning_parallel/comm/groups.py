@@ -50,8 +50,8 @@ class Group:
     def __getstate__(self) -> dict[str, Any]:
         if self.process_group is not None:
             raise TypeError(
-                f"a group along {self.axis} was asked to be pickled, which only its own process can use; pickle neither"
-                " the Trainer nor its strategy, nor a module during a run: save a checkpoint or a state dict"
+                f"A group along {self.axis} cannot be pickled, because only its own process can use it. Do not pickle"
+                " the Trainer, its strategy, or a module during a run. Save a checkpoint or a state dict"
             )
         return vars(self)
 

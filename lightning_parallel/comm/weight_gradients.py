@@ -84,10 +84,10 @@ class WeightGradients:
         for parameter, compute, reads in deferred:
             if any(version_of(tensor) != version for tensor, version in reads):
                 raise RuntimeError(
-                    f"the gradient of a weight of shape {tuple(parameter.shape)} is computed at its turn in the"
-                    " schedule, but a tensor that it needs has been changed in place since the backward of its layer:"
-                    " the input of the layer, or the gradient of its output. Change a copy of that tensor, or use a"
-                    " schedule that computes all gradients at once, such as `1f1b`"
+                    f"A weight of shape {tuple(parameter.shape)} gets its gradient later than the backward pass of its"
+                    " layer, but a tensor that the gradient needs was changed in place since. This tensor is the input"
+                    " of the layer or the gradient of its output. Change a copy of that tensor, or use a schedule that"
+                    " computes all gradients at once, such as `1f1b`"
                 )
             gradient = compute()
             if id(parameter) in totals:

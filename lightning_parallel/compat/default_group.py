@@ -109,9 +109,9 @@ def check_connected(environment: Any) -> None:
     """
     if dist.is_initialized() and all_processes().size() != environment.world_size():
         raise ValueError(
-            f"`torch.distributed` connects {all_processes().size()} processes, but the Trainer counts"
-            f" {environment.world_size()} by its `{type(environment).__name__}`: give it `devices` and `num_nodes` of"
-            " all processes, or the plugin of what has started them (in Ray Train: `RayLightningEnvironment()`)"
+            f"The Trainer must count the processes of `torch.distributed`, {all_processes().size()}; got"
+            f" {environment.world_size()} by its `{type(environment).__name__}`. Give the Trainer `devices` and"
+            " `num_nodes` of all processes, or the plugin of the launcher (in Ray Train: `RayLightningEnvironment()`)"
         )
 
 

@@ -77,8 +77,8 @@ class Memory:
         if tensor is not None and not _fits(tensor.shape, shape):
             wanted, found = ("x".join("?" if n is None else str(n) for n in some) for some in (shape, tensor.shape))
             raise ValueError(
-                f"expected `{slot}` of `{name}` in the compressor's memory to be of shape {wanted}, found {found}: "
-                "it is that of another model, or of one cut otherwise; use a compressor for each"
+                f"`{slot}` of `{name}` in the compressor's memory must be of shape {wanted}; got {found}. The memory"
+                " belongs to another model, or to the same model with other split points. Use a compressor for each"
             )
         return tensor if tensor is None or tensor.device == device else tensor.to(device)
 
@@ -356,7 +356,7 @@ def values_for(state: Mapping[str, Any], group: Group, wanted: Optional[frozense
 
 def _warn(what: str, group: Group) -> None:
     if group.rank == 0:
-        warnings.warn(f"{what}: what was not sent yet is forgotten.", stacklevel=2)
+        warnings.warn(f"{what}: gradients that were not sent yet are lost.", stacklevel=2)
 
 
 def _check(state: Mapping[str, Any]) -> None:

@@ -137,8 +137,8 @@ class ShardedSession(GradientSession):
         self.compressor.step = int(state["step"])
         if self.everyone.rank == 0:
             warnings.warn(
-                f"The compression state is that of a model in {len(pieces)} pieces, there are {len(firsts)} now: what "
-                "was not sent yet is forgotten.",
+                f"The compression state is of a model in {len(pieces)} pieces, and the model has {len(firsts)} now:"
+                " gradients that were not sent yet are lost.",
                 stacklevel=2,
             )
 
@@ -232,13 +232,13 @@ def compress_fsdp(model: FullyShardedDataParallel, compressor: Reducer, scaler: 
     """
     units = [(name, unit) for name, unit in model.named_modules() if isinstance(unit, FullyShardedDataParallel)]
     if not model.check_is_root():
-        raise ValueError("expected the outermost FSDP module, found one inside of another; give that one")
+        raise ValueError("`model` must be the outermost FSDP module; got one inside another; give the outermost one")
     if any(fsdp1_comm_hook(unit) is not None for _, unit in units):
         raise ValueError("found a communication hook already, and FSDP has room for one")
     groups = {(unit.process_group, fsdp1_replica_group(unit)) for _, unit in units}
     if len(groups) > 1:
         raise ValueError(
-            f"expected all FSDP units to divide the ranks alike, found {len(groups)} divisions; use one `device_mesh`"
+            f"All FSDP units must be sharded over the same ranks; got {len(groups)} groups. Use one `device_mesh`"
         )
     [(shards, replicas)] = groups
     everyone = Group.of(shards, axis="data_parallel") if replicas is None else Group.of(axis="data_parallel")
@@ -440,7 +440,7 @@ def _check(groups: Mapping[str, FullyShardedGroup], replicas: Any) -> Group:
         raise ValueError(f"found a communication hook already, at {used}; close the session that it belongs to first")
     divisions = {_shards(group).ranks for group in groups.values()}
     if len(divisions) > 1:
-        raise ValueError(f"expected all modules to be divided over the same ranks, found {sorted(divisions)}")
+        raise ValueError(f"All modules must be sharded over the same ranks; got {sorted(divisions)}. Use one mesh")
     return _shards(next(iter(groups.values())))
 
 

@@ -352,8 +352,8 @@ class _Replay:
     def __call__(self) -> Any:
         if self._is_called:
             raise RuntimeError(
-                "the optimizer evaluates its closure several times in a step, where parameters are divided over the"
-                " replicas; use `zero_stage=0`"
+                "The optimizer evaluates its closure several times in a step. Parameters that are sharded over the"
+                " replicas do not support this. Use `zero_stage=0`"
             )
         self._is_called = True
         return self._loss

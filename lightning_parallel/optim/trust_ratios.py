@@ -72,10 +72,10 @@ class TrustRatioOptimizer(Optimizer):
         # DeepSpeed takes the user's optimizer, and gives it a flat vector for all parameters of a group, or a part.
         if self._given and id(parameter) not in self._given and parameter.shape not in self._shapes:
             raise ValueError(
-                f"`{type(self).__name__}` needs the norms of whole parameters, but in place of those that it was made"
-                f" for it got one of shape {tuple(parameter.shape)}, as DeepSpeed's ZeRO flattens them. Use DDP, FSDP2"
-                " (`ModelParallelStrategy`), or a tensor- or pipeline-parallel strategy; or DeepSpeed's own LAMB"
-                " (`optimizer: {type: Lamb}` in its configuration, without ZeRO); or AdamW or SGD"
+                f"`{type(self).__name__}` needs the norms of whole parameters, but got another"
+                f" parameter, of shape {tuple(parameter.shape)}. DeepSpeed's ZeRO flattens parameters so. Use DDP,"
+                " FSDP2 (`ModelParallelStrategy`), or a tensor- or pipeline-parallel strategy. Or use DeepSpeed's own"
+                " LAMB (`optimizer: {type: Lamb}` in its configuration, without ZeRO), AdamW or SGD"
             )
 
     @torch.no_grad()

@@ -312,7 +312,7 @@ class _StageDryRun(StageForward):
             if unknown is not None:
                 reason = (
                     f"the step returns something made of {unknown.provenance}, which is on an earlier pipeline stage; "
-                    "compute the loss from what the layers return"
+                    "compute the loss from the outputs of the layers"
                 )
                 self.failure = _Failure(reason, unknown.sources)
 

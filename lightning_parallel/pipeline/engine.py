@@ -166,8 +166,8 @@ class PipelineEngine:
         plan.check_fits(module, group.size)
         if group.is_ordered and not message_groups and any(group.rank in way[:2] for way in plan.schedule.channels):
             raise ValueError(
-                "the pipeline group carries its messages one after the other, so that stages would wait for each other "
-                "in a circle; pass `message_groups`, a group of two for each channel of the schedule"
+                "The pipeline group carries its messages one after the other: stages would wait for each other in a"
+                " circle. Pass `message_groups`, a group of two ranks for each channel of the schedule"
             )
         self.module = module
         self.plan = plan

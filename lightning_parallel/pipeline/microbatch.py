@@ -198,9 +198,9 @@ def num_samples(batch: Any) -> int:
     wrong = [f"{_quote(other)} has {size}" for other, size in sizes.items() if size != samples]
     if wrong:
         raise ValueError(
-            f"expected all tensors of a batch to have the same number of samples in dimension 0, but {_quote(key)} has "
-            f"{samples} and {', '.join(wrong)}; leave shared tensors out of the batch or give a `split_batch` function."
-            f"{split_lists(batch)}"
+            "All tensors of a batch must have the same number of samples in dimension 0; got a batch where"
+            f" {_quote(key)} has {samples} and {', '.join(wrong)}. Leave shared tensors out of the batch, or give a"
+            f" `split_batch` function.{split_lists(batch)}"
         )
     return samples
 
@@ -402,14 +402,15 @@ class Merging:
     def refuse(self, key: str, values: Sequence[Any]) -> None:
         """Raise a ValueError if what microbatches give has to become what one process gives, and does not."""
         if self.is_strict and rule_of(self.rules, key):
-            what = f"what the step returns{key.removeprefix(RETURNED)}" if key.startswith(RETURNED) else f"`self.{key}`"
+            at = key.removeprefix(RETURNED)
+            what = f"The result of the step{f' at {at}' if at else ''}" if key.startswith(RETURNED) else f"`self.{key}`"
             found = ", ".join(
                 f"shape {tuple(each.shape)}" if isinstance(each, (Tensor, np.ndarray)) else f"{each!r:.40}"
                 for each in values
             )
             raise ValueError(
-                f"expected {what} to be of one kind in all microbatches of a batch, as in the self-check, but found"
-                f" {found}: they do not become what one process has. Set `num_microbatches=1`"
+                f"{what} must be of one kind in all microbatches of a batch, as in the self-check; got {found}."
+                " These values cannot be merged into the value of one process. Set `num_microbatches=1`"
             )
 
 
@@ -711,9 +712,9 @@ class LeftOutCache:
 
     def _refuse(self) -> NoReturn:
         raise AttributeError(
-            f"the step returned a cache under `{self.key}`, of which each rank holds a part, so that hooks cannot read"
-            " it. Expected hooks to read the loss, logits or hidden states. Return what you need of the cache as"
-            " tensors, or call the model with `use_cache=False`"
+            f"The step returned a cache under `{self.key}`. Each rank holds a part of the cache, so hooks cannot read"
+            " it. Hooks can read the loss, logits or hidden states. Return the needed parts of the cache as tensors, or"
+            " call the model with `use_cache=False`"
         )
 
 

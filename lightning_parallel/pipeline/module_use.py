@@ -171,7 +171,7 @@ class _UseTracer:
         if self.in_order and index in self.called:
             raise CutError(
                 f"`{call.site.name}` is called again after `{self.stack.names[self.position]}`, and not with all "
-                "layers of its entry in their container; put what is called together into one module"
+                "layers of its entry in their container. Put layers that are called together into one module"
             )
         if self.in_order and self.called and index < self.position:
             raise CutError(

@@ -381,9 +381,10 @@ class ScheduleRun:
         names = self.model.plan.layers
         if (layout.line, layout.index, layout.positions) != (line := line_of_step(), index, tuple(positions)):
             raise RuntimeError(
-                f"at {action} this stage enters at `{names[index]}` in {line} and lacks the arguments {positions}, but "
-                f"was sent {list(layout.positions)} for `{names[layout.index]}` in {layout.line}: the step does not do "
-                "the same on every stage. Does it depend on the rank, time, or random numbers drawn before the layers?"
+                f"At {action} this stage enters at `{names[index]}` in {line} and lacks the arguments {positions}. "
+                f"It received {list(layout.positions)} for `{names[layout.index]}` in {layout.line}: the step does not "
+                "do the same on every stage. Does the step depend on the rank, the time, or random numbers drawn "
+                "before the layers?"
             )
         for placeholder, spec in zip(lacking, layout.tensors):
             self._check_shape(action, placeholder, spec)
@@ -392,9 +393,9 @@ class ScheduleRun:
         shape, dtype = placeholder.signature
         if (tuple(shape), dtype) != (spec.shape, spec.dtype):
             raise RuntimeError(
-                f"at {action} this stage expected {tuple(shape)} {dtype} from {placeholder.provenance}, "
-                f"got {spec.shape} {spec.dtype}: its shape depends on the data, so that stages before and after "
-                "the cut disagree"
+                f"At {action} the tensor from {placeholder.provenance} must be {tuple(shape)} {dtype}; got "
+                f"{spec.shape} {spec.dtype}. Its shape depends on the data, so that stages before and after the split "
+                "point disagree"
             )
 
     def _keep_result(self, microbatch: int, state: _MicrobatchState, result: Any) -> None:
@@ -402,8 +403,9 @@ class ScheduleRun:
             if missing(leaf):
                 is_parameter = leaf.provenance.startswith("the parameter `")
                 raise PlaceholderError(
-                    f"the step returns {leaf.provenance}, which is on an earlier pipeline stage; return or compute the "
-                    f"loss from what the layers return{f'. {PARAMETERS_ELSEWHERE}' if is_parameter else ''}",
+                    f"The step returns {leaf.provenance}, which is on an earlier pipeline stage. Return the outputs of "
+                    "the layers, or compute the loss from these outputs"
+                    f"{f'. {PARAMETERS_ELSEWHERE}' if is_parameter else ''}",
                     [leaf],
                 )
         if self.training:

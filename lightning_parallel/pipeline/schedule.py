@@ -441,7 +441,7 @@ def _alternating(
     """Build the 1F1B family: some forwards ahead, then one forward and one backward, alternating."""
     if warmup < 1 or (virtual_stages > 1 and warmup > 2):
         allowed = "at least 1" if virtual_stages == 1 else "from 1 to 2 with several stages on a rank"
-        raise ValueError(f"expected `warmup` {allowed}, outside of which ranks wait for each other, got {warmup}")
+        raise ValueError(f"`warmup` must be {allowed}; got {warmup}, with which ranks wait for each other")
     stage_ranks = tuple(range(num_ranks)) * virtual_stages
     groups = _groups(num_ranks, num_microbatches)
     rows = []

@@ -197,10 +197,11 @@ class StageForward:
             return self.skips.call(call, self._infer)
         if not call.site.present:
             raise CutError(
-                f"`{call.site.name}` is called after the first layer of pipeline stage {self.stage}, which does not"
-                " hold it: the first step called it before the layers, or not at all, as a moving average. Call it at"
-                " the same place in every step, or outside of steps; where it is the largest part of the model,"
-                " as an LSTM, there is little to cut, and TensorParallelStrategy or plain data parallelism fits better"
+                f"`{call.site.name}` is called after the first layer of pipeline stage {self.stage}, and this stage"
+                " does not hold it. The first step called it before the layers, or not at all (as a moving average)."
+                f" Call `{call.site.name}` at the same place in every step, or between steps. If it is the largest part"
+                " of the model, such as an LSTM, use `TensorParallelStrategy` or plain data parallelism: a pipeline has"
+                " little to split there"
             )
         arguments = reveal(call.args), reveal(call.kwargs)
         _require_data(call.site.name, arguments)
@@ -607,8 +608,8 @@ class PipelineStages:
                 continue
             reason = f" The step could not be followed to its end before the first batch ({self.plan.stopped})."
             raise PlaceholderError(
-                f"the loss is computed with the parameter `{name}` outside of its module, which was not so before the"
-                " first batch: this stage may lack parameters of others in the same term."
+                f"The loss uses the parameter `{name}` outside its module, but did not do so before the first batch."
+                " This stage may lack parameters of other stages in the same term."
                 f"{reason if self.plan.stopped else ''} {PARAMETERS_ELSEWHERE}"
             )
 

@@ -71,7 +71,8 @@ def require_known(value: Any, name: str) -> None:
     for leaf in pytree.tree_leaves(value):
         if isinstance(leaf, UnknownValue) or missing(leaf):
             raise PlaceholderError(
-                f"{name} is made of {leaf.provenance}, which is on an earlier pipeline stage: the last stage, where a "
-                "step ends, does not know it. Make it of what the layers return, or pass it through them",
+                f"{name} is made of {leaf.provenance}, which is on an earlier pipeline stage. The last stage, where a "
+                "step ends, does not know this value. Make it of the outputs of the layers, or pass it through the "
+                "layers",
                 [leaf],
             )

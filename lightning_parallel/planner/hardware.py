@@ -134,7 +134,7 @@ def device_named(name: str) -> Device:
     for known, device in DEVICES.items():
         if known.lower() == wanted:
             return device
-    raise ValueError(f"expected one of {', '.join(DEVICES)}, or `cpu` for this machine's cores, got `{name}`")
+    raise ValueError(f"The device must be one of {', '.join(DEVICES)}, or `cpu` for this machine's cores; got `{name}`")
 
 
 def device_here(device: torch.device) -> Device | None:
@@ -151,7 +151,7 @@ def device_here(device: torch.device) -> Device | None:
     if words.startswith("nvidia-geforce-rtx"):
         fitting = [known for known in DEVICES if known.lower() in words]
     if not fitting:
-        raise ValueError(f"`{properties.name}` is not in the table of devices: {', '.join(DEVICES)}")
+        raise ValueError(f"The device must be one of {', '.join(DEVICES)}; got `{properties.name}`")
     known = DEVICES[fitting[0]]
     # Of its variant: cards of one name on PCIe and on NVLink differ.
     flops = data_sheet_flops(properties.name) or known.flops
@@ -267,10 +267,12 @@ class Cluster:
 
     def __post_init__(self) -> None:
         if self.num_devices < 1 or self.per_node < 1:
-            raise ValueError(f"expected at least one device, got {self.num_devices} with {self.per_node} per node")
+            raise ValueError(
+                f"`num_devices` and `per_node` must be at least 1; got {self.num_devices} and {self.per_node}"
+            )
         if self.num_devices > self.per_node and self.num_devices % self.per_node:
             raise ValueError(
-                f"expected nodes with as many devices each, got {self.num_devices} with {self.per_node} per node"
+                f"All nodes must have the same number of devices; got {self.num_devices} with {self.per_node} per node"
             )
         if not self.memory_bytes:
             shared = min(self.per_node, self.num_devices) if self.cores is not None else 1

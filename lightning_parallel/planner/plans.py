@@ -79,18 +79,18 @@ class LayoutPlan:
         if self.possible:
             return ""
         cluster = self.cluster
-        remedy = "see what each of them lacks"
+        remedy = "see the reason of each layout"
         over = [layout for layout in self.layouts if layout.memory.total > cluster.memory_bytes]
         if over:
             least = min(over, key=lambda layout: layout.memory.total)
             remedy = (
                 f"`{least.name}` lacks least, {bytes_text(least.memory.total - cluster.memory_bytes)} of"
-                f" {bytes_text(least.memory.total)} on a rank: take more devices or larger ones, smaller batches, or a"
-                " smaller precision"
+                f" {bytes_text(least.memory.total)} on a rank. Take more devices, larger devices, smaller"
+                " batches, or a smaller precision"
             )
         return (
-            f"expected a layout of {cluster.num_devices} x {cluster.device.name} that can run `{self.model}`, found"
-            f" none among {len(self.layouts)}; {remedy}"
+            f"No layout of {cluster.num_devices} x {cluster.device.name} can run `{self.model}`, of"
+            f" {len(self.layouts)} layouts tried; {remedy}"
         )
 
     def to_dict(self) -> dict[str, Any]:
@@ -150,9 +150,9 @@ def plan(
             has no samples, or a step no batches.
     """
     if global_batch is not None and global_batch < 1:
-        raise ValueError(f"expected a global batch of at least one sample, got {global_batch}")
+        raise ValueError(f"`global_batch` must be at least 1 sample; got {global_batch}")
     if accumulated < 1:
-        raise ValueError(f"expected at least one batch in an optimizer step, got {accumulated}")
+        raise ValueError(f"`accumulated` must be at least 1 batch in an optimizer step; got {accumulated}")
     if layers != "auto":
         LayerStack.at(module, layers)
     options: dict[str, Any] = {"step": step, "precision": precision, "plan": tensor_plan, "layers": layers}
@@ -201,7 +201,7 @@ def _check_step(rehearsal: Rehearsal, module: nn.Module) -> None:
             f"the step of `{_name(module)}` cannot be run on the batch: {type(error).__name__}: {error}"
         ) from error
     if rehearsal.samples < 1:
-        raise ValueError("expected a batch of at least one sample to plan by, got none")
+        raise ValueError("The batch to plan by must hold at least 1 sample; got none")
 
 
 def _search(search: LayoutSearch, cluster: Cluster) -> tuple[Layout, ...]:

@@ -212,7 +212,7 @@ class Rehearsal:
         measured: bool = False,
     ) -> None:
         if precision not in PRECISIONS:
-            raise ValueError(f"expected `precision` to be one of {', '.join(PRECISIONS)}, got {precision!r}")
+            raise ValueError(f"`precision` must be one of {', '.join(PRECISIONS)}; got {precision!r}")
         self.module = module
         self.batch = batch
         self.cluster = cluster

@@ -259,7 +259,7 @@ def test_table_and_logger(group):
 
 def test_strategy_without_compression_is_refused():
     trainer = trainer_for(SingleDeviceStrategy("cpu"), callbacks=[CompressionMonitor()])
-    with pytest.raises(ValueError, match="expected a strategy with `compression`"):
+    with pytest.raises(ValueError, match="needs a strategy with `compression`"):
         trainer.fit(Net().double(), loader())
 
 

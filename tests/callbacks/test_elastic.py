@@ -106,7 +106,7 @@ def test_learning_rates_are_scaled_by_one_callback(tmp_path):
 def test_batches_of_a_batch_sampler_cannot_be_divided_anew(tmp_path):
     options = {"strategy": "ddp", "folder": tmp_path, "batch_size": 2, "loader": _batches_of_sampler}
     run(_train, 2, **options, interrupt=5)
-    with pytest.raises(ValueError, match="the interrupted run had 2 replicas, this one has 1"):
+    with pytest.raises(ValueError, match="The interrupted run had 2 replicas, and this run has 1"):
         _train(**options | {"strategy": "one"})
     with pytest.raises(RankError, match="the interrupted run read its training data by .'batches'., this one by"):
         run(_train, 2, **options | {"loader": None})

@@ -94,7 +94,7 @@ def test_a_run_may_be_too_short_to_tell_anything(tmp_path, options):
 
 @pytest.mark.parametrize("options", [{"every_n_steps": 0}, {"warmup_steps": -1}])
 def test_numbers_of_steps_are_checked(options):
-    with pytest.raises(ValueError, match="expected every_n_steps >= 1 and warmup_steps >= 0"):
+    with pytest.raises(ValueError, match="`every_n_steps` must be at least 1, and `warmup_steps` at least 0; got"):
         StepBreakdown(**options)
 
 

@@ -100,5 +100,5 @@ def test_without_it_the_weights_are_lost_and_nothing_is_sent(group):
 
 
 def test_an_unknown_action_is_refused():
-    with pytest.raises(ValueError, match="must be one of 'ignore', 'skip', 'stop', 'raise', got 'log'"):
+    with pytest.raises(ValueError, match="must be one of 'ignore', 'skip', 'stop', 'raise'; got 'log'"):
         NonFiniteGuard("log")

@@ -286,7 +286,7 @@ def refuse(folder):
     for given in ([ProfileReport(f"{folder}/file/a")], [StepBreakdown(), StepBreakdown(dirpath=f"{folder}/file")]):
         trainer = trainer_for(TensorParallelStrategy(tensor_parallel_size=size), size, callbacks=given)
         module = Net(hidden=16).double()
-        with pytest.raises((ValueError, RuntimeError), match="expected a folder that can be written to"):
+        with pytest.raises((ValueError, RuntimeError), match="folder for profiles must be writable"):
             trainer.fit(module, loader())
         given[-1].dirpath = f"{folder}/good"
         trainer.fit(module, loader())

@@ -140,9 +140,9 @@ def test_a_link_that_is_there_already_leads_nowhere(profile, tmp_path):
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["{}/nothing"], "expected the folder of a profiled run"),
-        (["{}", "{}", "{}"], "one run, or two to compare"),
-        (["{}", "--output", "a.html"], "--output names"),
+        (["{}/nothing"], "The folder of a profiled run must hold"),
+        (["{}", "{}", "{}"], "one run, or two runs to compare"),
+        (["{}", "--output", "a.html"], "`--output` names"),
     ],
 )
 def test_mistakes_are_explained(tmp_path, capsys, words, message):

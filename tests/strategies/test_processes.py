@@ -173,7 +173,5 @@ def test_a_trainer_that_counts_other_processes_than_are_connected_is_refused(gro
     """As in Ray Train without its environment: each worker would train alone."""
     os.environ.update(LOCAL_RANK=str(group.rank), NODE_RANK="0", WORLD_SIZE="1")
     trainer = trainer_for(TensorParallelStrategy())
-    with pytest.raises(
-        ValueError, match="connects 2 processes, but the Trainer counts 1 by its `LightningEnvironment`"
-    ):
+    with pytest.raises(ValueError, match="of `torch.distributed`, 2; got 1 by its `LightningEnvironment`"):
         trainer.fit(Net().double(), loader())

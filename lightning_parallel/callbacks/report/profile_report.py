@@ -137,9 +137,9 @@ def read_report(path: Path) -> tuple[Path, dict[str, Any]]:
         if file.is_file():
             report = read_json(file)
             if not isinstance(report, dict) or report.get("version") != VERSION or not _is_run(report.get("run")):
-                raise ValueError(f"expected a report of version {VERSION} in {file}, as `ProfileReport` writes it")
+                raise ValueError(f"{file} must hold a report of `ProfileReport`, of version {VERSION}")
             return folder, report
-    raise ValueError(f"expected the folder of a profiled run, with `{REPORT}` or `profile/{REPORT}`, got {path}")
+    raise ValueError(f"The folder of a profiled run must hold `{REPORT}` or `profile/{REPORT}`; got {path}")
 
 
 def _is_run(run: Any) -> bool:
@@ -156,9 +156,7 @@ def reading_report(path: Path) -> Iterator[None]:
         if isinstance(error, ValueError) and str(path) in str(error):
             raise
         what = f"{type(error).__name__}: {error}"
-        raise ValueError(
-            f"expected in {path} a report as `ProfileReport` writes it, found other values: {what}"
-        ) from error
+        raise ValueError(f"{path} must hold a report of `ProfileReport`; got other values: {what}") from error
 
 
 def rebuild(path: Path, kineto: Sequence[Path] = ()) -> Path:
@@ -278,7 +276,7 @@ class ProfileReport(MeasuringCallback):
         show_diagnosis: bool = True,
     ) -> None:
         if trace_steps < 0:
-            raise ValueError(f"expected trace_steps >= 0, got {trace_steps}")
+            raise ValueError(f"`trace_steps` must be at least 0; got {trace_steps}")
         super().__init__(every_n_steps, warmup_steps, dirpath, show_table=False)
         self.trace_steps = trace_steps
         self.show_diagnosis = show_diagnosis

@@ -305,7 +305,7 @@ def add_kineto(trace: dict[str, Any], kineto: Mapping[str, Any], rank: int | Non
     if rank is None and len(clocks) == 1:
         (rank,) = clocks
     if rank not in clocks:
-        raise ValueError(f"expected a profile of one of the ranks {sorted(clocks)}, got one of rank {rank}")
+        raise ValueError(f"The profile must be of one of the ranks {sorted(clocks)}; got rank {rank}")
     clock = clocks[rank]
     # The profiler's times are Unix time since its base; ours are rank 0's `perf_counter_ns` since the origin.
     shift_ns = kineto.get("baseTimeNanoseconds", 0) - clock["unix_ns"] + clock["offset_ns"]
@@ -345,7 +345,7 @@ def read_trace(path: Path) -> dict[str, Any]:
     """
     trace = read_json(path)
     if not isinstance(trace, dict) or "traceEvents" not in trace:
-        raise ValueError(f"expected a trace with `traceEvents` in {path}")
+        raise ValueError(f"{path} must hold a trace with `traceEvents`")
     return trace
 
 
@@ -364,4 +364,4 @@ def read_json(path: Path) -> Any:
                 raise ValueError(f"it holds more than {_MOST_INFLATED} times its size")
             return json.loads(content)
     except (ValueError, RecursionError, gzip.BadGzipFile, EOFError, zlib.error) as error:
-        raise ValueError(f"expected JSON, compressed if its name ends in .gz, in {path}: {error}") from error
+        raise ValueError(f"{path} must hold JSON, compressed if its name ends in .gz: {error}") from error
