@@ -202,19 +202,20 @@ class CompressedDeepSpeedStrategy(SavesCompression, DeepSpeedStrategy):
         own = self.config.get("communication_data_type")
         if self.compression is not None and stage == 3:
             raise ValueError(
-                "expected ZeRO 0, 1 or 2 with `compression`, found stage 3: no rank has the mean of a whole gradient, "
-                "as low-rank methods, top-k and error feedback need. Use stage=2, or compression=None with "
-                "`communication_data_type` or `quantized_gradients`, which are DeepSpeed's own."
+                "`compression` needs ZeRO stage 0, 1 or 2; got stage 3. There no rank has the mean of a full gradient,"
+                " which low-rank methods, top-k and error feedback need. Use stage=2, or compression=None with"
+                " DeepSpeed's own `communication_data_type` or `quantized_gradients`."
             )
         if self.compression is not None and own is not None:
             raise ValueError(
-                f"expected `compression` or DeepSpeed's own `communication_data_type`, found both ({own}): the "
-                f"compressor says what is sent. Use `... | Cast('{own}')` or leave one of them out."
+                "`compression` and DeepSpeed's own `communication_data_type` must not be set together; got both"
+                f" ({own}). The compressor sets the type of the values that are sent. Use `... | Cast('{own}')` or"
+                " leave one of them out."
             )
         if self._quantized and stage != 3:
             raise ValueError(
-                f"DeepSpeed sends gradients in 4 bits under ZeRO 3 only, found stage {stage}. "
-                "Use `compression=Quantize(4)` there."
+                f"DeepSpeed sends gradients in 4 bits under ZeRO 3 only; got stage {stage}. Use"
+                " `compression=Quantize(4)` there."
             )
 
     # ------------------------------------------------------------------------------------------------ on CPU
@@ -237,8 +238,8 @@ class CompressedDeepSpeedStrategy(SavesCompression, DeepSpeedStrategy):
         found = get_accelerator().device_name()
         if found != "cpu":
             raise RuntimeError(
-                f"expected DeepSpeed to compute on the CPU, found that it has chosen {found!r}. "
-                "Set DS_ACCELERATOR=cpu in the environment of all processes."
+                f"DeepSpeed must compute on the CPU; it has chosen {found!r}. Set DS_ACCELERATOR=cpu in the environment"
+                " of all processes."
             )
         if self._quantized:
             raise RuntimeError("DeepSpeed has 4-bit gradients on CUDA only; leave out `quantized_gradients`.")
@@ -282,8 +283,8 @@ class CompressedDeepSpeedStrategy(SavesCompression, DeepSpeedStrategy):
             else f"precision={self.precision_plugin.precision!r}"
         )
         raise ValueError(
-            f"expected a device on which DeepSpeed computes in {missing}, as {asked} asks, "
-            f"found {_describe(self.root_device)} without {missing}. Use {instead}."
+            f"DeepSpeed must compute in {missing}, as {asked} asks; the device {_describe(self.root_device)} does not"
+            f" support {missing}. Use {instead}."
         )
 
     def _enables(self, name: Literal["fp16", "bf16"], *precisions: str) -> bool:
@@ -300,8 +301,8 @@ class CompressedDeepSpeedStrategy(SavesCompression, DeepSpeedStrategy):
     def _initialize_deepspeed_train(self, model: nn.Module) -> None:
         if self._stage == 0 and self._enables("fp16"):
             raise ValueError(
-                "expected 16 bits of `float16` with ZeRO 1, 2 or 3, found stage 0: there DeepSpeed 0.19 divides "
-                "gradients by a loss scale that the loss was not multiplied by. Use stage=1 or precision='bf16-mixed'."
+                "`float16` needs ZeRO stage 1, 2 or 3; got stage 0. There DeepSpeed 0.19 divides gradients by a loss"
+                " scale, but the loss was not multiplied by it. Use stage=1 or precision='bf16-mixed'."
             )
         super()._initialize_deepspeed_train(model)
         if self._stage > 0 and self.world_size > 1:

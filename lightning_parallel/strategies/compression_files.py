@@ -99,8 +99,8 @@ def is_memory_of(checkpoint: Mapping[str, Any], drifts: bool) -> bool:
     if not is_same:
         found, wanted = ("gradients", "drifts of parameters") if drifts else ("drifts of parameters", "gradients")
         rank_zero_warn(
-            f"The checkpoint has what compressors remember of {found}, and {wanted} are compressed now: what was not"
-            " sent yet is forgotten."
+            f"The checkpoint holds the compressors' memory of {found}, but {wanted} are compressed now. Residuals that"
+            " were not sent yet are lost."
         )
     return is_same
 
@@ -137,7 +137,7 @@ def write_compression(state: Mapping[str, Any], place: Place, path: PathLike, wo
     if failures:
         rank, text = next(iter(failures.items()))
         raise RuntimeError(
-            f"the checkpoint {path} was not saved: rank {rank} cannot write what its compressor remembers beside it"
+            f"the checkpoint {path} was not saved: rank {rank} cannot write the memory of its compressor beside it"
             f" (`state='local'`): {text}"
         )
     places = [list(found) for found in comm.all_gather_object(tuple(place), world)]
@@ -191,7 +191,7 @@ def read_compression(saved: Mapping[str, Any], place: Place, path: PathLike, wor
         is_same_model = {found[1::2] for found in places} == {found[1::2] for found in now}
         ranks = [rank for rank, found in enumerate(places) if found[1::2] == mine] if is_same_model else []
     states: list[dict[str, Any]] = []
-    fault = "" if ranks else "the model is divided otherwise now"
+    fault = "" if ranks else "the model is sharded or split otherwise now"
     try:
         states = [_read(_found_beside(path), saved["key"], rank) for rank in ranks]
     except Exception as error:  # there are many, by what is damaged; alone, it would leave the other ranks waiting
@@ -199,8 +199,8 @@ def read_compression(saved: Mapping[str, Any], place: Place, path: PathLike, wor
     faults = [found for found in comm.all_gather_object(fault, world) if found]
     if faults:
         rank_zero_warn(
-            f"The checkpoint {path} refers to the compressors' memory in {state_beside(path)}, but {faults[0]}: what"
-            " was not sent yet is forgotten."
+            f"The checkpoint {path} refers to the compressors' memory in {state_beside(path)}, but {faults[0]}."
+            " Residuals that were not sent yet are lost."
         )
         return None
     return states[0] if places == now else _stacked(_of_replicas([places[rank] for rank in ranks], states))
@@ -214,7 +214,9 @@ def _checked_places(saved: Mapping[str, Any], path: PathLike) -> list[Place]:
     except (KeyError, TypeError):
         is_right = False
     if not is_right or not is_file_name(saved.get("key")):
-        raise ValueError(f"the checkpoint {path} is damaged: what it says of the compressors' files is none of ours")
+        raise ValueError(
+            f"the checkpoint {path} is damaged: its entry about the compressors' files has an unknown form"
+        )
     return places
 
 
@@ -232,7 +234,7 @@ def _read(folder: str, key: str, rank: int) -> dict[str, Any]:
         state: dict[str, Any] = torch.load(file, map_location="cpu", weights_only=True)
     found = state.pop("key"), state.pop("rank")
     if found != (key, rank):
-        raise ValueError(f"expected the state of rank {rank} of save {key} in {source}, found {found}")
+        raise ValueError(f"{source} must hold the state of rank {rank} of save {key}; got {found}")
     return state
 
 

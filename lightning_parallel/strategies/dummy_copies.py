@@ -162,11 +162,11 @@ def take_out_dummies(
     if left is not None:
         name, line = left
         raise ValueError(
-            f"`{type(module).__name__}.configure_optimizers` keeps what was made of `{name}`, which is on another"
-            f" pipeline stage{f': {line}' if line else ''}. Expected copies of parameters in lists or dicts that follow"
-            " the parameters, or in the optimizer's `state`; found one that is held elsewhere, or joined with others."
-            " While optimizers are made, such parameters have a shape and no values. Make the copies in the first"
-            " `step`, or use TensorParallelStrategy"
+            f"`{type(module).__name__}.configure_optimizers` keeps a tensor made of `{name}`, which is on another"
+            f" pipeline stage{f': {line}' if line else ''}. This tensor is held in an unknown place, or is joined with"
+            " other tensors. While optimizers are made, such parameters have a shape and no values. Keep copies of"
+            " parameters in lists or dicts that follow the parameters, or in the optimizer's `state`. Or make the"
+            " copies in the first `step`, or use TensorParallelStrategy"
         )
 
 

@@ -182,8 +182,8 @@ class MeshCompression:
             self.means.load_state_dict(mine, self.groups.data_parallel)
             return
         rank_zero_warn(
-            f"The checkpoint's compression state is that of {saved[0]} pipeline x {saved[1]} tensor ranks per replica, "
-            f"there are {' x '.join(map(str, self._sizes))} now: what was not sent yet is forgotten."
+            f"The checkpoint holds compression state of {saved[0]} pipeline x {saved[1]} tensor ranks per replica;"
+            f" there are {' x '.join(map(str, self._sizes))} now. Residuals that were not sent yet are lost."
         )
         # Residuals belong to shards that no longer exist. The step goes on: it decides what warm-up and schedules do.
         self.reducer.step = int(state["step"])

@@ -97,7 +97,9 @@ class MessageOrder:
             RuntimeError: If they do not come, or are somewhere else.
         """
         if self._is_paused:
-            raise RuntimeError(f"the step calls a sharded layer outside of the whole model (`{operation}`)")
+            raise RuntimeError(
+                f"the step calls a sharded layer outside the full model (`{operation}`); call it through the model"
+            )
         if not self._block:
             self._meet(_hook(), WAIT_S)
             return

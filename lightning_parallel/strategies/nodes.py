@@ -29,7 +29,9 @@ def check_hierarchical(value: Hierarchical, compression: Optional[Reducer]) -> N
     if not isinstance(value, bool):
         check_integer("hierarchical", value, least=2)
     if value and compression is None:
-        raise ValueError("`hierarchical` divides compression among the replicas of a node: give `compression`, too")
+        raise ValueError(
+            "`hierarchical` needs `compression`, which it divides among the replicas of a node; give `compression`"
+        )
 
 
 def hosts_of(world: Group, node_rank: int) -> dict[int, str]:
@@ -50,8 +52,8 @@ def between_nodes(
     """Return what compresses by `reducer` between `nodes`; say so where that is of no use."""
     if nodes.across.size == 1:
         rank_zero_warn(
-            f"`hierarchical` has nothing to compress: all {nodes.whole.size} replicas are on one node, where gradients"
-            " are averaged as they are."
+            f"`hierarchical` has nothing to compress: all {nodes.whole.size} replicas are on one node. Inside a node,"
+            " gradients are averaged without compression."
         )
     elif nodes.inside.size == 1:
         rank_zero_warn("`hierarchical` has nothing to divide: each node has one replica.")

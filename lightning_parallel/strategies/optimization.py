@@ -219,9 +219,8 @@ def check_sliced(optimizers: Sequence[Optimizer], replicas: int) -> None:
             verdict = not _is_known_to_need_whole_tensors(optimizer) and _is_same(optimizer, group, (_slices,))
             if verdict is None:
                 raise ValueError(
-                    f"`{name}` could not be tried on a small problem, since no other one can be made by its"
-                    f" constructor: whether it can update a slice of each parameter, 1 of {replicas}, is not known."
-                    f" {way_out}"
+                    f"`{name}` could not be tried on a small problem: its constructor cannot make another one. So it is"
+                    f" not known whether it can update a slice of each parameter (1 of {replicas}). {way_out}"
                 )
             if not verdict:
                 raise ValueError(
@@ -232,14 +231,14 @@ def check_sliced(optimizers: Sequence[Optimizer], replicas: int) -> None:
             if kept:
                 raise ValueError(
                     f"`{name}` keeps tensors in `{kept}`, but with `zero_stage` each of {replicas} replicas updates a"
-                    " slice of every parameter. Expected what belongs to a parameter in the optimizer's `state`, which"
-                    f" is cut into slices, too. {way_out}"
+                    " slice of every parameter. Keep tensors of a parameter in the optimizer's `state`, which is"
+                    f" sharded into slices as well. {way_out}"
                 )
             key = _unlike_parameter(optimizer, group)
             if key is not None:
                 raise ValueError(
-                    f"`{name}` keeps `{key}`, which has neither the parameter's shape nor one element, so that the"
-                    f" slices of {replicas} replicas cannot be merged into a checkpoint. {way_out}"
+                    f"`{name}` keeps `{key}`, which has neither the parameter's shape nor one element. So the slices of"
+                    f" {replicas} replicas cannot be merged into a checkpoint. {way_out}"
                 )
 
 
@@ -297,16 +296,17 @@ def _check_sharded(optimizers: Sequence[Optimizer], names: Mapping[int, str], ru
             elif not verdict:
                 raise ValueError(
                     f"`{type(optimizer).__name__}` computes with whole tensors, but `{sharded[0]}` and"
-                    f" {len(sharded) - 1} other parameters are divided over tensor-parallel ranks. Use"
-                    " `lightning_parallel.LARS` or `LAMB`, which take norms over all parts, or an elementwise optimizer"
-                    " (SGD, Adam, AdamW, ...) for them, or keep them whole with `tensor_plan={'...': 'replicate'}`"
+                    f" {len(sharded) - 1} other parameters are sharded over tensor-parallel ranks. Use"
+                    " `lightning_parallel.LARS` or `LAMB`, which take norms over all parts. Or use an elementwise"
+                    " optimizer (SGD, Adam, AdamW, ...) for them, or keep them replicated with"
+                    " `tensor_plan={'...': 'replicate'}`"
                 )
             key = _unlike_parameter(optimizer, group)
             if key is not None:
                 raise ValueError(
                     f"`{type(optimizer).__name__}` keeps `{key}`, which has neither the parameter's shape nor one"
-                    f" element, so that the parts of `{sharded[0]}` and others on other ranks cannot be merged"
-                    " into a checkpoint. Use another optimizer for them, or keep them whole with"
+                    f" element. So the parts of `{sharded[0]}` and other parameters on other ranks cannot be merged"
+                    " into a checkpoint. Use another optimizer for them, or keep them replicated with"
                     " `tensor_plan={'...': 'replicate'}`"
                 )
 
@@ -321,8 +321,8 @@ def _check_staged(optimizers: Sequence[Optimizer]) -> None:
             verdict = False if isinstance(optimizer, LBFGS) else _is_tensorwise(optimizer, group)
             if verdict is False:
                 raise ValueError(
-                    f"`{type(optimizer).__name__}` computes with all parameters at once, which are on several pipeline"
-                    " stages; use one that treats each parameter by itself (SGD, Adam, AdamW, ...)"
+                    f"`{type(optimizer).__name__}` computes with all parameters at once, but they are on several"
+                    " pipeline stages; use an optimizer that treats each parameter by itself (SGD, Adam, AdamW, ...)"
                 )
             if verdict is None:
                 _tell_untried(optimizer, "each parameter by itself")
@@ -353,18 +353,16 @@ def _tell_untried(optimizer: Optimizer, expected: str) -> None:
             gradients.
     """
     text = (
-        f"`{type(optimizer).__name__}` could not be tried on a small problem, since no other one can be made by its"
-        " constructor."
+        f"`{type(optimizer).__name__}` could not be tried on a small problem: its constructor cannot make another one."
     )
     if others := [method.__name__ for method in _other_steps(optimizer)]:
         raise ValueError(
-            f"{text} Expected an optimizer that computes with {expected}; found further steps ({', '.join(others)}),"
-            " as of a SAM. Give it a constructor that takes `(params, lr=..., ...)` and keeps each argument as an"
-            " option of its groups or as an attribute of that name. Otherwise use an optimizer of torch, or replicas"
-            " only"
+            f"{text} The optimizer must compute with {expected}; it has further steps ({', '.join(others)}), like a"
+            " SAM. Give it a constructor that takes `(params, lr=..., ...)`. Each argument must stay an option of its"
+            " groups or an attribute of that name. Otherwise use an optimizer of torch, or replicas only"
         )
     rank_zero_warn(
-        f"{text} Make sure that it computes with {expected}; otherwise it trains something else than one process"
+        f"{text} Make sure that it computes with {expected}; otherwise its training differs from one process"
     )
 
 

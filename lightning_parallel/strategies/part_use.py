@@ -337,8 +337,8 @@ class GatheredMode(torch.overrides.TorchFunctionMode):
             part = self._parts.gathered(tensor) if isinstance(tensor, Tensor) else None
             if part is not None:
                 raise RuntimeError(
-                    f"the step writes (`{name}`) {GATHERED} {part.label}, which is {part.why}. What is written there is"
-                    " lost. Write into `parameters()` and `buffers()`, of which each rank has its part"
+                    f"the step writes (`{name}`) {GATHERED} {part.label}, which is {part.why}. This write is lost."
+                    " Write into `parameters()` and `buffers()`, of which each rank has its part"
                 )
         return func(*args, **kwargs)
 

@@ -100,7 +100,7 @@ class PipelineSteps:
             RuntimeError: Before `bind`.
         """
         if self._engine is None:
-            raise RuntimeError("the module has not been cut into stages yet")
+            raise RuntimeError("the module has not been split into stages yet")
         return self._engine
 
     def bind(self, engine: PipelineEngine, patches: Patches) -> None:
@@ -292,8 +292,8 @@ class PipelineSteps:
         reason = next(filter(None, comm.all_gather_object(failure and str(failure), self.engine.seed_group)), None)
         if reason is not None:
             rank_zero_warn(
-                f"`{name}` is not run in pipeline stages: {reason}. Every rank runs it instead, on the whole model, of"
-                " which it fetches one parameter after the other from the rank that holds it"
+                f"`{name}` is not run in pipeline stages: {reason}. Every rank runs it on the full model instead. It"
+                " fetches one parameter after the other from the rank that holds it"
             )
             self._skips[kind] = None
         return self._skips[kind]
@@ -523,10 +523,10 @@ class _GradientsRead(TorchFunctionMode):
     ) -> Any:
         if func == _GET_GRADIENT and isinstance(args[0], nn.Parameter):
             raise RuntimeError(
-                f"the step reads the gradient of a parameter in {innermost_users_line()}. Expected a step that reads"
-                " none: in one process it is that of the step before. In a pipeline microbatches add to it, on the"
-                " stage that holds the parameter. Read gradients in `on_before_optimizer_step`, keep what the step"
-                " needs, or use TensorParallelStrategy"
+                f"the step reads the gradient of a parameter in {innermost_users_line()}. A step in a pipeline must"
+                " read no gradient. In one process it is the gradient of the step before; in a pipeline, microbatches"
+                " add to it on the stage that holds the parameter. Read gradients in `on_before_optimizer_step` and"
+                " keep the values for the step, or use TensorParallelStrategy"
             )
         return func(*args, **(kwargs or {}))
 

@@ -528,10 +528,10 @@ class MeshProcesses(SavesFiles):
         if len(set(contents)) > 1:
             different = [str(rank) for rank, other in zip(replica.ranks, contents) if other != contents[0]]
             raise ValueError(
-                f"the ranks {list(replica.ranks)} hold one replica and must get the same batches, but at {place}"
-                f" rank {', '.join(different)} differs from rank {replica.ranks[0]} in what it has read. Shard data by"
-                " the data-parallel coordinate (`trainer.strategy.distributed_sampler_kwargs`), not by the global rank,"
-                " and use the same seed and the same files on every rank"
+                f"the ranks {list(replica.ranks)} hold one replica and must get the same batches, but at {place} the"
+                f" data of rank {', '.join(different)} differ from the data of rank {replica.ranks[0]}. Shard data by"
+                " the data-parallel coordinate (`trainer.strategy.distributed_sampler_kwargs`), not by the global"
+                " rank. Use the same seed and the same files on every rank"
             )
         self._chance.compare([note.split()[2:] for note in notes])
         return "1" in flags

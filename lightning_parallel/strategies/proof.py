@@ -784,7 +784,8 @@ class _Comparison:
         self.ignored = self.ignored | {("attribute", name) for name in pieces}
         if pieces:
             rank_zero_warn(
-                f"the attribute `{min(pieces)}` holds a piece of what it holds in one process, a part per rank"
+                f"on each rank, the attribute `{min(pieces)}` holds only a part of its value in one process. The"
+                " self-check leaves it out"
             )
 
     def _learn_kinds(self, way: Way, whole: WholeRun, divided: DividedRun) -> None:

@@ -167,8 +167,8 @@ def shard_tensors(module: LightningModule, options: TensorOptions, groups: MeshG
         # The full tensors are gone, so that the module cannot be divided another way.
         if state.tensor_ranks != group.ranks:
             raise ValueError(
-                f"this module was divided over the ranks {state.tensor_ranks} by an earlier run and cannot be divided"
-                f" over {group.ranks}; build it anew and load a checkpoint"
+                f"an earlier run sharded this module over the ranks {state.tensor_ranks}, so it cannot be sharded over"
+                f" {group.ranks}; build it anew and load a checkpoint"
             )
         state.order.begin_run()
         return state.sharding
@@ -218,8 +218,8 @@ def cut_stages(
         # The layers of other stages are gone.
         if state.engine.group.ranks != group.ranks:
             raise ValueError(
-                f"this module was cut into stages for the ranks {state.engine.group.ranks} by an earlier run and cannot"
-                f" be run on {group.ranks}; build it anew and load a checkpoint"
+                f"an earlier run split this module into stages for the ranks {state.engine.group.ranks}, so it cannot"
+                f" run on {group.ranks}; build it anew and load a checkpoint"
             )
         return state.engine
     # While the model is whole: checkpoints are written in the order of its names.
@@ -279,9 +279,9 @@ def _check_cut(engine: PipelineEngine) -> None:
         )
     if len(engine.tied) > _MOST_TIED * len(engine.plan.parameters):
         rank_zero_warn(
-            f"{len(engine.tied)} of {len(engine.plan.parameters)} parameters are on several stages, since the step"
-            f" computes with them outside of their layers (`{next(iter(engine.tied))}`, ...). A penalty on all"
-            " parameters belongs into the optimizer (`weight_decay`)"
+            f"{len(engine.tied)} of {len(engine.plan.parameters)} parameters are on several stages: the step computes"
+            f" with them outside their layers (`{next(iter(engine.tied))}`, ...). Put a penalty on all parameters into"
+            " the optimizer (`weight_decay`)"
         )
 
 

@@ -133,8 +133,8 @@ class SharedChance:
         ranks = ", ".join(str(rank) for rank in self._group.ranks)
         if len(set(after_steps)) > 1:
             raise RuntimeError(
-                f"some of the ranks {ranks}, which hold one replica, have drawn random numbers in the last step, and"
-                " the others have not: dropout masks and weights that they share would part. Draw on all of them,"
+                f"some of the ranks {ranks} have drawn random numbers in the last step, and other ranks have not. These"
+                " ranks hold one replica: their dropout masks and shared weights would differ. Draw on all ranks,"
                 " without a condition on the rank (`global_rank`, `is_global_zero`)"
             )
         name = _first_that_differs(comm.all_gather_object(drawn, self._group))
@@ -145,8 +145,8 @@ class SharedChance:
             return
         self._told.add(name)
         rank_zero_warn(
-            f"{name} draws random numbers on some of the ranks {ranks} only, which hold one replica and must draw"
-            f" alike. Their generators are put back to those of the first rank. {_REMEDY}"
+            f"{name} draws random numbers on some of the ranks {ranks} only. These ranks hold one replica and must draw"
+            f" alike. Their generators are set to the state of the first rank. {_REMEDY}"
         )
 
     def refuse(self, states: Sequence[str]) -> None:

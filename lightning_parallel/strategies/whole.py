@@ -174,8 +174,8 @@ def divide_again(module: LightningModule, groups: MeshGroups, device: torch.devi
         return
     if any(whole and not usable for whole, usable in views):
         raise ValueError(
-            "the module was changed since the last run, which left it whole on rank zero only, and the other ranks"
-            " still hold their parts of it; build it anew on every rank, or set `gather_after_fit='all'`"
+            "the module was changed since the last run. That run left the full module on rank 0 only; the other ranks"
+            " still hold their parts. Build it anew on every rank, or set `gather_after_fit='all'`"
         )
     _send_parts(module, state, groups, device)
 

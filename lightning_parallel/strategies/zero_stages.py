@@ -45,11 +45,11 @@ def check_zero_stage(stage: Any, compression: Optional[Reducer]) -> None:
         ValueError: If there is no such stage, or it does not go with another argument.
     """
     if isinstance(stage, bool) or stage not in get_args(ZeroStage):
-        raise ValueError(f"`zero_stage` must be 0, 1 or 2, got {stage!r}; to divide parameters, too, use FSDP")
+        raise ValueError(f"`zero_stage` must be 0, 1 or 2, got {stage!r}; to shard the parameters as well, use FSDP")
     if stage == 2 and compression is not None:
         raise ValueError(
-            "`compression` gives every replica the whole mean, of which `zero_stage=2` keeps a slice; use"
-            " `zero_stage=1`, which divides the optimizer's state alone, or no compression"
+            "`compression` gives every replica the full mean gradient, but `zero_stage=2` keeps only a slice of it."
+            " Use `zero_stage=1`, which shards only the optimizer state, or no compression"
         )
 
 
@@ -61,8 +61,8 @@ def refuse_zero_stage(stage: Any) -> None:
     """
     if stage != 0:
         raise ValueError(
-            "LocalSGDStrategy lets each replica take steps of its own, for which it needs the whole optimizer state:"
-            f" `zero_stage` must be 0, got {stage!r}; HybridParallelStrategy divides it"
+            f"`zero_stage` must be 0 with LocalSGDStrategy, got {stage!r}. Each replica takes its own steps and needs"
+            " the full optimizer state. HybridParallelStrategy shards the optimizer state"
         )
 
 
@@ -94,13 +94,13 @@ def _check_gradients_unneeded(module: LightningModule) -> None:
     kind = type(module).__name__
     if not module.automatic_optimization:
         raise ValueError(
-            f"`{kind}` optimizes manually: its gradients may be needed for several steps, but `zero_stage=2` frees them"
+            f"`{kind}` optimizes manually and may need its gradients for several steps, but `zero_stage=2` frees them"
             " after backward. Use `zero_stage=1`"
         )
     if is_overridden("optimizer_zero_grad", module):
         raise ValueError(
-            f"`{kind}` overrides `optimizer_zero_grad`, but with `zero_stage=2` no gradient is left after a step that"
-            " could be kept. Use `zero_stage=1`, and `accumulate_grad_batches` to add up gradients"
+            f"`{kind}` overrides `optimizer_zero_grad`, but `zero_stage=2` keeps no gradient after a step. Use"
+            " `zero_stage=1`, and `accumulate_grad_batches` to add up gradients"
         )
 
 

@@ -42,7 +42,7 @@ STAYS_DIVIDED = {"_AllGatherToGroupBackward", "_ReduceScatterToGroupBackward"}
 LEAF = "torch::autograd::AccumulateGrad"
 RECEIVED = "_ReceivedBackward"  # what a pipeline stage got from the stage before
 _TERMS = 32
-LEAVE_WHOLE = "keep the layers of that region whole with tensor_plan={..., '<their path>': 'replicate'}"
+LEAVE_WHOLE = "keep the layers of that region replicated with tensor_plan={..., '<their path>': 'replicate'}"
 
 
 class StepAudit:
@@ -179,9 +179,9 @@ class StepAudit:
         if inside and known not in self._divided:
             what = "a tensor that requires a gradient (an input?)" if known is None else f"`{known}`"
             raise RuntimeError(
-                f"{name} depends on {what} inside of a region where each rank computes a part only (some heads, hidden"
-                " features, positions), so each rank would have a part of its gradient, and the ranks would drift"
-                f" apart. Use it outside of the region, or {LEAVE_WHOLE}"
+                f"{name} depends on {what} inside a region where each rank computes only a part (some heads, hidden"
+                " features, positions). Each rank would have a part of its gradient, and the ranks would drift apart."
+                f" Use it outside the region, or {LEAVE_WHOLE}"
             )
 
 
@@ -210,9 +210,9 @@ def _divided_before(node: Any, kind: str, inside: bool, name: str, names: Mappin
     if not inside and (kind in DIVIDES or kind in STAYS_DIVIDED or along_sequence) and kind != "_CopyToGroupBackward":
         raise RuntimeError(
             f"{name} depends on an activation of which each rank holds only a piece (hidden features, attention"
-            f" weights; met at {kind.removesuffix('Backward')}{_layer_of(node, kind, names)}), so it would differ from"
-            " that of one process. Let the layer that makes it gather its output: tensor_plan={..., '<its path>':"
-            " 'column_gather'}"
+            f" weights; met at {kind.removesuffix('Backward')}{_layer_of(node, kind, names)}). It would differ from its"
+            " value in one process. Let the layer that makes it gather its output:"
+            " tensor_plan={..., '<its path>': 'column_gather'}"
         )
     if kind == "_ColumnLinearFunctionBackward":
         gradient = node.gradient
@@ -221,10 +221,10 @@ def _divided_before(node: Any, kind: str, inside: bool, name: str, names: Mappin
     if kind in JOINS and not along_sequence:
         if inside:
             raise RuntimeError(
-                f"{name} depends on an activation that is whole on every rank (the output of"
-                f" {kind.removesuffix('Backward')}{_layer_of(node, kind, names)}) inside of a region where each rank"
-                " computes a part only (some heads, hidden features, positions), so its gradient would be a part, too."
-                f" Use it outside of the region, or {LEAVE_WHOLE}"
+                f"{name} depends on a replicated activation (the output of"
+                f" {kind.removesuffix('Backward')}{_layer_of(node, kind, names)}) inside a region where each rank"
+                " computes only a part (some heads, hidden features, positions). Its gradient would be only a part as"
+                f" well. Use it outside the region, or {LEAVE_WHOLE}"
             )
         # The bias of a row-parallel layer is added to the whole output.
         return [True, True, *[False] * (edges - 2)] if kind == "_RowLinearFunctionBackward" else [True] * edges
@@ -241,10 +241,10 @@ def _layer_of(node: Any, kind: str, names: Mapping[int, str]) -> str:
 def _used_outside(parameter: str, name: str) -> str:
     """Return the message about a divided parameter that `name` depends on outside of its layer."""
     return (
-        f"{name} computes with `{parameter}` outside of its layer, but each rank holds only a piece of it or of its"
-        f" gradient, so the result would differ from that of one process. Keep that layer whole with tensor_plan={{...,"
-        f" {parameter.rpartition('.')[0]!r}: 'replicate'}}, or leave what uses the parameter out of the step (the"
-        " optimizer's `weight_decay` stands for a squared norm)"
+        f"{name} computes with `{parameter}` outside its layer, but each rank holds only a piece of it or of its"
+        " gradient. The result would differ from the result of one process. Keep that layer replicated with"
+        f" tensor_plan={{..., {parameter.rpartition('.')[0]!r}: 'replicate'}}, or take this computation out of the step"
+        " (the optimizer's `weight_decay` stands for a squared norm)"
     )
 
 

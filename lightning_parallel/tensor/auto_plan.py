@@ -114,7 +114,7 @@ def _verify_regions(
         if settled is None:
             listed = ", ".join(f"`{name}`: {style}" for name, style in inside.styles.items())
             raise ValueError(
-                f"divided by the tensor-parallel plan, `{path}` computes something else than it did: {listed}. Are the"
+                f"with the tensor-parallel plan, `{path}` computes something else than without it: {listed}. Are the"
                 " layers a pair (`column` then `row`), and is a fused layer given its `Column(parts=...)`?"
             )
         plan.add(path, settled)
@@ -138,11 +138,11 @@ def _check_fused(block: nn.Module, path: str, inside: Plan, explicit: Collection
         out_features = layer_sizes(block.get_submodule(name))[1]
         if out_features > width:
             raise ValueError(
-                f"`{full}` makes {out_features} features for a row-parallel layer that takes {width}, so it is several"
-                f" projections in one, and `{path}` cannot be run with one tensor to find out how they are packed. Say"
-                " so in the tensor-parallel plan: `Column(parts=(size, size, ...))` for one projection after another,"
-                " each by whole heads with `ShardPart(size, head_size)`, `Column(unit=...)` for units that stay"
-                " together, or leave it to 'column_gather' and 'row_split'"
+                f"`{full}` makes {out_features} features for a row-parallel layer that takes {width}: it holds several"
+                f" projections. `{path}` cannot run with one tensor, so their packing is not known. Give it in the"
+                " tensor-parallel plan: `Column(parts=(size, size, ...))` for one projection after another, each by"
+                " whole heads with `ShardPart(size, head_size)`, or `Column(unit=...)` for units that stay together."
+                " Or leave it to 'column_gather' and 'row_split'"
             )
 
 

@@ -33,7 +33,7 @@ class _Divided(PartialModule):
     """First base of the class of every converted module."""
 
     def _what_is_missing(self) -> str:
-        return f"this `{type(self).__name__}` is divided over the tensor-parallel ranks, and each holds its shard only"
+        return f"this `{type(self).__name__}` is sharded over the tensor-parallel ranks, and each holds its shard only"
 
 
 # Cached, so that all converted modules of a class share one class again.

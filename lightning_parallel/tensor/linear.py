@@ -100,8 +100,8 @@ def _once(backward: Callable[..., Any]) -> Callable[..., Any]:
             layer = layer_of([("weight", parameter) for parameter in getattr(ctx, "parameters", ())], "<their path>")
             parent = layer.rpartition(".")[0]
             raise RuntimeError(
-                "gradients of gradients (`create_graph=True`, as of a gradient penalty) through layers that are divided"
-                f" over ranks are not supported; met at `{layer}`. Keep the layers through which they pass whole with"
+                "gradients of gradients (`create_graph=True`, as of a gradient penalty) through sharded layers are not"
+                f" supported; met at `{layer}`. Keep the layers through which they pass replicated with"
                 f" tensor_plan={{..., {(f'{parent}.*' if parent else layer)!r}: 'replicate'}}"
             )
         return plain(ctx, *gradients)

@@ -365,7 +365,7 @@ def _watch(logits: DividedLogits) -> None:
     """
     if logits.family.is_used:
         raise RuntimeError(
-            "the gradient of logits was asked for after their loss was computed, from this rank's classes only; call"
+            "the gradient of logits was asked for after their loss was computed from this rank's classes only. Call"
             " `retain_grad` or `register_hook` before the loss (on the output of a block: before the next block)"
         )
     logits.family.is_watched = True

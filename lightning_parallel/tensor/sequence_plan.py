@@ -65,9 +65,9 @@ def divide_sequences(module: nn.Module, plan: Plan, verifier: PlanVerifier) -> N
         reasons = "".join(f"\n  `{path}`: {reason}" for path, reason in (plan.whole_sequences or whole).items())
         raise ValueError(
             f"`sequence_parallel=True` finds no stack of blocks in `{type(module).__name__}` whose activations can be"
-            " divided along the sequence: blocks in a `ModuleList` or `Sequential` must take hidden states (batch,"
-            " sequence, features), compute each position by itself outside of their attention and MLP, and return"
-            f" hidden states of the same shape. Use `sequence_parallel=False`.{reasons}"
+            " sharded along the sequence. Blocks must be in a `ModuleList` or `Sequential` and take hidden states"
+            " (batch, sequence, features). They must compute each position by itself outside their attention and MLP,"
+            f" and return hidden states of the same shape. Use `sequence_parallel=False`.{reasons}"
         )
 
 
@@ -82,9 +82,9 @@ def _refuse_compiled(modules: Mapping[str, nn.Module], path: str, blocks: Sequen
     for name in (*around, *blocks):
         if has_compiled_calls(modules[name]):
             raise ValueError(
-                f"`sequence_parallel=True` cannot run compiled blocks: expected plain modules in `{path}`, found"
-                f" `{name or type(modules['']).__name__}`, which is compiled. Its code is fixed for whole sequences. Do"
-                " not compile blocks or what is around them, or set `sequence_parallel=False`"
+                f"`sequence_parallel=True` cannot run compiled blocks: the modules in `{path}` must be plain, but"
+                f" `{name or type(modules['']).__name__}` is compiled. Its code is fixed for full sequences. Do not"
+                " compile blocks or the modules around them, or set `sequence_parallel=False`"
             )
 
 

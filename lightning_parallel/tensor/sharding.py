@@ -101,8 +101,8 @@ class ShardPart:
         if units < ranks and not self.shared:
             what = "features" if self.unit == 1 else f"heads (units of {self.unit} features)"
             raise ValueError(
-                f"{units} {what} cannot be divided over {ranks} ranks: every rank needs at least one."
-                " Use a smaller tensor-parallel size."
+                f"{units} {what} cannot be sharded over {ranks} ranks: every rank needs at least one. Use a smaller"
+                " tensor-parallel size."
             )
         per_group = units // groups
         if groups >= ranks:

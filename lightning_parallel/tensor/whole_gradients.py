@@ -81,8 +81,8 @@ class ShardGradient(Tensor):
             if self.requires_grad:
                 raise RuntimeError(
                     f"the step computes with the gradient of `{self.parameter}`, of which each rank has a part, and"
-                    " asks for the gradient of that in turn (`create_graph=True`). Only what treats it element by"
-                    " element can be differentiated: keep its layer whole with"
+                    " asks for the gradient of the result (`create_graph=True`). Only operations element by element"
+                    " can be differentiated. Keep its layer replicated with"
                     f" tensor_plan={{..., {layer!r}: 'replicate'}}"
                 )
             gathered = comm.all_gather(self.as_subclass(Tensor).detach(), self.group, rule.dim, rule.sizes)
@@ -212,7 +212,8 @@ def _through_pieces(
         if value.is_log:
             raise RuntimeError(
                 "the step asks for the gradient of `log_softmax` of logits that are sharded over the tensor-parallel"
-                " ranks, which nobody computes; ask for that of the logits, or set `gather_logits=True`"
+                " ranks. This gradient is not supported; ask for the gradient of the logits, or set"
+                " `gather_logits=True`"
             )
         if piece is None:
             continue

@@ -125,7 +125,7 @@ class Normalized(Deep):
 @distributed(world_size=2)
 def test_statistics_that_a_pipeline_cannot_collect_anew(group):
     trainer = trainer_for(LAYOUTS["pipeline"](), 2, callbacks=[StochasticWeightAveraging(0.02)])
-    with pytest.raises(ValueError, match="use `WeightAveraging`, which averages the statistics"):
+    with pytest.raises(ValueError, match="Use `WeightAveraging`, which also averages the statistics"):
         trainer.fit(Normalized(), loader())
     comm.barrier(group)
 

@@ -293,7 +293,9 @@ def test_another_division_of_the_model_forgets_what_was_not_sent_and_says_so(gro
         batches = loader(4 // tensor, group.rank // tensor)
         trainer = trainer_for(strategy, 4, use_distributed_sampler=False)
         with (
-            pytest.warns(UserWarning, match="the model is divided otherwise now") if group.rank == 0 else nullcontext()
+            pytest.warns(UserWarning, match="the model is sharded or split otherwise now")
+            if group.rank == 0
+            else nullcontext()
         ):
             trainer.fit(_double(), batches, ckpt_path=path)
         assert compression.step == (8 if tensor == 1 else 4), "one replica has nothing to compress"
@@ -386,7 +388,7 @@ def _fit_in_nodes(group, strategy, hierarchical):
 
 
 def test_hierarchical_needs_compression_and_more_than_one_replica():
-    with pytest.raises(ValueError, match="give `compression`, too"):
+    with pytest.raises(ValueError, match="`hierarchical` needs `compression`"):
         TensorParallelStrategy(tensor_parallel_size=1, hierarchical=True)
     for wrong, error in ((1, ValueError), ("2", TypeError), (2.0, TypeError)):
         with pytest.raises(error, match="`hierarchical` must be an integer of at least 2"):

@@ -111,7 +111,7 @@ def test_half_precision(stage, name, group):
     precision, extra = PRECISIONS[name]
     config = {"zero_optimization": {"stage": stage}, "zero_allow_untested_optimizer": True, **extra}
     if name == "fp16" and not computes_in_float16():
-        with pytest.raises(ValueError, match="computes in float16"):
+        with pytest.raises(ValueError, match="must compute in float16"):
             fit(Net(), CompressedDeepSpeedStrategy(Dense(), config=config), group, precision=precision)
         return
     found = {}
@@ -186,9 +186,9 @@ def test_deepspeeds_own_communication_dtype(stage, group):
 
 def test_what_cannot_be_combined_is_refused():
     for options, message in (
-        ({"stage": 3}, "found stage 3"),
-        ({"config": {"zero_optimization": {"stage": 3}}}, "found stage 3"),
-        ({"communication_data_type": "bf16"}, "found both"),
+        ({"stage": 3}, "got stage 3"),
+        ({"config": {"zero_optimization": {"stage": 3}}}, "got stage 3"),
+        ({"communication_data_type": "bf16"}, "got both"),
         ({"quantized_gradients": True, "stage": 2}, "under ZeRO 3 only"),
     ):
         with pytest.raises(ValueError, match=message):
@@ -200,7 +200,7 @@ def test_engines_that_cannot_be_compressed_are_refused(group):
     for options, trainer, message in (
         ({"stage": 2}, {"accumulate_grad_batches": 2}, "after every batch"),
         ({"contiguous_gradients": False}, {}, "contiguous_gradients"),
-        ({"stage": 0}, {"precision": "16-mixed"}, "loss scale" if computes_in_float16() else "computes in float16"),
+        ({"stage": 0}, {"precision": "16-mixed"}, "loss scale" if computes_in_float16() else "must compute in float16"),
     ):
         with pytest.raises(ValueError, match=message):
             fit(Net(), CompressedDeepSpeedStrategy(Quantize(8), **options), group, **trainer)

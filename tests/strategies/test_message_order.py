@@ -320,5 +320,5 @@ def test_a_step_that_begins_or_ends_with_other_generators_is_refused(group):
     strategy = TensorParallelStrategy(tensor_parallel_size=2)
     with pytest.raises(RuntimeError, match=r"`Drawing.on_train_batch_start` draws random numbers before this step"):
         weights_of([Drawing("on_train_batch_start", lambda: torch.rand(1))], strategy, 2)
-    with pytest.raises(RuntimeError, match="have drawn random numbers in the last step, and the others have not"):
+    with pytest.raises(RuntimeError, match="have drawn random numbers in the last step, and other ranks have not"):
         weights_of([], TensorParallelStrategy(tensor_parallel_size=2), 2, in_step=True)

@@ -269,7 +269,7 @@ def test_copies_of_parameters_that_optimizers_make(group):
     for make, use in ((Keeping, shadow), (around, None)):
         expected, module = Copying(make, use), Copying(make, use)
         assert_same(fit(module, strategy(), 2), module, fit(expected, "auto", 1), expected)
-    for use, reason in ((vector, "combines"), (rates, "takes a|elements of"), (hidden, "keeps what was made of")):
+    for use, reason in ((vector, "combines"), (rates, "takes a|elements of"), (hidden, "keeps a tensor made of")):
         with pytest.raises((HookError, ValueError), match=reason):
             fit(Copying(Keeping, use), strategy(), 2)
 

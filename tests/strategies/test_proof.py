@@ -307,7 +307,7 @@ def test_compiled_submodules_are_proven(group):
     listed.blocks = torch.nn.ModuleList(torch.compile(block, backend="eager") for block in listed.blocks)
     for compiled in (recompiled(), listed):
         with pytest.raises(
-            ValueError, match=r"cannot run compiled blocks: expected plain modules in `blocks`, found `bl"
+            ValueError, match=r"cannot run compiled blocks: the modules in `blocks` must be plain, but `bl"
         ):
             fit(compiled, "tensor", layout_options={"sequence_parallel": True})
 

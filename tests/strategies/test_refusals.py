@@ -193,7 +193,7 @@ def test_a_step_that_computes_with_pieces_of_parameters(regulariser):
         def training_step(self, batch, index):
             return super().training_step(batch, index) + regulariser(self)
 
-    with pytest.raises(RuntimeError, match=r"computes with `net.\d.weight` outside of its layer.*'replicate'"):
+    with pytest.raises(RuntimeError, match=r"computes with `net.\d.weight` outside its layer.*'replicate'"):
         fit_parallel(Regularised().double(), 2, 2)
 
 

@@ -138,7 +138,7 @@ def test_a_module_changed_on_rank_zero_only(group):
     trainer.fit(module, loader())
     if group.rank == 0:
         module.net[2] = nn.Linear(12, 12).double()
-    with pytest.raises(ValueError, match="changed since the last run, which left it whole on rank zero only"):
+    with pytest.raises(ValueError, match="changed since the last run. That run left the full module on rank 0 only"):
         trainer.validate(module, loader())
     comm.barrier(group)
 

@@ -416,10 +416,10 @@ def test_what_needs_whole_gradients_is_refused_in_stage_2(group):
 
 
 def test_arguments():
-    with pytest.raises(ValueError, match="use `zero_stage=1`"):
+    with pytest.raises(ValueError, match="Use `zero_stage=1`"):
         HybridParallelStrategy(zero_stage=2, compression=PowerSGD(1))
     for stage in (3, True, "1"):
         with pytest.raises(ValueError, match="`zero_stage` must be 0"):
             HybridParallelStrategy(zero_stage=stage)
-    with pytest.raises(ValueError, match="each replica take steps of its own"):
+    with pytest.raises(ValueError, match="must be 0 with LocalSGDStrategy"):
         LocalSGDStrategy(zero_stage=1)

@@ -167,7 +167,7 @@ def test_what_cannot_be_divided_is_refused(group):
             return super().forward(*args, **kwargs)
 
     for module, error, message in [
-        (nn.MultiheadAttention(8, 2), ValueError, r"2 heads \(units of 4 features\) cannot be divided over 3 ranks"),
+        (nn.MultiheadAttention(8, 2), ValueError, r"2 heads \(units of 4 features\) cannot be sharded over 3 ranks"),
         (nn.MultiheadAttention(9, 3, add_bias_kv=True), ValueError, "add_bias_kv"),
         (nn.MultiheadAttention(9, 3, add_zero_attn=True), ValueError, "add_zero_attn"),
         (Own(9, 3), TypeError, "`Attention` applies to `nn.MultiheadAttention`, found"),

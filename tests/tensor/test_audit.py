@@ -44,7 +44,7 @@ def test_a_step_that_keeps_to_the_division_passes(group):
 
 
 TERMS = {
-    "computes with `0.up.weight` outside of its layer": lambda net: sum(p.pow(2).sum() for p in net.parameters()),
+    "computes with `0.up.weight` outside its layer": lambda net: sum(p.pow(2).sum() for p in net.parameters()),
     "the loss depends on an activation .* only a piece": lambda net: net[0].hidden.abs().mean(),
 }
 
@@ -70,7 +70,7 @@ def test_a_pipeline_stage_is_audited_by_what_it_holds(group):
     audit.check_output(sent, "the output of the stage")
     with pytest.raises(RuntimeError, match="the output of the stage depends on an activation"):
         audit.check_output(sent + net[1].hidden.sum(), "the output of the stage")
-    with audit.watch(), pytest.raises(RuntimeError, match=r"computes with `1.down.weight` outside of its layer"):
+    with audit.watch(), pytest.raises(RuntimeError, match=r"computes with `1.down.weight` outside its layer"):
         net[1].down.weight.norm()
 
 
@@ -103,9 +103,9 @@ class Gated(Block):
 
 
 DOORS = {
-    "scale": r"`1.scale` inside of a region",
-    "gate": r"`1.gate.(weight|bias)` inside of a region",
-    "input": r"whole on every rank \(.*of `0.down`\) inside of a region",
+    "scale": r"`1.scale` inside a region",
+    "gate": r"`1.gate.(weight|bias)` inside a region",
+    "input": r"replicated activation \(.*of `0.down`\) inside a region",
 }
 
 
@@ -127,7 +127,7 @@ def test_gradients_that_enter_a_region_by_another_door_are_refused(group, door):
 def test_a_term_that_uses_a_shard_is_refused_in_the_graph_too(group):
     net, sharding = _net(group)
     audit = StepAudit(net, sharding)
-    with pytest.raises(RuntimeError, match="the loss computes with `0.up.weight` outside of its layer"):
+    with pytest.raises(RuntimeError, match="the loss computes with `0.up.weight` outside its layer"):
         audit.check_output(net(torch.randn(3, 4)).sum() + net[0].up.weight.norm(), "the loss")
 
 
@@ -149,5 +149,5 @@ def test_a_loss_is_checked_in_the_first_steps_and_when_its_terms_are_new(group):
         audit.check_loss(net(torch.randn(3, 4)).pow(2).sum(), epoch=step // 13)
     assert checked == [1, 2, 4, 8, 13, 16]
     step = 21
-    with pytest.raises(RuntimeError, match="computes with `0.up.weight` outside of its layer"):
+    with pytest.raises(RuntimeError, match="computes with `0.up.weight` outside its layer"):
         audit.check_loss(net(torch.randn(3, 4)).pow(2).sum() + net[0].up.weight.square().sum(), epoch=1)

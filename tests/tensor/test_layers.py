@@ -521,5 +521,5 @@ def test_a_divided_layer_is_copied_but_never_pickled_as_if_it_were_whole(kind):
     assert type(copied[0]) is type(model[0])
     assert getattr(copied[0], "scale", 2) == 2
     assert torch.equal(copied[0].weight, model[0].weight)
-    with pytest.raises(RuntimeError, match=r"`ColumnLinear.*` is divided over the tensor-parallel ranks"):
+    with pytest.raises(RuntimeError, match=r"`ColumnLinear.*` is sharded over the tensor-parallel ranks"):
         pickle.dumps(model)

@@ -352,7 +352,7 @@ def test_gradients_of_the_logits_can_be_asked_for_before_the_loss(group):
     torch.testing.assert_close(found[1], found[0])
     logits = parts(tokens)
     flat(logits, targets)
-    with pytest.raises(RuntimeError, match="call `retain_grad` or `register_hook` before the loss"):
+    with pytest.raises(RuntimeError, match="Call `retain_grad` or `register_hook` before the loss"):
         logits.retain_grad()
 
 
