@@ -31,6 +31,7 @@ __all__ = [
     "Patches",
     "class_in_place",
     "innermost_users_line",
+    "module_that_asks",
     "is_read_by_user",
     "is_users_object",
     "patched",
@@ -169,6 +170,17 @@ def users_line(is_end: Callable[[FrameType], bool]) -> str:
     """
     lines = list(_users_lines(sys._getframe(1), is_end))
     return lines[-1] if lines else ""
+
+
+def module_that_asks() -> str:
+    """Return the name of the module that has called an operation, for the `__torch_function__` that calls this.
+
+    Modes that look at every operation stand between the two: they are passed over.
+    """
+    frame: FrameType | None = sys._getframe(2)
+    while frame is not None and frame.f_code.co_name == "__torch_function__":
+        frame = frame.f_back
+    return "" if frame is None else frame.f_globals.get("__name__", "")
 
 
 def innermost_users_line() -> str:

@@ -11,7 +11,6 @@ Once its data have been received, a placeholder has a `value`, which replaces it
 
 from __future__ import annotations
 
-import sys
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
@@ -22,7 +21,7 @@ import torch
 from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
-from lightning_parallel.compat import Patches, innermost_users_line
+from lightning_parallel.compat import Patches, innermost_users_line, module_that_asks
 from lightning_parallel.compat.torch import (
     DisableTorchFunctionSubclass,
     forbid_data_access,
@@ -195,7 +194,7 @@ class PlaceholderTensor(Tensor):
     def __torch_function__(
         cls, func: Callable[..., Any], types: Iterable[type], args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        asking = sys._getframe(1).f_globals.get("__name__", "")
+        asking = module_that_asks()
         # Values are put in above autograd, so that gradients flow back to what was received. In `__torch_dispatch__`,
         # below autograd, the graph would already end at the placeholder.
         if func in _GRADIENT_QUESTIONS and _cannot_answer(args[0], asking):

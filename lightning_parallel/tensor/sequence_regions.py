@@ -22,7 +22,6 @@ Source: Korthikanti et al., https://arxiv.org/abs/2205.05198
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -34,7 +33,7 @@ from torch import Tensor, nn
 
 from lightning_parallel import comm
 from lightning_parallel.comm import Group
-from lightning_parallel.compat import innermost_users_line
+from lightning_parallel.compat import innermost_users_line, module_that_asks
 from lightning_parallel.compat.torch import (
     DisableTorchFunctionSubclass,
     FakeTensor,
@@ -294,7 +293,7 @@ class _PartBetween(Tensor):
     def __torch_function__(
         cls, func: Callable[..., Any], types: Iterable[type], args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        asking = sys._getframe(1).f_globals.get("__name__", "")
+        asking = module_that_asks()
         name = getattr(func, "__name__", "")
         name = getattr(getattr(func, "__self__", None), "__name__", "") if name == "__get__" else name
         if not asking.startswith(_MAY_READ) and name in ("shape", "size"):
