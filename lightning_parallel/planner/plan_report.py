@@ -152,7 +152,7 @@ def reason(plan: LayoutPlan, layout: Layout) -> str:
         f"   {count_text(layout.samples_per_s)} samples/s{against}; a step of {layout.samples:,} in"
         f" {seconds_text(layout.step.total)}:"
         f" {', '.join(shares)}.\n   {bytes_text(layout.memory.total)} of {bytes_text(plan.cluster.memory_bytes)} on the"
-        f" fullest rank, most of it {memory[0][0]} ({bytes_text(memory[0][1])})."
+        f" rank that holds most, mainly {memory[0][0]} ({bytes_text(memory[0][1])})."
     )
 
 
