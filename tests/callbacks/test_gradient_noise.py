@@ -102,7 +102,10 @@ def test_accumulated_batches_of_one_process(tmp_path):
     again = GradientNoiseScale(every_n_steps=1, decay=0.5, show_table=False)
     trainer_for(callbacks=[again], plugins=[plugin], **options).fit(Still(), DataLoader(Samples(), batch_size=4))
     _assert_found(again.report(), {key: report[key] for key in ("gradient_square", "variance")})
-    for options, reason in (({}, "no batches are accumulated"), ({"every_n_steps": 0}, "every_n_steps >= 1")):
+    for options, reason in (
+        ({}, "no batches are accumulated"),
+        ({"every_n_steps": 0}, "`every_n_steps` must be at least 1"),
+    ):
         with pytest.raises(ValueError, match=reason):
             trainer_for(callbacks=[GradientNoiseScale(**options)]).fit(Still(), loader())
 

@@ -111,7 +111,7 @@ def _resumes(group, path, layout):
     expected, loss = expected_run(layout)
     close = {"rtol": 1e-3, "atol": 1e-5} if layout == "fsdp1" else {"rtol": 1e-8, "atol": 1e-10}
     for sizes in ({"tensor_parallel_size": 2}, {"pipeline_parallel_size": 2, "num_microbatches": 2}):
-        options = {"restore": "off", **sizes}
+        options = {"gather_after_fit": "off", **sizes}
         module = Project(f"one line, after {layout}")
         trainer = fit(module, HybridParallelStrategy(**options), 2, 1, group.rank, ckpt_path=path)
         found = trainer.strategy.lightning_module_state_dict()

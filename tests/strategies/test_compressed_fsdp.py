@@ -48,7 +48,9 @@ def train(module, strategy, group, **kwargs):
 
 @distributed(world_size=4)
 def test_another_division_forgets_what_was_not_sent_and_says_so(group, tmp_path):
-    first = fit(Net(), CompressedFSDPStrategy(TopK(0.1, **SMALL), state="exact", **HYBRID), group, max_epochs=1)
+    first = fit(
+        Net(), CompressedFSDPStrategy(TopK(0.1, **SMALL), compressor_state="exact", **HYBRID), group, max_epochs=1
+    )
     first.save_checkpoint(tmp_path / "first.ckpt")
     comm.barrier(group)
     state = torch.load(tmp_path / "first.ckpt", weights_only=True)["compression"]
@@ -56,7 +58,7 @@ def test_another_division_forgets_what_was_not_sent_and_says_so(group, tmp_path)
     assert [piece["step"] for piece in state["pieces"]] == [4, 4]
     strategy = CompressedFSDPStrategy(TopK(0.1, **SMALL))
     if group.rank == 0:
-        with pytest.warns(UserWarning, match="in 2 pieces, there are 1 now"):
+        with pytest.warns(UserWarning, match="in 2 pieces, and the model has 1 now"):
             fit(Net(), strategy, group, ckpt_path=tmp_path / "first.ckpt")
     else:
         fit(Net(), strategy, group, ckpt_path=tmp_path / "first.ckpt")

@@ -15,7 +15,7 @@ from tests.harness import distributed, recorded_communication
 from tests.strategies.models import loader, trainer_for
 from tests.strategies.test_pipeline import Deep, assert_same, fit
 
-STAGES = {"num_microbatches": 4, "restore": "off"}
+STAGES = {"num_microbatches": 4, "gather_after_fit": "off"}
 
 
 class Casts(TorchDispatchMode):

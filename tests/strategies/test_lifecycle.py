@@ -250,7 +250,7 @@ def test_configure_model_on_meta_and_with_the_mesh(group):
 
     seed_everything(5)
     module = Late()
-    trainer = fit_parallel(module, 2, 2, max_epochs=1, strategy_kwargs={"restore": "off"})
+    trainer = fit_parallel(module, 2, 2, max_epochs=1, strategy_kwargs={"gather_after_fit": "off"})
     assert not any(parameter.is_meta for parameter in module.parameters())
     full = _full(trainer)
     torch.manual_seed(5)
@@ -411,7 +411,7 @@ def test_running_statistics_are_those_of_ddp(group):
 def test_a_rank_holds_its_shards_and_nothing_else():
     module = Net(hidden=400).double()
     full = sum(parameter.numel() for parameter in module.parameters())
-    trainer = fit_parallel(module, 4, 4, max_epochs=1, strategy_kwargs={"restore": "off"})
+    trainer = fit_parallel(module, 4, 4, max_epochs=1, strategy_kwargs={"gather_after_fit": "off"})
     held = sum(parameter.untyped_storage().nbytes() // 8 for parameter in module.parameters())
     assert held < 0.3 * full
     state = trainer.optimizers[0].state.values()

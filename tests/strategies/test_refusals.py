@@ -80,7 +80,7 @@ def test_a_loss_of_hidden_features_that_a_hook_keeps_is_right():
 @distributed(world_size=2)
 def test_a_plan_for_a_missing_module():
     with pytest.raises(ValueError, match=r"`nett.0` matches no module.*'net.0'"):
-        fit_parallel(Net().double(), 2, 2, strategy_kwargs={"plan": {"nett.0": "column"}})
+        fit_parallel(Net().double(), 2, 2, strategy_kwargs={"tensor_plan": {"nett.0": "column"}})
 
 
 @distributed(world_size=2)

@@ -99,7 +99,7 @@ def test_residuals_go_on_in_another_layout(group):
             self.found = trainer.strategy.compression.state_dict()["residual"]
 
     read = Read()
-    second = {"compression": TopK(0.1, min_numel=16), "restore": "off"}
+    second = {"compression": TopK(0.1, min_numel=16), "gather_after_fit": "off"}
     trainer = run("tensor 2, data 2", strategy=second, ckpt_path=path, callbacks=[read], **options)
     names = dict(trainer.lightning_module.named_parameters())
     assert read.found.keys() == mean.keys()
