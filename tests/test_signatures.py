@@ -8,7 +8,7 @@ from lightning.pytorch.strategies import Strategy
 
 import lightning_parallel
 
-PUBLIC = {name: getattr(lightning_parallel, name) for name in lightning_parallel.__all__}
+PUBLIC = {name: getattr(lightning_parallel, name) for name in lightning_parallel.__all__ if not name.endswith("Error")}
 CLASSES = {name: value for name, value in PUBLIC.items() if inspect.isclass(value)}
 STRATEGIES = {name: value for name, value in CLASSES.items() if issubclass(value, Strategy)}
 
