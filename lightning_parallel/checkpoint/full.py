@@ -228,7 +228,7 @@ class Checkpoints:
         state = optimizer.state_dict()
         self.check_keys(optimizer, state)
         if not self.is_cut and not state.keys() >= _KNOWN_KEYS:
-            return state  # of every rank alike; nobody knows where its values belong
+            return state  # equal on every rank; its values cannot be assigned to parameters
         mine = self._group_names(optimizer)
         whole = self._whole_groups(mine, recorded)
         held = list(zip(chain.from_iterable(mine), _parameters(optimizer)))

@@ -286,8 +286,8 @@ class ParallelState:
         skipped_steps: How many steps changed nothing, because a gradient was not finite.
         logged: By name of what a step logs in microbatches: whether it is a mean over samples although microbatches are
             weighted by something else, and whether its `batch_size` is that of the whole batch.
-        metric_numbers: By the place where a metric takes a number: of those of microbatches, that of a batch is
-            the `mean`, `sum`, `max` or `min`.
+        metric_numbers: By the argument of a metric: whether the number of a batch is the `mean`, `sum`, `max` or `min`
+            of the numbers of its microbatches.
         merging: By step, and by name of a number, tensor, list or buffer that it changes in the module, such as `seen`,
             `stats['n']` or `layers.0.calls`: `mean`, if one step leaves the mean of what microbatches leave that each
             begin with the value before the batch (also a count of batches, and a running mean), `samples`, if it is
@@ -296,8 +296,8 @@ class ParallelState:
         whole_batches: Steps for evaluation that are run as one microbatch, since several do not give the same.
         doubt: Two microbatches together, and what the loss of a sketch of the model is on them, if that is not the mean
             of their losses.
-        copies_in_doubt: Batches of copies of samples on which the loss of the sketch is not the mean of those of their
-            halves; None if that was not seen.
+        copies_in_doubt: Batches of copied samples for which the sketch's loss differs from the mean over their halves;
+            None if the sketch could not run.
         batch_states: While a step runs on a microbatch: metrics, and their states of that alone, by `id`.
         followed: Paths of the modules that are not intercepted: all stages run their code, and the last one knows what
             it leaves in attributes.

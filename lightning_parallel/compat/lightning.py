@@ -616,7 +616,7 @@ _NAMES_OF_DICTS = frozenset(vars(nn.ModuleDict()))
 
 
 def held_by(metric: Metric | MetricCollection) -> dict[str, Any]:
-    """Return what a metric, or a collection of metrics, holds that its calls may change: states, counts, the value."""
+    """Return the values of a metric, or of a collection, that its calls may change: states, counts, the result."""
     if isinstance(metric, MetricCollection):
         # Which of them share their states.
         return {name: value for name, value in vars(metric).items() if name not in _NAMES_OF_DICTS}
@@ -634,9 +634,9 @@ def own_numbers_of(metric: Metric) -> dict[str, Any]:
 
 
 def adds_up(metric: Metric | MetricCollection) -> bool:
-    """Tell whether batches one after the other leave in a metric what they leave together: in most of torchmetrics."""
+    """Tell whether a metric has the same states after several batches as after one batch of all their samples."""
     if isinstance(metric, MetricCollection):
-        # Which of them share their states is found out from what the first batch leaves in them.
+        # After the first batch, a collection compares states to find the metrics that share them.
         is_open = metric._enable_compute_groups and not metric._groups_checked
         return not is_open and all(adds_up(each) for each in metric.children() if isinstance(each, Metric))
     kind = type(metric).__module__

@@ -191,7 +191,7 @@ _HookDicts = tuple[dict[int, Any], dict[int, Any]]
 forward_hooks_of: Callable[[nn.Module], _HookDicts] = attrgetter("_forward_hooks", "_forward_pre_hooks")
 backward_hooks_of: Callable[[nn.Module], _HookDicts] = attrgetter("_backward_hooks", "_backward_pre_hooks")
 
-# Likewise those of state dicts that are saved and loaded, which copies of a module have, too, and no handle to remove.
+# Likewise the hooks of state dicts. Copies of a module get them as well, without a handle to remove them.
 state_hooks_of: Callable[[nn.Module], _HookDicts] = attrgetter("_state_dict_hooks", "_load_state_dict_pre_hooks")
 
 

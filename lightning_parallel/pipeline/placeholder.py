@@ -156,7 +156,7 @@ class PlaceholderTensor(Tensor):
         raise PlaceholderError(f"{self.provenance} is on another pipeline stage and cannot be pickled", [self])
 
     def register_hook(self, hook: Callable[[Tensor], Tensor | None]) -> Any:
-        """Register a hook for the gradient of what has been received; without data, the stage that has them does."""
+        """Register a hook for the gradient of received data. Without data, the stage that holds them does so."""
         return RemovableHandle(OrderedDict()) if self.value is None else self.value.register_hook(hook)
 
     def register_post_accumulate_grad_hook(self, hook: Callable[[Tensor], None]) -> Any:

@@ -2,10 +2,11 @@
 
 microbatches     the hooks are off, `.grad` collects the gradient of the batch
 end of a stage   each `register_hook` of its parameters is given that gradient, and may give another one
-backward         it is added to those of earlier batches; then `register_post_accumulate_grad_hook`
+backward         the gradient is added to `.grad` of earlier batches; then `register_post_accumulate_grad_hook`
 
-A hook runs where its parameter is, so what it leaves behind would be on that rank only: that is refused, when it is
-looked at, in calls 1, 2, 4, 8, ... The self-check gives hooks the gradients of the step on the whole model.
+A hook runs only on the rank that holds its parameter, so its side effects would exist on that rank alone. Calls 1, 2,
+4, 8, ... of a hook are watched, and a side effect is refused. The self-check gives hooks the gradients of the step on
+the whole model.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ _WAY_OUT = (
 
 
 class _HeldHooks(NamedTuple):
-    """A parameter with hooks: those that torch knows, and copies of them."""
+    """A parameter, the hooks that torch has for it, and copies of them."""
 
     parameter: nn.Parameter
     hooks: tuple[dict[int, _Hook], dict[int, _Hook]]
@@ -216,7 +217,7 @@ def run_gradient_hooks(module: nn.Module, gradients: MutableMapping[str, Tensor]
 
     Args:
         module: The divided module.
-        gradients: By name; those that hooks give take their place.
+        gradients: By name; replaced by the results of hooks.
         is_pipeline: Whether hooks may leave nothing behind.
 
     Raises:
@@ -241,7 +242,7 @@ def run_gradient_hooks(module: nn.Module, gradients: MutableMapping[str, Tensor]
             gradients[name] = stand_in.grad
 
 
-# ------------------------------------------------------------------------------------------------- what is left
+# ------------------------------------------------------------------------------------------------- side effects
 
 
 class _Reach(NamedTuple):
@@ -266,7 +267,7 @@ class _Reach(NamedTuple):
 
 
 class HookedState:
-    """What functions reach by closures, globals and what they are bound to, to be compared or put back.
+    """Values that functions reach by closures, globals and bound objects, to be compared or restored.
 
     Args:
         functions: Of the user's.
@@ -284,7 +285,7 @@ class HookedState:
 
     @staticmethod
     def of(module: nn.Module) -> HookedState:
-        """Return what the hooks for gradients of a module reach."""
+        """Return the values that the gradient hooks of a module reach."""
         hooks = (hooks.values() for one in module.parameters() for hooks in gradient_hooks_of(one))
         return HookedState(_own(hook) for each in hooks for hook in each if _is_users(hook))
 
@@ -309,7 +310,7 @@ class HookedState:
 
 
 class LeftByBackward:
-    """Finds what a backward pass leaves behind in a module, in its callbacks, and where its hooks reach.
+    """Finds side effects of a backward pass in a module, in its callbacks, and in values that its hooks reach.
 
     Args:
         module: The user's module.
@@ -327,7 +328,7 @@ class LeftByBackward:
 
 
 class LeftInCallbacks:
-    """Finds what a step leaves in callbacks, which read it outside of steps.
+    """Finds changes of a step in callbacks, which read them after the step.
 
     Args:
         module: The user's module.
@@ -364,7 +365,7 @@ def refused_leaving(step: str, by_backward: str, in_callback: str) -> HookError 
 
 
 def _places(function: Any, seen: set[int]) -> Iterator[_Reach]:
-    """Return what a function reaches, and what the functions reach that it names."""
+    """Yield the values that a function reaches, also by the functions that it names."""
     if id(function) in seen or _package_of(function).partition(".")[0] in FOREIGN - {"builtins"}:
         return
     seen.add(id(function))
@@ -381,7 +382,7 @@ def _places_of(function: Any) -> Iterator[_Reach]:
         parts = dict(enumerate((function.func, *function.args))) | function.keywords
         yield from (_Reach(f"argument {key}", {"": value}, "") for key, value in parts.items())
     elif isinstance(function, (MethodType, BuiltinMethodType)):
-        # `norms.append` itself is a hook, too.
+        # `norms.append` itself may be a hook.
         yield from (_Reach("self", {"": value}, "") for value in (function.__self__, getattr(function, "__func__", 0)))
     elif isinstance(function, FunctionType):
         yield from (_Reach(*each, "") for each in zip(function.__code__.co_freevars, function.__closure__ or ()))

@@ -1,7 +1,7 @@
 """Calls of torchmetrics objects in the microbatches of a step, made once more on the inputs of the whole batch.
 
     microbatches    metric(pred[:4], y[:4]), metric(pred[4:], y[4:])      values that the step may use
-    at the end      the metric as it was before the batch, then metric(pred, y): what one process has
+    at the end      the metric as it was before the batch, then metric(pred, y), as in one process
 
 A rank correlation, an average of batch means or a window over batches cannot be put together from microbatches. States
 that add up can, without keeping inputs: those of most metrics of torchmetrics, see `adds_up`.

@@ -342,7 +342,7 @@ _COPIES_BYTES = 64 << 20
 """What modules may return for copies of samples that are more than two microbatches."""
 
 FEW_COPIES = 4
-"""Of each sample at least, where there is room: fewer than that are all or none of what a loss selects."""
+"""Copies of each sample at least, where there is room: of fewer copies a loss selects all or none."""
 
 _OF_EACH_SIZE = 4
 """Batches of copies, of which the step on the whole model may show a difference in another one than the sketch does."""
@@ -446,7 +446,7 @@ def copies_of_two(batch: Any, half: int, weight: Callable[[Any], float], with_fe
         batch: Where the samples are from.
         half: The size of a half.
         weight: Gives the share of samples; those without one are not chosen.
-        with_few: Whether to return batches with a single copy of a sample, too.
+        with_few: Whether to return batches with a single copy of a sample as well.
 
     Raises:
         ValueError: As `split_batch`.
@@ -509,7 +509,7 @@ _Logged = dict[str, tuple[Tensor, int | None]]
 
 
 def _learn_effects(module: nn.Module, known: Sequence[_Seen], weight: Callable[[Any], float]) -> None:
-    """Find out how what a step logs, and gives to metrics, in microbatches becomes that of the batch."""
+    """Find out how logged values, and numbers for metrics, of microbatches combine to the value of the batch."""
     for seen in known:
         shares = [float(weight(part)) for part in seen.parts]
         _learn_logged(module, seen.logged[0], seen.logged[1:], shares, seen.parts)
