@@ -5,8 +5,9 @@ from collections.abc import Callable
 from lightning.pytorch.strategies import Strategy, StrategyRegistry
 
 from lightning_parallel.compat.twins import share_strategies
+from lightning_parallel.compression import PowerSGD, Quantize
 from lightning_parallel.strategies.auto_parallel import AutoParallelStrategy
-from lightning_parallel.strategies.compressed import NAMED_COMPRESSORS, CompressedDDPStrategy, with_compressor
+from lightning_parallel.strategies.compressed import CompressedDDPStrategy
 from lightning_parallel.strategies.compressed_deepspeed import CompressedDeepSpeedStrategy
 from lightning_parallel.strategies.compressed_fsdp import CompressedFSDPStrategy, CompressedModelParallelStrategy
 from lightning_parallel.strategies.local_sgd import LocalSGDStrategy
@@ -28,22 +29,19 @@ __all__ = [
     "TensorParallelStrategy",
 ]
 
+# Lightning asks no entry point before it looks a name up, so a name needs this import; `class_path` needs none.
 _NAMES: dict[str, tuple[Callable[[], Strategy], str]] = {
-    "tensor_parallel": (TensorParallelStrategy, "Layers divided over ranks, data over replicas"),
-    "pipeline_parallel": (PipelineParallelStrategy, "Runs of layers on stages, data over replicas"),
+    "tensor_parallel": (TensorParallelStrategy, "Layers sharded over ranks, data over replicas"),
+    "pipeline_parallel": (PipelineParallelStrategy, "Layers split into stages, data over replicas"),
     "hybrid_parallel": (HybridParallelStrategy, "Tensor x pipeline x data parallelism"),
     "auto_parallel": (AutoParallelStrategy, "The layout that the planner finds best when a run begins"),
-    "local_sgd": (LocalSGDStrategy, "Replicas that take local steps, and average their drift now and then"),
+    "local_sgd": (LocalSGDStrategy, "Replicas that train independently and average their updates every n steps"),
+    # Functions, since each strategy needs a compressor of its own.
+    "ddp_powersgd": (lambda: CompressedDDPStrategy(PowerSGD()), "DDP with PowerSGD gradients"),
+    "ddp_int8": (lambda: CompressedDDPStrategy(Quantize(8)), "DDP with gradients of 8 bits"),
 }
-for _family, _compressed, _description in (
-    ("ddp", CompressedDDPStrategy, "DDP with compressed gradients"),
-    ("fsdp", CompressedFSDPStrategy, "FSDP with compressed gradients"),
-    ("deepspeed", CompressedDeepSpeedStrategy, "DeepSpeed ZeRO 1 with compressed gradients"),
-):
-    for _ending, _build in NAMED_COMPRESSORS.items():
-        _NAMES[f"{_family}_{_ending}"] = (with_compressor(_compressed, _build), _description)
 
-# What one tries on the command line of LightningCLI; Lightning looks names up in lower case.
+# The class as a string on the command line of LightningCLI; Lightning looks names up in lower case.
 for _kind in (
     TensorParallelStrategy,
     PipelineParallelStrategy,

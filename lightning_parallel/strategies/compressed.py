@@ -10,9 +10,8 @@ or, in a sharded one, what `compression_parts` says, and where each rank keeps i
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Collection
 from datetime import timedelta
-from functools import partial
 from typing import Any, Optional, Union
 
 import torch
@@ -22,7 +21,6 @@ from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.accelerators import Accelerator
 from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.strategies import DDPStrategy, DeepSpeedStrategy
-from lightning.pytorch.strategies.strategy import Strategy
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import Tensor
@@ -49,18 +47,10 @@ from lightning_parallel.compat.lightning import (
 )
 from lightning_parallel.compat.torch import remove_ddp_hooks
 from lightning_parallel.compression import (
-    Auto,
-    BlockTopK,
-    Cast,
     HierarchicalReducer,
     HookState,
-    PowerSGD,
-    Quantize,
-    RandomK,
     Reducer,
     ShardedSession,
-    Sign,
-    TopK,
     bind_to_module,
     check_reducer,
     compression_hook,
@@ -85,13 +75,11 @@ from lightning_parallel.strategies.nodes import Hierarchical, between_nodes, che
 from lightning_parallel.strategies.processes import EndingLauncher, StartMethod, connect, start_method_here
 
 __all__ = [
-    "NAMED_COMPRESSORS",
     "CompressedDDPStrategy",
     "SavesCompression",
     "SavesShardedCompression",
     "drop_gradients",
     "warn_of_dropped_step",
-    "with_compressor",
 ]
 
 
@@ -467,23 +455,3 @@ class CompressedDDPStrategy(SavesCompression, DDPStrategy):
             self._hook_state.close()
             self._hook_state = None
         super().teardown()
-
-
-NAMED_COMPRESSORS: dict[str, Callable[[], Reducer]] = {
-    "auto": Auto,
-    "bf16": partial(Cast, "bf16"),
-    "blocktopk": BlockTopK,
-    "fp16": partial(Cast, "fp16"),
-    "int4": partial(Quantize, 4),
-    "int8": partial(Quantize, 8),
-    "powersgd": PowerSGD,
-    "randomk": RandomK,
-    "sign": Sign,
-    "topk": TopK,
-}
-"""Compressors with their default arguments, by the ending of a strategy's name."""
-
-
-def with_compressor(strategy: Callable[[Reducer], Strategy], build: Callable[[], Reducer]) -> Callable[[], Strategy]:
-    """Return a function that builds the strategy with a new compressor each time, since compressors have a state."""
-    return lambda: strategy(build())

@@ -55,11 +55,13 @@ STRATEGIES = {
     "stock": lambda **how: _lightning.strategies.DDPStrategy(**how),
 }
 SCRIPTS_ONLY = ("fsdp", "model parallel", "deepspeed")  # Lightning starts functions for DDP alone
+COMPRESSION = "init_args: {{compression: {{class_path: lightning_parallel.TopK}}}}"
+BY_CLASS = "{{class_path: lightning_parallel.Compressed{}Strategy, " + COMPRESSION + "}}"
 NAMES = {
     "ddp powersgd": "ddp_powersgd",
-    "ddp topk": "ddp_topk",
-    "fsdp": "fsdp_topk",
-    "deepspeed": "deepspeed_topk",
+    "ddp topk": BY_CLASS.format("DDP"),
+    "fsdp": BY_CLASS.format("FSDP"),
+    "deepspeed": BY_CLASS.format("DeepSpeed"),
     "local": "local_sgd",
     "tensor": "tensor_parallel",
     "pipeline": "pipeline_parallel",

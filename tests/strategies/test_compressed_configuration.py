@@ -1,6 +1,8 @@
 """Strategies with compression by name and from the YAML of a LightningCLI."""
 
 import inspect
+import re
+from pathlib import Path
 
 import docstring_parser
 import pytest
@@ -10,20 +12,30 @@ from lightning.pytorch.strategies import StrategyRegistry
 
 import lightning_parallel
 from lightning_parallel import (
+    AutoParallelStrategy,
     CompressedDDPStrategy,
     CompressedDeepSpeedStrategy,
     CompressedFSDPStrategy,
     CompressedModelParallelStrategy,
     HybridParallelStrategy,
     LocalSGDStrategy,
+    PipelineParallelStrategy,
     PowerSGD,
+    Quantize,
     TensorParallelStrategy,
 )
-from lightning_parallel.strategies.compressed import NAMED_COMPRESSORS
 from tests.harness import distributed
 from tests.strategies.models import Net, loader, trainer_for
 
-FAMILIES = {"ddp": CompressedDDPStrategy, "fsdp": CompressedFSDPStrategy, "deepspeed": CompressedDeepSpeedStrategy}
+KINDS = (
+    AutoParallelStrategy,
+    HybridParallelStrategy,
+    LocalSGDStrategy,
+    PipelineParallelStrategy,
+    TensorParallelStrategy,
+)
+NAMES = {"tensor_parallel", "pipeline_parallel", "hybrid_parallel", "auto_parallel", "local_sgd"}
+NAMES |= {"ddp_powersgd", "ddp_int8"}
 
 
 def build(folder, strategy):
@@ -87,16 +99,27 @@ def test_trains_from_yaml(group, tmp_path):
     assert cli.trainer.strategy.compression.residual_norm > 0
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-def test_names(tmp_path, family):
-    assert type(parse(tmp_path, f"{family}_topk")) is FAMILIES[family]
-    for ending, make in NAMED_COMPRESSORS.items():
-        name = f"{family}_{ending}"
-        strategy = StrategyRegistry.get(name)
-        assert type(strategy) is FAMILIES[family]
-        assert repr(strategy.compression) == repr(make())
-        assert name == name.lower()
+def test_names(tmp_path):
+    makers = {name: StrategyRegistry[name]["strategy"].__module__ for name in StrategyRegistry}
+    ours = {name for name, module in makers.items() if module.startswith("lightning_parallel")}
+    assert ours == NAMES | {f"lightning_parallel.{kind.__name__}".lower() for kind in KINDS}
+    for name, compressor in (("ddp_powersgd", PowerSGD), ("ddp_int8", Quantize)):
+        strategy = parse(tmp_path, name)
+        assert type(strategy) is CompressedDDPStrategy
+        assert type(strategy.compression) is compressor
         assert StrategyRegistry.get(name).compression is not strategy.compression, "compressors remember"
+
+
+def test_names_are_those_of_the_documentation():
+    text = (Path(__file__).parents[2] / "docs/which_strategy.md").read_text("utf-8").split("## Names")[1]
+    assert set(re.findall(r"^\| `(\w+)` \|", text, re.MULTILINE)) == NAMES
+
+
+def test_yaml_of_the_documentation_needs_no_import():
+    root = Path(__file__).parents[2]
+    pages = [*root.glob("*.md"), *(root / "docs").rglob("*.md"), *(root / "examples").rglob("*.yaml")]
+    for page in pages:
+        assert not re.search(rf"strategy: *[\"']?({'|'.join(NAMES)})\b", page.read_text("utf-8")), page
 
 
 @distributed(world_size=2)
