@@ -35,7 +35,7 @@ def size(*tensors):
 def fit(module, strategy, group, replicas, monitor=None, dtype=torch.float64, callbacks=(), **options):
     place_rank()
     monitor = monitor or MemoryProfiler(every_n_steps=1, show_table=False)
-    strategy.restore = "off"  # what a rank held during the run is compared with the module
+    strategy.gather_after_fit = "off"  # what a rank held during the run is compared with the module
     trainer = trainer_for(strategy, group.size, callbacks=[monitor, *callbacks], max_epochs=1, **options)
     trainer.fit(module, loader(replicas, group.rank // (group.size // replicas), dtype=dtype))
     return monitor.report()

@@ -175,7 +175,7 @@ def test_copies_are_whole_after_a_run(layout, group):
         with pytest.raises(RuntimeError, match="was made during a run.*make the copy on all ranks"):
             own.apart.state_dict()
     strategy = LAYOUTS[layout]()
-    strategy.restore = "off"
+    strategy.gather_after_fit = "off"
     trainer = trainer_for(strategy, 2, max_epochs=1, callbacks=[own := Kept()])
     trainer.fit(Deep(), loader())
     with pytest.raises(RuntimeError, match="was made during a run.*set `gather_after_fit='all'`"):
