@@ -283,7 +283,7 @@ class CompressedDeepSpeedStrategy(SavesCompression, DeepSpeedStrategy):
             else f"precision={self.precision_plugin.precision!r}"
         )
         raise ValueError(
-            f"DeepSpeed must compute in {missing}, as {asked} asks; the device {_describe(self.root_device)} does not"
+            f"DeepSpeed must compute in {missing}, as {asked} asks; got {_describe(self.root_device)}, which does not"
             f" support {missing}. Use {instead}."
         )
 
