@@ -38,7 +38,7 @@ def test_the_second_loader_differs_between_peers(group, method):
     module = EveryStep().double()
     if method == "test":
         loaders = loaders[1]  # without an index of the loader
-    with pytest.raises(ValueError, match="must get the same batch.*rank 1 differs"):
+    with pytest.raises(ValueError, match="must get the same batch.*rank 1 differ"):
         trainer.fit(module, loader(), loaders) if method == "fit" else getattr(trainer, method)(module, loaders)
 
 
@@ -93,7 +93,7 @@ def test_batches_are_compared_by_bits(group):
     for key, value in strange(1 + group.rank, "name").items():
         if key in ("set", "names", "function", "device"):
             continue
-        with pytest.raises(ValueError, match="must get the same batch.*rank 1 differs"):
+        with pytest.raises(ValueError, match="must get the same batch.*rank 1 differ"):
             check_same_batch({key: value}, group)
     for other in (
         {"set": {"a", f"b {group.rank}"}},
@@ -153,7 +153,7 @@ def test_batches_that_differ_later_are_refused(step, group):
     batches = DataLoader(Drifting(group.rank), 8)
     loaders = (batches, loader()) if step == "training" else (loader(), batches)
     trainer = trainer_for(TensorParallelStrategy(tensor_parallel_size=2), 2, max_epochs=1)
-    with pytest.raises(ValueError, match=r"must get the same batches, but at a batch of epoch 0 .* rank 1 differs"):
+    with pytest.raises(ValueError, match=r"must get the same batches, but at a batch of epoch 0 .* rank 1 differ"):
         trainer.fit(Net().double(), *loaders)
 
 
