@@ -1,21 +1,24 @@
-"""What the documentation site takes from the code: pages of public names, drawings, and the list of refusals.
+"""What the documentation site takes from the code: pages of public names, drawings, and the command line.
 
-A hook of mkdocs (https://www.mkdocs.org/user-guide/configuration/#hooks): `make docs` calls `on_config` and `on_files`.
+A hook of mkdocs (https://www.mkdocs.org/user-guide/configuration/#hooks): `make docs` calls `on_config`, `on_files`
+and `on_page_content`.
 """
 
 from __future__ import annotations
 
 import argparse
-import ast
 import inspect
+import re
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from lightning.pytorch import Callback
 from lightning.pytorch.strategies import Strategy
 from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.structure.files import File, Files
+from mkdocs.structure.pages import Page
+from mkdocs.utils import get_relative_url
 from torch.optim import Optimizer
 
 import lightning_parallel
@@ -24,8 +27,6 @@ from lightning_parallel.pipeline.plot import draw_svg, schedule_title
 from lightning_parallel.pipeline.schedule import SCHEDULES, build_schedule
 from lightning_parallel.pipeline.simulate import Cost, simulate
 from lightning_parallel_cli import build_parser
-
-PACKAGE = Path(lightning_parallel.__file__).parent
 
 # ----------------------------------------------------------------------------------------------- a page for each name
 
@@ -57,8 +58,53 @@ def reference_page(name: str) -> str:
     path = f"{value.__module__}.{value.__qualname__}"
     return (
         f"# {name}\n\n```py\nfrom lightning_parallel import {name}\n```\n\n"
-        f"::: {path}\n    options:\n      heading_level: 2\n      show_root_toc_entry: false\n"
+        f"::: {path}\n    options:\n      heading_level: 2\n      show_root_toc_entry: false\n\n{_yours(value)}"
     )
+
+
+def _yours(value: Any) -> str:
+    """Return the sentence on the names of the reader's own code in the example."""
+    meanings = {"MyModule": "your `LightningModule`", "MyData": "your `LightningDataModule`", "MyModel": "your model"}
+    used = [f"`{name}` is {meaning}" for name, meaning in meanings.items() if f"{name}(" in inspect.getdoc(value)]
+    return f"In the example, {' and '.join(used)}.\n" if used else ""
+
+
+TYPES = {
+    "strategies": (
+        "compression_files.KeptState",
+        "nodes.Hierarchical",
+        "zero_stages.ZeroStage",
+        "parallel.ScheduleName",
+        "local_sgd.OuterOptimizer",
+        "mesh_checkpoints.CheckpointFormat",
+        "whole.GatherAfterFit",
+        "proof.Verify",
+        "processes.StartMethod",
+    ),
+    "compression": ("reducer.Reducer", "compressor.Compressor", "wire.Codec", "feedback.FeedbackName"),
+    "callbacks": ("nonfinite.NonFiniteAction",),
+}
+
+
+SHORT = "show_labels: false, show_docstring_attributes: false"
+
+
+def types_page() -> str:
+    """Return the page of the types that signatures name, so that these link to it."""
+    lines = ["# Types", "", "Signatures use these types. You pass the values; you need not import the types.", ""]
+    for package, paths in TYPES.items():
+        lines += [
+            f"::: lightning_parallel.{package}.{path}\n    options: {{heading_level: 2, {SHORT}}}\n" for path in paths
+        ]
+    return "\n".join(lines)
+
+
+CODE = re.compile(r"<(a|h\d|pre|summary)\b.*?</\1>|<code>(\w+)(?:\([^<]*\))?</code>", re.DOTALL)
+
+
+def linked(html: str, urls: dict[str, str]) -> str:
+    """Link the names in code to their pages, except in links, headings and blocks of code."""
+    return CODE.sub(lambda found: f'<a href="{urls[found[2]]}">{found[0]}</a>' if found[2] in urls else found[0], html)
 
 
 # -------------------------------------------------------------------------------------------------------- drawings
@@ -119,88 +165,6 @@ def draw_schedule(name: str) -> str:
     return draw_svg([(schedule_title(schedule), timeline)])
 
 
-# --------------------------------------------------------------------------------------------------------- refusals
-
-
-class Refusal(NamedTuple):
-    """An error that the library raises, as its code writes it."""
-
-    error: str
-    message: str
-    module: str
-
-
-def refusals() -> list[Refusal]:
-    """Return the errors with a sentence, in the order of the files; values of a run stand in brackets."""
-    found = []
-    for path in sorted(PACKAGE.rglob("*.py")):
-        module = ".".join(path.relative_to(PACKAGE).with_suffix("").parts)
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
-            if not isinstance(node, ast.Raise) or not isinstance(node.exc, ast.Call) or not node.exc.args:
-                continue
-            message = _text(node.exc.args[0])
-            # What is raised for the code itself, `KeyError(name)` and the like, has no sentence.
-            if len(message.split()) > 5:
-                found.append(Refusal(ast.unparse(node.exc.func).split(".")[-1], message, module))
-    return found
-
-
-def _text(node: ast.expr) -> str:
-    if isinstance(node, ast.Constant):
-        return str(node.value)
-    if isinstance(node, ast.JoinedStr):
-        return "".join(_text(part) for part in node.values)
-    if isinstance(node, ast.FormattedValue):
-        return f"‹{_name(node.value)}›"
-    if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Add):
-        return _text(node.left) + _text(node.right)
-    return ""
-
-
-def _name(node: ast.expr) -> str:
-    """Return a short name of what is put into a message, such as `count` of `len(count)`."""
-    names = [child for child in ast.walk(node) if isinstance(child, (ast.Name, ast.Attribute))]
-    last = [child.attr if isinstance(child, ast.Attribute) else child.id for child in names]
-    return (last[0] if last else "...").strip("_").replace("_", " ")
-
-
-PACKAGES = {
-    "mesh": "Sizes of the mesh",
-    "tensor": "Tensor parallelism",
-    "pipeline": "Pipelines",
-    "data_parallel": "Replicas",
-    "compression": "Compression",
-    "optim": "Optimizers",
-    "strategies": "Strategies",
-    "checkpoint": "Checkpoints",
-    "callbacks": "Callbacks",
-    "planner": "Planner",
-    "comm": "Communication",
-    "compat": "Other packages",
-    "tracing": "Profiling",
-    "cli": "Command line",
-}
-
-
-def refusals_page() -> str:
-    """Return the page with every message, by package."""
-    lines = [(Path(__file__).parent / "refusals.md.head").read_text(encoding="utf-8")]
-    by_package: dict[str, list[Refusal]] = {}
-    for refusal in refusals():
-        by_package.setdefault(refusal.module.split(".")[0], []).append(refusal)
-    for package, heading in PACKAGES.items():
-        if package in by_package:
-            lines += [f"## {heading}", "", "| error | message | raised in |", "|---|---|---|"]
-            for error, message, module in by_package[package]:
-                escaped = message.replace("|", "\\|").replace("\n", " ").replace("<", "&lt;").replace("*", "\\*")
-                lines.append(f"| `{error}` | {escaped} | `{module}` |")
-            lines.append("")
-    return "\n".join(lines)
-
-
-# ------------------------------------------------------------------------------------------------------- mkdocs' hooks
-
-
 # ------------------------------------------------------------------------------------------------- the command line
 
 
@@ -256,20 +220,21 @@ def _arguments(parser: argparse.ArgumentParser) -> list[str]:
     return ["", "| argument | meaning |", "|---|---|", *rows] if rows else []
 
 
+# ------------------------------------------------------------------------------------------------------- mkdocs' hooks
+
+
 def on_config(config: MkDocsConfig) -> MkDocsConfig:
     """Put the pages that are made here into the navigation."""
     reference = [{kind: [{name: f"reference/{name}.md"} for name in names]} for kind, names in public_names().items()]
     assert config.nav is not None
-    config.nav.append(
-        {"Reference": [*reference, {"Command line": "command_line.md"}, {"Error messages": "refusals.md"}]}
-    )
+    config.nav.append({"Reference": [*reference, {"Types": "reference/types.md"}, {"Command line": "command_line.md"}]})
     return config
 
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:
     """Add the pages and drawings that are made here."""
     made = {f"reference/{name}.md": reference_page(name) for names in public_names().values() for name in names}
-    made["refusals.md"] = refusals_page()
+    made["reference/types.md"] = types_page()
     made["command_line.md"] = command_line_page()
     for name in BEFORE_AND_AFTER:
         made[f"images/collectives/{name.split(',')[0]}.svg"] = draw_collective(name)
@@ -281,3 +246,11 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
     for path, content in made.items():
         files.append(File.generated(config, path, content=content))
     return files
+
+
+def on_page_content(html: str, page: Page, config: MkDocsConfig, files: Files) -> str:
+    """Link public names to their pages."""
+    targets = {name: f"reference/{name}/" for name in lightning_parallel.__all__ if name != page.title}
+    for package, paths in TYPES.items():
+        targets.update((path.split(".")[1], f"reference/types/#lightning_parallel.{package}.{path}") for path in paths)
+    return linked(html, {name: get_relative_url(target, page.url) for name, target in targets.items()})

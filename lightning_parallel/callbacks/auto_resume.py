@@ -66,6 +66,15 @@ class AutoResume(Callback):
     The folder must be on a file system that all processes share, and be of one `fit`. A run that has ended stays
     ended: remove the folder, or name another one, to train anew.
 
+    Example:
+        ```py
+        from lightning.pytorch import Trainer
+        from lightning_parallel import AutoResume
+
+        trainer = Trainer(max_epochs=3, callbacks=[AutoResume(dirpath="resume", every_n_train_steps=500)])
+        trainer.fit(MyModule(), MyData())  # started again, it continues from the newest checkpoint
+        ```
+
     Args:
         dirpath: The folder; by default `auto_resume` under the trainer's `default_root_dir`.
         every_n_train_steps: Optimizer steps between two checkpoints.

@@ -247,12 +247,24 @@ class CommunicationProfiler(MeasuringCallback[CommunicationAccumulator]):
 
     Source: nccl-tests, PERFORMANCE.md (bandwidths).
 
+    Example:
+        ```py
+        from lightning.pytorch import Trainer
+        from lightning_parallel import CommunicationProfiler
+
+        trainer = Trainer(devices=2, strategy="ddp", callbacks=[CommunicationProfiler()])
+        trainer.fit(MyModule(), MyData())  # prints a table after training
+        ```
+
     Args:
         every_n_steps: Steps between two exchanges of results among the ranks. The smallest value of
             all callbacks counts.
         warmup_steps: First steps that are not counted. The largest value of all callbacks counts.
         dirpath: Folder where rank 0 writes `<name>.json` and `<name>.csv` after training. None writes nothing.
         show_table: Print a table after training, on rank 0.
+
+    Raises:
+        ValueError: If a number of steps is too small.
     """
 
     @override

@@ -200,6 +200,16 @@ class CompressionMonitor(MeasuringCallback[CompressionAccumulator]):
     Logged: `compression/<key>` of rank 0, means over the steps of the last batch that had some; the errors and the norm
     after a comparison.
 
+    Example:
+        ```py
+        from lightning.pytorch import Trainer
+        from lightning_parallel import CompressedDDPStrategy, CompressionMonitor, PowerSGD
+
+        strategy = CompressedDDPStrategy(PowerSGD(rank=4))
+        trainer = Trainer(devices=2, strategy=strategy, callbacks=[CompressionMonitor(every_n_steps=100)])
+        trainer.fit(MyModule(), MyData())  # prints bytes, times and errors after training
+        ```
+
     Args:
         every_n_steps: Steps from one comparison with the true mean to the next, which costs a dense all-reduce; 0 for
             no comparison. All steps of a batch are compared.

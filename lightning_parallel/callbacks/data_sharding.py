@@ -250,10 +250,21 @@ class DataShardingMonitor(MeasuringCallback[ShardingAccumulator]):
     Logged: `data_sharding/findings`, the number of findings so far. Checkpoints hold the samples of the epoch that were
     read.
 
+    Example:
+        ```py
+        from lightning.pytorch import Trainer
+        from lightning_parallel import DataShardingMonitor
+
+        monitor = DataShardingMonitor()
+        trainer = Trainer(callbacks=[monitor])
+        trainer.fit(MyModule(), MyData())
+        print(monitor.report()["findings"])  # [] if each sample was read once
+        ```
+
     Args:
         every_n_steps: Batches between two audits; there is one at the end of each epoch, too.
-        dirpath: See `MeasuringCallback`.
-        show_table: See `MeasuringCallback`.
+        dirpath: Folder where rank 0 writes `<name>.json` and `<name>.csv` after training. None writes nothing.
+        show_table: Print a table after training, on rank 0.
 
     Raises:
         ValueError: If `every_n_steps` is not positive.

@@ -290,12 +290,21 @@ class GradientNoiseScale(MeasuringCallback[GradientNoiseAccumulator]):
 
     Logged: `gradient_noise/noise_scale`, as of the last exchange.
 
+    Example:
+        ```py
+        from lightning.pytorch import Trainer
+        from lightning_parallel import GradientNoiseScale
+
+        trainer = Trainer(accumulate_grad_batches=4, callbacks=[GradientNoiseScale()])
+        trainer.fit(MyModule(), MyData())  # prints the batch size that is worth it
+        ```
+
     Args:
         every_n_steps: Optimizer steps between two that are measured.
         decay: Of the exponential means of both estimates, per measured step.
         samples: Counts the samples of a batch; by default the length of its tensors.
-        dirpath: See `MeasuringCallback`.
-        show_table: See `MeasuringCallback`.
+        dirpath: Folder where rank 0 writes `<name>.json` and `<name>.csv` after training. None writes nothing.
+        show_table: Print a table after training, on rank 0.
 
     Raises:
         ValueError: If an argument is out of range; at the start of `fit`, on every rank, where it cannot be measured.

@@ -205,6 +205,15 @@ class HangWatchdog(MeasuringCallback[PauseAccumulator]):
     longest time between two of these, which `report()` gives, including the checkpoints that are saved there. Hooks
     after the last epoch are not watched: `on_train_end` of callbacks further down the list, and `on_fit_end`.
 
+    Example:
+        ```py
+        from lightning.pytorch import Trainer
+        from lightning_parallel import HangWatchdog
+
+        trainer = Trainer(devices=2, strategy="ddp", callbacks=[HangWatchdog(deadline_s=300)])
+        trainer.fit(MyModule(), MyData())
+        ```
+
     Args:
         deadline_s: Seconds without progress after which the processes end.
         dirpath: Where a folder for the files is created when they are needed, on a file system that all ranks share.

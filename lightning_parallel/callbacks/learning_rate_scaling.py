@@ -235,6 +235,15 @@ class LearningRateScaling(Callback):
 
     Under `LocalSGDStrategy` replicas do not count, since a local step is one of one replica's samples.
 
+    Example:
+        ```py
+        from lightning.pytorch import Trainer
+        from lightning_parallel import LearningRateScaling
+
+        trainer = Trainer(accumulate_grad_batches=4, callbacks=[LearningRateScaling("sqrt", base_batch_size=8)])
+        trainer.fit(MyModule(), MyData())  # prints the factor
+        ```
+
     Args:
         rule: `linear` (SGD), or `sqrt` (Adam and its like).
         base_batch_size: Samples of the step for which the learning rates were chosen.

@@ -97,6 +97,18 @@ class MeasuringCallback(Callback, ABC, Generic[A]):
 
     All measuring callbacks of a Trainer share one recorder and one exchange between ranks, off the training thread.
 
+    Example:
+        ```py
+        from lightning.pytorch import Trainer
+        from lightning_parallel import MeasuringCallback, StepBreakdown, Throughput
+
+        trainer = Trainer(callbacks=[StepBreakdown(), Throughput()])
+        trainer.fit(MyModule(), MyData())
+        for callback in trainer.callbacks:
+            if isinstance(callback, MeasuringCallback):
+                print(callback.report())
+        ```
+
     Args:
         every_n_steps: Steps between two exchanges of results among the ranks; the last one is at the end of training.
             The smallest value of all callbacks counts.

@@ -133,12 +133,23 @@ class MemoryProfiler(MeasuringCallback[MemoryAccumulator]):
 
     Logged: `memory/<key>` of rank 0, in bytes.
 
+    Example:
+        ```py
+        from lightning.pytorch import Trainer
+        from lightning_parallel import MemoryProfiler
+
+        profiler = MemoryProfiler()
+        trainer = Trainer(callbacks=[profiler])
+        trainer.fit(MyModule(), MyData())
+        print(profiler.report()["ranks"])  # bytes
+        ```
+
     Args:
         every_n_steps: Optimizer steps between two measured ones; the first two are always measured.
         activations: Whether to count what autograd saves. Set it to False for models that use `torch.func`, which does
             not work with the hooks needed for it.
-        dirpath: See `MeasuringCallback`.
-        show_table: See `MeasuringCallback`.
+        dirpath: Folder where rank 0 writes `<name>.json` and `<name>.csv` after training. None writes nothing.
+        show_table: Print a table after training, on rank 0.
 
     Raises:
         ValueError: If `every_n_steps` is not positive.

@@ -26,6 +26,7 @@ from lightning_parallel.compat.twins import Callback
 __all__ = ["NonFiniteAction", "NonFiniteGuard"]
 
 NonFiniteAction = Literal["ignore", "skip", "stop", "raise"]
+"""Reaction to a loss or gradient that is not finite."""
 
 
 class NonFiniteGuard(Callback):
@@ -38,6 +39,15 @@ class NonFiniteGuard(Callback):
     It takes one message of a few bytes between the hosts, and one look at the gradients, in each optimizer step. Under
     `16-mixed` it leaves all to the gradient scaler, which skips such steps. Strategies with `compression` skip a step
     whose gradients are not finite by themselves.
+
+    Example:
+        ```py
+        from lightning.pytorch import Trainer
+        from lightning_parallel import NonFiniteGuard
+
+        trainer = Trainer(devices=2, strategy="ddp", callbacks=[NonFiniteGuard("skip")])
+        trainer.fit(MyModule(), MyData())
+        ```
 
     Args:
         action: `skip` the step and go on; `stop`: skip it and end training as `trainer.should_stop` does; `raise` an

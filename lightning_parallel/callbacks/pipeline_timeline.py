@@ -235,12 +235,24 @@ class PipelineTimeline(MeasuringCallback[PipelineAccumulator]):
 
     The progress bar shows the measured `bubble`. Logged: nothing; one rank alone does not know the bubble.
 
+    Example:
+        ```py
+        from lightning.pytorch import Trainer
+        from lightning_parallel import PipelineParallelStrategy, PipelineTimeline
+
+        trainer = Trainer(devices=2, strategy=PipelineParallelStrategy(), callbacks=[PipelineTimeline()])
+        trainer.fit(MyModule(), MyData())  # prints the bubble after training
+        ```
+
     Args:
         every_n_steps: Steps between two exchanges of results among the ranks. The smallest value of
             all callbacks counts.
         warmup_steps: First steps that are not counted. The largest value of all callbacks counts.
         dirpath: Folder where rank 0 writes `<name>.json` and `<name>.csv` after training. None writes nothing.
         show_table: Print a table after training, on rank 0.
+
+    Raises:
+        ValueError: If a number of steps is too small.
     """
 
     @override

@@ -313,13 +313,22 @@ class ReplicaDriftMonitor(MeasuringCallback[DriftAccumulator]):
 
     Logged: `replica_drift/findings`, the number of findings so far.
 
+    Example:
+        ```py
+        from lightning.pytorch import Trainer
+        from lightning_parallel import ReplicaDriftMonitor
+
+        trainer = Trainer(devices=2, strategy="ddp", callbacks=[ReplicaDriftMonitor(every_n_steps=100, action="raise")])
+        trainer.fit(MyModule(), MyData())
+        ```
+
     Args:
         every_n_steps: Optimizer steps between two checks; the first is before training, the last after it. A check
             reads all values once.
         action: `warn`; `raise` an error on every rank; or `heal`: overwrite values that differ with that of the
             majority, or of the first rank that holds it if there is none.
-        dirpath: See `MeasuringCallback`.
-        show_table: See `MeasuringCallback`.
+        dirpath: Folder where rank 0 writes `<name>.json` and `<name>.csv` after training. None writes nothing.
+        show_table: Print a table after training, on rank 0.
 
     Raises:
         ValueError: If an argument is none of these.

@@ -182,11 +182,23 @@ class StepBreakdown(MeasuringCallback[BreakdownAccumulator]):
 
     Logged: `step_breakdown/<phase>`, seconds per step of rank 0, mean over the steps since the last logging.
 
+    Example:
+        ```py
+        from lightning.pytorch import Trainer
+        from lightning_parallel import StepBreakdown
+
+        breakdown = StepBreakdown()
+        trainer = Trainer(callbacks=[breakdown])
+        trainer.fit(MyModule(), MyData())
+        print(breakdown.report()["ranks"])  # seconds per step
+        ```
+
     Args:
-        every_n_steps: See `MeasuringCallback`.
-        warmup_steps: See `MeasuringCallback`.
-        dirpath: See `MeasuringCallback`.
-        show_table: See `MeasuringCallback`.
+        every_n_steps: Steps between two exchanges of results among the ranks. The smallest value of all callbacks
+            counts.
+        warmup_steps: First steps that are not counted. The largest value of all callbacks counts.
+        dirpath: Folder where rank 0 writes `<name>.json` and `<name>.csv` after training. None writes nothing.
+        show_table: Print a table after training, on rank 0.
         gpu_every_n_steps: On CUDA, one in so many steps runs under `torch.profiler`, which tells why the GPU stands
             idle; that step, the one before it and the one after it, in which the trace is read, are not counted. None
             for no such step. Under Lightning's PyTorchProfiler, and while a profiler of torch runs, it is left out.
@@ -484,15 +496,25 @@ class StragglerMonitor(MeasuringCallback[StragglerAccumulator]):
 
     Logged: `straggler/own`, seconds of work of rank 0 in the last step.
 
+    Example:
+        ```py
+        from lightning.pytorch import Trainer
+        from lightning_parallel import StragglerMonitor
+
+        trainer = Trainer(devices=2, strategy="ddp", callbacks=[StragglerMonitor(threshold=0.1)])
+        trainer.fit(MyModule(), MyData())  # names slow ranks after training
+        ```
+
     Args:
         threshold: Share of the step's time, between 0 and 1.
-        every_n_steps: See `MeasuringCallback`.
-        warmup_steps: See `MeasuringCallback`.
-        dirpath: See `MeasuringCallback`.
-        show_table: See `MeasuringCallback`.
+        every_n_steps: Steps between two exchanges of results among the ranks. The smallest value of all callbacks
+            counts.
+        warmup_steps: First steps that are not counted. The largest value of all callbacks counts.
+        dirpath: Folder where rank 0 writes `<name>.json` and `<name>.csv` after training. None writes nothing.
+        show_table: Print a table after training, on rank 0.
 
     Raises:
-        ValueError: If `threshold` is not between 0 and 1.
+        ValueError: If `threshold` is not between 0 and 1, or a number of steps is too small.
 
     Source: naming a cause only where it covers 80 % of the lateness is TraceML's policy.
     """

@@ -214,6 +214,17 @@ class Throughput(MeasuringCallback[ThroughputAccumulator]):
     The ranks of one replica (tensor and pipeline parallel) work on the same samples, which count once. The time is that
     of the steps, without validation and checkpoints.
 
+    Example:
+        ```py
+        from lightning.pytorch import Trainer
+        from lightning_parallel import Throughput
+
+        throughput = Throughput()
+        trainer = Trainer(callbacks=[throughput])
+        trainer.fit(MyModule(), MyData())
+        print(throughput.report()["samples_per_second"])
+        ```
+
     Args:
         samples: Counts the samples of a batch; by default the length of its tensors.
         tokens: Counts the tokens of a batch; by default the elements of `input_ids`, or of the first tensor of integers
@@ -224,10 +235,14 @@ class Throughput(MeasuringCallback[ThroughputAccumulator]):
             where gradients are taken with `create_graph=True`, which are not counted. None: no utilisation.
         peak_flops: Operations per second of one device. `"auto"`: from a table of dense peaks; on CPU calibrated with a
             matrix product. None: no utilisation.
-        every_n_steps: See `MeasuringCallback`.
-        warmup_steps: See `MeasuringCallback`.
-        dirpath: See `MeasuringCallback`.
-        show_table: See `MeasuringCallback`.
+        every_n_steps: Steps between two exchanges of results among the ranks. The smallest value of all callbacks
+            counts.
+        warmup_steps: First steps that are not counted. The largest value of all callbacks counts.
+        dirpath: Folder where rank 0 writes `<name>.json` and `<name>.csv` after training. None writes nothing.
+        show_table: Print a table after training, on rank 0.
+
+    Raises:
+        ValueError: If a number of steps is too small.
 
     `report()` has, besides the common keys:
 

@@ -43,6 +43,19 @@ def load_weights(module: nn.Module, path: str | os.PathLike[str], *, prefix: str
     In `configure_model` under the mesh strategies nothing is read yet, and each rank reads later what it owns. Values
     are converted to the dtype of the module's tensors.
 
+    Example:
+        ```py
+        from lightning.pytorch import Trainer
+        from lightning_parallel import TensorParallelStrategy, load_weights
+
+        class MyPretrainedModule(MyModule):
+            def configure_model(self):
+                load_weights(self, "model.safetensors")
+
+        trainer = Trainer(devices=2, strategy=TensorParallelStrategy())
+        trainer.fit(MyPretrainedModule(), MyData())
+        ```
+
     Args:
         module: The module, such as `self` or `self.model`.
         path: A `safetensors` file, a folder of Hugging Face with such files, a sharded checkpoint, a folder of

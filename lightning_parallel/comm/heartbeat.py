@@ -95,7 +95,23 @@ HEARD_S = 10.0
 
 
 class LostRankError(RuntimeError):
-    """A rank of the run is gone; raised by the heartbeat in the thread that trains, where devices wait for it."""
+    """A rank of the run died or does not answer.
+
+    The other ranks raise it instead of waiting for the timeout of a collective. It names the rank.
+
+    Example:
+        ```py
+        from lightning.pytorch import Trainer
+        from lightning_parallel import LostRankError, TensorParallelStrategy
+
+        trainer = Trainer(devices=2, strategy=TensorParallelStrategy())
+        try:
+            trainer.fit(MyModule(), MyData())
+        except LostRankError as error:
+            print(error)  # names the rank
+            raise
+        ```
+    """
 
     message: ClassVar[str] = ""
 

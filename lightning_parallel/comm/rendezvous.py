@@ -25,7 +25,23 @@ _LOOK_S = 0.02
 
 
 class RendezvousError(RuntimeError):
-    """Processes have not met in time."""
+    """Some processes did not start in time.
+
+    It is raised when training begins, after the `timeout` of the strategy. It names the missing ranks.
+
+    Example:
+        ```py
+        from lightning.pytorch import Trainer
+        from lightning_parallel import RendezvousError, TensorParallelStrategy
+
+        trainer = Trainer(devices=2, strategy=TensorParallelStrategy())
+        try:
+            trainer.fit(MyModule(), MyData())
+        except RendezvousError as error:
+            print(error)  # names the ranks that did not come
+            raise
+        ```
+    """
 
 
 def may_outlive_attempts() -> bool:

@@ -60,10 +60,25 @@ class Auto(Reducer):
 
     If plain means win, DDP's own all-reduce takes over.
 
+    Example:
+        ```py
+        from lightning.pytorch import Trainer
+        from lightning_parallel import Auto, CompressedDDPStrategy, PowerSGD, Quantize
+
+        compression = Auto([Quantize(8), PowerSGD(rank=8)])
+        trainer = Trainer(devices=2, strategy=CompressedDDPStrategy(compression))
+        trainer.fit(MyModule(), MyData())
+        print(compression.verdict)
+        ```
+
     Args:
         candidates: Compressors to try; nearly lossless ones when omitted: `Cast("bf16")` and `Quantize(8)`.
         min_gain: Stay with plain means unless the fastest candidate saves this share of a step.
         steps: Steps to time of each, and as many of plain means before and after.
+
+    Raises:
+        TypeError: If a candidate is not a compressor.
+        ValueError: If a number is out of range.
     """
 
     def __init__(

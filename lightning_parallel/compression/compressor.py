@@ -87,6 +87,16 @@ class StepValue:
         StepValue({0: 0.25, 100: 0.05, 200: 0.01})
         StepValue.warm_up(0.01, steps=200)
 
+    Example:
+        ```py
+        from lightning.pytorch import Trainer
+        from lightning_parallel import CompressedDDPStrategy, StepValue, TopK
+
+        ratio = StepValue({0: 0.25, 100: 0.05, 200: 0.01})
+        trainer = Trainer(devices=2, strategy=CompressedDDPStrategy(TopK(ratio)))
+        trainer.fit(MyModule(), MyData())
+        ```
+
     Args:
         values: Value by the optimizer step from which it holds; step 0 must be there.
 

@@ -60,6 +60,7 @@ __all__ = [
 
 
 FeedbackName = Literal["classic", "decayed", "fading", "ef21"]
+"""Form of the error feedback, which adds the unsent part to later gradients."""
 
 
 def working_dtype(dtype: torch.dtype) -> torch.dtype:

@@ -26,6 +26,16 @@ class Policy(Reducer):
     Parameters that no pattern matches, that are small, or that the chosen compressor does not accept (vectors) are
     averaged as they are.
 
+    Example:
+        ```py
+        from lightning.pytorch import Trainer
+        from lightning_parallel import CompressedDDPStrategy, Policy, PowerSGD, Quantize
+
+        policy = Policy({"*.bias": None, "embed*": Quantize(8), "*": PowerSGD(rank=4)})
+        trainer = Trainer(devices=2, strategy=CompressedDDPStrategy(policy))
+        trainer.fit(MyModule(), MyData())
+        ```
+
     Args:
         rules: Shell pattern over parameter names (`*`, `?`, `[...]`) -> compressor; None for plain means.
         min_numel: Tensors with fewer elements are averaged as they are, whatever the pattern says.

@@ -65,6 +65,15 @@ class PowerSGD(Compressor):
     steps) needs more: it was 4.6 % above at rank 4, 2.6 % at rank 8, 0.5 % at rank 16; alternating, 15 % and 4.4 % at
     ranks 4 and 16.
 
+    Example:
+        ```py
+        from lightning.pytorch import Trainer
+        from lightning_parallel import Cast, CompressedDDPStrategy, PowerSGD
+
+        trainer = Trainer(devices=2, strategy=CompressedDDPStrategy(PowerSGD(rank=16) | Cast("bf16")))
+        trainer.fit(MyModule(), MyData())
+        ```
+
     Args:
         rank: Rank r, or a schedule of ranks.
         alternate: Use the alternating form (half the bytes and half the round trips).
@@ -79,6 +88,10 @@ class PowerSGD(Compressor):
         start_step: Steps with full gradients before compression begins.
         min_numel: Tensors with fewer elements, or with less than two dimensions, are averaged
             uncompressed, as are those that would not shrink.
+
+    Raises:
+        TypeError: If `rank` is neither an integer nor a `StepValue`.
+        ValueError: If an argument is out of range, or `values` is not `Cast` or `Quantize`.
 
     Source: Vogels et al. 2019, algorithm 1, arXiv 1905.13727; alternating: ACP-SGD, Zhang et al. 2023.
     """

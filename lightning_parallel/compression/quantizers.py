@@ -90,12 +90,24 @@ class Cast(Quantizer):
 
     Dividing before the sum keeps it in range. Biased by rounding; a half-precision cast is not linear.
 
+    Example:
+        ```py
+        from lightning.pytorch import Trainer
+        from lightning_parallel import Cast, CompressedDDPStrategy
+
+        trainer = Trainer(devices=2, strategy=CompressedDDPStrategy(Cast("bf16")))
+        trainer.fit(MyModule(), MyData())
+        ```
+
     Args:
         dtype: `bf16`, `fp16`, `fp32` or a torch dtype.
         feedback: Error feedback: `classic`, `decayed`, `fading`, `ef21` or None, see `Compressor`.
         decay: Share of the old residual that `decayed` and `fading` keep, in [0, 1].
         start_step: Steps with full gradients before compression begins.
         min_numel: Tensors with fewer elements, or with less than two dimensions, are averaged uncompressed.
+
+    Raises:
+        ValueError: If `dtype` is not one of these, or a number is out of range.
     """
 
     collective = "all_reduce"
@@ -170,6 +182,15 @@ class Quantize(Quantizer):
     With error feedback the owner of a part also keeps what the second encoding lost, times the number of ranks, so that
     the mean of all residuals accounts for both. Not linear; unbiased with `stochastic` and without feedback.
 
+    Example:
+        ```py
+        from lightning.pytorch import Trainer
+        from lightning_parallel import CompressedDDPStrategy, Quantize
+
+        trainer = Trainer(devices=2, strategy=CompressedDDPStrategy(Quantize(bits=8)))
+        trainer.fit(MyModule(), MyData())
+        ```
+
     Args:
         bits: 8 or 4.
         stochastic: Round up with the probability of the fraction: floor((x - b) / s + u), u uniform in [0, 1).
@@ -178,6 +199,9 @@ class Quantize(Quantizer):
         decay: Share of the old residual that `decayed` and `fading` keep, in [0, 1].
         start_step: Steps with full gradients before compression begins.
         min_numel: Tensors with fewer elements, or with less than two dimensions, are averaged uncompressed.
+
+    Raises:
+        ValueError: If `bits` is neither 8 nor 4, or another argument is out of range.
 
     Sources: QSGD, Alistarh et al. 2017, arXiv 1610.02132; two phases: 1-bit Adam, Tang et al. 2021, arXiv 2102.02888.
     """
@@ -370,11 +394,23 @@ class Sign(Compressor):
     adds to elements without a gradient: a small GPT of 600 steps ended 43 % above, with dense embeddings and
     `start_step=50` 15 %.
 
+    Example:
+        ```py
+        from lightning.pytorch import Trainer
+        from lightning_parallel import CompressedDDPStrategy, Sign
+
+        trainer = Trainer(devices=2, strategy=CompressedDDPStrategy(Sign(start_step=100)))
+        trainer.fit(MyModule(), MyData())
+        ```
+
     Args:
         feedback: Error feedback: `classic`, `decayed`, `fading`, `ef21` or None (no residual at all), see `Compressor`.
         decay: Share of the old residual that `decayed` and `fading` keep, in [0, 1].
         start_step: Steps with full gradients before compression begins.
         min_numel: Tensors with fewer elements, or with less than two dimensions, are averaged uncompressed.
+
+    Raises:
+        ValueError: If an argument is out of range.
 
     Sources: EF-signSGD, Karimireddy et al. 2019, arXiv 1901.09847; two phases: 1-bit Adam, arXiv 2102.02888.
     """

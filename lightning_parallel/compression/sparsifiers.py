@@ -92,6 +92,15 @@ class TopK(Sparsifier):
     steps and at 1 % after 1000. A small GPT of 600 steps under AdamW, which scales every element by its own history,
     was still 28 % above at 2 % and 5.6 % at 20 %.
 
+    Example:
+        ```py
+        from lightning.pytorch import Trainer
+        from lightning_parallel import CompressedDDPStrategy, Quantize, TopK
+
+        trainer = Trainer(devices=2, strategy=CompressedDDPStrategy(TopK(ratio=0.05) | Quantize(8)))
+        trainer.fit(MyModule(), MyData())
+        ```
+
     Args:
         ratio: Share of the elements to send, in (0, 1], or a `StepValue`.
         seed: Seed of the random draws of an encoding of the values, where it has some.
@@ -101,6 +110,10 @@ class TopK(Sparsifier):
         decay: Share of the old residual that `decayed` and `fading` keep, in [0, 1].
         start_step: Steps with full gradients before compression begins.
         min_numel: Tensors with fewer elements, or with less than two dimensions, are averaged uncompressed.
+
+    Raises:
+        TypeError: If `ratio` is neither a number nor a `StepValue`.
+        ValueError: If an argument is out of range, or `values` is not `Cast` or `Quantize`.
 
     Source: Aji and Heafield 2017, arXiv 1704.05021; momentum: Lin et al. 2018, arXiv 1712.01887.
     """
@@ -179,6 +192,15 @@ class RandomK(Sparsifier):
     A quarter of the elements is the least at which a small CNN stayed within 1 % of the dense loss (500 steps); a small
     GPT under AdamW was then 23 % above (600 steps).
 
+    Example:
+        ```py
+        from lightning.pytorch import Trainer
+        from lightning_parallel import CompressedDDPStrategy, RandomK
+
+        trainer = Trainer(devices=2, strategy=CompressedDDPStrategy(RandomK(ratio=0.25)))
+        trainer.fit(MyModule(), MyData())
+        ```
+
     Args:
         ratio: Share of the elements to send, in (0, 1], or a `StepValue`.
         seed: Seed of the choice of elements.
@@ -188,6 +210,10 @@ class RandomK(Sparsifier):
         decay: Share of the old residual that `decayed` and `fading` keep, in [0, 1].
         start_step: Steps with full gradients before compression begins.
         min_numel: Tensors with fewer elements, or with less than two dimensions, are averaged uncompressed.
+
+    Raises:
+        TypeError: If `ratio` is neither a number nor a `StepValue`.
+        ValueError: If an argument is out of range, or `values` is not `Cast` or `Quantize`.
 
     Source: Stich et al. 2018, arXiv 1809.07599; sampling one element per run keeps memory access in order.
     """
@@ -265,6 +291,15 @@ class BlockTopK(Sparsifier):
     stayed within 1 % of the dense one at 10 % of the blocks, not at 5 %; that of a small GPT under AdamW (600 steps)
     was 22 % above at 10 % and 3.5 % at 50 %.
 
+    Example:
+        ```py
+        from lightning.pytorch import Trainer
+        from lightning_parallel import BlockTopK, CompressedDDPStrategy
+
+        trainer = Trainer(devices=2, strategy=CompressedDDPStrategy(BlockTopK(ratio=0.1)))
+        trainer.fit(MyModule(), MyData())
+        ```
+
     Args:
         ratio: Share of the blocks to send, in (0, 1], or a `StepValue`.
         block: Elements of a block.
@@ -274,6 +309,10 @@ class BlockTopK(Sparsifier):
         decay: Share of the old residual that `decayed` and `fading` keep, in [0, 1].
         start_step: Steps with full gradients before compression begins.
         min_numel: Tensors with fewer elements, or with less than two dimensions, are averaged uncompressed.
+
+    Raises:
+        TypeError: If `ratio` is neither a number nor a `StepValue`.
+        ValueError: If an argument is out of range, or `values` is not `Cast` or `Quantize`.
 
     Source: agreed sparsification, Shi et al. 2019, arXiv 1902.06855.
     """

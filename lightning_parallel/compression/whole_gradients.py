@@ -79,6 +79,16 @@ class HookState:
 
     One backward pass with synchronization is one step of the compressor; inside `no_sync()` DDP calls no hook.
 
+    Example:
+        ```py
+        from lightning_parallel import HookState, PowerSGD, compression_hook
+        from torch.nn.parallel import DistributedDataParallel
+
+        replica = DistributedDataParallel(MyModel())  # in your own loop, after `init_process_group`
+        state = HookState(PowerSGD(rank=4), replica)
+        replica.register_comm_hook(state, compression_hook)
+        ```
+
     Args:
         compressor: Reduces the gradients; its state is keyed by the module's parameter names. A `HierarchicalReducer`
             has groups of its own, of the ranks of `process_group`.
@@ -87,8 +97,11 @@ class HookState:
         scaler: A `torch.amp.GradScaler` in use: residuals are kept without its scale.
         unused_parameters: Ask the other ranks which parameters have a gradient at all, and keep the residuals of the
             others as they are. None: as DDP's `find_unused_parameters` or `static_graph` says, if `module` is DDP.
-        bucket_bytes: Approximate size of the gradients that a rank compresses together.
+        bucket_bytes: Approximate bytes of the gradients that a rank compresses together. 25 MiB by default.
         timeout: Deadline of each collective on CPU; torch's default when omitted.
+
+    Raises:
+        TypeError: If `compressor` is not a compressor.
 
     Attributes:
         reduced: Parameters that got a gradient in the last backward pass.
@@ -385,5 +398,22 @@ def _trainable(module: nn.Module) -> dict[str, int]:
 
 
 def compression_hook(state: HookState, bucket: dist.GradBucket) -> Future[Tensor]:
-    """Reduce a bucket with a compressor: a communication hook of `DistributedDataParallel`; see `HookState`."""
+    """Reduce a bucket with a compressor: a communication hook of `DistributedDataParallel`; see `HookState`.
+
+    Example:
+        ```py
+        from lightning_parallel import HookState, Quantize, compression_hook
+        from torch.nn.parallel import DistributedDataParallel
+
+        replica = DistributedDataParallel(MyModel())  # in your own loop, after `init_process_group`
+        replica.register_comm_hook(HookState(Quantize(8), replica), compression_hook)
+        ```
+
+    Args:
+        state: The compressor, and its steps so far.
+        bucket: The gradients, from `DistributedDataParallel`.
+
+    Returns:
+        A future with the reduced bucket.
+    """
     return state.reduce(bucket)

@@ -163,6 +163,19 @@ class LARS(TrustRatioOptimizer):
     Norms are those of whole parameters: over tensor-parallel shards of this library's strategies and over `DTensor`s,
     in one message for all.
 
+    Example:
+        ```py
+        from lightning.pytorch import Trainer
+        from lightning_parallel import LARS
+
+        class MyLargeBatchModule(MyModule):
+            def configure_optimizers(self):
+                return LARS(self.parameters(), lr=1.0, weight_decay=1e-4)
+
+        trainer = Trainer(max_epochs=1)
+        trainer.fit(MyLargeBatchModule(), MyData())
+        ```
+
     Args:
         params: Parameters, or groups of them; each argument may be that of a group.
         lr: Learning rate.
@@ -234,6 +247,19 @@ class LAMB(TrustRatioOptimizer):
 
     Norms are those of whole parameters: over tensor-parallel shards of this library's strategies and over `DTensor`s,
     in one message for all.
+
+    Example:
+        ```py
+        from lightning.pytorch import Trainer
+        from lightning_parallel import LAMB
+
+        class MyLargeBatchModule(MyModule):
+            def configure_optimizers(self):
+                return LAMB(self.parameters(), lr=2e-3, weight_decay=0.01)
+
+        trainer = Trainer(max_epochs=1)
+        trainer.fit(MyLargeBatchModule(), MyData())
+        ```
 
     Args:
         params: Parameters, or groups of them; each argument may be that of a group.

@@ -112,6 +112,17 @@ class TiedParameter:
 class PipelinePlan:
     """How a model is divided over the stages of a pipeline, with the predicted costs.
 
+    Example:
+        ```py
+        from lightning.pytorch import Trainer
+        from lightning_parallel import PipelineParallelStrategy, PipelinePlan
+
+        plan = PipelinePlan.load("pipeline_plan.json")  # written by `plan.save`
+        print(plan.layers_per_stage)
+        trainer = Trainer(devices=2, strategy=PipelineParallelStrategy(pipeline_plan=plan))
+        trainer.fit(MyModule(), MyData())
+        ```
+
     Args:
         model: Class of the model.
         container: Path of the layer stack, see `LayerStack`.

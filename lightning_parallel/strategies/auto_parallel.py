@@ -62,9 +62,14 @@ class AutoParallelStrategy(HybridParallelStrategy):
     do. Validation, test and prediction without a `fit` before them run with replicas only. A run that resumes may take
     another layout than the one before: checkpoints fit all of them.
 
-    Examples:
-        >>> trainer = Trainer(devices=2, strategy=AutoParallelStrategy())
-        >>> trainer.fit(module, data)
+    Example:
+        ```py
+        from lightning.pytorch import Trainer
+        from lightning_parallel import AutoParallelStrategy
+
+        trainer = Trainer(devices=4, strategy=AutoParallelStrategy())
+        trainer.fit(MyModule(), MyData())  # prints the layout that it chose
+        ```
 
     Args:
         memory_limit_bytes: Largest number of bytes per rank. By default the memory of the device, or its share of the
@@ -98,7 +103,7 @@ class AutoParallelStrategy(HybridParallelStrategy):
             `auto` takes `all` if memory allows it, and prints the choice otherwise.
         process_group_backend: Backend of `torch.distributed`. By default it follows the device: gloo for CPU, NCCL for
             CUDA.
-        timeout: Deadline of every collective.
+        timeout: Deadline of every collective. 30 minutes by default.
         start_method: How Lightning starts processes without a launcher. `popen` runs the script again. `spawn`, `fork`
             and `forkserver` start functions. `auto` takes `fork` in a notebook, and `popen` elsewhere.
         accelerator: Accelerator object, set by the Trainer.

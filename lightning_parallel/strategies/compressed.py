@@ -280,9 +280,14 @@ class CompressedDDPStrategy(SavesCompression, DDPStrategy):
     otherwise the strategy. Parameters may be unfrozen during training, as finetuning callbacks do: the module is then
     wrapped again. The compressor's state is part of the checkpoint: training resumes bit for bit on as many ranks.
 
-    Examples:
-        >>> trainer = Trainer(devices=2, strategy=CompressedDDPStrategy(PowerSGD(rank=4)))
-        >>> trainer.fit(module, data)
+    Example:
+        ```py
+        from lightning.pytorch import Trainer
+        from lightning_parallel import CompressedDDPStrategy, PowerSGD
+
+        trainer = Trainer(devices=2, strategy=CompressedDDPStrategy(PowerSGD(rank=4)))
+        trainer.fit(MyModule(), MyData())
+        ```
 
     Args:
         compression: Compressor of the gradient all-reduce.
@@ -299,7 +304,7 @@ class CompressedDDPStrategy(SavesCompression, DDPStrategy):
         static_graph: Promise that the same parameters are used in every step.
         process_group_backend: Backend of `torch.distributed`. By default it follows the device: gloo for CPU, NCCL for
             CUDA.
-        timeout: Deadline of every collective.
+        timeout: Deadline of every collective. 30 minutes by default.
         start_method: How Lightning starts processes without a launcher. `popen` runs the script again. `spawn`, `fork`
             and `forkserver` start functions. `auto` takes `fork` in a notebook, and `popen` elsewhere.
         accelerator: Accelerator object, set by the Trainer.

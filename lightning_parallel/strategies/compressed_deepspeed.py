@@ -42,9 +42,15 @@ class CompressedDeepSpeedStrategy(SavesCompression, DeepSpeedStrategy):
     therefore compressed only without accumulation. ZeRO 3 has no whole gradients: only DeepSpeed's own compression
     works there. On CPU, DeepSpeed itself fails with parameters without dimensions and with transposed ones.
 
-    Examples:
-        >>> trainer = Trainer(devices=2, strategy=CompressedDeepSpeedStrategy(PowerSGD(rank=4)))
-        >>> trainer.fit(module, data)
+    Example:
+        ```py
+        from lightning.pytorch import Trainer
+        from lightning_parallel import CompressedDeepSpeedStrategy, PowerSGD
+
+        strategy = CompressedDeepSpeedStrategy(PowerSGD(rank=4), stage=1)
+        trainer = Trainer(devices=2, strategy=strategy)
+        trainer.fit(MyModule(), MyData())
+        ```
 
     Args:
         compression: Compressor of the gradient all-reduce. None leaves it to DeepSpeed.
@@ -96,7 +102,7 @@ class CompressedDeepSpeedStrategy(SavesCompression, DeepSpeedStrategy):
         exclude_frozen_parameters: Leave frozen parameters out of checkpoints.
         process_group_backend: Backend of `torch.distributed`. By default it follows the device: gloo for CPU, NCCL for
             CUDA.
-        timeout: Deadline of every collective.
+        timeout: Deadline of every collective. 30 minutes by default.
         accelerator: Accelerator object, set by the Trainer.
         parallel_devices: Devices of this node, set by the Trainer.
         cluster_environment: Source of ranks and addresses. By default Lightning detects torchrun, SLURM and others.

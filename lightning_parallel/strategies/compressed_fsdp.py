@@ -64,9 +64,15 @@ class CompressedFSDPStrategy(SavesShardedCompression, FSDPStrategy):
 
     With HYBRID_SHARD gradients are compressed between the replicas only: `device_mesh` says which ranks those are.
 
-    Examples:
-        >>> trainer = Trainer(devices=2, strategy=CompressedFSDPStrategy(PowerSGD(rank=4)))
-        >>> trainer.fit(module, data)
+    Example:
+        ```py
+        from lightning.pytorch import Trainer
+        from lightning_parallel import CompressedFSDPStrategy, Quantize
+
+        strategy = CompressedFSDPStrategy(Quantize(8), state_dict_type="sharded")
+        trainer = Trainer(devices=2, strategy=strategy)
+        trainer.fit(MyModule(), MyData())
+        ```
 
     Args:
         compression: Compressor of the gradient all-reduce.
@@ -91,7 +97,7 @@ class CompressedFSDPStrategy(SavesShardedCompression, FSDPStrategy):
         use_orig_params: Show the original parameters to the optimizer. Lightning's default.
         process_group_backend: Backend of `torch.distributed`. By default it follows the device: gloo for CPU, NCCL for
             CUDA.
-        timeout: Deadline of every collective.
+        timeout: Deadline of every collective. 30 minutes by default.
         accelerator: Accelerator object, set by the Trainer.
         parallel_devices: Devices of this node, set by the Trainer.
         cluster_environment: Source of ranks and addresses. By default Lightning detects torchrun, SLURM and others.
@@ -283,9 +289,19 @@ class CompressedModelParallelStrategy(SavesShardedCompression, ModelParallelStra
     A step in which a gradient is not finite on some rank is skipped on all of them; the compressor's state is part of
     the checkpoint. While batches accumulate, nothing is communicated.
 
-    Examples:
-        >>> trainer = Trainer(devices=2, strategy=CompressedModelParallelStrategy(PowerSGD(rank=4)))
-        >>> trainer.fit(module, data)
+    Example:
+        ```py
+        from lightning.pytorch import Trainer
+        from lightning_parallel import CompressedModelParallelStrategy, PowerSGD
+        from torch.distributed.fsdp import fully_shard
+
+        class MyShardedModule(MyModule):
+            def configure_model(self):
+                fully_shard(self, mesh=self.device_mesh["data_parallel"])
+
+        trainer = Trainer(devices=2, strategy=CompressedModelParallelStrategy(PowerSGD(rank=4)))
+        trainer.fit(MyShardedModule(), MyData())
+        ```
 
     Args:
         compression: Compressor of the gradient all-reduce.
@@ -297,7 +313,7 @@ class CompressedModelParallelStrategy(SavesShardedCompression, ModelParallelStra
         save_distributed_checkpoint: Write a folder with a file of each rank. False writes one file.
         process_group_backend: Backend of `torch.distributed`. By default it follows the device: gloo for CPU, NCCL for
             CUDA.
-        timeout: Deadline of every collective.
+        timeout: Deadline of every collective. 30 minutes by default.
 
     Raises:
         ValueError: If `configure_model` shards nothing with `fully_shard`, or over a mesh of shards and replicas.

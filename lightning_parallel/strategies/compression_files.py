@@ -49,7 +49,7 @@ __all__ = [
 ]
 
 KeptState = Literal["local", "exact", "mean", "none"]
-"""What a checkpoint keeps of the compressors' memory; see `CompressedDDPStrategy`."""
+"""Compressor memory in a checkpoint of one file."""
 
 KEY = "compression"
 """Of the entry in a checkpoint."""

@@ -68,7 +68,23 @@ _NOTHING_HELD = re.compile(r"(?i)empty|at least one tensor|list index|StopIterat
 
 
 class HookError(RuntimeError):
-    """A hook computes with a part as if it were the whole tensor."""
+    """A hook of your module computes with a shard or a microbatch as if it were the full tensor.
+
+    Under the mesh strategies, forward hooks and gradient hooks see only a part. The error names the hook and its file.
+
+    Example:
+        ```py
+        from lightning.pytorch import Trainer
+        from lightning_parallel import HookError, TensorParallelStrategy
+
+        trainer = Trainer(devices=2, strategy=TensorParallelStrategy())
+        try:
+            trainer.fit(MyModule(), MyData())
+        except HookError as error:
+            print(error)  # names the hook and the way out
+            raise
+        ```
+    """
 
 
 @dataclass

@@ -61,6 +61,7 @@ __all__ = ["LocalSGDStrategy", "OuterOptimizer"]
 
 # As `OptimizerCallable` of LightningCLI, which builds it from a class path and arguments.
 OuterOptimizer = Union[Literal["average", "nesterov"], Callable[[Iterable], Optimizer]]
+"""How the mean update is applied: by its name, or by an optimizer made from the parameters."""
 _OUTER: dict[str, Optional[Callable[[Iterable], Optimizer]]] = {
     "average": None,
     "nesterov": partial(torch.optim.SGD, lr=0.7, momentum=0.9, nesterov=True),
@@ -82,6 +83,16 @@ class LocalSGDStrategy(HybridParallelStrategy):
 
     A replica whose drift is not finite returns to the parameters on which all agreed last, with a new optimizer state;
     the others go on. With `every_n_steps=1`, no compression and SGD this is DDP.
+
+    Example:
+        ```py
+        from lightning.pytorch import Trainer
+        from lightning_parallel import LocalSGDStrategy, Quantize
+
+        strategy = LocalSGDStrategy(every_n_steps=30, compression=Quantize(4), outer_optimizer="nesterov")
+        trainer = Trainer(devices=2, strategy=strategy)
+        trainer.fit(MyModule(), MyData())
+        ```
 
     Args:
         every_n_steps: Optimizer steps between two exchanges.
@@ -135,7 +146,7 @@ class LocalSGDStrategy(HybridParallelStrategy):
             `auto` takes `all` if memory allows it, and prints the choice otherwise.
         process_group_backend: Backend of `torch.distributed`. By default it follows the device: gloo for CPU, NCCL for
             CUDA.
-        timeout: Deadline of every collective.
+        timeout: Deadline of every collective. 30 minutes by default.
         start_method: How Lightning starts processes without a launcher. `popen` runs the script again. `spawn`, `fork`
             and `forkserver` start functions. `auto` takes `fork` in a notebook, and `popen` elsewhere.
         accelerator: Accelerator object, set by the Trainer.

@@ -50,6 +50,7 @@ from lightning_parallel.tensor.sharding import Shard
 __all__ = ["CheckpointFormat", "MeshCheckpoints"]
 
 CheckpointFormat = Literal["full", "sharded"]
+"""One ordinary Lightning checkpoint, or a folder with a file of each rank."""
 
 
 class MeshCheckpoints(MeshProcesses):

@@ -16,7 +16,7 @@ from lightning_parallel.compression.compressor import check_integer
 __all__ = ["Hierarchical", "between_nodes", "check_hierarchical", "hosts_of", "size_of_node"]
 
 Hierarchical = Union[bool, int]
-"""Whether to compress between nodes only; or how many replicas, one after the other, are a node."""
+"""True: compress between nodes only. A number: the consecutive replicas of a node."""
 
 
 def check_hierarchical(value: Hierarchical, compression: Optional[Reducer]) -> None:

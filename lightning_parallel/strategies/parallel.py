@@ -35,6 +35,7 @@ __all__ = ["HybridParallelStrategy", "PipelineParallelStrategy", "ScheduleName",
 
 # LightningCLI lists these names and rejects others before it starts a process.
 ScheduleName = Literal["gpipe", "1f1b", "interleaved_1f1b", "zb_h1", "interleaved_zb", "zbv", "auto"]
+"""Order of the microbatches in a pipeline."""
 
 
 class TensorParallelStrategy(MeshStrategy):
@@ -43,9 +44,14 @@ class TensorParallelStrategy(MeshStrategy):
     Attention is sharded by heads, an MLP by features, an embedding by vocabulary. Layers that cannot be sharded exactly
     stay replicated. The module itself is not changed.
 
-    Examples:
-        >>> trainer = Trainer(devices=2, strategy=TensorParallelStrategy(tensor_parallel_size=2))
-        >>> trainer.fit(module, data)
+    Example:
+        ```py
+        from lightning.pytorch import Trainer
+        from lightning_parallel import TensorParallelStrategy
+
+        trainer = Trainer(devices=2, strategy=TensorParallelStrategy(tensor_parallel_size=2))
+        trainer.fit(MyModule(), MyData())
+        ```
 
     Args:
         tensor_parallel_size: Ranks that share each layer of a replica. `"auto"` takes the ranks that the other axes
@@ -75,7 +81,7 @@ class TensorParallelStrategy(MeshStrategy):
             `auto` takes `all` if memory allows it, and prints the choice otherwise.
         process_group_backend: Backend of `torch.distributed`. By default it follows the device: gloo for CPU, NCCL for
             CUDA.
-        timeout: Deadline of every collective.
+        timeout: Deadline of every collective. 30 minutes by default.
         start_method: How Lightning starts processes without a launcher. `popen` runs the script again. `spawn`, `fork`
             and `forkserver` start functions. `auto` takes `fork` in a notebook, and `popen` elsewhere.
         accelerator: Accelerator object, set by the Trainer.
@@ -131,9 +137,14 @@ class PipelineParallelStrategy(MeshStrategy):
     The repeated layers are split into runs, one per stage. Each stage runs the module's own step on one microbatch
     after another. The module itself is not changed.
 
-    Examples:
-        >>> trainer = Trainer(devices=2, strategy=PipelineParallelStrategy(num_microbatches=4))
-        >>> trainer.fit(module, data)
+    Example:
+        ```py
+        from lightning.pytorch import Trainer
+        from lightning_parallel import PipelineParallelStrategy
+
+        trainer = Trainer(devices=2, strategy=PipelineParallelStrategy(schedule="1f1b", num_microbatches=4))
+        trainer.fit(MyModule(), MyData())
+        ```
 
     Args:
         pipeline_parallel_size: Ranks that share the layers of a replica. `"auto"` takes the ranks that the other axes
@@ -169,7 +180,7 @@ class PipelineParallelStrategy(MeshStrategy):
             `auto` takes `all` if memory allows it, and prints the choice otherwise.
         process_group_backend: Backend of `torch.distributed`. By default it follows the device: gloo for CPU, NCCL for
             CUDA.
-        timeout: Deadline of every collective.
+        timeout: Deadline of every collective. 30 minutes by default.
         start_method: How Lightning starts processes without a launcher. `popen` runs the script again. `spawn`, `fork`
             and `forkserver` start functions. `auto` takes `fork` in a notebook, and `popen` elsewhere.
         accelerator: Accelerator object, set by the Trainer.
@@ -228,10 +239,15 @@ class PipelineParallelStrategy(MeshStrategy):
 class HybridParallelStrategy(MeshStrategy):
     """Shards each layer over ranks, splits the layers into stages, and the data over replicas, of any LightningModule.
 
-    Examples:
-        >>> strategy = HybridParallelStrategy(tensor_parallel_size=2, pipeline_parallel_size=2)
-        >>> trainer = Trainer(devices=4, strategy=strategy)
-        >>> trainer.fit(module, data)
+    Example:
+        ```py
+        from lightning.pytorch import Trainer
+        from lightning_parallel import HybridParallelStrategy
+
+        strategy = HybridParallelStrategy(tensor_parallel_size=2, pipeline_parallel_size=2)
+        trainer = Trainer(devices=4, strategy=strategy)
+        trainer.fit(MyModule(), MyData())
+        ```
 
     Args:
         data_parallel_size: Number of replicas. `"auto"` takes the ranks that the other axes leave.
@@ -276,7 +292,7 @@ class HybridParallelStrategy(MeshStrategy):
             `auto` takes `all` if memory allows it, and prints the choice otherwise.
         process_group_backend: Backend of `torch.distributed`. By default it follows the device: gloo for CPU, NCCL for
             CUDA.
-        timeout: Deadline of every collective.
+        timeout: Deadline of every collective. 30 minutes by default.
         start_method: How Lightning starts processes without a launcher. `popen` runs the script again. `spawn`, `fork`
             and `forkserver` start functions. `auto` takes `fork` in a notebook, and `popen` elsewhere.
         accelerator: Accelerator object, set by the Trainer.

@@ -225,6 +225,7 @@ def discard_groups(groups: MeshGroups | None) -> None:
 
 
 StartMethod = Literal["auto", "popen", "spawn", "fork", "forkserver"]
+"""How Lightning starts processes without a launcher."""
 
 
 def start_method_here(asked: StartMethod) -> Literal["popen", "spawn", "fork", "forkserver"]:

@@ -67,6 +67,7 @@ from lightning_parallel.tensor.audit import StepAudit
 __all__ = ["FirstBatches", "SelfCheckError", "StepProof", "Verify"]
 
 Verify = Literal["auto", "always", "off"]
+"""Whether to compare the first steps with one process."""
 
 _Result = TypeVar("_Result")
 
@@ -127,7 +128,23 @@ _ORDER = ("loss", "logged value", "output", "attribute", "gradient", "parameter"
 
 
 class SelfCheckError(RuntimeError):
-    """A step computes something else divided than on one process."""
+    """A parallel step computes something else than the same step on one process.
+
+    It is raised before the first batch of training. `verify="off"` of the strategy turns the self-check off.
+
+    Example:
+        ```py
+        from lightning.pytorch import Trainer
+        from lightning_parallel import SelfCheckError, TensorParallelStrategy
+
+        trainer = Trainer(devices=2, strategy=TensorParallelStrategy())
+        try:
+            trainer.fit(MyModule(), MyData())
+        except SelfCheckError as error:
+            print(error)  # names the first module that differs
+            raise
+        ```
+    """
 
 
 class FirstBatches:

@@ -28,6 +28,7 @@ from lightning_parallel.tensor.sharding import Shard
 __all__ = ["EVERYWHERE_BYTES", "GatherAfterFit", "divide_again", "end_run", "share_tensors"]
 
 GatherAfterFit = Literal["auto", "all", "rank_zero", "off"]
+"""Ranks on which the module holds full parameters after a run."""
 
 EVERYWHERE_BYTES = 1 << 30
 """Up to this size each rank gets the whole module by default."""

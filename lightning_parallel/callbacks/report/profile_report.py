@@ -254,11 +254,21 @@ class ProfileReport(MeasuringCallback):
     ranks leave their part of the trace in files, which rank 0 reads as far as they are there after 5 s. Where there is
     nothing to train, as after the resume of a run that is over, nothing is written.
 
+    Example:
+        ```py
+        from lightning.pytorch import Trainer
+        from lightning_parallel import CommunicationProfiler, ProfileReport, StepBreakdown
+
+        trainer = Trainer(callbacks=[StepBreakdown(), CommunicationProfiler(), ProfileReport(dirpath="profile")])
+        trainer.fit(MyModule(), MyData())  # writes profile/report.html
+        ```
+
     Args:
         dirpath: Where to write; by default `profile` in the trainer's log folder.
         trace_steps: Last steps that the trace holds; 0 for no trace.
-        every_n_steps: See `MeasuringCallback`.
-        warmup_steps: See `MeasuringCallback`.
+        every_n_steps: Steps between two exchanges of results among the ranks. The smallest value of all callbacks
+            counts.
+        warmup_steps: First steps that are not counted. The largest value of all callbacks counts.
         show_diagnosis: Print the diagnosis and the paths at the end of training.
 
     `report()` gives the contents of `report.json`, on rank 0.
