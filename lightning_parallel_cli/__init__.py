@@ -77,7 +77,7 @@ def _doctor_options(parser: argparse.ArgumentParser) -> None:
         help="meet the other processes of torchrun or srun, name missing ranks, and measure the links",
     )
     parser.add_argument(
-        "--timeout", type=_seconds, default=60.0, help="seconds to wait for the others (default: %(default)s)"
+        "--timeout", type=_seconds, default=60.0, help="seconds to wait for the other processes (default: %(default)s)"
     )
     parser.set_defaults(run=_later("cli.doctor", "run_doctor"))
 
@@ -105,25 +105,45 @@ def _plan_options(parser: argparse.ArgumentParser) -> None:
     model.add_argument(
         "--global-batch",
         type=int,
-        help="samples of an optimizer step over all replicas (default: replicas x loader batch)",
+        help="samples of an optimizer step on all replicas together (default: replicas x loader batch)",
     )
     cluster = parser.add_argument_group("the devices")
-    cluster.add_argument("--devices", type=int, help="number of devices on all nodes (default: that of the project)")
-    cluster.add_argument("--per-node", type=int, help="devices of each node (default: that of the project, or all)")
+    cluster.add_argument(
+        "--devices", type=int, help="devices of all nodes together (default: the number in the project)"
+    )
+    cluster.add_argument(
+        "--per-node", type=int, help="devices of each node (default: the number in the project, else all)"
+    )
     cluster.add_argument(
         "--device",
-        help="model of the device, such as H100; `cpu` for this machine (default: the device of this machine)",
+        help="name of the device, such as H100, or `cpu` for this machine (default: the device of this machine)",
     )
-    cluster.add_argument("--memory", metavar="80GiB", help="memory limit of a rank (default: memory of the device)")
-    cluster.add_argument("--intra-node-bandwidth", metavar="450GB/s", help="between devices of a node, one direction")
-    cluster.add_argument("--inter-node-bandwidth", metavar="400Gbit/s", help="between nodes per device, one direction")
-    cluster.add_argument("--peak", metavar="989TFLOP/s", help="peak of a device that `--device` does not know")
-    cluster.add_argument("--memory-bandwidth", metavar="3.35TB/s", help="memory bandwidth of such a device")
-    cluster.add_argument("--latency", metavar="10us", help="latency of a message between nodes")
-    cluster.add_argument("--cores", type=int, help="cores of a node, shared by its ranks, with `--device cpu`")
-    parser.add_argument("--rows", type=int, default=20, help="rows of the table (default: %(default)s)")
-    parser.add_argument("--output", type=Path, action="append", default=[], help="file to write: .html, .svg or .json")
-    parser.add_argument("--width", type=_columns, help="columns to print (default: the terminal's)")
+    cluster.add_argument("--memory", metavar="80GiB", help="memory limit of a rank (default: the memory of the device)")
+    cluster.add_argument(
+        "--intra-node-bandwidth", metavar="450GB/s", help="bandwidth between the devices of a node, in one direction"
+    )
+    cluster.add_argument(
+        "--inter-node-bandwidth", metavar="400Gbit/s", help="bandwidth of a device to other nodes, in one direction"
+    )
+    cluster.add_argument(
+        "--peak", metavar="989TFLOP/s", help="peak of the device, if `--device` names a model outside the table"
+    )
+    cluster.add_argument(
+        "--memory-bandwidth",
+        metavar="3.35TB/s",
+        help="memory bandwidth of the device, if `--device` names a model outside the table",
+    )
+    cluster.add_argument("--latency", metavar="10us", help="latency of one transfer between nodes")
+    cluster.add_argument(
+        "--cores", type=int, help="cores of a node that its ranks share, with `--device cpu` (default: all cores)"
+    )
+    parser.add_argument("--rows", type=int, default=20, help="number of rows in the table (default: %(default)s)")
+    parser.add_argument(
+        "--output", type=Path, action="append", default=[], help="file to write, which ends in .html, .svg or .json"
+    )
+    parser.add_argument(
+        "--width", type=_columns, help="width of the output in columns (default: the width of the terminal)"
+    )
     parser.set_defaults(run=_later("cli.plan_command", "run_plan"))
 
 
@@ -131,24 +151,38 @@ def _model_options(parser: argparse.ArgumentParser) -> argparse._ArgumentGroup:
     """Add the arguments that name a model and its batch."""
     model = parser.add_argument_group("the model")
     model.add_argument(
-        "--script", metavar="MAIN.py", help="a script that calls `Trainer.fit`, with LightningCLI or not"
+        "--script", metavar="MAIN.py", help="script that calls `Trainer.fit`, with or without LightningCLI"
     )
     model.add_argument(
         "--config", metavar="YAML", nargs="+", default=[], help="configuration files of a LightningCLI project"
     )
     model.add_argument(
-        "--script-args", nargs=argparse.REMAINDER, default=[], help="all further arguments go to the script"
+        "--script-args", nargs=argparse.REMAINDER, default=[], help="arguments of the script; give this option last"
     )
-    model.add_argument("--model", metavar="PACKAGE.MODULE:CLASS", help="a LightningModule class, instead of a script")
-    model.add_argument("--model-args", metavar="JSON", default="{}", help="arguments of the class, as a JSON object")
-    model.add_argument("--batch", metavar="NAME=8x2048:int64", nargs="+", help="tensors of the batch of one replica")
-    model.add_argument("--precision", help="precision of the Trainer (default: that of the project, or 32-true)")
+    model.add_argument("--model", metavar="PACKAGE.MODULE:CLASS", help="LightningModule class, instead of a script")
+    model.add_argument(
+        "--model-args",
+        metavar="JSON",
+        default="{}",
+        help="arguments of `--model`, as a JSON object (default: %(default)s)",
+    )
+    model.add_argument(
+        "--batch",
+        metavar="NAME=8x2048:int64",
+        nargs="+",
+        help="tensors of the batch of one replica (default: the first batch of the project)",
+    )
+    model.add_argument(
+        "--precision", help="precision of the Trainer (default: the precision in the project, else 32-true)"
+    )
     model.add_argument(
         "--sequence-parallel",
         action="store_true",
-        help="shard activations along the sequence, as in TensorParallelStrategy",
+        help="shard activations along the sequence, like `sequence_parallel` of the strategies",
     )
-    model.add_argument("--layers", default="auto", help="dotted name of the repeated layers (default: detected)")
+    model.add_argument(
+        "--layers", default="auto", help="dotted name of the repeated layers (default: detected automatically)"
+    )
     return model
 
 
@@ -165,10 +199,20 @@ def _inspect_options(parser: argparse.ArgumentParser) -> None:
     layout.add_argument("--data", type=_count, default=1, help="replicas (default: %(default)s)")
     layout.add_argument("--schedule", default="1f1b", help=f"{_SCHEDULES} (default: %(default)s)")
     layout.add_argument(
-        "--microbatches", type=_count, help="microbatches of a step (default: as many as fit, up to 4 a rank)"
+        "--microbatches",
+        type=_count,
+        help="microbatches of a step (default: as many as the batch allows, up to 4 per pipeline rank)",
     )
-    layout.add_argument("--zero-stage", type=int, choices=(0, 1, 2), default=0, help="as in the strategies")
-    parser.add_argument("--width", type=_columns, help="columns to print (default: the terminal's)")
+    layout.add_argument(
+        "--zero-stage",
+        type=int,
+        choices=(0, 1, 2),
+        default=0,
+        help="`zero_stage` of the strategies (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--width", type=_columns, help="width of the output in columns (default: the width of the terminal)"
+    )
     parser.set_defaults(run=_later("cli.inspect_command", "run_inspect"))
 
 
@@ -179,20 +223,20 @@ def _count(text: str) -> int:
 
 
 def _report_options(parser: argparse.ArgumentParser) -> None:
-    parser.description = "Make the page of a run with `ProfileReport` again; of two runs, compare them."
+    parser.description = "Write the report page of a run again, or compare two runs. The runs need `ProfileReport`."
     parser.epilog = "example: lightning-parallel report runs/gpt/version_0 runs/gpt/version_1"
     parser.add_argument("runs", metavar="RUN_DIR", type=Path, nargs="+", help="folder of a run, or of its profile")
-    parser.add_argument("--output", type=Path, help="the comparison's file (default: comparison.html in the last run)")
+    parser.add_argument("--output", type=Path, help="file of the comparison (default: comparison.html in the last run)")
     parser.add_argument(
-        "--kineto", type=Path, nargs="+", default=[], help="traces of torch.profiler, to be added to the run's own"
+        "--kineto", type=Path, nargs="+", default=[], help="traces of torch.profiler to add to the trace of the run"
     )
     parser.set_defaults(run=_later("cli.report_command", "run_report"))
 
 
 def _timeline_options(parser: argparse.ArgumentParser) -> None:
     parser.description = (
-        "Draw a step of a run that was trained with `PipelineTimeline` and `ProfileReport`: the schedule simulated with"
-        " the times of each stage, and as it happened."
+        "Draw one pipeline step of a run twice: as simulated from the measured time of each stage, and as it happened."
+        " The run needs `PipelineTimeline` and `ProfileReport`."
     )
     parser.epilog = "example: lightning-parallel timeline runs/gpt/version_0 --output timeline.svg"
     parser.add_argument("run_dir", metavar="RUN_DIR", type=Path, help="folder of a run, or of its profile")
@@ -201,33 +245,45 @@ def _timeline_options(parser: argparse.ArgumentParser) -> None:
 
 
 def _checkpoint_options(parser: argparse.ArgumentParser) -> None:
-    parser.description = "Look at checkpoints; check and convert sharded ones. Paths may be URLs."
-    parser.epilog = "example: lightning-parallel checkpoint merge checkpoints/epoch=0-step=10.ckpt whole.ckpt"
+    parser.description = "Inspect checkpoints; verify and convert sharded checkpoints. Paths may be URLs."
+    parser.epilog = "example: lightning-parallel checkpoint merge checkpoints/epoch=0-step=10.ckpt full.ckpt"
     actions = parser.add_subparsers(dest="action", required=True, metavar="action")
     inspect = actions.add_parser(
-        "inspect", help="show what is in a checkpoint, a folder or a file, or list those of a folder"
+        "inspect", help="show the contents of a checkpoint, or list the checkpoints of a folder"
     )
-    inspect.add_argument("--tensors", action="store_true", help="show all tensors, not only the first of each kind")
-    verify = actions.add_parser("verify", help="read every byte of a checkpoint, or of all in a folder; 1 if damaged")
-    merge = actions.add_parser("merge", help="write one ordinary file, which Lightning loads without this library")
-    reshard = actions.add_parser("reshard", help="write the same checkpoint in another number of files")
-    export = actions.add_parser("export", help="write the weights as Hugging Face's `safetensors` files")
+    inspect.add_argument(
+        "--tensors", action="store_true", help="show all tensors, not only the first tensors of each group"
+    )
+    verify = actions.add_parser(
+        "verify", help="read every byte of the checkpoints; exit with status 1 if one is damaged"
+    )
+    merge = actions.add_parser(
+        "merge", help="write one full checkpoint file, which Lightning loads without this library"
+    )
+    reshard = actions.add_parser("reshard", help="write the checkpoint with another number of files")
+    export = actions.add_parser("export", help="write the weights as `safetensors` files in the layout of Hugging Face")
     for action in (inspect, verify, merge, reshard, export):
-        action.add_argument("path", metavar="PATH", help="a checkpoint, or a folder of several")
-        action.add_argument("--width", type=_columns, help="columns to print (default: the terminal's)")
-    merge.add_argument("output", metavar="OUTPUT.ckpt", help="the file to write")
-    reshard.add_argument("output", metavar="OUTPUT", help="the new checkpoint's folder")
-    reshard.add_argument("--files", type=int, required=True, help="into how many files; each is about as large")
-    export.add_argument("output", metavar="OUTPUT_DIR", help="folder for the weights, beside a `config.json`")
-    export.add_argument("--max-shard-size", default="5GB", help="most bytes of a file (default: %(default)s)")
+        action.add_argument("path", metavar="PATH", help="checkpoint, or folder of checkpoints")
+        action.add_argument(
+            "--width", type=_columns, help="width of the output in columns (default: the width of the terminal)"
+        )
+    merge.add_argument("output", metavar="OUTPUT.ckpt", help="file to write")
+    reshard.add_argument("output", metavar="OUTPUT", help="folder of the new checkpoint")
+    reshard.add_argument("--files", type=int, required=True, help="number of files, all of about the same size")
     export.add_argument(
-        "--prefix", default="", help="write only names that begin with it, without it, such as `model.` (default: all)"
+        "output", metavar="OUTPUT_DIR", help="folder for the weights; a `config.json` may already be there"
+    )
+    export.add_argument("--max-shard-size", default="5GB", help="largest size of a file (default: %(default)s)")
+    export.add_argument(
+        "--prefix",
+        default="",
+        help="write only tensors whose names begin with this prefix, such as `model.`, and remove it (default: all)",
     )
     parser.set_defaults(run=_later("checkpoint.commands", "run_checkpoint"))
 
 
 def _simulate_options(parser: argparse.ArgumentParser) -> None:
-    parser.description = "Simulate a pipeline schedule with given costs; print it, and write a drawing of it."
+    parser.description = "Simulate a pipeline schedule with given costs. Print the result, and write a drawing of it."
     parser.epilog = (
         "example: lightning-parallel simulate --ranks 4 --microbatches 8 --schedule 1f1b zb_h1 --costs 1,1,1"
         " --latency 100us --output schedules.svg"
@@ -239,33 +295,41 @@ def _simulate_options(parser: argparse.ArgumentParser) -> None:
         nargs="+",
         default=["1f1b"],
         metavar="NAME",
-        help=f"{_SCHEDULES}; `auto` for the fastest; or a text file, as --save "
-        "writes it. Several are drawn below each other (default: 1f1b)",
+        help=f"{_SCHEDULES}, `auto` for the fastest, or a text file that `--save` "
+        "wrote. Several schedules are drawn below each other (default: 1f1b)",
     )
-    parser.add_argument("--virtual-stages", type=int, help="stages on each rank (default: what the schedule needs)")
-    parser.add_argument("--warmup", type=float, help="forwards run ahead, per rank of distance to the last rank")
+    parser.add_argument(
+        "--virtual-stages", type=int, help="stages on each rank (default: the number that the schedule needs)"
+    )
+    parser.add_argument(
+        "--warmup", type=float, help="forward passes that a rank runs ahead, per rank between it and the last rank"
+    )
     parser.add_argument(
         # By default a backward takes twice as long as a forward, since it has twice the products.
         "--costs",
         default="1,2",
-        help="milliseconds of one microbatch in the layers of one rank: `F,B`, `F,I,W` (input and weight gradient "
-        "apart), several such groups separated by `;` for as many stages, or a .json file with a list of objects, one "
-        "per stage, with the keys forward_s, input_gradient_s, weight_gradient_s, activation_bytes, boundary_bytes, "
-        "resident_bytes (default: %(default)s)",
+        help="milliseconds of one microbatch in the layers of one rank: `F,B` (forward, backward) or `F,I,W` (forward, "
+        "input gradient, weight gradient). Give one group for all ranks, or one per stage, separated by `;`. A .json "
+        "file holds a list of objects, one per stage, with the keys forward_s, input_gradient_s, weight_gradient_s, "
+        "activation_bytes, boundary_bytes, resident_bytes (default: %(default)s)",
     )
-    parser.add_argument("--latency", default="0us", help="latency of a message, such as 10us (default: 0us)")
     parser.add_argument(
-        "--bandwidth", metavar="50GB/s", help="bandwidth of a link, for boundary_bytes (default: unlimited)"
+        "--latency", metavar="10us", default="0us", help="latency of one transfer (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--bandwidth", metavar="50GB/s", help="bandwidth of the links between stages (default: unlimited)"
     )
     parser.add_argument("--memory", metavar="80GiB", help="memory limit of a rank, for `--schedule auto`")
-    parser.add_argument("--save", type=Path, help="write the schedule itself, as text")
+    parser.add_argument("--save", type=Path, help="text file to which the schedule is written")
     _drawing_options(parser)
     parser.set_defaults(run=_later("cli.drawings", "run_simulate"))
 
 
 def _drawing_options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--output", type=_svg, action="append", default=[], help="drawing to write: .svg")
-    parser.add_argument("--width", type=_columns, help="columns to print (default: the terminal's)")
+    parser.add_argument("--output", type=_svg, action="append", default=[], help="drawing to write, which ends in .svg")
+    parser.add_argument(
+        "--width", type=_columns, help="width of the output in columns (default: the width of the terminal)"
+    )
 
 
 def _columns(text: str) -> int:

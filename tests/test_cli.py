@@ -114,13 +114,13 @@ def test_auto_compares_and_chooses(capsys):
     [
         (("--schedule", "2f2b"), "expected one of gpipe, 1f1b"),
         (("--costs", "1,x"), "`F,B` or `F,I,W` in milliseconds; got `1,x`"),
-        (("--costs", "1,2;1,2"), "costs of 1 rank or of 4 stages; got 2"),
+        (("--costs", "1,2;1,2"), "1 group for all ranks, or 4, one per stage; got 2"),
         (("--ranks", 0), "num_ranks=0"),
         (("--output", "a.jpg"), "got `a.jpg`"),
         (("--costs", "nowhere.json"), "nowhere.json"),
         (("--costs", "nan,1"), "expected finite costs of at least 0, got forward_s=nan"),
         (("--costs", "1,inf"), "expected finite costs of at least 0"),
-        (("--latency", "nan"), "expected a time with a unit, such as 10us"),
+        (("--latency", "nan"), "The time must have a unit, such as 10us"),
     ],
 )
 def test_mistakes_are_explained_in_one_line(capsys, words, message):
@@ -130,7 +130,7 @@ def test_mistakes_are_explained_in_one_line(capsys, words, message):
 @pytest.mark.parametrize("text", ['{"forward_s": 1}', '[{"forward": 1}]', '["a"]', '[{"forward_s": "a"}]', "[", "1"])
 def test_a_file_that_holds_no_costs_is_named(capsys, tmp_path, text):
     (tmp_path / "costs.json").write_text(text)
-    assert f"a list of objects, one per stage, in {tmp_path}" in refused(capsys, "--costs", tmp_path / "costs.json")
+    assert f"a list of objects, one per stage; got {tmp_path}" in refused(capsys, "--costs", tmp_path / "costs.json")
 
 
 @pytest.mark.parametrize("width", ["0", "-5", "x"])
@@ -179,7 +179,7 @@ def test_a_layout_is_inspected_without_processes(capsys):
             "`--microbatches` must be at most the samples of a batch, 8; got 9",
         ),
         (["--pipeline", "64"], "64"),
-        (["--script", "main.py"], "`--model` excludes `--script`"),
+        (["--script", "main.py"], "`--model` must be given without `--script`"),
     ):
         assert main([*words, *wrong]) == 2
         assert message in capsys.readouterr().err

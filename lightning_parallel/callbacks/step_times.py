@@ -447,7 +447,12 @@ class StragglerAccumulator(Accumulator):
     def summarize(self, shared: Sequence[dict[str, Any]]) -> dict[str, Any]:
         found = sorted(self._compare(shared), key=lambda one: one.rank)
         if not found:
-            return {"missing": [f"No two ranks do the same for {MIN_STEPS} steps, so none can be called slow."]}
+            return {
+                "missing": [
+                    f"Finding slow ranks needs {MIN_STEPS} steps in which two or more ranks do identical work;"
+                    " this run had none."
+                ]
+            }
         stragglers = [
             {"rank": one.rank, "cause": one.cause, "excess": one.excess}
             # Worst first, as the table and the page list them.

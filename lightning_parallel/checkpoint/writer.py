@@ -32,6 +32,7 @@ from lightning_parallel.checkpoint.manifest import Manifest, SavedPart, SavedTen
 from lightning_parallel.checkpoint.reader import bands_of, bytes_of
 from lightning_parallel.comm import Group
 from lightning_parallel.tensor.sharding import Range
+from lightning_parallel.tracing.spans import bytes_text
 
 __all__ = [
     "SAFETENSORS_DTYPES",
@@ -292,7 +293,7 @@ class ShardedWriter:
             written += count
             if time.monotonic() >= due:
                 due += REPORT_EVERY_S
-                share = f"{written / 2**30:.1f} of {total / 2**30:.1f} GiB"
+                share = f"{bytes_text(written)} of {bytes_text(total)}"
                 report(f"Saving {snapshot.target.name}: {share} on rank zero ({written / total:.0%})")
 
         return seen

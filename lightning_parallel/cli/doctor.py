@@ -17,6 +17,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import suppress
 
 from lightning_parallel.cli.findings import Findings
+from lightning_parallel.tracing.spans import bytes_text
 
 __all__ = ["run_doctor"]
 
@@ -114,7 +115,7 @@ def _machine(found: Findings) -> None:
     if torch.cuda.is_available():
         for index in range(torch.cuda.device_count()):
             properties = torch.cuda.get_device_properties(index)
-            found.value(f"cuda:{index}", f"{properties.name}, {properties.total_memory / 2**30:.0f} GiB")
+            found.value(f"cuda:{index}", f"{properties.name}, {bytes_text(properties.total_memory)}")
         found.value("CUDA, NCCL", f"{torch.version.cuda}, {'.'.join(map(str, torch.cuda.nccl.version()))}")
     else:
         found.value("GPU", "none")
@@ -124,7 +125,7 @@ def _machine(found: Findings) -> None:
 def _limits(found: Findings) -> None:
     if os.path.isdir("/dev/shm"):
         usage = shutil.disk_usage("/dev/shm")
-        found.value("/dev/shm", f"{usage.free / 2**30:.1f} GiB free of {usage.total / 2**30:.1f} GiB")
+        found.value("/dev/shm", f"{bytes_text(usage.free)} free of {bytes_text(usage.total)}")
         if usage.free < _MIN_SHM_BYTES:
             found.problem(
                 "/dev/shm has less than 1 GiB free; data loader workers and NCCL need it. Use `docker run"

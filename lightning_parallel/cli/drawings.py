@@ -27,7 +27,7 @@ _MOST_CANDIDATES = 20
 def run_simulate(options: argparse.Namespace) -> None:
     """Simulate the schedules of the options, draw and save them."""
     if options.save is not None and len(options.schedule) > 1:
-        raise ValueError(f"`--save` takes one schedule; got {len(options.schedule)}")
+        raise ValueError(f"`--save` takes one schedule; got {len(options.schedule)}. Give `--schedule` one name")
     costs = _read_costs(options.costs)
     timelines = []
     for name in options.schedule:
@@ -60,7 +60,9 @@ def _simulate_one(name: str, options: argparse.Namespace, costs: list[Cost]) -> 
     if len(costs) == 1:  # of a rank's layers, which its stages share
         costs = [costs[0].scaled(1 / schedule.virtual_stages)] * schedule.num_stages
     if len(costs) != schedule.num_stages:
-        raise ValueError(f"`--costs` must be costs of 1 rank or of {schedule.num_stages} stages; got {len(costs)}")
+        raise ValueError(
+            f"`--costs` must have 1 group for all ranks, or {schedule.num_stages}, one per stage; got {len(costs)}"
+        )
     return simulate(schedule, costs, link)
 
 
@@ -69,7 +71,7 @@ def _read_costs(text: str) -> list[Cost]:
         try:
             return [Cost(**stage) for stage in json.loads(Path(text).read_text())]
         except (TypeError, ValueError) as error:
-            raise ValueError(f"`--costs` must be a list of objects, one per stage, in {text}: {error}") from error
+            raise ValueError(f"`--costs` must hold a list of objects, one per stage; got {text}: {error}") from error
     return [_read_cost(group) for group in text.split(";")]
 
 

@@ -54,10 +54,10 @@ def run_inspect(options: argparse.Namespace) -> int:
     if options.pipeline > 1:
         console.print(_stages(project.module, rehearsal, options))
         console.print(
-            "Times were measured on the CPU of this machine; `lightning-parallel plan` predicts other devices."
+            "The times were measured on the CPU of this machine. `lightning-parallel plan` predicts other devices."
         )
     if options.tensor == options.pipeline == 1:
-        console.print("Each rank holds the full model; give `--tensor` or `--pipeline` a number above 1.")
+        console.print("Each rank holds the full model. Give `--tensor` or `--pipeline` a number above 1.")
     return 0
 
 

@@ -21,6 +21,7 @@ import torch.distributed as dist
 from lightning_parallel.cli.findings import Findings
 from lightning_parallel.comm import Group
 from lightning_parallel.planner.links import fitted_link
+from lightning_parallel.tracing.spans import bandwidth_text, seconds_text
 
 __all__ = ["meet"]
 
@@ -133,10 +134,10 @@ def _links(found: Findings, environment: Mapping[str, str]) -> None:
         return
     device = torch.device("cpu")
     link = fitted_link(group, device)
-    found.value("all-reduce over gloo", f"{link.latency_s * 1e6:.0f} us, {link.bytes_per_s / 1e9:.2f} GB/s")
+    found.value("all-reduce over gloo", f"{seconds_text(link.latency_s)}, {bandwidth_text(link.bytes_per_s)}")
     if torch.cuda.is_available() and dist.is_nccl_available():
         local = int(environment.get("LOCAL_RANK", environment.get("SLURM_LOCALID", "0")))
         torch.cuda.set_device(local % torch.cuda.device_count())
         nccl = dist.new_group(backend="nccl", timeout=timedelta(seconds=120))
         link = fitted_link(Group.of(nccl), torch.device("cuda", torch.cuda.current_device()))
-        found.value("all-reduce over NCCL", f"{link.latency_s * 1e6:.0f} us, {link.bytes_per_s / 1e9:.2f} GB/s")
+        found.value("all-reduce over NCCL", f"{seconds_text(link.latency_s)}, {bandwidth_text(link.bytes_per_s)}")

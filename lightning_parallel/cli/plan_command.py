@@ -74,7 +74,7 @@ def _check(options: argparse.Namespace) -> None:
         if path.suffix not in (".svg", ".html", ".json"):
             raise ValueError(f"`--output` must end in .svg, .html or .json; got `{path.name}`")
         if not path.parent.is_dir():
-            raise ValueError(f"The folder of `{path}` must exist; create it first")
+            raise ValueError(f"The folder of `--output` must exist; got `{path}`; create the folder first")
 
 
 def _cluster(options: argparse.Namespace, given: Mapping[str, Any]) -> Cluster:
@@ -86,7 +86,7 @@ def _cluster(options: argparse.Namespace, given: Mapping[str, Any]) -> Cluster:
         per_node = asked if isinstance(asked, int) and asked > 0 else None
     devices = options.devices or (per_node * nodes if per_node else None)
     if devices is None:
-        raise ValueError("`--devices` is missing; give the number of all devices")
+        raise ValueError("`--devices` must be given, because the project names no number of devices")
     per_node = min(per_node or devices, devices)
     device = _device(options, given)
     memory = parse_bytes(options.memory) if options.memory else 0.0
@@ -109,7 +109,8 @@ def _device(options: argparse.Namespace, given: Mapping[str, Any]) -> Device | N
     if any(described):
         if name is None or not all(described) or not options.memory:
             raise ValueError(
-                "A device that is not in the table needs `--device`, `--peak`, `--memory-bandwidth` and `--memory`"
+                "`--peak` and `--memory-bandwidth` describe a device that is not in the table. Give both of them,"
+                " `--device` with a name of your choice, and `--memory`"
             )
         peak, memory = parse_flops(options.peak), parse_bytes(options.memory)
         flops = dict.fromkeys(("float32", "float16", "bfloat16"), peak)

@@ -105,7 +105,7 @@ def project_of(options: argparse.Namespace) -> Project:
     """
     if options.model is not None:
         if options.script is not None or options.config:
-            raise ValueError("`--model` excludes `--script` and `--config`; got both; give one of them")
+            raise ValueError("`--model` must be given without `--script` and `--config`; got both; remove one of them")
         return project_of_class(options.model, options.model_args)
     if options.script is not None:
         words = [word for path in options.config for word in ("--config", path)]
@@ -113,7 +113,7 @@ def project_of(options: argparse.Namespace) -> Project:
     if options.config:
         return captured_config(options.config)
     raise ValueError(
-        "a model is missing; give `--script main.py [--config my.yaml]`, `--config my.yaml`, or `--model package:Class`"
+        "A model must be given: `--script main.py [--config my.yaml]`, `--config my.yaml`, or `--model package:Class`"
     )
 
 
@@ -125,7 +125,7 @@ def batch_of(project: Project, options: argparse.Namespace) -> Any:
     """
     batch = parsed_batch(options.batch) if options.batch else project.batch
     if batch is None:
-        raise ValueError("a batch is missing; give `--batch input_ids=8x2048:int64`, or a project with a data loader")
+        raise ValueError("A batch must be given: `--batch input_ids=8x2048:int64`, or a project with a data loader")
     return batch
 
 
@@ -153,7 +153,7 @@ def captured_script(path: str, arguments: Sequence[str]) -> Project:
         ValueError: If it ends without a call of `Trainer.fit`.
     """
     if not Path(path).is_file():
-        raise ValueError(f"The Python script must be a file; got `{path}`")
+        raise ValueError(f"`--script` must be a file; got `{path}`, which does not exist")
 
     def run() -> None:
         with patched(sys, "argv", [path, *arguments]), patched(sys, "path", [str(Path(path).parent), *sys.path]):
@@ -182,7 +182,7 @@ def captured_config(paths: Sequence[str]) -> Project:
             )
 
     return _captured(
-        run, f"{', '.join(paths)} (name your script by --script if its YAML has no `class_path` of the model)"
+        run, f"{', '.join(paths)} (give your script with `--script` if the YAML has no `class_path` of the model)"
     )
 
 
@@ -196,8 +196,10 @@ def _captured(run: Any, what: str) -> Project:
         except _Captured as captured:
             return _project(captured, given)
         except SystemExit as error:  # argparse's, for a mistake in the arguments; it has printed what is wrong
-            raise ValueError(f"{what} ended with exit status {error.code} before `Trainer.fit`") from error
-    raise ValueError(f"{what} ended without a call of `Trainer.fit`")
+            raise ValueError(
+                f"The project must call `Trainer.fit`; {what} ended before, with exit status {error.code}"
+            ) from error
+    raise ValueError(f"The project must call `Trainer.fit`; {what} ended without a call of it")
 
 
 def _trainer_classes() -> Iterator[type]:

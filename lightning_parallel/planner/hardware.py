@@ -17,6 +17,7 @@ from dataclasses import dataclass, field, replace
 import torch
 
 from lightning_parallel.pipeline.simulate import Link
+from lightning_parallel.tracing.spans import bandwidth_text, seconds_text
 
 __all__ = [
     "DEVICES",
@@ -134,7 +135,10 @@ def device_named(name: str) -> Device:
     for known, device in DEVICES.items():
         if known.lower() == wanted:
             return device
-    raise ValueError(f"The device must be one of {', '.join(DEVICES)}, or `cpu` for this machine's cores; got `{name}`")
+    raise ValueError(
+        f"The device must be one of {', '.join(DEVICES)}, or `cpu` for this machine; got `{name}`. For another device,"
+        " give `--peak`, `--memory-bandwidth` and `--memory` as well"
+    )
 
 
 def device_here(device: torch.device) -> Device | None:
@@ -272,7 +276,8 @@ class Cluster:
             )
         if self.num_devices > self.per_node and self.num_devices % self.per_node:
             raise ValueError(
-                f"All nodes must have the same number of devices; got {self.num_devices} with {self.per_node} per node"
+                f"All nodes must have the same number of devices; got {self.num_devices} devices with {self.per_node}"
+                f" per node. Give a multiple of {self.per_node}"
             )
         if not self.memory_bytes:
             shared = min(self.per_node, self.num_devices) if self.cores is not None else 1
@@ -290,11 +295,11 @@ class Cluster:
     def assumed_links(self) -> str:
         """Say which bandwidths of the links that ranks use were not given; empty if none."""
         used = {
-            "between devices of a node (--intra-node-bandwidth)": self.node_link if self.ranks_per_node > 1 else None,
-            "between nodes, per device (--inter-node-bandwidth)": self.link if self.num_nodes > 1 else None,
+            "within a node (`--intra-node-bandwidth`)": self.node_link if self.ranks_per_node > 1 else None,
+            "between nodes, per device (`--inter-node-bandwidth`)": self.link if self.num_nodes > 1 else None,
         }
         listed = (
-            f"{link.bytes_per_s / 1e9:g} GB/s and {link.latency_s * 1e6:g} us {where}"
+            f"{bandwidth_text(link.bytes_per_s)} and {seconds_text(link.latency_s)} {where}"
             for where, link in used.items()
             if isinstance(link, _AssumedLink)
         )

@@ -188,7 +188,7 @@ class LayoutSearch:
     def candidates(self, mesh: Mesh) -> list[Layout]:
         """Return what can be run on a mesh, by the closed form, best first; or one layout with a refusal."""
         if mesh.world_size > MOST_RANKS_TRIED and not self.cluster.is_inside_node(1, mesh.tensor_parallel):
-            return [Layout(mesh, refusal="not tried: the tensor axis would cross nodes")]
+            return [Layout(mesh, refusal="not tried, because tensor parallelism would span nodes")]
         try:
             divided = self.rehearsal.divided(mesh.tensor_parallel)
         except ValueError as error:
@@ -197,7 +197,7 @@ class LayoutSearch:
         if mesh.pipeline_parallel > 1 and divided.uncut:
             return [Layout(mesh, refusal=divided.uncut.partition("\n")[0])]
         if mesh.pipeline_parallel > max(layers, 1):
-            return [Layout(mesh, refusal=f"{layers} layers for {mesh.pipeline_parallel} stages")]
+            return [Layout(mesh, refusal=f"{layers} layers are too few for {mesh.pipeline_parallel} stages")]
         try:
             batches = self._batches(mesh)
         except ValueError as error:
@@ -211,7 +211,7 @@ class LayoutSearch:
                 except ValueError as error:
                     found.append(Layout(mesh, refusal=_first_line(error)))
         if not found:
-            return [Layout(mesh, refusal="none of the schedules can be built for it")]
+            return [Layout(mesh, refusal="no schedule can be built for this layout")]
         # Of those that do not fit, the one that lacks least says most.
         return sorted(found, key=lambda one: (bool(one.refusal), one.memory.total if one.refusal else one.step.total))
 
@@ -459,21 +459,24 @@ class LayoutSearch:
             return ""
         largest = max(layout.memory.by_kind().items(), key=lambda item: item[1])
         return (
-            f"{bytes_text(layout.memory.total)} on a rank, {bytes_text(layout.memory.total - limit)} too much;"
-            f" most of it {largest[0]} ({bytes_text(largest[1])})"
+            f"needs {bytes_text(layout.memory.total)} on a rank, {bytes_text(layout.memory.total - limit)} more than"
+            f" there is; the largest part is {largest[0]} ({bytes_text(largest[1])})"
         )
 
     def _warnings(self, layout: Layout) -> Iterator[str]:
         data, pipeline, tensor = layout.mesh.shape
         cluster = self.cluster
         if tensor > 1 and cluster.num_nodes > 1 and not cluster.is_inside_node(1, tensor):
-            yield "the tensor axis crosses nodes: its messages stand between all computations of a layer"
+            yield "tensor parallelism spans nodes; its all-reduces delay every layer and cross the slow link"
         if pipeline > 1 and layout.step.pipeline > 0.25 * layout.step.total:
             samples = layout.samples // (data * layout.accumulated)
-            more = "a larger batch allows more microbatches" if layout.microbatches >= samples else "more microbatches"
-            yield f"ranks wait for {layout.step.pipeline / layout.step.total:.0%} of the step: {more}, or fewer stages"
+            more = "a larger batch, with more microbatches" if layout.microbatches >= samples else "more microbatches"
+            yield (
+                f"ranks are idle for {layout.step.pipeline / layout.step.total:.0%} of the step; try {more}, or fewer"
+                " stages"
+            )
         if layout.memory.total > 0.9 * cluster.memory_bytes and not layout.refusal:
-            yield "less than a tenth of the memory is left: allocators lose some to fragments"
+            yield "less than a tenth of the memory is free; memory fragmentation may use it up"
 
 
 def _played(schedule: Schedule) -> Schedule | None:

@@ -49,7 +49,7 @@ def measured_links(ranks: int, cores: int) -> dict[int, Link]:
             worker.start()
         try:
             if not receiver.poll(_DEADLINE_S):
-                raise RuntimeError("the links between processes could not be measured; set --intra-node-bandwidth")
+                raise RuntimeError("The links between processes could not be measured; give `--intra-node-bandwidth`")
             return {size: Link(*found) for size, found in receiver.recv().items()}
         finally:
             for worker in workers:

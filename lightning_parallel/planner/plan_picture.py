@@ -64,7 +64,7 @@ def draw_plan(plan: LayoutPlan, most: int = 12) -> str:
     most_bytes = min(max(fullest, limit), _MOST_LIMITS * limit) if fullest > limit / 20 else fullest
     most_s = max([layout.step.total for layout in shown if not layout.refusal], default=1.0)
     bars = room - _FIGURE
-    _legend(svg, left, room, "memory of the fullest rank", _MEMORY, [one.memory.by_kind() for one in shown])
+    _legend(svg, left, room, "most memory on a rank", _MEMORY, [one.memory.by_kind() for one in shown])
     _legend(svg, right, room, "a step", _STEP, [one.step.by_kind() for one in shown])
     for place, layout in enumerate(shown):
         y = 140 + _ROW * place

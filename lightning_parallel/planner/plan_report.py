@@ -56,16 +56,16 @@ def plan_text(plan: LayoutPlan, rows: int = 20, with_yaml: bool = True) -> Rende
 def _alone(plan: LayoutPlan) -> Text:
     layout, limit = plan.alone, plan.cluster.memory_bytes
     if not layout.memory.total:
-        return Text(f"{plan.model} cannot be run on one device: {layout.refusal}")
+        return Text(f"{plan.model} cannot run on one device: {layout.refusal}")
     kinds = ", ".join(f"{kind} {bytes_text(size)}" for kind, size in layout.memory.by_kind().items() if size)
     fits = "fits" if layout.memory.total <= limit else "does not fit"
     width = {"16-true": 2, "bf16-true": 2, "64-true": 8}.get(plan.precision, 4)
     variants = state_variants(layout.memory, width, plan.cluster.num_devices)
     listed = ", ".join(f"{name} {bytes_text(size)}" for name, size in variants.items())
     return Text(
-        f"{plan.model} {fits} one {plan.cluster.device.name}: {bytes_text(layout.memory.total)} of"
-        f" {bytes_text(limit)} with {plan.precision} ({kinds})\n"
-        f"parameters, gradients and optimizer on each of {plan.cluster.num_devices} replicas: {listed}"
+        f"{plan.model} {fits} one {plan.cluster.device.name}: it needs {bytes_text(layout.memory.total)} of"
+        f" {bytes_text(limit)} with {plan.precision} ({kinds}).\n"
+        f"Parameters, gradients and optimizer state on each of {plan.cluster.num_devices} replicas: {listed}."
     )
 
 
@@ -76,8 +76,8 @@ def simplest(plan: LayoutPlan) -> str:
     best, alone = plan.best[0], plan.alone
     if best.mesh.world_size > 1 and not alone.refusal and alone.samples_per_s >= best.samples_per_s:
         return (
-            f"Use one device: it is predicted to reach {count_text(alone.samples_per_s)} samples/s,"
-            f" {plan.cluster.num_devices} devices {count_text(best.samples_per_s)}."
+            f"Use one device: it is predicted to reach {count_text(alone.samples_per_s)} samples/s."
+            f" {plan.cluster.num_devices} devices reach {count_text(best.samples_per_s)} samples/s."
         )
     if _is_plain(best):
         return 'Use DDP (`strategy="ddp"`): the model fits each device, and no other layout is faster.'
@@ -90,13 +90,13 @@ def _is_plain(layout: Layout) -> bool:
     return mesh.data_parallel > 1 and mesh.pipeline_parallel == mesh.tensor_parallel == 1 and not layout.zero_stage
 
 
-_COLUMNS = ("data x pipeline\nx tensor", "schedule", "memory", "step", "bubble", "messages", "samples/s")
+_COLUMNS = ("data x pipeline\nx tensor", "schedule", "memory", "step", "bubble", "comm", "samples/s")
 
 
 def _table(plan: LayoutPlan, layouts: Sequence[Layout]) -> Table:
     """Show layouts in a row of figures each, in at most 80 columns."""
     cluster = plan.cluster
-    source = "its parts measured here" if plan.measured else "by the roofline model"
+    source = "layers measured on this machine" if plan.measured else "times by the roofline model"
     table = Table(
         title=f"{plan.model} on {cluster.num_devices} x {cluster.device.name}, {source}",
         box=box.SIMPLE_HEAD,
@@ -144,15 +144,15 @@ def reason(plan: LayoutPlan, layout: Layout) -> str:
     against = ""
     if place:
         less = 1 - layout.samples_per_s / plan.best[0].samples_per_s
-        against = f", {less:.0%} fewer than the first"
+        against = f", {less:.0%} fewer than layout 1"
     elif len(plan.best) > 1:
         more = layout.samples_per_s / plan.best[1].samples_per_s - 1
-        against = f", {more:.0%} more than the next"
+        against = f", {more:.0%} more than layout 2"
     return (
-        f"   {count_text(layout.samples_per_s)} samples/s{against}; a step of {layout.samples:,} in"
-        f" {seconds_text(layout.step.total)}:"
-        f" {', '.join(shares)}.\n   {bytes_text(layout.memory.total)} of {bytes_text(plan.cluster.memory_bytes)} on the"
-        f" rank that holds most, mainly {memory[0][0]} ({bytes_text(memory[0][1])})."
+        f"   {count_text(layout.samples_per_s)} samples/s{against}.\n   Step time"
+        f" {seconds_text(layout.step.total)} (global batch {layout.samples:,}): {', '.join(shares)}.\n"
+        f"   Most memory on a rank: {bytes_text(layout.memory.total)} of {bytes_text(plan.cluster.memory_bytes)},"
+        f" mainly {memory[0][0]} ({bytes_text(memory[0][1])})."
     )
 
 

@@ -79,18 +79,18 @@ class LayoutPlan:
         if self.possible:
             return ""
         cluster = self.cluster
-        remedy = "see the reason of each layout"
+        remedy = "The reason of each layout is listed under `impossible`"
         over = [layout for layout in self.layouts if layout.memory.total > cluster.memory_bytes]
         if over:
             least = min(over, key=lambda layout: layout.memory.total)
             remedy = (
-                f"`{least.name}` lacks least, {bytes_text(least.memory.total - cluster.memory_bytes)} of"
-                f" {bytes_text(least.memory.total)} on a rank. Take more devices, larger devices, smaller"
-                " batches, or a smaller precision"
+                f"`{least.name}` comes closest: it needs {bytes_text(least.memory.total)} on a rank,"
+                f" {bytes_text(least.memory.total - cluster.memory_bytes)} more than there is. Use more devices,"
+                " devices with more memory, smaller batches, or a lower precision"
             )
         return (
-            f"No layout of {cluster.num_devices} x {cluster.device.name} can run `{self.model}`, of"
-            f" {len(self.layouts)} layouts tried; {remedy}"
+            f"No layout of {cluster.num_devices} x {cluster.device.name} can run `{self.model}`"
+            f" ({len(self.layouts)} layouts tried). {remedy}"
         )
 
     def to_dict(self) -> dict[str, Any]:
@@ -181,8 +181,8 @@ def _notes(rehearsal: Rehearsal) -> list[str]:
     notes = [f"assumed links: {cluster.assumed_links}"] if cluster.assumed_links else []
     if rehearsal.has_guessed and not rehearsal.measured:
         notes.append(
-            "the step asks for values of tensors, which have none here: it got False, or 1; where they decide on what"
-            " is computed, the run may differ"
+            "the step reads values of tensors, but tensors have no values in a plan. The step got False, or 1. If these"
+            " values decide which layers run, the real run may differ"
         )
     return notes
 
@@ -198,7 +198,7 @@ def _check_step(rehearsal: Rehearsal, module: nn.Module) -> None:
         rehearsal.costs(1, 1)
     except Exception as error:  # the user's code
         raise ValueError(
-            f"the step of `{_name(module)}` cannot be run on the batch: {type(error).__name__}: {error}"
+            f"The step of `{_name(module)}` must run on the batch; got {type(error).__name__}: {error}"
         ) from error
     if rehearsal.samples < 1:
         raise ValueError("The batch to plan by must hold at least 1 sample; got none")

@@ -352,7 +352,7 @@ class Rehearsal:
             return _whole_step(divided.module, step, batch, now, repeats)
         with warnings.catch_warnings():
             # Layers whose parameters are counted could not be compared with others.
-            warnings.filterwarnings("error", "the layers could not be measured")
+            warnings.filterwarnings("error", "The layers could not be measured")
             try:
                 return measure(
                     divided.module, divided.stack, divided.use.parameters, step, batch, _CPU, now, repeats, repeats > 1

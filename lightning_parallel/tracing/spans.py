@@ -21,6 +21,7 @@ __all__ = [
     "Span",
     "StepSampler",
     "Window",
+    "bandwidth_text",
     "bytes_text",
     "count_text",
     "expose",
@@ -292,7 +293,7 @@ def seconds_text(seconds: float) -> str:
     for unit, size in (("s", 1.0), ("ms", 1e-3)):
         if seconds >= size:
             return f"{count_text(seconds / size)} {unit}"
-    return f"{count_text(seconds * 1e6)} µs" if seconds else "0"
+    return f"{count_text(seconds * 1e6)} us" if seconds else "0"
 
 
 def bytes_text(count: float) -> str:
@@ -301,6 +302,11 @@ def bytes_text(count: float) -> str:
         if count >= size:
             return f"{count_text(count / size)} {unit}"
     return f"{count:.0f} B"
+
+
+def bandwidth_text(bytes_per_s: float) -> str:
+    """Format a bandwidth: `1.25e10` as `12.5 GB/s`."""
+    return f"{count_text(bytes_per_s / 1e9)} GB/s"
 
 
 def count_text(value: float) -> str:

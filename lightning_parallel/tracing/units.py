@@ -20,7 +20,7 @@ def parse_bytes(text: str) -> float:
     """
     found = _AMOUNT.fullmatch(text)
     if found is None or found[3] not in ("B", "byte", "bytes"):
-        raise ValueError(f"expected an amount of memory in bytes, such as 80GiB or 80GB, got `{text}`")
+        raise ValueError(f"The memory must be in bytes, such as 80GiB or 80GB; got `{text}`")
     return _number(found, text)
 
 
@@ -36,7 +36,9 @@ def parse_bandwidth(text: str) -> float:
         amount = amount if amount.endswith("bit") else ""
     found = _AMOUNT.fullmatch(amount)
     if found is None or per != "s" or found[3] == "b":
-        raise ValueError(f"expected a bandwidth in bits or bytes per second, such as 400Gbit/s or 50GB/s, got `{text}`")
+        raise ValueError(
+            f"The bandwidth must be in bits or bytes per second, such as 400Gbit/s or 50GB/s; got `{text}`"
+        )
     return _number(found, text) / (8 if found[3].startswith("bit") else 1)
 
 
@@ -50,7 +52,7 @@ def parse_seconds(text: str) -> float:
     try:
         return float(found[1]) * _TIMES[found[2]]  # type: ignore[index]
     except (TypeError, ValueError):
-        raise ValueError(f"expected a time with a unit, such as 10us or 0.1ms, got `{text}`") from None
+        raise ValueError(f"The time must have a unit, such as 10us or 0.1ms; got `{text}`") from None
 
 
 def parse_flops(text: str) -> float:
@@ -61,7 +63,7 @@ def parse_flops(text: str) -> float:
     """
     found = re.fullmatch(r"\s*([0-9.]+)\s*([GTP])FLOP/?s\s*", text, re.IGNORECASE)
     if found is None or not float(found[1]):
-        raise ValueError(f"expected a peak in operations per second, such as 989TFLOP/s, got `{text}`")
+        raise ValueError(f"The peak must be in operations per second, such as 989TFLOP/s; got `{text}`")
     return float(found[1]) * {"G": 1e9, "T": 1e12, "P": 1e15}[found[2].upper()]
 
 
@@ -70,5 +72,5 @@ def _number(found: re.Match[str], text: str) -> float:
     factor = _BINARY.get(unit) or _DECIMAL.get(unit)
     value = float(found[1])
     if factor is None or not value:
-        raise ValueError(f"expected a positive number with a unit such as GiB or GB, got `{text}`")
+        raise ValueError(f"The amount must be above 0, with a unit such as GiB or GB; got `{text}`")
     return value * factor

@@ -103,7 +103,7 @@ def test_the_bubble_of_the_schedule():
     """p 4, m 8: (p-1)/(m+p-1) = 3/11, with 16 microbatches 3/19; a step of 16/8 + 3 = 5 becomes one of 4.75 units."""
     run = {"schedule": "1f1b", "num_microbatches": 8, "replica_batch": 32}
     (advice,) = diagnose(report(run=run, PipelineTimeline=bubble(3 / 11, 3 / 11, 3 / 11)))
-    assert "(now 8): twice as many bring the schedule's bubble to 16 %" in advice.text
+    assert "(now 8): twice as many lower the bubble of the schedule to 16 %" in advice.text
     assert "zb_h1" in advice.text
     assert advice.gain == pytest.approx(1 - (16 / 2 + 3 / 2) / (8 + 3))
 
@@ -111,7 +111,7 @@ def test_the_bubble_of_the_schedule():
 def test_a_batch_that_cannot_be_split_further_has_to_grow():
     run = {"schedule": "zbv", "num_microbatches": 8, "replica_batch": 8}
     (advice,) = diagnose(report(run=run, PipelineTimeline=bubble(0.2, 0.2, 0.2)))
-    assert "a larger batch" in advice.text
+    assert "A larger batch" in advice.text
     assert "zb_h1" not in advice.text
 
 
@@ -133,13 +133,13 @@ def test_ranks_that_wait_for_each_other_without_a_straggler():
     ranks = [rank(0, communication_exposed=0.001), rank(1, communication_exposed=0.021)]
     (advice,) = diagnose(report(ranks))
     assert advice.title == (
-        "Ranks wait for each other for 10 ms of a 100 ms step: rank 1 is held up for 21 ms, rank 0 for 1 ms, all of"
-        " them at once for 1 ms"
+        "Ranks wait for each other for 10 ms of a 100 ms step: rank 1 waits 21 ms, rank 0 1 ms, and all ranks"
+        " at once 1 ms"
     )
     assert advice.gain == pytest.approx(0.1)
     assert "StragglerMonitor()" in advice.text
     (advice,) = diagnose(report(ranks, StragglerMonitor={"stragglers": []}))
-    assert advice.text.startswith("No rank is late in most steps. Look for inputs of unequal length")
+    assert advice.text.startswith("No rank is slow in most steps. Look for inputs of unequal length")
     (advice,) = diagnose(report(ranks, StragglerMonitor={"stragglers": [], "missing": ["Not all is known."]}))
     assert advice.text.startswith("Not all is known. Look for")
 
@@ -165,7 +165,7 @@ def test_ranks_that_are_not_known_are_not_guessed_at():
 def test_unequal_stages_and_messages_are_told_apart():
     stages, messages = diagnose(report(PipelineTimeline=bubble(0.02, 0.3, 0.4)))
     assert stages.title.startswith("Unequal stages add 28 % to the pipeline's bubble (2.0 % to 30 %)")
-    assert messages.title.startswith("Messages between stages and uneven run times add 10 %")
+    assert messages.title.startswith("Communication between stages and varying run times add 10 %")
     assert stages.gain == pytest.approx(1 - 0.7 / 0.98)
 
 
@@ -244,22 +244,24 @@ def test_ranks_without_a_processor_come_before_any_link():
     records = [{"axis": "tensor_parallel", "op": "all_reduce", "exposed": 0.05, "count": 1.0}]
     free = [rank(number, **waits) | {"cores": 8, "cores_shared_by": 4, "processor_wait": 0.002} for number in range(4)]
     found = diagnose(report(free, CommunicationProfiler={"records": records}))
-    assert "held up by communication" in found[0].title
+    assert "waits for communication" in found[0].title
     shared = [one | {"cores": 2, "processor_wait": 0.03 + 0.001 * one["rank"]} for one in free]
     found = diagnose(report(shared, CommunicationProfiler={"records": records}))
-    assert found[0].title == "4 ranks share 2 cores: rank 3 waits 33 ms of a 100 ms step for a processor (33 %)"
-    assert not any("held up by communication" in advice.title for advice in found)
+    assert found[0].title == "4 ranks share 2 cores. Rank 3 waits 33 ms of a 100 ms step for a core (33 %)"
+    assert not any("waits for communication" in advice.title for advice in found)
     assert found[0].gain == pytest.approx(0.6), "forward and backward are 40 %"
     # The figures of a run: 22 % in forward and backward, so that 92 % of the time cannot be saved.
     waits = {"communication_exposed": 0.2, "pipeline_wait": 0.106, "optimizer": 0.016}
     lacking = {"cores": 2, "cores_shared_by": 4, "processor_wait": 0.15}
     found = diagnose(report([rank(number, wall=0.412, **waits) | lacking for number in range(4)]))
-    assert found[0].title == "4 ranks share 2 cores: rank 0 waits 150 ms of a 412 ms step for a processor (36 %)"
+    assert found[0].title == "4 ranks share 2 cores. Rank 0 waits 150 ms of a 412 ms step for a core (36 %)"
     assert 0.36 < found[0].gain <= 1 - 0.09 / 0.412 + 1e-9
     alone = rank(0, wall=0.1, data_wait=0.001) | {"cores": 1, "cores_shared_by": 2, "processor_wait": 0.03}
     assert diagnose(report([alone]))[0].gain == pytest.approx(0.3), "also in forward"
     busy = [one | {"cores": 8, "processor_wait": 0.03} for one in free]
-    assert diagnose(report(busy))[0].title.startswith("The 8 cores are used by others, too: rank 0 waits")
+    assert diagnose(report(busy))[0].title.startswith(
+        "Other processes compete for the CPU: the 8 cores are used by them as well. Rank 0 waits"
+    )
 
 
 def test_validation_is_a_part_of_the_run_and_not_of_a_step():

@@ -260,7 +260,7 @@ def test_the_bars_of_memory_hold_everything_and_name_nothing_that_is_not_there()
 
 def test_absent_signals_are_named_and_never_drawn_as_zero():
     html = render({"version": 1, "run": sample_report()["run"], "reports": {}, "diagnosis": []})
-    assert "Nothing was measured" in words(html, "diagnosis")
+    assert "measured too little" in words(html, "diagnosis")
     assert "StepBreakdown()" in words(html, "missing")
     assert "PipelineTimeline()" in words(html, "missing")
     assert 'class="bars"' not in html
@@ -271,7 +271,7 @@ def test_which_steps_are_counted_is_said():
     finding = {"step": 25, "name": "overlap", "ranks": [0], "detail": ""}
     report["reports"]["DataShardingMonitor"] = {"findings": [finding]}
     html = render(report)
-    assert "Steps are batches of this run" in words(html, "course")
+    assert "A step is a batch of this run" in words(html, "course")
     assert "optimizer step" in words(html, "findings")
 
 
@@ -289,8 +289,8 @@ def test_a_curve_has_gaps_and_keeps_its_axis():
 @pytest.mark.parametrize(
     ("replicas", "compared", "expected"),
     [
-        (2, {"parameter": 3}, "Everything that must be equal between replicas was equal."),
-        (1, {}, "There is one replica, so that nothing was to be compared"),
+        (2, {"parameter": 3}, "All values that must be equal between replicas were equal."),
+        (1, {}, "There is one replica, so there was nothing to compare"),
         (1, {"parameter": 3, "option": 1}, "The 4 values that several of its ranks hold were equal."),
     ],
 )
@@ -301,7 +301,7 @@ def test_one_replica_is_not_said_to_equal_others(replicas, compared, expected):
     report["reports"] |= {"DataShardingMonitor": {"findings": []}}
     found = words(render(report), "findings")
     assert expected in found
-    assert ("between replicas was equal" in found) == (replicas > 1)
+    assert ("between replicas were equal" in found) == (replicas > 1)
     assert ("Each sample went to one replica" in found) == (replicas > 1)
 
 

@@ -306,7 +306,7 @@ def test_layers_of_a_large_model_cost_no_memory_to_plan():
     (layout,) = search.candidates(Mesh(16, 1, 1))
     count = sum(parameter.numel() for parameter in model.parameters())
     assert layout.memory.parameters + layout.memory.gradients + layout.memory.optimizer == 16 * count
-    assert re.search(r"GiB on a rank, .* too much; most of it optimizer", layout.refusal)
+    assert re.search(r"GiB on a rank, .* more than there is; the largest part is optimizer", layout.refusal)
 
 
 @distributed(world_size=2)
@@ -415,7 +415,7 @@ def test_every_layout_is_predicted_or_says_why_not():
     found = plan(Model(layers=3), tokens(), cluster(8, 4, memory_bytes=2e6), measured=False)
     by_mesh = {layout.mesh.shape: layout for layout in found.layouts}
     assert by_mesh.keys() == {(8 // t // p, p, t) for t in (1, 2, 4, 8) for p in (1, 2, 4, 8) if t * p <= 8}
-    assert by_mesh[1, 8, 1].refusal == "3 layers for 8 stages"
+    assert by_mesh[1, 8, 1].refusal == "3 layers are too few for 8 stages"
     assert "heads" in by_mesh[1, 1, 8].refusal or "tensor axis crosses" in by_mesh[1, 1, 8].warnings[0]
     assert by_mesh[8, 1, 1].step.reduction > 0
     assert by_mesh[4, 2, 1].step.pipeline > 0
@@ -530,7 +530,7 @@ def test_a_batch_that_cannot_be_planned_by_is_refused():
     with pytest.raises(ValueError, match="the training loader is empty"):
         first_of_loaders(DataLoader([]))
     for batch, message in (
-        (torch.zeros(2, 3, 4, 5), "the step of `Model` cannot be run"),
+        (torch.zeros(2, 3, 4, 5), "The step of `Model` must run on the batch"),
         (tokens()[:0], "must hold at least 1 sample"),
     ):
         with pytest.raises(ValueError, match=message):
@@ -570,14 +570,14 @@ def test_the_command_plans_a_project_from_its_script(tmp_path, capsys):
         assert message in capsys.readouterr().err
     words = ["plan", "--model", "tests.planner.test_planner:Model", "--devices", "2", "--device", "T4"]
     assert main(words) == 2
-    assert "a batch is missing" in capsys.readouterr().err
+    assert "A batch must be given" in capsys.readouterr().err
     words += ["--batch", "8x6:int64"]
     assert main([*words, "--layers", "nope"]) == 2
     assert "expected `layers` to name a module, got `nope`" in (error := capsys.readouterr().err)
     assert "containers: `blocks`" in error
     assert main([*words, "--memory", "1GiB"]) == 1
     shown = capsys.readouterr()
-    assert re.search(r"No layout of 2 x T4 .* of 3 layouts tried; `.* 2` lacks least.*Take more", shown.err)
+    assert re.search(r"No layout of 2 x T4 .*\(3 layouts tried\). `.* 2` comes closest.*Use more", shown.err)
     assert "class_path" not in shown.out
 
 
@@ -592,15 +592,15 @@ def test_the_plan_is_read_on_eighty_columns_and_names_what_was_assumed():
         assert cells[-1].replace(",", "") == f"{layout.samples_per_s:.0f}"
         assert not layout.schedule or layout.mesh.pipeline_parallel == 1 or layout.schedule in row
     assert max(map(len, shown.splitlines())) <= 80
-    for word in ("schedule", "memory", "step", "bubble", "messages", "samples/s"):
+    for word in ("schedule", "memory", "step", "bubble", "comm", "samples/s"):
         assert word in shown
-    assumed = "100 GB/s and 5 us between devices of a node (--intra-node-bandwidth), 12.5 GB/s and 15 us between nodes"
+    assumed = "100 GB/s and 5 us within a node (`--intra-node-bandwidth`), 12.5 GB/s and 15 us between nodes"
     assert assumed in one_line(shown)
     given = plan(Model(layers=2), tokens(), cluster(8, 4, memory_bytes=2e6), measured=False)
     shown = one_line(text_of(given, 80))
     assert "assumed" not in shown
-    assert "1 x 4 x 2: 2 layers for 4 stages" in shown
-    assert re.search(r"warnings: .*1 x 1 x 8: .*the tensor axis crosses nodes", shown)
+    assert "1 x 4 x 2: 2 layers are too few for 4 stages" in shown
+    assert re.search(r"warnings: .*1 x 1 x 8: .*tensor parallelism spans nodes", shown)
 
 
 def test_the_legend_stays_in_its_half_of_the_picture():

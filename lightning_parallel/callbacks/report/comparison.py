@@ -72,8 +72,8 @@ _COMPARED: tuple[tuple[str, str, str, Write], ...] = (
     ("tokens_per_second", "tokens per second", "more", count_text),
     ("model_flops_utilisation", "share of peak FLOP/s", "more", percent),
     ("bubble", "pipeline bubble", "less", percent),
-    ("memory", "memory of the fullest rank", "less", bytes_text),
-    ("sent", "sent by a rank, per step", "less", bytes_text),
+    ("memory", "most memory on a rank", "less", bytes_text),
+    ("sent", "bytes sent per rank and step", "less", bytes_text),
     *((name, words, "less", seconds_text) for name, words in PHASE_LABELS.items()),
 )
 """Key of a figure, name, whether less or more is better, format."""

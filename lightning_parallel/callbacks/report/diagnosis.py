@@ -50,10 +50,10 @@ def verdict(report: Report) -> str:
     if work < wall:
         return (
             f"Slower than one process: all {count} ranks together compute for {seconds_text(work)} of a"
-            f" {seconds_text(wall)} step. Use one device if the model fits on it."
+            f" {seconds_text(wall)} step. Use one device, if the model fits on it."
         )
     return (
-        f"At most {work / wall:.1f} times as fast as one process, on {count} ranks: they compute for"
+        f"At most {work / wall:.1f} times as fast as one process: the {count} ranks compute for"
         f" {percent(work / wall / count)} of their time."
     )
 
@@ -68,8 +68,9 @@ def _loss_not_finite(evidence: Evidence) -> Iterator[Advice]:
         yield Advice(
             "wrong" if evidence.loss[-1][1] is None else "note",
             f"The loss is {gap}",
-            "Such steps teach nothing. Lower the learning rate or warm it up, clip gradients (`gradient_clip_val`), use"
-            " `bf16-mixed` in place of `16-mixed`; `Trainer(detect_anomaly=True)` names the operation.",
+            "The model learns nothing in such steps. Lower the learning rate or warm it up, clip gradients"
+            " (`gradient_clip_val`), or use `bf16-mixed` instead of `16-mixed`. `Trainer(detect_anomaly=True)` names"
+            " the operation.",
             figures={"points": len(evidence.loss), "not_finite": sum(value is None for _, value in evidence.loss)},
         )
 
@@ -77,12 +78,13 @@ def _loss_not_finite(evidence: Evidence) -> Iterator[Advice]:
 _MONITORS = {
     "ReplicaDriftMonitor": (
         "Replicas hold different values",
-        "The gradients of such a run are those of no model. Look for updates outside the optimizer, operations that"
-        " differ between ranks, or a faulty device; `ReplicaDriftMonitor(action='heal')` makes them equal again.",
+        "The gradients are then averaged over different models. Look for updates outside the optimizer, operations"
+        " that differ between ranks, or a faulty device. `ReplicaDriftMonitor(action='heal')` makes the values equal"
+        " again.",
     ),
     "DataShardingMonitor": (
-        "The data is not divided as it should be",
-        "Let the Trainer set the sampler, or build it with `trainer.strategy.distributed_sampler_kwargs`, and call"
+        "The data is not sharded correctly",
+        "Let the Trainer set the sampler, or build it with `trainer.strategy.distributed_sampler_kwargs`. Call"
         " `set_epoch` on your own samplers.",
     ),
 }
@@ -106,8 +108,8 @@ def _desynchronised(evidence: Evidence) -> Iterator[Advice]:
             "wrong",
             f"Ranks {group['group']} did not issue the same collectives along {group['axis'].replace('_', ' ')}:"
             f" {group['detail']}",
-            "Such a run hangs or mixes up tensors. Look for collectives, logging with `sync_dist` or metrics inside of"
-            " conditions that differ between ranks.",
+            "Such a run hangs or mixes up tensors. Look for conditions that differ between ranks, around collectives,"
+            " metrics, or logging with `sync_dist`.",
             figures={"ranks": len(group["ranks"])},
         )
 
@@ -119,15 +121,15 @@ _PHASES = {
     "data_wait": (
         "Waiting for data",
         WORTH_SAYING,
-        "Load batches ahead of need: raise `num_workers` of the DataLoader, with `persistent_workers=True` and a"
-        " higher `prefetch_factor`, or make a sample cheaper to read.",
+        "Raise `num_workers` of the DataLoader, with `persistent_workers=True` and a higher `prefetch_factor`, or make"
+        " samples cheaper to read.",
     ),
-    "optimizer": ("Optimizer", 0.1, "Use the fused form of the optimizer (`fused=True`) where torch has one."),
+    "optimizer": ("The optimizer", 0.1, "Use the fused form of the optimizer (`fused=True`), if torch has one."),
     "other": (
-        "Other",
+        "Other work on the host",
         0.1,
-        "This is host work outside the phases: callbacks, logging, hooks. Log less often (`log_every_n_steps`), and"
-        " look at the gaps in the trace.",
+        "Callbacks, logging and hooks take this time. Log less often (`log_every_n_steps`), and look at the gaps in"
+        " the trace.",
     ),
 }
 """Phases that may take too long: words, share of a step from which they do, remedy."""
@@ -188,18 +190,18 @@ def _few_processors(evidence: Evidence) -> Iterator[Advice]:
     if ranks > cores:
         words = f"{ranks} ranks share {cores:g} core{'' if cores == 1 else 's'}"
     else:
-        words = f"The {who} by others, too"
+        words = f"Other processes compete for the CPU: the {who} by them as well"
     wall, lack = evidence.wall, rank["processor_wait"]
     waits = [(one.get("communication_exposed", 0.0) + one.get("pipeline_wait", 0.0)) / wall for one in evidence.ranks]
     # Of waits for others no more can be saved than what the top of the page leaves to forward and backward.
     waiting = min(1 - evidence.useful, fmean(waits) + processor_lack(rank) / 2)
     yield Advice(
         "slow",
-        f"{words}: rank {rank['rank']} waits {seconds_text(lack)} of a {seconds_text(wall)} step for a processor"
+        f"{words}. Rank {rank['rank']} waits {seconds_text(lack)} of a {seconds_text(wall)} step for a core"
         f" ({percent(lack / wall)})",
-        "Waits for other ranks are mostly for the processor then, and bandwidths say nothing about the link. Start as"
-        " many ranks as there are cores, with `OMP_NUM_THREADS=1`, and end what else runs there; or take a look at"
-        " these figures on the machine that the model is to train on.",
+        "Communication waits are then mostly CPU contention; measured bandwidths do not reflect the link. Start at most"
+        " one rank per core, with `OMP_NUM_THREADS=1`, and stop other programs on this machine. Or measure again on"
+        " the machine on which you will train.",
         min(1.0, max(lack / wall, waiting)),
         {"processor_wait": lack, "wall": wall, "cores": cores, "ranks": ranks},
     )
@@ -216,7 +218,7 @@ def _stragglers(evidence: Evidence) -> Iterator[Advice]:
     for straggler in evidence.stragglers if evidence.ranks else ():  # shares are of a step, which ranks tell
         excess = straggler["excess"]
         cause = straggler.get("cause") or "unattributed"
-        remedy = _CAUSES.get(cause, "Compare its row in the trace with that of a peer.")
+        remedy = _CAUSES.get(cause, "Compare its row in the trace with the row of a peer.")
         share = excess / evidence.wall
         if share >= WORTH_SAYING:
             yield Advice(
@@ -229,13 +231,13 @@ def _stragglers(evidence: Evidence) -> Iterator[Advice]:
             )
 
 
-_SLOW_DEVICE = "Look for longer inputs, another load or a lower clock on its device."
+_SLOW_DEVICE = "Check its device for longer inputs, other load or a lower clock."
 _CAUSES = {
-    "data_wait": "Look at what its DataLoader reads, and from where.",
+    "data_wait": "Check the files that its DataLoader reads, and their storage.",
     "forward": _SLOW_DEVICE,
     "backward": _SLOW_DEVICE,
     "optimizer": _SLOW_DEVICE,
-    "other": "Look for other work of its process: callbacks and hooks that run on this rank only.",
+    "other": "Check its process for callbacks and hooks that run on this rank only.",
 }
 
 
@@ -249,9 +251,10 @@ def _compressing(evidence: Evidence) -> Iterator[Advice]:
     if coding > monitor["wire"] and share >= WORTH_SAYING:
         yield Advice(
             "slow",
-            f"Compressing takes {seconds_text(coding)} of a step, sending the compressed gradients"
-            f" {seconds_text(monitor['wire'])}",
-            "Take a cheaper method (`Cast('bf16')`, a lower rank, a larger block), or none on a link as fast as this.",
+            f"Compressing takes {seconds_text(coding)} of a step, longer than sending the compressed gradients"
+            f" ({seconds_text(monitor['wire'])})",
+            "Use a cheaper method (`Cast('bf16')`, a lower rank, a larger block). A link as fast as this may need no"
+            " compression.",
             share,
             {"coding": coding, "wire": monitor["wire"]},
         )
@@ -277,8 +280,8 @@ def _communication(evidence: Evidence) -> Iterator[Advice]:
     of_axis = f", most of it along {axis.replace('_', ' ')}" if axis else ""
     yield Advice(
         "slow",
-        f"Every rank is held up by communication for at least {seconds_text(wait)} of a {seconds_text(evidence.wall)}"
-        f" step ({percent(share)}{of_axis})",
+        f"Every rank waits for communication for at least {seconds_text(wait)} of a {seconds_text(evidence.wall)} step"
+        f" ({percent(share)}{of_axis})",
         _less_communication(axis, evidence),
         share,
         {"communication_exposed": wait, "wall": evidence.wall},
@@ -288,18 +291,19 @@ def _communication(evidence: Evidence) -> Iterator[Advice]:
 def _less_communication(axis: str, evidence: Evidence) -> str:
     if axis == "tensor_parallel":
         return (
-            "Each layer waits for its peers: use a smaller `tensor_parallel_size` with more pipeline stages or"
-            " replicas, keep the ranks of one group on one node, set `sequence_parallel=True`, or give each step a"
-            " larger batch."
+            "Each layer waits for the all-reduces of its tensor-parallel ranks. Use a smaller `tensor_parallel_size`"
+            " with more pipeline stages or replicas, or keep the ranks of one group on one node. Or set"
+            " `sequence_parallel=True`, or use a larger batch."
         )
     steps = [
-        "a larger batch per rank or `accumulate_grad_batches` (4 instead of 1 exchanges gradients a quarter as often)"
+        "Use a larger batch per rank, or `accumulate_grad_batches`: with 4 instead of 1, the gradient all-reduce runs a"
+        " quarter as often."
     ]
     if "CompressionMonitor" not in evidence.reports and not evidence.run.get("compression"):
         name = _COMPRESSED.get(evidence.run.get("strategy", ""))
         where = f"`{name}(Cast('bf16'))`" if name else "`compression=Cast('bf16')`"
-        steps.append(f"compressed gradients ({where} sends half the bytes, `PowerSGD(rank=4)` a small part)")
-    return f"Exchange gradients less often, or fewer bytes: {'; '.join(steps)}."
+        steps.append(f"Or compress gradients: {where} sends half the bytes, `PowerSGD(rank=4)` a small part.")
+    return " ".join(steps)
 
 
 _COMPRESSED = {f"{name}Strategy": f"Compressed{name}Strategy" for name in ("DDP", "FSDP", "DeepSpeed", "ModelParallel")}
@@ -327,15 +331,15 @@ def _uneven_ranks(evidence: Evidence) -> Iterator[Advice]:
     fewest, waited_for = min(stages[worst])  # the last to come waits least
     most, waiter = max(stages[worst])
     if "StragglerMonitor" not in evidence.reports:
-        text = "Add `StragglerMonitor()`, which names ranks that are late in most steps."
+        text = "Add `StragglerMonitor()`, which names ranks that are slow in most steps."
     else:
-        missing = evidence.of("StragglerMonitor").get("missing", ["No rank is late in most steps."])
+        missing = evidence.of("StragglerMonitor").get("missing", ["No rank is slow in most steps."])
         text = f"{' '.join(missing)} Look for inputs of unequal length, and for other load on the machines."
     yield Advice(
         "slow",
         f"Ranks wait for each other for {seconds_text(lost[worst])} of a {seconds_text(evidence.wall)} step: rank"
-        f" {waiter} is held up for {seconds_text(most)}, rank {waited_for} for {seconds_text(fewest)}, all of them at"
-        f" once for {seconds_text(least[worst])}",
+        f" {waiter} waits {seconds_text(most)}, rank {waited_for} {seconds_text(fewest)}, and all ranks at once"
+        f" {seconds_text(least[worst])}",
         text,
         share,
         {"lost": lost[worst], "most": most, "fewest": fewest, "least": least[worst], "wall": evidence.wall},
@@ -352,7 +356,8 @@ def _unexplained_waits(evidence: Evidence) -> Iterator[Advice]:
     yield Advice(
         "slow",
         f"Ranks wait for other pipeline stages for {percent(fmean(waits))} of a step",
-        "Add `PipelineTimeline()`, which tells how much of it is the schedule, the stages, and the messages.",
+        "Add `PipelineTimeline()`. It tells how much of the wait comes from the schedule, the stages and the"
+        " communication.",
         fmean(waits),
         {"pipeline_wait": fmean(waits)},
     )
@@ -369,8 +374,8 @@ def _schedule_bubble(evidence: Evidence) -> Iterator[Advice]:
     # With the work given, a step takes work / (1 - bubble): the gain below is the ratio of two such steps.
     yield Advice(
         "slow",
-        f"Pipeline ranks idle for {percent(measured)} of the time in the pipeline; {percent(ideal)} is the schedule's"
-        " own bubble",
+        f"Pipeline ranks are idle for {percent(measured)} of the time in the pipeline; the schedule alone causes"
+        f" {percent(ideal)}",
         _smaller_bubble(halved, evidence.run),
         _pipeline_share(evidence) * (1 - (1 - ideal) / (1 - halved)),
         {"measured": measured, "ideal": ideal},
@@ -383,19 +388,16 @@ def _smaller_bubble(halved: float, run: Report) -> str:
     samples = run.get("replica_batch")
     if count and samples and count * 2 > samples:  # a microbatch has one sample at least
         text = (
-            f"The batch of {samples} samples is in {count} microbatches already: a larger batch, with twice as many,"
-            f" brings the schedule's bubble to {percent(halved)}."
+            f"The batch of {samples} samples already has {count} microbatches. A larger batch with twice as many"
+            f" microbatches lowers the bubble of the schedule to {percent(halved)}."
         )
     else:
         now = f" (now {count})" if count else ""
-        text = (
-            f"Split the batch into more microbatches{now}: twice as many bring the schedule's bubble to"
-            f" {percent(halved)}."
-        )
+        text = f"Use more microbatches{now}: twice as many lower the bubble of the schedule to {percent(halved)}."
     if run.get("schedule") in ("gpipe", "1f1b"):
         text += (
-            " Schedules with `virtual_stages` (`interleaved_1f1b`) or a divided backward (`zb_h1`, `zbv`) have a"
-            " smaller one; `schedule='auto'` takes the best."
+            " Schedules with `virtual_stages` (`interleaved_1f1b`) or a split backward pass (`zb_h1`, `zbv`) have a"
+            " smaller bubble. `schedule='auto'` takes the best schedule."
         )
     return text
 
@@ -405,14 +407,14 @@ _BUBBLE_GROWTH = (
         "ideal",
         "simulated",
         "Unequal stages add",
-        "Even out the stages: `balance='auto'` cuts by measured time, or give the layers of each stage.",
+        "Balance the stages: `balance='auto'` splits by measured time. Or give the number of layers of each stage.",
     ),
     (
         "simulated",
         "measured",
-        "Messages between stages and uneven run times add",
-        "Larger microbatches make messages fewer; keep neighbouring stages on one node, and look at the waits before"
-        " each action in the picture of the pipeline.",
+        "Communication between stages and varying run times add",
+        "Use fewer, larger microbatches, and keep neighbouring stages on one node. The drawing of the pipeline shows"
+        " the wait before each action.",
     ),
 )
 """Bubble without a cause, bubble with it, the cause, and a remedy."""
@@ -457,16 +459,17 @@ def _completeness(evidence: Evidence, found_any: bool) -> Iterator[Advice]:
         known = ", ".join(str(rank["rank"]) for rank in ranks)
         yield Advice(
             "note",
-            f"Only {len(ranks)} of {expected} ranks reported ({known}); nothing is known about the others",
-            "The ranks could not exchange their figures; the reason is at the end of the page.",
+            f"Only {len(ranks)} of {expected} ranks reported ({known}); nothing is known about the other ranks",
+            "The ranks could not exchange their figures. The end of the page gives the reason.",
             figures={"ranks": len(ranks), "expected": expected},
         )
     elif not found_any:
         share = evidence.useful
         yield Advice(
             "good",
-            f"Nothing that was measured holds this run back: {percent(share)} of the time is forward and backward",
-            "To go faster, make the computation itself faster: lower precision, a compiled model, a larger batch.",
+            f"No bottleneck was found: {percent(share)} of the time is forward and backward",
+            "To go faster, make the computation itself faster: use a lower precision, a compiled model or a larger"
+            " batch.",
             figures={"useful": share},
         )
 
@@ -479,9 +482,9 @@ def _learning_rate(evidence: Evidence) -> Iterator[Advice]:
     yield Advice(
         "note",
         f"The learning rate {rate:g} is not scaled with the batch of {batch:g} samples ({replicas} replicas)",
-        f"If it was found with the batch of one replica, {batch / replicas:g} samples, the linear rule gives"
-        f" {rate * replicas:g} and the square-root rule, for adaptive optimizers, {rate * replicas**0.5:.3g}; with a"
-        " warm-up.",
+        f"Did you find this rate with the batch of one replica, {batch / replicas:g} samples? Then the linear rule"
+        f" gives {rate * replicas:g}, and the square-root rule, for adaptive optimizers, {rate * replicas**0.5:.3g}."
+        " Add a warm-up.",
         figures={"learning_rate": rate, "global_batch": batch, "replicas": replicas},
     )
 
@@ -495,7 +498,8 @@ def _uneven_memory(evidence: Evidence) -> Iterator[Advice]:
         yield Advice(
             "note",
             f"Rank {rank} holds {bytes_text(most)}, {most / mean:.2f} times the mean of the ranks",
-            "It decides the largest batch that fits. Cut with `memory_limit_bytes`, or move layers to other stages.",
+            "This rank limits the largest batch that fits. Set `memory_limit_bytes`, so that stages are split by"
+            " memory, or move layers to other stages.",
             figures={"most": most, "mean": mean},
         )
 

@@ -142,16 +142,23 @@ def run_line(run: Report) -> str:
         run.get("strategy"),
         sizes,
         f"schedule {schedule}{microbatches}" if schedule else None,
-        f"batch of {run['global_batch']:g}" if run.get("global_batch") else None,
+        f"global batch {run['global_batch']:g}" if run.get("global_batch") else None,
+        f"learning rate {run['learning_rate']:g}" if run.get("learning_rate") is not None else None,
         run.get("precision"),
         run.get("device"),
         run.get("host"),
-        f"{run['cores']:.2g} cores and {run['threads']} threads per rank" if run.get("cores") else None,
+        f"{_counted(run['cores'], 'core')} and {_counted(run['threads'], 'thread')} per rank"
+        if run.get("cores")
+        else None,
         f"{run['steps']} steps in {seconds_text(run['seconds'])}" if "seconds" in run else f"{run['steps']} steps",
         # To the minute, without the time zone.
         run.get("started", "")[:16],
     ]
     return " · ".join(fact for fact in facts if fact)
+
+
+def _counted(number: float, noun: str) -> str:
+    return f"{number:.2g} {noun}{'' if number == 1 else 's'}"
 
 
 def key_figures(report: Report) -> list[tuple[str, str]]:
@@ -165,12 +172,14 @@ def key_figures(report: Report) -> list[tuple[str, str]]:
         # `Throughput` are those that samples per second are of: the two figures give the batch.
         steps = [training_seconds(rank) for rank in ranks]
         computing = sum(rank.get("forward", 0.0) + rank.get("backward", 0.0) for rank in ranks)
-        figures.append((seconds_text(throughput.get("seconds_per_step", max(steps))), "per step"))
-        figures.append((percent(computing / sum(steps)), "of the steps in forward and backward"))
         pauses = max(rank.get("validation", 0.0) + rank.get("checkpoint", 0.0) for rank in ranks)
+        wall = max(rank["wall"] for rank in ranks)
+        with_pauses = f" ({seconds_text(wall)} with validation and checkpoints)" if pauses else ""
+        step = seconds_text(throughput.get("seconds_per_step", max(steps)))
+        figures.append((step, f"per step{with_pauses}"))
+        figures.append((percent(computing / sum(steps)), "of the steps in forward and backward"))
         if pauses:
-            share = pauses / max(rank["wall"] for rank in ranks)
-            figures.append((percent(share), "of the run in validation and checkpoints"))
+            figures.append((percent(pauses / wall), "of the run in validation and checkpoints"))
     for key, words in (("samples_per_second", "samples per second"), ("tokens_per_second", "tokens per second")):
         if throughput.get(key) is not None:
             figures.append((count_text(throughput[key]), words))
@@ -237,9 +246,9 @@ def _pipeline(report: Report) -> dict[str, Any] | None:
     """Draw the pipeline as planned above the measured one, on one time axis, and its bubble."""
     found = _of_callback(report, "PipelineTimeline")
     step = found.get("timeline") or {}
-    titles = {"planned": "As planned", "measured": f"As it happened in step {step.get('step', 0)}"}
+    titles = {"planned": "Planned", "measured": f"Measured in step {step.get('step', 0)}"}
     timelines = [(title, Timeline.from_dict(step[name])) for name, title in titles.items() if step.get(name)]
-    labels = {"ideal": "schedule alone", "simulated": "with these stages", "measured": "measured"}
+    labels = {"ideal": "schedule alone", "simulated": "with the measured stages", "measured": "measured"}
     bars = []
     for key, label in labels.items():
         share = found.get("bubble", {}).get(key)
@@ -268,8 +277,8 @@ def _pipeline_seconds(seconds: Report) -> list[list[str]]:
 
 _PIPELINE_SECONDS = (
     ("predicted", "predicted by the plan", ""),
-    ("simulated", "with the stages' times in this run", "other load, or waits inside of stages"),
-    ("measured", "measured, the median", "messages and jitter"),
+    ("simulated", "simulated with the measured stages", "other load, or waits within stages"),
+    ("measured", "measured (median)", "communication and jitter"),
 )
 """Key in `seconds` of `PipelineTimeline`, words, what makes the difference to the one before."""
 
@@ -399,13 +408,13 @@ def _all_equal(report: Report, callback: str) -> str:
     is_alone = run.get("replicas", 2) == 1
     if callback == "DataShardingMonitor":
         if is_alone:
-            return "There is one replica: its ranks saw the same batches."
-        return "Each sample went to one replica; the ranks of a replica saw the same batches."
+            return "There is one replica. All its ranks read the same batches."
+        return "Each sample went to one replica. The ranks of a replica read the same batches."
     if not is_alone:
-        return "Everything that must be equal between replicas was equal."
+        return "All values that must be equal between replicas were equal."
     count = sum(_of_callback(report, callback).get("compared", {}).values())
     if not count:
-        return "There is one replica, so that nothing was to be compared between replicas."
+        return "There is one replica, so there was nothing to compare."
     return f"There is one replica. The {count} values that several of its ranks hold were equal."
 
 
@@ -415,8 +424,8 @@ _COMPRESSION: tuple[tuple[str, str, Callable[[float], str]], ...] = (
     ("inside_bytes", "sent inside the node", bytes_text),
     ("ratio", "ratio", lambda value: f"{count_text(value)} : 1"),
     ("relative_error", "relative error", percent),
-    ("cosine", "cosine to the dense mean", count_text),
-    ("residual_norm", "norm of the residual", count_text),
+    ("cosine", "cosine similarity to the uncompressed mean", count_text),
+    ("residual_norm", "norm of the error-feedback residual", count_text),
     ("encode", "encode", seconds_text),
     ("wire", "wire", seconds_text),
     ("decode", "decode", seconds_text),
@@ -430,15 +439,15 @@ def _compression(report: Report) -> list[list[str]]:
 
 
 _SIGNALS = {
-    "StepBreakdown": "where the step went",
-    "CommunicationProfiler": "communication by axis",
-    "PipelineTimeline": "the pipeline's bubble",
-    "Throughput": "throughput",
-    "MemoryProfiler": "memory",
-    "StragglerMonitor": "slow ranks",
-    "ReplicaDriftMonitor": "whether replicas stay equal",
-    "DataShardingMonitor": "whether replicas read different data",
-    "CompressionMonitor": "what compression costs and saves",
+    "StepBreakdown": "The phases of a step",
+    "CommunicationProfiler": "Communication by axis",
+    "PipelineTimeline": "The pipeline bubble",
+    "Throughput": "Throughput",
+    "MemoryProfiler": "Memory",
+    "StragglerMonitor": "Slow ranks",
+    "ReplicaDriftMonitor": "Differences between replicas",
+    "DataShardingMonitor": "Sharding of the data",
+    "CompressionMonitor": "Cost and savings of compression",
 }
 """Callback, and what only it can tell."""
 
@@ -450,7 +459,7 @@ def _missing(report: Report) -> list[tuple[str, str]]:
     for name, found in reports.items():
         items += [(sentence, name) for sentence in found.get("missing", ())]
         if "incomplete" in found:
-            items.append((f"What other ranks measured: {found['incomplete']}", name))
+            items.append((f"The figures of other ranks: {found['incomplete']}", name))
     return items
 
 

@@ -405,7 +405,9 @@ class ProfileReport(MeasuringCallback):
     @override
     def report(self) -> dict[str, Any]:
         if self._report is None:
-            raise RuntimeError("`ProfileReport.report()` tells of a finished `fit`; there was none yet")
+            raise RuntimeError(
+                "`ProfileReport.report()` needs a finished `fit`; there was none yet. Call `trainer.fit` first"
+            )
         return self._report
 
 
@@ -416,7 +418,7 @@ def _against_prediction(report: Mapping[str, Any]) -> str:
     if not predicted or not measured:
         return ""
     return (
-        f"Step of the pipeline: {seconds_text(measured)} measured, {seconds_text(predicted)} predicted"
+        f"Pipeline step time: {seconds_text(measured)} measured, {seconds_text(predicted)} predicted"
         f" ({measured / predicted - 1:+.0%})."
     )
 
