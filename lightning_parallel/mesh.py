@@ -81,6 +81,7 @@ class Mesh:
                 f"the axis sizes must multiply to the number of processes: {asked} does not fit {world_size} processes"
                 f" (the given sizes multiply to {given.world_size}). Change `devices`/`num_nodes` or one of the sizes,"
                 " or leave one size at 'auto'."
+                " [LP004]"
             )
         filled = {automatic[0]: rest} if automatic else {}
         return cls(**{**{axis: given.size(axis) for axis in AXES}, **filled})

@@ -171,7 +171,9 @@ class Watchdog:
         silent = [rank for rank in range(len(self.processes)) if rank not in states]
         lines = explain_hang(states, len(self.processes))
         lines += [f"killed rank {rank}, which did not answer" for rank in silent if self.processes[rank].kill()]
-        text = "\n".join([f"[rank {self.rank}] no progress for {idle:.0f} s", *lines, f"details: {self.folder}"])
+        text = "\n".join(
+            [f"[rank {self.rank}] no progress for {idle:.0f} s", *lines, f"details: {self.folder} [LP029]"]
+        )
         # All ranks come to the same verdict; one of them says it.
         if self.rank == min(states):
             write_text(self.folder / "verdict.txt", text + "\n")

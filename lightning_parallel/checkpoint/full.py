@@ -206,7 +206,9 @@ class Checkpoints:
                     " converts it"
                 )
         if problems:
-            raise ValueError(f"the checkpoint {source} does not fit the model (full shapes):\n" + "\n".join(problems))
+            raise ValueError(
+                f"the checkpoint {source} does not fit the model (full shapes):\n" + "\n".join(problems) + " [LP035]"
+            )
 
     # --------------------------------------------------------------------------------------------- the optimizers
 

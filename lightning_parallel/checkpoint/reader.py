@@ -210,6 +210,7 @@ class SavedCheckpoint:
                 f"{self.folder.file(part.file)} is damaged: bytes {part.begin} to {part.begin + part.num_bytes}, of the"
                 f" tensor `{name}`, differ from the written bytes (their checksum must be {part.checksum:016x}; got"
                 f" {found:016x}){where}. Resume from another checkpoint"
+                " [LP036]"
             )
 
     def check_shared_parts(self, group: Group) -> None:

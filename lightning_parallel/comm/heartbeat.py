@@ -422,9 +422,9 @@ class _Watch:
             return f"rank {rank} stopped with: {error}"
         is_alive = self._heartbeat.is_alive(rank)
         if is_alive is False and waited_s > ENDED_S:
-            return f"rank {rank} is gone: its process has ended"
+            return f"rank {rank} is gone: its process has ended [LP028]"
         if is_alive is None and waited_s > SILENT_S:
-            return f"rank {rank} is gone: its heartbeat has stopped for {waited_s:.0f} s"
+            return f"rank {rank} is gone: its heartbeat has stopped for {waited_s:.0f} s [LP028]"
         return None
 
 
@@ -561,8 +561,8 @@ def describe_failure(what: str, ranks: Sequence[int], error: BaseException) -> s
     except RuntimeError:
         peers = [str(rank) for rank in ranks if rank != me]
         who = f"rank {peers[0]}" if len(peers) == 1 else f"one of the ranks {', '.join(peers)}"
-        return f"[rank {me}] {message}\n{who} is gone, and so is the rendezvous store"
-    details = [f"rank {rank} is gone: it no longer answers" for rank in lost]
+        return f"[rank {me}] {message}\n{who} is gone, and so is the rendezvous store [LP028]"
+    details = [f"rank {rank} is gone: it no longer answers [LP028]" for rank in lost]
     for rank, text in errors.items():
         if text.startswith(_FOR_ALL):
             return f"{text.removeprefix(_FOR_ALL)}\n(found on rank {rank})"

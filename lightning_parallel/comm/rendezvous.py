@@ -83,6 +83,7 @@ def _welcome(hall: dist.Store, world_size: int, end_s: float) -> str:
             raise RendezvousError(
                 f"of {world_size} processes, rank {listed} did not come in time. Do all hosts run, with the same"
                 " MASTER_ADDR and MASTER_PORT, and is `timeout` of the strategy as long as their start may differ?"
+                " [LP001]"
             )
         time.sleep(_LOOK_S)
     return prefix
@@ -97,7 +98,9 @@ def _enter(hall: dist.Store, rank: int, end_s: float) -> str:
             hall.set(f"{prefix}/joined/{rank}", "")
             return prefix
         if time.monotonic() > end_s:
-            raise RendezvousError(f"rank 0 did not answer rank {rank} in time: its process has not come to the store")
+            raise RendezvousError(
+                f"rank 0 did not answer rank {rank} in time: its process has not come to the store [LP001]"
+            )
         time.sleep(_LOOK_S)
 
 

@@ -366,4 +366,5 @@ class PartialModule(nn.Module):
         raise RuntimeError(
             f"{self._what_is_missing()}, so it cannot be pickled or saved whole; write a checkpoint "
             "(`trainer.save_checkpoint(path)`) and load it into a new module (`load_from_checkpoint`)"
+            " [LP038]"
         )

@@ -454,6 +454,7 @@ class PipelineEngine:
             warnings.warn(
                 "the model has batch normalisation, which sees one microbatch at a time in a pipeline: its statistics, "
                 "and so the gradients, differ from those of the whole batch. Use group or layer normalisation for "
-                "equal results, or larger microbatches",
+                "equal results, or larger microbatches"
+                " [LP011]",
                 stacklevel=3,
             )

@@ -229,6 +229,7 @@ def find_layer_stacks(module: nn.Module, num_stages: int, path: str = "auto", tr
             f"found no `ModuleList` or `Sequential` with repeated layers in {type(module).__name__} to cut into "
             "stages; put the layers into one and call them one after the other, or name it: "
             "layers='model.blocks'"
+            " [LP021]"
         )
     paths = [candidates[0]]
     row = _containers_in_a_row(module, candidates, sizes)
@@ -429,6 +430,7 @@ def with_enough_layers(stack: LayerStack, num_stages: int) -> LayerStack:
         raise ValueError(
             f"expected at least one layer per stage, got {len(stack.blocks)} layers in `{stack.path}` for "
             f"{num_stages} stages; use fewer pipeline ranks or virtual stages, or name other layers"
+            " [LP022]"
         )
     return stack
 

@@ -193,6 +193,7 @@ def num_samples(batch: Any) -> int:
         raise ValueError(
             f"expected a batch with at least one tensor with a sample dimension, got {type(batch).__name__}; "
             "give a `split_batch` function that knows this batch"
+            " [LP008]"
         )
     key, samples = next(iter(sizes.items()))
     wrong = [f"{_quote(other)} has {size}" for other, size in sizes.items() if size != samples]
@@ -200,7 +201,8 @@ def num_samples(batch: Any) -> int:
         raise ValueError(
             "All tensors of a batch must have the same number of samples in dimension 0; got a batch where"
             f" {_quote(key)} has {samples} and {', '.join(wrong)}. Leave shared tensors out of the batch, or give a"
-            f" `split_batch` function.{split_lists(batch)}"
+            " `split_batch` function. [LP008]"
+            f"{split_lists(batch)}"
         )
     return samples
 
@@ -224,6 +226,7 @@ def entries_of(value: Any, key: str = "") -> Iterator[tuple[str, Any]]:
         if isinstance(value, Tensor) and (value.layout != torch.strided or value.is_nested):
             raise ValueError(
                 f"{_quote(key)} is a sparse or nested tensor, which cannot be cut; give a `split_batch` function"
+                " [LP008]"
             )
         yield key, value
     elif isinstance(value, (Mapping, UserDict)):
@@ -237,7 +240,7 @@ def entries_of(value: Any, key: str = "") -> Iterator[tuple[str, Any]]:
             yield from entries_of(item, f"{key}[{position}]")
     elif not isinstance(value, _WHOLE):
         raise ValueError(
-            f"{_quote(key)} is a {type(value).__name__}, which cannot be split; give a `split_batch` function"
+            f"{_quote(key)} is a {type(value).__name__}, which cannot be split; give a `split_batch` function [LP008]"
         )
 
 
@@ -634,7 +637,8 @@ def split_lists(batch: Any) -> str:
             example = _DICT_EXAMPLE
         text += (
             f" If there is one entry per sample in {' and '.join(listed)}, give functions that know this batch, such"
-            f" as:\n{example}"
+            f" as:\n{example}\n"
+            "[LP009]"
         )
     return text
 

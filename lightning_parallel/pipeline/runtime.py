@@ -405,7 +405,8 @@ class ScheduleRun:
                 raise PlaceholderError(
                     f"The step returns {leaf.provenance}, which is on an earlier pipeline stage. Return the outputs of "
                     "the layers, or compute the loss from these outputs"
-                    f"{f'. {PARAMETERS_ELSEWHERE}' if is_parameter else ''}",
+                    f"{f'. {PARAMETERS_ELSEWHERE}' if is_parameter else ''}"
+                    " [LP024]",
                     [leaf],
                 )
         if self.training:
@@ -423,7 +424,8 @@ class ScheduleRun:
                 raise PlaceholderError(
                     f"`{self.model.plan.layers[end.index]}` on stage {stage + 1} needs {tensor.provenance}, which "
                     f"stage {stage} does not hold either (a connection that skips over the cut). Pass it through the "
-                    "layers as an argument, move the cut (`balance`), or use fewer stages",
+                    "layers as an argument, move the cut (`balance`), or use fewer stages"
+                    " [LP024]",
                     [tensor],
                 )
         layout = MessageLayout(end.index, positions, tuple(map(TensorSpec.of, tensors)), end.line, skips)

@@ -72,6 +72,7 @@ def cut_layers(
         raise ValueError(
             f"expected at least one layer per stage, got {len(layers)} layers for {num_stages} stages; "
             "use fewer pipeline ranks or virtual stages"
+            " [LP022]"
         )
     if not isinstance(balance, str):
         return _explicit(balance, len(layers), num_stages)

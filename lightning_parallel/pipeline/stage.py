@@ -366,7 +366,8 @@ def _require_data(name: str, arguments: Any) -> None:
         raise CutError(
             f"`{name}` needs {placeholder.provenance}, which is on an earlier pipeline stage and is not handed on with "
             "the arguments of this stage's first layer: a connection that skips over the cut. Move it (a residual "
-            "addition, say) into the layers, pass it to them as an argument, or cut elsewhere (`balance`)",
+            "addition, say) into the layers, pass it to them as an argument, or cut elsewhere (`balance`)"
+            " [LP024]",
             [placeholder],
         )
 

@@ -73,6 +73,7 @@ def require_known(value: Any, name: str) -> None:
             raise PlaceholderError(
                 f"{name} is made of {leaf.provenance}, which is on an earlier pipeline stage. The last stage, where a "
                 "step ends, does not know this value. Make it of the outputs of the layers, or pass it through the "
-                "layers",
+                "layers"
+                " [LP024]",
                 [leaf],
             )

@@ -177,6 +177,7 @@ def refuse_in_shards(found: Differences, sharding: Sharding, modules: Mapping[st
                 f" when the run began; got other contents ({found}). Its layers are sharded over tensor-parallel ranks,"
                 f" and the self-check has not tried them in this form. {_WAY_OUT}, replace the whole module, or keep it"
                 f" replicated: tensor_plan={{..., {f'{region}.*' if region else '*'!r}: 'replicate'}}"
+                " [LP030]"
             )
     for sequence in sharding.plan.sequence_regions:
         places = [*found.places, *found.gone_modules]
@@ -186,6 +187,7 @@ def refuse_in_shards(found: Differences, sharding: Sharding, modules: Mapping[st
                 f"the model was changed between two steps: `{inside[0]}` must stay as it was when the run began; got"
                 f" other contents ({found}). Its activations are sharded along the sequence. {_WAY_OUT}, or set"
                 " `sequence_parallel=False`"
+                " [LP030]"
             )
 
 
@@ -210,6 +212,7 @@ def refuse_in_stages(found: Differences, layers: str, is_intercepted: Callable[[
             f"the model was changed between two steps: `{names[0]}` must stay as it was when the run began; got other"
             f" modules or parameters ({found}). The model is split into pipeline stages, which hold its layers by the"
             f" plan of the first batch. {_WAY_OUT}, or train with TensorParallelStrategy"
+            " [LP030]"
         )
 
 
@@ -223,6 +226,7 @@ def refuse_new_parameters(found: Differences, reason: str) -> None:
         raise ValueError(
             "the model was changed between two steps: it must keep the parameters with which the run began; got others"
             f" ({found}). {reason} {_WAY_OUT}"
+            " [LP030]"
         )
 
 

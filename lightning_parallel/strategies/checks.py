@@ -72,6 +72,7 @@ def check_same_batch(batch: Any, group: Group) -> None:
             f" of rank {', '.join(map(str, different))} differs from that of rank {group.ranks[0]} (shapes: {shapes})."
             " Shard data by the data-parallel coordinate (`trainer.strategy.distributed_sampler_kwargs`), not by"
             " the global rank, and use the same seed on every rank"
+            " [LP007]"
         )
 
 
@@ -256,6 +257,7 @@ def check_pipeline_module(module: LightningModule) -> None:
         raise ValueError(
             f"`{kind}` optimizes manually, but in a pipeline the gradients are computed inside the training step; set"
             " `automatic_optimization = True`, or use TensorParallelStrategy"
+            " [LP019]"
         )
     if is_overridden("backward", module):
         raise ValueError(
@@ -266,6 +268,7 @@ def check_pipeline_module(module: LightningModule) -> None:
         raise ValueError(
             f"`{kind}` was compiled as a whole, but a stage runs only a part of it; compile its layers instead, in"
             " `configure_model` or `__init__`"
+            " [LP020]"
         )
     graphed = next((name for name, part in module.named_modules() if uses_cuda_graphs(part)), None)
     if graphed is not None:

@@ -327,6 +327,7 @@ class HookWatch:
                 " holds another part, and one is written. `self.state_dict()`, called in a hook on every rank, gives"
                 " full tensors to save; so does the state dict of a `copy.deepcopy` of the module, which can be"
                 " averaged. Or use Lightning's `EMAWeightAveraging`"
+                " [LP034]"
             )
         return None
 
@@ -534,6 +535,7 @@ class HookWatch:
         call.failure = HookError(
             f"{call.hook.title} would give another result than one process: {place} {action} {part.label}{more}. This"
             f" rank holds only a part of it: it is {part.why or 'one part of several'}. {way_out}"
+            " [LP016]"
         )
 
     def refuse_freed(self, call: _WatchedCall, parameter: Tensor) -> None:
@@ -656,11 +658,13 @@ def raised_in_shards(name: str, error: Exception) -> str:
         return (
             f"{found} Transforms of `torch.func` (`vmap`, `grad`, `jacrev`, ...) do not go through layers that are"
             f" sharded over tensor-parallel ranks. Use `torch.autograd.grad` on the module itself, or {whole}"
+            " [LP018]"
         )
     return (
         f"{found} Each tensor-parallel rank holds a part of the weights of sharded layers, so that code outside of them"
         " meets other shapes. Copies by `p.detach().clone()` in a hook have the shapes of `parameters()`; those of"
         f" `state_dict()` are whole. Use shapes of the same kind, or {whole}"
+        " [LP018]"
     )
 
 

@@ -410,6 +410,7 @@ class MeshStrategy(MeshCheckpoints):
                 f"ranks have changed the model or its optimizers differently: expected {everyone[0]} of rank 0 on all,"
                 f" found {[changes for changes in everyone if changes != everyone[0]][0]}. Let every rank change the"
                 " same, without a condition on the rank"
+                " [LP031]"
             )
         if found is not None:
             self._adopt_model(found)

@@ -152,7 +152,7 @@ def describe_apart(error: ApartError) -> str:
         lines += [f" Rank {rank} is at {error.places[rank]}." for rank in others if error.places[rank]]
     else:
         text = f"{'the model is called' if calling else 'the run is'} at different places at once: {listed}"
-    return f"{text}.{''.join(lines)} {_WAY_OUT if calling else _OF_REPLICA}"
+    return f"{text}.{''.join(lines)} {_WAY_OUT if calling else _OF_REPLICA} [LP013]"
 
 
 def _hook() -> str:

@@ -358,6 +358,7 @@ _DOUBT = (
     " samples, so a pipeline trains on another loss than one process. Where it is a mean over tokens, count them by"
     " `microbatch_weight`; divide a sum by the number of samples; where the samples of a batch depend on each other,"
     " set `num_microbatches=1`."
+    " [LP023]"
 )
 
 

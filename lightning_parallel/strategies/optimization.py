@@ -194,6 +194,7 @@ def check_flattened(optimizers: Sequence[Any], flattener: str) -> None:
                     " gives each rank a part. Use an elementwise optimizer (SGD, Adam, AdamW, ...), DDP, or"
                     " `lightning_parallel.LARS` or `LAMB` under a tensor- or pipeline-parallel strategy or FSDP2"
                     " (`CompressedModelParallelStrategy`)"
+                    " [LP017]"
                 )
             # DeepSpeed's own, some of which take half precision only, are made for its vectors.
             if verdict is None and type(optimizer).__module__.partition(".")[0] != "deepspeed":
@@ -226,6 +227,7 @@ def check_sliced(optimizers: Sequence[Optimizer], replicas: int) -> None:
                 raise ValueError(
                     f"`{name}` computes with whole tensors, but with `zero_stage` each of {replicas} replicas updates a"
                     f" slice of every parameter. {way_out}"
+                    " [LP017]"
                 )
             kept = _kept_elsewhere(optimizer)
             if kept:
@@ -300,6 +302,7 @@ def _check_sharded(optimizers: Sequence[Optimizer], names: Mapping[int, str], ru
                     " `lightning_parallel.LARS` or `LAMB`, which take norms over all parts. Or use an elementwise"
                     " optimizer (SGD, Adam, AdamW, ...) for them, or keep them replicated with"
                     " `tensor_plan={'...': 'replicate'}`"
+                    " [LP017]"
                 )
             key = _unlike_parameter(optimizer, group)
             if key is not None:

@@ -124,6 +124,7 @@ class EndingLauncher(FunctionLauncher):
             raise RuntimeError(
                 "A Trainer runs `fit` once where processes are started as functions, as in a notebook; got a second"
                 " call. Create a new Trainer for it. To continue, pass `ckpt_path=` with a checkpoint of the first one."
+                " [LP006]"
             ) from error
 
     @override
@@ -181,6 +182,7 @@ def connect(
         raise RuntimeError(
             f"{error}\ngloo could not connect the processes. If hosts have several networks, or their names are those"
             " of 127.0.0.1 or 127.0.1.1, name the network between them in GLOO_SOCKET_IFNAME (see `ip addr`)"
+            " [LP002]"
         ) from error
 
 
@@ -403,6 +405,7 @@ class MeshProcesses(SavesFiles):
             rank_zero_warn(
                 f"`{type(self).__name__}` runs on one device, so nothing is divided: set `devices` (and `num_nodes`) of"
                 " the Trainer"
+                " [LP003]"
             )
         if mesh.data_parallel > 1:
             reset_seed()  # as under Lightning's DDP: every process begins with the numbers of the global seed
@@ -533,6 +536,7 @@ class MeshProcesses(SavesFiles):
                 f" data of rank {', '.join(different)} differ from the data of rank {replica.ranks[0]}. Shard data by"
                 " the data-parallel coordinate (`trainer.strategy.distributed_sampler_kwargs`), not by the global"
                 " rank. Use the same seed and the same files on every rank"
+                " [LP007]"
             )
         self._chance.compare([note.split()[2:] for note in notes])
         return "1" in flags

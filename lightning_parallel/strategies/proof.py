@@ -89,6 +89,7 @@ _OUR_FAILURE = (
     "`{}` was not compared with that of one process: the self-check could not run it on the whole model, although it"
     " runs {} ({}). Expected both to run; this is a limit of the self-check. To train without it, set `verify='off'`:"
     " then nothing tells whether the run equals one process."
+    " [LP027]"
 )
 _NORM = (
     "In microbatches they differ: batch normalisation computes its statistics, and so the gradients, of each microbatch"
@@ -114,6 +115,7 @@ _MIXED = 8
 _USERS_FAILURE = (
     "`{}` was not compared with that of one process: {}. Nothing of it is checked{}: leave that out of the first step,"
     " or compare a run of one process by yourself."
+    " [LP027]"
 )
 _PARTLY = (
     "`{}` was compared only in part: {} differ from run to run on one process too, so nothing tells whether they equal"
@@ -395,7 +397,10 @@ def _message(call: StepCall, found: Sequence[StepDifference], hint: str, why: st
         lines.append(f"  and {len(unique) - _SHOWN} more")
     return (
         f"`{call.name}` does not compute the same divided as on one process. Both were run on {_described(call.batch)}"
-        f" {why or 'before the first batch'}, and differ in\n" + "\n".join(lines) + (f"\n{hint}" if hint else "")
+        f" {why or 'before the first batch'}, and differ in\n"
+        + "\n".join(lines)
+        + (f"\n{hint}" if hint else "")
+        + " [LP026]"
     )
 
 

@@ -282,6 +282,7 @@ def _check_cut(engine: PipelineEngine) -> None:
             f"{len(engine.tied)} of {len(engine.plan.parameters)} parameters are on several stages: the step computes"
             f" with them outside their layers (`{next(iter(engine.tied))}`, ...). Put a penalty on all parameters into"
             " the optimizer (`weight_decay`)"
+            " [LP025]"
         )
 
 
@@ -321,6 +322,7 @@ def _agreed_plan(
                 f"batch normalization needs two samples in each microbatch: expected at most {samples // 2}"
                 f" microbatches of a batch of {samples} samples, found num_microbatches={options.num_microbatches!r}."
                 f" Set `num_microbatches` to at most {samples // 2}, or to 'auto' ({error})"
+                " [LP010]"
             )
     comm.raise_together(failure, groups.world)
     assert plan is not None

@@ -136,6 +136,7 @@ class SharedChance:
                 f"some of the ranks {ranks} have drawn random numbers in the last step, and other ranks have not. These"
                 " ranks hold one replica: their dropout masks and shared weights would differ. Draw on all ranks,"
                 " without a condition on the rank (`global_rank`, `is_global_zero`)"
+                " [LP032]"
             )
         name = _first_that_differs(comm.all_gather_object(drawn, self._group))
         share_random_state(self._group)
@@ -147,6 +148,7 @@ class SharedChance:
         rank_zero_warn(
             f"{name} draws random numbers on some of the ranks {ranks} only. These ranks hold one replica and must draw"
             f" alike. Their generators are set to the state of the first rank. {_REMEDY}"
+            " [LP032]"
         )
 
     def refuse(self, states: Sequence[str]) -> None:
@@ -160,6 +162,7 @@ class SharedChance:
             raise RuntimeError(
                 f"{name} draws random numbers before this step on some of the ranks {list(self._group.ranks)} only."
                 f" These ranks hold one replica and must draw alike. {_REMEDY}"
+                " [LP032]"
             )
 
 

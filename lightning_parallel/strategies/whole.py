@@ -74,6 +74,7 @@ def _restore_whole(
         tell(
             f"The module stays divided after the run: its {total / 2**30:.1f} GiB may not fit into the memory of one"
             " host. Load a checkpoint into a new module, or set `gather_after_fit='rank_zero'`"
+            " [LP037]"
         )
         return False
     is_mine = where == "all" or groups.data_parallel.rank == 0

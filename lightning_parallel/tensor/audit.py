@@ -213,6 +213,7 @@ def _divided_before(node: Any, kind: str, inside: bool, name: str, names: Mappin
             f" weights; met at {kind.removesuffix('Backward')}{_layer_of(node, kind, names)}). It would differ from its"
             " value in one process. Let the layer that makes it gather its output:"
             " tensor_plan={..., '<its path>': 'column_gather'}"
+            " [LP015]"
         )
     if kind == "_ColumnLinearFunctionBackward":
         gradient = node.gradient
@@ -245,6 +246,7 @@ def _used_outside(parameter: str, name: str) -> str:
         " gradient. The result would differ from the result of one process. Keep that layer replicated with"
         f" tensor_plan={{..., {parameter.rpartition('.')[0]!r}: 'replicate'}}, or take this computation out of the step"
         " (the optimizer's `weight_decay` stands for a squared norm)"
+        " [LP014]"
     )
 
 

@@ -199,6 +199,7 @@ def _automatic_plan(module: nn.Module, verifier: PlanVerifier, group: Group) -> 
             f"`{type(module).__name__}` has nothing to shard over {group.size} tensor-parallel ranks: looked for"
             f" torch's linear layers, attention and embeddings, found {', '.join(kinds) or 'no parameters'}."
             " Use `tensor_parallel_size=1`, or give a `plan`."
+            " [LP012]"
         )
     return found
 
