@@ -26,6 +26,7 @@ ALLOWED: list[tuple[str, str]] = []
 def sentences(text: str) -> Iterator[str]:
     """Yield the sentences of a page or a message; tables count by cell, code and links by one word."""
     text = re.sub(r"^```.*?^```|<!--.*?-->|<[^>\n]+>", "\n\n", text, flags=re.DOTALL | re.MULTILINE)
+    text = re.sub(r" ?\[LP\d{3}\]", "", text)
     text = re.sub(r"`[^`\n]*`", "CODE", text)
     text = re.sub(r"!?\[([^\]]*)\]\([^)]*\)", r"\1", text)
     for block in re.split(r"\n\s*\n|\n(?=\s*(?:[*#|-]|\d+\.) ?)|\|", text):
