@@ -1,6 +1,6 @@
 """The example GPT with each compressor and with local steps: validation loss against that of plain means.
 
-    python benchmarks/convergence.py [--ranks 2] [--steps 600] [--methods ...]
+    python benchmarks/convergence.py [--ranks 2] [--steps 600] [--methods ...] [--record]
 
 Same model, same batches in the same order, AdamW, gradients clipped; every method has its own run. Prints the loss as a
 ratio, 1.010 is one per cent above plain means, and the bytes that plain means send for each byte of the method.
@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
+from results import record
 from torch import Tensor, nn
 from torch.distributed.algorithms.model_averaging.averagers import PeriodicModelAverager
 
@@ -163,8 +164,8 @@ def factor(step: int, steps: int) -> float:
     return 0.1 + 0.45 * (1 + math.cos(math.pi * (step - WARM_UP) / max(1, steps - WARM_UP)))
 
 
-def compare(rank: int, ranks: int, file: str, steps: int, methods: list[str]) -> None:
-    """Train by each method in turn; runs on every rank, the first one prints."""
+def compare(rank: int, ranks: int, file: str, steps: int, methods: list[str], keep: bool) -> None:
+    """Train by each method in turn; runs on every rank, the first one prints, and writes the figures to `keep`."""
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{file}", rank=rank, world_size=ranks)
     dense, dense_bytes = 0.0, 0.0
@@ -173,6 +174,9 @@ def compare(rank: int, ranks: int, file: str, steps: int, methods: list[str]) ->
         dense, dense_bytes = dense or loss, dense_bytes or sent
         if rank == 0:
             print(f"{name:36} {loss:8.4f} {loss / dense:8.4f} {dense_bytes / sent:8.1f}", flush=True)
+            if keep:
+                figures = {"loss": round(loss / dense, 4), "fewer_bytes": round(dense_bytes / sent, 2)}
+                record("convergence", {name: figures})
     dist.destroy_process_group()
 
 
@@ -182,11 +186,13 @@ def main() -> None:
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--steps", type=int, default=600)
     parser.add_argument("--methods", nargs="+", default=list(METHODS), choices=list(METHODS))
+    parser.add_argument("--record", action="store_true", help="write the figures to benchmarks/results.json")
     arguments = parser.parse_args()
     methods = list(dict.fromkeys(["plain means", *arguments.methods]))
     print(f"{arguments.ranks} ranks, {arguments.steps} steps{'':19} {'loss':>8} {'ratio':>8} {'bytes':>8}")
     with tempfile.TemporaryDirectory() as folder:
-        mp.spawn(compare, (arguments.ranks, f"{folder}/ranks", arguments.steps, methods), nprocs=arguments.ranks)
+        given = (arguments.ranks, f"{folder}/ranks", arguments.steps, methods, arguments.record)
+        mp.spawn(compare, given, nprocs=arguments.ranks)
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """The example GPT over a slow link: loss against wall-clock and bytes sent, by several strategies, as a picture.
 
-    sudo python benchmarks/slow_link_gpt.py [--hosts 2] [--rate 100] [--seconds 150] [--output slow_link.svg]
+    sudo python benchmarks/slow_link_gpt.py [--hosts 2] [--rate 100] [--seconds 150] [--output slow_link.svg] [--record]
 
 All strategies train the same model on the same batches in the same order, for the same time, through Lightning's
 Trainer, one after the other, on hosts that are network namespaces behind links shaped by `tc tbf`. Bytes are those that
@@ -28,6 +28,7 @@ import torch
 import torch.distributed as dist
 from lightning.pytorch import Callback, LightningModule, Trainer, seed_everything
 from lightning.pytorch.strategies import DDPStrategy, Strategy
+from results import record
 from shaped_network import Network, unavailable
 from torch.distributed.algorithms.ddp_comm_hooks.post_localSGD_hook import PostLocalSGDState, post_localSGD_hook
 from torch.distributed.algorithms.model_averaging.averagers import PeriodicModelAverager
@@ -159,8 +160,9 @@ def smoothed(run: dict[str, Any]) -> list[Point]:
     return [point._replace(loss=loss) for point, loss in zip(run["curve"], losses)]
 
 
-def report(found: dict[str, dict[str, Any]], at_equal_steps: dict[str, dict[str, Any]]) -> None:
-    """Print what each strategy has reached, and what it took to reach DDP's last loss."""
+def report(found: dict[str, dict[str, Any]], at_equal_steps: dict[str, dict[str, Any]]) -> dict[str, dict[str, float]]:
+    """Print what each strategy has reached, and what it took to reach DDP's last loss; return the figures to record."""
+    figures = {}
     dense = smoothed(found["DDP"])
     last = dense[-1]
     print(f"DDP: {len(dense)} steps, {last.sent / 2**20:.1f} MiB, training loss {last.loss:.3f}")
@@ -172,6 +174,7 @@ def report(found: dict[str, dict[str, Any]], at_equal_steps: dict[str, dict[str,
         cells = [f"{len(curve)}", f"{curve[-1].loss:.3f}", f"{run['validation']:.3f}"]
         less = last.sent / equal["curve"][-1].sent
         ratio = equal["validation"] / found["DDP"]["validation"]
+        figures[name] = {"steps": len(curve), "loss": round(ratio, 4), "fewer_bytes": round(less, 2)}
         cells += [f"{equal['validation']:.3f}", f"{ratio:.3f}", f"{less:.1f}"]
         number = next((number for number, point in enumerate(curve) if point.loss <= last.loss), None)
         if number is None:
@@ -182,6 +185,7 @@ def report(found: dict[str, dict[str, Any]], at_equal_steps: dict[str, dict[str,
         within = [point for point in curve if point.sent <= last.sent]
         print(f"{name:24}" + "".join(f"{cell:>{10 if i % 3 == 0 else 9}}" for i, cell in enumerate(cells)), end="")
         print(f"{within[-1].loss:>10.3f}", flush=True)
+    return figures
 
 
 def draw(found: dict[str, dict[str, Any]], arguments: argparse.Namespace) -> None:
@@ -223,6 +227,7 @@ def main() -> None:
     parser.add_argument("--rate", type=float, default=100, help="Mbit/s")
     parser.add_argument("--seconds", type=float, default=150, help="for each strategy")
     parser.add_argument("--output", default="slow_link.svg")
+    parser.add_argument("--record", action="store_true", help="write the figures to benchmarks/results.json")
     for hidden in ("--strategy", "--address", "--results"):
         parser.add_argument(hidden, help=argparse.SUPPRESS)
     for hidden in ("--rank", "--steps"):
@@ -238,7 +243,10 @@ def main() -> None:
         return
     found = {name: train(name, arguments) for name in STRATEGIES}
     steps = len(found["DDP"]["curve"])
-    report(found, {name: found[name] if name == "DDP" else train(name, arguments, steps) for name in STRATEGIES})
+    equal = {name: found[name] if name == "DDP" else train(name, arguments, steps) for name in STRATEGIES}
+    figures = report(found, equal)
+    if arguments.record:
+        record("slow_link_gpt", figures)
     draw(found, arguments)
 
 

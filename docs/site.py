@@ -49,6 +49,10 @@ def public_names() -> dict[str, list[str]]:
     return {kind: names for kind, names in found.items() if names}
 
 
+MEMBERS = {"MeasuringCallback": "report", "PipelinePlan": "load, save", "StepValue": "warm_up"}
+"""Methods that users call, which are no hooks of Lightning."""
+
+
 def reference_page(name: str) -> str:
     """Return the page of a public name: import line, signature and docstring.
 
@@ -58,7 +62,8 @@ def reference_page(name: str) -> str:
     path = f"{value.__module__}.{value.__qualname__}"
     return (
         f"# {name}\n\n```py\nfrom lightning_parallel import {name}\n```\n\n"
-        f"::: {path}\n    options:\n      heading_level: 2\n      show_root_toc_entry: false\n\n{_yours(value)}"
+        f"::: {path}\n    options:\n      heading_level: 2\n      show_root_toc_entry: false\n"
+        f"      members: [{MEMBERS.get(name, '')}]\n\n{_yours(value)}"
     )
 
 
@@ -81,12 +86,22 @@ TYPES = {
         "proof.Verify",
         "processes.StartMethod",
     ),
-    "compression": ("reducer.Reducer", "compressor.Compressor", "wire.Codec", "feedback.FeedbackName"),
+    "compression": (
+        "reducer.Reducer",
+        "compressor.Compressor",
+        "hierarchical.HierarchicalReducer",
+        "wire.Codec",
+        "feedback.FeedbackName",
+    ),
+    "pipeline": (
+        "pipeline_plan.Costs",
+        "pipeline_plan.PlannedParameter",
+        "pipeline_plan.TensorLayout",
+        "schedule.Schedule",
+        "simulate.Link",
+    ),
     "callbacks": ("nonfinite.NonFiniteAction",),
 }
-
-
-SHORT = "show_labels: false, show_docstring_attributes: false"
 
 
 def types_page() -> str:

@@ -84,7 +84,7 @@ class PowerSGD(Compressor):
             zero. None: where dropped steps are routine, which is under a loss scale.
         feedback: Error feedback: `classic`, `decayed`, `fading`, `ef21` or None, see
             `Compressor`. The method needs it to converge.
-        decay: Share of the old residual that `decayed` and `fading` keep, in [0, 1].
+        decay: Share of the old residual that `decayed` and `fading` keep, in [0, 1). By default 0.5 and 0.95.
         start_step: Steps with full gradients before compression begins.
         min_numel: Tensors with fewer elements, or with less than two dimensions, are averaged
             uncompressed, as are those that would not shrink.

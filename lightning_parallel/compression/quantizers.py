@@ -102,7 +102,7 @@ class Cast(Quantizer):
     Args:
         dtype: `bf16`, `fp16`, `fp32` or a torch dtype.
         feedback: Error feedback: `classic`, `decayed`, `fading`, `ef21` or None, see `Compressor`.
-        decay: Share of the old residual that `decayed` and `fading` keep, in [0, 1].
+        decay: Share of the old residual that `decayed` and `fading` keep, in [0, 1). By default 0.5 and 0.95.
         start_step: Steps with full gradients before compression begins.
         min_numel: Tensors with fewer elements, or with less than two dimensions, are averaged uncompressed.
 
@@ -196,7 +196,7 @@ class Quantize(Quantizer):
         stochastic: Round up with the probability of the fraction: floor((x - b) / s + u), u uniform in [0, 1).
         seed: Seed of stochastic rounding; every rank draws different numbers.
         feedback: Error feedback: `classic`, `decayed`, `fading`, `ef21` or None, see `Compressor`.
-        decay: Share of the old residual that `decayed` and `fading` keep, in [0, 1].
+        decay: Share of the old residual that `decayed` and `fading` keep, in [0, 1). By default 0.5 and 0.95.
         start_step: Steps with full gradients before compression begins.
         min_numel: Tensors with fewer elements, or with less than two dimensions, are averaged uncompressed.
 
@@ -405,7 +405,7 @@ class Sign(Compressor):
 
     Args:
         feedback: Error feedback: `classic`, `decayed`, `fading`, `ef21` or None (no residual at all), see `Compressor`.
-        decay: Share of the old residual that `decayed` and `fading` keep, in [0, 1].
+        decay: Share of the old residual that `decayed` and `fading` keep, in [0, 1). By default 0.5 and 0.95.
         start_step: Steps with full gradients before compression begins.
         min_numel: Tensors with fewer elements, or with less than two dimensions, are averaged uncompressed.
 

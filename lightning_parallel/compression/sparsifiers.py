@@ -46,7 +46,7 @@ class Sparsifier(Compressor):
             running mean of the gradients (EF21-SGDM). Give the optimizer none.
         values: Encoding of the values sent: `TopK(0.01) | Quantize(8)`.
         feedback: Error feedback: `classic`, `decayed`, `fading`, `ef21` or None, see `Compressor`.
-        decay: Share of the old residual that `decayed` and `fading` keep, in [0, 1].
+        decay: Share of the old residual that `decayed` and `fading` keep, in [0, 1). By default 0.5 and 0.95.
         start_step: Steps with full gradients before compression begins.
         min_numel: Tensors with fewer elements, or with less than two dimensions, are averaged uncompressed.
     """
@@ -107,7 +107,7 @@ class TopK(Sparsifier):
         momentum: Momentum correction before the selection. Use an optimizer without momentum.
         values: Codec of the sent values; `|` sets it.
         feedback: Error feedback: `classic`, `decayed`, `fading`, `ef21` or None, see `Compressor`.
-        decay: Share of the old residual that `decayed` and `fading` keep, in [0, 1].
+        decay: Share of the old residual that `decayed` and `fading` keep, in [0, 1). By default 0.5 and 0.95.
         start_step: Steps with full gradients before compression begins.
         min_numel: Tensors with fewer elements, or with less than two dimensions, are averaged uncompressed.
 
@@ -207,7 +207,7 @@ class RandomK(Sparsifier):
         momentum: Momentum correction before the selection. Use an optimizer without momentum.
         values: Codec of the sent values; `|` sets it.
         feedback: Error feedback: `classic`, `decayed`, `fading`, `ef21` or None, see `Compressor`.
-        decay: Share of the old residual that `decayed` and `fading` keep, in [0, 1].
+        decay: Share of the old residual that `decayed` and `fading` keep, in [0, 1). By default 0.5 and 0.95.
         start_step: Steps with full gradients before compression begins.
         min_numel: Tensors with fewer elements, or with less than two dimensions, are averaged uncompressed.
 
@@ -306,7 +306,7 @@ class BlockTopK(Sparsifier):
         momentum: Momentum correction before the selection. Use an optimizer without momentum.
         values: Codec of the sent values; `|` sets it.
         feedback: Error feedback: `classic`, `decayed`, `fading`, `ef21` or None, see `Compressor`.
-        decay: Share of the old residual that `decayed` and `fading` keep, in [0, 1].
+        decay: Share of the old residual that `decayed` and `fading` keep, in [0, 1). By default 0.5 and 0.95.
         start_step: Steps with full gradients before compression begins.
         min_numel: Tensors with fewer elements, or with less than two dimensions, are averaged uncompressed.
 
