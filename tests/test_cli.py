@@ -112,14 +112,14 @@ def test_auto_compares_and_chooses(capsys):
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (("--schedule", "2f2b"), "expected one of gpipe, 1f1b"),
+        (("--schedule", "2f2b"), "`schedule` must be one of gpipe, 1f1b"),
         (("--costs", "1,x"), "`F,B` or `F,I,W` in milliseconds; got `1,x`"),
         (("--costs", "1,2;1,2"), "1 group for all ranks, or 4, one per stage; got 2"),
         (("--ranks", 0), "num_ranks=0"),
         (("--output", "a.jpg"), "got `a.jpg`"),
         (("--costs", "nowhere.json"), "nowhere.json"),
-        (("--costs", "nan,1"), "expected finite costs of at least 0, got forward_s=nan"),
-        (("--costs", "1,inf"), "expected finite costs of at least 0"),
+        (("--costs", "nan,1"), "Costs must be finite and at least 0; got forward_s=nan"),
+        (("--costs", "1,inf"), "Costs must be finite and at least 0"),
         (("--latency", "nan"), "The time must have a unit, such as 10us"),
     ],
 )

@@ -77,7 +77,7 @@ def test_a_module_without_initialiser_is_named_and_nothing_changes():
 
     with torch.device("meta"):
         net = nn.Sequential(nn.Linear(3, 3), Scale())
-    with pytest.raises(ValueError, match=r"without `reset_parameters`: `1` \(Scale\)"):
+    with pytest.raises(ValueError, match=r"must have `reset_parameters`; got `1` \(Scale\)"):
         initialize_tensors(net, CPU)
     assert all(parameter.is_meta for parameter in net.parameters())
 

@@ -124,8 +124,9 @@ def class_in_place(name: str, bases: tuple[type, ...], namespace: dict[str, Any]
         return _class_in_place(name, bases, namespace)
     except TypeError as error:
         raise ValueError(
-            f"modules of the class `{bases[-1].__name__}` cannot be divided in place: Python lets no subclass take its"
-            f" place ({error}). Give it no `__init_subclass__` with arguments, and no metaclass that forbids subclasses"
+            f"Modules of the class `{bases[-1].__name__}` cannot be sharded in place, because Python allows no"
+            f" subclass of it here ({error}). Give the class no `__init_subclass__` with arguments, and no metaclass"
+            " that forbids subclasses"
         ) from error
 
 
@@ -364,7 +365,6 @@ class PartialModule(nn.Module):
     def __reduce__(self) -> Any:
         """Refuse to be pickled, since the parameters of other ranks would be missing."""
         raise RuntimeError(
-            f"{self._what_is_missing()}, so it cannot be pickled or saved whole; write a checkpoint "
-            "(`trainer.save_checkpoint(path)`) and load it into a new module (`load_from_checkpoint`)"
-            " [LP038]"
+            f"{self._what_is_missing()}, so it cannot be pickled or saved as a full module; write a checkpoint"
+            " (`trainer.save_checkpoint(path)`) and load it into a new module (`load_from_checkpoint`) [LP038]"
         )

@@ -93,7 +93,9 @@ class _IndexUnpickler(pickle.Unpickler):
         if (module, name) in _CLASSES:
             # A class of its own for each file, which nothing in a later one meets again.
             return type(name, (_Plain,), {})
-        raise pickle.UnpicklingError(f"it names `{module}.{name}`, which no index needs, and which could run any code")
+        raise pickle.UnpicklingError(
+            f"the index names `{module}.{name}`, which no index needs, and which could run any code"
+        )
 
 
 def read_index(content: bytes, source: str) -> DistributedIndex:
@@ -111,7 +113,7 @@ def read_index(content: bytes, source: str) -> DistributedIndex:
         return _index(metadata)
     except Exception as error:  # a damaged pickle raises nearly anything
         raise ValueError(
-            f"expected an index of `torch.distributed.checkpoint` in {source}: {error or type(error).__name__}"
+            f"{source} must be an index of `torch.distributed.checkpoint`; got {error or type(error).__name__}"
         ) from error
 
 
@@ -120,7 +122,9 @@ def _index(metadata: Any) -> DistributedIndex:
     places: dict[tuple[str, tuple[int, ...] | None], SavedPlace] = {}
     for key, info in metadata["storage_data"].items():
         if info.state.get("transform_descriptors"):
-            raise ValueError(f"`{key['fqn']}` is compressed, by {info['transform_descriptors']}; save without")
+            raise ValueError(
+                f"`{key['fqn']}` must not be compressed; got {info['transform_descriptors']}. Save without compression"
+            )
         file = info["relative_path"]
         if type(file) is not str or not file or "/" in file or "\\" in file or file in (".", ".."):
             raise ValueError(f"{file!r} is not the name of a file in the folder")
@@ -145,7 +149,7 @@ def _check_apart(places: Iterable[SavedPlace]) -> None:
     ends: dict[str, int] = {}
     for place in sorted(set(places), key=lambda place: place.begin):
         if place.num_bytes and place.begin < ends.get(place.file, 0):
-            raise ValueError(f"several values are said to be in the same bytes of {place.file}, at {place.begin}")
+            raise ValueError(f"the index places several values in the same bytes of {place.file}, at {place.begin}")
         ends[place.file] = place.begin + place.num_bytes
 
 
@@ -156,7 +160,7 @@ def _tensor(name: str, described: Any, places: Any) -> tuple[torch.dtype, tuple[
         raise ValueError(f"`{name}` has the dtype {dtype!r}")
     shape, chunks = _counts(described["size"]), []
     if len(shape) > 64 or prod(max(1, size) for size in shape) > 1 << 60:
-        raise ValueError(f"`{name}` has the shape {shape}, and no tensor can have it")
+        raise ValueError(f"`{name}` has the shape {shape}, which no tensor can have")
     for chunk in described["chunks"]:
         offsets, sizes = _counts(chunk["offsets"]), _counts(chunk["sizes"])
         if len(offsets) != len(shape) or len(sizes) != len(shape):
@@ -175,5 +179,5 @@ def _tensor(name: str, described: Any, places: Any) -> tuple[torch.dtype, tuple[
 
 def _counts(values: Sequence[Any]) -> tuple[int, ...]:
     if not all(type(value) is int and value >= 0 for value in values):
-        raise ValueError(f"expected numbers of at least 0, found {values}")
+        raise ValueError(f"numbers must be at least 0; got {values}")
     return tuple(values)

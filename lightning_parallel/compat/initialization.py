@@ -96,8 +96,8 @@ def initialize_tensors(
     missing = [f"`{path}` ({type(root.get_submodule(path)).__name__})" for path, call in todo if call is None]
     if missing:
         raise ValueError(
-            f"modules on the meta device without `reset_parameters`: {', '.join(missing)}. Define that method, or build"
-            " them on a real device"
+            f"Modules on the meta device must have `reset_parameters`; got {', '.join(missing)} without it. Define"
+            " that method, or build them on a real device"
         )
     for path, initialize in todo:
         if initialize is not None:

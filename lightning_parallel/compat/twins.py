@@ -249,9 +249,8 @@ def _enter(strategy: Any) -> None:
     mine, theirs = lightning.pytorch.__version__, _other.__version__
     if mine.split(".")[:2] != theirs.split(".")[:2]:
         raise ImportError(
-            f"lightning_parallel works under pytorch_lightning {'.'.join(mine.split('.')[:2])}, the version of the"
-            f" `lightning` that is installed, but found pytorch_lightning {theirs}, whose strategies are other ones."
-            f" Install it with `pip install pytorch-lightning=={mine}`, or use `lightning.pytorch`"
+            f"pytorch_lightning must have the version {'.'.join(mine.split('.')[:2])} of the installed `lightning`;"
+            f" got {theirs}. Install it with `pip install pytorch-lightning=={mine}`, or use `lightning.pytorch`"
         )
     _move(strategy, _TO_PYTORCH_LIGHTNING)
 

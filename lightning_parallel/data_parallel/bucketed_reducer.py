@@ -53,7 +53,7 @@ class GradientBucket:
     def wait(self) -> Tensor:
         """Return the sum."""
         if self.pending is None or self.flat is None:
-            raise RuntimeError("this bucket has not been launched")
+            raise RuntimeError("This bucket has not been launched")
         self.pending.wait()
         return self.flat
 
@@ -344,7 +344,7 @@ class GradientReducer:
         if parameter.grad is None:
             return torch.zeros_like(parameter)
         if parameter.grad.is_sparse:
-            raise TypeError(f"the gradient of `{name}` is sparse, which is not supported; use `sparse=False`")
+            raise TypeError(f"The gradient of `{name}` is sparse, which is not supported; use `sparse=False`")
         return parameter.grad
 
     # ---------------------------------------------------------------------------------------------- after backward

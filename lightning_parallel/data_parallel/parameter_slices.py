@@ -72,7 +72,7 @@ class ParameterSlices:
         """
         for name, parameter in parameters.items():
             if parameter.is_complex():
-                raise ValueError(f"`{name}` is complex, which `zero_stage` does not divide; use `zero_stage=0`")
+                raise ValueError(f"`{name}` is complex, which `zero_stage` does not shard; use `zero_stage=0`")
         self._parameters = {id(p): p for p in parameters.values() if p.dim() > 0}
 
     # ------------------------------------------------------------------------------------------------ which elements

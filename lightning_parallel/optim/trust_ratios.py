@@ -47,7 +47,7 @@ class TrustRatioOptimizer(Optimizer):
         self._shapes: set[torch.Size] = set()
         for name in ("lr", "weight_decay"):
             if not float(defaults[name]) >= 0.0:
-                raise ValueError(f"expected {name} >= 0, got {defaults[name]}")
+                raise ValueError(f"`{name}` must be at least 0; got {defaults[name]}")
         super().__init__(params, defaults)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -62,8 +62,9 @@ class TrustRatioOptimizer(Optimizer):
         for parameter in self.param_groups[-1]["params"]:
             if is_flattened(parameter):
                 raise ValueError(
-                    f"`{type(self).__name__}` needs the norms of whole parameters, and FSDP1 has flattened them. Use"
-                    " FSDP2 (`ModelParallelStrategy`), DDP, or a tensor- or pipeline-parallel strategy; or AdamW or SGD"
+                    f"`{type(self).__name__}` needs the norms of full parameters, but FSDP1 has flattened them. Use"
+                    " FSDP2 (`ModelParallelStrategy`), DDP, or a tensor- or pipeline-parallel strategy; or AdamW or"
+                    " SGD"
                 )
             self._given.add(id(parameter))
             self._shapes.add(parameter.shape)
@@ -72,10 +73,10 @@ class TrustRatioOptimizer(Optimizer):
         # DeepSpeed takes the user's optimizer, and gives it a flat vector for all parameters of a group, or a part.
         if self._given and id(parameter) not in self._given and parameter.shape not in self._shapes:
             raise ValueError(
-                f"`{type(self).__name__}` needs the norms of whole parameters, but got another"
-                f" parameter, of shape {tuple(parameter.shape)}. DeepSpeed's ZeRO flattens parameters so. Use DDP,"
-                " FSDP2 (`ModelParallelStrategy`), or a tensor- or pipeline-parallel strategy. Or use DeepSpeed's own"
-                " LAMB (`optimizer: {type: Lamb}` in its configuration, without ZeRO), AdamW or SGD"
+                f"`{type(self).__name__}` needs the norms of full parameters; got an unknown parameter of shape"
+                f" {tuple(parameter.shape)}. DeepSpeed's ZeRO flattens parameters in this way. Use DDP, FSDP2"
+                " (`ModelParallelStrategy`), or a tensor- or pipeline-parallel strategy. Or use DeepSpeed's own LAMB"
+                " (`optimizer: {type: Lamb}` in its configuration, without ZeRO), AdamW or SGD"
             )
 
     @torch.no_grad()
@@ -94,7 +95,7 @@ class TrustRatioOptimizer(Optimizer):
         gradient = parameter.grad
         if gradient is not None:
             if gradient.layout != torch.strided or parameter.is_complex():
-                raise TypeError(f"`{type(self).__name__}` takes neither sparse gradients nor complex parameters")
+                raise TypeError(f"`{type(self).__name__}` supports neither sparse gradients nor complex parameters")
             gradient = local_part(gradient, parameter)
         return _Held(parameter, group, local_part(parameter, parameter), gradient)
 
@@ -201,7 +202,8 @@ class LARS(TrustRatioOptimizer):
     ) -> None:
         if not momentum >= 0.0 or not trust_coefficient > 0.0:
             raise ValueError(
-                f"expected momentum >= 0 and trust_coefficient > 0, got {momentum} and {trust_coefficient}"
+                f"`momentum` must be at least 0 and `trust_coefficient` positive; got {momentum} and"
+                f" {trust_coefficient}"
             )
         super().__init__(
             params,
@@ -287,9 +289,9 @@ class LAMB(TrustRatioOptimizer):
         max_weight_norm: Optional[float] = None,
     ) -> None:
         if not all(0.0 <= beta < 1.0 for beta in betas) or not eps >= 0.0:
-            raise ValueError(f"expected betas of at least 0 and less than 1, and eps >= 0, got {betas} and {eps}")
+            raise ValueError(f"`betas` must be at least 0 and less than 1, and `eps` at least 0; got {betas} and {eps}")
         if max_weight_norm is not None and not max_weight_norm > 0.0:
-            raise ValueError(f"expected max_weight_norm > 0, got {max_weight_norm}")
+            raise ValueError(f"`max_weight_norm` must be positive; got {max_weight_norm}")
         super().__init__(
             params,
             {

@@ -178,8 +178,8 @@ class _Analysis:
             costs = count_parameters(self.module, stack, use.parameters)
         if is_needed and not costs.are_measured:
             raise ValueError(
-                "a measured balance or schedule needs an example batch with which the layers can be run; use "
-                "balance='parameters' and name a schedule"
+                "A measured balance or schedule needs an example batch that the layers can run; use"
+                " balance='parameters' and name a schedule"
             )
         return costs
 
@@ -192,8 +192,8 @@ class _Analysis:
             schedule = schedule(in_units if has_enough else _summed(costs, stack.blocks), passes)
         if schedule.num_ranks != self.num_ranks:
             raise ValueError(
-                f"expected a schedule for the {self.num_ranks} ranks of the pipeline group, got one for "
-                f"{schedule.num_ranks}"
+                f"`schedule` must be for the {self.num_ranks} ranks of the pipeline group; got one for"
+                f" {schedule.num_ranks}"
             )
         if passes > 1:
             schedule = _for_passes(schedule, passes)
@@ -264,8 +264,8 @@ def _for_passes(schedule: Schedule, passes: int) -> Schedule:
         return schedule
     if schedule.name not in SCHEDULES:
         raise ValueError(
-            f"the layers are called {passes} times in a step: expected a schedule that goes through the ranks as often "
-            f"in the same order, got stages on the ranks {list(ranks)}"
+            f"The step calls the layers {passes} times, so the schedule must pass through the ranks as often in the"
+            f" same order; got stages on the ranks {list(ranks)}"
         )
     name = WITH_CHUNKS.get(schedule.name, schedule.name)
     return build_schedule(name, schedule.num_ranks, schedule.num_microbatches, chunks)

@@ -84,7 +84,7 @@ class NextStageDryRun(StageForward):
         raise StageExit(StageEnd(index, leaves, tree))
 
     def _receive_nothing(self, index: int, leaves: list[Any], positions: list[int]) -> list[Tensor]:
-        raise AssertionError("a dry run receives nothing")
+        raise AssertionError("A dry run receives nothing")
 
 
 @dataclass(frozen=True)
@@ -189,9 +189,9 @@ class _Trial:
             self.runs.append(run)
             for placeholder in [not_held[position] for position in run.entry if position in not_held]:
                 reason = (
-                    f"stage {stage} needs {placeholder.provenance}, which is on an earlier stage and does not pass "
-                    f"through stage {stage - 1}: a connection that skips over the cut. Pass it through the layers as "
-                    "an argument, or cut elsewhere (`balance`, fewer stages)"
+                    f"Stage {stage} needs {placeholder.provenance}, which is on an earlier stage and does not pass"
+                    f" through stage {stage - 1}: this connection skips the split point. Pass it through the layers"
+                    " as an argument, or choose other split points (`balance`, fewer stages)"
                 )
                 self._send_along(stage - 1, _Failure(reason, placeholder.sources))
                 break
@@ -302,17 +302,17 @@ class _StageDryRun(StageForward):
         except Exception as error:
             # Once it has data, the step may branch on them, which a dry run cannot follow.
             if not self.entered or isinstance(error, CutError) or getattr(error, "is_missing", False):
-                reason = f"cannot run stage {self.stage} of the pipeline on its own: {error}"
+                reason = f"Stage {self.stage} of the pipeline cannot run on its own: {error}"
                 self.failure = _Failure(reason, getattr(error, "sources", frozenset()), error)
         else:
             if not self.entered or self.stage < self.stage_of[-1]:
-                self.failure = _Failure("the step ends without running all the layers of the pipeline", frozenset())
+                self.failure = _Failure("The step ends without running all layers of the pipeline", frozenset())
                 return
             unknown = next(filter(missing, pytree.tree_leaves(result)), None)
             if unknown is not None:
                 reason = (
-                    f"the step returns something made of {unknown.provenance}, which is on an earlier pipeline stage; "
-                    "compute the loss from the outputs of the layers"
+                    f"The step returns a value made of {unknown.provenance}, which is on an earlier pipeline stage;"
+                    " compute the loss from the outputs of the layers"
                 )
                 self.failure = _Failure(reason, unknown.sources)
 

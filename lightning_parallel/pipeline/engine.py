@@ -98,8 +98,8 @@ class StepOnCopies:
         finally:
             if list(map(version_of, tensors)) != before:
                 raise RuntimeError(
-                    "the step changes its batch in place, but did not do so in its first batch; stages of a rank run it"
-                    " on the same microbatch. Let it change a copy (`x = x.clone()`)"
+                    "The step changes its batch in place, but did not do so in its first batch. Stages of a rank run"
+                    " it on the same microbatch. Change a copy (`x = x.clone()`)"
                 )
 
     @torch.no_grad()
@@ -166,8 +166,8 @@ class PipelineEngine:
         plan.check_fits(module, group.size)
         if group.is_ordered and not message_groups and any(group.rank in way[:2] for way in plan.schedule.channels):
             raise ValueError(
-                "The pipeline group carries its messages one after the other: stages would wait for each other in a"
-                " circle. Pass `message_groups`, a group of two ranks for each channel of the schedule"
+                "The pipeline group runs its communication one operation after the other, so stages would wait for"
+                " each other in a circle. Pass `message_groups`, a group of two ranks for each channel of the schedule"
             )
         self.module = module
         self.plan = plan
@@ -335,14 +335,15 @@ class PipelineEngine:
         microbatches = [batch] if is_whole else self._split(batch)
         if len(microbatches) > self.schedule.num_microbatches:
             raise ValueError(
-                f"expected `split_batch` to give 1 to {self.schedule.num_microbatches} microbatches, got "
-                f"{len(microbatches)}"
+                f"`split_batch` must return 1 to {self.schedule.num_microbatches} microbatches; got {len(microbatches)}"
             )
         # The last batch of an epoch may have fewer samples than there are microbatches.
         schedule = self._schedule_for(len(microbatches))
         sizes = self._sizes_of(microbatches)
         if not 0 < sum(sizes) < math.inf or min(sizes) < 0:
-            raise ValueError(f"expected microbatches of a positive weight, none negative or infinite, got {sizes}")
+            raise ValueError(
+                f"The weights of microbatches must be finite, not negative, and positive in sum; got {sizes}"
+            )
         skips = self.plan.skips if skips is None else skips
         step_on_copies = StepOnCopies(step, self._changes_batch.get(training, True), len(self.stages) == 1)
         run = ScheduleRun(
@@ -440,8 +441,8 @@ class PipelineEngine:
         if num_microbatches not in known:
             if schedule.name not in SCHEDULES:
                 raise ValueError(
-                    f"the schedule `{schedule.name}` is for {schedule.num_microbatches} microbatches, but a batch gave "
-                    f"{num_microbatches}; drop the last batch, or use a schedule that can be built for any number"
+                    f"The schedule `{schedule.name}` needs {schedule.num_microbatches} microbatches; got a batch"
+                    f" with {num_microbatches}. Drop the last batch, or use a schedule that works with any number"
                 )
             known[num_microbatches] = build_schedule(
                 schedule.name, schedule.num_ranks, num_microbatches, schedule.virtual_stages, schedule.warmup
@@ -452,9 +453,8 @@ class PipelineEngine:
         # By one rank: the others would say the same.
         if self.seed_group.ranks[self.seed_group.rank] == 0 and self.schedule.num_microbatches > 1 and self._has_norm:
             warnings.warn(
-                "the model has batch normalisation, which sees one microbatch at a time in a pipeline: its statistics, "
-                "and so the gradients, differ from those of the whole batch. Use group or layer normalisation for "
-                "equal results, or larger microbatches"
-                " [LP011]",
+                "The model has batch normalization, which sees one microbatch at a time in a pipeline. Its"
+                " statistics, and so the gradients, differ from those of the full batch. Use group or layer"
+                " normalization for equal results, or larger microbatches [LP011]",
                 stacklevel=3,
             )

@@ -170,8 +170,8 @@ class CallSite:
                 return result
         if not self.present:
             raise RuntimeError(
-                f"`{self.name}` is on another pipeline stage and cannot be called on its own; "
-                "run the model through the trainer, or save a checkpoint and load it into an uncut model"
+                f"`{self.name}` is on another pipeline stage and cannot be called on its own; run the model through"
+                " the trainer, or save a checkpoint and load it into a full model"
             )
         # Activation checkpointing calls layers again during backward, when no step is running, with the arguments of
         # the first call: placeholders among them have been received since. It draws what the first call drew.
@@ -190,7 +190,7 @@ class _Intercepted(PartialModule):
 
     def _what_is_missing(self) -> str:
         name = self.__dict__["_pipeline_site"].name
-        return f"`{name}` is cut into pipeline stages, and this rank holds its own stage only"
+        return f"`{name}` is split into pipeline stages, and this rank holds only its own stage"
 
 
 # One subclass for each class of modules, so that layers of one type stay of one type.
@@ -206,7 +206,7 @@ def intercept(module: nn.Module, site: CallSite) -> None:
     kind = type(module)
     if isinstance(module, torch.jit.ScriptModule):
         raise ValueError(
-            f"`{site.name}` is a TorchScript module, which no stage can hold a part of; use the module it was made of"
+            f"`{site.name}` is a TorchScript module, which cannot be split into stages; use the original module"
         )
     # A model may be intercepted again, by the analysis and then by the engine: only the site is replaced.
     if not issubclass(kind, _Intercepted):

@@ -64,7 +64,7 @@ class LayerStack:
             found = _entries(name, _container(module, name))
             order = [*map(int, match[1].split())] if (match := _ORDERED.search(part)) else list(range(len(found)))
             if order and max(order) >= len(found):
-                raise ValueError(f"expected `{part}` to name entries of `{name}`, which has {len(found)}")
+                raise ValueError(f"`{part}` must name entries of `{name}`, which has {len(found)}")
             entries += [found[i] for i in (reversed(order) if part.endswith(_REVERSED) else order)]
         layers = [layer for entry in entries for layer in entry]
         # One that is registered under several names goes by its first.
@@ -194,8 +194,8 @@ def find_layer_stack(module: nn.Module, num_stages: int, path: str = "auto") -> 
         sizes = {name: _repeated_size(_container(module, name)) for name in _parts(stacks[0].path)}
         listed = ", ".join(f"`{name}` ({size:,} parameters)" for name, size in sizes.items())
         raise ValueError(
-            f"several modules could be the layers to cut: {listed}; name one, or several that follow each other: "
-            f"layers='{stacks[-1].path}'"
+            f"Several modules could be the layers to split: {listed}. Name one, or several that follow each other:"
+            f" layers='{stacks[-1].path}'"
         )
     return stacks[0]
 
@@ -226,10 +226,9 @@ def find_layer_stacks(module: nn.Module, num_stages: int, path: str = "auto", tr
             return [LayerStack.at(module, single[0])]
     if not candidates:
         raise ValueError(
-            f"found no `ModuleList` or `Sequential` with repeated layers in {type(module).__name__} to cut into "
-            "stages; put the layers into one and call them one after the other, or name it: "
-            "layers='model.blocks'"
-            " [LP021]"
+            f"{type(module).__name__} must have a `ModuleList` or `Sequential` with repeated layers to split into"
+            " stages; got none. Put the layers into one and call them one after the other, or name it:"
+            " layers='model.blocks' [LP021]"
         )
     paths = [candidates[0]]
     row = _containers_in_a_row(module, candidates, sizes)
@@ -345,11 +344,11 @@ def _container(module: nn.Module, path: str) -> nn.Module:
         container = module.get_submodule(path)
     except AttributeError as error:
         known = ", ".join(f"`{name}`" for name, _ in _containers(module)) or "none"
-        raise ValueError(f"expected `layers` to name a module, got `{path}` ({error}); containers: {known}") from None
+        raise ValueError(f"`layers` must name a module; got `{path}` ({error}). Containers: {known}") from None
     if not isinstance(container, _CONTAINERS):
         raise ValueError(
-            f"expected `layers` to name a `ModuleList`, `Sequential` or `ModuleDict`, got `{path}`, a "
-            f"{type(container).__name__}"
+            f"`layers` must name a `ModuleList`, `Sequential` or `ModuleDict`; got `{path}`, a"
+            f" {type(container).__name__}"
         )
     return container
 
@@ -428,9 +427,8 @@ def with_enough_layers(stack: LayerStack, num_stages: int) -> LayerStack:
     """Return the stack, if it has a layer for each stage, else raise ValueError."""
     if len(stack.blocks) < num_stages:
         raise ValueError(
-            f"expected at least one layer per stage, got {len(stack.blocks)} layers in `{stack.path}` for "
-            f"{num_stages} stages; use fewer pipeline ranks or virtual stages, or name other layers"
-            " [LP022]"
+            f"Every stage must have at least one layer; got {len(stack.blocks)} layers in `{stack.path}` for"
+            f" {num_stages} stages. Use fewer pipeline ranks or virtual stages, or name other layers [LP022]"
         )
     return stack
 

@@ -97,7 +97,9 @@ def measure(
     else:
         # Random data may lead where true data would not; what is wrong with the step itself, the dry run will say.
         warnings.warn(
-            f"the layers could not be measured ({failure}); their parameters are counted instead", stacklevel=2
+            f"The layers could not be measured ({failure}). The split points depend on their numbers of parameters"
+            " instead",
+            stacklevel=2,
         )
         return held
     return Costs(

@@ -172,13 +172,13 @@ def split_by(split: SplitBatch, batch: Any, num_microbatches: int) -> Sequence[A
     """
     parts = split(batch, num_microbatches)
     if not isinstance(parts, (list, tuple)) or not parts:
-        raise ValueError(f"expected `split_batch` to return a list of microbatches, got {parts!r:.200}")
+        raise ValueError(f"`split_batch` must return a list of microbatches; got {parts!r:.200}")
     return parts
 
 
 UNCOUNTED = (
-    "expected to count the samples of each microbatch, but `split_batch` returns a {}, in which nothing tells their"
-    " number; give a `microbatch_weight` function too, which returns by how much a microbatch counts in the loss"
+    "The microbatches of `split_batch` must have a known number of samples; got a {} without one. Give a"
+    " `microbatch_weight` function that returns the weight of a microbatch in the loss"
 )
 
 
@@ -191,9 +191,8 @@ def num_samples(batch: Any) -> int:
     sizes = {key: value.shape[0] for key, value in entries_of(batch) if len(value.shape)}
     if not sizes:
         raise ValueError(
-            f"expected a batch with at least one tensor with a sample dimension, got {type(batch).__name__}; "
-            "give a `split_batch` function that knows this batch"
-            " [LP008]"
+            f"A batch must have at least one tensor with a sample dimension; got {type(batch).__name__}. Give a"
+            " `split_batch` function for this batch [LP008]"
         )
     key, samples = next(iter(sizes.items()))
     wrong = [f"{_quote(other)} has {size}" for other, size in sizes.items() if size != samples]
@@ -225,7 +224,7 @@ def entries_of(value: Any, key: str = "") -> Iterator[tuple[str, Any]]:
     if isinstance(value, (Tensor, np.ndarray)):
         if isinstance(value, Tensor) and (value.layout != torch.strided or value.is_nested):
             raise ValueError(
-                f"{_quote(key)} is a sparse or nested tensor, which cannot be cut; give a `split_batch` function"
+                f"{_quote(key)} is a sparse or nested tensor, which cannot be split; give a `split_batch` function"
                 " [LP008]"
             )
         yield key, value
@@ -413,7 +412,7 @@ class Merging:
             )
             raise ValueError(
                 f"{what} must be of one kind in all microbatches of a batch, as in the self-check; got {found}."
-                " These values cannot be merged into the value of one process. Set `num_microbatches=1`"
+                " These values cannot be merged into the value of a single-process run. Set `num_microbatches=1`"
             )
 
 
@@ -748,7 +747,7 @@ def loss_of(result: Any) -> Tensor:
     loss = result.get("loss") if isinstance(result, Mapping) else result
     if not isinstance(loss, Tensor):
         raise MissingLossError(
-            f"expected the step to return its loss, or a dict with the key `loss`, got {type(result).__name__}; "
-            "a pipeline cannot skip a microbatch"
+            f"The step must return its loss, or a dict with the key `loss`; got {type(result).__name__}. A pipeline"
+            " cannot skip a microbatch"
         )
     return loss

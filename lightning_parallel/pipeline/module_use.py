@@ -97,8 +97,8 @@ def trace_use(module: nn.Module, stack: LayerStack, step: Step, microbatch: Any,
         # After the last layer a step may need data, for a metric say: all that matters has been seen by then.
         if isinstance(error, CutError) or tracer.position + 1 != len(stack.layers):
             raise ValueError(
-                f"cannot cut at `{stack.path}`: running the step on tensors without data stopped "
-                f"{tracer.where()}: {error}"
+                f"The model cannot be split at `{stack.path}`: the step stopped on tensors without data"
+                f" {tracer.where()}: {error}"
             ) from error
         if isinstance(error, (AttributeError, LookupError)) or "NoneType" in str(error):
             tracer.use.stopped = f"{type(error).__name__}: {error}"
@@ -106,7 +106,7 @@ def trace_use(module: nn.Module, stack: LayerStack, step: Step, microbatch: Any,
             tracer.use.direct = None
     if not tracer.called:
         raise ValueError(
-            f"the step never calls the layers of `{stack.path}`; name the layers that it calls: layers=..."
+            f"The step never calls the layers of `{stack.path}`; name the layers that it calls: layers=..."
         )
     return _completed(module, stack, tracer.use, _divide_copies(module, stack, tracer.use))
 
@@ -170,14 +170,14 @@ class _UseTracer:
         index = call.layer_index
         if self.in_order and index in self.called:
             raise CutError(
-                f"`{call.site.name}` is called again after `{self.stack.names[self.position]}`, and not with all "
-                "layers of its entry in their container. Put layers that are called together into one module"
+                f"`{call.site.name}` is called again after `{self.stack.names[self.position]}`, but not together"
+                " with all layers of its entry in their container. Put layers that are called together into one module"
             )
         if self.in_order and self.called and index < self.position:
             raise CutError(
-                f"`{call.site.name}` is called after `{self.stack.names[self.position]}`, but comes before it in "
-                f"`{self.stack.path}`: a pipeline needs the layers in the order of their calls. Put them into one "
-                "`ModuleList` in that order, or name the layers to cut: layers=..."
+                f"`{call.site.name}` is called after `{self.stack.names[self.position]}`, but comes before it in"
+                f" `{self.stack.path}`. A pipeline needs the layers in the order of their calls. Put them into one"
+                " `ModuleList` in that order, or name the layers to split: layers=..."
             )
         self.position = index
         self.called.append(index)

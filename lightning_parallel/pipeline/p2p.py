@@ -211,8 +211,8 @@ class StageMessages:
     def _not_sent(self, action: Action, receiver: int, error: RuntimeError) -> LostMessageError:
         ranks = self.group.ranks
         return LostMessageError(
-            f"rank {ranks[self.group.rank]}, pipeline stage {action.stage}, could not send {action} "
-            f"to rank {ranks[receiver]}: {error}"
+            f"Rank {ranks[self.group.rank]}, pipeline stage {action.stage}, could not send {action} to rank"
+            f" {ranks[receiver]}: {error}"
         )
 
     def post(self) -> None:
@@ -249,8 +249,8 @@ class StageMessages:
             needed = action._replace(stage=action.stage + (-1 if action.kind is Kind.F else 1))
             ranks = self.group.ranks
             raise LostMessageError(
-                f"rank {ranks[self.group.rank]}, pipeline stage {action.stage}, waited at {action} for {needed} "
-                f"of rank {ranks[sender]}, which did not come: {error}"
+                f"Rank {ranks[self.group.rank]}, pipeline stage {action.stage}, waited in vain at {action} for"
+                f" {needed} of rank {ranks[sender]}: {error}"
             ) from error
 
 
@@ -347,9 +347,9 @@ class _Activations:
         if (stage, microbatch) != (action.stage - 1, action.microbatch):
             ranks = self.messages.group.ranks
             raise LostMessageError(
-                f"rank {ranks[self.messages.group.rank]} runs {action} and expected the output of "
-                f"{Action(Kind.F, action.stage - 1, action.microbatch)} from rank {ranks[self.sender]}, got that of "
-                f"{Action(Kind.F, stage, microbatch)}: the ranks run different schedules"
+                f"Rank {ranks[self.messages.group.rank]} runs {action} and must receive the output of"
+                f" {Action(Kind.F, action.stage - 1, action.microbatch)} from rank {ranks[self.sender]}; got the"
+                f" output of {Action(Kind.F, stage, microbatch)}. The ranks run different schedules"
             )
         received = self.messages.layouts.received
         # These are in the old layout; their receives have to end before others are posted on the channel.

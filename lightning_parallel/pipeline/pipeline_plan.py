@@ -251,8 +251,8 @@ class PipelinePlan:
         """
         if self.schedule.num_ranks != num_ranks:
             raise ValueError(
-                f"expected a plan for the {num_ranks} ranks of the pipeline group, got one for "
-                f"{self.schedule.num_ranks}; make it anew (`analyze`)"
+                f"The pipeline plan must be for the {num_ranks} ranks of the pipeline group; got one for"
+                f" {self.schedule.num_ranks}. Make a new plan (`analyze`)"
             )
         found = dict(module.named_parameters())
         names = sorted(found.keys() ^ self.parameters.keys())
@@ -260,13 +260,13 @@ class PipelinePlan:
         names += [name for name in known if self.parameters[name].count not in _sizes(found[name])]
         if names:
             raise ValueError(
-                f"the plan was made for another model (`{self.model}`): `{names[0]}` and {len(names) - 1} other "
-                "parameters are missing, new, or of another size; make the plan anew (`analyze`)"
+                f"The pipeline plan must be for this model; got one for `{self.model}`: `{names[0]}` and"
+                f" {len(names) - 1} other parameters are missing, new, or of another size. Make a new plan (`analyze`)"
             )
         contradiction = self._contradiction({name for name, _ in module.named_modules(remove_duplicate=False)})
         if contradiction:
             # Such as a file that was edited by hand: ranks would hold one thing and run another, and wait without end.
-            raise ValueError(f"the plan contradicts itself: {contradiction}; make it anew (`analyze`)")
+            raise ValueError(f"The pipeline plan contradicts itself: {contradiction}. Make a new plan (`analyze`)")
 
     def _contradiction(self, modules: set[str]) -> str:
         """Return what is wrong within the plan, for a model with the named `modules`; empty if nothing is."""
@@ -291,7 +291,7 @@ class PipelinePlan:
             return f"it has the skip connections of {len(self.skips)} stages for {num_stages}, or some into the first"
         for skip in chain(*self.skips):
             if skip.name not in (placed if skip.is_parameter else modules):
-                return f"it sends {skip}, which the model does not have"
+                return f"it sends {skip}, which is not in the model"
         return ""
 
     def to_dict(self) -> dict[str, Any]:
@@ -303,9 +303,7 @@ class PipelinePlan:
         # A schedule is saved as the arguments of its builder, which are much shorter than its rows.
         schedule = self.schedule
         if schedule.name not in SCHEDULES:
-            raise ValueError(
-                f"a plan with the schedule `{schedule.name}` cannot be saved; name one of {list(SCHEDULES)}"
-            )
+            raise ValueError(f"The schedule of a saved plan must be one of {list(SCHEDULES)}; got `{schedule.name}`")
         return {
             "version": _VERSION,
             "model": self.model,
@@ -340,13 +338,13 @@ class PipelinePlan:
         """
         if not isinstance(data, Mapping) or data.get("version") != _VERSION:
             found = data.get("version") if isinstance(data, Mapping) else data
-            raise ValueError(f"expected a pipeline plan of version {_VERSION}, got {found!r}")
+            raise ValueError(f"The pipeline plan must have version {_VERSION}; got {found!r}")
         try:
             return cls._read(data)
         except (LookupError, TypeError, AttributeError, ArithmeticError, RecursionError) as error:
             raise ValueError(
-                f"expected a pipeline plan as `save` writes it, but an entry is missing or of another kind "
-                f"({type(error).__name__}: {error})"
+                "The pipeline plan must be a file of `save`; got a missing entry or one of another kind"
+                f" ({type(error).__name__}: {error})"
             ) from error
 
     @classmethod
@@ -354,7 +352,7 @@ class PipelinePlan:
         built = data["schedule"]
         sizes = built["num_ranks"], built["num_microbatches"], built["virtual_stages"]
         if not all(type(size) is int and size > 0 for size in sizes) or prod(sizes) > _MOST_ACTIONS:
-            raise ValueError(f"its schedule is said to have {sizes[0]} ranks, {sizes[1]} microbatches")
+            raise ValueError(f"it names {sizes[0]} ranks and {sizes[1]} microbatches for its schedule")
         costs = data["costs"]
         link = data["link"]
         # JSON makes lists of tuples, and a plan that was read has to equal the one that was written.
@@ -400,7 +398,7 @@ class PipelinePlan:
         try:
             return cls.from_dict(json.loads(Path(path).read_text()))
         except (OSError, ValueError, RecursionError) as error:
-            raise ValueError(f"cannot read the pipeline plan `{path}`: {error}") from error
+            raise ValueError(f"The pipeline plan `{path}` must be readable; got {error}") from error
 
     def __str__(self) -> str:
         schedule = self.schedule
@@ -410,10 +408,10 @@ class PipelinePlan:
             first, last = self.layer_range(stage)
             parameters = self.stage_parameters(stage)
             outer = "".join(f" + {name}" for name in self.outer_names(stage))
-            seconds = f", {cost.total_s * 1e3:.3g} ms a microbatch" if cost.total_s else ""
+            seconds = f", {cost.total_s * 1e3:.3g} ms per microbatch" if cost.total_s else ""
             place = f"stage {stage} on rank {schedule.stage_ranks[stage]}"
             if self.skips and self.skips[stage]:
-                outer += "".join(f", gets {skip}" for skip in self.skips[stage])
+                outer += "".join(f", receives {skip}" for skip in self.skips[stage])
             lines.append(
                 f"  {place}: {first} .. {last}{self.repeats_text(stage)}{outer}, {parameters:,} parameters{seconds}"
             )

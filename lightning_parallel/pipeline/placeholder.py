@@ -47,8 +47,8 @@ __all__ = [
 
 
 PARAMETERS_ELSEWHERE = (
-    "A term of the loss with parameters of several stages has to be there in the first batch, times zero where it is"
-    " not wanted, and what it needs has to be made in `__init__` or `setup`, before the model is cut. Or use"
+    "A loss term with parameters of several stages must be present in the first batch; multiply it by zero where you"
+    " do not want it. Create its inputs in `__init__` or `setup`, before the model is split. Or use"
     " TensorParallelStrategy, or the optimizer's `weight_decay`"
 )
 
@@ -146,7 +146,9 @@ class PlaceholderTensor(Tensor):
     def __dlpack__(self, *args: Any, **kwargs: Any) -> Any:
         if self.value is None:
             # Others would read from the address of the data, which is zero.
-            raise PlaceholderError(f"{self.provenance} is on another pipeline stage: no data to share", [self])
+            raise PlaceholderError(
+                f"{self.provenance} is on another pipeline stage, so there are no data to share", [self]
+            )
         return self.value.__dlpack__(*args, **kwargs)
 
     def __dlpack_device__(self) -> Any:
@@ -199,8 +201,8 @@ class PlaceholderTensor(Tensor):
         # below autograd, the graph would already end at the placeholder.
         if func in _GRADIENT_QUESTIONS and _cannot_answer(args[0], asking):
             raise PlaceholderError(
-                f"the step asks for `{_GRADIENT_QUESTIONS[func]}` of {args[0].provenance}, which is on another "
-                "pipeline stage: it may be another one there. Let the step do the same whatever it is",
+                f"The step asks for `{_GRADIENT_QUESTIONS[func]}` of {args[0].provenance}, which is on another"
+                " pipeline stage and may have another value there. Make the step independent of this value",
                 [args[0]],
             )
         is_own = asking.partition(".")[0] in ("torch", __name__.partition(".")[0])
@@ -436,8 +438,9 @@ def _check(func: Any, placeholders: list[PlaceholderTensor]) -> None:
     for placeholder in placeholders:
         if placeholder.value is not None:
             raise PlaceholderError(
-                f"{placeholder.provenance} was received for a layer, and then reached `{func}` by a way that autograd "
-                "cannot follow, such as a custom autograd function outside the layers. Move that call into a layer"
+                f"{placeholder.provenance} reached `{func}` on a way that autograd cannot follow, such as a custom"
+                " autograd function outside the layers. This stage received it for a layer. Move that call into a"
+                " layer"
             )
         if placeholder.parameter is not None and _watcher is not None:
             _watcher(placeholder.parameter)
@@ -508,8 +511,8 @@ def _require_no_parameter(written: Any) -> None:
     # The proof does not see a teacher that equals its student, nor a bound that is not reached before the first step.
     if (_in_dry_run or (_in_step and not _in_trace)) and getattr(written, "view_of", None):
         error = PlaceholderError(
-            f"the step writes into the parameter `{written.view_of}` in {innermost_users_line()}: a pipeline runs it"
-            " once for each microbatch, and each of its stages has other parameters. Do it in a hook, such as"
+            f"The step writes into the parameter `{written.view_of}` in {innermost_users_line()}. A pipeline runs"
+            " the step once per microbatch, and each stage has other parameters. Write in a hook, such as"
             " `on_train_batch_start`; or use TensorParallelStrategy, whose ranks run a step once"
         )
         error.is_missing = True
@@ -537,7 +540,7 @@ def _require_shape(func: Any, written: PlaceholderTensor, args: tuple[Any, ...],
     changed = func(*_on_meta(args, copied=True), **_on_meta(kwargs, copied=True))
     if changed.shape != written.signature[0]:
         raise PlaceholderError(
-            f"`{func}` changes the shape of {written.provenance} in place; use the form that makes a new tensor"
+            f"`{func}` must not change the shape of {written.provenance} in place; use the form that makes a new tensor"
         )
 
 

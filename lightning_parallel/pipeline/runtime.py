@@ -211,8 +211,8 @@ class ScheduleRun:
         if parameter is None or set(parameter.stages) & set(self.model.stages):
             return error
         explained = PlaceholderError(
-            f"the step looks for the parameter `{name}` by its name, but hooks see the parameters of their own stage"
-            f" only, and this stage does not hold it. {PARAMETERS_ELSEWHERE}"
+            f"The step looks for the parameter `{name}` by its name, but hooks see only the parameters of their own"
+            f" stage, and this stage does not hold it. {PARAMETERS_ELSEWHERE}"
         )
         explained.__cause__ = error
         return explained
@@ -316,9 +316,9 @@ class ScheduleRun:
         if not is_last or not handler.entered:
             reached = self.model.plan.layers[handler.last] if handler.last >= 0 else "none"
             raise RuntimeError(
-                f"the step ended on pipeline stage {stage} without running all its layers (last called: `{reached}`). "
-                f"Every step must run the layers of `{self.model.plan.container}` in this order, and must not catch "
-                "`BaseException`"
+                f"The step ended on pipeline stage {stage} without running all its layers (last called:"
+                f" `{reached}`). Every step must run the layers of `{self.model.plan.container}` in this order, and"
+                " must not catch `BaseException`"
             )
 
     def _skips_of(self, stage: int, supply: Callable[[Skip, PlaceholderTensor], Tensor | None]) -> StageSkips:
@@ -381,10 +381,10 @@ class ScheduleRun:
         names = self.model.plan.layers
         if (layout.line, layout.index, layout.positions) != (line := line_of_step(), index, tuple(positions)):
             raise RuntimeError(
-                f"At {action} this stage enters at `{names[index]}` in {line} and lacks the arguments {positions}. "
-                f"It received {list(layout.positions)} for `{names[layout.index]}` in {layout.line}: the step does not "
-                "do the same on every stage. Does the step depend on the rank, the time, or random numbers drawn "
-                "before the layers?"
+                f"At {action} this stage enters at `{names[index]}` in {line} and lacks the arguments {positions}."
+                f" It received {list(layout.positions)} for `{names[layout.index]}` in {layout.line}. The step must"
+                " do the same on every stage. Does it depend on the rank, the time, or random numbers drawn before"
+                " the layers?"
             )
         for placeholder, spec in zip(lacking, layout.tensors):
             self._check_shape(action, placeholder, spec)
@@ -422,10 +422,9 @@ class ScheduleRun:
         for tensor in tensors:
             if isinstance(tensor, PlaceholderTensor):
                 raise PlaceholderError(
-                    f"`{self.model.plan.layers[end.index]}` on stage {stage + 1} needs {tensor.provenance}, which "
-                    f"stage {stage} does not hold either (a connection that skips over the cut). Pass it through the "
-                    "layers as an argument, move the cut (`balance`), or use fewer stages"
-                    " [LP024]",
+                    f"`{self.model.plan.layers[end.index]}` on stage {stage + 1} needs {tensor.provenance}, which"
+                    f" stage {stage} does not hold either (a connection that skips the split point). Pass it through"
+                    " the layers as an argument, move the split point (`balance`), or use fewer stages [LP024]",
                     [tensor],
                 )
         layout = MessageLayout(end.index, positions, tuple(map(TensorSpec.of, tensors)), end.line, skips)
@@ -459,8 +458,8 @@ class ScheduleRun:
                 inputs = StageInputs.at(exit_.end)
         if not inputs.fits(end.index, end.leaves, end.tree):
             raise RuntimeError(
-                f"`{self.model.plan.layers[end.index]}` is called with other arguments on stage {stage + 1} than on "
-                f"stage {stage}: the step does not do the same on every stage"
+                f"`{self.model.plan.layers[end.index]}` is called with other arguments on stage {stage + 1} than on"
+                f" stage {stage}. The step must do the same on every stage"
             )
         known.append(inputs)
         return inputs
@@ -480,7 +479,7 @@ class ScheduleRun:
 
     def _weight_gradient(self, action: Action) -> None:
         deferred = self.states[action.stage, action.microbatch].deferred
-        assert deferred is not None, "a schedule has an I before each W"
+        assert deferred is not None, "A schedule must have an I before each W"
         deferred.compute()
         del self.states[action.stage, action.microbatch]
 

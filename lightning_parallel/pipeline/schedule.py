@@ -77,7 +77,7 @@ class Action(NamedTuple):
         word = text.strip()
         match = _ACTION.fullmatch(word)
         if match is None:
-            raise ValueError(f"expected an action such as `2F0` (stage, one of F B I W, microbatch), got `{word}`")
+            raise ValueError(f"An action must be written like `2F0` (stage, one of F B I W, microbatch); got `{word}`")
         return cls(Kind(match[2]), int(match[1]), int(match[3]))
 
 
@@ -177,11 +177,11 @@ class Schedule:
             for action in row:
                 places.setdefault(action.stage, set()).add(rank)
         if not places:
-            raise ValueError("expected at least one action, got an empty table")
+            raise ValueError("A schedule must have at least one action; got an empty table")
         wrong = {s: sorted(places.get(s, ())) for s in range(max(places) + 1) if len(places.get(s, ())) != 1}
         if wrong:
             found = ", ".join(f"stage {stage} on ranks {ranks}" for stage, ranks in wrong.items())
-            raise ValueError(f"expected each stage on exactly one rank, got {found}")
+            raise ValueError(f"Each stage must be on exactly one rank; got {found}")
         stage_ranks = tuple(next(iter(places[stage])) for stage in range(len(places)))
         num_microbatches = 1 + max(action.microbatch for row in table for action in row)
         return cls(table, stage_ranks, num_microbatches, in_flight_peaks(table), name)
@@ -264,7 +264,7 @@ class Schedule:
         for line in (line for line in lines if not line.startswith("#")):
             label, _, words = line.rpartition(":")
             if label not in ("", f"rank {len(rows)}"):
-                raise ValueError(f"expected the line of rank {len(rows)}, got `{label}`")
+                raise ValueError(f"The next line must be for rank {len(rows)}; got `{label}`")
             rows.append(tuple(map(Action.parse, words.split())))
         header = dict(word.split("=", 1) for line in lines if line.startswith("#") for word in line[1:].split())
         if "stage_ranks" not in header:
@@ -421,17 +421,17 @@ def build_schedule(
         ValueError: If the name is unknown, a count is not positive, or the schedule cannot be built with these.
     """
     if name not in SCHEDULES:
-        raise ValueError(f"expected one of {', '.join(SCHEDULES)} as schedule, got `{name}`")
+        raise ValueError(f"`schedule` must be one of {', '.join(SCHEDULES)}; got `{name}`")
     if virtual_stages is None:
         virtual_stages = 2 if name in ("interleaved_1f1b", "interleaved_zb", "zbv") else 1
     counts = {"num_ranks": num_ranks, "virtual_stages": virtual_stages, "num_microbatches": num_microbatches}
     wrong = [f"{key}={value}" for key, value in counts.items() if value < 1]
     if wrong:
-        raise ValueError(f"expected counts of at least 1, got {', '.join(wrong)}")
+        raise ValueError(f"All counts must be at least 1; got {', '.join(wrong)}")
     if warmup is None:
         return SCHEDULES[name](num_ranks, virtual_stages, num_microbatches)
     if name in ("gpipe", "zbv"):
-        raise ValueError(f"`{name}` has no warm-up to choose, got warmup={warmup}; leave it out")
+        raise ValueError(f"`warmup` must be None with `{name}`; got {warmup}. Leave it out")
     return SCHEDULES[name](num_ranks, virtual_stages, num_microbatches, warmup)
 
 
@@ -496,4 +496,6 @@ def _finish(
 
 def _require_virtual_stages(name: str, got: int, needed: int, otherwise: str) -> None:
     if got != needed:
-        raise ValueError(f"`{name}` needs virtual_stages={needed}, got {got}; for another number take {otherwise}")
+        raise ValueError(
+            f"`virtual_stages` must be {needed} with `{name}`; got {got}. For another number use {otherwise}"
+        )

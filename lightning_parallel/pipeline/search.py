@@ -70,9 +70,8 @@ def cut_layers(
     """
     if len(layers) < num_stages:
         raise ValueError(
-            f"expected at least one layer per stage, got {len(layers)} layers for {num_stages} stages; "
-            "use fewer pipeline ranks or virtual stages"
-            " [LP022]"
+            f"Every stage must have at least one layer; got {len(layers)} layers for {num_stages} stages. Use fewer"
+            " pipeline ranks or virtual stages [LP022]"
         )
     if not isinstance(balance, str):
         return _explicit(balance, len(layers), num_stages)
@@ -80,11 +79,11 @@ def cut_layers(
         return _uniform(len(layers), num_stages)
     if balance not in ("auto", "measured", "parameters"):
         raise ValueError(
-            f"expected `balance` to be auto, measured, parameters, uniform or the layers per stage, got {balance!r}"
+            f"`balance` must be auto, measured, parameters, uniform or the layers per stage; got {balance!r}"
         )
     weight = _resident_bytes if balance == "parameters" else _total_s
     if not any(map(weight, layers)):
-        raise ValueError(f"balance={balance!r} needs layers with a cost, got none; measure them or use 'uniform'")
+        raise ValueError(f"balance={balance!r} needs layers with a cost; got none. Measure them or use 'uniform'")
     # Two objectives, one after the other: the slowest stage sets the pace of every schedule, and among the cuts that
     # reach its minimum the most even one leaves most room for noise in what was measured.
     heaviness = _segment_sum([weight(layer) for layer in layers], num_stages, weight(prologue), weight(epilogue))
@@ -112,8 +111,8 @@ Segment = Callable[[int, int, int], float]
 def _explicit(balance: Sequence[int], num_layers: int, num_stages: int) -> tuple[int, ...]:
     if len(balance) != num_stages or sum(balance) != num_layers or min(balance) < 1:
         raise ValueError(
-            f"expected `balance` to give {num_stages} stages at least one layer each, {num_layers} in all, "
-            f"got {list(balance)} ({len(balance)} stages, {sum(balance)} layers)"
+            f"`balance` must give each of {num_stages} stages at least one layer, {num_layers} in all; got"
+            f" {list(balance)} ({len(balance)} stages, {sum(balance)} layers)"
         )
     return tuple(balance)
 
@@ -148,7 +147,7 @@ def _memory(
     layers: Sequence[Cost], num_stages: int, prologue: Cost, epilogue: Cost, in_flight: Sequence[int]
 ) -> Segment:
     if len(in_flight) != num_stages:
-        raise ValueError(f"expected `in_flight` of {num_stages} stages, got {len(in_flight)}")
+        raise ValueError(f"`in_flight` must have an entry for each of {num_stages} stages; got {len(in_flight)}")
     resident = _segment_sum(
         [layer.resident_bytes for layer in layers], num_stages, prologue.resident_bytes, epilogue.resident_bytes
     )
@@ -214,9 +213,9 @@ def _most_even_within(
     if _bottleneck(num_layers, num_stages, segment_if_it_fits) == _INFINITE:
         least = _bottleneck(num_layers, num_stages, memory)
         raise ValueError(
-            f"no cut of {num_layers} layers into {num_stages} stages keeps every stage within "
-            f"{memory_cap_bytes:.0f} bytes; the best needs {least:.0f}. Use more stages, smaller microbatches, or a "
-            "schedule that holds fewer activations"
+            f"Every stage of {num_layers} layers in {num_stages} stages must stay within {memory_cap_bytes:.0f}"
+            f" bytes; the best split needs {least:.0f}. Use more stages, smaller microbatches, or a schedule that"
+            " holds fewer activations"
         )
     return _most_even(num_layers, num_stages, segment_if_it_fits)
 
@@ -352,8 +351,8 @@ def choose_schedule(
     built = list(_schedules(num_ranks, microbatches, schedules, virtual_stages, warmups, len(workload.layers)))
     if not built:
         raise ValueError(
-            f"no schedule of {', '.join(schedules)} can run {len(workload.layers)} layers on {num_ranks} ranks with "
-            f"virtual_stages in {list(virtual_stages)} and microbatches in {list(microbatches)}"
+            f"No schedule of {', '.join(schedules)} can run {len(workload.layers)} layers on {num_ranks} ranks with"
+            f" virtual_stages in {list(virtual_stages)} and microbatches in {list(microbatches)}"
         )
     candidates = [_best_candidate(workload, schedule, memory_limit_bytes) for schedule in built]
     # Rounded to nine digits: sums in another order differ in the last ones, and memory has to decide a tie.
@@ -361,9 +360,9 @@ def choose_schedule(
     if not candidates[0].fits:
         least = min(candidates, key=lambda candidate: candidate.peak_bytes)
         raise ValueError(
-            f"expected a schedule within {bytes_text(memory_limit_bytes or 0)} per rank, the smallest is "
-            f"`{least.schedule.name}` with {least.schedule.num_microbatches} microbatches and "
-            f"{bytes_text(least.peak_bytes)}; use more ranks or more, hence smaller, microbatches"
+            f"A schedule must stay within {bytes_text(memory_limit_bytes or 0)} per rank; got at least"
+            f" {bytes_text(least.peak_bytes)}, with `{least.schedule.name}` and {least.schedule.num_microbatches}"
+            " microbatches. Use more ranks, or more and smaller microbatches"
         )
     return Choice(candidates[0], tuple(candidates), memory_limit_bytes)
 

@@ -59,7 +59,7 @@ def validate(schedule: Schedule) -> None:
     if not faults:
         waits = describe_waits(schedule)
         if waits:
-            raise ScheduleError(f"{_title(schedule)}\nthese ranks would wait forever:\n{waits}")
+            raise ScheduleError(f"{_title(schedule)}\nThese ranks would wait forever:\n{waits}")
         faults = _channel_faults(schedule) or _in_flight_faults(schedule) or _builder_faults(schedule)
     if faults:
         rest = len(faults) - _MOST_FAULTS
@@ -97,8 +97,8 @@ def describe_waits(schedule: Schedule) -> str:
 
 def _title(schedule: Schedule) -> str:
     return (
-        f"schedule `{schedule.name}` ({schedule.num_ranks} ranks, {schedule.num_stages} stages, "
-        f"{schedule.num_microbatches} microbatches) is not valid:"
+        f"Schedule `{schedule.name}` ({schedule.num_ranks} ranks, {schedule.num_stages} stages,"
+        f" {schedule.num_microbatches} microbatches) is not valid:"
     )
 
 
@@ -107,11 +107,13 @@ def _shape_faults(schedule: Schedule) -> list[str]:
     unknown = [rank for rank in schedule.stage_ranks if rank not in ranks]
     faults = []
     if unknown or not schedule.stage_ranks:
-        faults.append(f"expected `stage_ranks` to place stages on ranks 0 to {len(ranks) - 1}, got {unknown}")
+        faults.append(f"`stage_ranks` must place stages on ranks 0 to {len(ranks) - 1}; got {unknown}")
     if len(schedule.max_in_flight) != len(ranks):
-        faults.append(f"expected `max_in_flight` for {len(ranks)} ranks, got {len(schedule.max_in_flight)}")
+        faults.append(
+            f"`max_in_flight` must have {len(ranks)} entries, one per rank; got {len(schedule.max_in_flight)}"
+        )
     if schedule.num_microbatches < 1:
-        faults.append(f"expected at least 1 microbatch, got {schedule.num_microbatches}")
+        faults.append(f"The number of microbatches must be at least 1; got {schedule.num_microbatches}")
     return faults
 
 
@@ -123,7 +125,7 @@ def _count_faults(schedule: Schedule) -> list[str]:
         for index, action in enumerate(row):
             problem = _misplaced(schedule, rank, action)
             if action in seen:
-                problem = f"repeats {action}, expected once"
+                problem = f"repeats {action}, which must occur once"
             if problem:
                 faults.append(f"rank {rank} {problem}\n{_marked(schedule, rank, index)}")
             seen.add(action)
@@ -133,7 +135,7 @@ def _count_faults(schedule: Schedule) -> list[str]:
 def _misplaced(schedule: Schedule, rank: int, action: Action) -> str:
     if not (0 <= action.stage < schedule.num_stages and 0 <= action.microbatch < schedule.num_microbatches):
         most = f"stages below {schedule.num_stages} and microbatches below {schedule.num_microbatches}"
-        return f"has {action}, expected {most}"
+        return f"has {action}, but must have only {most}"
     owner = schedule.stage_ranks[action.stage]
     return "" if owner == rank else f"has {action}, but stage {action.stage} is on rank {owner}"
 
@@ -199,7 +201,9 @@ def _channel_faults(schedule: Schedule) -> list[str]:
         # Gradients have no header, and a backend may ignore tags: both ends must agree on the order of messages.
         for (first, at), (second, next_at) in pairwise(zip(messages, uses)):
             if next_at < at:
-                what = f"rank {sender} sends {first} before {second}, rank {receiver} uses them the other way round"
+                what = (
+                    f"rank {sender} sends {first} before {second}, but rank {receiver} uses them in the reverse order"
+                )
                 rows = _marked(schedule, sender, places[producer(second)][1]), _marked(schedule, receiver, next_at)
                 faults.append("\n".join((what, *rows)))
                 # One mistake mostly puts later pairs out of order, too.
@@ -286,7 +290,7 @@ class Cost:
         # Written so that NaN, which is neither less nor more than anything, is refused too.
         wrong = [f"{key}={value}" for key, value in vars(self).items() if not 0 <= value < inf]
         if wrong:
-            raise ValueError(f"expected finite costs of at least 0, got {', '.join(wrong)}")
+            raise ValueError(f"Costs must be finite and at least 0; got {', '.join(wrong)}")
 
     @property
     def total_s(self) -> float:
@@ -325,7 +329,7 @@ class Link:
 
     def __post_init__(self) -> None:
         if not (0 <= self.latency_s < inf and self.bytes_per_s > 0):
-            raise ValueError(f"expected a finite latency_s >= 0 and bytes_per_s > 0, got {self}")
+            raise ValueError(f"`latency_s` must be finite and at least 0, `bytes_per_s` positive; got {self}")
 
 
 @dataclass
@@ -344,7 +348,9 @@ class Timeline:
         if not self.spans:
             self.spans = [{} for _ in range(self.schedule.num_ranks)]
         if len(self.spans) != self.schedule.num_ranks:
-            raise ValueError(f"expected spans of {self.schedule.num_ranks} ranks, got {len(self.spans)}")
+            raise ValueError(
+                f"`spans` must have an entry for each of {self.schedule.num_ranks} ranks; got {len(self.spans)}"
+            )
 
     def record(self, rank: int, action: Action, start_s: float, end_s: float) -> None:
         """Note that `rank` ran `action` from `start_s` to `end_s`."""
@@ -462,7 +468,7 @@ def simulate(
     """
     stages = [costs] * schedule.num_stages if isinstance(costs, Cost) else list(costs)
     if len(stages) != schedule.num_stages:
-        raise ValueError(f"expected costs of {schedule.num_stages} stages, got {len(stages)}")
+        raise ValueError(f"`stages` must have the costs of {schedule.num_stages} stages; got {len(stages)}")
     seconds = [{kind: overhead_s + s for kind, s in cost.seconds().items()} for cost in stages]
     transmit_s = [cost.boundary_bytes / link.bytes_per_s for cost in stages]
     ranks = schedule.stage_ranks
@@ -494,5 +500,5 @@ def simulate(
             channel_free_s[channel] = sent_s
             arrival_s[made] = sent_s + link.latency_s
     if played < sum(map(len, schedule.rows)):
-        raise ScheduleError(f"the ranks wait for each other:\n{describe_waits(schedule)}")
+        raise ScheduleError(f"The ranks wait for each other:\n{describe_waits(schedule)}")
     return timeline

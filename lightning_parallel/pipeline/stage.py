@@ -73,16 +73,17 @@ __all__ = [
 ]
 
 REENTRANT = (
-    "the pipeline is cut at a layer that is called without gradients, so that none reach the stage before: in a "
-    "reentrant activation checkpoint, for which call `checkpoint(..., use_reentrant=False)`, or in `torch.no_grad()`, "
-    "as a teacher is; name the layers that are trained by `layers=...`, and call the teacher before them or after them"
+    "The pipeline is split at a layer that runs without gradients, so no gradient reaches the stage before. In a"
+    " reentrant activation checkpoint, call `checkpoint(..., use_reentrant=False)`. For layers in `torch.no_grad()`,"
+    " such as a teacher: name the trained layers with `layers=...`, and call the teacher before or after them"
 )
 
 
 _REGISTERED = (
-    "the parameter `{}` is to be registered as `{}` in {}, as by `torch.nn.utils.prune` or `parametrize`. Expected the"
-    " parameters with which the run began, as each pipeline stage holds its own. Change the model before `fit`, in"
-    " `__init__` or `configure_model`. Or multiply `p.data` by a mask in a hook, or use TensorParallelStrategy"
+    "The parameters must stay those of the start of the run, because each pipeline stage holds its own; got the"
+    " parameter `{}` registered as `{}` in {}, as by `torch.nn.utils.prune` or `parametrize`. Change the model before"
+    " `fit`, in `__init__` or `configure_model`. Or multiply `p.data` by a mask in a hook, or use"
+    " TensorParallelStrategy"
 )
 
 
@@ -198,10 +199,10 @@ class StageForward:
         if not call.site.present:
             raise CutError(
                 f"`{call.site.name}` is called after the first layer of pipeline stage {self.stage}, and this stage"
-                " does not hold it. The first step called it before the layers, or not at all (as a moving average)."
-                f" Call `{call.site.name}` at the same place in every step, or between steps. If it is the largest part"
-                " of the model, such as an LSTM, use `TensorParallelStrategy` or plain data parallelism: a pipeline has"
-                " little to split there"
+                " does not hold it. The first step called it before the layers, or not at all (like a moving"
+                f" average). Call `{call.site.name}` at the same place in every step, or between steps. If it is the"
+                " largest part of the model, such as an LSTM, use `TensorParallelStrategy` or plain data parallelism:"
+                " a pipeline has little to split there"
             )
         arguments = reveal(call.args), reveal(call.kwargs)
         _require_data(call.site.name, arguments)
@@ -224,8 +225,8 @@ class StageForward:
         if index <= self.last:
             again = "again" if index == self.last else f"after layer {self.last}"
             raise CutError(
-                f"`{site.name}` is called {again} in this step; a pipeline runs the layers in every step as often, and "
-                "in the same order, as in the first one"
+                f"`{site.name}` is called {again} in this step; a pipeline must run the layers as often and in the"
+                " same order in every step as in the first step"
             )
         self.last = index
 
@@ -284,9 +285,9 @@ def _differentiated(original: Callable[..., Any]) -> Callable[..., Any]:
             if is_given or isinstance(value, PlaceholderTensor):
                 what = value.provenance if isinstance(value, PlaceholderTensor) else "an input of the model"
                 raise PlaceholderError(
-                    f"the step asks for the gradient of {what} by `autograd.grad` in {innermost_users_line()}: it would"
-                    " pass through earlier pipeline stages, which have not begun their backward by then. Use"
-                    " TensorParallelStrategy, whose ranks run a step as a whole"
+                    f"The step asks for the gradient of {what} by `autograd.grad` in {innermost_users_line()}. This"
+                    " gradient would pass through earlier pipeline stages, which have not begun their backward pass"
+                    " by then. Use TensorParallelStrategy, whose ranks run the full step"
                 )
         return original(outputs, inputs, *args, **kwargs)
 
@@ -364,10 +365,10 @@ def _require_data(name: str, arguments: Any) -> None:
     placeholder = _first_missing(arguments)
     if placeholder is not None:
         raise CutError(
-            f"`{name}` needs {placeholder.provenance}, which is on an earlier pipeline stage and is not handed on with "
-            "the arguments of this stage's first layer: a connection that skips over the cut. Move it (a residual "
-            "addition, say) into the layers, pass it to them as an argument, or cut elsewhere (`balance`)"
-            " [LP024]",
+            f"`{name}` needs {placeholder.provenance}, which is on an earlier pipeline stage and is not among the"
+            " arguments of this stage's first layer: this connection skips the split point. Move it (such as a"
+            " residual addition) into the layers, pass it to them as an argument, or choose another split point"
+            " (`balance`) [LP024]",
             [placeholder],
         )
 

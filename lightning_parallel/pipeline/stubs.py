@@ -163,7 +163,7 @@ class StubOutputs:
                     result, given = _run_on_random_data(call, copied, self.device, available)
                 except Exception:
                     raise PlaceholderError(
-                        f"cannot infer the shape of {call.site.provenance} without computing it on true data"
+                        f"The shape of {call.site.provenance} cannot be inferred without real data"
                         f" ({_described(error)})"
                     ) from error
         # An output that is an argument, such as a mask, stays that very object.
@@ -212,8 +212,8 @@ def _described(error: Exception) -> str:
     if isinstance(error, (KeyError, AttributeError, IndexError)):
         # It is run alone, and on its own copies of objects.
         return (
-            f"{type(error).__name__}: {error}; what earlier layers leave for it in an object that they share, such as"
-            " keys and values, is not there: they have to return it"
+            f"{type(error).__name__}: {error}; values that earlier layers leave for it in a shared object, such as"
+            " keys and values, are missing here; return them from these layers"
         )
     return str(error)
 

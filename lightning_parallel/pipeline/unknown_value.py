@@ -34,9 +34,9 @@ class UnknownValue:
         """Raise a `PlaceholderError` that names the value."""
         kind = type(self.sample).__name__
         error = PlaceholderError(
-            f"{self.provenance} leaves a value of type {kind} that is computed from its data, as by `.item()`, and the "
-            "step uses it on a pipeline stage that does not hold the module. Only tensors that the layers hand to each "
-            "other are sent: keep it a tensor and pass it through the layers, or do not use it"
+            f"{self.provenance} leaves a value of type {kind} that is computed from its data, as by `.item()`. The"
+            " step uses this value on a pipeline stage that does not hold the module. A pipeline sends only tensors"
+            " between layers: keep it a tensor and pass it through the layers, or do not use it"
         )
         error.is_missing = not self.available
         raise error

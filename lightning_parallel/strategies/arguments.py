@@ -51,7 +51,7 @@ def spelled(**reasons: str) -> Callable[[Callable[Concatenate[T, P], None]], Cal
             for name in kwargs:
                 if name not in known:
                     close = difflib.get_close_matches(name, known, n=1)
-                    hint = f"did you mean `{close[0]}`?" if close else f"it has {', '.join(known)}."
+                    hint = f"did you mean `{close[0]}`?" if close else f"the arguments are {', '.join(known)}."
                     raise TypeError(
                         f"`{type(self).__name__}` has no argument `{name}`; {reasons.get(name, hint)} [LP005]"
                     )

@@ -150,7 +150,7 @@ class AutoParallelStrategy(HybridParallelStrategy):
         if memory_limit_bytes is not None and not (
             isinstance(memory_limit_bytes, (int, float)) and memory_limit_bytes > 0
         ):
-            raise ValueError(f"expected a positive number of bytes as memory_limit_bytes, got {memory_limit_bytes!r}")
+            raise ValueError(f"`memory_limit_bytes` must be a positive number of bytes; got {memory_limit_bytes!r}")
         self.memory_limit_bytes = memory_limit_bytes
         self.layout: Layout | None = None
 
@@ -257,7 +257,7 @@ def _early_batch(trainer: Trainer) -> Any:
     data.setup("fit")
     loader = train_dataloader_of(trainer)
     if loader is None:
-        raise ValueError("AutoParallelStrategy plans by a batch, but the run has no training loader")
+        raise ValueError("AutoParallelStrategy needs a batch to plan; got a run without a training loader")
     return first_of_loaders(loader)
 
 
@@ -280,7 +280,7 @@ def first_of_loaders(loaders: Any) -> Any:
             return next(iter(CombinedLoader(loaders, "max_size_cycle")))[0]
         return next(iter(loaders))
     except StopIteration:
-        raise ValueError("expected a batch to plan by, but the training loader is empty") from None
+        raise ValueError("AutoParallelStrategy needs a batch to plan; got an empty training loader") from None
 
 
 def _whole_copy(module: LightningModule) -> LightningModule:

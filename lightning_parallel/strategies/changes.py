@@ -173,21 +173,20 @@ def refuse_in_shards(found: Differences, sharding: Sharding, modules: Mapping[st
         is_moved = was is not None and id(was) in still_there
         if is_moved or (was is None and any(_is_inside(place, region) for place in found.places)):
             raise ValueError(
-                f"the model was changed between two steps: `{region or type(modules['']).__name__}` must stay as it was"
-                f" when the run began; got other contents ({found}). Its layers are sharded over tensor-parallel ranks,"
-                f" and the self-check has not tried them in this form. {_WAY_OUT}, replace the whole module, or keep it"
-                f" replicated: tensor_plan={{..., {f'{region}.*' if region else '*'!r}: 'replicate'}}"
-                " [LP030]"
+                f"The model was changed between two steps: `{region or type(modules['']).__name__}` must keep its"
+                f" contents from the start of the run; got others ({found}). Its layers are sharded over"
+                f" tensor-parallel ranks, and the self-check has not tried this form. {_WAY_OUT}, replace the full"
+                f" module, or keep it replicated: tensor_plan={{..., {f'{region}.*' if region else '*'!r}:"
+                " 'replicate'} [LP030]"
             )
     for sequence in sharding.plan.sequence_regions:
         places = [*found.places, *found.gone_modules]
         inside = [place for place in places if any(_is_inside(place, block) for block in sequence.blocks)]
         if inside:
             raise ValueError(
-                f"the model was changed between two steps: `{inside[0]}` must stay as it was when the run began; got"
-                f" other contents ({found}). Its activations are sharded along the sequence. {_WAY_OUT}, or set"
-                " `sequence_parallel=False`"
-                " [LP030]"
+                f"The model was changed between two steps: `{inside[0]}` must keep its contents from the start of"
+                f" the run; got others ({found}). Its activations are sharded along the sequence. {_WAY_OUT}, or set"
+                " `sequence_parallel=False` [LP030]"
             )
 
 
@@ -209,10 +208,9 @@ def refuse_in_stages(found: Differences, layers: str, is_intercepted: Callable[[
     names += [*found.gone, *found.come]
     if names:
         raise ValueError(
-            f"the model was changed between two steps: `{names[0]}` must stay as it was when the run began; got other"
-            f" modules or parameters ({found}). The model is split into pipeline stages, which hold its layers by the"
-            f" plan of the first batch. {_WAY_OUT}, or train with TensorParallelStrategy"
-            " [LP030]"
+            f"The model was changed between two steps: `{names[0]}` must keep its modules and parameters from the"
+            f" start of the run; got others ({found}). The model is split into pipeline stages, which hold its layers"
+            f" by the plan of the first batch. {_WAY_OUT}, or train with TensorParallelStrategy [LP030]"
         )
 
 
@@ -224,9 +222,8 @@ def refuse_new_parameters(found: Differences, reason: str) -> None:
     """
     if found.gone or found.come:
         raise ValueError(
-            "the model was changed between two steps: it must keep the parameters with which the run began; got others"
-            f" ({found}). {reason} {_WAY_OUT}"
-            " [LP030]"
+            "The model was changed between two steps: it must keep its parameters from the start of the run; got"
+            f" others ({found}). {reason} {_WAY_OUT} [LP030]"
         )
 
 

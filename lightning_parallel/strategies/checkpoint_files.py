@@ -157,11 +157,11 @@ def replace_file(target: Path, write: Callable[[StagedFile], Any]) -> None:
             reason = error.strerror or str(error)
             if error.errno not in _TRANSIENT or delay is None:
                 raise RuntimeError(
-                    f"cannot write {target}: {reason} ({errno.errorcode.get(error.errno or 0, 'unknown')});"
-                    f" {_free_space(target.parent)}. If there was such a file before, it is whole. A new one is written"
-                    " beside it: give the folder room for both and let files be made in it, or save elsewhere"
+                    f"{target} cannot be written: {reason} ({errno.errorcode.get(error.errno or 0, 'unknown')});"
+                    f" {_free_space(target.parent)}. A previous file of this name is intact. The new file is written"
+                    " beside it: make room for both and allow new files in the folder, or save elsewhere"
                 ) from error
-        rank_zero_warn(f"Cannot write {target}: {reason}. This may pass, and is tried again in {delay:g} s.")
+        rank_zero_warn(f"{target} cannot be written: {reason}. The next attempt is in {delay:g} s.")
         time.sleep(delay)
 
 
@@ -253,22 +253,20 @@ def check_file(path: PathLike) -> None:
         is_older = head.startswith(_PICKLE_HEAD) or (bool(head) and tarfile.is_tarfile(local))
         if is_zipfile(local) or not is_older:
             what = f"it begins with {head!r}" if head else "it is empty"
-            raise _damaged(path, f"{what}, where `torch.save` writes {_ZIP_HEAD!r}")
+            raise _damaged(path, f"{what}, but a file of `torch.save` begins with {_ZIP_HEAD!r}")
         return
     try:
         with ZipFile(local) as archive, ThreadPoolExecutor(4) as pool:
             records = archive.infolist()
             if is_inflated(records, local.stat().st_size):
-                raise BadZipFile("its records are larger than it is, and torch compresses nothing")
+                raise BadZipFile("its records are larger than the file, although torch does not compress")
             # All zero: the writer has left them out (`torch.serialization.set_crc32_options`).
             if any(record.CRC for record in records):
                 found = [fault for fault in pool.map(lambda record: _fault_of(archive, record), records) if fault]
             else:
                 found = []
     except BadZipFile as error:
-        raise _damaged(
-            path, f"it has lost its end, where the records are listed, or they are changed ({error})"
-        ) from error
+        raise _damaged(path, f"its end with the list of records is missing or changed ({error})") from error
     except Exception as error:  # of fields that make no sense
         raise _damaged(path, f"the list of its records cannot be read ({error})") from error
     if found:
@@ -290,8 +288,8 @@ def _fault_of(archive: ZipFile, record: ZipInfo) -> str | None:
 
 def _damaged(path: PathLike, what: str) -> RuntimeError:
     return RuntimeError(
-        f"the checkpoint {path} is damaged: {what}. Expected a whole file of `torch.save`; load an earlier checkpoint,"
-        " or copy this one again from where it is whole"
+        f"The checkpoint {path} is damaged: {what}. It must be a complete file of `torch.save`. Load an earlier"
+        " checkpoint, or copy this one again from an intact source"
     )
 
 
@@ -333,7 +331,7 @@ class SafeCheckpointIO(TorchCheckpointIO):
             if isinstance(error, OSError) and error.errno != errno.EINVAL:  # that is of a place before the beginning
                 raise
             # Not all that torch says here names the file.
-            raise RuntimeError(f"cannot load the checkpoint {path}: {error or type(error).__name__}") from error
+            raise RuntimeError(f"The checkpoint {path} cannot be loaded: {error or type(error).__name__}") from error
 
 
 class SavesFiles(ParallelStrategy):

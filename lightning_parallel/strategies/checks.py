@@ -68,11 +68,10 @@ def check_same_batch(batch: Any, group: Group) -> None:
     if different:
         shapes = {rank: [shape for shape, *_ in other] for rank, other in zip(group.ranks, everyone)}
         raise ValueError(
-            f"the ranks {list(group.ranks)} hold one replica and must get the same batch, but the first batch"
-            f" of rank {', '.join(map(str, different))} differs from that of rank {group.ranks[0]} (shapes: {shapes})."
-            " Shard data by the data-parallel coordinate (`trainer.strategy.distributed_sampler_kwargs`), not by"
-            " the global rank, and use the same seed on every rank"
-            " [LP007]"
+            f"The ranks {list(group.ranks)} hold one replica and must get the same batch; got another first batch on"
+            f" rank {', '.join(map(str, different))} than on rank {group.ranks[0]} (shapes: {shapes}). Shard data by"
+            " the data-parallel coordinate (`trainer.strategy.distributed_sampler_kwargs`), not by the global rank,"
+            " and use the same seed on every rank [LP007]"
         )
 
 
@@ -141,11 +140,14 @@ def check_callbacks(trainer: Trainer, ranks_per_replica: int) -> None:
     """
     if ranks_per_replica > 1 and any(isinstance(callback, ModelPruning) for callback in trainer.callbacks):  # type: ignore[attr-defined]
         raise ValueError(
-            "`ModelPruning` compares weights of the whole model, of which each rank holds a part; train without it"
-            " and prune a checkpoint on one process (`torch.nn.utils.prune`), or use `DDPStrategy`"
+            "`ModelPruning` is not supported: it compares weights of the full model, but each rank holds only a"
+            " part. Train without it and prune a checkpoint on one process (`torch.nn.utils.prune`), or use"
+            " `DDPStrategy`"
         )
     if trainer.world_size > 1 and any(isinstance(callback, BatchSizeFinder) for callback in trainer.callbacks):  # type: ignore[attr-defined]
-        raise ValueError("the batch size cannot be searched for on several ranks; set it, or search on one device")
+        raise ValueError(
+            "The batch size finder is not supported on several ranks; set the batch size, or search on one device"
+        )
 
 
 def check_agreement(module: nn.Module, optimizers: Sequence[Optimizer], names: Mapping[int, str], group: Group) -> None:
@@ -156,7 +158,7 @@ def check_agreement(module: nn.Module, optimizers: Sequence[Optimizer], names: M
     """
     # A parameter that only some ranks train would be reduced on some only: the others would wait in another message.
     trained = {name: parameter.requires_grad for name, parameter in module.named_parameters()}
-    comm.agree("which parameters are trained", trained, group)
+    comm.agree("the set of trained parameters", trained, group)
     settings = {}
     for index, optimizer in enumerate(optimizers):
         for number, options in enumerate(optimizer.param_groups):
@@ -174,10 +176,10 @@ def check_plan_argument(plan: Any) -> None:
         TypeError: If it is neither `auto` nor a dict from globs to styles.
     """
     if plan != "auto" and not isinstance(plan, Mapping):
-        raise TypeError(f"`plan` must be 'auto' or a dict from globs over module paths to styles, got {plan!r}")
+        raise TypeError(f"`tensor_plan` must be 'auto' or a dict from globs over module paths to styles; got {plan!r}")
     for pattern, style in ({} if plan == "auto" else plan).items():
         if not isinstance(pattern, str) or not (isinstance(style, str) or hasattr(style, "rules")):
-            raise TypeError(f"`plan` must map globs over module paths to styles, got {{{pattern!r}: {style!r}}}")
+            raise TypeError(f"`tensor_plan` must map globs over module paths to styles; got {{{pattern!r}: {style!r}}}")
 
 
 def check_pipeline_arguments(
@@ -189,18 +191,18 @@ def check_pipeline_arguments(
         ValueError: If the schedule or the way to balance is unknown, or an argument is of another kind than expected.
     """
     if schedule != "auto" and schedule not in SCHEDULES:
-        raise ValueError(f"`schedule` must be one of {', '.join(SCHEDULES)} or 'auto', got {schedule!r}")
+        raise ValueError(f"`schedule` must be one of {', '.join(SCHEDULES)} or 'auto'; got {schedule!r}")
     for name, value in (("num_microbatches", num_microbatches), ("virtual_stages", virtual_stages)):
         if value != "auto" and (not _is_int(value) or value < 1):
-            raise ValueError(f"`{name}` must be a positive integer or 'auto', got {value!r}")
+            raise ValueError(f"`{name}` must be a positive integer or 'auto'; got {value!r}")
     if not isinstance(layers, str) or not layers:
-        raise ValueError(f"`layers` must be the dotted name of a container, several joined by commas, got {layers!r}")
+        raise ValueError(f"`layers` must be the dotted name of a container, several joined by commas; got {layers!r}")
     is_known = balance in BALANCES if isinstance(balance, str) else isinstance(balance, Sequence)
     if not is_known or not (isinstance(balance, str) or all(map(_is_int, balance))):
-        raise ValueError(f"`balance` must be {', '.join(BALANCES)} or the layers per stage, got {balance!r}")
+        raise ValueError(f"`balance` must be {', '.join(BALANCES)} or the layers per stage; got {balance!r}")
     limit = memory_limit_bytes
     if limit is not None and (isinstance(limit, bool) or not isinstance(limit, (int, float)) or not limit > 0):
-        raise ValueError(f"`memory_limit_bytes` must be a positive number of bytes, got {limit!r}")
+        raise ValueError(f"`memory_limit_bytes` must be a positive number of bytes; got {limit!r}")
 
 
 def _is_int(value: Any) -> bool:
@@ -215,11 +217,13 @@ def check_parameters(module: nn.Module) -> None:
     """
     for path, child in module.named_modules():
         if isinstance(child, torch.jit.ScriptModule) and any(True for _ in child.parameters()):
-            raise ValueError(f"`{path}` is TorchScript, whose parameters cannot be divided; do without `torch.jit`")
+            raise ValueError(
+                f"`{path}` is TorchScript, whose parameters cannot be sharded; use the module without `torch.jit`"
+            )
     ranges: list[tuple[int, int, str, nn.Parameter]] = []
     for name, parameter in module.named_parameters():
         if is_lazy(parameter):
-            raise ValueError(f"`{name}` is lazy and has no shape yet; call the module once before it is divided")
+            raise ValueError(f"`{name}` is lazy and has no shape yet; call the module once before the run")
         start = 0 if parameter.is_meta or not parameter.numel() else parameter.data_ptr()
         if start:
             last = sum((size - 1) * stride for size, stride in zip(parameter.shape, parameter.stride()))
@@ -229,8 +233,8 @@ def check_parameters(module: nn.Module) -> None:
         if start < end and _share_elements(one, two, start - first):
             # One process trains the memory by both; divided or on other stages they would go apart.
             raise ValueError(
-                f"`{name}` and `{other}` are two parameters in the same memory, which ends when the model is divided;"
-                " tie them as one parameter (`b.weight = a.weight`), or make one a copy"
+                f"`{name}` and `{other}` are two parameters in the same memory, which is not supported: shards have"
+                " memory of their own. Tie them as one parameter (`b.weight = a.weight`), or make one a copy"
             )
 
 
@@ -255,9 +259,8 @@ def check_pipeline_module(module: LightningModule) -> None:
     kind = type(module).__name__
     if not module.automatic_optimization:
         raise ValueError(
-            f"`{kind}` optimizes manually, but in a pipeline the gradients are computed inside the training step; set"
-            " `automatic_optimization = True`, or use TensorParallelStrategy"
-            " [LP019]"
+            f"`{kind}` optimizes manually, which a pipeline does not support: it computes the gradients inside the"
+            " training step. Set `automatic_optimization = True`, or use TensorParallelStrategy [LP019]"
         )
     if is_overridden("backward", module):
         raise ValueError(
@@ -266,16 +269,15 @@ def check_pipeline_module(module: LightningModule) -> None:
         )
     if is_compiled(module):
         raise ValueError(
-            f"`{kind}` was compiled as a whole, but a stage runs only a part of it; compile its layers instead, in"
-            " `configure_model` or `__init__`"
-            " [LP020]"
+            f"`{kind}` was compiled as a whole, but a stage runs only a part of it. Compile its layers instead, in"
+            " `configure_model` or `__init__` [LP020]"
         )
     graphed = next((name for name, part in module.named_modules() if uses_cuda_graphs(part)), None)
     if graphed is not None:
         raise ValueError(
-            f"`{graphed}` was compiled to CUDA graphs (`reduce-overhead`, `max-autotune`), which write each result to"
-            " the same memory, while a pipeline holds those of several microbatches; compile it with `mode=None` or"
-            " `mode='max-autotune-no-cudagraphs'`"
+            f"`{graphed}` was compiled to CUDA graphs (`reduce-overhead`, `max-autotune`), which write each result"
+            " to the same memory. A pipeline holds the results of several microbatches. Compile it with `mode=None`"
+            " or `mode='max-autotune-no-cudagraphs'`"
         )
     for name in ("training_step", "validation_step", "test_step", "predict_step"):
         method = getattr(module, name)

@@ -99,8 +99,8 @@ def warn_of_dropped_step(module: LightningModule) -> None:
     count = state.skipped_steps
     if count & (count - 1) == 0:
         rank_zero_warn(
-            "A gradient was not finite on some rank, or not once encoded (fp16 ends at 65504, bf16 at 3e38): its step "
-            f"changes nothing. So far this has happened {count} time{'s' if count > 1 else ''}."
+            "A gradient was not finite on some rank, or overflowed when encoded (fp16 ends at 65504, bf16 at 3e38)."
+            f" Its step is skipped. Skipped so far: {count}."
         )
 
 
@@ -195,7 +195,7 @@ class SavesCompression(SavesFiles):
             if KEY in checkpoint and is_memory_of(checkpoint, drifts=False):
                 self._restore_compression(checkpoint[KEY], checkpoint_path)
             elif KEY not in checkpoint and "optimizer_states" in checkpoint:
-                tell("The checkpoint has no compression state: compression begins at its step 0.")
+                tell("The checkpoint has no compression state; compression starts at step 0.")
         return checkpoint
 
     def _state_of_compression(self, path: PathLike) -> dict[str, Any]:

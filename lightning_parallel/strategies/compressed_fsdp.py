@@ -152,8 +152,9 @@ class CompressedFSDPStrategy(SavesShardedCompression, FSDPStrategy):
         mesh = self.kwargs.pop("device_mesh", None)
         if device == "cpu" and mesh is None and "HYBRID" in self.sharding_strategy.name:
             raise ValueError(
-                f"expected `device_mesh=(replicas, shards)` with `sharding_strategy={self.sharding_strategy.name!r}` "
-                "on CPU, where no number of devices says which ranks form a node; found none"
+                "`device_mesh=(replicas, shards)` must be given with"
+                f" `sharding_strategy={self.sharding_strategy.name!r}` on CPU, where the number of devices does not"
+                " define the nodes; got none"
             )
         super().setup_environment()
         # Lightning would make a mesh of CUDA devices of the tuple.
@@ -215,9 +216,9 @@ class CompressedFSDPStrategy(SavesShardedCompression, FSDPStrategy):
     def _compress(self, wrapped: nn.Module) -> ShardedSession:
         if not isinstance(wrapped, FullyShardedDataParallel):
             raise ValueError(
-                "expected a module without FSDP, found layers of it wrapped but not the whole, which unites their "
-                "gradients in one step: leave the wrapping to the strategy (`auto_wrap_policy`). A module that another "
-                "strategy has wrapped cannot be used again, as FSDP1 does not unwrap it."
+                "The module must be without FSDP; got wrapped layers in a module that is not wrapped. Leave the"
+                " wrapping to the strategy (`auto_wrap_policy`). A module that another strategy has wrapped cannot be"
+                " used again, because FSDP1 does not unwrap it."
             )
         return compress_fsdp(wrapped, self.compression, self._scaler)
 
@@ -422,8 +423,8 @@ class DeviceFSDPPrecision(FSDPPrecision):
         owned = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
         if not all(id(parameter) in owned for parameter in model.parameters() if parameter.requires_grad):
             raise ValueError(
-                "FSDP clips the gradients of the whole model by their norm, but this optimizer has only a part of it; "
-                "use one optimizer, or `gradient_clip_algorithm='value'`"
+                "FSDP clips the gradients of the full model by their norm, but this optimizer has only a part of"
+                " them; use one optimizer, or `gradient_clip_algorithm='value'`"
             )
         # Lightning's plugin refuses this, as it has no reference to the root: only FSDP sees all shards of the norm.
         model.clip_grad_norm_(clip_val)

@@ -38,11 +38,10 @@ def tell_costs(reducer: Reducer, module: nn.Module, replicas: int, owners: int =
         sent += reducer.wire_bytes(shapes, replicas, dtype=dtype) / steps
         dense += Dense().wire_bytes(shapes, replicas, dtype=dtype)
     kept = sum(_kept_bytes(reducer, name, value) for name, value in trained.items())
-    memory = f", and keeps {bytes_text(kept / owners)} of what was not sent" if kept else ""
+    memory = f"; error-feedback buffer {bytes_text(kept / owners)}" if kept else ""
     tell(
-        f"{reducer!r}: each rank sends {bytes_text(sent / owners)} instead of {bytes_text(dense / owners)} per step"
-        f"{' between nodes' if owners > 1 else ''}"
-        f" (1/{count_text(dense / max(1.0, sent))}){memory}"
+        f"{reducer!r}: {bytes_text(sent / owners)} sent per rank and step{' between nodes' if owners > 1 else ''}"
+        f" instead of {bytes_text(dense / owners)} ({count_text(dense / max(1.0, sent))}x less){memory}."
     )
 
 
@@ -75,16 +74,16 @@ def _misfits(method: Any, group: Mapping[str, Any]) -> Iterator[tuple[str, str]]
     if own and momentum:
         yield (
             f"{kind} momentum",
-            f"`{method!r}` applies a momentum of {own} before it selects, and the optimizer one of {momentum} after it:"
-            " every gradient is pushed twice. Give the optimizer none (`momentum=0`, `betas=(0, ...)`), or leave"
-            " `momentum` out of the compressor.",
+            f"`{method!r}` applies a momentum of {own} before it selects, and the optimizer applies {momentum} after"
+            " it, so every gradient is accelerated twice. Give the optimizer no momentum (`momentum=0`, `betas=(0,"
+            " ...)`), or leave `momentum` out of the compressor.",
         )
     # Those that divide by the history of each element.
     loss = getattr(method, "loss_under_adam", "")
     if loss and betas and "eps" in group:
         yield (
             kind,
-            f"`{method!r}` leaves most elements without a gradient in most steps, which an optimizer that scales each"
-            f" element by its own history takes for small gradients: the loss of a small GPT was {loss}."
-            " `PowerSGD(16)`, `Quantize(8)` and `Quantize(4)` were within 1 %; SGD goes with this compressor.",
+            f"`{method!r}` works poorly with Adam-type optimizers, whose per-element statistics see mostly zeros:"
+            f" the loss of a small GPT was {loss}. Use SGD with this compressor. Or use `PowerSGD(16)`, `Quantize(8)`"
+            " or `Quantize(4)`, which were within 1 %.",
         )

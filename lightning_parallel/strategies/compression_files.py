@@ -85,7 +85,7 @@ def check_kept_state(state: object) -> None:
         ValueError: If there is no such way to keep it.
     """
     if state not in get_args(KeptState):
-        raise ValueError(f"`state` must be one of {', '.join(map(repr, get_args(KeptState)))}, got {state!r}")
+        raise ValueError(f"`state` must be one of {', '.join(map(repr, get_args(KeptState)))}; got {state!r}")
 
 
 def refers_to_files(state: Mapping[str, Any]) -> bool:
@@ -99,8 +99,8 @@ def is_memory_of(checkpoint: Mapping[str, Any], drifts: bool) -> bool:
     if not is_same:
         found, wanted = ("gradients", "drifts of parameters") if drifts else ("drifts of parameters", "gradients")
         rank_zero_warn(
-            f"The checkpoint holds the compressors' memory of {found}, but {wanted} are compressed now. Residuals that"
-            " were not sent yet are lost."
+            f"The checkpoint holds the compressors' state for {found}, but this run compresses {wanted}. Residuals"
+            " that were not sent yet are lost."
         )
     return is_same
 
@@ -137,7 +137,7 @@ def write_compression(state: Mapping[str, Any], place: Place, path: PathLike, wo
     if failures:
         rank, text = next(iter(failures.items()))
         raise RuntimeError(
-            f"the checkpoint {path} was not saved: rank {rank} cannot write the memory of its compressor beside it"
+            f"The checkpoint {path} was not saved: rank {rank} cannot write the state of its compressor beside it"
             f" (`state='local'`): {text}"
         )
     places = [list(found) for found in comm.all_gather_object(tuple(place), world)]
@@ -191,7 +191,7 @@ def read_compression(saved: Mapping[str, Any], place: Place, path: PathLike, wor
         is_same_model = {found[1::2] for found in places} == {found[1::2] for found in now}
         ranks = [rank for rank, found in enumerate(places) if found[1::2] == mine] if is_same_model else []
     states: list[dict[str, Any]] = []
-    fault = "" if ranks else "the model is sharded or split otherwise now"
+    fault = "" if ranks else "the model now has another sharding or split"
     try:
         states = [_read(_found_beside(path), saved["key"], rank) for rank in ranks]
     except Exception as error:  # there are many, by what is damaged; alone, it would leave the other ranks waiting
@@ -199,7 +199,7 @@ def read_compression(saved: Mapping[str, Any], place: Place, path: PathLike, wor
     faults = [found for found in comm.all_gather_object(fault, world) if found]
     if faults:
         rank_zero_warn(
-            f"The checkpoint {path} refers to the compressors' memory in {state_beside(path)}, but {faults[0]}."
+            f"The checkpoint {path} refers to the compressors' state in {state_beside(path)}, but {faults[0]}."
             " Residuals that were not sent yet are lost."
         )
         return None
@@ -215,7 +215,7 @@ def _checked_places(saved: Mapping[str, Any], path: PathLike) -> list[Place]:
         is_right = False
     if not is_right or not is_file_name(saved.get("key")):
         raise ValueError(
-            f"the checkpoint {path} is damaged: its entry about the compressors' files has an unknown form"
+            f"The checkpoint {path} is damaged: its entry about the compressors' files has an unknown form"
         )
     return places
 

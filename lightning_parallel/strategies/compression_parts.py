@@ -182,8 +182,8 @@ def assemble_state(
         if any(positions):
             rank_zero_warn(
                 f"The checkpoint's compression state is that of {' x '.join(map(str, divided['model']))} (pipeline x"
-                f" tensor) ranks per replica, there are {' x '.join(map(str, _sizes(groups)))} now: residuals go on,"
-                " what belongs to the old shards begins anew."
+                f" tensor) ranks per replica, but this run has {' x '.join(map(str, _sizes(groups)))}. Residuals are"
+                " kept; the state of the old shards starts anew."
             )
         return state
     for slot, named in positions[groups.replica.rank].items():

@@ -88,7 +88,7 @@ class StorageView:
     def of(cls, tensor: Tensor) -> StorageView:
         """Capture `tensor` as it is now."""
         if tensor.is_neg():
-            raise NotImplementedError("a deferred tensor cannot be the imaginary part of a conjugate; `clone()` it")
+            raise NotImplementedError("A deferred tensor cannot be the imaginary part of a conjugate; `clone()` it")
         history = history_of(tensor)
         return cls(history, len(history.operations), StorageLayout.of(tensor), tensor.is_conj())
 

@@ -216,7 +216,7 @@ class _Invocation:
             return self.func(*self.args, **self.kwargs) if self.threshold is None else self._create()
         num_deferred = sum(map(is_deferred, self.written))
         if num_deferred and num_deferred < len(self.written):
-            raise NotImplementedError(f"`{self.func}` writes into deferred tensors and others at once")
+            raise NotImplementedError(f"`{self.func}` must not write into deferred and other tensors at once")
         if num_deferred and any(history_of(tensor).is_shared for tensor in self.written):
             return self._write_shared()
         only_reads = not self.written and (not self.facts.returns_tensors or self.func.namespace != "aten")
@@ -244,7 +244,9 @@ class _Invocation:
     def _on_meta(self) -> Any:
         """Run an operation whose result the code wants on the meta device."""
         if any(map(is_deferred, self.written)):
-            raise RuntimeError(f"`{self.func}` would write a tensor on the meta device, without data, into another")
+            raise RuntimeError(
+                f"`{self.func}` must not write a tensor on the meta device, which has no data, into another tensor"
+            )
         result = self._call(lambda tensor: self.aliases.get(id(tensor), tensor))
         return pytree.tree_map_only(Tensor, lambda leaf: DeferredTensor(leaf) if has_history(leaf) else leaf, result)
 
@@ -273,7 +275,9 @@ class _Invocation:
             sizes = [tensor.untyped_storage().nbytes() for tensor in self.written]
             layout = self._layout()
             if self.func.overloadpacket is _aten.set_ or sizes != [a.untyped_storage().nbytes() for a in self.written]:
-                raise NotImplementedError(f"`{self.func}` on a tensor whose memory `numpy()` or the like gave away")
+                raise NotImplementedError(
+                    f"`{self.func}` is not supported on a tensor whose memory `numpy()` or a similar call exposed"
+                )
             return self._wrapped(layout)
         shared_values(self.written)
         self._call(self._data(is_borrowed=False))

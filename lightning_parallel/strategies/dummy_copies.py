@@ -163,8 +163,8 @@ def take_out_dummies(
         name, line = left
         raise ValueError(
             f"`{type(module).__name__}.configure_optimizers` keeps a tensor made of `{name}`, which is on another"
-            f" pipeline stage{f': {line}' if line else ''}. This tensor is held in an unknown place, or is joined with"
-            " other tensors. While optimizers are made, such parameters have a shape and no values. Keep copies of"
+            f" pipeline stage{f': {line}' if line else ''}. The place of this tensor is unknown, or it is joined with"
+            " other tensors. While optimizers are created, such parameters have a shape and no values. Keep copies of"
             " parameters in lists or dicts that follow the parameters, or in the optimizer's `state`. Or make the"
             " copies in the first `step`, or use TensorParallelStrategy"
         )

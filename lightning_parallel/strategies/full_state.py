@@ -199,19 +199,19 @@ class FullStates:
                         state[prefix + key] = self._empty_full(path, key, entry)
                 return
             raise RuntimeError(
-                f"this copy of `{path or type(owner).__name__}` was made during a run and holds only a part of the"
+                f"This copy of `{path or type(owner).__name__}` was made during a run and holds only a part of the"
                 " model. Take its state dict before the run ends, for example in `on_train_end`. Or set"
                 " `gather_after_fit='all'`, and make the copy on all ranks"
             )
         engine = self._state.engine
         if engine is not None and engine.model.active.handler is not None:
             raise RuntimeError(
-                f"the state dict of `{path or type(owner).__name__}` is asked for inside a step. There the pipeline"
-                " stages run one after the other, and each holds only its own part. Move the call into a hook that all"
-                " ranks run, such as `on_train_batch_end`"
+                f"The state dict of `{path or type(owner).__name__}` is not available inside a step, where each"
+                " pipeline stage holds only its own part. Move the call into a hook that all ranks run, such as"
+                " `on_train_batch_end`"
             )
         if path not in self._entries:
-            raise RuntimeError(f"this copy holds only a part of `{path}`, which the model no longer has")
+            raise RuntimeError(f"This copy holds only a part of `{path}`, which the model no longer has")
         entries = {key: entry for key, entry in self._entries[path].items() if entry.is_saved}
         own: dict[str, Any] = {**parameters_of(owner), **buffers_of(owner)}
         if id(owner) not in self._originals:
@@ -493,9 +493,9 @@ def _copy_averages(trainer: Trainer, module: LightningModule, checkpoints: Check
         if isinstance(callback, StochasticWeightAveraging):
             if checkpoints.pipeline_group.size > 1 and callback.pl_module_contains_batch_norm(module):
                 raise ValueError(
-                    "`StochasticWeightAveraging` ends with an epoch without gradients for batch normalisation. A"
-                    " pipeline does not run such an epoch. Use `WeightAveraging`, which also averages the statistics,"
-                    " or TensorParallelStrategy"
+                    "`StochasticWeightAveraging` ends with an epoch without gradients for batch normalization, which"
+                    " a pipeline does not support. Use `WeightAveraging`, which also averages the statistics, or"
+                    " TensorParallelStrategy"
                 )
             restore_swapped_scheduler(callback, trainer, patches)
         # In `setup`, `WeightAveraging` makes the layers, which are there by now; twice, they would be whole again.

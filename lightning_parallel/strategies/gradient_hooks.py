@@ -105,9 +105,9 @@ class GradientHooks:
             new = [hook for old, hooks in zip(then, now) for key, hook in hooks.items() if key not in old]
             if new:
                 return HookError(
-                    f"`training_step` registers {_place_of(new[0])} for the gradient of `{name}`. Expected hooks for"
-                    " gradients of parameters to be there before the step. A pipeline runs the step once for each"
-                    " microbatch. Register it in `__init__`, or in a hook such as `on_train_batch_start`"
+                    f"Hooks for gradients of parameters must exist before the step; got {_place_of(new[0])} for the"
+                    f" gradient of `{name}`, which `training_step` registers. A pipeline runs the step once per"
+                    " microbatch. Register the hook in `__init__`, or in a hook such as `on_train_batch_start`"
                 )
         return None
 
@@ -126,8 +126,8 @@ class GradientHooks:
         apart = mine ^ (self._tied & frozenset(dict(self._module.named_parameters())))
         if apart:
             failure = HookError(
-                f"the tied parameter `{min(apart)}` has a hook for its gradient on some pipeline stages only. Expected"
-                " it on every stage that holds the parameter, from the beginning of an epoch. Register it in"
+                "A gradient hook of a tied parameter must be on every stage that holds the parameter, from the start"
+                f" of an epoch; got `{min(apart)}` with a hook on some pipeline stages only. Register it in"
                 " `__init__`, on every rank"
             )
         if self.is_due:
@@ -351,15 +351,14 @@ def refused_leaving(step: str, by_backward: str, in_callback: str) -> HookError 
     """Return why a step is refused in a pipeline that leaves something behind; None if it leaves nothing."""
     if in_callback:
         return HookError(
-            f"`{step}` changes {in_callback}, as a forward hook does. Expected it to change nothing in callbacks. In a"
-            " pipeline the stage that runs the layer does so, once for each microbatch. Keep it in an attribute of the"
-            " LightningModule, where microbatches are put together. Or use TensorParallelStrategy"
+            f"`{step}` must not change callbacks; got a change of {in_callback}, as by a forward hook. In a pipeline"
+            " only the stage that runs the layer makes this change, once per microbatch. Keep the value in an"
+            " attribute of the LightningModule, where microbatches are merged. Or use TensorParallelStrategy"
         )
     if by_backward:
         return HookError(
-            f"the backward pass of `{step}` changes `{by_backward}`, as a hook for gradients does. Expected it to"
-            " change nothing but gradients. In a pipeline each stage runs it by itself, once for each microbatch."
-            f" {_WAY_OUT}"
+            f"The backward pass of `{step}` must change only gradients; got a change of `{by_backward}`, as by a"
+            f" gradient hook. In a pipeline each stage runs its own backward pass, once per microbatch. {_WAY_OUT}"
         )
     return None
 
@@ -406,15 +405,15 @@ def _nothing_left(hook: _Hook, name: str, module: nn.Module | None) -> Iterator[
     yield
     found = ""
     if numbers != _random_states():
-        found = "draws random numbers. Each rank of a replica draws others for its parts or stages"
-        expected, way_out = "Expected a hook that draws none", "Draw in `on_after_backward`, or leave it out"
+        found = "draws random numbers. Each rank of a replica draws other numbers for its shards or stages"
+        expected, way_out = "The hook must draw none", "Draw in `on_after_backward`, or do not draw"
     elif before is not None:
         state, others = before
         label = next((f"self.{label_of(path)}" for path in state.changes()), "") or others.changed()
         found = label and f"changes `{label}`. In a pipeline it runs only on the rank that holds the parameter"
-        expected, way_out = "Expected a hook that gives a gradient and changes nothing else", _WAY_OUT
+        expected, way_out = "The hook must return a gradient and change nothing else", _WAY_OUT
     if found:
-        raise HookError(f"the hook {_place_of(hook)} for the gradient of `{name}` {found}. {expected}. {way_out}")
+        raise HookError(f"The hook {_place_of(hook)} for the gradient of `{name}` {found}. {expected}. {way_out}")
 
 
 def _random_states() -> list[Any]:

@@ -323,11 +323,10 @@ class HookWatch:
     def _saved_part(self, saved: Any, title: str) -> HookError | None:
         for path, label in self._parts_in(saved, ()):
             return HookError(
-                f"{title} would hold a part: expected full tensors in `{'.'.join(path)}`, found {label}. Each rank"
-                " holds another part, and one is written. `self.state_dict()`, called in a hook on every rank, gives"
-                " full tensors to save; so does the state dict of a `copy.deepcopy` of the module, which can be"
-                " averaged. Or use Lightning's `EMAWeightAveraging`"
-                " [LP034]"
+                f"{title} must hold full tensors in `{'.'.join(path)}`; got {label}. Each rank holds another part,"
+                " and only one is written. `self.state_dict()`, called in a hook on every rank, gives full tensors to"
+                " save. The state dict of a `copy.deepcopy` of the module does so as well, and you can average it. Or"
+                " use Lightning's `EMAWeightAveraging` [LP034]"
             )
         return None
 
@@ -439,10 +438,10 @@ class HookWatch:
         text = next(iter(failed.values()), "")
         if is_apart and _NOTHING_HELD.search(text):
             told = HookError(
-                f"{hook.title} fails on rank {', '.join(map(str, failed))} only, where it raises {text!r}. In a"
-                " pipeline each rank holds the parameters and gradients of its own stages, and a list of those of one"
-                " layer is empty on the others. Expected hooks to do without what is not there: test for an empty list,"
-                " or use TensorParallelStrategy, under which each rank has every layer"
+                f"{hook.title} must run on every rank; got {text!r} on rank {', '.join(map(str, failed))} only. In a"
+                " pipeline each rank holds the parameters and gradients of its own stages, so a list for one layer is"
+                " empty on other ranks. Test for an empty list, or use TensorParallelStrategy, under which each rank"
+                " has every layer"
             )
             raise told from error
         comm.raise_together(error, group)
@@ -511,7 +510,7 @@ class HookWatch:
         """Return what part a parameter, or a tensor that belongs to it, is; None if it is whole on every rank."""
         slices, rule, owners = self._slices, self._rules.get(name), frozenset({name})
         if slices is not None and (slices.is_narrow(parameter) or (is_state and slices.divides(parameter))):
-            why = f"cut into slices over {slices.group.size} replicas (`zero_stage`)"
+            why = f"sharded over {slices.group.size} replicas (`zero_stage`)"
             return Part(label, owners, why, ("slice",), 1, tensor.numel(), True, is_inside=tensor is parameter)
         if rule is not None and rule.ranks > 1 and tensor.dim() == parameter.dim() and tensor.shape == parameter.shape:
             dim = rule.dim % tensor.dim()
@@ -533,9 +532,9 @@ class HookWatch:
         place = _users_place(call.is_model) or "a hook"
         way_out = _way_out(part, action, call.hook.title)
         call.failure = HookError(
-            f"{call.hook.title} would give another result than one process: {place} {action} {part.label}{more}. This"
-            f" rank holds only a part of it: it is {part.why or 'one part of several'}. {way_out}"
-            " [LP016]"
+            f"{call.hook.title} must give the result of a single-process run; it would differ: {place} {action}"
+            f" {part.label}{more}. This rank holds only a part of it: it is {part.why or 'one part of several'}."
+            f" {way_out} [LP016]"
         )
 
     def refuse_freed(self, call: _WatchedCall, parameter: Tensor) -> None:
@@ -546,10 +545,10 @@ class HookWatch:
                 return
             name = next((name for name, one in self._module.named_parameters() if one is parameter), "a parameter")
             call.failure = HookError(
-                f"{call.hook.title} would give another result than one process: {_place_of(frame)} reads the gradient"
-                f" of `{name}` after the optimizer's step. Expected a gradient, found none: with `zero_stage=2` each of"
-                f" {self._slices.group.size} replicas frees its slice in the step. Read gradients in"
-                " `on_before_optimizer_step`, norms by Lightning's `grad_norm`, or use `zero_stage=1`"
+                f"{call.hook.title} must give the result of a single-process run; it would differ:"
+                f" {_place_of(frame)} reads the gradient of `{name}` after the optimizer's step and gets none. With"
+                f" `zero_stage=2` each of {self._slices.group.size} replicas frees its slice in the step. Read"
+                " gradients in `on_before_optimizer_step`, norms by Lightning's `grad_norm`, or use `zero_stage=1`"
             )
 
     def tell_shape(self, part: Part) -> None:
@@ -561,8 +560,9 @@ class HookWatch:
         if place not in self._told:
             self._told.add(place)
             rank_zero_warn(
-                f"{place} reads the shape or the number of elements of {part.label}. It is that of this rank's part:"
-                f" the tensor is {part.why}. A number that depends on it is another one than on one process"
+                f"{place} reads the shape or the number of elements of {part.label}, and gets the value of this"
+                f" rank's part: the tensor is {part.why}. A number that depends on it differs from a single-process"
+                " run"
             )
 
     def is_model(self, module: object) -> bool:
@@ -577,26 +577,28 @@ class HookWatch:
 def _way_out(part: Part, action: str, title: str) -> str:
     if GATHERED in action:
         return (
-            "What is written there is lost. Write into `parameters()` and `buffers()`, of which each rank has its part,"
-            " or into clones that `load_state_dict` then takes"
+            "This write is lost. Write into `parameters()` and `buffers()`, which hold each rank's part, or into"
+            " clones that you then pass to `load_state_dict`"
         )
     if title.endswith("configure_optimizers`"):
-        first = "Compute it in `__init__`, where the model is whole, or copy each parameter by itself."
+        first = "Compute it in `__init__`, where the model is full, or copy each parameter by itself."
     elif "random" in action or "numbers" in action:
-        first = "Draw and initialize in `__init__` or `configure_model`, where the model is whole."
+        first = "Draw and initialize in `__init__` or `configure_model`, where the model is full."
     else:
         first = (
-            "In hooks, element-wise operations, `clip_grad_norm_`, `gradient_clip_val` and Lightning's `grad_norm` are"
-            " right, and `self.state_dict()`, called on every rank, gives whole parameters."
+            "In hooks, element-wise operations, `clip_grad_norm_`, `gradient_clip_val` and Lightning's `grad_norm`"
+            " are right, and `self.state_dict()`, called on every rank, gives full parameters."
         )
     name = next(iter(sorted(part.owners)), "")
     if part.is_slice and "of the optimizer for" in part.label:
-        return f"{first} With `zero_stage=0` the optimizer's state is whole, too"
+        return f"{first} With `zero_stage=0` the optimizer's state is full as well"
     if part.is_slice and part.why:
-        return f"{first} With `zero_stage=1` gradients and parameters are whole in hooks"
+        return f"{first} With `zero_stage=1` gradients and parameters are full in hooks"
     if part.size and name:
-        return f"{first} Or keep the layer whole with tensor_plan={{..., {name.rpartition('.')[0]!r}: 'replicate'}}"
-    return f"{first} TensorParallelStrategy keeps what it does not shard whole on every rank"
+        return (
+            f"{first} Or keep the layer replicated with tensor_plan={{..., {name.rpartition('.')[0]!r}: 'replicate'}}"
+        )
+    return f"{first} TensorParallelStrategy keeps unsharded layers replicated on every rank"
 
 
 class _WatchedCall:
@@ -650,21 +652,18 @@ def raised_in_shards(name: str, error: Exception) -> str:
         f" in `{users[-1][0].f_code.co_name}` ({users[-1][1].rpartition('/')[2]}, line {users[-1][2]})" if users else ""
     )
     text = str(error).rstrip(" .")
-    found = (
-        f"`{name}` raises {type(error).__name__} in shards{place}: {text}. Expected the step to run as on one process."
-    )
-    whole = "keep the layers that it uses whole with tensor_plan={..., '<their path>': 'replicate'}"
+    found = f"`{name}` must run in shards as in a single-process run; got {type(error).__name__}{place}: {text}."
+    whole = "keep the layers that it uses replicated with tensor_plan={..., '<their path>': 'replicate'}"
     if _is_transformed(error):
         return (
-            f"{found} Transforms of `torch.func` (`vmap`, `grad`, `jacrev`, ...) do not go through layers that are"
-            f" sharded over tensor-parallel ranks. Use `torch.autograd.grad` on the module itself, or {whole}"
-            " [LP018]"
+            f"{found} Transforms of `torch.func` (`vmap`, `grad`, `jacrev`, ...) are not supported through layers"
+            " that are sharded over tensor-parallel ranks. Use `torch.autograd.grad` on the module itself, or"
+            f" {whole} [LP018]"
         )
     return (
-        f"{found} Each tensor-parallel rank holds a part of the weights of sharded layers, so that code outside of them"
-        " meets other shapes. Copies by `p.detach().clone()` in a hook have the shapes of `parameters()`; those of"
-        f" `state_dict()` are whole. Use shapes of the same kind, or {whole}"
-        " [LP018]"
+        f"{found} Each tensor-parallel rank holds a part of the weights of sharded layers, so code outside these"
+        " layers meets other shapes. Copies by `p.detach().clone()` in a hook have the shapes of `parameters()`;"
+        f" tensors of `state_dict()` are full. Use shapes of the same kind, or {whole} [LP018]"
     )
 
 

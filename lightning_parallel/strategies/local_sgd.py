@@ -212,15 +212,15 @@ class LocalSGDStrategy(HybridParallelStrategy):
         check_integer("start_step", start_step, least=0)
         for name, value in (("fragments", fragments), ("overlap_steps", overlap_steps)):
             if value > every_n_steps:
-                raise ValueError(f"`{name}` must be at most `every_n_steps` ({every_n_steps}), got {value}")
+                raise ValueError(f"`{name}` must be at most `every_n_steps` ({every_n_steps}); got {value}")
         if isinstance(outer_optimizer, str):
             if outer_optimizer not in _OUTER:
                 names = " or ".join(map(repr, _OUTER))
-                raise ValueError(f"`outer_optimizer` must be {names} or a function, got {outer_optimizer!r}")
+                raise ValueError(f"`outer_optimizer` must be {names} or a function; got {outer_optimizer!r}")
         elif isinstance(outer_optimizer, Optimizer) or not callable(outer_optimizer):
             raise TypeError(
-                "`outer_optimizer` must be a function from parameters to an optimizer, such as"
-                f" `lambda parameters: SGD(parameters, lr=0.7)`, got {outer_optimizer!r}"
+                "`outer_optimizer` must be a function from parameters to an optimizer, such as `lambda parameters:"
+                f" SGD(parameters, lr=0.7)`; got {outer_optimizer!r}"
             )
         if compression is not None:
             check_reducer(compression)
@@ -383,8 +383,8 @@ class LocalSGDStrategy(HybridParallelStrategy):
         replicas.share_finite_buffers(self.module, self.groups)
         if self._exchange.failed > failed:
             rank_zero_warn(
-                "The mean drift of the replicas was not finite (fp16 ends at 65504): they have returned to the"
-                f" parameters on which they agreed before. So far this has happened {self._exchange.failed} times."
+                "The mean drift of the replicas was not finite (fp16 ends at 65504). The replicas have returned to"
+                f" their last common parameters. This has happened {self._exchange.failed} times so far."
             )
 
     def agree(self) -> None:
@@ -419,8 +419,8 @@ class LocalSGDStrategy(HybridParallelStrategy):
         if self.groups.replica.rank == 0 and self._exchange.returned & (self._exchange.returned - 1) == 0:
             # On this replica, which the others know nothing of.
             warnings.warn(
-                f"Replica {self.groups.data_parallel.rank} had a parameter that was not finite and returned to those on"
-                f" which all replicas agreed; so far {self._exchange.returned} times.",
+                f"Replica {self.groups.data_parallel.rank} had a parameter that was not finite and returned to the"
+                f" last common parameters of all replicas. This has happened {self._exchange.returned} times so far.",
                 stacklevel=2,
             )
 
@@ -475,7 +475,7 @@ class LocalSGDStrategy(HybridParallelStrategy):
         if self.module.trainer.state.fn == TrainerFn.FITTING and "optimizer_states" in checkpoint:
             self._restored = checkpoint.get(LOCAL_STEPS, {})
             if not self._restored:
-                tell("The checkpoint is of another strategy: local steps begin at step 0.")
+                tell("The checkpoint is from another strategy; local steps start at step 0.")
         return checkpoint
 
     @override
@@ -503,7 +503,7 @@ class LocalSGDStrategy(HybridParallelStrategy):
             outer.load_state_dict(self.checkpoints.scatter_optimizer(state["outer"], outer))
             move_optimizers([outer], self.root_device)
         elif outer is not None or "outer" in state:
-            rank_zero_warn("The checkpoint is of another outer optimizer, which begins anew.")
+            rank_zero_warn("The checkpoint is from another outer optimizer; the outer optimizer starts anew.")
         scalers, scaler = state["scalers"], getattr(self.precision_plugin, "scaler", None)
         if scaler is not None and data.rank < len(scalers) and scalers[data.rank] is not None:
             scaler.load_state_dict(scalers[data.rank])

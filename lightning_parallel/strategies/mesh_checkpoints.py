@@ -75,11 +75,11 @@ class MeshCheckpoints(MeshProcesses):
             ValueError: If there is no such format, or it cannot be written in the background.
         """
         if checkpoint_format not in get_args(CheckpointFormat):
-            raise ValueError(f"`checkpoint_format` must be 'full' or 'sharded', got {checkpoint_format!r}")
+            raise ValueError(f"`checkpoint_format` must be 'full' or 'sharded'; got {checkpoint_format!r}")
         if async_save and checkpoint_format == "full":
             raise ValueError(
-                "`async_save` writes sharded checkpoints: set `checkpoint_format='sharded'` too, or give Lightning's"
-                " `AsyncCheckpointIO` as a plugin of the Trainer"
+                "`async_save` writes only sharded checkpoints; set `checkpoint_format='sharded'` as well, or give"
+                " Lightning's `AsyncCheckpointIO` as a plugin of the Trainer"
             )
         self.checkpoint_format, self.async_save = checkpoint_format, async_save
 
@@ -265,8 +265,8 @@ class MeshCheckpoints(MeshProcesses):
             self._sharded_writer().wait()  # the upload is next
         if left_out:
             rank_zero_warn(
-                f"The checkpoint has no {', '.join(f'`{name}`' for name in left_out)}: a sharded checkpoint holds"
-                " numbers, text and tensors. `self.save_hyperparameters(ignore=[...])` leaves them out."
+                f"The checkpoint leaves out {', '.join(f'`{name}`' for name in left_out)}: a sharded checkpoint"
+                " holds only numbers, text and tensors. `self.save_hyperparameters(ignore=[...])` leaves them out."
             )
         if self.module.trainer.state.status != TrainerStatus.RUNNING:
             # After a run nothing waits for it any more.

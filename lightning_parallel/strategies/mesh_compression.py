@@ -79,7 +79,7 @@ class MeshCompression:
         if reducer is None:
             return None
         if groups.data_parallel.size == 1:
-            rank_zero_warn("`compression` has nothing to do: it works between replicas, and there is one.")
+            rank_zero_warn("`compression` has no effect: it works between replicas, and this run has one replica.")
             return cls(reducer, module, groups, reducer, kept, drifts)
         bind_to_module(module, reducer)
         if not hierarchical:
@@ -124,7 +124,7 @@ class MeshCompression:
     def _second_group(self) -> Group | None:
         # It costs threads and sockets: only where buckets overlap, see `GradientSession` and `HierarchicalStep`.
         is_of_use = self.nodes is None and "nccl" not in self.groups.data_parallel.backend
-        return self.groups.extra(DATA, "compression of the next bucket") if is_of_use else None
+        return self.groups.extra(DATA, "the compression of the next bucket") if is_of_use else None
 
     def prepare_step(self, precision: Precision) -> None:
         """Set the compressor's loss scale for the coming step: its residuals are kept without it."""
@@ -182,8 +182,8 @@ class MeshCompression:
             self.means.load_state_dict(mine, self.groups.data_parallel)
             return
         rank_zero_warn(
-            f"The checkpoint holds compression state of {saved[0]} pipeline x {saved[1]} tensor ranks per replica;"
-            f" there are {' x '.join(map(str, self._sizes))} now. Residuals that were not sent yet are lost."
+            f"The checkpoint holds compression state of {saved[0]} pipeline x {saved[1]} tensor ranks per replica,"
+            f" but this run has {' x '.join(map(str, self._sizes))}. Residuals that were not sent yet are lost."
         )
         # Residuals belong to shards that no longer exist. The step goes on: it decides what warm-up and schedules do.
         self.reducer.step = int(state["step"])

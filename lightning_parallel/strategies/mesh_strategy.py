@@ -139,7 +139,7 @@ class MeshStrategy(MeshCheckpoints):
         )
         self.set_checkpoint_format(checkpoint_format, async_save)
         if verify not in ("auto", "always", "off"):
-            raise ValueError(f"`verify` must be 'auto', 'always' or 'off', got {verify!r}")
+            raise ValueError(f"`verify` must be 'auto', 'always' or 'off'; got {verify!r}")
         if gather_after_fit not in get_args(GatherAfterFit):
             names = ", ".join(map(repr, get_args(GatherAfterFit)))
             raise ValueError(f"`gather_after_fit` must be one of {names}; got {gather_after_fit!r}")
@@ -407,10 +407,9 @@ class MeshStrategy(MeshCheckpoints):
         everyone = comm.all_gather_object(mine, self.groups.world)
         if self.engine is None and any(changes != everyone[0] for changes in everyone):
             raise ValueError(
-                f"ranks have changed the model or its optimizers differently: expected {everyone[0]} of rank 0 on all,"
-                f" found {[changes for changes in everyone if changes != everyone[0]][0]}. Let every rank change the"
-                " same, without a condition on the rank"
-                " [LP031]"
+                f"All ranks must change the model and its optimizers alike; got {everyone[0]} on rank 0 and"
+                f" {[changes for changes in everyone if changes != everyone[0]][0]} on another rank. Make the same"
+                " change on every rank, without a condition on the rank [LP031]"
             )
         if found is not None:
             self._adopt_model(found)
@@ -432,7 +431,9 @@ class MeshStrategy(MeshCheckpoints):
         if self._sharding is not None:
             refuse_in_shards(found, self._sharding, dict(self.module.named_modules(remove_duplicate=False)))
         if self.keeps_parameters:
-            refuse_new_parameters(found, f"`{type(self).__name__}` keeps what replicas had of each at the last mean.")
+            refuse_new_parameters(
+                found, f"`{type(self).__name__}` keeps the values of each replica from the last mean."
+            )
         if self._compression is not None and self._compression.nodes is not None:
             refuse_new_parameters(found, "`hierarchical` gives each replica of a node a part of them.")
 
@@ -610,7 +611,7 @@ class MeshStrategy(MeshCheckpoints):
     @property
     def _open_reducer(self) -> GradientReducer:
         if self._reducer is None:
-            raise RuntimeError("gradients are reduced during `fit` only")
+            raise RuntimeError("Gradients are reduced only during `fit`")
         return self._reducer
 
     @in_step

@@ -98,7 +98,7 @@ class MessageOrder:
         """
         if self._is_paused:
             raise RuntimeError(
-                f"the step calls a sharded layer outside the full model (`{operation}`); call it through the model"
+                f"The step calls a sharded layer outside the full model (`{operation}`); call it through the model"
             )
         if not self._block:
             self._meet(_hook(), WAIT_S)
@@ -128,13 +128,13 @@ class MessageOrder:
 
 
 _WAY_OUT = (
-    "Each rank holds a part of its layers, so all ranks have to call it, or none: leave out the condition on the rank"
-    " there (`is_global_zero`, `rank_zero_only`), and let only what follows depend on it. To look at the logits of a"
-    " divided head in training is such a call, too: `gather_logits=True` lets all ranks gather them in each step"
+    "Each rank holds a part of its layers, so all ranks or none must call it. Remove the condition on the rank there"
+    " (`is_global_zero`, `rank_zero_only`), and apply it only to the code after the call. Reading sharded logits in"
+    " training is such a call as well: `gather_logits=True` gathers them on all ranks in each step"
 )
 _OF_REPLICA = (
-    "These ranks hold parts of one model and read the same data; let hooks, loaders and callbacks do the same on each"
-    " of them, without a condition on the rank"
+    "These ranks hold parts of one model and read the same data. Hooks, loaders and callbacks must do the same on"
+    " each of them, without a condition on the rank"
 )
 _CALLS = "messages"
 
@@ -148,10 +148,13 @@ def describe_apart(error: ApartError) -> str:
     listed = ", ".join(f"{at}{places[rank]} on rank {rank}" for rank in calling or places)
     lines = [f" Rank {rank} runs {line}." for rank, line in error.lines.items() if line]
     if calling and others:
-        text = f"the model is called {listed}, but not on rank {', '.join(map(str, others))}"
+        text = (
+            f"All ranks must call the model together; got a call {listed}, but not on rank"
+            f" {', '.join(map(str, others))}"
+        )
         lines += [f" Rank {rank} is at {error.places[rank]}." for rank in others if error.places[rank]]
     else:
-        text = f"{'the model is called' if calling else 'the run is'} at different places at once: {listed}"
+        text = f"All ranks must {'call the model' if calling else 'run'} at the same place; got {listed}"
     return f"{text}.{''.join(lines)} {_WAY_OUT if calling else _OF_REPLICA} [LP013]"
 
 
@@ -171,7 +174,7 @@ def _hook() -> str:
         if is_hook and not isinstance(owner, MessageOrder) and not type(owner).__name__.startswith("_"):
             return f"`{type(owner).__name__}.{name}`"
         frame = frame.f_back
-    return "code outside of the training loop"
+    return "code outside the training loop"
 
 
 def in_step(method: Callable[P, R]) -> Callable[P, R]:

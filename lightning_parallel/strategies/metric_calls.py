@@ -193,9 +193,9 @@ class MetricCalls:
                 for call in calls
             ):
                 raise ValueError(
-                    f"expected every microbatch to call the metric `self.{self._paths[id(holder)]}` alike, found"
-                    f" {[call.method for call in calls]} for call {number + 1}. Let these calls depend on no data, or"
-                    " set `num_microbatches=1`"
+                    f"Every microbatch must call the metric `self.{self._paths[id(holder)]}` alike; got"
+                    f" {[call.method for call in calls]} for call {number + 1}. Make these calls independent of the"
+                    " data, or set `num_microbatches=1`"
                 )
             total = sum(weights[part] for part in found) or 1.0
             counts = [samples[part] for part in found] if min(samples) > 0 else []

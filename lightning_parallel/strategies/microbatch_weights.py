@@ -102,7 +102,7 @@ class RowCount:
         """
         value = _entry(microbatch, self.key)
         if value is None:
-            raise ValueError(f"expected a tensor `{self.key}` in each batch, by which its parts are weighted; got none")
+            raise ValueError(f"Each batch must have the tensor `{self.key}`, which weights its microbatches; got none")
         return float(len(value))
 
     def __str__(self) -> str:
@@ -354,11 +354,10 @@ _MOST_PAIRS = 16
 """Further microbatches, two by two, on which other weights than samples are tried."""
 
 _DOUBT = (
-    "The loss of {} microbatches together is {:.6g}, but the mean of their losses is {:.6g}: it is not a mean over"
-    " samples, so a pipeline trains on another loss than one process. Where it is a mean over tokens, count them by"
-    " `microbatch_weight`; divide a sum by the number of samples; where the samples of a batch depend on each other,"
-    " set `num_microbatches=1`."
-    " [LP023]"
+    "The loss must be a mean over samples; got {1:.6g} for {0} microbatches together, but {2:.6g} as the mean of"
+    " their losses. A pipeline therefore trains on another loss than a single-process run. Count tokens with"
+    " `microbatch_weight` for a mean over tokens; divide a sum by the number of samples. If the samples of a batch"
+    " depend on each other, set `num_microbatches=1`. [LP023]"
 )
 
 
@@ -418,7 +417,7 @@ def find_microbatch_weight(
         ParallelState.of(module).doubt = (pair, _DOUBT.format(len(seen.parts), seen.values[0][0], _mean(seen, weight)))
         return weight
     if chosen is not weight:
-        tell(f"the loss is a mean over tokens: microbatches are weighted by {chosen}")
+        tell(f"The loss is a mean over tokens, so microbatches are weighted by {chosen}.")
     return chosen
 
 

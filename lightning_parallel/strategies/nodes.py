@@ -30,7 +30,7 @@ def check_hierarchical(value: Hierarchical, compression: Optional[Reducer]) -> N
         check_integer("hierarchical", value, least=2)
     if value and compression is None:
         raise ValueError(
-            "`hierarchical` needs `compression`, which it divides among the replicas of a node; give `compression`"
+            "`hierarchical` needs `compression`, which it distributes over the replicas of a node; give `compression`"
         )
 
 
@@ -52,9 +52,9 @@ def between_nodes(
     """Return what compresses by `reducer` between `nodes`; say so where that is of no use."""
     if nodes.across.size == 1:
         rank_zero_warn(
-            f"`hierarchical` has nothing to compress: all {nodes.whole.size} replicas are on one node. Inside a node,"
+            f"`hierarchical` has no effect: all {nodes.whole.size} replicas are on one node. Inside a node,"
             " gradients are averaged without compression."
         )
     elif nodes.inside.size == 1:
-        rank_zero_warn("`hierarchical` has nothing to divide: each node has one replica.")
+        rank_zero_warn("`hierarchical` has no effect: each node has one replica.")
     return HierarchicalReducer(reducer, nodes, sizes)

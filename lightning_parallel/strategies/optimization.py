@@ -190,15 +190,14 @@ def check_flattened(optimizers: Sequence[Any], flattener: str) -> None:
             verdict = False if _is_known_to_need_whole_tensors(optimizer) else _is_elementwise(optimizer, group)
             if verdict is False:
                 raise ValueError(
-                    f"`{type(optimizer).__name__}` computes with whole tensors, but {flattener} flattens parameters and"
-                    " gives each rank a part. Use an elementwise optimizer (SGD, Adam, AdamW, ...), DDP, or"
+                    f"`{type(optimizer).__name__}` computes with full tensors, but {flattener} flattens parameters"
+                    " and gives each rank a part. Use an elementwise optimizer (SGD, Adam, AdamW, ...), DDP, or"
                     " `lightning_parallel.LARS` or `LAMB` under a tensor- or pipeline-parallel strategy or FSDP2"
-                    " (`CompressedModelParallelStrategy`)"
-                    " [LP017]"
+                    " (`CompressedModelParallelStrategy`) [LP017]"
                 )
             # DeepSpeed's own, some of which take half precision only, are made for its vectors.
             if verdict is None and type(optimizer).__module__.partition(".")[0] != "deepspeed":
-                _tell_untried(optimizer, "single elements, and not with norms or products of whole tensors")
+                _tell_untried(optimizer, "single elements, not with norms or products of full tensors")
 
 
 def check_sliced(optimizers: Sequence[Optimizer], replicas: int) -> None:
@@ -220,14 +219,13 @@ def check_sliced(optimizers: Sequence[Optimizer], replicas: int) -> None:
             verdict = not _is_known_to_need_whole_tensors(optimizer) and _is_same(optimizer, group, (_slices,))
             if verdict is None:
                 raise ValueError(
-                    f"`{name}` could not be tried on a small problem: its constructor cannot make another one. So it is"
-                    f" not known whether it can update a slice of each parameter (1 of {replicas}). {way_out}"
+                    f"`{name}` could not be tried on a small problem, because its constructor cannot create another"
+                    f" instance. It may not support updates of a slice of each parameter (1 of {replicas}). {way_out}"
                 )
             if not verdict:
                 raise ValueError(
-                    f"`{name}` computes with whole tensors, but with `zero_stage` each of {replicas} replicas updates a"
-                    f" slice of every parameter. {way_out}"
-                    " [LP017]"
+                    f"`{name}` computes with full tensors, but with `zero_stage` each of {replicas} replicas updates"
+                    f" a slice of every parameter. {way_out} [LP017]"
                 )
             kept = _kept_elsewhere(optimizer)
             if kept:
@@ -294,15 +292,14 @@ def _check_sharded(optimizers: Sequence[Optimizer], names: Mapping[int, str], ru
             else:
                 verdict = False if _is_known_to_need_whole_tensors(optimizer) else _is_elementwise(optimizer, group)
             if verdict is None:
-                _tell_untried(optimizer, "single elements, and not with norms or products of whole tensors")
+                _tell_untried(optimizer, "single elements, not with norms or products of full tensors")
             elif not verdict:
                 raise ValueError(
-                    f"`{type(optimizer).__name__}` computes with whole tensors, but `{sharded[0]}` and"
+                    f"`{type(optimizer).__name__}` computes with full tensors, but `{sharded[0]}` and"
                     f" {len(sharded) - 1} other parameters are sharded over tensor-parallel ranks. Use"
                     " `lightning_parallel.LARS` or `LAMB`, which take norms over all parts. Or use an elementwise"
-                    " optimizer (SGD, Adam, AdamW, ...) for them, or keep them replicated with"
-                    " `tensor_plan={'...': 'replicate'}`"
-                    " [LP017]"
+                    " optimizer (SGD, Adam, AdamW, ...) for them, or keep them replicated with `tensor_plan={'...':"
+                    " 'replicate'}` [LP017]"
                 )
             key = _unlike_parameter(optimizer, group)
             if key is not None:
@@ -325,7 +322,7 @@ def _check_staged(optimizers: Sequence[Optimizer]) -> None:
             if verdict is False:
                 raise ValueError(
                     f"`{type(optimizer).__name__}` computes with all parameters at once, but they are on several"
-                    " pipeline stages; use an optimizer that treats each parameter by itself (SGD, Adam, AdamW, ...)"
+                    " pipeline stages. Use an optimizer that updates each parameter by itself (SGD, Adam, AdamW, ...)"
                 )
             if verdict is None:
                 _tell_untried(optimizer, "each parameter by itself")
@@ -356,16 +353,17 @@ def _tell_untried(optimizer: Optimizer, expected: str) -> None:
             gradients.
     """
     text = (
-        f"`{type(optimizer).__name__}` could not be tried on a small problem: its constructor cannot make another one."
+        f"`{type(optimizer).__name__}` could not be tried on a small problem, because its constructor cannot create"
+        " another instance."
     )
     if others := [method.__name__ for method in _other_steps(optimizer)]:
         raise ValueError(
-            f"{text} The optimizer must compute with {expected}; it has further steps ({', '.join(others)}), like a"
-            " SAM. Give it a constructor that takes `(params, lr=..., ...)`. Each argument must stay an option of its"
+            f"{text} The optimizer must compute with {expected}; got further steps ({', '.join(others)}), as in SAM."
+            " Give it a constructor that takes `(params, lr=..., ...)`. Each argument must stay an option of its"
             " groups or an attribute of that name. Otherwise use an optimizer of torch, or replicas only"
         )
     rank_zero_warn(
-        f"{text} Make sure that it computes with {expected}; otherwise its training differs from one process"
+        f"{text} Make sure that it computes with {expected}; otherwise training differs from a single-process run"
     )
 
 

@@ -134,7 +134,7 @@ class PartUseMode(TorchDispatchMode):
             pass
         elif name in _LEAVES:
             if name != "equal" or not self._is_known(result, tensors, placed):
-                self._refuse("takes a number for Python out of", parts)
+                self._refuse("takes a Python number out of", parts)
         elif name in ("clone", "copy") and MIXED in parts and all(tensor.dtype == torch.uint8 for tensor in tensors):
             pass  # the bytes of a memory that several tensors share, which `deepcopy` copies whole
         elif MIXED in parts:
@@ -181,7 +181,7 @@ class PartUseMode(TorchDispatchMode):
             if found is None or found.part is MIXED or not found.part.is_divided:
                 continue
             if not covers_part(view, found.part, divided_dims(view, found.part)):
-                self._refuse(f"takes places by number (`{name}`) out of", [found.part])
+                self._refuse(f"indexes (`{name}`)", [found.part])
                 return
 
     # ------------------------------------------------------------------------------------------ element by element
@@ -208,7 +208,7 @@ class PartUseMode(TorchDispatchMode):
         others = [tensor for tensor in operands if tensor is not target and self._parts.find(tensor) is None]
         if not divided and any(self._parts.origin(tensor) == "drawn" for tensor in others):
             # A stage draws for its own parameters alone.
-            self._refuse(f"`{name}` joins random numbers with", parts)
+            self._refuse(f"`{name}` combines random numbers with", parts)
             return
         if self._parts.find(target) is None:
             self._register(target, *(divided or placed)[0], parts)
@@ -219,7 +219,7 @@ class PartUseMode(TorchDispatchMode):
             place = dim - tensor.dim()
             size = tensor.shape[dim]
             if -place <= target.dim() and target.shape[place] != size:
-                return "spreads over other places"
+                return "scatters"
             for other in operands:
                 if other is tensor or -place > other.dim() or other.shape[place] == 1:
                     continue
@@ -227,13 +227,13 @@ class PartUseMode(TorchDispatchMode):
                 if found is None:
                     # Of what was there before, such as a copy, nothing is known.
                     if self._parts.origin(other) == "drawn":
-                        return "joins random numbers with"
+                        return "combines random numbers with"
                     if self._parts.origin(other) == "made":
-                        return "joins other numbers, made for its shape, with"
+                        return "combines other numbers, made for its shape, with"
                 elif found.part.is_divided and found.part.ranges != part.ranges:
-                    return "joins parts of different places of"
+                    return "combines parts of different places of"
                 elif not found.part.is_divided:
-                    return "joins whole tensors with"
+                    return "combines full tensors with"
         return ""
 
     def _register(self, target: Tensor, tensor: Tensor, part: Part, parts: list[Part]) -> None:
@@ -337,8 +337,8 @@ class GatheredMode(torch.overrides.TorchFunctionMode):
             part = self._parts.gathered(tensor) if isinstance(tensor, Tensor) else None
             if part is not None:
                 raise RuntimeError(
-                    f"the step writes (`{name}`) {GATHERED} {part.label}, which is {part.why}. This write is lost."
-                    " Write into `parameters()` and `buffers()`, of which each rank has its part"
+                    f"The step writes (`{name}`) {GATHERED} {part.label}, which is {part.why}. This write is lost."
+                    " Write into `parameters()` and `buffers()`, which hold each rank's part"
                 )
         return func(*args, **kwargs)
 

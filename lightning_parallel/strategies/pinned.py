@@ -121,8 +121,8 @@ class KeptState:
         for name, value, version in self._watched:
             if version_of(value) != version:
                 raise RuntimeError(
-                    f"the step writes into the parameter `{name}`, which cannot be undone for a model of this size, so"
-                    " that the step cannot be compared with one process; set `verify='off'`"
+                    f"The step writes into the parameter `{name}`, which the self-check cannot undo for a model of"
+                    " this size; set `verify='off'`"
                 )
         with torch.no_grad(), torch.inference_mode(False):
             for tensor, before in self._tensors:

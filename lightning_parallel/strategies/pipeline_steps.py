@@ -100,7 +100,7 @@ class PipelineSteps:
             RuntimeError: Before `bind`.
         """
         if self._engine is None:
-            raise RuntimeError("the module has not been split into stages yet")
+            raise RuntimeError("The module has not been split into stages yet")
         return self._engine
 
     def bind(self, engine: PipelineEngine, patches: Patches) -> None:
@@ -451,8 +451,8 @@ def _variation_told(name: str) -> Iterator[None]:
             if PARAMETERS_ELSEWHERE in text:
                 raise
             error.args = (
-                f"{text}. The first `{name}` of this run did not compute with it, and so it is not sent; let each do"
-                f" so, times zero where it is not wanted{mark}{where}",
+                f"{text}. The first `{name}` of this run did not compute with it, so the pipeline does not send it."
+                f" Compute with it in every step; multiply it by zero where you do not want it{mark}{where}",
             )
         raise
 
@@ -523,10 +523,10 @@ class _GradientsRead(TorchFunctionMode):
     ) -> Any:
         if func == _GET_GRADIENT and isinstance(args[0], nn.Parameter):
             raise RuntimeError(
-                f"the step reads the gradient of a parameter in {innermost_users_line()}. A step in a pipeline must"
-                " read no gradient. In one process it is the gradient of the step before; in a pipeline, microbatches"
-                " add to it on the stage that holds the parameter. Read gradients in `on_before_optimizer_step` and"
-                " keep the values for the step, or use TensorParallelStrategy"
+                "A step in a pipeline must not read the gradient of a parameter; got a read in"
+                f" {innermost_users_line()}. In a single process it is the gradient of the previous step; in a"
+                " pipeline, microbatches add to it on the stage that holds the parameter. Read gradients in"
+                " `on_before_optimizer_step` and keep the values for the step, or use TensorParallelStrategy"
             )
         return func(*args, **(kwargs or {}))
 

@@ -122,9 +122,9 @@ class EndingLauncher(FunctionLauncher):
             return super().launch(partial(_as_function, function), *args, trainer=trainer, **kwargs)
         except NotImplementedError as error:  # raised before a process is started; theirs come in another type
             raise RuntimeError(
-                "A Trainer runs `fit` once where processes are started as functions, as in a notebook; got a second"
-                " call. Create a new Trainer for it. To continue, pass `ckpt_path=` with a checkpoint of the first one."
-                " [LP006]"
+                "A Trainer can run `fit` only once where it starts processes as functions, as in a notebook; got a"
+                " second call. Create a new Trainer for it. To continue, pass `ckpt_path=` with a checkpoint of the"
+                " first one. [LP006]"
             ) from error
 
     @override
@@ -180,9 +180,9 @@ def connect(
             raise
         # gloo takes the address of the host's name, which on some systems is that of the host alone.
         raise RuntimeError(
-            f"{error}\ngloo could not connect the processes. If hosts have several networks, or their names are those"
-            " of 127.0.0.1 or 127.0.1.1, name the network between them in GLOO_SOCKET_IFNAME (see `ip addr`)"
-            " [LP002]"
+            f"{error}\n"
+            "gloo could not connect the processes. If hosts have several networks, or their names resolve to"
+            " 127.0.0.1 or 127.0.1.1, name the network between them in GLOO_SOCKET_IFNAME (see `ip addr`) [LP002]"
         ) from error
 
 
@@ -284,7 +284,7 @@ class MeshProcesses(SavesFiles):
             RuntimeError: If the Trainer has not connected one yet.
         """
         if self.lightning_module is None:
-            raise RuntimeError("the strategy has no module yet; it gets one from `Trainer.fit`, `validate`, ...")
+            raise RuntimeError("The strategy has no module yet; it gets one from `Trainer.fit`, `validate`, ...")
         return self.lightning_module
 
     @property
@@ -309,7 +309,7 @@ class MeshProcesses(SavesFiles):
             RuntimeError: Before the processes have met.
         """
         if self._groups is None:
-            raise RuntimeError("the process groups exist only while the Trainer runs; there is none yet")
+            raise RuntimeError("The process groups exist only while the Trainer runs; there is none yet")
         return self._groups
 
     @property
@@ -321,7 +321,7 @@ class MeshProcesses(SavesFiles):
     def device_mesh(self) -> DeviceMesh:
         """The mesh as torch's `DeviceMesh`, with the names of the axes."""
         if self._device_mesh is None:
-            raise RuntimeError("the device mesh exists only while the Trainer runs; there is none yet")
+            raise RuntimeError("The device mesh exists only while the Trainer runs; there is none yet")
         return self._device_mesh
 
     @property
@@ -403,9 +403,8 @@ class MeshProcesses(SavesFiles):
         mesh = self.mesh
         if mesh.world_size == 1 and "auto" in self._sizes.values():
             rank_zero_warn(
-                f"`{type(self).__name__}` runs on one device, so nothing is divided: set `devices` (and `num_nodes`) of"
-                " the Trainer"
-                " [LP003]"
+                f"`{type(self).__name__}` runs on one device, so the model is neither sharded nor split; set"
+                " `devices` (and `num_nodes`) of the Trainer [LP003]"
             )
         if mesh.data_parallel > 1:
             reset_seed()  # as under Lightning's DDP: every process begins with the numbers of the global seed
@@ -483,8 +482,8 @@ class MeshProcesses(SavesFiles):
     def _raise_on_all(self, failure: Exception | None) -> None:
         if isinstance(failure, ValueError) and "rank should be in the interval" in str(failure):
             failure = ValueError(
-                f"{failure} A replica of the model is shared by {self.groups.replica.size} ranks, which read the same"
-                " data: the global rank does not say which. Give the sampler the coordinate along the data axis:"
+                f"{failure} {self.groups.replica.size} ranks hold one replica of the model and read the same data,"
+                " so the sampler must not use the global rank. Give it the coordinate along the data axis:"
                 " `DistributedSampler(dataset, **trainer.strategy.distributed_sampler_kwargs)`"
             )
         comm.raise_together(failure, self.groups.world)
@@ -532,11 +531,10 @@ class MeshProcesses(SavesFiles):
         if len(set(contents)) > 1:
             different = [str(rank) for rank, other in zip(replica.ranks, contents) if other != contents[0]]
             raise ValueError(
-                f"the ranks {list(replica.ranks)} hold one replica and must get the same batches, but at {place} the"
-                f" data of rank {', '.join(different)} differ from the data of rank {replica.ranks[0]}. Shard data by"
-                " the data-parallel coordinate (`trainer.strategy.distributed_sampler_kwargs`), not by the global"
-                " rank. Use the same seed and the same files on every rank"
-                " [LP007]"
+                f"The ranks {list(replica.ranks)} hold one replica and must get the same batches; got other data on"
+                f" rank {', '.join(different)} than on rank {replica.ranks[0]} at {place}. Shard data by the"
+                " data-parallel coordinate (`trainer.strategy.distributed_sampler_kwargs`), not by the global rank."
+                " Use the same seed and the same files on every rank [LP007]"
             )
         self._chance.compare([note.split()[2:] for note in notes])
         return "1" in flags

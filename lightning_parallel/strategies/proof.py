@@ -80,51 +80,49 @@ _SMALL = 1e-4
 """A gradient this far below the largest one is compared as if it were this large: zero up to rounding."""
 
 _MICROBATCHES = (
-    "As one microbatch they are equal: it is the cutting of the batch that makes the difference. A loss that is not a"
-    " mean over samples trains another model: where it is a mean over tokens, count them by `microbatch_weight`; divide"
-    " a sum by the number of samples. What is logged, returned or kept must have its samples in the first dimension."
-    " Where the samples of a batch depend on each other, set `num_microbatches=1`."
+    "Without microbatches the results match, so splitting the batch causes the difference. If the loss is not a mean"
+    " over samples, a pipeline minimizes another loss: count tokens with `microbatch_weight` for a mean over tokens;"
+    " divide a sum by the number of samples. Logged, returned or kept values must have the samples in their first"
+    " dimension. If the samples of a batch depend on each other, set `num_microbatches=1`."
 )
 _OUR_FAILURE = (
-    "`{}` was not compared with that of one process: the self-check could not run it on the whole model, although it"
-    " runs {} ({}). Expected both to run; this is a limit of the self-check. To train without it, set `verify='off'`:"
-    " then nothing tells whether the run equals one process."
-    " [LP027]"
+    "The self-check of `{}` must run the step on the full model; that run failed, although the step runs {} ({})."
+    " This is a limit of the self-check. To train without it, set `verify='off'`. Then nothing compares the run with"
+    " a single-process run. [LP027]"
 )
 _NORM = (
-    "In microbatches they differ: batch normalisation computes its statistics, and so the gradients, of each microbatch"
-    " by itself."
+    "With microbatches the results differ: batch normalization computes the statistics of each microbatch"
+    " separately, which also changes the gradients."
 )
-_FIXED_NORM = "With its running statistics, microbatches give the same as one process."
+_FIXED_NORM = "With its running statistics, microbatches match a single-process run."
 _WHOLE_BATCHES = (
-    "`{}` runs on whole batches, not in microbatches: in microbatches it does not give what one process gives ({})."
-    " The results are equal, but stages wait for each other. Return and keep values with a row for each sample, in the"
-    " order of the samples, to have it run in microbatches."
+    "`{}` runs on full batches, because its results with microbatches differ from a single-process run ({}). The"
+    " results now match, but stages wait for each other. To run it in microbatches, return and keep values with one"
+    " row per sample, in the order of the samples."
 )
 _DRAWS = (
-    "In microbatches they were not compared: how many random numbers the step draws, or from where, depends on the"
-    " number of samples. Set `num_microbatches=1` where all samples must be drawn together."
+    "The run with microbatches was not compared: the number or source of the step's random draws depends on the"
+    " number of samples. If all samples must be drawn together, set `num_microbatches=1`."
 )
 _MOST_KINDS = 16
 """Runs in which it is found out how microbatches are merged."""
-_ANOTHER_WAY = "of a step that has computed its loss from other operations than those before"
-_FROM_BEFORE = "of the first batch again, with what it has left in attributes"
+_ANOTHER_WAY = "of a step whose loss used other operations than the earlier steps"
+_FROM_BEFORE = "of the first batch again, with the attributes that it set"
 _OF_COPIES = "with copies of two samples of the first batch"
 _MIXED = 8
 """Samples on which it is seen whether a step that draws numbers mixes them."""
 _USERS_FAILURE = (
-    "`{}` was not compared with that of one process: {}. Nothing of it is checked{}: leave that out of the first step,"
-    " or compare a run of one process by yourself."
-    " [LP027]"
+    "Self-check of `{}` skipped: {}. The run continues without it{}. For a self-check, leave this out of the first"
+    " step, or compare with a single-process run yourself. [LP027]"
 )
 _PARTLY = (
-    "`{}` was compared only in part: {} differ from run to run on one process too, so nothing tells whether they equal"
-    " one process. Does the step read a clock, a file, or a state outside of the module?"
+    "Self-check of `{}` incomplete: {} differ between two single-process runs, so they cannot be compared. Does the"
+    " step read a clock, a file, or state outside the module?"
 )
 _UNSTEADY = (
-    "Runs of the step on one process differ, too: it takes from a state outside of the module, such as an iterator or a"
-    " counter of its own, which the self-check cannot put back and has moved on the first rank. Keep that state in the"
-    " module or in the batch, or set `verify='off'`."
+    "Two single-process runs of the step differ as well. The step reads state outside the module, such as an"
+    " iterator or a counter. The self-check cannot restore this state and has advanced it on the first rank. Keep"
+    " that state in the module or in the batch, or set `verify='off'`."
 )
 _ORDER = ("loss", "logged value", "output", "attribute", "gradient", "parameter", "buffer")
 
@@ -368,15 +366,14 @@ class StepProof:
         if any(text == "loss" or text.startswith("gradient") for text in varying):
             rank_zero_warn(_PARTLY.format(name, _listed(varying)))
             return
-        of = "" if name == "training_step" else f"`{name}` "
-        left_out = f", but for {_listed(varying)}, which differ from run to run on one process too" if varying else ""
         if not verdict.summary:
             return
+        of = "" if name == "training_step" else f" of `{name}`"
+        manner = " without microbatches" if verdict.limits else ""
         alike = ", with the same random numbers" if verdict.way.draws is not None and not verdict.limits else ""
-        text = f"{of}verified on {verdict.summary}{alike}{left_out}"
-        if verdict.limits:
-            text = f"{of}checked as one microbatch on {verdict.summary}{left_out}. {' '.join(verdict.limits)}"
-        tell(f"{text} ({seconds:.1f} s)")
+        left_out = f"; not compared: {_listed(varying)}, because two single-process runs differ" if varying else ""
+        text = f"Self-check{of} passed{manner} on {verdict.summary}{alike}{left_out} ({seconds:.1f} s)."
+        tell(" ".join([text, *verdict.limits]))
 
 
 def _is_in(name: str, key: str) -> bool:
@@ -396,8 +393,8 @@ def _message(call: StepCall, found: Sequence[StepDifference], hint: str, why: st
     if len(unique) > _SHOWN:
         lines.append(f"  and {len(unique) - _SHOWN} more")
     return (
-        f"`{call.name}` does not compute the same divided as on one process. Both were run on {_described(call.batch)}"
-        f" {why or 'before the first batch'}, and differ in\n"
+        f"`{call.name}` must match a single-process run; got other results. Both ran on {_described(call.batch)}"
+        f" {why or 'before the first batch'} and differ in\n"
         + "\n".join(lines)
         + (f"\n{hint}" if hint else "")
         + " [LP026]"
@@ -456,7 +453,7 @@ class _Comparison:
         if self.runs.engine is None and failed.is_users:
             again = self.runs.whole(self.call, self.way)
             if again.failure:
-                self.failure = f"it cannot be run a second time ({again.failure})"
+                self.failure = f"a second run of the step failed ({again.failure})"
                 self.blame = "user"
                 return
             text = raised_in_shards(self.call.name, failed.error)
@@ -472,7 +469,7 @@ class _Comparison:
         try:
             divided = self._sharded(self.way)
         except _ShardedError as failed:
-            self.failure = self.failure and f"{self.failure}, nor in the self-check's sharded run ({failed.error})"
+            self.failure = self.failure and f"{self.failure}, as did the sharded run of the self-check ({failed.error})"
             self.blame = self.blame and "user"
             # In stages there are messages on their way; on some ranks only, others may wait for them.
             self.error = None if failed.is_users and not stages else failed.error
@@ -481,7 +478,7 @@ class _Comparison:
             self.blame = "check"
         self._compare_ranks(divided)
         if not self.differences and self.runs.groups.tensor_parallel.size > 1:
-            self.checked = ", but that the tensor-parallel ranks agree in the loss and in replicated gradients"
+            self.checked = "; the tensor-parallel ranks agree in the loss and in replicated gradients"
 
     def _sharded(self, way: Way) -> DividedRun:
         """Run the step in shards; a failure on one rank is one on all ranks of the replica."""
@@ -517,7 +514,7 @@ class _Comparison:
         else:
             self.failure, self.blame, self.way = whole.failure, whole.blame, way
             if whole.blame == "unknown":
-                self.failure = f"it cannot be run by one rank alone ({whole.failure})"
+                self.failure = f"the single-process reference run failed ({whole.failure})"
             return
         splits = self.runs.microbatches > 1
         has_norm = splits and self._has_batch_norm()
@@ -713,7 +710,7 @@ class _Comparison:
         parts = [] if effects.loss is None else ["loss"]
         parts += [_count(gradients, "gradient")] if gradients else []
         logged = effects.logged.keys() - {name for _, name in self.ignored}
-        parts += [_count(len(logged), "logged value")] if logged else []
+        parts += [_count(len(logged), "logged metric")] if logged else []
         parts += ["the output"] if effects.output else []
         parts += [_count(len(effects.attributes), "attribute")] if effects.attributes else []
         parts += [_count(parameters, "parameter")] if parameters else []
@@ -722,7 +719,7 @@ class _Comparison:
             return ""
         text = ", ".join(parts[:-1]) + (" and " if len(parts) > 1 else "") + parts[-1]
         is_one = len(parts) < 2 and not text.endswith("s")
-        return f"{_described(self.call.batch)}: {text} {'equals' if is_one else 'equal'} one process"
+        return f"{_described(self.call.batch)}: {text} {'matches' if is_one else 'match'} a single-process run"
 
     def _parameter_names(self) -> list[str]:
         return [name for name, _ in self.runs.module.named_parameters()]
@@ -737,12 +734,15 @@ class _Comparison:
             whole = self.runs.whole(self.call, way)
             if not whole.failure:
                 self.differences = self._found(whole, self._sharded(way))
-                self.hint = "They differ with dropout only: the stages draw other numbers than one process."
+                self.hint = (
+                    "The results differ only with dropout: the stages draw other random numbers than a"
+                    " single-process run."
+                )
             return
         self._compare_ranks(self._sharded(way))
         self.hint = (
-            "With dropout, what all ranks hold alike must draw the same numbers on all of them: seed all ranks alike,"
-            " and draw nothing on some of them only."
+            "With dropout, replicated layers must draw the same random numbers on all ranks. Use the same seed on"
+            " all ranks, and draw on all ranks or none."
         )
 
     def _compare_ranks(self, divided: DividedRun) -> None:
@@ -780,8 +780,8 @@ class _Comparison:
         if any(comm.all_gather_object(divided.draws_apart, self.replica)):
             self.differences = []
             self.failure = (
-                "random numbers are drawn inside divided layers, other than by dropout; each rank draws them for its"
-                " own part, so no two layouts draw alike"
+                "sharded layers draw random numbers other than dropout masks; each rank draws for its own shard, so"
+                " the numbers depend on the layout"
             )
             return
         one = replace(way, splits=False)
@@ -806,8 +806,8 @@ class _Comparison:
         self.ignored = self.ignored | {("attribute", name) for name in pieces}
         if pieces:
             rank_zero_warn(
-                f"on each rank, the attribute `{min(pieces)}` holds only a part of its value in one process. The"
-                " self-check leaves it out"
+                f"The attribute `{min(pieces)}` holds only this rank's shard of its single-process value. The"
+                " self-check does not compare it."
             )
 
     def _learn_kinds(self, way: Way, whole: WholeRun, divided: DividedRun) -> None:
@@ -916,14 +916,14 @@ class _Comparison:
             text = f"`{path}`, by the gradient of its parameters"
         if not path:
             return (
-                "The outputs of all modules are equal: it is what the step computes from them, or with parameters,"
-                " outside of modules."
+                "The outputs of all modules match. The difference arises outside modules, where the step computes"
+                " with outputs or parameters."
             )
         block = re.sub(r"\b\d+\b", "*", path.rpartition(".")[0] or path)
-        remedy = "cut the model elsewhere (`balance`, fewer stages)"
+        remedy = "choose other split points (`balance`, fewer stages)"
         if self.runs.sharding is not None:
-            remedy = f"keep what is around it whole by tensor_plan={{..., '{block}*': 'replicate'}}"
-        return f"The first module that differs is {text}. A way out: {remedy}."
+            remedy = f"keep the module around it replicated: tensor_plan={{..., '{block}*': 'replicate'}}"
+        return f"The first module that differs is {text}. To fix it, {remedy}."
 
 
 def _second_differences(runs: Sequence[WholeRun], weights: Sequence[float]) -> list[str]:

@@ -121,7 +121,7 @@ class Spool:
         while data:
             count = self._file.readinto(data)
             if not count:
-                raise OSError("the temporary file of the self-check was truncated")
+                raise OSError("The temporary file of the self-check is truncated")
             data = data[count:]
         return tensor.to(held.device)
 
@@ -722,7 +722,9 @@ def _sendable(outcome: _Outcome) -> _Outcome:
     try:
         pickle.dumps(outcome)
     except Exception as error:
-        return _Outcome(failure=f"what the step gave cannot be sent ({type(error).__name__}: {error})", blame="check")
+        return _Outcome(
+            failure=f"the results of the step cannot be sent ({type(error).__name__}: {error})", blame="check"
+        )
     return outcome
 
 
@@ -776,7 +778,7 @@ def _deliver(owners: Owners, model: WholeModel, buffers: Mapping[str, Tensor]) -
     model.deliver(is_last=True)
     strays = {name: p.grad for name, p in owners.parameters.items() if p.grad is not None}
     if any(name in owners.rules for name in strays):
-        raise RuntimeError(f"the step reaches `{next(iter(strays))}` by another way than its module")
+        raise RuntimeError(f"the step reaches `{next(iter(strays))}` other than through its module")
     owners.give_back({name: gradient for name, gradient in strays.items() if gradient is not None})
     owners.give_back({**buffers, **model.written()}, are_values=True)
 

@@ -123,8 +123,8 @@ class ReplicaOptimizers:
             return ranks[data.rank * replica.size + replica.rank]
         if layout[1:] != self._sizes[1:]:
             rank_zero_warn(
-                f"The checkpoint is of replicas of {' x '.join(map(str, layout[1:]))} ranks (pipeline x tensor); in"
-                " other ones, the optimizers of all replicas begin with the state of the first replica."
+                f"The checkpoint is from replicas of {' x '.join(map(str, layout[1:]))} ranks (pipeline x tensor)."
+                " This run has another layout, so all replicas start with the optimizer state of the first replica."
             )
             return {}
         first, others = self._slots(), [ranks[r * replica.size + replica.rank] for r in range(1, layout[0])]

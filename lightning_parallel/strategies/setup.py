@@ -122,7 +122,7 @@ class PipelineOptions:
         """
         check_pipeline_arguments(layers, schedule, num_microbatches, virtual_stages, balance, memory_limit_bytes)
         if pipeline_plan is not None and not isinstance(pipeline_plan, (PipelinePlan, str, Path)):
-            raise ValueError(f"`pipeline_plan` must be a `PipelinePlan` or a file with one, got {pipeline_plan!r}")
+            raise ValueError(f"`pipeline_plan` must be a `PipelinePlan` or a file with one; got {pipeline_plan!r}")
         return cls(
             layers=layers,
             schedule=schedule,
@@ -151,7 +151,7 @@ def _function(given: Any, argument: str) -> Any:
         except (ImportError, AttributeError, ValueError) as error:
             reason = f": {error}"
     if found is not None and (reason or not callable(found)):
-        raise ValueError(f"`{argument}` must be a function or its dotted path, got {given!r}{reason}")
+        raise ValueError(f"`{argument}` must be a function or its dotted path; got {given!r}{reason}")
     return found
 
 
@@ -167,8 +167,8 @@ def shard_tensors(module: LightningModule, options: TensorOptions, groups: MeshG
         # The full tensors are gone, so that the module cannot be divided another way.
         if state.tensor_ranks != group.ranks:
             raise ValueError(
-                f"an earlier run sharded this module over the ranks {state.tensor_ranks}, so it cannot be sharded over"
-                f" {group.ranks}; build it anew and load a checkpoint"
+                f"An earlier run sharded this module over the ranks {state.tensor_ranks}, so it cannot be sharded"
+                f" over {group.ranks}. Build the module anew and load a checkpoint"
             )
         state.order.begin_run()
         return state.sharding
@@ -218,8 +218,8 @@ def cut_stages(
         # The layers of other stages are gone.
         if state.engine.group.ranks != group.ranks:
             raise ValueError(
-                f"an earlier run split this module into stages for the ranks {state.engine.group.ranks}, so it cannot"
-                f" run on {group.ranks}; build it anew and load a checkpoint"
+                f"An earlier run split this module into stages for the ranks {state.engine.group.ranks}, so it"
+                f" cannot run on {group.ranks}. Build the module anew and load a checkpoint"
             )
         return state.engine
     # While the model is whole: checkpoints are written in the order of its names.
@@ -274,15 +274,15 @@ def _check_cut(engine: PipelineEngine) -> None:
     held = comm.all_gather_object(sum(1 for _ in engine.module.parameters()), engine.group)
     if 0 in held:
         raise ValueError(
-            f"pipeline rank {held.index(0)} would hold no parameter, with {engine.plan.layers_per_stage} layers per"
-            " stage; use fewer stages or give the layers per stage: balance=[...]"
+            f"Every pipeline rank must hold a parameter; got none on rank {held.index(0)} with"
+            f" {engine.plan.layers_per_stage} layers per stage. Use fewer stages or give the layers per stage:"
+            " balance=[...]"
         )
     if len(engine.tied) > _MOST_TIED * len(engine.plan.parameters):
         rank_zero_warn(
-            f"{len(engine.tied)} of {len(engine.plan.parameters)} parameters are on several stages: the step computes"
-            f" with them outside their layers (`{next(iter(engine.tied))}`, ...). Put a penalty on all parameters into"
-            " the optimizer (`weight_decay`)"
-            " [LP025]"
+            f"{len(engine.tied)} of {len(engine.plan.parameters)} parameters are on several stages, because the step"
+            f" computes with them outside their layers (`{next(iter(engine.tied))}`, ...). Put a penalty on all"
+            " parameters into the optimizer (`weight_decay`) [LP025]"
         )
 
 
@@ -319,10 +319,9 @@ def _agreed_plan(
             _tell_circumstances(error, module, options, found[1])
         if _ONE_VALUE in str(error) and samples is not None and samples > 1:
             failure = ValueError(
-                f"batch normalization needs two samples in each microbatch: expected at most {samples // 2}"
-                f" microbatches of a batch of {samples} samples, found num_microbatches={options.num_microbatches!r}."
-                f" Set `num_microbatches` to at most {samples // 2}, or to 'auto' ({error})"
-                " [LP010]"
+                f"Batch normalization needs two samples in each microbatch, so a batch of {samples} samples must"
+                f" have at most {samples // 2} microbatches; got num_microbatches={options.num_microbatches!r}. Set"
+                f" `num_microbatches` to at most {samples // 2}, or to 'auto' ({error}) [LP010]"
             )
     comm.raise_together(failure, groups.world)
     assert plan is not None
@@ -342,16 +341,16 @@ def _tell_circumstances(error: Exception, module: LightningModule, options: Pipe
     if late and ("NoneType" in text or any(isinstance(each, (AttributeError, LookupError)) for each in reasons)):
         add_to_text(
             error,
-            f"The first batch is looked at before the run: {', '.join(f'`{name}`' for name in late)} of"
-            f" `{type(module).__name__}` had not run yet. Set what the step needs in `__init__` or `setup`, or compute"
-            " it from the batch in the step itself.",
+            f"The strategy inspects the first batch before the run, when {', '.join(f'`{name}`' for name in late)}"
+            f" of `{type(module).__name__}` had not run yet. Set the inputs of the step in `__init__` or `setup`, or"
+            " compute them from the batch in the step itself.",
         )
     if options.num_microbatches != 1:
         hint = split_lists(batch) if options.split_batch is split_samples else ""
         hint = "" if hint in text else hint
         is_raw = any(type(reason).__module__ == "builtins" for reason in reasons[1:]) or "per channel" in text
         if hint or is_raw:
-            add_to_text(error, f"The step was looked at with one microbatch of the first batch. {WHOLE_BATCHES}{hint}")
+            add_to_text(error, f"The strategy ran the step on one microbatch of the first batch. {WHOLE_BATCHES}{hint}")
 
 
 _LATE_HOOKS = ("on_fit_start", "on_train_start", "on_train_epoch_start", "on_train_batch_start")
@@ -478,7 +477,7 @@ def _plan_of_checkpoint(module: LightningModule, request: dict[str, Any], world:
     data = comm.broadcast_object(found() if world.rank == 0 else None, world)
     if data is None:
         return None
-    tell(f"the pipeline runs by the plan of the checkpoint ({PLAN_FILE})")
+    tell(f"The pipeline uses the plan of the checkpoint ({PLAN_FILE}).")
     return PipelinePlan.from_dict(data)
 
 

@@ -32,8 +32,8 @@ __all__ = ["SharedChance"]
 _OF_EACH_BATCH = ("batch", "step", "backward", "zero_grad", "_next", "on_before_", "configure_gradient", "closure")
 _FIRST_CALLS = 3
 _REMEDY = (
-    "Draw on all ranks, let only what follows depend on the rank (`is_global_zero`, `rank_zero_only`), or draw from a"
-    " generator of its own (`torch.Generator`) or inside of `torch.random.fork_rng()`"
+    "Draw on all ranks, and apply the condition on the rank (`is_global_zero`, `rank_zero_only`) only to the code"
+    " after it. Or draw from a separate generator (`torch.Generator`) or inside `torch.random.fork_rng()`"
 )
 
 
@@ -133,10 +133,9 @@ class SharedChance:
         ranks = ", ".join(str(rank) for rank in self._group.ranks)
         if len(set(after_steps)) > 1:
             raise RuntimeError(
-                f"some of the ranks {ranks} have drawn random numbers in the last step, and other ranks have not. These"
-                " ranks hold one replica: their dropout masks and shared weights would differ. Draw on all ranks,"
-                " without a condition on the rank (`global_rank`, `is_global_zero`)"
-                " [LP032]"
+                f"Only some of the ranks {ranks} have drawn random numbers in the last step. These ranks hold one"
+                " replica: their dropout masks and shared weights would differ. Draw on all ranks, without a"
+                " condition on the rank (`global_rank`, `is_global_zero`) [LP032]"
             )
         name = _first_that_differs(comm.all_gather_object(drawn, self._group))
         share_random_state(self._group)

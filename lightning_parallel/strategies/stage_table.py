@@ -81,7 +81,7 @@ def _modules(plan: PipelinePlan, stage: int) -> str:
     if len(owners) > _MOST_NAMES:
         owners = [*owners[: _MOST_NAMES - 1], f"{len(owners) - _MOST_NAMES + 1} more"]
     skips = len(plan.skips[stage]) if plan.skips else 0
-    gets = f"; gets {plan.skips[stage][0]}{f' and {skips - 1} more' if skips > 1 else ''}" if skips else ""
+    gets = f"; receives {plan.skips[stage][0]}{f' and {skips - 1} more' if skips > 1 else ''}" if skips else ""
     return ", ".join([*owners, shown] if stage == 0 else [shown, *owners]) + gets
 
 
@@ -95,20 +95,20 @@ def _caption(plan: PipelinePlan, memories: Sequence[RankMemory]) -> str:
     fullest = max(range(len(memories)), key=lambda stage: memories[stage].total)
     kinds = [f"{kind} {bytes_text(size)}" for kind, size in memories[fullest].by_kind().items() if size]
     return (
-        f"predicted: {seconds_text(timeline.makespan_s)} a step, bubble {timeline.bubble_fraction:.0%}, "
-        f"at most {bytes_text(max(timeline.memory_peaks(costs)))} on a rank\n"
-        f"stage {fullest}: {', '.join(kinds)}"
+        f"Prediction: step time {seconds_text(timeline.makespan_s)}, bubble {timeline.bubble_fraction:.0%}, at most"
+        f" {bytes_text(max(timeline.memory_peaks(costs)))} per rank.\n"
+        f"Memory of stage {fullest}: {', '.join(kinds)}."
     )
 
 
 def choice_table(choice: Choice) -> Table:
     """Show the schedules that were compared, best first."""
-    table = Table(title="schedules compared by simulation with measured costs", box=box.SIMPLE_HEAD)
+    table = Table(title="Schedules, compared by simulation with measured costs", box=box.SIMPLE_HEAD)
     for header in choice.HEADER:
         table.add_column(header, justify="left" if header == "schedule" else "right")
     for row in choice.rows()[:_SHOWN]:
         table.add_row(*row)
     left_out = len(choice.candidates) - _SHOWN
     if left_out > 0:
-        table.caption = f"and {left_out} slower ones"
+        table.caption = f"{left_out} slower schedules are not shown."
     return table

@@ -326,7 +326,7 @@ def log_recorded(module: LightningModule, calls: list[LogCall], metrics: MetricC
             # By its path: every rank has another object for it.
             path = next((path for path, child in module.named_modules() if child is value), None)
             if path is None:
-                raise ValueError(f"the metric logged as {name!r} is not an attribute of the module; make it one")
+                raise ValueError(f"The metric logged as {name!r} must be an attribute of the module; make it one")
             value = _MetricAt(path, batch_value_of(value), value, batches.get(id(value)))
         elif in_dry_run():
             # In a real step the last stage refuses it when all are there to hear of it: see `StepEffects.merged`.
@@ -423,9 +423,9 @@ def _agreed(found: Sequence[dict[tuple[str, str], Any]]) -> dict[tuple[str, str]
         if any(value != values[0] for value in values):
             name = f"{label}.{key}" if label == "self.trainer" else f"{label}[{key!r}]"
             raise ValueError(
-                f"the step sets `{name}` by its microbatch: expected the same in all of them, found {values}. One"
-                " process decides once, on the whole batch. Set it in `on_train_batch_end`, from `outputs['loss']`, or"
-                " set `num_microbatches=1`"
+                f"The step must set `{name}` to the same value in all microbatches; got {values}. A single process"
+                " sets it once, from the full batch. Set it in `on_train_batch_end`, from `outputs['loss']`, or set"
+                " `num_microbatches=1`"
             )
     return found[-1]
 

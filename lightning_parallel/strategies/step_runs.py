@@ -408,7 +408,7 @@ class StepRuns:
         if call.name == "training_step" and module.automatic_optimization and output is not None:
             loss = loss_of(output)
         # Before backward, which may free what they refer to.
-        with blamed_on_us("to note what the step gave"):
+        with blamed_on_us("to record the results of the step"):
             effects = self._effects(calls, output, loss, before)
         effects.left_in_callback = "" if callbacks is None else callbacks.name()
         if loss is not None:
@@ -479,7 +479,7 @@ class StepRuns:
         finally:
             patches.undo()
         loss = loss_of(output) if call.name == "training_step" else None
-        with blamed_on_us("to note what the step gave"):
+        with blamed_on_us("to record the results of the step"):
             return self._effects(calls, output, loss, before)
 
     def _complete_gradients(self, parameters: Mapping[str, nn.Parameter]) -> None:

@@ -143,9 +143,9 @@ def refuse_unknown(rules: Mapping[str, str], label: str) -> None:
     is_new = label.endswith("']") and label not in rules
     if is_new and any(rule in MEANS for name, rule in rules.items() if name.startswith(beside)):
         raise ValueError(
-            f"`self.{label}` was not there when the step was compared with one process, and others beside it are"
-            " averaged over microbatches: it is not known whether this one is to be. Create it before the run, such"
-            " as in `__init__`, or set `num_microbatches=1`"
+            f"`self.{label}` must exist at the self-check; got it later. Its neighbours are averaged over"
+            f" microbatches, and it is not known whether this holds for `self.{label}`. Create it before the run,"
+            " such as in `__init__`, or set `num_microbatches=1`"
         )
 
 

@@ -49,10 +49,10 @@ class WatchedCopies:
             before, self._before[path] = self._before.get(path, found), found
             if before != found:
                 failure = failure or RuntimeError(
-                    f"`{path}` is a copy of `{original}` and has changed between two steps. The training step calls it,"
-                    f" so that it is not divided over the stages as `{original}` is: a loop over the parameters of both"
-                    " pairs others than in one process. Use TensorParallelStrategy, which divides both alike; or call"
-                    f" `{path}` outside of `training_step` only"
+                    f"`{path}` is a copy of `{original}` and has changed between two steps. The training step calls"
+                    f" it, so it is not split into stages like `{original}`. A loop over the parameters of both pairs"
+                    " others than in a single process. Use TensorParallelStrategy, which shards both alike; or call"
+                    f" `{path}` only outside `training_step`"
                 )
         comm.raise_together(failure, self._engine.group)
 
@@ -75,8 +75,8 @@ class FrozenParameters:
         for name, before, after in zip(self._values, self._before, comm.fingerprints(self._values.values())):
             if before != after:
                 return RuntimeError(
-                    f"`training_step` writes into the parameter `{name}`: a pipeline runs it once for each microbatch,"
-                    " and each of its stages has other parameters. Do it in a hook, such as `on_train_batch_start`; or"
-                    " use TensorParallelStrategy, whose ranks run a step once"
+                    f"`training_step` must not write into a parameter in a pipeline; got a write into `{name}`. A"
+                    " pipeline runs the step once per microbatch, and each stage has other parameters. Write in a"
+                    " hook, such as `on_train_batch_start`; or use TensorParallelStrategy, whose ranks run a step once"
                 )
         return None

@@ -72,9 +72,8 @@ def _restore_whole(
         where = _place_of(total, groups.world)
     if where == "off":
         tell(
-            f"The module stays divided after the run: its {total / 2**30:.1f} GiB may not fit into the memory of one"
-            " host. Load a checkpoint into a new module, or set `gather_after_fit='rank_zero'`"
-            " [LP037]"
+            f"The module stays sharded after the run, because its {total / 2**30:.1f} GiB may not fit into the"
+            " memory of one host. Load a checkpoint into a new module, or set `gather_after_fit='rank_zero'`. [LP037]"
         )
         return False
     is_mine = where == "all" or groups.data_parallel.rank == 0
@@ -89,7 +88,10 @@ def _restore_whole(
     if is_here:
         whole.restore(full, trained)
     if where == "rank_zero" and is_default:
-        tell("The module is whole again on rank zero only, for its size: `gather_after_fit='all'` makes it so on all.")
+        tell(
+            "Because of its size, only rank 0 holds the full module after the run. Set `gather_after_fit='all'`"
+            " for the full module on all ranks."
+        )
     return True
 
 
@@ -176,8 +178,8 @@ def divide_again(module: LightningModule, groups: MeshGroups, device: torch.devi
         return
     if any(whole and not usable for whole, usable in views):
         raise ValueError(
-            "the module was changed since the last run. That run left the full module on rank 0 only; the other ranks"
-            " still hold their parts. Build it anew on every rank, or set `gather_after_fit='all'`"
+            "The module has changed since the last run. That run left the full module on rank 0 only; the other"
+            " ranks still hold their parts. Build it anew on every rank, or set `gather_after_fit='all'`"
         )
     _send_parts(module, state, groups, device)
 

@@ -46,7 +46,7 @@ def check_zero_stage(stage: Any, compression: Optional[Reducer]) -> None:
         ValueError: If there is no such stage, or it does not go with another argument.
     """
     if isinstance(stage, bool) or stage not in get_args(ZeroStage):
-        raise ValueError(f"`zero_stage` must be 0, 1 or 2, got {stage!r}; to shard the parameters as well, use FSDP")
+        raise ValueError(f"`zero_stage` must be 0, 1 or 2; got {stage!r}. To shard the parameters as well, use FSDP")
     if stage == 2 and compression is not None:
         raise ValueError(
             "`compression` gives every replica the full mean gradient, but `zero_stage=2` keeps only a slice of it."
@@ -62,8 +62,8 @@ def refuse_zero_stage(stage: Any) -> None:
     """
     if stage != 0:
         raise ValueError(
-            f"`zero_stage` must be 0 with LocalSGDStrategy, got {stage!r}. Each replica takes its own steps and needs"
-            " the full optimizer state. HybridParallelStrategy shards the optimizer state"
+            f"`zero_stage` must be 0 with LocalSGDStrategy; got {stage!r}. Each replica takes its own steps and"
+            " needs the full optimizer state. HybridParallelStrategy shards the optimizer state"
         )
 
 
@@ -95,8 +95,8 @@ def _check_gradients_unneeded(module: LightningModule) -> None:
     kind = type(module).__name__
     if not module.automatic_optimization:
         raise ValueError(
-            f"`{kind}` optimizes manually and may need its gradients for several steps, but `zero_stage=2` frees them"
-            " after backward. Use `zero_stage=1`"
+            f"`{kind}` optimizes manually and may need its gradients for several steps, but `zero_stage=2` frees"
+            " them after the backward pass. Use `zero_stage=1`"
         )
     if is_overridden("optimizer_zero_grad", module):
         raise ValueError(

@@ -69,10 +69,12 @@ class Attention:
         """
         native = isinstance(module, nn.MultiheadAttention) and type(module).forward is nn.MultiheadAttention.forward
         if not native or "forward" in vars(module):
-            raise TypeError(f"`Attention` applies to `nn.MultiheadAttention`, found {describe(module)}")
+            raise TypeError(f"`Attention` must apply to `nn.MultiheadAttention`; got {describe(module)}")
         assert isinstance(module, nn.MultiheadAttention)
         if module.bias_k is not None or module.add_zero_attn:
-            raise ValueError("`add_bias_kv` and `add_zero_attn` cannot be divided by heads; leave this attention whole")
+            raise ValueError(
+                "`add_bias_kv` and `add_zero_attn` cannot be sharded by heads; keep this attention replicated"
+            )
         heads = ShardPart(module.embed_dim, module.head_dim)
         packed = Shard.packed(0, [heads] * 3, ranks)
         single = Shard.packed(0, [heads], ranks)
@@ -143,7 +145,7 @@ def transformer_styles(module: nn.Module) -> dict[str, Style]:
         TypeError: If it is none, or computes otherwise.
     """
     if not isinstance(module, (nn.TransformerEncoderLayer, nn.TransformerDecoderLayer)):
-        raise TypeError(f"`TransformerLayer` applies to torch's own transformer layers, found {describe(module)}")
+        raise TypeError(f"`TransformerLayer` must apply to torch's own transformer layers; got {describe(module)}")
     base = nn.TransformerEncoderLayer if isinstance(module, nn.TransformerEncoderLayer) else nn.TransformerDecoderLayer
     replaced = [
         name
@@ -154,17 +156,17 @@ def transformer_styles(module: nn.Module) -> dict[str, Style]:
         replaced = []  # divided before
     if replaced:
         raise TypeError(
-            f"`TransformerLayer` applies to layers with torch's own methods; {describe(module)} overrides"
-            f" {', '.join(f'`{name}`' for name in replaced)}"
+            f"`TransformerLayer` must apply to layers with torch's own methods; got {describe(module)}, which"
+            f" overrides {', '.join(f'`{name}`' for name in replaced)}"
         )
     activation = module.activation
     if activation not in ELEMENTWISE and type(activation) not in ELEMENTWISE:
         raise TypeError(
-            f"`TransformerLayer` cannot tell whether the activation {activation} of {describe(module)} computes each"
-            " feature by itself"
+            "`TransformerLayer` must apply to layers whose activation computes each feature by itself; got"
+            f" {describe(module)} with the unknown activation {activation}"
         )
     if type(module.dropout) not in (nn.Dropout, nn.Identity):
-        raise TypeError(f"`TransformerLayer` applies to layers with torch's dropout, found {describe(module.dropout)}")
+        raise TypeError(f"`TransformerLayer` must apply to layers with torch's dropout; got {describe(module.dropout)}")
     # A decoder layer also attends to the encoder's output.
     attentions = ["self_attn"] if isinstance(module, nn.TransformerEncoderLayer) else ["self_attn", "multihead_attn"]
     return {**{name: Attention() for name in attentions}, "linear1": Column(), "linear2": Row()}
@@ -201,7 +203,7 @@ class ParallelAttention(nn.MultiheadAttention):
     ) -> tuple[Tensor, Tensor | None]:
         """Compute attention like `nn.MultiheadAttention`, including masks and weights."""
         if is_causal and attn_mask is None:
-            raise RuntimeError("`is_causal` is a hint about `attn_mask`; pass the mask too")
+            raise RuntimeError("`is_causal` is only a hint about `attn_mask`; pass the mask as well")
         batched = query.dim() == 3
         if not batched:
             # Inputs that are one tensor must stay one: their projections then share one product and one all-reduce.

@@ -108,7 +108,7 @@ class StepAudit:
         Raises:
             RuntimeError: See `check_output`.
         """
-        name = "what this stage sends"
+        name = "the output of this stage"
         try:
             self.check_output(tensor, name)
         except RuntimeError as error:
@@ -177,7 +177,7 @@ class StepAudit:
         if known is not None and not inside and known in self._divided:
             raise RuntimeError(_used_outside(known, name))
         if inside and known not in self._divided:
-            what = "a tensor that requires a gradient (an input?)" if known is None else f"`{known}`"
+            what = "A tensor that requires a gradient (an input?)" if known is None else f"`{known}`"
             raise RuntimeError(
                 f"{name} depends on {what} inside a region where each rank computes only a part (some heads, hidden"
                 " features, positions). Each rank would have a part of its gradient, and the ranks would drift apart."

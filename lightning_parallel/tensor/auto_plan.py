@@ -49,11 +49,11 @@ from lightning_parallel.tensor.verify import BlockCall, PlanVerifier
 
 __all__ = ["make_plan"]
 
-GATHERED = "how its neighbours use it is not known"
-LISTENED = "a hook is called around a forward beside it"
-AS_CALLED = "the model gives the module around a tensor for all heads, such as a bias of positions"
-IDLE = "the module around calls other layers, too, if it is given more than one tensor"
-REJECTED = "the module around computes something else with some of the heads"
+GATHERED = "the use of it by its neighbours is not known"
+LISTENED = "a hook is called around the forward of a neighbour"
+AS_CALLED = "the module around it takes a tensor for all heads, such as a position bias"
+IDLE = "the module around it calls other layers if it takes more than one tensor"
+REJECTED = "the module around it computes other results with some of the heads"
 LARGE_TABLE = 1 / 16  # an embedding with this share of the parameters is worth an all-reduce of its output
 # Head sizes to try for fused projections of modules that do not tell their number of heads.
 HEAD_SIZES = (128, 96, 80, 64, 48, 40, 32, 24, 16, 12, 8, 6, 4, 2, 1)
@@ -114,8 +114,8 @@ def _verify_regions(
         if settled is None:
             listed = ", ".join(f"`{name}`: {style}" for name, style in inside.styles.items())
             raise ValueError(
-                f"with the tensor-parallel plan, `{path}` computes something else than without it: {listed}. Are the"
-                " layers a pair (`column` then `row`), and is a fused layer given its `Column(parts=...)`?"
+                f"`{path}` must compute the same with the tensor-parallel plan as without it; got {listed}. Make the"
+                " layers a pair (`column` then `row`), and give a fused layer its `Column(parts=...)`"
             )
         plan.add(path, settled)
 
@@ -138,11 +138,11 @@ def _check_fused(block: nn.Module, path: str, inside: Plan, explicit: Collection
         out_features = layer_sizes(block.get_submodule(name))[1]
         if out_features > width:
             raise ValueError(
-                f"`{full}` makes {out_features} features for a row-parallel layer that takes {width}: it holds several"
-                f" projections. `{path}` cannot run with one tensor, so their packing is not known. Give it in the"
-                " tensor-parallel plan: `Column(parts=(size, size, ...))` for one projection after another, each by"
-                " whole heads with `ShardPart(size, head_size)`, or `Column(unit=...)` for units that stay together."
-                " Or leave it to 'column_gather' and 'row_split'"
+                f"`{full}` makes {out_features} features for a row-parallel layer that takes {width}, so it holds"
+                f" several projections. `{path}` cannot run with one tensor, so their packing is not known. Give it"
+                " in the tensor-parallel plan: `Column(parts=(size, size, ...))` for one projection after another,"
+                " each by full heads with `ShardPart(size, head_size)`, or `Column(unit=...)` for units that stay"
+                " together. Or use 'column_gather' and 'row_split'"
             )
 
 
@@ -196,10 +196,9 @@ def _automatic_plan(module: nn.Module, verifier: PlanVerifier, group: Group) -> 
     if not any(style.rules(module.get_submodule(path), group.size) for path, style in found.styles.items()):
         kinds = sorted({_kind(child) for child in module.modules() if any(True for _ in child.parameters(False))})
         raise ValueError(
-            f"`{type(module).__name__}` has nothing to shard over {group.size} tensor-parallel ranks: looked for"
-            f" torch's linear layers, attention and embeddings, found {', '.join(kinds) or 'no parameters'}."
-            " Use `tensor_parallel_size=1`, or give a `plan`."
-            " [LP012]"
+            f"`{type(module).__name__}` must have linear, attention or embedding layers of torch to shard over"
+            f" {group.size} tensor-parallel ranks; got {', '.join(kinds) or 'no parameters'}. Use"
+            " `tensor_parallel_size=1`, or give a `tensor_plan`. [LP012]"
         )
     return found
 
@@ -391,7 +390,7 @@ def _plan_by_structure(module: nn.Module, plan: Plan, search: _Search, path: str
             if kind == "transformer_layer" and has_hooks_inside(module):
                 continue
             if isinstance(why := _refusal(STYLES[kind], module, search.group.size), str):
-                plan.notes[path] = f"whole: {why}"
+                plan.notes[path] = f"replicated: {why}"
                 if kind == "transformer_layer":
                     continue  # its other layers may be divided
             else:
@@ -575,12 +574,12 @@ def _plan_remaining_layers(module: nn.Module, plan: Plan, group: Group, reasons:
             continue
         if not (path in layers or is_native(child, nn.Embedding)):
             if (why := why_no_linear(child)) is not None:
-                plan.notes |= dict.fromkeys(_owners(path, child), f"whole: {why}")
+                plan.notes |= dict.fromkeys(_owners(path, child), f"replicated: {why}")
             continue
         if path in routers:
-            plan.notes[path] = "whole: every rank chooses between the experts"
+            plan.notes[path] = "replicated: every rank chooses between the experts"
         elif read_elsewhere(module, path):
-            plan.notes[path] = "whole: its weight is read outside of its forward"
+            plan.notes[path] = "replicated: its weight is read outside its forward"
         elif is_native(child, nn.Embedding):
             # A tied head is divided with its table, whatever the size.
             large = child.weight.numel() >= LARGE_TABLE * total or id(child.weight) in weights

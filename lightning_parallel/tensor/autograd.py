@@ -208,7 +208,7 @@ def all_to_all_in_group(
     if group.size == 1:
         return x
     if split_dim % x.dim() == concat_dim % x.dim():
-        raise ValueError(f"`split_dim` and `concat_dim` must differ, both are dimension {split_dim % x.dim()}")
+        raise ValueError(f"`split_dim` and `concat_dim` must differ; got dimension {split_dim % x.dim()} for both")
     concat_sizes = concat_sizes or [x.shape[concat_dim]] * group.size
     split_sizes = _slices(x, group, split_dim, split_sizes)
     return _AllToAllInGroup.apply(x, group, split_dim, concat_dim, split_sizes, concat_sizes)
@@ -278,10 +278,12 @@ def _slices(x: Tensor, group: Group, dim: int, sizes: Sequence[int] | None) -> S
     # Checked before any communication: a rank that raised later would leave the others waiting.
     extent = x.shape[dim]
     if sizes is None and extent % group.size:
-        raise ValueError(f"dimension {dim} of {extent} does not divide over {group.size} ranks; pass the sizes")
+        raise ValueError(
+            f"The extent of dimension {dim} must be a multiple of the {group.size} ranks; got {extent}. Pass the sizes"
+        )
     sizes = sizes or [extent // group.size] * group.size
     if sum(sizes) != extent:
-        raise ValueError(f"slices of {list(sizes)} do not add up to dimension {dim} of {extent}")
+        raise ValueError(f"`sizes` must add up to {extent}, the extent of dimension {dim}; got {list(sizes)}")
     return sizes
 
 

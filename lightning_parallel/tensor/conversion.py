@@ -33,7 +33,7 @@ class _Divided(PartialModule):
     """First base of the class of every converted module."""
 
     def _what_is_missing(self) -> str:
-        return f"this `{type(self).__name__}` is sharded over the tensor-parallel ranks, and each holds its shard only"
+        return f"This `{type(self).__name__}` is sharded over the tensor-parallel ranks, and each holds only its shard"
 
 
 # Cached, so that all converted modules of a class share one class again.
@@ -64,7 +64,7 @@ def shard_parameters(module: nn.Module, rules: Mapping[str, Shard], group: Group
         parameter = module.get_parameter(name)
         known = getattr(parameter, "shard_rule", None)
         if known is not None and known != rule:
-            raise ValueError(f"`{name}` is tied to a parameter that is divided in another way: {known}, not {rule}")
+            raise ValueError(f"Tied parameters must be sharded in the same way; got {known} and {rule} for `{name}`")
         if known is None:
             # The object stays: optimizers, hooks and tied modules hold references to it.
             parameter.data = rule.split(parameter.data, group.rank)

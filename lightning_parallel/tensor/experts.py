@@ -42,7 +42,9 @@ from lightning_parallel.tensor.verify import PlanVerifier
 
 __all__ = ["Experts", "ExpertsModule", "find_routers", "join_lists", "plan_experts"]
 
-NOT_THE_SAME = "whole: divided, it would compute something else, draw other random numbers, or keep parts for the loss"
+NOT_THE_SAME = (
+    "replicated: in shards it would compute other results, draw other random numbers, or keep parts for the loss"
+)
 MOST_CANDIDATES = 64
 MOST_PROJECTIONS = 3  # in one weight
 MOST_ATTRIBUTES = 4  # choices of some of them
@@ -68,7 +70,7 @@ class Experts:
         own = dict(module.named_parameters())
         for known in self.parameters:
             if known.name not in own:
-                raise TypeError(f"`Experts` applies to a module with a parameter `{known.name}`")
+                raise TypeError(f"`Experts` must apply to a module with a parameter `{known.name}`")
         return {known.name: known.rule(ranks) for known in self.parameters}
 
     def partial(self, module: nn.Module) -> frozenset[str]:
@@ -120,9 +122,9 @@ class ExpertsModule(nn.Module):
             path = layer_of(self.named_parameters(), "<its path>")
             raise RuntimeError(
                 f"`{path}` draws random numbers (a noisy router?) in the module that runs its experts, of which each"
-                " tensor-parallel rank computes a part. Whether the numbers are for a part or the whole is not known."
-                " Draw them in the module around, or keep it whole with"
-                f" tensor_plan={{..., {f'{path}*'!r}: 'replicate'}}"
+                " tensor-parallel rank computes a part. It is not known whether the numbers are for a part or for all"
+                " experts. Draw them in the module around, or keep it replicated with tensor_plan={...,"
+                f" {f'{path}*'!r}: 'replicate'}}"
             )
         self._refuse_kept_graphs()
         leaves, tree = pytree.tree_flatten(output)
@@ -142,9 +144,9 @@ class ExpertsModule(nn.Module):
             for name, value in vars(child).items():
                 if type(value) is Tensor and value.grad_fn is not None:
                     raise RuntimeError(
-                        f"`{type(self).__name__}` keeps `{f'{path}.{name}'.lstrip('.')}`, whose gradients each"
-                        " tensor-parallel rank has a part of. Return it from the forward, or keep the module whole with"
-                        " tensor_plan={..., '<its path>': 'replicate'}"
+                        f"`{type(self).__name__}` keeps `{f'{path}.{name}'.lstrip('.')}`, but each tensor-parallel"
+                        " rank has only a part of its gradients. Return it from the forward, or keep the module"
+                        " replicated with tensor_plan={..., '<its path>': 'replicate'}"
                     )
 
     def _random_numbers(self, given: Any) -> AbstractContextManager[None]:
@@ -239,7 +241,7 @@ def plan_experts(module: nn.Module, plan: Plan, verifier: PlanVerifier, group: G
     for path in _owners(module):
         owner = module.get_submodule(path)
         if any(any(forward_hooks_of(child)) for child in owner.modules() if child is not owner):
-            plan.notes[path] = "whole: a hook is called around a forward inside of the experts"
+            plan.notes[path] = "replicated: a hook is called around a forward inside the experts"
             continue
         divisions = _divisions(owner, group.size)
         parts = path.split(".") if path else []
@@ -250,7 +252,7 @@ def plan_experts(module: nn.Module, plan: Plan, verifier: PlanVerifier, group: G
             if accepted is None and _takes_one_tensor(block):
                 accepted = trials.accepted(block, ".".join(parts[depth:]), divisions, plan.under(around))
         if accepted is None:
-            plan.notes[path] = NOT_THE_SAME if divisions else f"whole: too few features for {group.size} ranks"
+            plan.notes[path] = NOT_THE_SAME if divisions else f"replicated: too few features for {group.size} ranks"
         else:
             plan.add(path, accepted)
 

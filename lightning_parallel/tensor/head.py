@@ -18,7 +18,9 @@ from lightning_parallel.tensor.low_rank import layer_sizes, low_rank_of
 
 __all__ = ["NOTE", "Head", "find_heads", "gathered_heads"]
 
-NOTE = "in training its output stays divided until someone looks at it; a cross-entropy does not"
+NOTE = (
+    "during training the logits stay sharded by class; cross-entropy works on the shards, any other access gathers them"
+)
 
 
 @dataclass(frozen=True)

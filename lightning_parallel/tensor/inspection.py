@@ -171,8 +171,8 @@ def why_no_linear(module: nn.Module) -> str | None:
     if weight is not None and not is_lazy(weight) and not weight.is_floating_point():
         return "its weight is quantised"
     if not isinstance(module, (nn.Linear, nn.Embedding)):
-        return f"a class of its own, {describe(module)}, not torch's"
-    return f"{describe(module)} has a `forward` or parameters of its own"
+        return f"its class is {describe(module)}, not a class of torch"
+    return f"{describe(module)} has its own `forward` or parameters"
 
 
 def describe(module: nn.Module) -> str:

@@ -116,7 +116,7 @@ class Column:
     def __post_init__(self) -> None:
         # The gathered output would hold shared features more than once.
         if self.gather_output and any(isinstance(part, ShardPart) and part.shared for part in self.parts or ()):
-            raise ValueError("`gather_output=True` cannot be combined with features that several ranks share")
+            raise ValueError("`gather_output=True` is not supported with features that several ranks share")
 
     def rules(self, module: nn.Module, ranks: int) -> dict[str, Shard]:
         """See `Style`."""
@@ -177,7 +177,7 @@ class Row:
         in_features = _features(module, type(self).__name__)[0]
         features = _feature_rule(self.parts, self.unit, in_features, ranks)
         if features.replicated:  # the sum over the ranks would count the shared features twice
-            raise ValueError("the input features of a row-parallel layer cannot be shared between ranks")
+            raise ValueError("Input features that several ranks share are not supported by a row-parallel layer")
         return {"weight": features.along(0 if is_transposed(module) else 1)}
 
     def partial(self, module: nn.Module) -> frozenset[str]:
@@ -220,11 +220,13 @@ class Vocab:
     def rules(self, module: nn.Module, ranks: int) -> dict[str, Shard]:
         """See `Style`."""
         if not is_native(module, nn.Embedding):
-            raise TypeError(f"`Vocab` applies to `nn.Embedding`, found {describe(module)}")
+            raise TypeError(f"`Vocab` must apply to `nn.Embedding`; got {describe(module)}")
         # These act on the rows that are looked up, and tokens that other ranks hold look up row 0 here.
         used = [name for name in ("max_norm", "scale_grad_by_freq", "sparse") if getattr(module, name)]
         if used:
-            raise ValueError(f"a vocabulary-parallel embedding cannot have {', '.join(f'`{name}`' for name in used)}")
+            raise ValueError(
+                f"A vocabulary-parallel embedding does not support {', '.join(f'`{name}`' for name in used)}"
+            )
         assert isinstance(module, nn.Embedding)
         return {"weight": Shard.even(0, module.num_embeddings, ranks)}
 
@@ -402,9 +404,12 @@ class VocabEmbedding(nn.Embedding):
         if (tokens := input).device.type == "cpu" and tokens.numel() and has_data(tokens):
             low, high = tokens.aminmax()
             if low < 0 or high >= self.num_embeddings:
-                raise IndexError(f"tokens must be in [0, {self.num_embeddings}), found {int(low)} to {int(high)}")
+                raise IndexError(f"Tokens must be in [0, {self.num_embeddings}); got {int(low)} to {int(high)}")
         elif tokens.numel():
-            assert_on_device(((tokens >= 0) & (tokens < self.num_embeddings)).all(), "a token is not in the vocabulary")
+            assert_on_device(
+                ((tokens >= 0) & (tokens < self.num_embeddings)).all(),
+                "Tokens must be in the vocabulary; got a token that is not",
+            )
         elsewhere = (tokens < self.first) | (tokens >= self.stop)
         # Only the rank that holds the padding row has to keep gradients from it.
         padding = self.padding_idx
@@ -426,7 +431,7 @@ class VocabEmbedding(nn.Embedding):
 def _features(module: nn.Module, style: str) -> tuple[int, int]:
     if not is_linear(module):
         raise TypeError(
-            f"`{style}` applies to layers that compute what `nn.Linear` computes, and to `Conv1D`; found"
+            f"`{style}` must apply to a layer that computes the same as `nn.Linear`, or to `Conv1D`; got"
             f" {describe(module)}"
         )
     shape = full_shape(parameters_of(module)["weight"])  # type: ignore[arg-type]
@@ -437,7 +442,9 @@ def _features(module: nn.Module, style: str) -> tuple[int, int]:
 def _feature_rule(parts: Sequence[ShardPart | int] | None, unit: int, features: int, ranks: int) -> Shard:
     rule = Shard.packed(0, parts if parts is not None else (ShardPart(features, unit),), ranks)
     if rule.full_size != features:
-        raise ValueError(f"the parts {parts} make {rule.full_size} features, but the layer has {features}")
+        raise ValueError(
+            f"`parts` must add up to the {features} features of the layer; got {rule.full_size} from {parts}"
+        )
     return rule
 
 

@@ -100,8 +100,8 @@ def _once(backward: Callable[..., Any]) -> Callable[..., Any]:
             layer = layer_of([("weight", parameter) for parameter in getattr(ctx, "parameters", ())], "<their path>")
             parent = layer.rpartition(".")[0]
             raise RuntimeError(
-                "gradients of gradients (`create_graph=True`, as of a gradient penalty) through sharded layers are not"
-                f" supported; met at `{layer}`. Keep the layers through which they pass replicated with"
+                "Gradients of gradients (`create_graph=True`, as in a gradient penalty) are not supported through"
+                f" sharded layers; got them at `{layer}`. Keep the layers on their way replicated with"
                 f" tensor_plan={{..., {(f'{parent}.*' if parent else layer)!r}: 'replicate'}}"
             )
         return plain(ctx, *gradients)
@@ -155,8 +155,9 @@ class SequenceLengths:
             return comm.all_gather_object(local, self.group)
         if local not in self._full:
             raise RuntimeError(
-                f"a sequence-parallel layer got a sequence of {local} in dimension {self.dim}, but no layer before it"
-                f" divided a sequence into such parts (divided so far: {sorted(self._full.values()) or 'none'})"
+                "The input of a sequence-parallel layer must be a part of a sequence that an earlier layer sharded;"
+                f" got {local} positions in dimension {self.dim} (full lengths so far:"
+                f" {sorted(self._full.values()) or 'none'})"
             )
         return balanced(self._full[local], self.group.size)
 

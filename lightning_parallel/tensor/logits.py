@@ -198,8 +198,8 @@ class DividedLogits(Tensor):
             return _unread(func, args[0], args[0].family.whole(piece, args[0].class_dim), args[1:], kwargs)
         if torch.Tag.inplace_view in func.tags:
             raise RuntimeError(
-                f"`{func}` changes the shape of logits or hidden states in place, which are sharded over the"
-                " tensor-parallel ranks; use the form that makes a new tensor"
+                "Logits or hidden states that are sharded over the tensor-parallel ranks must keep their shape; got"
+                f" an in-place change by `{func}`. Use the form that makes a new tensor"
             )
         read: dict[int, DividedLogits] = {}
 
@@ -365,8 +365,9 @@ def _watch(logits: DividedLogits) -> None:
     """
     if logits.family.is_used:
         raise RuntimeError(
-            "the gradient of logits was asked for after their loss was computed from this rank's classes only. Call"
-            " `retain_grad` or `register_hook` before the loss (on the output of a block: before the next block)"
+            "`retain_grad` and `register_hook` of sharded logits must come before the loss; got a call after it. The"
+            " loss was computed from this rank's classes only. Call `retain_grad` or `register_hook` before the loss"
+            " (on the output of a block: before the next block)"
         )
     logits.family.is_watched = True
 

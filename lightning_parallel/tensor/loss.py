@@ -67,9 +67,9 @@ def cross_entropy(
     valid = target != ignore_index
     known = ((target >= 0) & (target < classes.count) | ~valid).all()
     if target.device.type != "cpu":
-        assert_on_device(known, "a target is not a class")  # the host does not wait
+        assert_on_device(known, "Targets must be classes; got a target that is not")  # the host does not wait
     elif has_data(target) and not known:
-        raise IndexError(f"targets must be in [0, {classes.count}) or {ignore_index}, found {target.unique().tolist()}")
+        raise IndexError(f"Targets must be in [0, {classes.count}) or {ignore_index}; got {target.unique().tolist()}")
     losses = _CrossEntropy.apply(logits.movedim(dim, -1), target, valid, weight, classes)
     if torch.is_autocast_enabled(logits.device.type):
         losses = losses.float()  # torch's cross-entropy gives single precision under autocast
@@ -85,9 +85,9 @@ def _check(
     logits: Tensor, target: Tensor, rule: Shard, group: Group, dim: int, reduction: str, label_smoothing: float
 ) -> None:
     if reduction not in ("mean", "sum", "none"):
-        raise ValueError(f"`reduction` must be 'mean', 'sum' or 'none', got {reduction!r}")
+        raise ValueError(f"`reduction` must be 'mean', 'sum' or 'none'; got {reduction!r}")
     if not 0.0 <= label_smoothing <= 1.0:
-        raise ValueError(f"`label_smoothing` must be between 0 and 1, got {label_smoothing}")
+        raise ValueError(f"`label_smoothing` must be between 0 and 1; got {label_smoothing}")
     if rule.ranks != group.size or not rule.consecutive or any(len(ranges) != 1 for ranges in rule.ranges):
         raise ValueError(f"`rule` must give each of the {group.size} ranks one range, in their order; got {rule}")
     if target.is_floating_point():
@@ -96,8 +96,8 @@ def _check(
     size = shape.pop(dim)
     if size != rule.local_size(group.rank) or shape != list(target.shape):
         raise ValueError(
-            f"expected logits of {tuple(target.shape)} targets by {rule.local_size(group.rank)} classes,"
-            f" found shape {tuple(logits.shape)} with the classes in dimension {dim}"
+            f"`logits` must have {tuple(target.shape)} targets by {rule.local_size(group.rank)} classes; got shape"
+            f" {tuple(logits.shape)} with the classes in dimension {dim}"
         )
 
 

@@ -65,7 +65,7 @@ class PerHead:
         own = dict(module.named_parameters(recurse=False))
         for known in self.parameters:
             if known.name not in own:
-                raise TypeError(f"`PerHead` applies to a module with a parameter `{known.name}`")
+                raise TypeError(f"`PerHead` must apply to a module with a parameter `{known.name}`")
         return {known.name: known.rule(ranks) for known in self.parameters}
 
     def partial(self, module: nn.Module) -> frozenset[str]:
@@ -110,8 +110,8 @@ class PerHeadModule(nn.Module):
             for name, buffer in local.items():
                 if own[name] is not buffer or version_of(buffer) != versions[name]:
                     raise RuntimeError(
-                        f"`{type(self).__name__}` changes its buffer `{name}`, of which each tensor-parallel rank sees"
-                        " the entries of its heads only; keep the layers of this module whole with"
+                        f"`{type(self).__name__}` must not change its buffer `{name}`: each tensor-parallel rank"
+                        " sees only the entries of its heads. Keep the layers of this module replicated with"
                         " tensor_plan={..., '<its path>.*': 'replicate'}"
                     )
         finally:

@@ -168,7 +168,7 @@ def style_named(name: str) -> Style:
         ValueError: If there is none; the message gives the closest names.
     """
     if name not in STYLES:
-        raise ValueError(f"unknown style {name!r}{_nearest(name, STYLES)}; the styles are {', '.join(sorted(STYLES))}")
+        raise ValueError(f"A style must be one of {', '.join(sorted(STYLES))}; got {name!r}{_nearest(name, STYLES)}")
     return STYLES[name]
 
 
@@ -197,7 +197,7 @@ def parse_plan(module: nn.Module, plan: Mapping[str, str | Style], group: Group)
     for pattern, wanted in plan.items():
         matched = [path for path in owners if fnmatchcase(path, pattern)]
         if not matched:
-            problems.append(f"`{pattern}` matches no module that has parameters{_nearest(pattern, owners)}")
+            problems.append(f"`{pattern}` must match a module that has parameters; got none{_nearest(pattern, owners)}")
         try:
             style = style_named(wanted) if isinstance(wanted, str) else wanted
         except ValueError as error:
@@ -208,7 +208,10 @@ def parse_plan(module: nn.Module, plan: Mapping[str, str | Style], group: Group)
         divide_by_heads(module, parsed.styles, parsed.attributes, group)
         problems = _problems(modules, parsed.styles, group.size)
     if problems:
-        raise ValueError("the tensor-parallel plan cannot be used:\n" + "\n".join(f"  {line}" for line in problems))
+        raise ValueError(
+            "The tensor-parallel plan must fit the model; got these problems:\n"
+            + "\n".join(f"  {line}" for line in problems)
+        )
     return parsed
 
 
@@ -248,7 +251,7 @@ def _resolve_group(module: nn.Module, tied: Mapping[str, nn.Module], plan: Plan,
         return False
     # Code that reads a weight directly expects the full one.
     if any(read_elsewhere(module, path) for path in tied):
-        _leave_whole(plan, tied, "whole: other code reads its weight, or that of a module that shares it")
+        _leave_whole(plan, tied, "replicated: other code reads its weight, or the weight of a module that shares it")
         return True
     if _divided_alike(plan.styles, tied, ranks):
         return False
@@ -256,7 +259,7 @@ def _resolve_group(module: nn.Module, tied: Mapping[str, nn.Module], plan: Plan,
     by_vocabulary: dict[str, Style] = {}
     if all(is_native(owner, nn.Embedding) or is_linear(owner) for owner in tied.values()):
         by_vocabulary = {path: Vocab() if is_native(owner, nn.Embedding) else Head() for path, owner in tied.items()}
-    _leave_whole(plan, tied, "whole: shares a parameter with a module that is divided in another way")
+    _leave_whole(plan, tied, "replicated: shares a parameter with a module that is sharded in another way")
     if by_vocabulary and _divided_alike(by_vocabulary, tied, ranks):
         plan.styles |= by_vocabulary
         for path in tied:
@@ -292,7 +295,7 @@ def _leave_whole(plan: Plan, paths: Iterable[str], note: str) -> None:
             for other in [other for other in plan.styles if other.startswith(around)]:
                 if _is_paired(plan.styles[other]):
                     del plan.styles[other]
-                    plan.notes[other] = f"whole: `{path}` is, with which it would be divided"
+                    plan.notes[other] = f"replicated: it would be sharded together with `{path}`, which is replicated"
             for owner in [owner for owner in plan.attributes if f"{owner}.".startswith(around)]:
                 del plan.attributes[owner]
         plan.notes[path] = note
@@ -361,7 +364,10 @@ def apply_plan(module: nn.Module, plan: Plan, group: Group) -> Sharding:
     modules = dict(module.named_modules())
     problems = _problems(modules, plan.styles, group.size)
     if problems:
-        raise ValueError("the model cannot be divided:\n" + "\n".join(f"  {line}" for line in problems))
+        raise ValueError(
+            "The model must fit the tensor-parallel plan; got these problems:\n"
+            + "\n".join(f"  {line}" for line in problems)
+        )
     shapes = {name: tuple(full_shape(parameter)) for name, parameter in module.named_parameters()}
     # Ranks that divide differently would hang in a collective of the first step.
     comm.agree("the tensor-parallel plan", sorted((path, repr(style)) for path, style in plan.styles.items()), group)

@@ -63,13 +63,13 @@ def sharding_table(module: nn.Module, sharding: Sharding, ranks: int, stages: in
     lines = [f"({number}) {note}" for number, note in enumerate(notes, 1)]
     lines += _sequence_lines(sharding)
     share = f"{held:,} of {total:,} parameters ({held / max(total, 1):.0%})"
-    further = f"the shards of a rank are {share}; the {stages} pipeline stages divide them further, see below"
-    lines.append(f"this rank holds {share}" if stages == 1 else further)
+    further = f"A rank's shards are {share}; the {stages} pipeline stages below split them further."
+    lines.append(f"This rank holds {share}." if stages == 1 else further)
     advice = repeated_work(sharding)
     if advice:
         lines.append(advice)
     elif total < 1_000_000:
-        lines.append("so small a model usually trains faster on one device")
+        lines.append(f"Note: this model has {total / 1e6:.2g} M parameters; a single device is usually faster.")
     title = f"{type(module).__name__} over {ranks} tensor-parallel ranks"
     table = Table(title=title, caption="\n".join(lines), box=box.SIMPLE_HEAD)
     table.title_justify = table.caption_justify = "left"
@@ -79,7 +79,7 @@ def sharding_table(module: nn.Module, sharding: Sharding, ranks: int, stages: in
         table.add_column(header, justify="right" if numeric else "left", no_wrap=header != "module", overflow="fold")
     for path, style, *cells, note in rows:
         mark = f" ({notes.index(note) + 1})" if note else ""
-        table.add_row(path, style + mark, *cells, style="dim" if style == "whole" else None)
+        table.add_row(path, style + mark, *cells, style="dim" if style == "replicated" else None)
     return table
 
 
@@ -91,8 +91,8 @@ def repeated_work(sharding: Sharding) -> str:
         return ""
     what = f"only {percent(share)}" if share else "none"
     return (
-        f"Tensor parallelism shards {what} of this model's parameters. On the rest each rank repeats the others' work."
-        ' Use data parallelism instead: `tensor_parallel_size=1`, or `strategy="ddp"`.'
+        f"Tensor parallelism shards {what} of this model's parameters; every rank repeats the work of the rest. Use"
+        ' data parallelism instead: `tensor_parallel_size=1`, or `strategy="ddp"`.'
     )
 
 
@@ -103,19 +103,17 @@ def _sequence_lines(sharding: Sharding) -> list[str]:
     for region in sharding.plan.sequence_regions:
         if len(region.blocks) == 1:
             alone.setdefault(re.sub(r"\d+$", "*", region.blocks[0]), []).append(region.blocks[0])
-        lines.append(f"positions are divided in {_run(region.blocks)}")
+        lines.append(f"sequence sharded in {_run(region.blocks)}")
         if region.gathered:
             names = dict.fromkeys(re.sub(r"(?<=\.)\d+(?=\.|$)|^\d+(?=\.|$)", "*", name) for name in region.gathered)
-            lines[-1] += f"; gathered for {', '.join(names)}, which takes whole sequences"
+            lines[-1] += f"; gathered for {', '.join(names)}, which needs full sequences"
     for blocks in alone.values():
         if len(blocks) > 1:
-            lines.append(
-                f"positions are whole between {', '.join(blocks)}: the model was not seen to join them as they are"
-            )
+            lines.append(f"full sequences between {', '.join(blocks)}: the model may change the hidden states there")
     whole: dict[tuple[str, str], list[str]] = {}
     for path, reason in sharding.plan.whole_sequences.items():
         whole.setdefault((re.sub(r"\d+$", "*", path), reason), []).append(path)
-    lines += [f"positions are whole in {_merge_names(paths)}: {reason}" for (_, reason), paths in whole.items()]
+    lines += [f"full sequences in {_merge_names(paths)}: {reason}" for (_, reason), paths in whole.items()]
     return lines
 
 
@@ -126,13 +124,13 @@ def _run(blocks: Sequence[str]) -> str:
 def _style_of(owner: str, names: Sequence[str], sharding: Sharding) -> str:
     """Return the name of the style by which the module at path `owner`, or one around it, was divided."""
     if not any(name in sharding.shards for name in names):
-        return "whole"
+        return "replicated"
     parts = owner.split(".")
     for depth in range(len(parts), -1, -1):
         style = sharding.plan.styles.get(".".join(parts[:depth]))
         if style is not None:
             return _style_name(style)
-    return "whole"
+    return "replicated"
 
 
 def _style_name(style: Style) -> str:

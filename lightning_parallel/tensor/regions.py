@@ -297,9 +297,9 @@ class RandomRegion:
 
 
 _RECOMPUTED = (
-    "activation checkpointing recomputes a part of a block that draws random numbers for whole samples (stochastic"
-    " depth, one mask for all positions), where each rank has other positions or features. Let it recompute the whole"
-    " block, or draw these numbers outside of what is recomputed"
+    "Activation checkpointing must recompute the full block here; got a part that draws random numbers for whole"
+    " samples (stochastic depth, one mask for all positions). Each rank has other positions or features there."
+    " Recompute the full block, or draw these numbers outside the recomputed part"
 )
 
 

@@ -30,12 +30,12 @@ from lightning_parallel.tensor.verify import BlockCall, PlanVerifier
 __all__ = ["divide_sequences", "sequence_parallel_styles"]
 
 CANNOT_RUN = "its blocks cannot be run alone to compare them"
-DIFFERS = "its blocks compute something else with some of the positions"
-FLAT = "its hidden states have no dimension of positions"
-NOT_SEEN = "and how the model calls them was not seen: let its `forward` make what they need of one tensor"
-PARTS = "no module calls its parts as one block, which could be tried"
-UNSEEN = "it is in a block of another list, and its inputs could not be seen in a run of the model without data"
-WHOLE = "its layers are not divided"
+DIFFERS = "its blocks compute other results with some of the positions"
+FLAT = "its hidden states have no sequence dimension"
+NOT_SEEN = "and the model's calls of them were not seen; let its `forward` make their inputs from one tensor"
+PARTS = "no module calls its parts as one block"
+UNSEEN = "it is in a block of another list, and a run of the model without data did not show its inputs"
+WHOLE = "its layers are not sharded"
 
 
 def divide_sequences(module: nn.Module, plan: Plan, verifier: PlanVerifier) -> None:
@@ -259,7 +259,9 @@ def sequence_parallel_styles(
         elif isinstance(style, (Column, Row)) and not _is_gathered(style):
             result[path] = replace(style, sequence_dim=dim, in_sublayer=inside)
         else:
-            raise ValueError(f"`{path}` cannot be sequence-parallel with {style}; use `Column()` and `Row()` in pairs")
+            raise ValueError(
+                f"`{path}` does not support sequence parallelism with {style}; use `Column()` and `Row()` in pairs"
+            )
     known = [path for path, style in styles.items() if not isinstance(style, (Replicate, PerHead))]
     for path, module in block.named_modules():
         # Norms and other layers see this rank's positions only.

@@ -116,8 +116,8 @@ def divide_sequence(
         hidden = _main(args, kwargs)
         if hidden.dim() <= dim + 1:  # would divide features
             raise RuntimeError(
-                f"a `{type(module).__name__}` that is divided along the sequence is given {tuple(hidden.shape)}, not"
-                " hidden states (batch, sequence, features). Use `sequence_parallel=False`"
+                f"The input of a sequence-parallel `{type(module).__name__}` must be hidden states (batch, sequence,"
+                f" features); got shape {tuple(hidden.shape)}. Use `sequence_parallel=False`"
             )
         sizes = lengths.divide(hidden.shape[dim])
         piece = take_piece(hidden, dim, sizes) if isinstance(hidden, DividedLogits) else None
@@ -244,8 +244,8 @@ def _gather_around(path: str, module: nn.Module, lengths: SequenceLengths) -> No
         main = _main(output)
         if not is_same_state(random_state(main.device), before.pop()):
             raise RuntimeError(
-                f"`{path}` draws random numbers (dropout?) and computes on whole sequences between layers that"
-                " are divided along it, where each rank draws others; use `sequence_parallel=False`, or no dropout"
+                f"`{path}` draws random numbers (dropout?) on full sequences between sequence-parallel layers, so"
+                " each rank draws other numbers. Use `sequence_parallel=False`, or no dropout"
             )
         return _exchanged(output, main, _my_part(main, lengths))
 
@@ -266,7 +266,9 @@ def _main(*values: Any) -> Tensor:
     for leaf in pytree.tree_leaves(values):
         if isinstance(leaf, Tensor) and leaf.is_floating_point():
             return leaf
-    raise TypeError("expected hidden states among the arguments or outputs of a sequence-parallel block, found none")
+    raise TypeError(
+        "A sequence-parallel block must take or return hidden states; got none among its arguments or outputs"
+    )
 
 
 def _tensors_like(main: Tensor, values: Any) -> list[Tensor]:
@@ -326,9 +328,9 @@ _SAME_OF_PARTS |= {"is_sparse", "is_meta", "is_quantized", "is_complex", "elemen
 def refused_between(found: str) -> str:
     """Return the text of a refusal of code between blocks of a pipeline, of which `found` tells what was seen."""
     return (
-        "`sequence_parallel=True` together with a pipeline expects that no code between the blocks reads or changes"
-        f" their hidden states, of which each rank has a part of the sequence. Found: {found}. Do it inside of the"
-        " blocks, before the first or after the last of them. Or use `sequence_parallel=False`, or no pipeline"
+        "With `sequence_parallel=True` and a pipeline, no code between the blocks may read or change their hidden"
+        f" states, which are sharded along the sequence; got: {found}. Move that code into the blocks, before the"
+        " first or after the last of them. Or use `sequence_parallel=False`, or no pipeline"
     )
 
 
@@ -395,7 +397,7 @@ def _refuse_changes_between(blocks: Mapping[str, nn.Module], group: Group, dim: 
         if previous and path != names[0] and hidden is not None and (last.seen != _identity(hidden)):
             raise RuntimeError(
                 refused_between(
-                    f"the hidden states are changed between `{previous}` and `{path}`, or another block runs"
+                    f"code changes the hidden states between `{previous}` and `{path}`, or another block runs"
                 )
             )
         if given[1:] and path not in asked:
@@ -424,8 +426,8 @@ def _require_equal(path: str, given: list[Tensor], group: Group) -> None:
     if not all(comm.equal_everywhere(value >> 1, group) for value in comm.fingerprints(given)):
         raise RuntimeError(
             refused_between(
-                f"`{path}` is given a tensor besides its hidden states that differs between the ranks, so that it was"
-                " made from hidden states"
+                f"besides its hidden states, `{path}` takes a tensor that differs between the ranks, so it was made"
+                " from hidden states"
             )
         )
 

@@ -96,7 +96,8 @@ class ShardPart:
         groups = units if self.groups is None else self.groups
         if rest or units % groups:
             raise ValueError(
-                f"{self.size} features cannot be divided into whole units of {self.unit} in {groups} equal groups"
+                f"A part must have a multiple of {groups} x {self.unit} features ({groups} equal groups of units of"
+                f" {self.unit}); got {self.size}"
             )
         if units < ranks and not self.shared:
             what = "features" if self.unit == 1 else f"heads (units of {self.unit} features)"
@@ -141,7 +142,10 @@ class Shard:
         covered = 0
         for start, stop in sorted(chain.from_iterable(self.ranges)):
             if start > covered:
-                raise ValueError(f"no rank holds {covered} to {start} of dimension {self.dim}: {self.ranges}")
+                raise ValueError(
+                    f"The ranges of the ranks must cover dimension {self.dim}; got none for {covered} to {start}:"
+                    f" {self.ranges}"
+                )
             covered = max(covered, stop)
 
     @classmethod
@@ -225,8 +229,8 @@ class Shard:
         """
         if full.shape[self.dim] != self.full_size:
             raise ValueError(
-                f"expected extent {self.full_size} in dimension {self.dim} of the full tensor,"
-                f" found shape {tuple(full.shape)}"
+                f"The full tensor must have the extent {self.full_size} in dimension {self.dim}; got shape"
+                f" {tuple(full.shape)}"
             )
         slices = [full.narrow(self.dim, start, stop - start) for start, stop in self.ranges[rank]]
         if len(slices) > 1:

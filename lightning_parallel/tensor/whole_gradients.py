@@ -80,9 +80,8 @@ class ShardGradient(Tensor):
         with DisableTorchFunctionSubclass():
             if self.requires_grad:
                 raise RuntimeError(
-                    f"the step computes with the gradient of `{self.parameter}`, of which each rank has a part, and"
-                    " asks for the gradient of the result (`create_graph=True`). Only operations element by element"
-                    " can be differentiated. Keep its layer replicated with"
+                    f"The step differentiates the gradient of `{self.parameter}`, which is sharded over ranks"
+                    " (`create_graph=True`). Only elementwise operations support this. Keep its layer replicated with"
                     f" tensor_plan={{..., {layer!r}: 'replicate'}}"
                 )
             gathered = comm.all_gather(self.as_subclass(Tensor).detach(), self.group, rule.dim, rule.sizes)
@@ -211,7 +210,7 @@ def _through_pieces(
         piece = value.valid_piece
         if value.is_log:
             raise RuntimeError(
-                "the step asks for the gradient of `log_softmax` of logits that are sharded over the tensor-parallel"
+                "The step asks for the gradient of `log_softmax` of logits that are sharded over the tensor-parallel"
                 " ranks. This gradient is not supported; ask for the gradient of the logits, or set"
                 " `gather_logits=True`"
             )
@@ -233,5 +232,5 @@ def _through_pieces(
             part = comm.all_gather(part.contiguous(), value.family.group, value.class_dim, rule.sizes)
         found[index] = whole if part is None else part if whole is None else part + whole
     if not allow_unused and any(gradient is None for gradient in found):
-        raise RuntimeError("one of the tensors whose gradient was asked for was not used to compute the outputs")
+        raise RuntimeError("The outputs do not depend on one of the tensors whose gradient the step asks for")
     return found

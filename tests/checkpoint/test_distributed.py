@@ -176,7 +176,7 @@ def test_what_would_run_code_is_refused_and_runs_nothing(folder, tmp_path):
     hidden.planner_data = {"state_dict.head.weight": Bomb(trace)}
     for content in (pickle.dumps(Bomb(trace)), pickle.dumps(hidden), pickle.dumps(eval), b"\x82\x01."):
         (copy / ".metadata").write_bytes(content)
-        with pytest.raises(ValueError, match=r"expected an index of .* in .*copy/.metadata"):
+        with pytest.raises(ValueError, match=r"copy/.metadata must be an index of"):
             opened(copy)
     (copy / ".metadata").write_bytes(good)
     torch.save({"hyper_parameters": Bomb(trace)}, copy / "meta.pt")

@@ -65,10 +65,10 @@ def test_every_stage_gets_parameters_but_uniform_counts_layers():
 
 
 OTHERS_REFUSED = {
-    "losses_in_attributes": "the step returns something made of the output of `layers.0`",
-    "losses_in_hooks": "the step returns something made of a tensor that `layers.0` makes and does not return",
-    "losses_in_replaced_methods": "something made of a tensor that `layers.0` makes and does not return",
-    "router_losses": "on another pipeline stage, into a tensor of this|without computing it on true data",
+    "losses_in_attributes": "The step returns a value made of the output of `layers.0`",
+    "losses_in_hooks": "The step returns a value made of a tensor that `layers.0` makes and does not return",
+    "losses_in_replaced_methods": "a value made of a tensor that `layers.0` makes and does not return",
+    "router_losses": "on another pipeline stage, into a tensor of this|cannot be inferred without real data",
     "data_dependent": "needs the data of the output of `first`",
 }
 
@@ -82,7 +82,7 @@ def test_other_models_that_cannot_be_cut_are_refused(name, message):
 
 def test_settings_that_do_not_fit_are_refused():
     model, step, batch = built("mlp")
-    with pytest.raises(ValueError, match="1 ranks of the pipeline group, got one for 2"):
+    with pytest.raises(ValueError, match="1 ranks of the pipeline group; got one for 2"):
         analyze(model, 1, build_schedule("1f1b", 2, 2), example=(step, batch))
     nine = build_schedule("gpipe", 1, 2, virtual_stages=9)
     with pytest.raises(ValueError, match="8 layers in `` for 9 stages"):

@@ -69,6 +69,8 @@ def test_a_cut_module_can_be_copied_but_not_pickled():
     engine.forward_backward(step, batch)
     assert all(parameter.grad is None for parameter in duplicate.parameters())
     for save in (pickle.dumps, lambda module: torch.save(module, io.BytesIO())):
-        with pytest.raises(RuntimeError, match=r"cut into pipeline stages.*write a checkpoint.*`load_from_checkpoint`"):
+        with pytest.raises(
+            RuntimeError, match=r"split into pipeline stages.*write a checkpoint.*`load_from_checkpoint`"
+        ):
             save(model)
     pickle.dumps(model.state_dict())

@@ -35,7 +35,7 @@ def test_an_ambiguous_layer_stack_is_refused():
     assert find_layer_stack(two, 2, "right").path == "right"
     with pytest.raises(ValueError, match="found no .*layers='model.blocks'"):
         find_layer_stack(nn.Sequential(nn.Linear(3, 3), nn.ReLU()), 2)
-    with pytest.raises(ValueError, match="`wrong`.*containers: `left`, `right`"):
+    with pytest.raises(ValueError, match="`wrong`.*Containers: `left`, `right`"):
         find_layer_stack(two, 2, "wrong")
     with pytest.raises(ValueError, match="got `left.0`, a Linear"):
         find_layer_stack(two, 2, "left.0")

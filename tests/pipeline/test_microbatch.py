@@ -103,7 +103,7 @@ class Graph:
         ({"x": torch.ones(4), "graph": Graph()}, "`graph` is a Graph.*`split_batch` function"),
         ([torch.ones(4), pack_sequence([torch.ones(3), torch.ones(2)])], r"`\[1\]` is a PackedSequence"),
         ({"x": torch.eye(4).to_sparse()}, "`x` is a sparse or nested tensor"),
-        ({"x": 3}, "at least one tensor with a sample dimension, got dict"),
+        ({"x": 3}, "at least one tensor with a sample dimension; got dict"),
         (torch.tensor(1.0), "got Tensor"),
     ],
 )

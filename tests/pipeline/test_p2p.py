@@ -144,7 +144,7 @@ def test_a_schedule_out_of_step_is_named():
     """The workers are not used again: they leave messages behind that nobody takes."""
     with pytest.raises(RankError) as error:
         run(_out_of_step, 2)
-    assert "rank 1 runs 1F0 and expected the output of 0F0 from rank 0, got that of 0F1" in str(error.value)
+    assert "Rank 1 runs 1F0 and must receive the output of 0F0 from rank 0; got the output of 0F1" in str(error.value)
 
 
 def _out_of_step(group):
@@ -178,7 +178,7 @@ def test_small_tensors_travel_with_their_header_and_share_nothing(group):
 def test_a_lost_rank_is_named_with_what_it_owes():
     with pytest.raises(RankError) as error:
         run(_leave, 2, deadline_s=40)
-    assert "rank 1, pipeline stage 1, waited at 1F0 for 0F0 of rank 0, which did not come" in str(error.value)
+    assert "Rank 1, pipeline stage 1, waited in vain at 1F0 for 0F0 of rank 0" in str(error.value)
 
 
 def _leave(group):

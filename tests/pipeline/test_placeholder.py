@@ -169,7 +169,7 @@ def test_parameters_are_watched():
 
 
 def test_the_shape_of_a_placeholder_cannot_be_changed_in_place():
-    with pytest.raises(PlaceholderError, match="changes the shape of .* in place"):
+    with pytest.raises(PlaceholderError, match="must not change the shape of .* in place"):
         placeholder(2, 3).transpose_(0, 1)
     assert placeholder(3, 3).transpose_(0, 1).shape == (3, 3)
     assert (placeholder(2, 3) + 0).shape == (2, 3), "nothing that is remembered has changed"

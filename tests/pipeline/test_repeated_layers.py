@@ -184,7 +184,9 @@ def test_a_part_of_an_entry_called_again_is_refused():
             x = layer(x)
         return x.mean()
 
-    with pytest.raises(ValueError, match=r"`layers.0.0` is called again after `layers.0.1`, and not with all layers"):
+    with pytest.raises(
+        ValueError, match=r"`layers.0.0` is called again after `layers.0.1`, but not together with all layers"
+    ):
         analyze(model, 2, example=(step, torch.ones(2, 4)), layers="layers", balance="uniform")
 
 

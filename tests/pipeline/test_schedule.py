@@ -47,7 +47,7 @@ def test_an_action_reads_and_prints_as_stage_kind_microbatch():
 
 @pytest.mark.parametrize("text", ["", "F0", "2X0", "2F", "-1F0", "2F0x", "2SEND_F0"])
 def test_what_is_not_an_action_is_refused(text):
-    with pytest.raises(ValueError, match=r"expected an action such as `2F0`"):
+    with pytest.raises(ValueError, match=r"An action must be written like `2F0`"):
         Action.parse(text)
 
 
@@ -141,7 +141,7 @@ def test_bare_text_round_trips(schedule):
 
 
 def test_rank_lines_out_of_order_are_refused():
-    with pytest.raises(ValueError, match="expected the line of rank 0, got `rank 1`"):
+    with pytest.raises(ValueError, match="The next line must be for rank 0; got `rank 1`"):
         Schedule.from_text("rank 1: 1F0 1B0\nrank 0: 0F0 0B0\n")
 
 
@@ -165,13 +165,13 @@ def test_an_empty_table_is_refused():
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (("2f2b", 4, 8), "expected one of gpipe, 1f1b"),
+        (("2f2b", 4, 8), "`schedule` must be one of gpipe, 1f1b"),
         (("1f1b", 0, 8), "num_ranks=0"),
         (("1f1b", 4, -1, 0), "virtual_stages=0, num_microbatches=-1"),
-        (("1f1b", 4, 8, 2), "`1f1b` needs virtual_stages=1, got 2; for another number take `interleaved_1f1b`"),
-        (("zb_h1", 4, 8, 2), "take `interleaved_zb`"),
-        (("zbv", 4, 8, 1), "`zbv` needs virtual_stages=2"),
-        (("gpipe", 4, 8, 1, 2), "no warm-up to choose"),
+        (("1f1b", 4, 8, 2), "`virtual_stages` must be 1 with `1f1b`; got 2. For another number use `interleaved_1f1b`"),
+        (("zb_h1", 4, 8, 2), "use `interleaved_zb`"),
+        (("zbv", 4, 8, 1), "`virtual_stages` must be 2 with `zbv`"),
+        (("gpipe", 4, 8, 1, 2), "`warmup` must be None"),
         (("1f1b", 4, 8, 1, 0.5), "at least 1"),
         (("interleaved_1f1b", 4, 8, 2, 3), "from 1 to 2"),
     ],

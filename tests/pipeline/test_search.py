@@ -73,7 +73,7 @@ def test_no_cut_within_the_memory_is_better(data):
         assert slowest(layers, cut, **ends) == min(slowest(layers, each, **ends) for each in fitting)
     else:
         least = min(held(cut) for cut in all_cuts(len(layers), num_stages))
-        with pytest.raises(ValueError, match=f"within {cap} bytes; the best needs {least}"):
+        with pytest.raises(ValueError, match=f"within {cap} bytes; the best split needs {least}"):
             cut_layers(layers, num_stages, memory_cap_bytes=cap, in_flight=in_flight, **ends)
 
 
@@ -106,7 +106,7 @@ def test_explicit_layers_are_taken_as_they_are():
 
 @pytest.mark.parametrize("balance", [[3, 3], [1, 1, 1], [0, 3, 3], [2, 2, 3]])
 def test_explicit_layers_that_do_not_add_up(balance):
-    with pytest.raises(ValueError, match="3 stages at least one layer each, 6 in all"):
+    with pytest.raises(ValueError, match="each of 3 stages at least one layer, 6 in all"):
         cut_layers(timed([1] * 6), 3, balance)
 
 
@@ -127,7 +127,7 @@ def test_nothing_to_balance(balance):
 
 
 def test_in_flight_of_the_wrong_length():
-    with pytest.raises(ValueError, match="`in_flight` of 2 stages, got 3"):
+    with pytest.raises(ValueError, match="`in_flight` must have an entry for each of 2 stages; got 3"):
         cut_layers(timed([1] * 4), 2, memory_cap_bytes=1, in_flight=[1, 2, 3])
 
 

@@ -136,7 +136,7 @@ def test_split_and_whole_backwards_mixed():
 
 
 def test_wrong_number_of_costs():
-    with pytest.raises(ValueError, match="expected costs of 4 stages, got 3"):
+    with pytest.raises(ValueError, match="must have the costs of 4 stages; got 3"):
         simulate(build_schedule("1f1b", 4, 4), [Cost(1)] * 3)
 
 
@@ -153,7 +153,7 @@ def test_negative_costs_are_refused(wrong):
 
 @pytest.mark.parametrize("wrong", [{"latency_s": -1}, {"bytes_per_s": 0}])
 def test_impossible_links_are_refused(wrong):
-    with pytest.raises(ValueError, match="latency_s >= 0 and bytes_per_s > 0"):
+    with pytest.raises(ValueError, match="`latency_s` must be finite and at least 0, `bytes_per_s` positive"):
         Link(**wrong)
 
 
@@ -253,7 +253,7 @@ def test_an_empty_timeline_is_filled_by_a_clock():
 
 
 def test_a_timeline_of_another_number_of_ranks_is_refused():
-    with pytest.raises(ValueError, match="spans of 2 ranks, got 1"):
+    with pytest.raises(ValueError, match="`spans` must have an entry for each of 2 ranks; got 1"):
         Timeline(build_schedule("1f1b", 2, 1), [{}])
 
 

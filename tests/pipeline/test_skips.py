@@ -310,7 +310,7 @@ def test_a_plan_with_connections_is_saved_and_agreed(group):
     plan = engine.plan
     assert PipelinePlan.from_dict(plan.to_dict()) == plan
     if group.rank == 0:
-        assert "gets the output of `text_head`" in str(plan) or not any(plan.skips)
+        assert "receives the output of `text_head`" in str(plan) or not any(plan.skips)
     wrong = plan.to_dict()
     wrong["skips"][1] = [["nobody", 0, 0]]
     with pytest.raises(ValueError, match="sends the output of `nobody`, which the model does not have"):

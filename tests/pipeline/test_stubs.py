@@ -120,7 +120,7 @@ def test_a_module_that_needs_data_gets_random_data():
     assert handed_on is seen
     assert not vars(seen), "it got a copy"
     assert isinstance(module.linear.weight, PlaceholderTensor)
-    with pytest.raises(PlaceholderError, match="cannot infer the shape of the output of `layer`"):
+    with pytest.raises(PlaceholderError, match="The shape of the output of `layer` cannot be inferred"):
         inferred(stubs, "layer", "kind", module, (placeholder(2, 4), seen), {})
 
 

@@ -49,7 +49,7 @@ def test_every_single_change_is_refused(name, microbatches):
             assert marked_word(dropped) == f"({action})"
             for place in (index, len(row)):
                 doubled = message_of(changed(schedule, rank, lambda row, i=place, a=action: row.insert(i, a)))
-                assert f"rank {rank} repeats {action}, expected once" in doubled
+                assert f"rank {rank} repeats {action}, which must occur once" in doubled
                 assert marked_word(doubled) == str(action)
             for other in range(index + 1, len(row)):
                 swapped = message_of(changed(schedule, rank, swap(index, other)))
@@ -61,7 +61,7 @@ def test_a_circular_wait_says_who_waits_for_whom():
     assert describe_waits(table) == ""
     table = Schedule.from_text("0F0 0B0 0F1 0B1\n1F0 1F1 1B0 1B1")
     assert message_of(table).splitlines()[1:] == [
-        "these ranks would wait forever:",
+        "These ranks would wait forever:",
         "rank 0 waits at 0B0 for 1B0 of rank 1",
         "  rank 0: 0F0 0B0 0F1 0B1",
         "              ^^^",
@@ -83,7 +83,7 @@ def test_ranks_outside_of_the_circle_come_after_it():
 
 def test_messages_used_in_another_order_than_sent():
     table = Schedule.from_text("0F0 0F1 0B0 0B1\n1F1 1F0 1B0 1B1")
-    assert "rank 0 sends 0F0 before 0F1, rank 1 uses them the other way round" in message_of(table)
+    assert "rank 0 sends 0F0 before 0F1, but rank 1 uses them in the reverse order" in message_of(table)
 
 
 def test_more_in_flight_than_declared():
@@ -130,15 +130,15 @@ def test_an_action_on_the_wrong_rank_or_out_of_range():
     stray = changed(schedule, 0, lambda row: row.append(Action(Kind.F, 1, 0)))
     assert "rank 0 has 1F0, but stage 1 is on rank 1" in message_of(stray)
     stray = changed(schedule, 0, lambda row: row.append(Action(Kind.F, 5, 0)))
-    assert "expected stages below 2 and microbatches below 2" in message_of(stray)
+    assert "must have only stages below 2 and microbatches below 2" in message_of(stray)
 
 
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"stage_ranks": (0, 7)}, r"on ranks 0 to 1, got \[7\]"),
-        ({"max_in_flight": (2,)}, "`max_in_flight` for 2 ranks, got 1"),
-        ({"num_microbatches": 0}, "at least 1 microbatch, got 0"),
+        ({"stage_ranks": (0, 7)}, r"on ranks 0 to 1; got \[7\]"),
+        ({"max_in_flight": (2,)}, "`max_in_flight` must have 2 entries, one per rank; got 1"),
+        ({"num_microbatches": 0}, "microbatches must be at least 1; got 0"),
     ],
 )
 def test_facts_that_do_not_fit_the_rows(change, message):

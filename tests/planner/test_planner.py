@@ -527,7 +527,7 @@ def test_a_batch_that_cannot_be_planned_by_is_refused():
         with pytest.raises(ValueError, match="Each tensor must have its own name"):
             parsed_batch(texts)
     assert first_of_loaders([[1, 2], [3, 4]]) == [1, 3]
-    with pytest.raises(ValueError, match="the training loader is empty"):
+    with pytest.raises(ValueError, match="an empty training loader"):
         first_of_loaders(DataLoader([]))
     for batch, message in (
         (torch.zeros(2, 3, 4, 5), "The step of `Model` must run on the batch"),
@@ -573,8 +573,8 @@ def test_the_command_plans_a_project_from_its_script(tmp_path, capsys):
     assert "A batch must be given" in capsys.readouterr().err
     words += ["--batch", "8x6:int64"]
     assert main([*words, "--layers", "nope"]) == 2
-    assert "expected `layers` to name a module, got `nope`" in (error := capsys.readouterr().err)
-    assert "containers: `blocks`" in error
+    assert "`layers` must name a module; got `nope`" in (error := capsys.readouterr().err)
+    assert "Containers: `blocks`" in error
     assert main([*words, "--memory", "1GiB"]) == 1
     shown = capsys.readouterr()
     assert re.search(r"No layout of 2 x T4 .*\(3 layouts tried\). `.* 2` comes closest.*Use more", shown.err)

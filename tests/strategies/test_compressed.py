@@ -293,7 +293,7 @@ def test_another_division_of_the_model_forgets_what_was_not_sent_and_says_so(gro
         batches = loader(4 // tensor, group.rank // tensor)
         trainer = trainer_for(strategy, 4, use_distributed_sampler=False)
         with (
-            pytest.warns(UserWarning, match="the model is sharded or split otherwise now")
+            pytest.warns(UserWarning, match="the model now has another sharding or split")
             if group.rank == 0
             else nullcontext()
         ):

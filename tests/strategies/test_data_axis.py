@@ -143,5 +143,7 @@ def test_a_sampler_by_global_rank_is_refused_on_all(kind, group):
 
 @distributed(world_size=1)
 def test_one_device_is_told_that_nothing_is_divided():
-    with pytest.warns(UserWarning, match="runs on one device, so nothing is divided: set `devices`"):
+    with pytest.warns(
+        UserWarning, match="runs on one device, so the model is neither sharded nor split; set `devices`"
+    ):
         trainer_for(TensorParallelStrategy(), 1, max_steps=1).fit(Net().double(), loader())

@@ -135,7 +135,7 @@ def test_a_later_batch_that_needs_more_is_told_so(group):
     loader = DataLoader(Rows(torch.zeros(8, 5, dtype=torch.long)), batch_size=4)
     trainer = trainer_for(PipelineParallelStrategy(), 2, True)
     # The first stage only sends, and gets the other's error where it waits for its results.
-    text = "times zero where it is not wanted" if group.rank else ""
+    text = "multiply it by zero where you do not want it" if group.rank else ""
     with pytest.raises(Exception, match=text):
         trainer.test(Varying("nothing").double(), loader, verbose=False)
 

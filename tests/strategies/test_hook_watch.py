@@ -169,7 +169,7 @@ REFUSED = {
     "centralisation": (centre, "mean"),
     "adaptive clipping": (adaptive, "norm"),
     "renorm": (renorm, "renorm"),
-    "noise of a generator": (seeded, "joins random numbers with `net.0.weight`"),
+    "noise of a generator": (seeded, "combines random numbers with `net.0.weight`"),
     "noise in place": (lambda m: weight(m).normal_(), "draws random numbers"),
     "noise like a gradient": (lambda m: weight(m).grad.add_(torch.randn_like(weight(m))), "random numbers"),
     "noise that is data": (lambda m: setattr(weight(m), "data", torch.rand_like(weight(m))), "random"),
@@ -184,8 +184,8 @@ REFUSED = {
     "a histogram": (lambda m: m.found.append(weight(m).histc(4)), "histc"),
     "numpy": (lambda m: m.found.append(weight(m).detach().numpy().std()), "numpy"),
     "a list": (lambda m: m.found.append(weight(m).detach().tolist()), "tolist"),
-    "one element": (lambda m: m.found.append(weight(m)[0, 0].item()), "places by number"),
-    "a row": (lambda m: weight(m)[1].zero_(), "places by number"),
+    "one element": (lambda m: m.found.append(weight(m)[0, 0].item()), "indexes"),
+    "a row": (lambda m: weight(m)[1].zero_(), "indexes"),
     "finiteness": (lambda m: m.found.append(bool(torch.isfinite(weight(m).grad).all())), "all"),
     "a product": (lambda m: weight(m).grad.copy_(weight(m).grad @ weight(m).grad.T @ weight(m)), "mm"),
     "columns that are parts": (rows_of_the_other, "norm"),
@@ -382,7 +382,7 @@ def test_a_manual_step_without_the_self_check_is_watched_behind_its_backward(gro
     for body in (clip_by_hand, lambda m: m.log("norm", weight(m).grad.norm()), renorm):
         for is_plain in (False, True):
             module = ByHand(body, is_plain)
-            with pytest.raises(HookError, match="`ByHand.training_step` would give another result"):
+            with pytest.raises(HookError, match="`ByHand.training_step` must give the result of a single-process run"):
                 fit(module, TensorParallelStrategy(tensor_parallel_size=2, verify="off"), 2)
             assert module.global_step <= 1
     mine, alone = ByHand(by_hand), ByHand(by_hand)
@@ -542,8 +542,8 @@ def test_hooks_where_replicas_hold_slices(group):
     run(2, step=lambda m: m.trainer.optimizers[0].zero_grad())
     freed = "reads the gradient of `net.0.weight`.*2 replicas"
     for stage, bodies, reason in (
-        (2, {"clipping": clip_by_hand}, "slices over 2 replicas"),
-        (1, {"step": lambda m: m.found.append(momentum(m).norm())}, "slices over 2 replicas"),
+        (2, {"clipping": clip_by_hand}, "sharded over 2 replicas"),
+        (1, {"step": lambda m: m.found.append(momentum(m).norm())}, "sharded over 2 replicas"),
         (2, {"step": lambda m: m.found.append([g.norm() for g in grads(m)])}, freed),
         (2, {"step": lambda m: m.found.append(nn.utils.clip_grad_norm_(m.parameters(), 1e9))}, freed),
         (2, {"post": lambda m: m.found.append(grad_norm(m, 2))}, freed),
@@ -681,7 +681,7 @@ def test_hooks_for_gradients_that_leave_something_behind_are_refused_in_a_pipeli
 
         on_train_batch_end = LightningModule.on_train_batch_end
 
-    with pytest.raises(RuntimeError, match="reads the gradient of a parameter in `training_step`"):
+    with pytest.raises(RuntimeError, match="must not read the gradient of a parameter; got a read in `training_step`"):
         fit(Reads(), PipelineParallelStrategy(num_microbatches=2), 2)
     for change in (prune_last, parametrize_first):
 
@@ -690,5 +690,5 @@ def test_hooks_for_gradients_that_leave_something_behind_are_refused_in_a_pipeli
                 if index:
                     change(self)
 
-        with pytest.raises(PlaceholderError, match="is to be registered as `weight.* in `(prune_last|parametrize_fi)"):
+        with pytest.raises(PlaceholderError, match="registered as `weight.* in `(prune_last|parametrize_fi)"):
             fit(Changed(), PipelineParallelStrategy(num_microbatches=2), 2)

@@ -492,9 +492,9 @@ REFUSED = {
     # The watch of hooks comes first: the smallest of a shard are not those of the tensor.
     "tensor": {_prune_embedding: "`topk` combines elements", _prune_block: "`topk` combines elements"},
     "pipeline": {
-        _put_on_a_block: r"`blocks\.4` must stay as it was",
-        _take_out_blocks: r"`blocks\.1` must stay as it was",
-        _exchange_head: "`head` must stay as it was",
+        _put_on_a_block: r"`blocks\.4` must keep its",
+        _take_out_blocks: r"`blocks\.1` must keep its",
+        _exchange_head: "`head` must keep its",
     },
 }
 

@@ -104,9 +104,7 @@ class SamplingNet(Net):
 def test_a_call_on_one_rank_in_a_step_is_refused_on_all(where, samples, first, verify, step, group):
     trainer = trainer_for(TensorParallelStrategy(tensor_parallel_size=2, verify=verify), 2)
     module = SamplingNet(where, samples, first).double()
-    with pytest.raises(
-        RuntimeError, match=rf"at different places at once: in `{step}` \(.*, line \d+\) on rank 0, in "
-    ):
+    with pytest.raises(RuntimeError, match=rf"at the same place; got in `{step}` \(.*, line \d+\) on rank 0, in "):
         trainer.fit(module, loader(), loader())
     assert trainer.global_step == first
 
@@ -147,7 +145,7 @@ print("the run ended")
             "look",
             r"called in `training_step` \(test_message_order.py, line \d+\) on rank 0, but not on rank 1.*gather_log",
         ),
-        ("stage", r"in `training_step` \(.*line \d+\): the step does not do\s+the same on every stage"),
+        ("stage", r"in `training_step` \(.*line \d+\): The step must do\s+the same on every stage"),
     ],
 )
 def test_a_call_on_one_rank_ends_the_run(where, message, tmp_path):
@@ -191,7 +189,7 @@ def test_a_later_call_on_one_rank_is_told_alike_on_all(group):
             trainer_for(kind, 2, callbacks=[callback]).fit(module, loader())
         text = str(caught.value).partition("\n(found on rank ")[0]
         comm.agree("the text", text, group)
-        assert "the model is called in `Lonely.on_train_batch_end` on rank 0, but not on rank 1." in text
+        assert "got a call in `Lonely.on_train_batch_end` on rank 0, but not on rank 1." in text
         assert re.search(rf"Rank 0 runs `on_train_batch_end` \(.*, line \d+\), under {condition}\.", text), text
 
 
@@ -320,5 +318,5 @@ def test_a_step_that_begins_or_ends_with_other_generators_is_refused(group):
     strategy = TensorParallelStrategy(tensor_parallel_size=2)
     with pytest.raises(RuntimeError, match=r"`Drawing.on_train_batch_start` draws random numbers before this step"):
         weights_of([Drawing("on_train_batch_start", lambda: torch.rand(1))], strategy, 2)
-    with pytest.raises(RuntimeError, match="have drawn random numbers in the last step, and other ranks have not"):
+    with pytest.raises(RuntimeError, match="Only some of the ranks .* have drawn random numbers in the last step"):
         weights_of([], TensorParallelStrategy(tensor_parallel_size=2), 2, in_step=True)

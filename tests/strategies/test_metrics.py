@@ -271,5 +271,7 @@ def test_batch_normalization_has_two_samples_in_each_microbatch(group):
         return trainer.global_step
 
     assert train(11, "auto") == 3  # the last batch has three samples
-    with pytest.raises(ValueError, match="at most 2 microbatches of a batch of 4 samples.*Set `num_microbatches`"):
+    with pytest.raises(
+        ValueError, match="a batch of 4 samples must have at most 2 microbatches.*Set `num_microbatches`"
+    ):
         train(8, 4)

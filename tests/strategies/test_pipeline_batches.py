@@ -180,5 +180,5 @@ def test_batches_of_unknown_classes_are_split_by_the_function_that_is_given():
     strategy = PipelineParallelStrategy(
         pipeline_parallel_size=2, num_microbatches=4, split_batch=parts_of(Hidden, hidden)
     )
-    with pytest.raises(ValueError, match="`split_batch` returns a Hidden.*give a `microbatch_weight`"):
+    with pytest.raises(ValueError, match="`split_batch` must have .* got a Hidden.*Give a `microbatch_weight`"):
         train(Hidden, hidden, strategy, 2)

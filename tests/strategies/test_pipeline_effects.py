@@ -246,7 +246,7 @@ def test_a_step_may_steer_the_trainer():
     mine, theirs = (each.lr_scheduler_configs[0].scheduler for each in (trainer, expected_trainer))
     assert mine.last_epoch == theirs.last_epoch
     strategy = PipelineParallelStrategy(pipeline_parallel_size=2, num_microbatches=4)
-    with pytest.raises(ValueError, match=r"sets `self.trainer.optimizers\[0\].param_groups\[0\]\['lr'\]` by its micro"):
+    with pytest.raises(ValueError, match=r"set `self.trainer.optimizers\[0\].param_groups\[0\]\['lr'\]` to the same"):
         fit(SteeringByLoss(), strategy, 2, **options)
 
 
@@ -277,7 +277,7 @@ def test_what_later_steps_compute_otherwise_is_compared_as_well():
         return PipelineParallelStrategy(pipeline_parallel_size=2, num_microbatches=4)
 
     for way in ("step", "data"):
-        with pytest.raises(RuntimeError, match="of a step that has computed its loss from other operations than those"):
+        with pytest.raises(RuntimeError, match="of a step whose loss used other operations than the earlier steps"):
             fit(Turning(way), strategy(), 2, max_epochs=2, verifies=True)
     with pytest.raises(RuntimeError, match="of the first batch again(.|\n)*attribute `least`"):
         fit(Turning("attribute"), strategy(), 2, max_epochs=1, verifies=True)

@@ -321,7 +321,7 @@ def test_a_term_with_parameters_that_comes_later_is_exact_or_refused_by_all(grou
     refused = ("positions", "lists", "names", "names that are there", "second epoch", "get_parameter", "late")
     for way in refused:
         module = Terms(way)
-        with pytest.raises(RuntimeError, match="parameter `.*A term of the loss with parameters of several") as raised:
+        with pytest.raises(RuntimeError, match="parameter `.*A loss term with parameters of several") as raised:
             fit(module, PipelineParallelStrategy(pipeline_parallel_size=2), 2)
         assert module.global_step == (2 if way == "second epoch" else way in ("late", "get_parameter")), way
         assert len(set(comm.all_gather_object(str(raised.value).partition("\n(found")[0], group))) == 1

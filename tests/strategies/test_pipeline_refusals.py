@@ -98,7 +98,7 @@ class Bounded(Deep):
         (OwnBackward, ValueError, "overrides `backward`"),
         (Collecting, ValueError, "on an earlier pipeline stage"),
         (Untrunked, ValueError, "layers"),
-        (LossOfNothing, ValueError, "expected the step to return its loss"),
+        (LossOfNothing, ValueError, "The step must return its loss"),
         (Bounded, ValueError, "writes into the parameter `head.weight` in `training_step`.*on_train_batch_start"),
     ],
     ids=lambda value: getattr(value, "__name__", ""),
@@ -120,7 +120,7 @@ def test_a_step_that_averages_parameters(way):
 def test_a_module_compiled_as_a_whole():
     module = Deep()
     module.compile()
-    with pytest.raises(ValueError, match="compiled as a whole.*compile its layers"):
+    with pytest.raises(ValueError, match="compiled as a whole.*Compile its layers"):
         fit(module, PipelineParallelStrategy(pipeline_parallel_size=2), 2)
 
 
@@ -227,8 +227,8 @@ class Failing(Deep):
 
 
 _FAILURES = [
-    (("none", "training_step", 2), "MissingLossError", "expected the step to return its loss"),
-    (("item", "training_step", 2), "PlaceholderError", "parameter `embed.weight`.*A term of the loss"),
+    (("none", "training_step", 2), "MissingLossError", "The step must return its loss"),
+    (("item", "training_step", 2), "PlaceholderError", "parameter `embed.weight`.*A loss term"),
     (("odd", "training_step", 0), "OddError", "code 3 in the loss"),
     (("key", "training_step", 1), "KeyError", "'b'"),
     (("backward", "training_step", 1), "ZeroDivisionError", "exploded"),
@@ -320,10 +320,10 @@ def test_a_rank_that_does_not_come_is_named_with_stage_and_action(leaves):
     with pytest.raises(RankError) as failure:
         run(_lose_a_rank, 3, deadline_s=60, leaves=leaves)
     text = str(failure.value)
-    waited = "rank 0, pipeline stage 0, waited at 0B0 for 1B0 of rank 1, which did not come"
-    could_not_send = re.search(r"rank 0, pipeline stage 0, could not send 0F\d to rank 1", text)
+    waited = "Rank 0, pipeline stage 0, waited in vain at 0B0 for 1B0 of rank 1"
+    could_not_send = re.search(r"Rank 0, pipeline stage 0, could not send 0F\d to rank 1", text)
     assert waited in text or (leaves and could_not_send)  # whichever it comes to first
-    assert "rank 2, pipeline stage 2, waited at 2F0 for 1F0 of rank 1, which did not come" in text
+    assert "Rank 2, pipeline stage 2, waited in vain at 2F0 for 1F0 of rank 1" in text
     if leaves:
         assert "rank 1: died" in text
         assert "rank 1 is gone" in text
@@ -360,9 +360,9 @@ def _no_parts(batch, parts):
     [
         (BuiltLate, {}, "no such file"),
         (Deep, {"split_batch": _splits_on_rank_0}, "no such key"),
-        (Deep, {"split_batch": _nothing}, "expected `split_batch` to return a list"),
-        (Deep, {"split_batch": _no_parts}, "expected `split_batch` to return a list"),
-        (Deep, {"microbatch_weight": _infinite}, "positive weight"),
+        (Deep, {"split_batch": _nothing}, "`split_batch` must return a list"),
+        (Deep, {"split_batch": _no_parts}, "`split_batch` must return a list"),
+        (Deep, {"microbatch_weight": _infinite}, "positive in sum"),
     ],
     ids=["configure_model", "split_batch", "no list", "empty", "weight"],
 )
@@ -502,7 +502,7 @@ def test_lists_with_an_entry_per_sample_are_named_with_functions_that_split_them
 @distributed(world_size=2, deadline_s=60)
 def test_what_is_refused_on_one_rank_before_the_ranks_have_met_is_raised_on_all(group):
     pruning = [ModelPruning("l1_unstructured", amount=0.2)] if group.rank == 1 else []
-    with pytest.raises(ValueError, match="`ModelPruning` compares weights"):
+    with pytest.raises(ValueError, match="`ModelPruning` is not supported"):
         fit(Deep(), PipelineParallelStrategy(pipeline_parallel_size=2), 2, callbacks=pruning)
     module = Manual() if group.rank == 1 else Deep()
     with pytest.raises(ValueError, match="optimizes manually"):
@@ -530,8 +530,8 @@ class LeavingOut(Deep):
 @distributed(world_size=2, deadline_s=120)
 def test_stages_that_fail_for_different_reasons_raise_one_text(group):
     cases = [
-        (StackingHook, "`StackingHook.on_after_backward` would give another result than one process"),
-        (ForeachHook, "fails on rank 1 only.*at least one tensor.*list of those of one layer is empty on the others"),
+        (StackingHook, "`StackingHook.on_after_backward` must give the result of a single-process run"),
+        (ForeachHook, "at least one tensor.*on rank 1 only.*a list for one layer is empty on other ranks"),
         (LeavingOut, "`head` is called after the first layer of pipeline stage 0"),
     ]
     for kind, message in cases:

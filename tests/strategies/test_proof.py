@@ -110,7 +110,7 @@ def fit(module, layout, verify="always", num_microbatches=None, layout_options=N
         logger.removeHandler(listener)
         logger.setLevel(level)
     said += [str(warning.message) for warning in caught]
-    words = ("verified", "compared", "checked as", "batch normalisation")
+    words = ("Self-check", "compared", "batch normali")
     return [text for text in said if any(word in text for word in words)]
 
 
@@ -145,10 +145,13 @@ def test_what_is_verified_is_said(group, layout):
     said = fit(module, layout, limit_val_batches=1, max_epochs=1, val_check_interval=1)
     if group.rank == 0:
         assert said[0].startswith(
-            "verified on 2 samples: loss, 20 gradients, 1 logged value and 3 attributes equal one process"
+            "Self-check passed on 2 samples: loss, 20 gradients, 1 logged metric and 3 "
+            "attributes match a single-process run"
         )
-        assert "but for logged value `time`, which differ from run to run on one process too" in said[0]
-        assert said[1].startswith("`validation_step` verified on 2 samples: 1 logged value equals one process")
+        assert "; not compared: logged value `time`, because two single-process runs differ (" in said[0]
+        assert said[1].startswith(
+            "Self-check of `validation_step` passed on 2 samples: 1 logged metric matches a single-process run"
+        )
     # The proof's own runs leave nothing, and what microbatches leave in attributes is that of one step.
     assert len(module.seen_losses) == module.steps == 1
     assert module.last == pytest.approx(module.seen_losses[0])
@@ -230,7 +233,7 @@ class CheckpointedDropout(Dropout):
 @distributed(world_size=2)
 def test_steps_that_are_right_are_not_refused(group, layout, kind):
     said = fit(kind(), layout)
-    assert group.rank > 0 or said[0].startswith("verified on 2 samples: loss"), said
+    assert group.rank > 0 or said[0].startswith("Self-check passed on 2 samples: loss"), said
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -239,20 +242,22 @@ def test_steps_that_are_right_are_not_refused(group, layout, kind):
 def test_low_precision_is_compared_in_double(group, layout, dtype):
     module = Tokens(dtype=dtype)
     said = fit(module, layout)
-    assert group.rank > 0 or said[0].startswith("verified on 2 samples: loss and 20 gradients equal")
+    assert group.rank > 0 or said[0].startswith("Self-check passed on 2 samples: loss and 20 gradients match")
     assert all(parameter.dtype == dtype for parameter in module.parameters())
 
 
 @distributed(world_size=2)
 def test_parameters_on_several_stages(group):
     said = fit(Tied(), "pipeline")
-    assert group.rank > 0 or said[0].startswith("verified on 2 samples: loss and 20 gradients equal")
+    assert group.rank > 0 or said[0].startswith("Self-check passed on 2 samples: loss and 20 gradients match")
 
 
 @distributed(world_size=4)
 def test_both_axes(group):
     said = fit(Logging(), "hybrid")
-    assert group.rank > 0 or said[0].startswith("verified on 2 samples: loss, 20 gradients, 1 logged value and 3")
+    assert group.rank > 0 or said[0].startswith(
+        "Self-check passed on 2 samples: loss, 20 gradients, 1 logged metric and 3"
+    )
 
 
 @distributed(world_size=4)
@@ -260,7 +265,7 @@ def test_a_run_after_the_first_knows_what_other_stages_hold(group):
     module = Tokens()
     fit(module, "hybrid", verify="off")
     said = fit(module, "hybrid")
-    assert group.rank > 0 or said[0].startswith("verified on 2 samples: loss")
+    assert group.rank > 0 or said[0].startswith("Self-check passed on 2 samples: loss")
 
 
 class Manual(Tokens):
@@ -302,7 +307,7 @@ def test_compiled_submodules_are_proven(group):
     for block in module.blocks:
         block.compile(backend="eager")
     said = fit(module, "tensor")
-    assert group.rank > 0 or said[0].startswith("verified on 2 samples: loss and 20 gradients")
+    assert group.rank > 0 or said[0].startswith("Self-check passed on 2 samples: loss and 20 gradients")
     listed = Tokens()
     listed.blocks = torch.nn.ModuleList(torch.compile(block, backend="eager") for block in listed.blocks)
     for compiled in (recompiled(), listed):
@@ -322,7 +327,9 @@ def recompiled():
 def test_manual_optimization(group):
     module = Manual()
     said = fit(module, "tensor")
-    assert group.rank > 0 or said[0].startswith("verified on 2 samples: 20 gradients equal one process")
+    assert group.rank > 0 or said[0].startswith(
+        "Self-check passed on 2 samples: 20 gradients match a single-process run"
+    )
     assert module.trainer.global_step == 2
 
 
@@ -507,7 +514,7 @@ def test_losses_of_some_samples_of_a_batch_are_refused():
 def test_steps_that_microbatches_would_change_are_right_as_one(group):
     for kind in (Views, Mixup, DrawnMask, Selected, NormedViews):
         said = fit(kind(), "pipeline", num_microbatches=1)
-        assert group.rank > 0 or ["verified" in text for text in said] == [True], (kind, said)
+        assert group.rank > 0 or ["passed on" in text for text in said] == [True], (kind, said)
 
 
 class Noisy(Tokens):
@@ -585,16 +592,16 @@ class NormedNoise(Noisy):
 def test_steps_that_draw_for_each_sample_are_verified_in_microbatches(group):
     for kind in (Noisy, NoisyBlocks, Paired, Diffusion, IgnoredTokens):
         said = fit(kind(), "pipeline", num_microbatches=4)
-        assert group.rank > 0 or "equal one process, with the same random numbers" in said[0], (kind, said)
+        assert group.rank > 0 or "match a single-process run, with the same random numbers" in said[0], (kind, said)
     said = fit(EpochMetric(), "pipeline", num_microbatches=4)
-    assert group.rank > 0 or said[0].startswith("verified on 4 samples: loss and 20 gradients equal"), said
+    assert group.rank > 0 or said[0].startswith("Self-check passed on 4 samples: loss and 20 gradients match"), said
     # What is drawn for samples cannot be told, or statistics differ: no word of verification.
     for kind in (NumpyNoise, SampleByItself, NormedNoise):
         said = fit(kind(), "pipeline", num_microbatches=4)
-        assert group.rank > 0 or said[0].startswith("checked as one microbatch on 4 samples"), (kind, said)
-        warned = [text for text in said if text.startswith("the model has batch normalisation")]
+        assert group.rank > 0 or said[0].startswith("Self-check passed without microbatches on 4 samples"), (kind, said)
+        warned = [text for text in said if text.startswith("The model has batch normalization")]
         assert len(warned) == (group.rank == 0 and kind is NormedNoise), (kind, said)
-        assert not any("verified" in text for text in said)
+        assert not any("passed on" in text for text in said)
 
 
 @distributed(world_size=2)
@@ -626,7 +633,7 @@ class Communicating(Tokens):
 @distributed(world_size=2)
 def test_a_step_that_communicates_with_no_other_replica_is_proven(group):
     said = fit(Communicating(), "tensor")
-    assert group.rank > 0 or said[0].startswith("verified on 2 samples: loss and 20 gradients")
+    assert group.rank > 0 or said[0].startswith("Self-check passed on 2 samples: loss and 20 gradients")
 
 
 @distributed(world_size=4)
@@ -634,12 +641,12 @@ def test_a_step_that_communicates_is_not_compared_and_says_so(group):
     said = fit(Communicating(), "replicas")
     if group.rank == 0:
         assert "the step communicates by itself (`torch.distributed.all_reduce`, in `loss`" in said[0]
-        assert "Nothing of it is checked, but that the tensor-parallel ranks agree" in said[0]
-        assert not any("verified" in text for text in said)
+        assert "The run continues without it; the tensor-parallel ranks agree" in said[0]
+        assert not any("passed on" in text for text in said)
 
 
 class Unsteady(Tokens):
-    """Reads a state outside of the module, which each run of the step changes."""
+    """Reads state outside the module, which each run of the step changes."""
 
     calls = 0
 
@@ -652,13 +659,11 @@ class Unsteady(Tokens):
 def test_a_loss_that_differs_from_run_to_run_is_not_called_verified(group):
     said = fit(Unsteady(), "pipeline")
     if group.rank == 0:
-        assert "compared only in part: " in said[0]
-        assert not any("verified" in text for text in said)
+        assert "Self-check of `training_step` incomplete: " in said[0]
+        assert not any("passed on" in text for text in said)
     # The first rank is ahead of the others by the runs that it has made alone.
     module = Unsteady()
-    with pytest.raises(
-        SelfCheckError, match="(?s)differs between tensor-parallel ranks.*a state outside of the module"
-    ):
+    with pytest.raises(SelfCheckError, match="(?s)differs between tensor-parallel ranks.*state outside the module"):
         fit(module, "tensor")
     assert module.trainer.global_step == 0
 
@@ -682,7 +687,9 @@ def test_a_failure_of_the_self_check_is_an_error_on_all_ranks(group):
             fail()
         return joined(*args)
 
-    with pytest.raises(SelfCheckError, match="could not run it on the whole model, although it runs in shards"):
+    with pytest.raises(
+        SelfCheckError, match="must run the step on the full model; that run failed, although the step runs in shards"
+    ):
         fit(NeverAlone(), "tensor")
     joined = reference._joined
     broken = {
@@ -701,7 +708,7 @@ def test_a_failure_of_the_self_check_is_an_error_on_all_ranks(group):
 
 @distributed(world_size=2)
 def test_the_argument():
-    with pytest.raises(ValueError, match="`verify` must be 'auto', 'always' or 'off', got 'no'"):
+    with pytest.raises(ValueError, match="`verify` must be 'auto', 'always' or 'off'; got 'no'"):
         TensorParallelStrategy(verify="no")
     assert fit(LogsPieces(), "tensor", verify="off") == []
 
@@ -712,7 +719,7 @@ def test_each_run_checks_itself_whatever_lies_beside_its_checkpoints(group):
     for _ in range(2):
         callback = ModelCheckpoint(folder, every_n_train_steps=1)
         said = fit(Tokens(), "tensor", "auto", callbacks=[callback], enable_checkpointing=True)
-        assert group.rank > 0 or said[0].startswith("verified on 2 samples")
+        assert group.rank > 0 or said[0].startswith("Self-check passed on 2 samples")
     assert all(path.suffix == ".ckpt" for path in folder.iterdir())
 
 
@@ -795,7 +802,7 @@ def test_what_a_step_returns_is_whole_for_who_looks_on_one_rank(group, verify):
         said = fit(module, layout, verify, callbacks=[ReadsOutputs()])
         if group.rank == 0:
             assert module.seen == pytest.approx(alone.seen, rel=1e-12), kind
-            assert verify == "off" or said[0].startswith("verified on 2 samples: loss, 20 gradients"), kind
+            assert verify == "off" or said[0].startswith("Self-check passed on 2 samples: loss, 20 gradients"), kind
 
 
 class Weighed(Tokens):
@@ -904,7 +911,10 @@ def test_gradients_that_a_step_asks_for_are_whole(group, options):
             said = fit(module, "tensor", verify, layout_options=options, max_steps=2)
             for name, value in module.state_dict().items():
                 torch.testing.assert_close(value, alone.state_dict()[name], rtol=1e-10, atol=1e-12)
-            assert group.rank > 0 or verify == "off" or said[0].startswith("verified on 2 samples"), (kind, said)
+            assert group.rank > 0 or verify == "off" or said[0].startswith("Self-check passed on 2 samples"), (
+                kind,
+                said,
+            )
 
 
 class FrozenCopy(Tokens):
@@ -965,7 +975,7 @@ def test_copies_elsewhere_are_whole_in_the_check_and_put_back(group, options):
     length = {"max_steps": -1, "max_epochs": 1, "limit_train_batches": 3}
     trainer_for(devices=1, **length).fit(alone, loader(), loader())
     said = fit(module, "tensor", layout_options=options, **length)
-    assert len([text for text in said if "verified on 2 samples" in text]) == 2 * (group.rank == 0), said
+    assert len([text for text in said if "passed on 2 samples" in text]) == 2 * (group.rank == 0), said
     for mine, expected in ((module, alone), (module.teacher[0], alone.teacher[0])):
         torch.testing.assert_close(dict(mine.state_dict()), dict(expected.state_dict()), rtol=1e-10, atol=1e-12)
 
@@ -1025,7 +1035,7 @@ def test_copies_that_hooks_register_are_sharded_like_their_originals(group):
 @distributed(world_size=2)
 def test_a_step_that_writes_into_gathered_state_dicts(group):
     with pytest.raises(
-        RuntimeError, match=r"the step writes \(`mul_`\) into the gathered copy in a state dict of `key.0"
+        RuntimeError, match=r"The step writes \(`mul_`\) into the gathered copy in a state dict of `key.0"
     ):
         fit(StateDicts(), "tensor")
 
@@ -1063,7 +1073,9 @@ def test_gradients_parameters_and_buffers_of_all_kinds_travel(group):
         options = {"max_epochs": 1, "val_check_interval": 1, "limit_val_batches": 1}
         trainer_for(devices=1, max_steps=1, **options).fit(alone, loader(), loader())
         said = fit(module, layout, **options)
-        assert group.rank > 0 or all(text.startswith(("verified", "`validation_step` verified")) for text in said), said
+        assert group.rank > 0 or all(
+            text.startswith(("Self-check passed on", "Self-check of `validation_step` passed on")) for text in said
+        ), said
         assert module.state_dict().keys() == alone.state_dict().keys()
         for name, value in module.state_dict().items():
             torch.testing.assert_close(value, alone.state_dict()[name], rtol=1e-10, atol=1e-12)
@@ -1103,7 +1115,7 @@ def test_the_reference_never_holds_the_whole_model(group):
     for live_more, gradients in left:
         assert live_more < gradients / 4, "the gradients wait in a file, while the sharded step computes its own"
     if group.rank == 0:
-        assert said[0].startswith("verified on 2 samples: loss and 20 gradients equal")
+        assert said[0].startswith("Self-check passed on 2 samples: loss and 20 gradients match")
         largest = 12 * 48
         assert max(held) <= 2 * largest, "a few tensors at a time"
 

@@ -38,7 +38,7 @@ def test_the_second_loader_differs_between_peers(group, method):
     module = EveryStep().double()
     if method == "test":
         loaders = loaders[1]  # without an index of the loader
-    with pytest.raises(ValueError, match="must get the same batch.*rank 1 differ"):
+    with pytest.raises(ValueError, match="must get the same batch.*on rank 1 than on rank 0"):
         trainer.fit(module, loader(), loaders) if method == "fit" else getattr(trainer, method)(module, loaders)
 
 
@@ -93,7 +93,7 @@ def test_batches_are_compared_by_bits(group):
     for key, value in strange(1 + group.rank, "name").items():
         if key in ("set", "names", "function", "device"):
             continue
-        with pytest.raises(ValueError, match="must get the same batch.*rank 1 differ"):
+        with pytest.raises(ValueError, match="must get the same batch.*on rank 1 than on rank 0"):
             check_same_batch({key: value}, group)
     for other in (
         {"set": {"a", f"b {group.rank}"}},
@@ -130,7 +130,7 @@ def test_loaders_of_different_lengths_are_refused_on_all(kind, longer, group):
     trainer = trainer_for(kind(**size), 2, max_epochs=2)
     module = Net().double() if kind is TensorParallelStrategy else Deep()
     places = "train.* on rank 0, .*validate" if longer == "training" else "validate.* on rank 0, .*train"
-    with pytest.raises(RuntimeError, match=f"at different places at once: .*{places}.* on rank 1"):
+    with pytest.raises(RuntimeError, match=f"at the same place; got .*{places}.* on rank 1"):
         trainer.fit(module, *loaders)
     assert trainer.global_step == 3
 
@@ -153,7 +153,9 @@ def test_batches_that_differ_later_are_refused(step, group):
     batches = DataLoader(Drifting(group.rank), 8)
     loaders = (batches, loader()) if step == "training" else (loader(), batches)
     trainer = trainer_for(TensorParallelStrategy(tensor_parallel_size=2), 2, max_epochs=1)
-    with pytest.raises(ValueError, match=r"must get the same batches, but at a batch of epoch 0 .* rank 1 differ"):
+    with pytest.raises(
+        ValueError, match=r"must get the same batches; got other data on rank 1 than on rank 0 at a batch of epoch 0"
+    ):
         trainer.fit(Net().double(), *loaders)
 
 

@@ -54,7 +54,7 @@ def test_measured_stages_have_shares_and_a_prediction():
     assert [row[5].split(" x ")[0] for row in rows] == ["2", "1"], "activations held at once"
     assert [row[2].count("embed") for row in rows] == [1, 1], "the tied parameter is on both"
     timeline = simulate(plan.schedule, plan.stage_costs, LINK)
-    assert f"{seconds_text(timeline.makespan_s)} a step, bubble {timeline.bubble_fraction:.0%}" in text
+    assert f"step time {seconds_text(timeline.makespan_s)}, bubble {timeline.bubble_fraction:.0%}" in text
 
 
 def test_what_was_not_measured_is_not_shown():
@@ -65,7 +65,7 @@ def test_what_was_not_measured_is_not_shown():
 
 def test_what_skips_over_a_cut_is_named():
     _, rows, _ = shown("outer", build_schedule("1f1b", 2, 4), "uniform", kind="Skipping")
-    assert [row[2] for row in rows] == ["embed, layers.0 .. 1", "layers.2 .. 3; gets the output of `embed`"]
+    assert [row[2] for row in rows] == ["embed, layers.0 .. 1", "layers.2 .. 3; receives the output of `embed`"]
 
 
 class Mostly(LightningModule):
@@ -101,9 +101,9 @@ def test_a_model_of_which_little_is_sharded_is_better_off_with_replicas():
         (text, warned), (_, other) = run(told, 2, hidden=hidden)
         assert "(root)" in text, "parameters of the module itself"
         assert ("Tensor parallelism shards only" in text) == is_little
-        assert ("on one device" in text) == (not is_little)
+        assert ("a single device" in text) == (not is_little)
         assert len(warned) == int(is_little)
         assert other == []
         if is_little:
-            assert "each rank repeats the others' work" in warned[0]
+            assert "every rank repeats the work of the rest" in warned[0]
             assert 'strategy="ddp"' in warned[0]

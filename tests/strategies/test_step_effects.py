@@ -279,5 +279,5 @@ def test_flat_results_and_scores_of_samples_are_those_of_one_process(group):
                 warnings.simplefilter("always")
                 found = evaluated(way, PipelineParallelStrategy(num_microbatches=microbatches), 2)
             torch.testing.assert_close(found, expected, rtol=1e-10, atol=1e-12)
-            said = [str(each.message) for each in caught if "runs on whole batches" in str(each.message)]
+            said = [str(each.message) for each in caught if "runs on full batches" in str(each.message)]
             assert len(said) == (2 if way == "whole" and group.rank == 0 else 0), said

@@ -221,7 +221,7 @@ def test_a_state_dict_in_a_step():
     _expect_equal(*reversed(results))
     # Stages come to it one after the other.
     trainer = trainer_for(LAYOUTS["pipeline"][0](), 2, max_epochs=1, verifies=True)
-    with pytest.raises((RuntimeError, ValueError), match=r"(?s)asked for inside a step.*on_train_batch_end"):
+    with pytest.raises((RuntimeError, ValueError), match=r"(?s)not available inside a step.*on_train_batch_end"):
         trainer.fit(InStep().double(), loader())
 
 

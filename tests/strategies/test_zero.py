@@ -358,10 +358,10 @@ class Slow(SGD):
 
 REFUSED = {
     "`Slow` keeps tensors in `slow`": lambda module: Slow(module.parameters(), lr=0.1),
-    "`OfLargeTensors` computes with whole tensors": lambda module: OfLargeTensors(module.parameters(), lr=0.1),
-    "`Normalized` computes with whole tensors, but with": lambda module: Normalized(module.parameters(), lr=0.1),
-    "`LBFGS` computes with whole tensors": lambda module: torch.optim.LBFGS(module.parameters()),
-    "`Adafactor` computes with whole tensors": lambda module: torch.optim.Adafactor(module.parameters()),
+    "`OfLargeTensors` computes with full tensors": lambda module: OfLargeTensors(module.parameters(), lr=0.1),
+    "`Normalized` computes with full tensors, but with": lambda module: Normalized(module.parameters(), lr=0.1),
+    "`LBFGS` computes with full tensors": lambda module: torch.optim.LBFGS(module.parameters()),
+    "`Adafactor` computes with full tensors": lambda module: torch.optim.Adafactor(module.parameters()),
     "`Untried` could not be tried": lambda module: Untried(module.parameters(), module),
 }
 

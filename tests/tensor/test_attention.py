@@ -170,8 +170,8 @@ def test_what_cannot_be_divided_is_refused(group):
         (nn.MultiheadAttention(8, 2), ValueError, r"2 heads \(units of 4 features\) cannot be sharded over 3 ranks"),
         (nn.MultiheadAttention(9, 3, add_bias_kv=True), ValueError, "add_bias_kv"),
         (nn.MultiheadAttention(9, 3, add_zero_attn=True), ValueError, "add_zero_attn"),
-        (Own(9, 3), TypeError, "`Attention` applies to `nn.MultiheadAttention`, found"),
-        (nn.Linear(9, 3), TypeError, "`Attention` applies to `nn.MultiheadAttention`, found"),
+        (Own(9, 3), TypeError, "`Attention` must apply to `nn.MultiheadAttention`; got"),
+        (nn.Linear(9, 3), TypeError, "`Attention` must apply to `nn.MultiheadAttention`; got"),
     ]:
         with pytest.raises(error, match=message):
             Attention().apply(module, group)

@@ -465,24 +465,27 @@ def test_a_users_plan_learns_how_a_fused_layer_is_packed(group):
 
 @distributed(world_size=2)
 def test_a_users_plan_that_changes_the_result(group):
-    with pytest.raises(ValueError, match="`blocks.0.mlp` computes something else"):
+    with pytest.raises(ValueError, match="`blocks.0.mlp` must compute the same"):
         make_plan(_own(ChunkAttention), {"*.mlp.0": "column", "*.mlp.2": "row_split"}, group)
 
 
 @distributed(world_size=2)
 def test_nothing_to_shard(group):
-    with pytest.raises(ValueError, match=r"nothing to shard.*found Conv2d"):
+    with pytest.raises(ValueError, match=r"to shard over.*got Conv2d"):
         make_plan(nn.Sequential(nn.Conv2d(3, 4, 3), nn.ReLU()), "auto", group)
-    with pytest.raises(ValueError, match=r"nothing to shard.*found LSTM, Linear \(too small to shard"):
+    with pytest.raises(ValueError, match=r"to shard over.*got LSTM, Linear \(too small to shard"):
         make_plan(nn.Sequential(nn.LSTM(3, 4), nn.Linear(4, 1)), "auto", group)
 
 
 @pytest.mark.parametrize(
     ("plan", "message"),
     [
-        ({"blocks.*.attention.qvk": "column"}, r"`blocks.\*.attention.qvk` matches no module.*blocks.0.attention.qkv"),
-        ({"blocks.*.attention.qkv": "colum"}, r"unknown style 'colum' \(did you mean 'column'"),
-        ({"embedding": "column"}, "`embedding`: `Column` applies to"),
+        (
+            {"blocks.*.attention.qvk": "column"},
+            r"`blocks.\*.attention.qvk` must match a module.*blocks.0.attention.qkv",
+        ),
+        ({"blocks.*.attention.qkv": "colum"}, r"A style must be one of .*got 'colum' \(did you mean 'column'"),
+        ({"embedding": "column"}, "`embedding`: `Column` must apply to"),
     ],
 )
 @distributed(world_size=2)
@@ -639,7 +642,7 @@ def test_transformer_layers_with_other_code_are_verified(group, kind):
 
     plan, _ = _compare(group, build)
     assert "blocks.0.self_attn" in plan.styles
-    with pytest.raises(ValueError, match="cannot be used:\n.*`TransformerLayer`"):
+    with pytest.raises(ValueError, match="got these problems:\n.*`TransformerLayer`"):
         _compare(group, build, plan={"blocks.?": "transformer_layer"})
 
 

@@ -165,9 +165,9 @@ def test_a_group_of_one_is_free():
 @distributed(world_size=2)
 def test_bad_sizes_are_refused_before_communication(group):
     x = torch.ones(5, 2)
-    with pytest.raises(ValueError, match="dimension 0 of 5 does not divide over 2 ranks"):
+    with pytest.raises(ValueError, match="dimension 0 must be a multiple of the 2 ranks; got 5"):
         c.scatter_to_group(x, group, 0)
-    with pytest.raises(ValueError, match=r"slices of \[1, 2\] do not add up to dimension 0 of 5"):
+    with pytest.raises(ValueError, match=r"must add up to 5, the extent of dimension 0; got \[1, 2\]"):
         c.reduce_scatter_to_group(x, group, 0, [1, 2])
     with pytest.raises(ValueError, match="must differ"):
         c.all_to_all_in_group(x, group, 1, -1)

@@ -279,7 +279,7 @@ NOT_BY_HEADS = {
     "wide norm": (lambda: Separate("wide norm"), "to_out", "features of all heads are mixed"),
     "computed slopes": (lambda: Separate("computed slopes"), "to_out", "works with all 4 heads only"),
     "mixed heads": (lambda: Separate("mixed heads"), "to_out", "features of all heads are mixed"),
-    "squashed": (lambda: _linears(Separate(), _as(Squashed)), "to_q", "Squashed` has a `forward`"),
+    "squashed": (lambda: _linears(Separate(), _as(Squashed)), "to_q", "Squashed` has its own `forward`"),
     "weight norm": (lambda: _linears(Separate(), nn.utils.parametrizations.weight_norm), "to_q", "is computed from"),
 }
 

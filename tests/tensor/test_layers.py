@@ -155,9 +155,9 @@ def vocabulary(group):
         check(model, styles, [tokens], group, loss=lambda y: (y + y.pow(2)).sum())
         assert model.head.weight is model.embedding.weight
         assert isinstance(model.embedding, VocabEmbedding)
-    with pytest.raises(IndexError, match=r"\[0, 11\), found 0 to 11"):
+    with pytest.raises(IndexError, match=r"\[0, 11\); got 0 to 11"):
         model.embedding(torch.tensor([0, 11]))
-    with pytest.raises(ValueError, match="tied to a parameter that is divided in another way"):
+    with pytest.raises(ValueError, match="Tied parameters must be sharded in the same way"):
         divide(Tied(), {"embedding": Vocab(), "head": Row()}, group)
 
 
@@ -208,7 +208,7 @@ def test_subclasses_of_linear(group):
     normed = nn.utils.parametrizations.weight_norm(nn.Linear(4, 4))
     for refused in (Own(4, 4), patched, normed, nn.LayerNorm(4), nn.LazyLinear(4)):
         for style in (Column(), Row()):
-            with pytest.raises(TypeError, match=f"`{type(style).__name__}` applies to"):
+            with pytest.raises(TypeError, match=f"`{type(style).__name__}` must apply to"):
                 style.apply(refused, group)
 
 
@@ -216,10 +216,15 @@ def test_what_cannot_be_divided_is_refused():
     group = Group("tensor_parallel", (0, 1, 2, 3), 0, None)
     refused = [
         (Column(unit=4), nn.Linear(6, 12), ValueError, r"3 heads \(units of 4 features\) cannot .* 4 ranks"),
-        (Column(parts=(4, 4)), nn.Linear(6, 12), ValueError, "make 8 features, but the layer has 12"),
-        (Row(parts=(ShardPart.keys(2, 2),)), nn.Linear(4, 4), ValueError, "cannot be shared between ranks"),
-        (Vocab(), nn.Embedding(8, 2, max_norm=1.0), ValueError, "cannot have `max_norm`"),
-        (Vocab(), nn.Linear(8, 2), TypeError, "`Vocab` applies to `nn.Embedding`, found `torch.nn"),
+        (Column(parts=(4, 4)), nn.Linear(6, 12), ValueError, "the 12 features of the layer; got 8 from"),
+        (
+            Row(parts=(ShardPart.keys(2, 2),)),
+            nn.Linear(4, 4),
+            ValueError,
+            "Input features that several ranks share are not supported",
+        ),
+        (Vocab(), nn.Embedding(8, 2, max_norm=1.0), ValueError, "does not support `max_norm`"),
+        (Vocab(), nn.Linear(8, 2), TypeError, "`Vocab` must apply to `nn.Embedding`; got `torch.nn"),
     ]
     for style, module, error, message in refused:
         with pytest.raises(error, match=message):
@@ -490,7 +495,7 @@ def test_sequence_parallel(group, dim):
 def test_a_sequence_that_nobody_divided_is_refused(group):
     layer = nn.Linear(4, 4)
     Column(sequence_dim=1).apply(layer, group)
-    with pytest.raises(RuntimeError, match="sequence of 3 in dimension 1, but no layer before it divided"):
+    with pytest.raises(RuntimeError, match="an earlier layer sharded; got 3 positions in dimension 1"):
         layer(torch.randn(2, 3, 4))
 
 

@@ -311,7 +311,7 @@ def test_everyone_finds_an_ordinary_tensor(group):
         )
     assert "DividedLogits" not in repr(logits)
     assert repr(logits.detach()) == repr(whole_logits(logits.detach()))
-    with pytest.raises(RuntimeError, match="in place, .*use the form that makes a new tensor"):
+    with pytest.raises(RuntimeError, match="in-place change .*Use the form that makes a new tensor"):
         logits.detach().transpose_(0, 1)
 
 
@@ -503,7 +503,7 @@ def test_the_table_names_the_head(group):
     rows = sharding_rows(sharding, {name: tuple(value.shape) for name, value in parts.named_parameters()})
     (row,) = (row for row in rows if row[0] == "head")
     assert row[1] == "head"
-    assert "stays divided until someone looks at it" in row[-1]
+    assert "the logits stay sharded by class" in row[-1]
     assert gathered_heads(sharding.plan.styles) == {"head": Column(gather_output=True)}
 
 

@@ -89,8 +89,8 @@ def test_one_rank():
         ({"reduction": "average"}, ValueError, "`reduction` must be"),
         ({"label_smoothing": 1.5}, ValueError, "`label_smoothing` must be between 0 and 1"),
         ({"target": torch.rand(3, 5)}, ValueError, "class probabilities"),
-        ({"target": torch.tensor([1, 2])}, ValueError, r"2,\) targets by 5 classes, found shape \(3, 5\)"),
-        ({"target": torch.tensor([1, 2, 5])}, IndexError, r"targets must be in \[0, 5\) or -100"),
+        ({"target": torch.tensor([1, 2])}, ValueError, r"2,\) targets by 5 classes; got shape \(3, 5\)"),
+        ({"target": torch.tensor([1, 2, 5])}, IndexError, r"Targets must be in \[0, 5\) or -100"),
         ({"rule": Shard.even(0, 10, 2)}, ValueError, "each of the 1 ranks one range"),
     ],
 )

@@ -115,7 +115,7 @@ def test_dropout_differs_between_the_ranks_inside_only(group):
 def test_styles_that_need_the_whole_sequence_are_refused():
     block = Block()
     for style in (Column(gather_output=True), Row(split_input=True)):
-        with pytest.raises(ValueError, match="`up` cannot be sequence-parallel"):
+        with pytest.raises(ValueError, match="`up` does not support sequence parallelism"):
             sequence_parallel_styles(block, {"up": style})
     assert sequence_parallel_styles(block, {"norm": Replicate()})["norm"] == Replicate(partial_gradient=True)
 
@@ -208,7 +208,7 @@ def test_hidden_states_that_change_between_blocks_of_stages_are_refused(group):
     tokens = torch.arange(14).view(2, 7) % 9
     for kind in KINDS:
         model, *_ = between_blocks(group, kind, stages=True)
-        with pytest.raises(RuntimeError, match=r"reads the output of `blocks.0` \(`|`blocks.1` is given a tensor"):
+        with pytest.raises(RuntimeError, match=r"reads the output of `blocks.0` \(`|`blocks.1` takes a tensor"):
             model(tokens)
 
 

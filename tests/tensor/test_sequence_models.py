@@ -162,7 +162,7 @@ def test_evaluation_and_gradients_in_it(group):
     compare(group, model, whole, sharding, lengths=(5,))
     with torch.no_grad(), recorded_communication() as records:
         model(prompt)
-    assert not [record.op for record in records if record.op == "reduce_scatter"], "positions are whole"
+    assert not [record.op for record in records if record.op == "reduce_scatter"], "full sequences"
 
 
 @distributed(world_size=2)
@@ -185,8 +185,8 @@ def test_a_block_that_mixes_positions_is_left_whole(group):
     compare(group, model, whole, sharding)
     assert [region.blocks for region in sharding.plan.sequence_regions] == [("blocks.0", "blocks.1"), ("blocks.3",)]
     caption = str(sharding_table(model, sharding, 2).caption)
-    assert "positions are divided in blocks.0 to blocks.1" in caption
-    assert "positions are whole in blocks.2: its blocks compute something else" in caption
+    assert "sequence sharded in blocks.0 to blocks.1" in caption
+    assert "full sequences in blocks.2: its blocks compute other results" in caption
 
 
 class Mixture(nn.Module):
@@ -329,7 +329,7 @@ def test_blocks_with_code_between_them_are_divided_each_by_itself(group, kind):
     assert [region.blocks for region in sharding.plan.sequence_regions] == expected
     if len(runs) == 4:
         caption = str(sharding_table(model, sharding, 2).caption)
-        assert "positions are whole between blocks.0, blocks.1, blocks.2, blocks.3: the model was not seen" in caption
+        assert "full sequences between blocks.0, blocks.1, blocks.2, blocks.3: the model may change" in caption
 
 
 class Selected(nn.Module):
@@ -429,7 +429,7 @@ def test_blocks_are_called_with_what_the_model_makes_of_values(group):
         compare(group, model, whole, sharding, lengths=(7,))
         assert sharding.plan.sequence_regions
     with pytest.raises(
-        ValueError, match=r"missing 1 required.*'mask'\), and how.*not seen.*'NoneType'.*no attribute 'bool'"
+        ValueError, match=r"missing 1 required.*'mask'\), and .* not seen.*'NoneType'.*no attribute 'bool'"
     ):
         divided(group, type("Kind", (Packed,), {"kind": "given"}))
 

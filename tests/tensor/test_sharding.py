@@ -76,9 +76,9 @@ def test_shared_key_heads():
     [
         (lambda: Shard.even(0, 3, 4), "3 features cannot be sharded over 4 ranks"),
         (lambda: Shard.even(0, 6, 4, unit=2), r"3 heads \(units of 2 features\) cannot be sharded over 4 ranks"),
-        (lambda: Shard.even(0, 7, 2, unit=2), "7 features cannot be divided into whole units of 2"),
-        (lambda: Shard(0, (((0, 2),), ((3, 4),))), "no rank holds 2 to 3"),
-        (lambda: Shard.even(0, 4, 2).split(torch.ones(5), 0), "expected extent 4 in dimension 0"),
+        (lambda: Shard.even(0, 7, 2, unit=2), r"of units of 2\); got 7"),
+        (lambda: Shard(0, (((0, 2),), ((3, 4),))), "got none for 2 to 3"),
+        (lambda: Shard.even(0, 4, 2).split(torch.ones(5), 0), "must have the extent 4 in dimension 0"),
     ],
 )
 def test_errors(make, message):
