@@ -599,7 +599,7 @@ def tell_microbatch(error: BaseException, microbatches: Sequence[Any], number: i
     add_to_text(error, f"The step ran on a microbatch: {of}. {WHOLE_BATCHES}{split_lists(microbatches[number])}")
 
 
-WHOLE_BATCHES = "A step that needs whole batches gets them with `num_microbatches=1`."
+WHOLE_BATCHES = "A step that needs full batches gets them with `num_microbatches=1`."
 
 
 def add_to_text(error: BaseException, text: str) -> None:

@@ -34,7 +34,7 @@ _NAMES: dict[str, tuple[Callable[[], Strategy], str]] = {
     "tensor_parallel": (TensorParallelStrategy, "Layers sharded over ranks, data over replicas"),
     "pipeline_parallel": (PipelineParallelStrategy, "Layers split into stages, data over replicas"),
     "hybrid_parallel": (HybridParallelStrategy, "Tensor x pipeline x data parallelism"),
-    "auto_parallel": (AutoParallelStrategy, "The fastest layout by the planner, found at the start of a run"),
+    "auto_parallel": (AutoParallelStrategy, "The fastest layout by the planner when a run begins"),
     "local_sgd": (LocalSGDStrategy, "Replicas that train independently and average their updates every n steps"),
     # Functions, since each strategy needs a compressor of its own.
     "ddp_powersgd": (lambda: CompressedDDPStrategy(PowerSGD()), "DDP with PowerSGD gradients"),
