@@ -108,9 +108,9 @@ def types_page() -> str:
     """Return the page of the types that signatures name, so that these link to it."""
     lines = ["# Types", "", "Signatures use these types. You pass the values; you need not import the types.", ""]
     for package, paths in TYPES.items():
-        lines += [
-            f"::: lightning_parallel.{package}.{path}\n    options: {{heading_level: 2, {SHORT}}}\n" for path in paths
-        ]
+        attributes = str(package == "pipeline").lower()
+        options = f"{{heading_level: 2, show_labels: false, show_docstring_attributes: {attributes}}}"
+        lines += [f"::: lightning_parallel.{package}.{path}\n    options: {options}\n" for path in paths]
     return "\n".join(lines)
 
 
