@@ -83,15 +83,15 @@ def texts(path: Path) -> Iterator[tuple[str, str]]:
             yield f"{path.relative_to(ROOT)}:{node.lineno}", text
 
 
-def _text(node: ast.expr) -> str:
+def _text(node: ast.AST, value: str = "X") -> str:
     if isinstance(node, ast.Constant):
         return str(node.value)
     if isinstance(node, ast.JoinedStr):
-        return "".join(_text(part) for part in node.values)
+        return "".join(_text(part, value) for part in node.values)
     if isinstance(node, ast.FormattedValue):
-        return "X"
+        return value
     if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Add):
-        return _text(node.left) + _text(node.right)
+        return (_text(node.left, value) or value) + (_text(node.right, value) or value)
     return ""
 
 
@@ -115,3 +115,42 @@ def test_texts_of_the_package_keep_to_the_words_of_the_field():
         if (match := re.search(pattern, text))
     ]
     assert not found, "\n".join(found)
+
+
+# ------------------------------------------------------------------------------------------------- codes of messages
+
+_VALUE = "\0"
+
+
+def coded() -> Iterator[tuple[str, str, str]]:
+    """Yield code, file and text of each message that has a code; values in it are `_VALUE`."""
+    for path in sorted((ROOT / "lightning_parallel").rglob("*.py")):
+        todo: list[ast.AST] = [ast.parse(path.read_text(encoding="utf-8"))]
+        while todo:
+            node = todo.pop()
+            text = _text(node, _VALUE) if isinstance(node, (ast.Constant, ast.JoinedStr, ast.BinOp)) else ""
+            if found := re.findall(r"\[(LP\d{3})\]", text):
+                for code in found:
+                    yield code, str(path.relative_to(ROOT)), re.sub(r"\{\d*(?::[^{}]*)?\}", _VALUE, text)
+            else:
+                todo.extend(ast.iter_child_nodes(node))
+
+
+def test_each_code_has_a_section_that_quotes_its_message():
+    page = (ROOT / "docs/troubleshooting.md").read_text("utf-8")
+    sections = re.findall(r'<a id="(lp\d{3})"></a>\n\n### (LP\d{3}): .*\n\n```text\n((?s:.*?))\n```', page)
+    messages_of: dict[str, list[str]] = {}
+    for code, _, text in coded():
+        messages_of.setdefault(code, []).append(text)
+    codes = [code for _, code, _ in sections]
+    assert sorted(codes) == sorted(messages_of), "each code of the package has one section, and each section a code"
+    assert re.findall(r"^\| \[(LP\d{3})\]\(#lp\d{3}\) \|", page, re.MULTILINE) == codes
+    for anchor, code, quoted in sections:
+        assert anchor == code.lower()
+        quote = " ".join(quoted.split())
+        patterns = [
+            r"\s*".join(".*" if part == _VALUE else re.escape(part) for part in re.split(f"({_VALUE})| ", text) if part)
+            for text in (" ".join(text.split()) for text in messages_of[code])
+        ]
+        texts = "\n".join(messages_of[code]).replace(_VALUE, "...")
+        assert any(re.search(rf"{p}$", quote) for p in patterns), f"{code} on the page:\n{quote}\nin the code:\n{texts}"

@@ -99,6 +99,7 @@ def trace_use(module: nn.Module, stack: LayerStack, step: Step, microbatch: Any,
             raise ValueError(
                 f"The model cannot be split at `{stack.path}`: the step stopped on tensors without data"
                 f" {tracer.where()}: {error}"
+                " [LP039]"
             ) from error
         if isinstance(error, (AttributeError, LookupError)) or "NoneType" in str(error):
             tracer.use.stopped = f"{type(error).__name__}: {error}"
