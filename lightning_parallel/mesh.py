@@ -59,7 +59,7 @@ class Mesh:
             size = getattr(self, axis)
             # `True` is an int, and a size of `True` most likely a flag in the wrong place.
             if not isinstance(size, int) or isinstance(size, bool) or size < 1:
-                raise ValueError(f"`{axis}_size` must be a positive integer or 'auto', got {size!r}")
+                raise ValueError(f"`{axis}_size` must be a positive integer or 'auto'; got {size!r}")
 
     @classmethod
     def resolve(cls, world_size: int, sizes: Mapping[Axis, Size]) -> Mesh:
@@ -78,9 +78,8 @@ class Mesh:
         if remainder or (rest != 1 and not automatic):
             asked = " x ".join(f"{axis}_size={sizes.get(axis, 1)}" for axis in AXES)
             raise ValueError(
-                f"the axis sizes must multiply to the number of processes: {asked} does not fit {world_size} processes"
-                f" (the given sizes multiply to {given.world_size}). Change `devices`/`num_nodes` or one of the sizes,"
-                " or leave one size at 'auto'."
+                f"The axis sizes must multiply to the number of processes, {world_size}; got {asked}, which multiply to"
+                f" {given.world_size}. Change `devices`, `num_nodes` or one of the sizes, or leave one size at 'auto'"
                 " [LP004]"
             )
         filled = {automatic[0]: rest} if automatic else {}
@@ -105,7 +104,7 @@ class Mesh:
             ValueError: If the mesh has no such rank.
         """
         if not 0 <= rank < self.world_size:
-            raise ValueError(f"rank must be in [0, {self.world_size}) for {self}, got {rank}")
+            raise ValueError(f"`rank` must be in [0, {self.world_size}) for {self}; got {rank}")
         outer, tensor = divmod(rank, self.tensor_parallel)
         return Coordinate(*divmod(outer, self.pipeline_parallel), tensor)
 

@@ -145,7 +145,7 @@ def test_fully_shard_without_hooks_is_refused(group):
     if hasattr(FSDPModule, "set_custom_reduce_scatter"):
         pytest.skip(f"`fully_shard` of torch {torch.__version__} has hooks for gradients")
     model = fully_shard(nn.Linear(2, 2), mesh=init_device_mesh("cpu", (1,)))
-    with pytest.raises(RuntimeError, match=r"whose FSDPModule has `set_custom_reduce_scatter`.*install a newer one"):
+    with pytest.raises(RuntimeError, match=r"`FSDPModule.set_custom_reduce_scatter`.*Install a newer version"):
         compress_fully_shard(model, Dense())
 
 

@@ -52,7 +52,7 @@ def test_auto_takes_what_is_left(world, sizes, expected):
     [(4, {"tensor_parallel": 3}), (4, {"tensor_parallel": 2}), (4, {"tensor_parallel": 8, "data_parallel": "auto"})],
 )
 def test_sizes_that_do_not_multiply_to_the_world_are_refused(world, sizes):
-    with pytest.raises(ValueError, match=f"{world} processes"):
+    with pytest.raises(ValueError, match=f"the number of processes, {world}; got"):
         Mesh.resolve(world, sizes)
 
 

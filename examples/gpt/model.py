@@ -19,7 +19,7 @@ class Attention(nn.Module):
     def __init__(self, width: int, heads: int) -> None:
         super().__init__()
         if width % heads:
-            raise ValueError(f"`width` must be a multiple of `heads`, got {width} and {heads}")
+            raise ValueError(f"`width` must be a multiple of `heads`; got {width} and {heads}")
         self.head_size = width // heads
         self.qkv = nn.Linear(width, 3 * width)
         self.project = nn.Linear(width, width)

@@ -76,4 +76,4 @@ if __name__ == "__main__":
     with tempfile.TemporaryDirectory() as folder:
         torch.multiprocessing.start_processes(work, (f"file://{folder}/store",), RANKS, start_method="fork")
     mutual = sum(RULES[backward][0] == name for name, (backward, _) in RULES.items())
-    print(f"\nNotice: {len(RULES)} collectives equal one process bit for bit; {mutual} are their backward's backward.")
+    print(f"\nNotice: {len(RULES)} collectives equal one process exactly; {mutual} are the backward of their backward.")

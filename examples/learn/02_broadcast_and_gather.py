@@ -68,8 +68,8 @@ def work(me, store):
         right, wrong = sums.sum() / counts.sum(), (sums / counts).mean()
         assert right == torch.arange(10.0).mean() != wrong
         print(f"gathered by rank 0: sums of losses {sums.tolist()}, numbers of samples {counts.tolist()}\n")
-        print(f"Notice: by a ring {n} ranks send {2 * (n - 1) / n} S each, 64 ranks {2 * 63 / 64:.2f} S: hardly more.")
-        print(f"The mean loss is {right:.2f}. The mean of the ranks' means is {wrong:.2f}: gather sums and counts.")
+        print(f"Notice: in a ring, each of {n} ranks sends {2 * (n - 1) / n} S, each of 64 {2 * 63 / 64:.2f} S.")
+        print(f"The mean loss is {right:.2f}. The mean of the ranks' means is {wrong:.2f}. Gather sums and counts.")
     dist.destroy_process_group()
 
 

@@ -66,11 +66,9 @@ def work(me, store):
         reads = torch.bincount(torch.tensor(uneven).flatten())
         forgetful = DistributedSampler(data, REPLICAS, 0)
         same = list(forgetful) == list(forgetful) == Part(0, epoch=0).mine
-        print(f"\nNotice: the mean gradient is that of one process (difference {error:.0e}), and no index was sent.")
-        print(f"Without `set_epoch` all epochs have the order of epoch 0: {same}.")
-        print(
-            f"Of 22 samples {int((reads == 2).sum())} are read twice, as replicas have equally many: mind your metrics."
-        )
+        print(f"\nNotice: the mean gradient equals one process (difference {error:.0e}). No rank sent an index.")
+        print(f"Without `set_epoch`, all epochs have the order of epoch 0: {same}.")
+        print(f"Of 22 samples {int((reads == 2).sum())} are read twice, as replicas read equally many.")
     dist.destroy_process_group()
 
 

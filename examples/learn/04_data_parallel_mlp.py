@@ -68,8 +68,8 @@ def work(me, store):
             a, b = (round(60 * (moment - begin) / (last - begin)) for moment in (start, done))
             print(f"{name:>10} {' ' * a + '=' * max(1, b - a):60} {1e3 * (done - start):4.0f} ms")
         took, hidden = (1e3 * sum(min(done, until) - start for _, start, done in sent) for until in (last, end))
-        print(f"\nNotice: messages took {took:.1f} ms in all, {hidden:.1f} ms of it during backward.")
-        print(f"After {STEPS} steps the parameters are those of one process (difference {error:.0e}).")
+        print(f"\nNotice: communication took {took:.1f} ms in all, {hidden:.1f} ms of it during backward.")
+        print(f"After {STEPS} steps the parameters equal one process (difference {error:.0e}).")
     dist.destroy_process_group()
 
 

@@ -67,8 +67,8 @@ def work(me, store):
         for name, tensor, part in zip(("output", "dL/dx", "dL/dfirst", "dL/dsecond"), (y, dx, dfirst, dsecond), found):
             print(f"  {name:10} one process {tuple(tensor.shape)!s:10} each rank {tuple(part.shape)!s:10}")
         print(f"\nNotice: {count} all-reduces, one forward and one backward, of {size} bytes: batch x width x 8.")
-        print(f"All is as on one process (difference {error:.0e}). Without f there is no error message, but the")
-        print(f"gradient that the layer before gets is off by {(partial - dx).norm() / dx.norm():.0%}.")
+        print(f"The result equals one process (difference {error:.0e}). Without f no error is raised, but the")
+        print(f"gradient of the layer before is off by {(partial - dx).norm() / dx.norm():.0%}.")
     dist.destroy_process_group()
 
 

@@ -67,8 +67,8 @@ def work(me, store):
         assert abs(found[True, 1.2][2] - (CURVATURE * one**2).sum() / 2) < 1e-10
         assert found[True, 1.2][1] == 0 < found[False, 1.2][1]
         late = found[False, 1.2][0]
-        print(f"\nNotice: a gradient is {late:.1f} versions late, as {WORKERS - 1} other workers do not wait.")
-        print("So replicas drift, and the learning rate of one process is too high. Synchronous equals one process.")
+        print(f"\nNotice: a gradient is {late:.1f} versions late, because {WORKERS - 1} other workers do not wait.")
+        print("Replicas drift, and the learning rate of one process is too high. Synchronous steps equal one process.")
     dist.destroy_process_group()
 
 

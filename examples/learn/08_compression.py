@@ -17,9 +17,9 @@ from lightning_parallel import PowerSGD, TopK
 REPLICAS, STEPS, BATCH = 2, 60, 64
 METHODS = {
     "dense": None,  # the mean by an all-reduce
-    "top 2 %, what is left out is lost": TopK(0.02, feedback=None),
+    "top 2 %, without error feedback": TopK(0.02, feedback=None),
     "top 2 %, error feedback": TopK(0.02),
-    "PowerSGD rank 2, what is left out is lost": PowerSGD(rank=2, feedback=None),
+    "PowerSGD rank 2, without error feedback": PowerSGD(rank=2, feedback=None),
     "PowerSGD rank 2, error feedback": PowerSGD(rank=2),
 }
 
@@ -67,8 +67,8 @@ def work(me, store):
         Console().print(table)
         (dense, dense_bytes), (lost, _), (kept, size), *_ = found.values()
         assert kept < lost
-        print(f"Notice: the largest 2 % of elements, with their places, are 1/{dense_bytes / size:.0f} of the bytes.")
-        print(f"The loss is {lost / dense:.1f} times the dense one, with error feedback {kept / dense:.1f} times.")
+        print(f"Notice: the largest 2 % of elements, with their places, take 1/{dense_bytes / size:.0f} of the bytes.")
+        print(f"The loss is {lost / dense:.1f} times the dense loss; with error feedback, {kept / dense:.1f} times.")
     dist.destroy_process_group()
 
 

@@ -135,14 +135,14 @@ class AutoResume(Callback):
         if trainer.fast_dev_run:  # type: ignore[attr-defined]
             return
         if sum(isinstance(callback, AutoResume) for callback in trainer.callbacks) > 1:  # type: ignore[attr-defined]
-            raise ValueError("a Trainer takes one `AutoResume`: a run goes on from one checkpoint")
+            raise ValueError("A Trainer must have one `AutoResume`; got several, but a run resumes from one checkpoint")
         # After the processes have met: all take what the first one finds.
         self._folder, self._found = comm.broadcast_from(lambda: self._look(trainer), _world())
         path = self._folder.path
         if path.resolve() in _ended and self._found:
             raise ValueError(
-                f"{path} holds the checkpoints of a `fit` of this process that has ended; a second one would go on from"
-                " there when the script is started again. Give each `fit` a folder: `AutoResume(dirpath=...)`"
+                f"Each `fit` must have its own folder of `AutoResume`; got {path}, which an earlier `fit` of this"
+                " process used. Give each `fit` a folder: `AutoResume(dirpath=...)`"
             )
         replicas = getattr(trainer.strategy, "distributed_sampler_kwargs", None) or {}
         place = replicas.get("num_replicas", 1), replicas.get("rank", 0)
@@ -155,8 +155,8 @@ class AutoResume(Callback):
         base = str(self.dirpath or trainer.default_root_dir)
         if "://" in base:
             raise ValueError(
-                f"`AutoResume` renames checkpoints when they are complete, which {base} cannot; name a folder of a file"
-                " system that all processes share: `AutoResume(dirpath=...)`"
+                f"The folder of `AutoResume` must be on a file system, because checkpoints are renamed when they are"
+                f" complete; got {base}. Give a folder that all processes share: `AutoResume(dirpath=...)`"
             )
         folder = ResumeFolder(Path(base if self.dirpath else Path(base) / "auto_resume").absolute())
         folder.create()
@@ -250,8 +250,9 @@ class AutoResume(Callback):
             raise failure
         if len(self._found) == 1:
             raise RuntimeError(
-                f"no checkpoint in {self._folder.path} can be read, the oldest being {self._path.name}. If the model or"
-                " the versions have changed, undo that; to train anew, remove the folder"
+                f"One of the checkpoints in {self._folder.path} must be readable; got none, down to the oldest,"
+                f" {self._path.name}. If you changed the model or versions, undo that. To start from the beginning,"
+                " remove the folder"
             ) from failure
         damaged = self._found.pop(0)
         self._damaged.append(damaged)

@@ -184,7 +184,7 @@ class CommunicationAccumulator(Accumulator):
         report["desynchronised"] = list(_desynchronised(shared))
         missing = [*self._missing]
         if uncertainty_ns is None:
-            missing.append("The ranks run on several hosts, whose clocks were not compared: skew is left out.")
+            missing.append("The ranks run on several hosts, whose clocks were not compared. Skew is left out.")
         return {**report, "missing": missing} if missing else report
 
     @override
@@ -492,7 +492,7 @@ def _difference(rank: int, reference: int, by_rank: Mapping[int, tuple[int, int,
     for number, (own, other) in enumerate(aligned, start=first):
         if first <= min(mine, theirs) and own != other:
             return f"{head}; call {number} is {_call(own)} on rank {rank}, {_call(other)} on rank {reference}"
-    return f"{head}; they differ in a call that lies further back than the last {RECENT}"
+    return f"{head}; the first difference is older than the last {RECENT} calls"
 
 
 def _call(call: tuple[str, int | None, str | None] | None) -> str:

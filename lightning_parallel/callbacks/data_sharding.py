@@ -135,7 +135,7 @@ class ShardingAccumulator(Accumulator):
             different = [index for index, hashes in enumerate(batches) if len(set(hashes)) > 1]
             if different:
                 detail = (
-                    f"ranks of replica {replica} read different batches, in {len(different)} of {len(batches)} steps"
+                    f"the ranks of replica {replica} read different batches in {len(different)} of {len(batches)} steps"
                 )
                 self._add_finding("peers", readings[members[0]].steps[different[0]], members, detail)
 
@@ -163,7 +163,7 @@ class ShardingAccumulator(Accumulator):
         samples = torch.cat(list(parts.values()))
         again = int(torch.isin(samples, self._before).sum())
         if again >= len(ranks):  # fewer fill up the last batches
-            detail = f"{again} of {len(samples)} samples were read once more after the resume, in the same epoch"
+            detail = f"{again} of {len(samples)} samples were read again after the resume, in the same epoch"
             self._add_finding("resume", step, [rank for members in ranks.values() for rank in members], detail)
 
     def _audit_order(self, step: int, ends: Sequence[EpochEnd]) -> None:
@@ -171,7 +171,7 @@ class ShardingAccumulator(Accumulator):
         # Unshuffled orders have no hash, and are the same in each epoch by intention.
         same = [rank for rank, order in orders.items() if order is not None and order == self._orders.get(rank)]
         if same:
-            detail = "the same shuffled order as in the epoch before: is `set_epoch` called on the sampler?"
+            detail = "the shuffled order is the same as in the epoch before; call `set_epoch` on the sampler"
             self._add_finding("order", step, same, detail)
         self._orders = orders
 
@@ -310,7 +310,7 @@ class DataShardingMonitor(MeasuringCallback[ShardingAccumulator]):
     @property
     def _open_tracker(self) -> SampleTracker:
         if self._tracker is None:
-            raise RuntimeError("DataShardingMonitor tracks samples within training only")
+            raise RuntimeError("`DataShardingMonitor` tracks samples only during training")
         return self._tracker
 
     @override
@@ -396,7 +396,7 @@ class DataShardingMonitor(MeasuringCallback[ShardingAccumulator]):
         if not report["findings"]:
             return None
         header = "optimizer step", "finding", "ranks", "detail"
-        table = Table(*header, title="How the data are divided", box=box.SIMPLE_HEAD)
+        table = Table(*header, title="Problems in the sharding of the data", box=box.SIMPLE_HEAD)
         for one in report["findings"]:
             table.add_row(str(one["step"]), one["name"], ", ".join(map(str, one["ranks"])), one["detail"])
         return table

@@ -51,10 +51,10 @@ class GlobalBatch:
         at_once = replicas * batch_size
         if self.samples % at_once:
             raise ValueError(
-                f"the run was interrupted with {self.samples} samples in an optimizer step ({self}); {replicas}"
-                f" replicas with batches of {batch_size} read {at_once} at once, which does not divide {self.samples}."
-                f" Start it with a number of replicas and a batch size whose product divides {self.samples}, or let"
-                " `AutoResume(rescale_learning_rate=True)` go on with other steps"
+                f"An optimizer step must have {self.samples} samples, as before the interruption ({self}); got"
+                f" {replicas} replicas with batches of {batch_size}, together {at_once} samples, which does not divide"
+                f" {self.samples}. Change the number of replicas or the batch size, or set"
+                " `AutoResume(rescale_learning_rate=True)`, which changes the steps"
             )
         return GlobalBatch(replicas, batch_size, self.samples // at_once)
 
@@ -68,10 +68,11 @@ def adapt_trainer(trainer: Trainer, first: GlobalBatch, now: GlobalBatch, patche
     if trainer.accumulate_grad_batches != now.accumulate:
         if any(is_a(callback, GradientAccumulationScheduler) for callback in trainer.callbacks):  # type: ignore[attr-defined]
             raise ValueError(
-                f"The run began with {first} and would go on with {now}, but `GradientAccumulationScheduler` sets the"
-                " number of accumulated batches. Start it with as many replicas as before, or without that callback"
+                f"The number of accumulated batches must change from {first} to {now}; got a"
+                " `GradientAccumulationScheduler`, which sets it. Start with as many replicas as before, or without"
+                " that callback"
             )
-        tell(f"AutoResume: the run began with {first} and goes on with {now}")
+        tell(f"AutoResume: the run began with {first} and resumes with {now}")
         patches.replace(trainer, "accumulate_grad_batches", now.accumulate)
     ratio = Fraction(first.at_once, now.at_once)
     for name in ("limit_train_batches", "val_check_interval"):
@@ -90,7 +91,7 @@ def _scaled(what: str, value: int, ratio: Fraction, first: GlobalBatch, now: Glo
     scaled = value * ratio
     if scaled.denominator != 1:
         raise ValueError(
-            f"{what} counts batches of {first}; the run would go on with {now}, where it were {float(scaled):g}, which"
-            " is no integer. Give a number that fits both, or a fraction of an epoch"
+            f"{what} must be an integer in batches of {first} and of {now}; got {float(scaled):g} for the second. Give"
+            " a number that fits both, or a fraction of an epoch"
         )
     return int(scaled)

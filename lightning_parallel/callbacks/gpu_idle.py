@@ -147,16 +147,16 @@ def _length(intervals: Iterable[Interval]) -> float:
 
 _WORDS = {
     "launch": (
-        "because kernels were launched too slowly",
+        "because kernels are launched too slowly",
         "Compile the model (`torch.compile`), use CUDA graphs, fused operations, or a larger batch.",
     ),
     "synchronise": (
-        "because the host waited for it",
-        "Look for `item()`, `print`, comparisons and copies of tensors to the host in the step; log less often.",
+        "because the host waits for the GPU",
+        "Remove `item()`, `print`, comparisons and copies of tensors to the host from the step, or log less often.",
     ),
-    "data": ("waiting for data", "Load batches ahead of need: more `num_workers`, `pin_memory=True`."),
-    "collective": ("in collectives", "Exchange less, or overlap it with backward."),
-    "other": ("between kernels that were launched in time", "Look at streams that wait for each other in the trace."),
+    "data": ("waiting for data", "Load batches earlier: raise `num_workers`, and set `pin_memory=True`."),
+    "collective": ("in collectives", "Communicate less, or overlap communication with the backward pass."),
+    "other": ("between kernels that are launched in time", "Look for streams in the trace that wait for each other."),
 }
 """A cause in words, and a remedy."""
 
@@ -179,7 +179,7 @@ def idle_sentence(gpu: Mapping[str, float], wall: float) -> tuple[str, str, floa
     parts = ", ".join(f"{shares[cause]:.0%} {_WORDS[cause][0]}" for cause in largest).replace("%", " %")
     idle = f"{sum(shares.values()):.0%}".replace("%", " %")
     remedy = _WORDS[largest[0]][1] if largest else ""
-    return f"stands idle for {idle} of a step: {parts}", remedy, shares["launch"] + shares["synchronise"]
+    return f"is idle for {idle} of a step: {parts}", remedy, shares["launch"] + shares["synchronise"]
 
 
 class GpuSampler:
@@ -237,7 +237,7 @@ class GpuSampler:
         except Exception as error:
             self._is_broken = True
             self.abandon()
-            warnings.warn(f"the GPU's time is not measured any more: {error!r}", stacklevel=2)
+            warnings.warn(f"The time of the GPU is no longer measured, because of an error: {error!r}", stacklevel=2)
         return self._profiler is not None
 
     def _start(self, other: bool) -> None:
@@ -245,8 +245,8 @@ class GpuSampler:
             if not self._has_warned:
                 self._has_warned = True
                 warnings.warn(
-                    "another profiler of torch runs, and there can be only one: steps in which it does are not"
-                    " looked at for the GPU's idle time",
+                    "Another profiler of torch is running, and there can be only one. The idle time of the GPU is not"
+                    " measured in the steps of that profiler",
                     stacklevel=3,
                 )
             return

@@ -136,7 +136,7 @@ class GradientNoiseAccumulator(Accumulator):
             "series": {"noise_scale": series},
         }
         if not (square > 0 and variance > 0):
-            missing.append("The noise of the gradients could not be told from their mean: measure more steps.")
+            missing.append("The noise could not be separated from the mean of the gradients. Measure more steps.")
             return {**report, "missing": missing}
         scale = variance / square
         report |= {
@@ -341,7 +341,7 @@ class GradientNoiseScale(MeasuringCallback[GradientNoiseAccumulator]):
         if groups is not None and groups.replica.size > 1:
             self._gradients = _ReplicaGradients(trainer, pl_module)
             if self._gradients.left_out:
-                missing.append("Parameters that several stages share are left out.")
+                missing.append("Parameters that several stages share were left out.")
         else:
             self._gradients = _BatchGradients(trainer, pl_module)
         self._is_measuring, self._begins, self._seen_step = False, True, -1
@@ -409,9 +409,9 @@ def noise_rows(report: Mapping[str, Any]) -> list[list[str]]:
     return [
         ["noise scale", f"{count_text(report['noise_scale'])} samples"],
         ["batch of this run", f"{count_text(report['batch'])} samples"],
-        ["more replicas help little beyond", f"{replicas} of {count_text(report['batch_of_replica'])} samples each"],
-        ["steps saved by twice the replicas", percent(1.0 - 1.0 / report["gain_of_doubling"])],
-        ["samples as useful as in small batches", percent(report["efficiency"])],
+        ["largest useful batch", f"{replicas} of {count_text(report['batch_of_replica'])} samples each"],
+        ["steps saved by twice as many replicas", percent(1.0 - 1.0 / report["gain_of_doubling"])],
+        ["samples used as well as in small batches", percent(report["efficiency"])],
     ]
 
 
@@ -421,21 +421,21 @@ def _check_measurable(trainer: Trainer, module: LightningModule) -> None:
     replicas = trainer.world_size if groups is None else groups.data_parallel.size
     reason = ""
     if any(is_a(strategy, kind) for kind in (FSDPStrategy, DeepSpeedStrategy, ModelParallelStrategy)):
-        reason = f"`{type(strategy).__name__}` reduces gradients in pieces, so that nobody has those of a replica"
+        reason = f"`{type(strategy).__name__}` reduces gradients in pieces, so no rank holds the gradients of a replica"
     elif getattr(strategy, "steps_between_reductions", 1) > 1:
         reason = "replicas with local steps do not average their gradients"
     elif getattr(strategy, "compression", None) is not None and replicas > 1:
-        reason = "compressed gradients are no mean of those of the replicas"
+        reason = "compressed gradients are not the mean of the gradients of the replicas"
     elif getattr(strategy, "zero_stage", 0) == 2 and replicas > 1:
-        reason = "with `zero_stage=2` nobody has the whole mean of the gradients"
+        reason = "with `zero_stage=2` no rank holds the full mean of the gradients"
     elif not module.automatic_optimization:
-        reason = "under manual optimization, nothing tells which gradients belong to a step"
+        reason = "with manual optimization, it is not known which gradients belong to a step"
     elif groups is not None and groups.replica.size > 1 and replicas == 1:
-        reason = "there is one replica, whose parts have gradients of the whole step only"
+        reason = "there is one replica, and its ranks hold gradients of the full step only"
     elif replicas == 1 and trainer.accumulate_grad_batches == 1:
-        reason = "there is one replica, and no batches are accumulated, so that nothing shows how gradients differ"
+        reason = "there is one replica, and no batches are accumulated, so there are no gradients to compare"
     if reason:
         raise ValueError(
-            f"`GradientNoiseScale` cannot measure this run: {reason}. The noise is that of the model and its data:"
-            " measure some steps under DDP, or on one process with `accumulate_grad_batches=2` or more"
+            f"`GradientNoiseScale` cannot measure this run: {reason}. The noise depends only on the model and its"
+            " data. Measure some steps under DDP, or on one process with `accumulate_grad_batches=2` or more"
         )

@@ -423,7 +423,7 @@ class MissingCall(NamedTuple):
 def explain_hang(states: Mapping[int, RankState], world_size: int) -> list[str]:
     """Name the missing ranks, and where each rank is, from the states of those that answered; one sentence per line."""
     silent = [rank for rank in range(world_size) if rank not in states]
-    lines = [f"rank {rank} does not answer: it is stopped, gone, or keeps Python's lock" for rank in silent]
+    lines = [f"rank {rank} does not answer: it is stopped, has ended, or holds the lock of Python" for rank in silent]
     # Calls that a thread visibly waits for first; a wait in C++ is not visible, only that the call has not ended.
     missing = list(_missing_calls(states, waited_for=True)) or list(_missing_calls(states, waited_for=False))
     missing.sort(key=lambda call: call.since)
@@ -431,12 +431,12 @@ def explain_hang(states: Mapping[int, RankState], world_size: int) -> list[str]:
     # A rank that waits itself is not the cause: the cause is at the end of the chain.
     roots = [call for call in missing if call.rank not in waiting]
     if not roots and not silent and missing:
-        lines.append("ranks wait for each other: one of them left out a call, or made one too many")
+        lines.append("ranks wait for each other: one rank left out a call, or made an extra call")
         # The longest wait first; clocks and ranks are not in step enough to conclude more.
         roots = missing
     lines += [call.text for call in roots]
     if not lines:
-        lines += _ranks_behind(states) or ["every rank answered, and none is known to be late: see their stacks"]
+        lines += _ranks_behind(states) or ["every rank answered, and no rank is known to be late; see the stacks"]
     return lines + [_place(state) for _, state in sorted(states.items())]
 
 
@@ -508,4 +508,4 @@ def _ranks_behind(states: Mapping[int, RankState]) -> list[str]:
     most = max((state["progress"] for state in states.values()), default=0)
     ahead = next((state["where"] for state in states.values() if state["progress"] == most), "")
     behind = [rank for rank, state in states.items() if state["progress"] < most]
-    return [f"rank {rank} is behind: others have got to {ahead}" for rank in behind]
+    return [f"rank {rank} is behind; the furthest rank is in {ahead}" for rank in behind]

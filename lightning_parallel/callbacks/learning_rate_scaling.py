@@ -198,18 +198,18 @@ class _RateWatch:
         found = ""
         for group, rate in self._rates():
             if group not in self._known:
-                found = f"a parameter group was added with a learning rate of {rate:.6g}"
+                found = f"A parameter group was added with a learning rate of {rate:.6g}"
             elif rate != self._known[group] and not any(isclose(rate, float(one)) for one in set_by_schedulers):
-                found = f"a learning rate of {self._known[group]:.6g} was set to {rate:.6g}"
+                found = f"A learning rate of {self._known[group]:.6g} was set to {rate:.6g}"
         for scheduler in now:
             if not any(scheduler is one for one in self._schedulers):
-                found = f"`{type(scheduler).__name__}` was made"
+                found = f"The scheduler `{type(scheduler).__name__}` was created"
         if found:
             self._is_silent = True
             rank_zero_warn(
-                f"LearningRateScaling: {found}, not by a scheduler of the start of the run (but by the module or a"
-                f" callback). `LearningRateScaling` does not multiply this rate by {factor:g}. Make sure that the code"
-                " computes the rate from the optimizer's present rates, or multiplies the rate itself"
+                f"LearningRateScaling: {found} by the module or a callback during the run. `LearningRateScaling` does"
+                f" not multiply this rate by {factor:g}. Make sure that the code computes the rate from the present"
+                " rates of the optimizer, or multiplies the rate itself"
             )
 
     def _rates(self) -> Iterator[tuple[int, float]]:
@@ -310,8 +310,8 @@ class LearningRateScaling(Callback):
         self._restored, self._from_checkpoint = None, False
         if any(is_a(callback, LearningRateFinder) for callback in trainer.callbacks):  # type: ignore[attr-defined]
             raise ValueError(
-                "`LearningRateFinder` finds the rate for the steps of this run, which `LearningRateScaling` would scale"
-                " once more; use one of them"
+                "`LearningRateFinder` must not be used with `LearningRateScaling`, which would scale the found rate"
+                " again; got both; remove one of them"
             )
 
     @override
@@ -397,7 +397,7 @@ class LearningRateScaling(Callback):
         """Return what a step is made of, and what there is to say about it."""
         replicas, reason = mesh_of(trainer).data_parallel, ""
         if getattr(trainer.strategy, "steps_between_reductions", 1) > 1:
-            reason = f"; the {replicas} replicas do not count, as each takes local steps of its own"
+            reason = f"; the {replicas} replicas do not count, because each takes local steps"
             replicas = 1
         size = 1 if self.base_batch_size is None else _batch_size(trainer)
         return GlobalBatch(replicas, size, trainer.accumulate_grad_batches), reason
@@ -408,7 +408,7 @@ class LearningRateScaling(Callback):
             base = _replicas(self.base_replicas or 1)
         else:
             step, base = f"{now} = {now.samples} samples", f"{self.base_batch_size} samples"
-        had = "" if self.factor == 1.0 else f", of which {self.factor:g} was there"
+        had = "" if self.factor == 1.0 else f", of which {self.factor:g} was applied before"
         warm = f", in {self.ramp_steps} steps of warm-up" if self.ramp_steps else ""
         rates = before if wanted == self.factor else f"{before} -> {_rates(trainer)}"
         tell(

@@ -174,7 +174,7 @@ class MeasuringCallback(Callback, ABC, Generic[A]):
             RuntimeError: Outside of `fit`.
         """
         if self.session is None:
-            raise RuntimeError(f"{self.name} measures within `fit` only")
+            raise RuntimeError(f"`{self.name}` measures only during `fit`")
         return self.session
 
     @property
@@ -185,7 +185,7 @@ class MeasuringCallback(Callback, ABC, Generic[A]):
             RuntimeError: Before the first `fit`.
         """
         if self._accumulator is None:
-            raise RuntimeError(f"{self.name} has measured nothing yet")
+            raise RuntimeError(f"`{self.name}` has measured nothing yet")
         return self._accumulator
 
     # -------------------------------------------------------------------------------------------------------- report

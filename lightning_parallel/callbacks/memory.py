@@ -267,7 +267,7 @@ class MemoryProfiler(MeasuringCallback[MemoryAccumulator]):
         shown = {key: header for key, header in _HEADERS.items() if any(rank.get(key) for rank in ranks)}
         if not shown:
             return None
-        table = Table(title="Memory held, at most", box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
+        table = Table(title="Most memory held on each rank", box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
         for header in ("rank", *shown.values()):
             table.add_column(header, justify="right", no_wrap=True)
         for rank in ranks:

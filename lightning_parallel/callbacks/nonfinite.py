@@ -91,9 +91,9 @@ class NonFiniteGuard(Callback):
         has_loss = all(bool(loss.isfinite().all()) for loss in losses)
         first = next((name for (name, _), norm in zip(gradients, largest) if not bool(norm.isfinite())), "")
         found = comm.all_gather_object((has_loss, first), world)
-        message = f"in optimizer step {trainer.global_step}, {_described(found)}"
+        message = f"In optimizer step {trainer.global_step}, {_described(found)}"
         if self.action == "raise":
-            raise RuntimeError(f"{message}. The weights are those of the step before [LP033]")
+            raise RuntimeError(f"{message}. The weights are unchanged since the step before [LP033]")
         for parameter in pl_module.parameters():
             parameter.grad = None  # optimizers leave such parameters alone
         self.skipped_steps += 1
@@ -102,7 +102,7 @@ class NonFiniteGuard(Callback):
         if self.skipped_steps & (self.skipped_steps - 1) == 0:
             times = f"; {self.skipped_steps} steps so far" if self.skipped_steps > 1 else ""
             rank_zero_warn(
-                f"{message}: the step changes nothing{', and training ends' * (self.action == 'stop')}{times} [LP033]"
+                f"{message}. The step is skipped{', and training ends' * (self.action == 'stop')}{times} [LP033]"
             )
 
 

@@ -116,13 +116,13 @@ class PipelineAccumulator(Accumulator):
     def summarize(self, shared: Sequence[dict[str, Any]]) -> dict[str, Any]:
         schedule = self._schedule
         if schedule is None:
-            return {"missing": ["The strategy has no pipeline: there is no timeline of one."]}
+            return {"missing": ["The strategy has no pipeline, so there is no timeline."]}
         # Only pipelines of which all ranks have answered: a bubble is that of the whole.
         shared, uncertainty_ns = _on_one_clock(shared, self._clocks)
         by_rank = {rank["rank"]: rank for rank in shared}
         pipelines = [ranks for ranks in self._mesh.peers(PIPELINE) if all(_ran(by_rank.get(rank)) for rank in ranks)]
         if not pipelines:
-            return {"missing": ["No step ran the whole schedule, or the ranks could not exchange what they measured."]}
+            return {"missing": ["No step ran the full schedule, or the ranks could not exchange their measurements."]}
         costs = mean_stage_costs(schedule, [by_rank[rank]["costs"] for ranks in pipelines for rank in ranks])
         planned = simulate(schedule, costs)
         bubble = {
@@ -135,7 +135,7 @@ class PipelineAccumulator(Accumulator):
         seconds["simulated"] = planned.makespan_s
         if uncertainty_ns is None:
             sentence = (
-                "The ranks run on several hosts, whose clocks were not compared: the measured bubble is left out."
+                "The ranks run on several hosts, whose clocks were not compared. The measured bubble is left out."
             )
             return {**report, "bubble": bubble, "seconds": seconds, "missing": [sentence]}
         matched = [_common_steps([by_rank[rank] for rank in ranks]) for ranks in pipelines]

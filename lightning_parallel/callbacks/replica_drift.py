@@ -257,7 +257,7 @@ class DriftAccumulator(Accumulator):
         if self._action != "heal":
             return found
         entry.replace(reference)
-        return found._replace(text=f"{found.text}; now that of rank {drift.reference}")
+        return found._replace(text=f"{found.text}; replaced by the value of rank {drift.reference}")
 
 
 def difference(value: Any, reference: Any) -> Difference:
@@ -276,7 +276,7 @@ def difference(value: Any, reference: Any) -> Difference:
 
 
 def _finding(step: int, drift: Disagreement, text: str) -> dict[str, Any]:
-    doubt = "" if drift.is_certain else "no majority tells which is right"
+    doubt = "" if drift.is_certain else "no majority shows the right value"
     against = f"differs from rank {drift.reference}"
     detail = "; ".join(part for part in (f"{against}: {text}" if text else against, doubt) if part)
     return {"step": step, "name": drift.key.name, "ranks": list(drift.ranks), "detail": detail}
@@ -395,7 +395,7 @@ class ReplicaDriftMonitor(MeasuringCallback[DriftAccumulator]):
         if not findings:
             return None
         header = "optimizer step", "name", "ranks", "detail"
-        table = Table(*header, title="Values that drifted apart", box=box.SIMPLE_HEAD)
+        table = Table(*header, title="Values that differ between replicas", box=box.SIMPLE_HEAD)
         for one in findings[:MAX_COMPARED]:
             table.add_row(str(one["step"]), one["name"], ", ".join(map(str, one["ranks"])), one["detail"])
         return table

@@ -139,7 +139,8 @@ class ResumePoint:
         if any(isinstance(callback, LearningRateScaling) for callback in self.trainer.callbacks):  # type: ignore[attr-defined]
             return
         rank_zero_warn(
-            f"AutoResume: learning rates are multiplied by {factor:g}, as optimizer steps have as many samples"
+            f"AutoResume: learning rates are multiplied by {factor:g}, because optimizer steps have {factor:g} times as"
+            " many samples"
         )
         scale_learning_rates(self.trainer, factor)
 
@@ -160,8 +161,8 @@ class ResumePoint:
         kinds = [loader.kind for loader in loaders]
         if kinds != [entry["kind"] for entry in before]:
             raise ValueError(
-                f"the interrupted run read its training data by {[entry['kind'] for entry in before]}, this one by"
-                f" {kinds}; give it the same loaders and samplers"
+                f"The training data must be read by {[entry['kind'] for entry in before]}, as in the interrupted run;"
+                f" got {kinds}. Give this run the same loaders and samplers"
             )
         then, now = saved["batch"]["replicas"], self._now(loaders[0] if loaders else None).replicas
         if now != then and kinds != ["samples"] and kinds != ["stateful"] * len(kinds):
@@ -175,24 +176,27 @@ class ResumePoint:
             return
         if len(kinds) > 1 and "read" in kinds:
             raise ValueError(
-                "one of several loaders is an iterable data set, or no `DataLoader`: it cannot go on within an epoch"
-                " beside the others. Give it a `state_dict` (torchdata), or use it alone"
+                "Several loaders must all be `DataLoader`s without iterable data sets, to resume within an epoch; got"
+                " another one. Give it a `state_dict` (torchdata), or use it alone"
             )
         mode = loaders_of(self.trainer)[1]
         is_over = any(
             len(loader.loader) <= saved["batches"] for loader in loaders if loader.kind in ("samples", "local")
         )
         if mode == "max_size" and len(kinds) > 1 and is_over:
-            raise ValueError("a `CombinedLoader` of mode `max_size` cannot go on where one of its loaders has ended")
+            raise ValueError(
+                "All loaders of a `CombinedLoader` of mode `max_size` must have batches left, to resume within an"
+                " epoch; got one that ended. Use mode `max_size_cycle`, or resume from the end of an epoch"
+            )
         for loader, entry in zip(loaders, before):
             if loader.digest != entry["order"] and loader.kind != "stateful":
                 raise ValueError(
-                    "the training data have another order than in the interrupted run, so that samples would be read"
-                    " twice or never. Has the data set changed, or does a sampler draw from a generator without a seed?"
+                    "The order of the training data must be that of the interrupted run, or samples would be read twice"
+                    " or never; got another order. Restore the data set, and give the generator of the sampler a seed"
                 )
             if len(kinds) > 1 and loader.batch_size != entry["batch_size"]:
                 raise ValueError(
-                    f"batches of {entry['batch_size']} samples have become {loader.batch_size}, with several loaders"
+                    f"The batch size must stay {entry['batch_size']} with several loaders; got {loader.batch_size}"
                 )
 
     def begin_epoch(self) -> None:

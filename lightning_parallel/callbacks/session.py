@@ -186,7 +186,7 @@ class Session:
             RuntimeError: Before.
         """
         if self.recorder is None:
-            raise RuntimeError("nothing is recorded before training begins")
+            raise RuntimeError("Nothing is recorded before training begins")
         return self.recorder
 
     def begin(self, trainer: Trainer) -> None:

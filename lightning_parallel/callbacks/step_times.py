@@ -546,7 +546,7 @@ class StragglerMonitor(MeasuringCallback[StragglerAccumulator]):
         stragglers = report.get("stragglers")
         if not stragglers:
             return None
-        table = Table("rank", "later by", "in steps", "cause", title="Ranks that are late", box=box.SIMPLE_HEAD)
+        table = Table("rank", "later by", "in steps", "cause", title="Slow ranks", box=box.SIMPLE_HEAD)
         late = {row["rank"]: row["late"] for row in report["ranks"]}
         for one in stragglers:
             cause = (one["cause"] or "unattributed").replace("_", " ")

@@ -151,13 +151,15 @@ class ThroughputAccumulator(Accumulator):
                 report[f"{key}_per_second"] = sum(counts) / seconds
                 report[f"{key}_per_second_per_device"] = sum(counts) / seconds / self._mesh.world_size
             else:
-                missing.append(f"The {key} of a batch could not be counted: pass `{key}` to Throughput.")
+                missing.append(f"The {key} of a batch could not be counted. Pass `{key}` to `Throughput`.")
         utilisation, why = self._utilisation(shared, replicas, report.get("samples_per_second"))
         missing += why if self._wants_utilisation else []
         uncounted = sorted({name for rank in shared for name in rank["uncounted"]})
         if uncounted:
             names = ", ".join(f"`{name}`" for name in uncounted)
-            missing.append(f"The operations of {names} are not known and not counted: pass `flops_per_sample`.")
+            missing.append(
+                f"The operations of {names} are unknown and were not counted. Pass `flops_per_sample` to `Throughput`."
+            )
         report |= {**utilisation, "series": _series(replicas)}
         return {**report, "missing": missing} if missing else report
 
@@ -169,7 +171,7 @@ class ThroughputAccumulator(Accumulator):
     ) -> tuple[dict[str, Any], list[str]]:
         """Return the keys of the report on operations and utilisation, and the reasons why some are missing."""
         if samples_per_second is None or any(rank["flops"] is None for rank in shared):
-            return {}, ["The model's operations could not be counted: pass `flops_per_sample` to Throughput."]
+            return {}, ["The operations of the model could not be counted. Pass `flops_per_sample` to `Throughput`."]
         # Each rank counted its own part of the model, for the samples of its replica.
         samples = sum(replica[0]["flops"][1] for replica in replicas)
         per_sample = sum(rank["flops"][0] for rank in shared) / samples
@@ -177,7 +179,7 @@ class ThroughputAccumulator(Accumulator):
         known: dict[str, Any] = {"model_flops_per_sample": per_sample, "model_flops_per_second": rate}
         peaks = [rank["peak"] for rank in shared]
         if None in peaks:
-            return known, ["The devices' peak is not known: pass `peak_flops` to Throughput."]
+            return known, ["The peak of the devices is unknown. Pass `peak_flops` to `Throughput`."]
         peak = sum(flops for flops, _ in peaks)
         known["peak"] = {"flops_per_second": peak, "source": peaks[0][1]}
         return {**known, "model_flops_utilisation": rate / peak}, []

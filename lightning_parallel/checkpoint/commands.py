@@ -29,7 +29,7 @@ from lightning_parallel.checkpoint.manifest import Manifest, SavedPart, SavedTen
 from lightning_parallel.checkpoint.merging import merge_checkpoint, num_bytes_of
 from lightning_parallel.checkpoint.reader import SavedCheckpoint
 from lightning_parallel.checkpoint.rewriting import export_weights, reshard, size_in_bytes
-from lightning_parallel.tracing.spans import printable
+from lightning_parallel.tracing.spans import bytes_text, printable
 
 __all__ = ["run_checkpoint", "find_damage"]
 
@@ -37,15 +37,6 @@ _BLOCK = 8 << 20
 _MOST_ROWS = 12
 """Tensors of a group that are shown without `--tensors`."""
 _GROUPS = {"state_dict": "model", "optimizer_states": "optimizer"}
-
-
-def size_text(count: float) -> str:
-    """Return a number of bytes for people."""
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if count < 1024:
-            return f"{count:.0f} B" if unit == "B" else f"{count:.1f} {unit}"
-        count /= 1024
-    return f"{count:.1f} TiB"
 
 
 def _table(*columns: str, title: str) -> Table:
@@ -103,11 +94,11 @@ def _list_of(folder: Folder, several: list[Folder], files: list[Folder]) -> Tabl
     rows: list[tuple[float, tuple[object, ...]]] = []
     for one in several:
         manifest = one.manifest()
-        size = size_text(sum(manifest.files.values()))
+        size = bytes_text(sum(manifest.files.values()))
         row = (one.name, manifest.step, _time(manifest.created), _layout(manifest), len(manifest.files), size)
         rows.append((manifest.created, row))
     for one in files:
-        created, size, step = _time_of_file(one), size_text(one.parent.size(one.name) or 0), "?"
+        created, size, step = _time_of_file(one), bytes_text(one.parent.size(one.name) or 0), "?"
         note = _ONE_FILE
         try:
             step = str(_manifest_of_file(one).step)
@@ -152,12 +143,12 @@ def _manifest_of_file(file: Folder) -> Manifest:
         with file.fs.open(file.path, "rb") as stream:
             found = load_safely(stream, str(file))
     if not isinstance(found, Mapping):
-        raise ValueError(f"expected a checkpoint, or a state dict, in {file}, found a {type(found).__name__}")
+        raise ValueError(f"{file} must hold a checkpoint or a state dict; got a {type(found).__name__}")
     is_state = all(isinstance(value, torch.Tensor) for value in found.values())
     try:
         document, tensors, _ = encode({"state_dict": found} if is_state else found)
     except (TypeError, RecursionError) as error:
-        raise ValueError(f"expected numbers, text and tensors in {file}: {error}") from error
+        raise ValueError(f"{file} must hold only numbers, text and tensors; got {error}") from error
     part = SavedPart(file.name, 0, 0, 0, None, 0)
     described = {
         name: SavedTensor(str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape), False, (part,))
@@ -197,12 +188,12 @@ def _summary(place: Folder, manifest: Manifest) -> Table:
     _add_row(table, "layout", _layout(manifest))
     _add_row(table, "versions", ", ".join(f"{name} {version}" for name, version in manifest.versions.items()))
     tensors = manifest.tensors.values()
-    _add_row(table, "tensors", f"{len(tensors)}, {size_text(sum(map(num_bytes_of, tensors)))}")
+    _add_row(table, "tensors", f"{len(tensors)}, {bytes_text(sum(map(num_bytes_of, tensors)))}")
     folder = place.parent if manifest.name == _ONE_FILE else place
     for file, size in manifest.files.items():
         found = folder.size(file)
-        note = "" if found == size else "  is not there" if found is None else f"  has {found} bytes"
-        _add_row(table, "file", Text.assemble(f"{printable(file)}  {size_text(size)}", (note, "red")))
+        note = "" if found == size else "  is missing" if found is None else f"  has {found} bytes"
+        _add_row(table, "file", Text.assemble(f"{printable(file)}  {bytes_text(size)}", (note, "red")))
     return table
 
 
@@ -216,21 +207,21 @@ def _by_group(tensors: Mapping[str, SavedTensor]) -> dict[str, list[str]]:
 def _tensor_table(group: str, names: list[str], tensors: Mapping[str, SavedTensor], is_full: bool) -> Table:
     dtypes = Counter(tensors[name].dtype for name in names)
     listed = ", ".join(f"{count} {dtype}" for dtype, count in dtypes.items())
-    size = size_text(sum(num_bytes_of(tensors[name]) for name in names))
+    size = bytes_text(sum(num_bytes_of(tensors[name]) for name in names))
     table = _table("name", "shape", "dtype", "parts", title=f"\n{group}: {len(names)} tensors, {size} ({listed})")
     for name in names if is_full else names[:_MOST_ROWS]:
         tensor = tensors[name]
         row = (" x ".join(map(str, tensor.shape)) or "scalar", tensor.dtype, _parts_text(tensor))
         _add_row(table, name.partition("/")[2] if group != "other" else name, *row)
     if not is_full and len(names) > _MOST_ROWS:
-        table.caption = f"and {len(names) - _MOST_ROWS} more: --tensors"
+        table.caption = f"and {len(names) - _MOST_ROWS} more; `--tensors` shows all"
     return table
 
 
 def _parts_text(tensor: SavedTensor) -> str:
     if len(tensor.parts) == 1:
-        return "whole"
-    return f"{len(tensor.parts)} along {tensor.parts[0].dim}"
+        return "1"
+    return f"{len(tensor.parts)} along dimension {tensor.parts[0].dim}"
 
 
 def _other_entries(manifest: Manifest) -> Table:
@@ -290,10 +281,10 @@ def find_damage(saved: SavedCheckpoint, seen: Callable[[int], None]) -> Iterator
         size, expected = saved.folder.size(file), saved.manifest.files[file]
         held = f"with `{parts[0][0]}` and {len(parts) - 1} more tensors" if parts else "without tensors"
         if size is None:
-            yield f"{file}, {held}: is not there"
+            yield f"{file}, {held}, is missing"
             continue
         if size != expected:
-            yield f"{file}, {held}: has {size} bytes, expected {expected}"
+            yield f"{file}, {held}, must have {expected} bytes; got {size}"
         yield from _damage_of_file(saved.folder, file, parts, seen)
 
 
@@ -310,10 +301,10 @@ def _damage_of_file(
             try:
                 found = _checksum_of_part(stream, part, seen)
             except OSError as error:
-                yield f"{where}: cannot be read: {error}"
+                yield f"{where}, cannot be read: {error}"
                 continue
             if found != part.checksum:
-                yield f"{where}: checksum {found:016x}, expected {part.checksum:016x}"
+                yield f"{where}, must have the checksum {part.checksum:016x}; got {found:016x}"
 
 
 def _checksum_of_part(stream: Any, part: SavedPart, seen: Callable[[int], None]) -> int:
@@ -337,14 +328,14 @@ def _damage_of_header(stream: Any, parts: list[SavedPart]) -> str:
     size = int.from_bytes(stream.read(8), "little")
     first = min((part.begin for part in parts), default=8 + size)
     if 8 + size != first:
-        return f"its header has {size} bytes, expected {first - 8}"
+        return f"its header must have {first - 8} bytes; got {size}"
     try:
         entries = json.loads(stream.read(size))
         offsets = sorted(tuple(entry["data_offsets"]) for name, entry in entries.items() if name != "__metadata__")
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         return f"its header cannot be read: {error}"
     expected = sorted((part.begin - first, part.begin - first + part.num_bytes) for part in parts)
-    return "" if offsets == expected else "its header names other places than the manifest"
+    return "" if offsets == expected else "its header and the manifest name different positions"
 
 
 # ------------------------------------------------------------------------------------------- merge, reshard and export
@@ -381,7 +372,7 @@ def _export(options: argparse.Namespace) -> int:
     total = sum(num_bytes_of(tensors[name]) for name in _by_group(tensors).get("model", ()))
     with _progress("export", total) as seen:
         files, left_out = export_weights(saved, options.output, size, options.prefix, seen)
-    note = f"; left out {left_out} tensors whose names do not begin with `{options.prefix}`" if left_out else ""
+    note = f"; left out {left_out} tensors whose names begin otherwise than `{options.prefix}`" if left_out else ""
     _say(options, f"wrote {', '.join(files)} to {options.output}{note}")
     return 0
 

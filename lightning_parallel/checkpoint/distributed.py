@@ -65,11 +65,12 @@ def load_safely(content: IO[bytes] | os.PathLike[str], name: str, is_mapped: boo
             text = str(error).rpartition("WeightsUnpickler error:")[2].strip().partition("\n")[0]
             what = f"{type(error).__name__}: {text[:400]}"
             raise ValueError(
-                f"expected in {name} what `torch.save` of torch 1.6 or later writes, found {what}"
+                f"{name} must be a file that `torch.save` of torch 1.6 or later wrote; got {what}"
             ) from error
         raise ValueError(
-            f"{name} holds more than tensors, numbers and text, and loading it may run code: {kind[1]}. If you trust"
-            " who wrote it, call `torch.serialization.add_safe_globals([...])` with the classes in it"
+            f"{name} must hold only tensors, numbers and text, because loading other objects may run code; got"
+            f" {kind[1]}. If you trust its author, call `torch.serialization.add_safe_globals([...])` with the classes"
+            " in it"
         ) from error
 
 
@@ -125,8 +126,10 @@ class DistributedCheckpoint:
         for file, end in ends.items():
             size = folder.size(file)
             if size is None or size < end:
-                found = "nothing" if size is None else f"{size}"
-                raise ValueError(f"expected {end} bytes in {folder.file(file)}, found {found}: it is damaged")
+                found = "no file" if size is None else f"{size}"
+                raise ValueError(
+                    f"{folder.file(file)} must have {end} bytes; got {found}. The checkpoint is damaged; load another"
+                )
         return cls(folder, index, rest)
 
     def checkpoint(self) -> dict[str, Any]:
@@ -139,18 +142,18 @@ class DistributedCheckpoint:
         model = next((key for key in _MODEL if key in tree), None)
         if self._rest is None or model is None:
             raise ValueError(
-                f"expected a checkpoint of a Trainer in {self.folder}, with `{_REST}` and a `state_dict`, found"
+                f"{self.folder} must hold a checkpoint of a Trainer, with `{_REST}` and a `state_dict`; got"
                 f" {', '.join(tree) or 'nothing'}{'' if self._rest else f', and no `{_REST}`'}"
             )
         found = load_safely(io.BytesIO(self._rest), f"`{_REST}` in {self.folder}")
         if not isinstance(found, dict) or not isinstance(tree[model], dict):
             what = f"`{model}` in {self.folder}" if isinstance(found, dict) else self.folder.file(_REST)
-            raise ValueError(f"expected a dict in {what}")
+            raise ValueError(f"{what} must hold a dict; got another value")
         optimizers = sorted((key for key in tree if str(key).startswith(_OPTIMIZER)), key=_number)
         try:
             states = [_numbered_state(tree[key]) for key in optimizers]
         except (LookupError, TypeError, AttributeError) as error:
-            raise ValueError(f"expected the states of optimizers in {self.folder}: {error!r}") from error
+            raise ValueError(f"{self.folder} must hold the states of the optimizers; got {error!r}") from error
         return {**found, "state_dict": tree[model], **({"optimizer_states": states} if states else {})}
 
     def _tree(self) -> dict[str, Any]:
@@ -166,7 +169,7 @@ class DistributedCheckpoint:
             for key in path[:-1]:
                 inner = inner.setdefault(key, {})
                 if type(inner) is not dict:
-                    raise ValueError(f"expected one value at each place in {self.folder}, found two at {path}")
+                    raise ValueError(f"{self.folder} must hold one value for each key; got two for {path}")
             inner[path[-1]] = value
         return tree
 
@@ -217,7 +220,7 @@ class DistributedCheckpoint:
         found = self._load(name, chunk.place)
         if not isinstance(found, Tensor) or found.dtype != dtype or tuple(found.shape) != chunk.shape:
             what = f"{found.dtype} {list(found.shape)}" if isinstance(found, Tensor) else type(found).__name__
-            raise ValueError(f"expected {dtype} {list(chunk.shape)} of `{name}` in {chunk.place.file}, found {what}")
+            raise ValueError(f"`{name}` in {chunk.place.file} must be {dtype} {list(chunk.shape)}; got {what}")
         return found
 
     def check_shared_parts(self, group: Group) -> None:
@@ -250,7 +253,9 @@ def _numbered_state(state: dict[str, Any]) -> dict[str, Any]:
     position = {name: index for index, name in enumerate(names)}
     unknown = [name for name in state.get("state", {}) if name not in position]
     if unknown or len(position) < len(names):
-        raise ValueError(f"expected the state of the optimizer's parameters, found that of {unknown[:3] or names[:3]}")
+        raise ValueError(
+            f"The optimizer state must belong to the parameters of the optimizer; got {unknown[:3] or names[:3]}"
+        )
     numbered = [{**group, "params": [position[name] for name in group.get("params", [])]} for group in groups]
     held = {position[name]: entry for name, entry in state.get("state", {}).items()}
     named = [group.get("params", []) for group in groups]

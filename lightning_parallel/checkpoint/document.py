@@ -113,7 +113,7 @@ class _Encoder:
 
     def _encode_container(self, value: Any, path: str) -> Any:
         if id(value) in self._parents:
-            self.problems.append(f"{path}: {type(value).__qualname__} that contains itself")
+            self.problems.append(f"{path}: a {type(value).__qualname__} that contains itself")
             return None
         self._parents.append(id(value))
         try:
@@ -178,7 +178,7 @@ def decode(document: Any, tensor: Callable[[str], Tensor]) -> Any:
     try:
         return _decode(document, tensor)
     except RecursionError as error:
-        raise ValueError("expected a checkpoint, found values within values without end") from error
+        raise ValueError("The checkpoint must be finite; got values nested without end") from error
 
 
 def _decode(document: Any, tensor: Callable[[str], Tensor]) -> Any:
@@ -192,25 +192,28 @@ def _decode(document: Any, tensor: Callable[[str], Tensor]) -> Any:
     value = document[tag]
     if tag in ("$tensor", "$array"):
         if not isinstance(value, str):
-            raise ValueError(f"expected the name of a tensor, found {value!r}")
+            raise ValueError(f"The name of a tensor must be text; got {value!r}")
         return tensor(value) if tag == "$tensor" else tensor(value).numpy()
     if tag == "$enum":
         return _enum(value)
     if tag not in _DECODERS:
-        raise ValueError(f"expected one of {', '.join(_DECODERS)}, found {tag!r}: a newer version, or a damaged file")
+        raise ValueError(
+            f"The kind of a value must be one of {', '.join(_DECODERS)}; got {tag!r}. The file is damaged, or a newer"
+            " version wrote it"
+        )
     inner = _decode(value, tensor)
     try:
         if not isinstance(inner, _CONTENTS.get(tag, object)):
             raise TypeError(type(inner))
         return _DECODERS[tag](inner)
     except (TypeError, ValueError, LookupError, AttributeError, ArithmeticError, RuntimeError) as error:
-        raise ValueError(f"expected a value of {tag}, found {str(value)[:100]!r}") from error
+        raise ValueError(f"The value must be of kind {tag}; got {str(value)[:100]!r}") from error
 
 
 def _enum(value: Any) -> Any:
     """Return a member of an enumeration whose class is imported already, its value otherwise."""
     if not isinstance(value, list) or [type(part) for part in value[:2]] != [str, str] or len(value) != 3:
-        raise ValueError(f"expected a value of $enum, found {str(value)[:100]!r}")
+        raise ValueError(f"The value must be of kind $enum; got {str(value)[:100]!r}")
     module, name, plain = value
     kind: Any = sys.modules.get(module)
     for part in name.split("."):
@@ -222,11 +225,11 @@ def _enum(value: Any) -> Any:
     try:
         return kind(plain)
     except (TypeError, ValueError) as error:
-        raise ValueError(f"expected a member of `{module}.{name}`, found {str(plain)[:100]!r}") from error
+        raise ValueError(f"The value must be a member of `{module}.{name}`; got {str(plain)[:100]!r}") from error
 
 
 def _no_tensor(name: str) -> Tensor:
-    raise ValueError(f"expected no tensor here, found {name!r}")
+    raise ValueError(f"The value of an enumeration must not be a tensor; got {name!r}")
 
 
 def _dtype(name: str) -> torch.dtype:

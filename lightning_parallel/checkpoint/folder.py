@@ -239,9 +239,11 @@ class NewFolder:
         new = cls.found(target, key)
         if target.fs.isfile(target.path):
             if target.is_local:
-                raise ValueError(f"expected a folder, or nothing, at {target}: found a file. Choose another name")
+                raise ValueError(f"The path {target} must be free, or a checkpoint; got a file. Choose another name")
         elif target.is_local and os.path.isdir(target.path) and not target.has(MANIFEST) and os.listdir(target.path):
-            raise ValueError(f"expected a checkpoint, or nothing, at {target}: found a folder with other files")
+            raise ValueError(
+                f"The path {target} must be free, or a checkpoint; got a folder with other files. Choose another name"
+            )
         if target.is_local:
             os.makedirs(target.parent.path, exist_ok=True)
             remove_abandoned(target.parent.path)
@@ -304,8 +306,8 @@ class NewFolder:
         found = self.work.size(file)
         if found != size:
             raise ValueError(
-                f"expected {size} bytes in {self.work.file(file)}, which another rank has written, found"
-                f" {'no file' if found is None else found}: all ranks must see the same folder"
+                f"{self.work.file(file)}, which another rank wrote, must have {size} bytes; got"
+                f" {'no file' if found is None else found}. Choose a folder that all ranks share"
             )
 
     def _finish(self, manifest: Manifest) -> None:

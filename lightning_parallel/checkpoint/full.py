@@ -199,15 +199,15 @@ class Checkpoints:
                 continue
             expected = tuple(self.rules[name].full_shape(tensor.shape) if name in self.rules else tensor.shape)
             if expected != tuple(found.shape):
-                problems.append(f"  {name}: expected {expected}, found {tuple(found.shape)}")
+                problems.append(f"  {name} must have the shape {expected}; got {tuple(found.shape)}")
             elif strict and isinstance(found, StoredTensor) and found.dtype != tensor.dtype:
                 problems.append(
-                    f"  {name}: expected {tensor.dtype}, found {found.dtype}; `strict_loading = False` of the module"
-                    " converts it"
+                    f"  {name} must be {tensor.dtype}; got {found.dtype}. Set `strict_loading = False` on the module to"
+                    " convert it"
                 )
         if problems:
             raise ValueError(
-                f"the checkpoint {source} does not fit the model (full shapes):\n" + "\n".join(problems) + " [LP035]"
+                f"The checkpoint {source} does not fit the model (full shapes):\n" + "\n".join(problems) + " [LP035]"
             )
 
     # --------------------------------------------------------------------------------------------- the optimizers
@@ -288,14 +288,14 @@ class Checkpoints:
         found = [len(indices) for indices in saved]
         if expected != found:
             raise ValueError(
-                f"the optimizer state in the checkpoint does not fit: expected parameter groups of {expected}"
-                f" parameters, found {found}. Was `configure_optimizers` changed since it was saved?"
+                f"The parameter groups in the checkpoint must have {expected} parameters; got {found}. If you changed"
+                " `configure_optimizers` since it was saved, undo that"
             )
         names = full.get("names", whole)  # which a folder of torch's has: there the order does not count
         if [sorted(group) for group in names] != [sorted(group) for group in whole]:
             raise ValueError(
-                "the optimizer state in the checkpoint does not fit: expected parameter groups of the names"
-                f" {whole}, found {names}"
+                f"The parameter groups in the checkpoint must hold the parameters {whole}; got {names}. If you changed"
+                " `configure_optimizers` since it was saved, undo that"
             )
         index_of = dict(zip(chain.from_iterable(names), chain.from_iterable(saved)))
         part: dict[int, Any] = {}
@@ -380,7 +380,7 @@ class Checkpoints:
             if key not in _KNOWN_KEYS and key != "names":
                 shapes = {shape for shape, _ in _contents(value, False).tensors}
                 if not shapes.isdisjoint(self._shapes_of_parts(optimizer, True)):
-                    failure = failure or _own_keys(optimizer, f"has `{key}` in the checkpoint, with whole tensors")
+                    failure = failure or _own_keys(optimizer, f"has `{key}` in the checkpoint, with full tensors")
         for group in (self.tensor_group, self.pipeline_group):
             comm.raise_together(failure, group)
 
@@ -419,8 +419,8 @@ class Checkpoints:
         unknown = others.keys() - names.keys()
         if unknown and self.pipeline_group.size > 1:
             raise RuntimeError(
-                f"{len(unknown)} parameters of `{type(optimizer).__name__}` are not in the module, so that the stage"
-                " they belong to is not known; register them in the module"
+                f"All parameters of `{type(optimizer).__name__}` must be in the module, or their pipeline stage is not"
+                f" known; got {len(unknown)} other parameters. Register them in the module"
             )
         return [[names.get(id(p), others[id(p)]) for p in group["params"]] for group in optimizer.param_groups]
 
@@ -587,16 +587,16 @@ def _read(value: Any) -> Any:
 
 def _not_elementwise(optimizer: Optimizer, name: str, parameter: Tensor, key: str, value: Tensor) -> RuntimeError:
     return RuntimeError(
-        f"{type(optimizer).__name__} keeps `{key}` of shape {tuple(value.shape)} for the shard `{name}` of shape"
-        f" {tuple(parameter.shape)}; only state of the parameter's own shape can be merged into a full checkpoint"
+        f"`{key}` of `{type(optimizer).__name__}` must have the shape of its parameter, to be merged into a full"
+        f" checkpoint; got {tuple(value.shape)} for the shard `{name}` of shape {tuple(parameter.shape)}"
     )
 
 
 def _own_keys(optimizer: Optimizer, found: str) -> RuntimeError:
     return RuntimeError(
-        f"`{type(optimizer).__name__}.state_dict()` {found}. Expected tensors of parameters in `state`: only these can"
-        " be merged for a checkpoint, and split where it is loaded. Keep such tensors in `self.state[parameter]` and"
-        " leave `state_dict` as it is, or save nothing of the optimizer (`ModelCheckpoint(save_weights_only=True)`, or"
+        f"`{type(optimizer).__name__}.state_dict()` {found}. Tensors of parameters must be in `state`: only these are"
+        " merged for a checkpoint, and sharded when it is loaded. Keep such tensors in `self.state[parameter]`, and"
+        " do not override `state_dict`. Or do not save the optimizer (`ModelCheckpoint(save_weights_only=True)`, or"
         " `enable_checkpointing=False`)"
     )
 

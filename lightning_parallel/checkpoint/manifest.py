@@ -131,16 +131,16 @@ class Manifest:
         try:
             head, _, body = content.partition(b"\n")
             if json.loads(head)["sha256"] != hashlib.sha256(body.removesuffix(b"\n")).hexdigest():
-                raise ValueError("its checksum does not fit: it is damaged, or was changed")
+                raise ValueError("its checksum does not match: it is damaged, or was changed")
             values = json.loads(body)
             if values.pop("format") != FORMAT or values.pop("version") != VERSION:
-                raise ValueError(f"expected version {VERSION} of {FORMAT}: a newer release has written it")
+                raise ValueError(f"it is not version {VERSION} of {FORMAT}: a newer release wrote it")
             values["tensors"] = {str(name): _tensor(entry) for name, entry in values["tensors"].items()}
             manifest = cls(**values)
             manifest._check()
         except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             what = error if type(error) is ValueError else f"{type(error).__name__}: {error}"
-            raise ValueError(f"expected a manifest of a sharded checkpoint in {source}: {what}") from error
+            raise ValueError(f"{source} must be the manifest of a sharded checkpoint: {what}") from error
         return manifest
 
     def _check(self) -> None:
@@ -151,7 +151,7 @@ class Manifest:
         for name, tensor in self.tensors.items():
             for part in tensor.parts:
                 if part.file not in self.files or part.begin + part.num_bytes > self.files[part.file]:
-                    raise ValueError(f"`{name}` is said to be at byte {part.begin} of `{part.file}`, which has no such")
+                    raise ValueError(f"`{name}` is placed at byte {part.begin} of `{part.file}`, which is too short")
         check_places(
             (part.file, part.begin, part.num_bytes, name)
             for name, tensor in self.tensors.items()
@@ -168,11 +168,11 @@ class Manifest:
         _count(self.step)
         created = self.created
         if type(created) not in (int, float) or not 0 <= created <= _LATEST_S:
-            raise ValueError(f"expected the seconds since 1970 at which it was saved, found {created!r}")
+            raise ValueError(f"`created` must be in seconds since 1970; got {created!r}")
         if not all(type(size) is int and size > 0 for size in self.layout.values()):
-            raise ValueError(f"expected the number of ranks along each axis, found {self.layout!r}")
+            raise ValueError(f"`layout` must give the number of ranks along each axis; got {self.layout!r}")
         if not all(isinstance(version, str) for version in self.versions.values()):
-            raise ValueError(f"expected the versions of packages as text, found {self.versions!r}")
+            raise ValueError(f"`versions` must be text; got {self.versions!r}")
 
 
 def is_file_name(name: object) -> bool:
@@ -196,7 +196,7 @@ def check_places(places: Iterable[tuple[str, int, int, str]]) -> None:
     for file, begin, num_bytes, name in sorted(place for place in places if place[2]):
         end, before = ends.get(file, (0, ""))
         if begin < end:
-            raise ValueError(f"`{name}` and `{before}` are said to be in the same bytes of `{file}`, at {begin}")
+            raise ValueError(f"`{name}` and `{before}` are placed in the same bytes of `{file}`, at {begin}")
         ends[file] = begin + num_bytes, name
 
 
@@ -208,7 +208,7 @@ def checked_shape(sizes: Any) -> tuple[int, ...]:
     """
     shape = tuple(_count(size) for size in sizes)
     if len(shape) > _MOST_DIMS or prod(max(1, size) for size in shape) > _MOST_ELEMENTS:
-        raise ValueError(f"expected the shape of a tensor, found {str(shape)[:200]}")
+        raise ValueError(f"The shape of a tensor must be one that torch supports; got {str(shape)[:200]}")
     return shape
 
 
@@ -232,7 +232,7 @@ def _part(entry: Mapping[str, Any]) -> SavedPart:
 
 def _count(value: Any) -> int:
     if type(value) is not int or value < 0:
-        raise ValueError(f"expected a number of at least 0, found {value!r}")
+        raise ValueError(f"The number must be an integer of at least 0; got {value!r}")
     return value
 
 
@@ -244,7 +244,7 @@ def dtype_named(name: str) -> torch.dtype:
     """
     found = vars(torch).get(name)
     if not isinstance(found, torch.dtype):
-        raise ValueError(f"expected the name of a dtype, found {name!r}; a newer torch may know it")
+        raise ValueError(f"The dtype must be one of this torch; got {name!r}. A newer torch may know it")
     return found
 
 
@@ -257,29 +257,29 @@ def _uncovered(tensor: SavedTensor) -> Iterable[str]:
     item = dtype_named(tensor.dtype).itemsize
     for part in tensor.parts:
         if part.ranges is not None and part.dim >= len(tensor.shape):
-            yield f"a part is cut along dimension {part.dim} of {list(tensor.shape)}"
+            yield f"a part is sharded along dimension {part.dim} of {list(tensor.shape)}"
             return
         if any(start > stop for start, stop in part.ranges or ()):
             yield f"a part has the ranges {part.ranges}"
             return
         if part.num_bytes != prod(part.shape(tensor.shape)) * item:
-            yield f"a part in `{part.file}` has {part.num_bytes} bytes, which is not its size"
+            yield f"a part in `{part.file}` has {part.num_bytes} bytes, which does not match its shape"
             return
     if len({part.dim for part in tensor.parts if part.ranges is not None}) > 1:
-        yield "its parts are cut along different dimensions"
+        yield "its parts are sharded along different dimensions"
         return
     whole = [part for part in tensor.parts if part.ranges is None]
     if len(whole) == 1 and len(tensor.parts) == 1:
         return
     if whole or not tensor.parts:
-        yield "no part has it" if not tensor.parts else "it is there more than once"
+        yield "no part holds it" if not tensor.parts else "several parts hold it"
         return
     size, covered = tensor.shape[tensor.parts[0].dim], 0
     for start, stop in sorted(one for part in tensor.parts for one in part.ranges or ()):
         if start > covered:
-            yield f"no part has {covered} to {start} of dimension {tensor.parts[0].dim}"
+            yield f"no part holds {covered} to {start} of dimension {tensor.parts[0].dim}"
         if start < covered:
-            yield f"several parts have {start} to {min(covered, stop)} of dimension {tensor.parts[0].dim}"
+            yield f"several parts hold {start} to {min(covered, stop)} of dimension {tensor.parts[0].dim}"
         covered = max(covered, stop)
     if covered != size:
         yield f"its parts reach to {covered} of {size} in dimension {tensor.parts[0].dim}"

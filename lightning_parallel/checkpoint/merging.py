@@ -47,7 +47,7 @@ def merge_checkpoint(saved: SavedCheckpoint, output: str, seen: Callable[[int], 
     """
     target = Folder.at(output)
     if target.fs.isdir(target.path):
-        raise ValueError(f"expected the name of a file, or nothing, at {output}: found a folder")
+        raise ValueError(f"The path {output} must be free, or a file; got a folder. Choose another name")
     seen = seen or (lambda count: None)
     if target.is_local:
         Path(target.parent.path).mkdir(parents=True, exist_ok=True)
@@ -109,8 +109,8 @@ class _Merged:
         sizes = [num_bytes_of(self.tensors[name]) for name in self.stand_ins]
         if sizes != [places[name][1] for name in found]:
             raise RuntimeError(
-                f"expected files of {sizes} bytes in what torch {torch.__version__} has saved, found"
-                f" {[places[name] for name in found]}; please report it"
+                f"The file that torch {torch.__version__} saved must hold entries of {sizes} bytes; got"
+                f" {[places[name] for name in found]}. Please report this"
             )
         return found
 
@@ -136,7 +136,9 @@ def _array_names(document: Any) -> Iterator[str]:
             yield document["$array"]
         for entry in (*document.get("$set", ()), *document.get("$frozenset", ())):
             if isinstance(entry, dict) and "$tensor" in entry:
-                raise ValueError(f"expected no tensors in sets, which have no order, found `{entry['$tensor']}`")
+                raise ValueError(
+                    f"Sets must hold no tensors, because sets have no order; got `{entry['$tensor']}`. Save a list"
+                )
         document = list(document.values())
     if isinstance(document, list):
         for entry in document:

@@ -100,10 +100,10 @@ class SavedCheckpoint:
                     name for name, saved in self.manifest.tensors.items() if any(p.file == file for p in saved.parts)
                 ]
                 held = f", with `{tensors[0]}` and {len(tensors) - 1} more tensors" if tensors else ""
-                what = "is not there" if size is None else f"has {size} bytes, expected {expected}"
-                problems.append(f"  {self.folder.file(file)}{held}: {what}")
+                what = "is missing" if size is None else f"must have {expected} bytes; got {size}"
+                problems.append(f"  {self.folder.file(file)}{held and held + ','} {what}")
         if problems:
-            raise ValueError(f"the checkpoint {self.folder} is damaged:\n" + "\n".join(problems))
+            raise ValueError(f"The checkpoint {self.folder} is damaged:\n" + "\n".join(problems))
 
     def checkpoint(self) -> Any:
         """Return the checkpoint's dict; tensors of the model and its optimizers are read when they are used."""
@@ -120,7 +120,7 @@ class SavedCheckpoint:
         except ValueError as error:
             if str(self.folder) in str(error):
                 raise
-            raise ValueError(f"the checkpoint {self.folder} is damaged: {error}") from error
+            raise ValueError(f"The checkpoint {self.folder} is damaged: {error}") from error
 
     def facts(self, name: str) -> tuple[Sequence[int], torch.dtype]:
         """Return the shape and the dtype of a tensor.
@@ -129,7 +129,7 @@ class SavedCheckpoint:
             ValueError: If it holds no such.
         """
         if name not in self.manifest.tensors:
-            raise ValueError(f"the checkpoint {self.folder} names a tensor `{name}` that it does not hold")
+            raise ValueError(f"The checkpoint {self.folder} names a tensor `{name}` that it does not hold")
         saved = self.manifest.tensors[name]
         return saved.shape, dtype_named(saved.dtype)
 
@@ -251,7 +251,10 @@ class SavedCheckpoint:
             for at in range(0, len(data), _BLOCK):
                 block = data[at : at + _BLOCK]
                 if _fill(stream, memoryview(block.data)) < len(block):
-                    raise ValueError(f"{self.folder.file(file)} ends before byte {begin + len(data)}: it is damaged")
+                    raise ValueError(
+                        f"{self.folder.file(file)} ends before byte {begin + len(data)}. It is damaged; load another"
+                        " checkpoint"
+                    )
                 # While the block is in the processor's cache.
                 total = add_checksums(total, checksum(block, first_word + at // WORD))
             return total
@@ -283,7 +286,7 @@ def _read_manifest(wanted: Folder) -> tuple[str, bytes]:
     """Return the folder of the checkpoint at `wanted`, and the content of its manifest."""
     folder = find(wanted)
     if folder is None:
-        raise FileNotFoundError(f"expected a sharded checkpoint at {wanted}, found {_what_is_at(wanted)}")
+        raise FileNotFoundError(f"{wanted} must be a sharded checkpoint; got {_what_is_at(wanted)}")
     return folder.path, folder.read(MANIFEST)
 
 
@@ -302,12 +305,12 @@ def _what_is_at(folder: Folder) -> str:
     if not folder.fs.exists(folder.path):
         return "nothing"
     if not folder.fs.isdir(folder.path):
-        return "a file; if it is a checkpoint, `lightning-parallel checkpoint inspect` shows it"
+        return "a file. If it is a checkpoint, `lightning-parallel checkpoint inspect` shows it"
     names = [str(path) for path in folder.fs.ls(folder.path, detail=False)]
     if any(name.endswith(".safetensors") for name in names):
-        return f"a folder without `{MANIFEST}`: its save was not finished"
+        return f"a folder without `{MANIFEST}`. Its save was not finished"
     if any(name.endswith(".ckpt") for name in names):
-        return "a folder of checkpoints in one file each, which `lightning-parallel checkpoint inspect` shows"
+        return "a folder of full checkpoints. `lightning-parallel checkpoint inspect` shows them"
     return f"a folder without `{MANIFEST}`"
 
 

@@ -40,7 +40,7 @@ def size_in_bytes(text: str) -> int:
     """
     match = re.fullmatch(r"([0-9]*\.?[0-9]+)\s*([a-zA-Z]*)", text.strip())
     if match is None or match[2].upper() not in _UNITS or float(match[1]) <= 0:
-        raise ValueError(f"expected a size such as 5GB, 500MB or 1GiB, got `{text}`")
+        raise ValueError(f"`--max-shard-size` must be a size such as 5GB, 500MB or 1GiB; got `{text}`")
     return max(1, int(float(match[1]) * _UNITS[match[2].upper()]))
 
 
@@ -63,7 +63,7 @@ def reshard(saved: SavedCheckpoint, output: str, files: int, seen: Seen | None =
         ValueError: If the checkpoint is damaged, the number makes no sense, or there is something else at `output`.
     """
     if files < 1:
-        raise ValueError(f"expected at least 1 file, got {files}")
+        raise ValueError(f"`--files` must be at least 1; got {files}")
     target = Folder.at(output)
     new = NewFolder.begin(target, new_key())
     try:
@@ -80,7 +80,7 @@ def reshard(saved: SavedCheckpoint, output: str, files: int, seen: Seen | None =
         saved.check_shared_parts(Group.alone("reshard"))
         problems = check_coverage(tensors)
         if problems:
-            raise RuntimeError("the new checkpoint is not complete, and was not kept:\n" + "\n".join(problems))
+            raise RuntimeError("The new checkpoint is incomplete and was removed:\n" + "\n".join(problems))
         old = saved.manifest
         new.commit(Manifest(old.document, tensors, sizes, old.layout, old.versions, old.step, old.created))
     except BaseException:
@@ -153,7 +153,7 @@ def export_weights(
     found = sorted(str(path).rpartition("/")[2] for path in folder.fs.ls(folder.path, detail=False))
     weights = [name for name in found if re.fullmatch(r"(model.*\.safetensors.*|pytorch_model.*\.bin.*)", name)]
     if weights:
-        raise ValueError(f"expected a folder without weights at {output}, found {', '.join(weights)}; choose another")
+        raise ValueError(f"The folder {output} must hold no weights; got {', '.join(weights)}. Choose another folder")
     groups = _file_groups(state, max_shard_size)
     names = [f"model-{number:05d}-of-{len(groups):05d}.safetensors" for number in range(1, len(groups) + 1)]
     names = names if len(groups) > 1 else ["model.safetensors"]
@@ -185,12 +185,14 @@ def _weights(saved: SavedCheckpoint, prefix: str) -> tuple[dict[str, StoredTenso
     content = saved.decoded(lambda name: StoredTensor.of(saved, name))
     state = content.get("state_dict") if isinstance(content, Mapping) else None
     if not isinstance(state, Mapping):
-        raise ValueError(f"expected a checkpoint with a `state_dict` at {saved.folder}, found none")
+        raise ValueError(f"The checkpoint {saved.folder} must hold a `state_dict`; got none")
     tensors = {name: value for name, value in state.items() if isinstance(value, StoredTensor)}
     chosen = {name[len(prefix) :]: value for name, value in tensors.items() if name.startswith(prefix)}
     if not chosen:
         first = sorted({name.partition(".")[0] + "." for name in tensors})
-        raise ValueError(f"expected tensors whose names begin with `{prefix}`, found those of {', '.join(first)}")
+        raise ValueError(
+            f"`--prefix` must begin the name of a tensor; got `{prefix}`. Names begin with {', '.join(first)}"
+        )
     others = [
         (name, value.dtype)
         for name, value in chosen.items()
@@ -198,7 +200,7 @@ def _weights(saved: SavedCheckpoint, prefix: str) -> tuple[dict[str, StoredTenso
     ]
     if others:
         name, dtype = others[0]
-        raise ValueError(f"expected dtypes that `safetensors` has, found {dtype} in `{name}`")
+        raise ValueError(f"`{name}` must have a dtype that `safetensors` supports; got {dtype}")
     first_names: dict[str, str] = {}
     for name, value in chosen.items():
         first_names.setdefault(value.stored_name, name)

@@ -71,7 +71,7 @@ def load_weights(module: nn.Module, path: str | os.PathLike[str], *, prefix: str
     state = module.state_dict(keep_vars=True)
     found = {name[len(prefix) :]: value for name, value in stored_weights(path).items() if name.startswith(prefix)}
     if not found:
-        raise ValueError(f"expected weights whose names begin with `{prefix}` in {path}, found none")
+        raise ValueError(f"`prefix` must begin the name of a tensor in {path}; got `{prefix}`, which begins none")
     _check_shapes(module, state, found, path)
     values = {name: _deferred(value, state.get(name)) for name, value in found.items()}
     try:
@@ -97,7 +97,7 @@ def _check_shapes(module: nn.Module, state: Mapping[str, Any], found: Mapping[st
         if not isinstance(target, Tensor) or not isinstance(value, Tensor):
             continue
         if target.shape != value.shape and not nn.parameter.is_lazy(target):
-            shapes.append(f"{name}: expected {list(target.shape)}, found {list(value.shape)}")
+            shapes.append(f"{name} must be {list(target.shape)}; got {list(value.shape)}")
         if target.is_meta and not hasattr(type(target), "read_later"):
             meta.append(name)
     if shapes:
@@ -105,20 +105,19 @@ def _check_shapes(module: nn.Module, state: Mapping[str, Any], found: Mapping[st
         raise ValueError(_misfit(module, path, shapes, missing, [name for name in found if name not in state]))
     if meta:
         raise ValueError(
-            f"expected tensors with memory, found {len(meta)} on the meta device (`{meta[0]}`, ...), into which nothing"
-            " can be loaded; build the model without `torch.device('meta')`: in `configure_model` it takes no memory"
+            f"The parameters must not be on the meta device, because they have no memory there; got {len(meta)}"
+            f" (`{meta[0]}`, ...). Build the model without `torch.device('meta')`. In `configure_model` a model takes"
+            " no memory"
         )
 
 
 def _misfit(
     module: nn.Module, path: Any, shapes: Sequence[str], missing: Sequence[str], unexpected: Sequence[str]
 ) -> str:
-    parts = [f"the weights in {path} do not fit `{type(module).__name__}`"]
+    parts = [f"The weights in {path} do not fit `{type(module).__name__}`"]
     kinds = (("other shapes", shapes), ("missing in the file", missing), ("unexpected in the file", unexpected))
     parts += [f"  {kind}:\n" + "\n".join(f"    {name}" for name in names) for kind, names in kinds if names]
-    return "\n".join(
-        [*parts, "`prefix=` chooses names of the file, and `strict=False` leaves out what is on one side only"]
-    )
+    return "\n".join([*parts, "`prefix=` selects names of the file. `strict=False` skips names that only one side has"])
 
 
 # --------------------------------------------------------------------------------------------------------------- files
@@ -147,7 +146,7 @@ def stored_weights(path: str | os.PathLike[str]) -> dict[str, Any]:
 def _state_in(content: Any, source: str) -> dict[str, Any]:
     state = content.get("state_dict") if isinstance(content, Mapping) else None
     if not isinstance(state, Mapping):
-        raise ValueError(f"expected a checkpoint with a `state_dict` in {source}, found none")
+        raise ValueError(f"The checkpoint {source} must hold a `state_dict`; got none")
     return {str(name): value for name, value in state.items()}
 
 
@@ -160,18 +159,18 @@ def _files_at(path: Path) -> list[Path]:
         try:
             names = sorted(set(json.loads((path / _INDEX).read_text("utf-8"))["weight_map"].values()))
         except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-            raise ValueError(f"expected an index of `safetensors` files in {path / _INDEX}: {error}") from error
+            raise ValueError(f"{path / _INDEX} must be an index of `safetensors` files; got {error!r}") from error
         there = {one.name for one in path.iterdir() if one.is_file()}
         wrong = [str(name)[:100] for name in names if not is_file_name(name) or name not in there]
         if wrong or not names:
-            raise ValueError(f"expected the files that {path / _INDEX} names, found no {', '.join(wrong) or 'names'}")
+            raise ValueError(f"The files that {path / _INDEX} names must exist; got no {', '.join(wrong) or 'names'}")
         return [path / name for name in names]
     for name in (_SAFETENSORS, _BIN):
         if (path / name).is_file():
             return [path / name]
     what = f"a folder without `{_SAFETENSORS}`" if path.is_dir() else "nothing"
     raise FileNotFoundError(
-        f"expected weights at {path}: a file, a folder of Hugging Face or a checkpoint; found {what}"
+        f"The path of weights must be a file, a folder of Hugging Face or a checkpoint; got {path}, which is {what}"
         + ("" if path.is_dir() else ". `huggingface_hub.snapshot_download(name)` gives the folder of a model")
     )
 
@@ -204,7 +203,7 @@ class WeightFiles:
             stream = self._streams[file]
             begin = 8 + int.from_bytes(stream.read(8), "little")
             if begin > min(size, 8 + _MOST_OF_HEADER):
-                raise ValueError(f"its header is said to have {begin - 8} bytes")
+                raise ValueError(f"its header claims {begin - 8} bytes")
             places = []
             for name, entry in json.loads(stream.read(begin - 8)).items():
                 if name == "__metadata__":
@@ -212,14 +211,14 @@ class WeightFiles:
                 dtype, shape = _DTYPES[entry["dtype"]], checked_shape(entry["shape"])
                 first, last = entry["data_offsets"]
                 if last - first != math.prod(shape) * dtype.itemsize or first < 0 or begin + last > size:
-                    raise ValueError(f"`{name}` is said to be at {first} to {last} of {size - begin} bytes")
+                    raise ValueError(f"`{name}` is placed at {first} to {last} of {size - begin} bytes")
                 if type(first) is not int:
-                    raise TypeError(f"`{name}` is said to be at {first}")
+                    raise TypeError(f"`{name}` is placed at {first}")
                 self.entries[name] = (file, dtype, shape, begin + first)
                 places.append((file.name, first, last - first, name))
             check_places(places)
         except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-            raise ValueError(f"expected a `safetensors` file in {file}: {type(error).__name__}: {error}") from error
+            raise ValueError(f"{file} must be a `safetensors` file; got {type(error).__name__}: {error}") from error
 
     def facts(self, name: str) -> tuple[Sequence[int], torch.dtype]:
         """Return the shape and the dtype of a tensor."""
@@ -265,7 +264,7 @@ def _loaded(file: Path) -> dict[str, Any]:
     content = load_safely(file, str(file), is_mapped=True)
     state = content.get("state_dict", content) if isinstance(content, Mapping) else None
     if not isinstance(state, Mapping) or not any(isinstance(value, Tensor) for value in state.values()):
-        raise ValueError(f"expected a state dict, or a checkpoint with one, in {file}, found {type(content).__name__}")
+        raise ValueError(f"{file} must hold a state dict, or a checkpoint with one; got {type(content).__name__}")
     source = _LoadedWeights({name: value for name, value in state.items() if isinstance(value, Tensor)})
     stored = {name: StoredTensor.of(source, name) for name in source.tensors}
     return {str(name): stored.get(name, value) for name, value in state.items()}

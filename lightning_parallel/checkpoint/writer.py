@@ -321,7 +321,7 @@ class ShardedWriter:
         }
         problems = check_coverage(tensors)
         if problems:
-            raise RuntimeError("the checkpoint is not complete, and was not kept:\n" + "\n".join(problems))
+            raise RuntimeError("The checkpoint is incomplete and was removed:\n" + "\n".join(problems))
         new.commit(
             Manifest(
                 snapshot.document,

@@ -138,7 +138,7 @@ def _limits(found: Findings) -> None:
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     found.value("open files", f"{soft} (limit {hard})")
     if soft < _MIN_FILES:
-        found.problem(f"a process may open {soft} files only; many ranks need more. Run `ulimit -n {_MIN_FILES}`.")
+        found.problem(f"a process may open only {soft} files; many ranks need more. Run `ulimit -n {_MIN_FILES}`.")
 
 
 def _network(found: Findings, environment: Mapping[str, str]) -> None:
@@ -154,7 +154,7 @@ def _network(found: Findings, environment: Mapping[str, str]) -> None:
         )
     elif all(address.startswith("127.") for address in addresses) and _nodes(environment) > 1:
         found.problem(
-            f"the host name `{host}` resolves to {addresses[0]}, which other nodes cannot reach. Mend `/etc/hosts`, or"
+            f"the host name `{host}` resolves to {addresses[0]}, which other nodes cannot reach. Fix `/etc/hosts`, or"
             " set `GLOO_SOCKET_IFNAME` and `NCCL_SOCKET_IFNAME`."
         )
     interfaces = [name for _, name in socket.if_nameindex()] if hasattr(socket, "if_nameindex") else []

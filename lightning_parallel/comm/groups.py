@@ -125,7 +125,7 @@ class Group:
         ranks = tuple(dist.get_process_group_ranks(wrapped))
         rank = all_processes().rank()
         if rank not in ranks:
-            raise ValueError(f"rank {rank} is not a member of the given process group of ranks {ranks}")
+            raise ValueError(f"The process group must hold rank {rank}; got the ranks {ranks}")
         return cls(axis, ranks, ranks.index(rank), wrapped if len(ranks) > 1 else None)
 
 
@@ -174,7 +174,9 @@ def _divide_by_node(ranks: Sequence[int], hosts: Mapping[int, str], size: int | 
     """Return the ranks on each node."""
     if size is not None:
         if len(ranks) % size:
-            raise ValueError(f"expected a number of replicas that nodes of {size} divide, found {len(ranks)}")
+            raise ValueError(
+                f"The number of replicas must be a multiple of {size}, the size of a node; got {len(ranks)}"
+            )
         return [list(ranks[first : first + size]) for first in range(0, len(ranks), size)]
     nodes: dict[str, list[int]] = {}
     for rank in ranks:
@@ -182,7 +184,8 @@ def _divide_by_node(ranks: Sequence[int], hosts: Mapping[int, str], size: int | 
     if len({len(node) for node in nodes.values()}) > 1:
         found = ", ".join(f"{len(node)} on {host}" for host, node in nodes.items())
         raise ValueError(
-            f"expected as many replicas on each node, found {found}; use as many devices on each, or hierarchical=False"
+            f"Each node must have the same number of replicas; got {found}. Use as many devices on each node, or"
+            " `hierarchical=False`"
         )
     return list(nodes.values())
 
@@ -225,7 +228,7 @@ class MeshGroups:
     def __init__(self, mesh: Mesh, timeout: timedelta | None = None, backend: str | None = None) -> None:
         self.world = Group.of()
         if mesh.world_size != self.world.size:
-            raise ValueError(f"{mesh} has {mesh.world_size} ranks, but {self.world.size} processes are running")
+            raise ValueError(f"The mesh must have {self.world.size} ranks, one per process; got {mesh}")
         self.mesh = mesh
         self.coordinate = mesh.coordinate(self.world.ranks[self.world.rank])
         self._timeout = timeout

@@ -271,7 +271,8 @@ def agree(what: str, value: Any, group: Group) -> None:
     values = all_gather_object(value, group)
     if any(other != values[0] for other in values):
         listed = "\n".join(f"  rank {rank}: {other}" for rank, other in zip(group.ranks, _differing(values)))
-        raise ValueError(f"{what} must be the same on all ranks of the {group.axis} group, found\n{listed}")
+        what = what[:1].upper() + what[1:]
+        raise ValueError(f"{what} must be the same on all ranks of the {group.axis} group; got\n{listed}")
 
 
 def _differing(values: list[Any]) -> list[Any]:

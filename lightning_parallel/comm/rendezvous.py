@@ -81,8 +81,8 @@ def _welcome(hall: dist.Store, world_size: int, end_s: float) -> str:
         if time.monotonic() > end_s:
             listed = ", ".join(map(str, missing))
             raise RendezvousError(
-                f"of {world_size} processes, rank {listed} did not come in time. Do all hosts run, with the same"
-                " MASTER_ADDR and MASTER_PORT, and is `timeout` of the strategy as long as their start may differ?"
+                f"All {world_size} processes must start within `timeout` of the strategy; rank {listed} did not. Check"
+                " that all hosts run, with the same MASTER_ADDR and MASTER_PORT. Raise `timeout` if they start slowly"
                 " [LP001]"
             )
         time.sleep(_LOOK_S)
@@ -99,7 +99,8 @@ def _enter(hall: dist.Store, rank: int, end_s: float) -> str:
             return prefix
         if time.monotonic() > end_s:
             raise RendezvousError(
-                f"rank 0 did not answer rank {rank} in time: its process has not come to the store [LP001]"
+                f"Rank 0 must start within `timeout` of the strategy; it did not answer rank {rank}. Check that"
+                " its process runs [LP001]"
             )
         time.sleep(_LOOK_S)
 

@@ -102,8 +102,8 @@ class RollCall:
                 self._wait(store, keys, place, patience_s)
         except dist.DistNetworkError as error:
             raise RuntimeError(
-                f"[rank {self._rank}] {place}: the rendezvous store, of rank 0 or the launcher, does not answer"
-                f" ({error}): its process is gone, or the network to it is cut"
+                f"[rank {self._rank}] {place}: the rendezvous store of rank 0 or the launcher does not answer"
+                f" ({error}). Its process ended, or the network failed"
             ) from error
         # All have read the keys before these: the store of a long run must not fill up.
         store.delete_key(f"{self._name}/{self._count - 1}/{self._rank}")

@@ -89,7 +89,7 @@ class Auto(Reducer):
         check_fraction("min_gain", min_gain)
         self.candidates = [Cast("bf16"), Quantize(8)] if candidates is None else list(candidates)
         if not all(isinstance(candidate, Compressor) for candidate in self.candidates):
-            raise TypeError(f"`candidates` must be compressors such as [Quantize(8), PowerSGD(4)], got {candidates!r}")
+            raise TypeError(f"`candidates` must be compressors such as [Quantize(8), PowerSGD(4)]; got {candidates!r}")
         self.min_gain = min_gain
         self.steps = steps
         self._dense = Dense()
@@ -254,12 +254,13 @@ class Auto(Reducer):
         is_worth_it = best is not None and 1 - others[best] / dense >= self.min_gain
         self.choice = self.candidates[best] if best is not None and is_worth_it else self._dense
         found = "; ".join(
-            f"with {candidate!r} {seconds * 1e3:.2f} ms ({1 - seconds / dense:+.0%}, relative error {error:.2%})"
+            f"{candidate!r} takes {seconds * 1e3:.2f} ms ({1 - seconds / dense:+.0%}, relative error {error:.2%})"
             for candidate, seconds, error in zip(self.candidates, others, errors)
         )
+        chosen = "uncompressed gradients" if self.choice is self._dense else repr(self.choice)
         self.verdict = (
-            f"a step takes {dense * 1e3:.2f} ms with plain means; {found}; a gain of {self.min_gain:.0%} is asked for: "
-            f"using {'plain means' if self.choice is self._dense else repr(self.choice)}"
+            f"A step with uncompressed gradients takes {dense * 1e3:.2f} ms; {found}. With"
+            f" `min_gain={self.min_gain:g}`, `Auto` uses {chosen}."
         )
         if group.rank == 0:
             show(self._table(dense, others, errors, sent))
@@ -273,7 +274,7 @@ class Auto(Reducer):
             table.add_column(header, justify="left" if is_text else "right", overflow="fold")
         plain_bytes = bytes_text(sent[0][1]) if sent else ""
         is_plain = self.choice is self._dense
-        table.add_row("plain means", f"{dense * 1e3:.2f}", "", "", plain_bytes, "chosen" if is_plain else "")
+        table.add_row("uncompressed", f"{dense * 1e3:.2f}", "", "", plain_bytes, "chosen" if is_plain else "")
         for candidate, seconds, error, (num_bytes, _) in zip(self.candidates, others, errors, sent):
             chosen = "chosen" if candidate is self.choice else ""
             gain = f"{1 - seconds / dense:+.0%}"

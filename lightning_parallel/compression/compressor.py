@@ -50,15 +50,15 @@ def check_integer(name: str, value: object, least: Optional[int] = None) -> None
     expected = f"`{name}` must be an integer{'' if least is None else f' of at least {least}'}"
     # True and False are integers too, but never meant as such here.
     if not isinstance(value, Integral) or isinstance(value, bool):
-        raise TypeError(f"{expected}, got {value!r}")
+        raise TypeError(f"{expected}; got {value!r}")
     if least is not None and int(value) < least:
-        raise ValueError(f"{expected}, got {value!r}")
+        raise ValueError(f"{expected}; got {value!r}")
 
 
 def check_number(name: str, value: object) -> float:
     """Check that `value` is a number, and return it as a float."""
     if not isinstance(value, Real) or isinstance(value, bool):
-        raise TypeError(f"`{name}` must be a number, got {value!r}")
+        raise TypeError(f"`{name}` must be a number; got {value!r}")
     return float(value)
 
 
@@ -66,19 +66,19 @@ def check_fraction(name: str, value: object) -> None:
     """Check that `value` is a number in [0, 1)."""
     # Asked this way round, NaN is refused too; so below.
     if not 0 <= check_number(name, value) < 1:
-        raise ValueError(f"`{name}` must be in [0, 1), got {value!r}")
+        raise ValueError(f"`{name}` must be in [0, 1); got {value!r}")
 
 
 def check_ratio(name: str, value: object) -> None:
     """Check that `value` is a number in (0, 1]."""
     if not 0 < check_number(name, value) <= 1:
-        raise ValueError(f"`{name}` must be in (0, 1], got {value!r}")
+        raise ValueError(f"`{name}` must be in (0, 1]; got {value!r}")
 
 
 def check_flag(name: str, value: object) -> None:
     """Check that `value` is True or False."""
     if not isinstance(value, bool):
-        raise TypeError(f"`{name}` must be True or False, got {value!r}")
+        raise TypeError(f"`{name}` must be True or False; got {value!r}")
 
 
 class StepValue:
@@ -107,12 +107,12 @@ class StepValue:
 
     def __init__(self, values: Mapping[int, Union[int, float]]) -> None:
         if not isinstance(values, Mapping):
-            raise TypeError(f"a schedule is a mapping such as {{0: 0.25, 100: 0.01}}, got {values!r}")
+            raise TypeError(f"`values` of `StepValue` must be a mapping such as {{0: 0.25, 100: 0.01}}; got {values!r}")
         for step, value in values.items():
             check_integer("step", step)
             check_number(f"values[{step}]", value)
         if not values or min(values) != 0:
-            raise ValueError(f"a schedule begins at step 0, found steps {sorted(values)}")
+            raise ValueError(f"`values` of `StepValue` must begin at step 0; got the steps {sorted(values)}")
         self.values = dict(sorted(values.items()))
 
     @classmethod
@@ -126,7 +126,7 @@ class StepValue:
         check_integer("steps", steps, least=0)
         check_integer("stages", stages, least=1)
         if check_number("value", value) <= 0 or check_number("start", start) <= 0:
-            raise ValueError(f"`value` and `start` must be positive, got {value!r} and {start!r}")
+            raise ValueError(f"`value` and `start` must be positive; got {value!r} and {start!r}")
         factor = (value / start) ** (1 / stages)
         found = {steps * stage // stages: start * factor**stage for stage in range(stages)}
         if isinstance(value, Integral) and isinstance(start, Integral):
@@ -245,12 +245,12 @@ class Compressor(Reducer, Method):
         super().__init__()
         if feedback not in (None, *get_args(FeedbackName)):
             names = ", ".join(map(repr, get_args(FeedbackName)))
-            raise ValueError(f"`feedback` must be None or one of {names}, got {feedback!r}")
+            raise ValueError(f"`feedback` must be None or one of {names}; got {feedback!r}")
         if decay is not None:
             check_fraction("decay", decay)
             if feedback not in _DECAYS:
                 names = " and ".join(map(repr, _DECAYS))
-                raise ValueError(f"`decay` is that of feedback {names}, got decay={decay} with feedback={feedback!r}")
+                raise ValueError(f"`decay` needs feedback {names}; got decay={decay} with feedback={feedback!r}")
         check_integer("start_step", start_step, least=0)
         check_integer("min_numel", min_numel, least=0)
         self.start_step = start_step
@@ -310,20 +310,21 @@ class Compressor(Reducer, Method):
         allowed = f"one of {', '.join(self.codecs)}" if self.codecs else "nothing"
         # Compressors that cannot encode values pass here: the next check says what could follow instead.
         if not isinstance(values, (Codec, Compressor)):
-            raise TypeError(f"{type(self).__name__} can be followed by {allowed}, got {values!r}")
+            raise TypeError(f"`{type(self).__name__} | ...` must be followed by {allowed}; got {values!r}")
         if type(values).__name__ not in self.codecs:
             raise ValueError(
-                f"`{type(self).__name__} | {type(values).__name__}` is not possible: "
-                f"{type(self).__name__} can be followed by {allowed}"
+                f"`{type(self).__name__} | ...` must be followed by {allowed}; got {type(values).__name__}"
             )
         if not isinstance(self.values, Exact):
-            raise ValueError(f"{type(self).__name__} already encodes its values by {self.values!r}; use one encoding")
+            raise ValueError(
+                f"`{type(self).__name__}` must have one encoding of values; got {self.values!r} and {values!r}"
+            )
         settings = values._settings() if isinstance(values, Compressor) else {}
         useless = {name: value for name, value in settings.items() if name in _OUTER_ARGUMENTS and value is not None}
         if useless:
             raise ValueError(
-                f"{', '.join(f'`{name}`' for name in useless)} would have no effect on the encoding of values, got "
-                f"{values!r}; give it to {type(self).__name__}"
+                f"{', '.join(f'`{name}`' for name in useless)} must be given to {type(self).__name__}; got {values!r},"
+                " where it has no effect on the encoding of values"
             )
         self.values = values
 
@@ -333,7 +334,7 @@ class Compressor(Reducer, Method):
         averages = self.feedback.kind == "ef21"
         if momentum and self.feedback.kind not in ("classic", "ef21"):
             raise ValueError(
-                "momentum is corrected in classic error feedback and averaged before 'ef21', got"
+                f"`momentum` needs feedback 'classic' or 'ef21'; got momentum={momentum} with"
                 f" feedback={self.feedback.kind!r}"
             )
         self.feedback = Feedback(self.feedback.kind, self.feedback.decay, momentum, averages)

@@ -235,7 +235,7 @@ def gather_state(memory: Memory, step: int, group: Group, exact: bool) -> dict[s
     first = group.rank == 0
     state = _header("stacked" if exact else "mean", step, group.size)
     # Otherwise the messages below would pair up different parameters, or wait forever.
-    comm.agree("the compression state's parameters", [(slot, name) for slot, name, _ in memory.items()], group)
+    comm.agree("the parameters of the compression state", [(slot, name) for slot, name, _ in memory.items()], group)
     folded: Slots = {}
     # Tensor by tensor, and between hosts where they can: the state of many ranks is larger than a device.
     for slot, name, tensor in memory.items():
@@ -324,14 +324,14 @@ def values_for(state: Mapping[str, Any], group: Group, wanted: Optional[frozense
     """
     _check(state)
     if state["layout"] in COMBINED:
-        _warn(f"The compression state is that of a model in parts (`{state['layout']}`)", group)
+        _warn(f"The compression state belongs to a sharded or split model (`{state['layout']}`)", group)
         return {}
     slots: Slots = {slot: dict(named) for slot, named in state.items() if isinstance(named, Mapping)}
     same = state["world_size"] == group.size
     if state["layout"] == "local" and not same:
         raise ValueError(
-            f"this compression state belongs to one of {state['world_size']} ranks, but there are {group.size} now; "
-            "save with `gather_state()`, which loads at any number of ranks"
+            f"The number of ranks must be {state['world_size']}, as when this compression state was saved; got"
+            f" {group.size}. A state of `gather_state()` loads with any number of ranks"
         )
     stacked = state["layout"] == "stacked"
     unused = set() if wanted is None else slots.keys() - wanted
@@ -356,7 +356,7 @@ def values_for(state: Mapping[str, Any], group: Group, wanted: Optional[frozense
 
 def _warn(what: str, group: Group) -> None:
     if group.rank == 0:
-        warnings.warn(f"{what}: gradients that were not sent yet are lost.", stacklevel=2)
+        warnings.warn(f"{what}. Gradients that were not sent yet are lost.", stacklevel=2)
 
 
 def _check(state: Mapping[str, Any]) -> None:
@@ -364,23 +364,23 @@ def _check(state: Mapping[str, Any]) -> None:
         return
     if not isinstance(state, Mapping) or state.get("version") != VERSION:
         found = state.get("version") if isinstance(state, Mapping) else state
-        raise ValueError(f"expected a compression state of version {VERSION}, found {found!r}")
+        raise ValueError(f"The compression state must have version {VERSION}; got {found!r}")
     missing = {"layout", "step", "world_size"} - state.keys()
     if missing or state["layout"] not in LAYOUTS:
         raise ValueError(
-            f"expected a compression state with `step`, `world_size` and a `layout` of {', '.join(LAYOUTS)}, found "
-            f"{state.get('layout')!r} as layout and {sorted(map(str, state))}"
+            f"The compression state must have `step`, `world_size`, and a `layout` of {', '.join(LAYOUTS)}; got the "
+            f"layout {state.get('layout')!r} and the keys {sorted(map(str, state))}"
         )
     for slot, named in state.items():
         for name, tensor in named.items() if isinstance(named, Mapping) else ():
             # Error feedback would add it to every later gradient: no step would ever be applied again.
             if not tensor.isfinite().all():
-                raise ValueError(f"`{slot}` of `{name}` in the compression state holds values that are not finite")
+                raise ValueError(f"`{slot}` of `{name}` in the compression state must be finite; got NaN or infinity")
             ranks = len(tensor) if tensor.dim() else 0
             if state["layout"] == "stacked" and slot not in REPLICATED and ranks != state["world_size"]:
                 raise ValueError(
                     f"`{slot}` of `{name}` in the compression state must hold a row for each of the "
-                    f"{state['world_size']} ranks, found {ranks}"
+                    f"{state['world_size']} ranks; got {ranks}"
                 )
 
 

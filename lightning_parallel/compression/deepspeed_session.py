@@ -108,7 +108,7 @@ def compress_deepspeed(engine: Any, compressor: Reducer) -> DeepSpeedSession:
     """
     reasons = list(_obstacles(engine))
     if reasons:
-        raise ValueError("These gradients cannot be compressed: " + "; ".join(reasons) + ".")
+        raise ValueError("The gradients of this engine cannot be compressed. " + ". ".join(reasons) + ".")
     return DeepSpeedSession(engine, compressor)
 
 
@@ -116,20 +116,23 @@ def _obstacles(engine: Any) -> Iterator[str]:
     stage = int(engine.zero_optimization_stage())
     if stage == 3:
         yield (
-            "ZeRO 3 has the mean of a whole gradient on no rank, as low-rank methods, top-k and error feedback need; "
-            "use stage 1 or 2, or what DeepSpeed has itself (`communication_data_type`, `zero_quantized_gradients`)"
+            "The ZeRO stage must be 0, 1 or 2; got 3, where no rank holds a full gradient. Use stage 1 or 2, or the"
+            " compression of DeepSpeed (`communication_data_type`, `zero_quantized_gradients`)"
         )
     if stage == 2 and engine.gradient_accumulation_steps() > 1:
-        yield "ZeRO 2 averages after every batch, not once per step; accumulate with stage 0 or 1"
+        yield (
+            "`gradient_accumulation_steps` must be 1 with ZeRO 2, which averages after every batch; accumulate with"
+            " stage 0 or 1"
+        )
     if stage in (1, 2) and not getattr(engine.optimizer, "contiguous_gradients", True):
-        yield "expected `contiguous_gradients` to be true, as the mean is taken of whole buckets"
+        yield "`contiguous_gradients` must be true, because full buckets are averaged; got false"
     if not engine.gradient_average:
-        yield "expected DeepSpeed to average gradients, found that it adds them"
+        yield "DeepSpeed must average gradients; got a sum of them"
     if engine.has_moe_layers:
-        yield "layers of experts average their gradients over other groups"
+        yield "The model must have no layers of experts, because they average their gradients over other groups"
     if engine.sequence_parallel_size > 1 or engine.mp_world_size > 1:
-        yield "expected data parallelism alone, found that DeepSpeed also divides sequences or layers"
+        yield "DeepSpeed must use data parallelism only; got sequence or model parallelism"
     if engine.torch_autocast_enabled():
-        yield "under `torch_autocast` the loss scale is not DeepSpeed's; use its `fp16` or `bf16`"
+        yield "`torch_autocast` must be off, because its loss scale is unknown; use `fp16` or `bf16` of DeepSpeed"
     if engine.zenflow:
-        yield "ZenFlow averages gradients differently"
+        yield "ZenFlow must be off, because it averages gradients differently"

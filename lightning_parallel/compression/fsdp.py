@@ -137,8 +137,8 @@ class ShardedSession(GradientSession):
         self.compressor.step = int(state["step"])
         if self.everyone.rank == 0:
             warnings.warn(
-                f"The compression state is of a model in {len(pieces)} pieces, and the model has {len(firsts)} now:"
-                " gradients that were not sent yet are lost.",
+                f"The compression state belongs to a model of {len(pieces)} shards; this model has {len(firsts)}."
+                " Gradients that were not sent yet are lost.",
                 stacklevel=2,
             )
 
@@ -206,7 +206,9 @@ def _fsdp1_hook(unit: _Fsdp1Unit, gradient: Tensor, shard: Optional[Tensor] = No
     """Reduce the flat gradient of a unit: a communication hook of FSDP1, which passes `shard` to be filled."""
     if unit.replicates:
         if shard is None:
-            raise RuntimeError("expected FSDP to pass the shard to fill, under a strategy that shards; found none")
+            raise RuntimeError(
+                "FSDP must pass the shard to fill; got none. Use a sharding strategy of FSDP that shards"
+            )
         # With a hook FSDP neither communicates nor divides: this is the mean over the shards, before the replicas'.
         shard.copy_(comm.reduce_scatter(gradient.div_(unit.shards.size), unit.shards))
         unit.session.add(unit.part(shard))
@@ -232,9 +234,9 @@ def compress_fsdp(model: FullyShardedDataParallel, compressor: Reducer, scaler: 
     """
     units = [(name, unit) for name, unit in model.named_modules() if isinstance(unit, FullyShardedDataParallel)]
     if not model.check_is_root():
-        raise ValueError("`model` must be the outermost FSDP module; got one inside another; give the outermost one")
+        raise ValueError("`model` must be the outermost FSDP module; got a module inside another; give the outer one")
     if any(fsdp1_comm_hook(unit) is not None for _, unit in units):
-        raise ValueError("found a communication hook already, and FSDP has room for one")
+        raise ValueError("`model` must have no communication hook, because FSDP takes only one; got a hook; remove it")
     groups = {(unit.process_group, fsdp1_replica_group(unit)) for _, unit in units}
     if len(groups) > 1:
         raise ValueError(
@@ -301,9 +303,9 @@ class _Fsdp2Unit:
                 end += parameter.padded_shard_size.numel()
         if end != numel:
             raise RuntimeError(
-                f"expected gradients of all of {', '.join(name for name, *_ in places)}, {end} elements of this rank's "
-                f"shards, found {numel}: a parameter was not used. Freeze it, or call "
-                "`set_reduce_scatter_unused_params(True)` on the module"
+                f"All parameters of {', '.join(name for name, *_ in places)} must have gradients, {end} elements of the"
+                f" shards of this rank; got {numel}, because a parameter was not used. Freeze it, or call"
+                " `set_reduce_scatter_unused_params(True)` on the module"
             )
         return places
 
@@ -333,8 +335,8 @@ class _CompressedReduceScatter:
             output_tensor.mul_(group.size())
         elif op != dist.ReduceOp.AVG:
             raise RuntimeError(
-                f"expected a sum or a mean, found {op}, of `set_gradient_divide_factor`; call "
-                "`set_force_sum_reduction_for_comms(True)` as well"
+                f"FSDP2 must ask for a sum or a mean; got {op}, because of `set_gradient_divide_factor`. Call"
+                " `set_force_sum_reduction_for_comms(True)` as well"
             )
 
 
@@ -367,7 +369,7 @@ def compress_fully_shard(
     shards = _check(groups, replicas)
     group = shards if replicas is None else _group_of(replicas)
     if replicas is not None and any(parameter.is_meta for parameter in model.parameters()):
-        raise ValueError("expected parameters with data, which replicas are to share, found some on the meta device")
+        raise ValueError("The parameters must have data that replicas can share; got parameters on the meta device")
     everyone = _everyone(groups, shards, replicas)
     session = ShardedSession(compressor, group, everyone, scaler, same_means=replicas is not None)
     names = {id(parameter): plain_name(name) for name, parameter in model.named_parameters()}
@@ -417,19 +419,19 @@ def _shards(parameters: FullyShardedGroup) -> Group:
 def _check(groups: Mapping[str, FullyShardedGroup], replicas: Any) -> Group:
     """Return the one group of ranks that all modules are divided over."""
     if not groups:
-        raise ValueError("expected modules with `fully_shard` applied, found none")
+        raise ValueError("`model` must hold modules with `fully_shard` applied; got none. Call `fully_shard` first")
     hybrid = [name for name, group in groups.items() if group.replicates]
     if hybrid:
         raise ValueError(
-            f"found `fully_shard` over a mesh of shards and replicas at {hybrid}: FSDP2 sums over the replicas before "
-            "its hook runs, so nothing is left to compress. Give `fully_shard` the shards' dimension of the mesh only "
-            "and `compress_fully_shard` that of the `replicas`."
+            f"The mesh of `fully_shard` must have one dimension; got shards and replicas at {hybrid}. FSDP2 would sum"
+            " over the replicas before compression. Give `fully_shard` the dimension of the shards only, and"
+            " `compress_fully_shard` the dimension of the `replicas`."
         )
     needed = "set_custom_reduce_scatter" if replicas is None else "set_all_reduce_hook"
     if not hasattr(FSDPModule, needed):
         raise RuntimeError(
-            f"expected a version of torch whose FSDPModule has `{needed}`, found {torch.__version__}; install a newer "
-            "one, or compress under DDP or FSDP1 (`CompressedDDPStrategy`, `CompressedFSDPStrategy`)"
+            f"The version of torch must have `FSDPModule.{needed}`; got {torch.__version__}. Install a newer version,"
+            " or compress under DDP or FSDP1 (`CompressedDDPStrategy`, `CompressedFSDPStrategy`)"
         )
     used = [
         name
@@ -437,7 +439,9 @@ def _check(groups: Mapping[str, FullyShardedGroup], replicas: Any) -> Group:
         if group.has_all_reduce_hook or isinstance(group.reduce_scatter, _CompressedReduceScatter)
     ]
     if used:
-        raise ValueError(f"found a communication hook already, at {used}; close the session that it belongs to first")
+        raise ValueError(
+            f"The modules must have no communication hook; got one at {used}. Close the session of that hook first"
+        )
     divisions = {_shards(group).ranks for group in groups.values()}
     if len(divisions) > 1:
         raise ValueError(f"All modules must be sharded over the same ranks; got {sorted(divisions)}. Use one mesh")

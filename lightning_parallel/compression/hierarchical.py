@@ -235,7 +235,7 @@ class HierarchicalStep:
         self, named_gradients: Mapping[str, Tensor], group: Group, shards: Optional[Mapping[str, int]] = None
     ) -> Phases:
         """Refuse: see `overlaps`."""
-        raise RuntimeError("expected `reduce_`: the messages of nodes come in no phases")
+        raise RuntimeError("Compression by nodes must run through `reduce_`, because its communication has no phases")
 
     def _reduce_across(self, mine: Sequence[_Part], names: frozenset[str]) -> None:
         """Replace the sums over the node by means over all nodes."""

@@ -47,10 +47,10 @@ class Policy(Reducer):
     def __init__(self, rules: Mapping[str, Optional[Compressor]], *, min_numel: int = 0) -> None:
         super().__init__()
         if not isinstance(rules, Mapping) or not all(isinstance(pattern, str) for pattern in rules):
-            raise TypeError(f"`rules` must map patterns of names to compressors, {{'*': PowerSGD(4)}}, got {rules!r}")
+            raise TypeError(f"`rules` must map patterns of names to compressors, {{'*': PowerSGD(4)}}; got {rules!r}")
         wrong = {pattern: rule for pattern, rule in rules.items() if not isinstance(rule, (Compressor, type(None)))}
         if wrong:
-            raise TypeError(f"the rules of a policy are compressors or None, got {wrong}")
+            raise TypeError(f"`rules` must hold compressors or None; got {wrong}")
         check_integer("min_numel", min_numel, least=0)
         self.rules = dict(rules)
         self.min_numel = min_numel
@@ -118,7 +118,7 @@ def bind_to_module(module: nn.Module, reducer: Reducer) -> None:
     owner = _OWNERS.get(reducer)
     if owner is not None and owner() is not module and reducer.step > 0:
         warnings.warn(
-            f"{reducer!r} has taken {reducer.step} steps for another model; it forgets them and starts anew.",
+            f"{reducer!r} was used for {reducer.step} steps of another model. It is reset for this model.",
             stacklevel=2,
         )
         reducer.reset()

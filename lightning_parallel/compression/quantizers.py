@@ -126,7 +126,7 @@ class Cast(Quantizer):
         found = DTYPES.get(dtype) if isinstance(dtype, str) else dtype
         if not isinstance(found, torch.dtype) or found not in DTYPES.values():
             error = ValueError if isinstance(dtype, (str, torch.dtype)) else TypeError
-            raise error(f"`dtype` must be one of {', '.join(DTYPES)} or such a torch dtype, got {dtype!r}")
+            raise error(f"`dtype` must be one of {', '.join(DTYPES)} or such a torch dtype; got {dtype!r}")
         self.dtype: torch.dtype = found
 
     @property
@@ -225,7 +225,7 @@ class Quantize(Quantizer):
         check_flag("stochastic", stochastic)
         check_integer("seed", seed)
         if bits not in (8, 4):
-            raise ValueError(f"`bits` must be 8 or 4, got {bits!r}")
+            raise ValueError(f"`bits` must be 8 or 4; got {bits!r}")
         self.bits = bits
         self.stochastic = stochastic
         self.seed = seed
@@ -415,7 +415,7 @@ class Sign(Compressor):
     Sources: EF-signSGD, Karimireddy et al. 2019, arXiv 1901.09847; two phases: 1-bit Adam, arXiv 2102.02888.
     """
 
-    loss_under_adam = "43 % above that of plain means, 15 % with dense embeddings and `start_step=50`"
+    loss_under_adam = "43 % higher than with uncompressed gradients, 15 % with dense embeddings and `start_step=50`"
 
     linear = False
     unbiased = False

@@ -330,7 +330,7 @@ class ReductionStep:
             shards: See `reduce_`.
         """
         if not self._open:
-            raise RuntimeError("this step has been committed or rolled back; begin another one")
+            raise RuntimeError("This step was committed or rolled back already. Call `begin` for the next step")
         # The error is measured against the whole mean, so all ranks need all of it.
         shards = {} if self._error or shards is None else shards
         planned, self._planned = self._planned, None
@@ -434,7 +434,7 @@ class ReductionStep:
             if gradient.layout != torch.strided or not gradient.dtype.is_floating_point
         }
         # Raised on all ranks at once: one that raised alone would leave the others in the next collective.
-        error = TypeError(f"gradients must be dense and of a floating-point dtype, found {refused}")
+        error = TypeError(f"Gradients must be dense and of a floating-point dtype; got {refused}")
         comm.raise_together(error if refused else None, self.group)
         # Compressors of different settings ask for different collectives; steps apart draw different random numbers.
         settings = {"compressor": repr(self.reducer), "step": self.number, "sample_every": self.reducer.sample_every}
@@ -467,4 +467,4 @@ def check_reducer(compression: object) -> None:
     """
     if not isinstance(compression, Reducer):
         hint = f"; did you mean {compression.__name__}()?" if isinstance(compression, type) else ""
-        raise TypeError(f"`compression` must be a compressor such as PowerSGD(rank=4), got {compression!r}{hint}")
+        raise TypeError(f"`compression` must be a compressor such as PowerSGD(rank=4); got {compression!r}{hint}")

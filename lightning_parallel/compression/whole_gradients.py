@@ -165,8 +165,8 @@ class HookState:
         """Take a bucket of DDP; the future holds it with the means in place."""
         if not isinstance(bucket, dist.GradBucket):
             raise TypeError(
-                f"expected a bucket of DDP's reducer, found {type(bucket).__name__}: gradients cannot be compressed "
-                "under torch._dynamo.config.optimize_ddp='python_reducer'; choose another mode"
+                f"`torch._dynamo.config.optimize_ddp` must not be 'python_reducer' with compression; got a"
+                f" {type(bucket).__name__} instead of a bucket of DDP. Choose another mode"
             )
         buffer = bucket.buffer()
         # Before the session makes its group, which all ranks do together: a refusal here would leave peers connecting.
@@ -315,7 +315,7 @@ class HookState:
             self._bucket_of = {name: index for index, names in enumerate(self._buckets) for name in names}
         if id(parameter) not in self._names:
             raise RuntimeError(
-                f"DDP brought the gradient of a parameter of shape {tuple(parameter.shape)} that "
+                f"DDP passed the gradient of a parameter of shape {tuple(parameter.shape)} that "
                 f"{type(self._module).__name__} does not have; give `HookState` the module that DDP wraps"
             )
         name = self._names[id(parameter)]

@@ -230,7 +230,7 @@ def issued(count, *extra):
     [
         (issued(100, "broadcast"), "call 100 is broadcast of 8 bytes float32 on rank 2, none on rank 0"),
         (issued(99, "broadcast"), "call 99 is broadcast of 8 bytes float32 on rank 2, all_reduce of 8 bytes"),
-        (issued(200), "rank 2 issued 200 collectives, rank 0 100; they differ in a call that lies further back"),
+        (issued(200), "rank 2 issued 200 collectives, rank 0 100; the first difference is older"),
         (issued(99), "call 99 is none on rank 2"),
         ({}, "rank 2 issued 0 collectives"),
     ],

@@ -108,5 +108,5 @@ def test_batches_of_a_batch_sampler_cannot_be_divided_anew(tmp_path):
     run(_train, 2, **options, interrupt=5)
     with pytest.raises(ValueError, match="The interrupted run had 2 replicas, and this run has 1"):
         _train(**options | {"strategy": "one"})
-    with pytest.raises(RankError, match="the interrupted run read its training data by .'batches'., this one by"):
+    with pytest.raises(RankError, match="training data must be read by .'batches'., as in the interrupted run; got"):
         run(_train, 2, **options | {"loader": None})

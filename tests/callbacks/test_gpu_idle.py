@@ -68,9 +68,7 @@ def test_each_gap_has_its_cause():
 def test_profiled_steps_are_slower_and_the_advice_allows_for_that():
     gpu = {"seconds": 0.12, "busy": 0.06, "launch": 0.05, "collective": 0.01, "synchronise": 0, "data": 0, "other": 0}
     words, remedy, lost = idle_sentence(gpu, wall=0.1)
-    assert words == (
-        "stands idle for 40 % of a step: 30 % because kernels were launched too slowly, 10 % in collectives"
-    )
+    assert words == ("is idle for 40 % of a step: 30 % because kernels are launched too slowly, 10 % in collectives")
     assert "CUDA graphs" in remedy
     assert lost == pytest.approx(0.3)
     rank = {"rank": 1, "coordinate": {}, "wall": 0.1, "forward": 0.1, "gpu": {"steps": 2, **gpu}}
@@ -144,7 +142,7 @@ def test_steps_that_the_profiler_made_longer_are_not_counted(profiler, tmp_path)
         enable_progress_bar=False,
         enable_model_summary=False,
     )
-    warns = pytest.warns(UserWarning, match="another profiler") if profiler else nullcontext()
+    warns = pytest.warns(UserWarning, match="Another profiler") if profiler else nullcontext()
     found = {"seconds": 2e-3, "busy": 1e-3}
     with patch.object(gpu_idle, "attribute_idle", lambda events: found), warns:
         trainer.fit(BoringModel(), DataLoader(torch.randn(14, 32)))
@@ -158,7 +156,7 @@ def test_steps_that_the_profiler_made_longer_are_not_counted(profiler, tmp_path)
 
 def test_a_profiler_of_the_users_own_comes_first_and_errors_do_not_end_the_training():
     sampler = GpuSampler(5, [ProfilerActivity.CPU])
-    with pytest.warns(UserWarning, match="another profiler of torch runs"), profile() as own:
+    with pytest.warns(UserWarning, match="Another profiler of torch is running"), profile() as own:
         assert train(sampler, 14)[0] == []
     assert any(event.name == "aten::addmm" for event in own.events())
     sampler.begin_step(4)
@@ -169,7 +167,7 @@ def test_a_profiler_of_the_users_own_comes_first_and_errors_do_not_end_the_train
     assert train(sampler, 8, apart=[5])[0] == [4, 5]  # a validation before step 5
     assert sampler.steps == []
     broken = patch.object(gpu_idle, "attribute_idle", side_effect=KeyError("ts"))
-    with broken, pytest.warns(UserWarning, match="not measured any more"):
+    with broken, pytest.warns(UserWarning, match="no longer measured"):
         train(sampler, 7)
     assert train(sampler, 7)[0] == []
     assert not is_profiler_running()

@@ -71,7 +71,7 @@ def test_reports_over_ranks():
     report = GradientNoiseAccumulator(mesh, 0, 0.9, lambda: []).summarize(shared)
     # small 6, big 2: (8 * 2 - 4 * 6) / 4 < 0, so that the noise cannot be told.
     assert "noise_scale" not in report
-    assert "measure more steps" in report["missing"][0]
+    assert "Measure more steps" in report["missing"][0]
     for rank in shared:
         rank["points"] = [NoisePoint(0, 3.0, 2.0, 4.0, 4.0)]
     report = GradientNoiseAccumulator(mesh, 0, 0.9, lambda: shared).summarize(shared)
@@ -79,7 +79,7 @@ def test_reports_over_ranks():
     found = {key: report[key] for key in ("noise_scale", "critical_replicas", "efficiency", "gain_of_doubling")}
     expected = {"noise_scale": 8.0, "critical_replicas": 2, "efficiency": 0.5, "gain_of_doubling": 2.0 / 1.5}
     assert found == pytest.approx(expected)
-    assert ["more replicas help little beyond", "2 of 4 samples each"] in noise_rows(report)
+    assert ["largest useful batch", "2 of 4 samples each"] in noise_rows(report)
     page = render({"run": {"world_size": 4, "steps": 1}, "reports": {"GradientNoiseScale": report}})
     assert "2 of 4 samples each" in page
 
@@ -132,7 +132,7 @@ def _check(layout):
 def test_replicas_of_ddp():
     _check("ddp")
     strategy = HybridParallelStrategy(compression=PowerSGD(1))
-    with pytest.raises(ValueError, match="compressed gradients are no mean"):
+    with pytest.raises(ValueError, match="compressed gradients are not the mean"):
         fit(Still(), strategy, 2, 2, callbacks=[GradientNoiseScale()])
 
 

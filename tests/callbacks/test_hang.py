@@ -243,6 +243,6 @@ def test_collectives_that_torch_issued_tell_who_is_behind():
 def test_a_rank_that_did_less_is_behind():
     assert (
         explain_hang({0: state(0), 1: state(1, progress=4)}, 2)[0]
-        == "rank 1 is behind: others have got to training batch 5"
+        == "rank 1 is behind; the furthest rank is in training batch 5"
     )
-    assert "none is known to be late" in explain_hang({0: state(0), 1: state(1)}, 2)[0]
+    assert "no rank is known to be late" in explain_hang({0: state(0), 1: state(1)}, 2)[0]

@@ -101,7 +101,7 @@ def test_rates_that_are_set_past_it_are_told(ramp_steps):
         "set to": lambda: (ByHand(), ()),
         "was set to 0.025": lambda: (OwnWarmUp(), ()),
         "parameter group was added with a learning rate of 0.01": lambda: (Net(), [Late()]),
-        "`SWALR` was made": lambda: (Scheduled(), [StochasticWeightAveraging(0.01, 1)]),
+        "`SWALR` was created": lambda: (Scheduled(), [StochasticWeightAveraging(0.01, 1)]),
     }
     for words, make in made.items():
         module, others = make()
@@ -181,7 +181,7 @@ def test_what_would_be_scaled_wrongly_is_refused():
     with pytest.raises(ValueError, match="`LateFloor` sets rates that do not depend on its initial rates"):
         train("late floor", [scaling])
     assert train("absolute", [LearningRateScaling()]) == pytest.approx([0.001 * step for step in range(1, 9)])
-    with pytest.raises(ValueError, match="use one of them"):
+    with pytest.raises(ValueError, match="remove one of them"):
         train(callbacks=[scaling, LearningRateFinder()])
     with pytest.raises(RuntimeError, match="more than one stateful callback"):
         train(callbacks=[scaling, LearningRateScaling()])

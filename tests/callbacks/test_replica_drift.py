@@ -286,7 +286,7 @@ def test_heal_gives_the_run_that_was_not_disturbed():
     fit(module, DDPStrategy(), [Spoil(4, [3], spoil), monitor], 4)
     changed = ("lr of group 0", "net.0.weight", "momentum_buffer of net.4.bias")
     assert names(monitor) == [(4, name, [3]) for name in changed]
-    assert "now that of rank 0" in monitor.report()["findings"][0]["detail"]
+    assert "replaced by the value of rank 0" in monitor.report()["findings"][0]["detail"]
     for name, tensor in module.state_dict().items():
         assert torch.equal(tensor, expected.state_dict()[name]), name
 

@@ -221,10 +221,10 @@ def test_what_is_damaged_is_refused_by_name(checkpoint, damage):
             stream.truncate(shard.stat().st_size - 4 if damage == "truncated" else 0)
     elif damage == "manifest":
         manifest.write_bytes(manifest.read_bytes().replace(b'"step": 1', b'"step": 2'))
-        expected = "its checksum does not fit"
+        expected = "its checksum does not match"
     elif damage == "manifest missing":
         manifest.unlink()
-        expected = "its save was not finished"
+        expected = "Its save was not finished"
     else:
         content = bytearray(shard.read_bytes())
         content[-2000] ^= 1
@@ -266,19 +266,19 @@ def changed_manifest(path, change):
     ("change", "expected"),
     [
         (lambda m: m["files"].update({"../../etc/passwd": 4}), "not the name of a file"),
-        (lambda m: m["tensors"]["state_dict/bias"]["parts"][0].update(file="other"), "has no such"),
-        (lambda m: m["tensors"]["state_dict/bias"].update(dtype="save"), "name of a dtype"),
+        (lambda m: m["tensors"]["state_dict/bias"]["parts"][0].update(file="other"), "which is too short"),
+        (lambda m: m["tensors"]["state_dict/bias"].update(dtype="save"), "The dtype must be one"),
         (lambda m: m["tensors"]["state_dict/bias"].update(shape=[-3]), "at least 0"),
-        (lambda m: m["tensors"]["state_dict/bias"].update(shape=[2**40]), "not its size"),
-        (lambda m: m["tensors"]["state_dict/bias"].update(parts=[]), "no part has it"),
-        (lambda m: m.update(document={"$call": "os.system"}), "expected one of"),
+        (lambda m: m["tensors"]["state_dict/bias"].update(shape=[2**40]), "does not match its shape"),
+        (lambda m: m["tensors"]["state_dict/bias"].update(parts=[]), "no part holds it"),
+        (lambda m: m.update(document={"$call": "os.system"}), "must be one of"),
         (lambda m: m.update(document={"a": {"$tensor": "nowhere"}}), "does not hold"),
-        (lambda m: m.update(document={"a": {"$dtype": "save"}}), "expected a value of \\$dtype"),
-        (lambda m: m.update(document={"a": {"$enum": [[], "x", 1]}}), "expected a value of \\$enum"),
-        (lambda m: m.update(document={"a": {"$enum": ["enum", "Enum", 1]}}), "expected a member of `enum.Enum`"),
-        (lambda m: m.update(document={"$tuple": {"$range": [0, 10**12, 1]}}), "expected a value of \\$tuple"),
-        (lambda m: m.update(document={"$device": "x"}), "expected a value of \\$device"),
-        (lambda m: m.update(document={"$timedelta": [10**20, 0, 0]}), "expected a value of \\$timedelta"),
+        (lambda m: m.update(document={"a": {"$dtype": "save"}}), "must be of kind \\$dtype"),
+        (lambda m: m.update(document={"a": {"$enum": [[], "x", 1]}}), "must be of kind \\$enum"),
+        (lambda m: m.update(document={"a": {"$enum": ["enum", "Enum", 1]}}), "must be a member of `enum.Enum`"),
+        (lambda m: m.update(document={"$tuple": {"$range": [0, 10**12, 1]}}), "must be of kind \\$tuple"),
+        (lambda m: m.update(document={"$device": "x"}), "must be of kind \\$device"),
+        (lambda m: m.update(document={"$timedelta": [10**20, 0, 0]}), "must be of kind \\$timedelta"),
         (lambda m: m.update(version=2), "newer release"),
         *(
             (lambda m, name=name: m.update(name=name), "not the name of a folder")
@@ -286,22 +286,22 @@ def changed_manifest(path, change):
         ),
         *((lambda m, step=step: m.update(step=step), "at least 0") for step in ("1", -1, 1.5, None, True, [])),
         *(
-            (lambda m, created=created: m.update(created=created), "expected the seconds since 1970")
+            (lambda m, created=created: m.update(created=created), "must be in seconds since 1970")
             for created in ("now", None, -1, 1e300, 10**400, True)
         ),
         *(
-            (lambda m, layout=layout: m.update(layout=layout), "expected a manifest|the number of ranks")
+            (lambda m, layout=layout: m.update(layout=layout), "must be the manifest|the number of ranks")
             for layout in (3, None, ["tensor"], {"tensor": "2"}, {"tensor": 0})
         ),
         *(
-            (lambda m, versions=versions: m.update(versions=versions), "expected a manifest|the versions of packages")
+            (lambda m, versions=versions: m.update(versions=versions), "must be the manifest|`versions` must be text")
             for versions in (3, None, ["torch"], {"torch": 2})
         ),
         (lambda m: m.update(files={next(iter(m["files"])): True}), "not the name of a file"),
-        (lambda m: m["tensors"]["state_dict/bias"].update(shape=[3, 0, 10**30]), "expected the shape"),
-        (lambda m: m["tensors"]["state_dict/bias"].update(shape=[3] + [1] * 99), "expected the shape"),
+        (lambda m: m["tensors"]["state_dict/bias"].update(shape=[3, 0, 10**30]), "The shape of a tensor must"),
+        (lambda m: m["tensors"]["state_dict/bias"].update(shape=[3] + [1] * 99), "The shape of a tensor must"),
         (lambda m: m["tensors"].update({"x": m["tensors"]["state_dict/bias"]}), "in the same bytes of"),
-        (lambda m: m.update(tensors=3), "expected a manifest"),
+        (lambda m: m.update(tensors=3), "must be the manifest"),
     ],
 )
 def test_a_hostile_manifest_is_refused(checkpoint, change, expected):
@@ -348,7 +348,7 @@ def test_a_pickle_in_place_of_a_file_is_not_executed(checkpoint, tmp_path):
     for file in checkpoint.iterdir():
         before = file.read_bytes()
         file.write_bytes(pickle.dumps(Bomb()))
-        with pytest.raises(ValueError, match="damaged|expected a manifest"):
+        with pytest.raises(ValueError, match="damaged|must be the manifest"):
             value_at(checkpoint)
         file.write_bytes(before)
     assert not (tmp_path / "executed").exists()
@@ -492,7 +492,7 @@ def test_a_long_save_tells_how_far_it_is(tmp_path, monkeypatch):
     monkeypatch.setattr(writer, "REPORT_EVERY_S", 0.0)
     tensors = as_parts({"weight": torch.zeros(1 << 19)}, is_mine=True)
     ShardedWriter(Group.alone("world"), {}, report=lines.append).save({"state_dict": tensors}, str(tmp_path / "a"))
-    assert lines[-1] == "Saving a: 0.0 of 0.0 GiB on rank zero (100%)"
+    assert lines[-1] == "Saving a: 2 MiB of 2 MiB on rank zero (100%)"
 
 
 @pytest.mark.parametrize("renames", ["exchange", "two-renames"])
@@ -536,7 +536,7 @@ def write_apart(group, path, fails_on):
 def test_folders_of_ranks_that_are_copied_into_one_are_the_checkpoint(fails_on, tmp_path):
     told = run(write_apart, 2, path=str(tmp_path), fails_on=fails_on)
     if fails_on is not None:
-        assert all("found a folder with other files" in one for one in told)
+        assert all("got a folder with other files" in one for one in told)
         left = [str(path.relative_to(tmp_path)) for path in tmp_path.rglob("*") if path.is_file()]
         assert left == ["rank1/a.ckpt/other"]
         return

@@ -138,7 +138,13 @@ def test_it_prints_what_it_has_measured(min_gain, capsys, monkeypatch):
     for _ in range(12):
         step({"w": torch.randn(64, 64, generator=torch.Generator().manual_seed(1))})
     printed = capsys.readouterr().out
-    for text in ("Gradient compression", "plain means", "TopK(ratio=0.5) | Quantize(8)", "Cast('fp32')", "ms per step"):
+    for text in (
+        "Gradient compression",
+        "uncompressed",
+        "TopK(ratio=0.5) | Quantize(8)",
+        "Cast('fp32')",
+        "ms per step",
+    ):
         assert text in printed
     assert printed.count("chosen") == 2, "in one row and in the caption"
     chosen = next(row for row in printed.splitlines() if " chosen" in row)

@@ -42,15 +42,18 @@ def without(state, key):
 
 STATE = state_of(PowerSGD(2, **SMALL))
 DAMAGED = {
-    "none": (None, "expected a compression state of version 1, found None"),
-    "version": ({**STATE, "version": 7}, "of version 1, found 7"),
-    "no layout": (without(STATE, "layout"), "`layout` of local, stacked, mean, found None"),
-    "layout": ({**STATE, "layout": "bogus"}, "found 'bogus'"),
-    "no step": (without(STATE, "step"), "with `step`"),
-    "nan": (with_entry(STATE, "residual", "a", lambda tensor: tensor * float("nan")), "`residual` of `a`.*not finite"),
+    "none": (None, "compression state must have version 1; got None"),
+    "version": ({**STATE, "version": 7}, "have version 1; got 7"),
+    "no layout": (without(STATE, "layout"), "`layout` of local, stacked, mean; got the layout None"),
+    "layout": ({**STATE, "layout": "bogus"}, "got the layout 'bogus'"),
+    "no step": (without(STATE, "step"), "must have `step`"),
+    "nan": (
+        with_entry(STATE, "residual", "a", lambda tensor: tensor * float("nan")),
+        "`residual` of `a`.*must be finite",
+    ),
     "ranks": (
         with_entry(STATE, "residual", "b", lambda tensor: tensor.repeat(5, 1, 1)),
-        "`residual` of `b`.*1 ranks, found 5",
+        "`residual` of `b`.*1 ranks; got 5",
     ),
 }
 
@@ -79,7 +82,7 @@ def test_shapes_of_another_model_are_named(slot):
 @pytest.mark.parametrize("layout", ["mesh", "pieces"])
 def test_states_of_cut_models_leave_the_step(layout):
     compressor = TopK(0.1, **SMALL)
-    with pytest.warns(UserWarning, match=f"model in parts .`{layout}`.*are lost"):
+    with pytest.warns(UserWarning, match=f"sharded or split model .`{layout}`.*are lost"):
         compressor.load_state_dict({"layout": layout, "step": 5, "positions": []}, ALONE)
     assert compressor.step == 5
     assert compressor.residual_norm == 0

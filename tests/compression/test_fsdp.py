@@ -315,9 +315,9 @@ def test_unused_parameters(group):
 @distributed(world_size=4)
 def test_what_cannot_work_is_refused(group):
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
-    with pytest.raises(ValueError, match="found none"):
+    with pytest.raises(ValueError, match="got none"):
         compress_fully_shard(network(), Dense())
-    with pytest.raises(ValueError, match="sums over the replicas before"):
+    with pytest.raises(ValueError, match="sum over the replicas before"):
         compress_fully_shard(shard(network(), mesh), Dense())
     model = shard(network(), mesh["shard"])
     steps = compress_fully_shard(model, Dense(), mesh["replicate"])

@@ -199,5 +199,5 @@ def test_an_error_in_the_lane_ends_backward(group):
 @distributed(world_size=2)
 def test_measurements_that_differ_between_ranks_are_refused(options, group):
     auto = Auto(**(options if group.rank else {}))
-    with pytest.raises(ValueError, match="the compressor and its step"):
+    with pytest.raises(ValueError, match="The compressor and its step"):
         auto.reduce_({"a": torch.ones(8, 8)}, group)

@@ -325,7 +325,7 @@ def test_nodes_are_found_and_what_is_sent_between_them_is_shown(group):
     else:
         _fit_in_nodes(group, CompressedDDPStrategy, True)
     for strategy in (CompressedDDPStrategy, HybridParallelStrategy):
-        with pytest.raises(ValueError, match="nodes of 3 divide, found 4"):
+        with pytest.raises(ValueError, match="must be a multiple of 3, the size of a node; got 4"):
             _fit_in_nodes(group, strategy, 3)
     local = partial(LocalSGDStrategy, every_n_steps=2)
     torch.testing.assert_close(_fit_in_nodes(group, local, 2), _fit_in_nodes(group, local, False), rtol=1e-9, atol=1e-9)

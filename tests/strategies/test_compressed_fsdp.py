@@ -58,7 +58,7 @@ def test_another_division_forgets_what_was_not_sent_and_says_so(group, tmp_path)
     assert [piece["step"] for piece in state["pieces"]] == [4, 4]
     strategy = CompressedFSDPStrategy(TopK(0.1, **SMALL))
     if group.rank == 0:
-        with pytest.warns(UserWarning, match="in 2 pieces, and the model has 1 now"):
+        with pytest.warns(UserWarning, match="of 2 shards; this model has 1"):
             fit(Net(), strategy, group, ckpt_path=tmp_path / "first.ckpt")
     else:
         fit(Net(), strategy, group, ckpt_path=tmp_path / "first.ckpt")

@@ -109,7 +109,7 @@ def test_hybrid_meshes_of_torch_are_refused(group):
         def configure_model(self):
             fully_shard(self.net, mesh=self.device_mesh)
 
-    with pytest.raises(ValueError, match="sums over the replicas before"):
+    with pytest.raises(ValueError, match="sum over the replicas before"):
         fit(Native("hybrid"), strategy("hybrid", Dense()))
 
 
@@ -119,5 +119,5 @@ def test_modules_that_are_not_sharded_are_refused(group):
         def configure_model(self):
             pass
 
-    with pytest.raises(ValueError, match="found none"):
+    with pytest.raises(ValueError, match="got none"):
         fit(Whole("sharded"), strategy("sharded", Dense()))

@@ -375,7 +375,7 @@ def test_code_of_the_user_that_fails_on_one_rank_or_returns_nonsense(kind, argum
 @distributed(world_size=2, deadline_s=60)
 def test_plans_that_differ_between_ranks(group):
     arguments = {"pipeline_parallel_size": 2, "num_microbatches": 2 + group.rank, "balance": "uniform"}
-    with pytest.raises(ValueError, match="the pipeline plan must be the same on all ranks"):
+    with pytest.raises(ValueError, match="The pipeline plan must be the same on all ranks"):
         fit(Deep(), PipelineParallelStrategy(**arguments), 2, max_epochs=1)
 
 

@@ -16,7 +16,7 @@ from tests.strategies.test_pipeline import Deep, fit
 def test_sizes_that_do_not_multiply_to_the_world(axis):
     for size, replicas in ((3, 1), (2, 3), (8, "auto"), (2, 1)):
         strategy = HybridParallelStrategy(**{f"{axis}_parallel_size": size}, data_parallel_size=replicas)
-        with pytest.raises(ValueError, match=r"multiply to the number of processes.*4 processes"):
+        with pytest.raises(ValueError, match=r"multiply to the number of processes, 4"):
             trainer_for(strategy, 4).fit(Net(), loader())
 
 
@@ -228,9 +228,9 @@ def test_losses_that_would_differ_from_one_process(kind, message):
 def test_ranks_that_train_differently(group):
     frozen, other = Net().double(), Net(lr=0.1 + 0.1 * group.rank).double()
     frozen.net[0].requires_grad_(group.rank == 0)
-    with pytest.raises(ValueError, match="the set of trained parameters must be the same"):
+    with pytest.raises(ValueError, match="The set of trained parameters must be the same"):
         fit_parallel(frozen, 2, 2)
-    with pytest.raises(ValueError, match="the optimizers must be the same"):
+    with pytest.raises(ValueError, match="The optimizers must be the same"):
         fit_parallel(other, 2, 2)
 
 

@@ -234,8 +234,8 @@ def _single():
 @pytest.mark.parametrize(
     ("other", "expected"),
     [
-        (Wider, r"blocks\.3\.up\.bias: expected \(20,\), found"),
-        (_single, r"expected torch\.float32, found torch\.float64"),
+        (Wider, r"blocks\.3\.up\.bias must have the shape \(20,\); got"),
+        (_single, r"must be torch\.float32; got torch\.float64"),
     ],
     ids=["shape", "dtype"],
 )
