@@ -33,7 +33,7 @@ def test_an_ambiguous_layer_stack_is_refused():
     with pytest.raises(ValueError, match="(?s)`left`.*`right`.*layers='left'"):
         find_layer_stack(two, 2)
     assert find_layer_stack(two, 2, "right").path == "right"
-    with pytest.raises(ValueError, match="found no .*layers='model.blocks'"):
+    with pytest.raises(ValueError, match="got none.*layers='model.blocks'"):
         find_layer_stack(nn.Sequential(nn.Linear(3, 3), nn.ReLU()), 2)
     with pytest.raises(ValueError, match="`wrong`.*Containers: `left`, `right`"):
         find_layer_stack(two, 2, "wrong")

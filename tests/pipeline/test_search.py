@@ -199,7 +199,7 @@ def test_another_cut_is_taken_where_it_makes_a_schedule_fit():
 
 
 def test_nothing_fits():
-    with pytest.raises(ValueError, match=r"within 1 KiB per rank, the smallest is `\w+` with 8 microbatches"):
+    with pytest.raises(ValueError, match=r"within 1 KiB per rank; got at least .*, with `\w+` and 8 microbatches"):
         choose_schedule(Workload([LAYER] * 8), 4, [4, 8], memory_limit_bytes=1024)
 
 

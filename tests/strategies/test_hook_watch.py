@@ -670,7 +670,7 @@ def test_hooks_for_gradients_that_leave_something_behind_are_refused_in_a_pipeli
     refused("`scaled` .*line.* of `head.weight` changes `_seen_norms`", append_and_scale, verifies=False)
     refused("`counted` .* changes `count`", count_in_a_cell)
     refused("draws random", lambda m: m.head.weight.register_hook(lambda g: g + torch.randn_like(g)))
-    refused("backward pass of `training_step` changes `norms`", callbacks=[Kept()])
+    refused("backward pass of `training_step` must change only gradients; got a change of `norms`", callbacks=[Kept()])
     refused("`training_step` registers `<lambda>` .* of `blocks.3.up.weight`", kind=InStep)
     refused("of `blocks.0.up.weight` changes `self.found`", kind=Left, verifies=False)
 

@@ -140,12 +140,12 @@ print("the run ended")
     ("where", "message"),
     [
         ("on_train_batch_end", "in `Sampling.on_train_batch_end` on rank 0, "),
-        ("after", r"called in `training_step` \(test_message_order.py, line \d+\) on rank 0, but not on rank 1"),
+        ("after", r"got a call in `training_step` \(test_message_order.py, line \d+\) on rank 0, but not on rank 1"),
         (
             "look",
-            r"called in `training_step` \(test_message_order.py, line \d+\) on rank 0, but not on rank 1.*gather_log",
+            r"got a call in `training_step` \(test_message_order.py, line \d+\) on rank 0, but not on rank 1.*gather_log",
         ),
-        ("stage", r"in `training_step` \(.*line \d+\): The step must do\s+the same on every stage"),
+        ("stage", r"in `training_step` \(.*line \d+\)\. The step must do\s+the same on every stage"),
     ],
 )
 def test_a_call_on_one_rank_ends_the_run(where, message, tmp_path):

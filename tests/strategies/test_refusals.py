@@ -236,7 +236,7 @@ def test_ranks_that_train_differently(group):
 
 @pytest.mark.parametrize("plan", [None, "colum", ["net.0"], {"net.0": 3}, {0: "column"}])
 def test_plans_of_a_wrong_form(plan):
-    with pytest.raises(TypeError, match="`plan` must"):
+    with pytest.raises(TypeError, match="`tensor_plan` must"):
         TensorParallelStrategy(tensor_parallel_size=2, tensor_plan=plan)
 
 
