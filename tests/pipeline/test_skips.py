@@ -313,7 +313,7 @@ def test_a_plan_with_connections_is_saved_and_agreed(group):
         assert "receives the output of `text_head`" in str(plan) or not any(plan.skips)
     wrong = plan.to_dict()
     wrong["skips"][1] = [["nobody", 0, 0]]
-    with pytest.raises(ValueError, match="sends the output of `nobody`, which the model does not have"):
+    with pytest.raises(ValueError, match="sends the output of `nobody`, which is not in the model"):
         PipelinePlan.from_dict(wrong).check_fits(model_of(Towers)[0], group.size)
 
 

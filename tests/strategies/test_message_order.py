@@ -143,7 +143,8 @@ print("the run ended")
         ("after", r"got a call in `training_step` \(test_message_order.py, line \d+\) on rank 0, but not on rank 1"),
         (
             "look",
-            r"got a call in `training_step` \(test_message_order.py, line \d+\) on rank 0, but not on rank 1.*gather_log",
+            r"got a call in `training_step` \(test_message_order.py, line \d+\) on rank 0, "
+            r"but not on rank 1.*gather_log",
         ),
         ("stage", r"in `training_step` \(.*line \d+\)\. The step must do\s+the same on every stage"),
     ],

@@ -202,7 +202,7 @@ def test_losses_that_are_no_means_over_samples_are_warned_about(group, kind, war
         trainer = trainer_for(strategy, 2, max_steps=1)
         trainer.fit(kind(), DataLoader(Samples(), batch_size=8))
     if group.rank == 0:
-        assert any("is not a mean over samples" in str(warning.message) for warning in caught) == warned
+        assert any("must be a mean over samples" in str(warning.message) for warning in caught) == warned
 
 
 class Steering(Deep):
@@ -325,5 +325,8 @@ def test_features_that_forward_hooks_keep(group):
     for name, value in expected.state_dict().items():
         torch.testing.assert_close(module.state_dict()[name], value, rtol=1e-10, atol=1e-12)
     strategy = PipelineParallelStrategy(pipeline_parallel_size=2, num_microbatches=2)
-    with pytest.raises(HookError, match="`training_step` changes `found.last` of the callback `Remembers`"):
+    with pytest.raises(
+        HookError,
+        match="`training_step` must not change callbacks; got a change of `found.last` of the callback `Remembers`",
+    ):
         fit(Deep(), strategy, 2, verifies=True, callbacks=[Remembers()])
