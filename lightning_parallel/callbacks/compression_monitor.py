@@ -34,7 +34,7 @@ class CompressionAccumulator(Accumulator):
 
     Args:
         reducer: Observed until `close`.
-        warmup_steps: First steps that are not counted.
+        warmup_steps: First optimizer steps that are not counted.
         replaced: Returns the means of gradients that a step of the reducer replaces; more than one under local SGD.
     """
 
@@ -213,7 +213,7 @@ class CompressionMonitor(MeasuringCallback[CompressionAccumulator]):
     Args:
         every_n_steps: Steps from one comparison with the true mean to the next, which costs a dense all-reduce; 0 for
             no comparison. All steps of a batch are compared.
-        warmup_steps: First steps that are not counted.
+        warmup_steps: First optimizer steps that are not counted.
         dirpath: Where rank 0 writes `CompressionMonitor.json` and `.csv` at the end of training; nowhere when omitted.
         show_table: Print a table at the end of training, on rank 0.
 
@@ -229,7 +229,7 @@ class CompressionMonitor(MeasuringCallback[CompressionAccumulator]):
         dirpath: Optional[str] = None,
         show_table: bool = True,
     ) -> None:
-        super().__init__(warmup_steps=warmup_steps, dirpath=dirpath, show_table=show_table)
+        super().__init__(warmup_batches=warmup_steps, dirpath=dirpath, show_table=show_table)
         check_integer("every_n_steps", every_n_steps, least=0)
         self.every_n_steps = every_n_steps
 
@@ -245,7 +245,9 @@ class CompressionMonitor(MeasuringCallback[CompressionAccumulator]):
         # A comparison is a collective, so that all ranks have to request it in the same steps.
         comm.agree("`every_n_steps` of CompressionMonitor", self.every_n_steps, self.open_session.group)
         strategy: Any = trainer.strategy
-        return CompressionAccumulator(reducer, self.warmup_steps, lambda: getattr(strategy, "steps_per_exchange", 1.0))
+        return CompressionAccumulator(
+            reducer, self.warmup_batches, lambda: getattr(strategy, "steps_per_exchange", 1.0)
+        )
 
     @override
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:

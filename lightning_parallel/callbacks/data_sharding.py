@@ -262,19 +262,19 @@ class DataShardingMonitor(MeasuringCallback[ShardingAccumulator]):
         ```
 
     Args:
-        every_n_steps: Batches between two audits; there is one at the end of each epoch, too.
+        every_n_batches: Batches between two audits; there is one at the end of each epoch, too.
         dirpath: Folder where rank 0 writes `<name>.json` and `<name>.csv` after training. None writes nothing.
         show_table: Print a table after training, on rank 0.
 
     Raises:
-        ValueError: If `every_n_steps` is not positive.
+        ValueError: If `every_n_batches` is not positive.
     """
 
-    def __init__(self, every_n_steps: int = 50, dirpath: Optional[str] = None, show_table: bool = True) -> None:
+    def __init__(self, every_n_batches: int = 50, dirpath: Optional[str] = None, show_table: bool = True) -> None:
         super().__init__(dirpath=dirpath, show_table=show_table)
-        if every_n_steps < 1:
-            raise ValueError(f"`every_n_steps` must be at least 1; got {every_n_steps}")
-        self.every_n_steps = every_n_steps
+        if every_n_batches < 1:
+            raise ValueError(f"`every_n_batches` must be at least 1; got {every_n_batches}")
+        self.every_n_batches = every_n_batches
         self._loaders: list[TrackedLoader] = []
         self._tracker: SampleTracker | None = None
         self._epoch = -1
@@ -351,7 +351,7 @@ class DataShardingMonitor(MeasuringCallback[ShardingAccumulator]):
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        if self._open_tracker.batches >= self.every_n_steps:
+        if self._open_tracker.batches >= self.every_n_batches:
             self._audit(trainer, self._open_tracker.take_report())
         super().on_train_batch_end(trainer, pl_module, outputs, batch, batch_idx)
 

@@ -110,9 +110,9 @@ class MeasuringCallback(Callback, ABC, Generic[A]):
         ```
 
     Args:
-        every_n_steps: Steps between two exchanges of results among the ranks; the last one is at the end of training.
+        every_n_batches: Batches between two exchanges of results among the ranks; the last one ends the training.
             The smallest value of all callbacks counts.
-        warmup_steps: First steps that are not counted, because things are set up in them. The largest value counts.
+        warmup_batches: First batches that are not counted, because things are set up in them. The largest value counts.
         dirpath: Where rank 0 writes `<name>.json` and `<name>.csv` at the end of training; nowhere when omitted.
         show_table: Print a table at the end of training, on rank 0.
 
@@ -125,20 +125,20 @@ class MeasuringCallback(Callback, ABC, Generic[A]):
 
     def __init__(
         self,
-        every_n_steps: int = 50,
-        warmup_steps: int = 1,
+        every_n_batches: int = 50,
+        warmup_batches: int = 1,
         dirpath: Optional[str] = None,
         show_table: bool = True,
     ) -> None:
-        if every_n_steps < 1 or warmup_steps < 0:
+        if every_n_batches < 1 or warmup_batches < 0:
             raise ValueError(
-                "`every_n_steps` must be at least 1, and `warmup_steps` at least 0; got"
-                f" {every_n_steps} and {warmup_steps}"
+                "`every_n_batches` must be at least 1, and `warmup_batches` at least 0; got"
+                f" {every_n_batches} and {warmup_batches}"
             )
-        # Subclasses that measure every n steps set `every_n_steps` to that; ranks exchange at their own pace then.
-        self.every_n_steps = every_n_steps
-        self._exchange_every_n_steps = every_n_steps
-        self.warmup_steps = warmup_steps
+        # Subclasses that measure every n steps set `every_n_batches` to that; ranks exchange at their own pace then.
+        self.every_n_batches = every_n_batches
+        self._every_n_batches = every_n_batches
+        self.warmup_batches = warmup_batches
         self.dirpath = dirpath
         self.show_table = show_table
         self.session: Session | None = None
@@ -263,7 +263,7 @@ class MeasuringCallback(Callback, ABC, Generic[A]):
             create_folder(Path(self.dirpath), self.session.group)
         # Creating it may communicate, so all ranks must get here in the order of their callbacks.
         self._accumulator = self.accumulate(trainer, pl_module)
-        session.join(self._accumulator, self._exchange_every_n_steps, self.warmup_steps)
+        session.join(self._accumulator, self._every_n_batches, self.warmup_batches)
         self._led = session if session.is_led_by(self._accumulator) else None
 
     @override

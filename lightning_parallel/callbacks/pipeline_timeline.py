@@ -245,9 +245,9 @@ class PipelineTimeline(MeasuringCallback[PipelineAccumulator]):
         ```
 
     Args:
-        every_n_steps: Steps between two exchanges of results among the ranks. The smallest value of
+        every_n_batches: Batches between two exchanges of results among the ranks. The smallest value of
             all callbacks counts.
-        warmup_steps: First steps that are not counted. The largest value of all callbacks counts.
+        warmup_batches: First batches that are not counted. The largest value of all callbacks counts.
         dirpath: Folder where rank 0 writes `<name>.json` and `<name>.csv` after training. None writes nothing.
         show_table: Print a table after training, on rank 0.
 

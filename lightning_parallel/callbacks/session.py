@@ -122,8 +122,8 @@ class Session:
         self.mesh = mesh_of(trainer)
         self.rank = trainer.global_rank
         self.members: list[Member] = []
-        self.every_n_steps = 0
-        self.warmup_steps = 0
+        self.every_n_batches = 0
+        self.warmup_batches = 0
         self.recorder: Recorder | None = None
         self.steps = 0
         self.disturbed: set[int] = set()
@@ -163,14 +163,14 @@ class Session:
             _sessions[trainer] = cls(trainer)
         return _sessions[trainer]
 
-    def join(self, member: Member, every_n_steps: int, warmup_steps: int) -> None:
-        """Add a member, which gets every step after the first `warmup_steps`.
+    def join(self, member: Member, every_n_batches: int, warmup_batches: int) -> None:
+        """Add a member, which gets every step after the first `warmup_batches`.
 
-        The smallest `every_n_steps` of all members, steps between two exchanges, and the largest `warmup_steps` count.
+        Smallest `every_n_batches` of all members, steps between two exchanges, and the largest `warmup_batches` count.
         """
         self.members.append(member)
-        self.every_n_steps = min(every_n_steps, self.every_n_steps or every_n_steps)
-        self.warmup_steps = max(warmup_steps, self.warmup_steps)
+        self.every_n_batches = min(every_n_batches, self.every_n_batches or every_n_batches)
+        self.warmup_batches = max(warmup_batches, self.warmup_batches)
 
     def is_led_by(self, member: Member | None) -> bool:
         """Return whether `member` says when a step ends; None leads as long as there is no member."""
@@ -222,11 +222,11 @@ class Session:
         if len(self._windows) >= self.MOST_WINDOWS or self._num_spans >= self.MOST_SPANS:
             self.hand_out()
         # All ranks count the same steps, so that they exchange at the same ones without agreeing on it.
-        if self.group.size > 1 and recorder.step % self.every_n_steps == 0:
+        if self.group.size > 1 and recorder.step % self.every_n_batches == 0:
             self._exchange()
 
     def _keep(self, window: Window) -> None:
-        if window.step >= self.warmup_steps and window.step not in self.disturbed:
+        if window.step >= self.warmup_batches and window.step not in self.disturbed:
             self.steps += 1
             self._windows.append(window)
             self._num_spans += len(window.spans)
@@ -275,7 +275,7 @@ class Session:
     @property
     def updates_bar(self) -> bool:
         """Tell whether the members have new figures of all ranks for the progress bar."""
-        is_due = self.recorder is not None and self.recorder.step % self.every_n_steps == 0
+        is_due = self.recorder is not None and self.recorder.step % self.every_n_batches == 0
         return self.bar is not None and is_due and (self.group.size == 1 or bool(self.latest))
 
     # ------------------------------------------------------------------------------------------------------ exchange

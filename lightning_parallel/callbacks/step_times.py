@@ -194,31 +194,31 @@ class StepBreakdown(MeasuringCallback[BreakdownAccumulator]):
         ```
 
     Args:
-        every_n_steps: Steps between two exchanges of results among the ranks. The smallest value of all callbacks
-            counts.
-        warmup_steps: First steps that are not counted. The largest value of all callbacks counts.
+        every_n_batches: Batches between two exchanges of results among the ranks. The smallest value of
+            all callbacks counts.
+        warmup_batches: First batches that are not counted. The largest value of all callbacks counts.
         dirpath: Folder where rank 0 writes `<name>.json` and `<name>.csv` after training. None writes nothing.
         show_table: Print a table after training, on rank 0.
-        gpu_every_n_steps: On CUDA, one in so many steps runs under `torch.profiler`, which tells why the GPU stands
+        gpu_every_n_batches: On CUDA, one in so many steps runs under `torch.profiler`, which tells why the GPU stands
             idle; that step, the one before it and the one after it, in which the trace is read, are not counted. None
             for no such step. Under Lightning's PyTorchProfiler, and while a profiler of torch runs, it is left out.
 
     Raises:
-        ValueError: If `gpu_every_n_steps` is below 3.
+        ValueError: If `gpu_every_n_batches` is below 3.
     """
 
     def __init__(
         self,
-        every_n_steps: int = 50,
-        warmup_steps: int = 1,
+        every_n_batches: int = 50,
+        warmup_batches: int = 1,
         dirpath: Optional[str] = None,
         show_table: bool = True,
-        gpu_every_n_steps: Optional[int] = 200,
+        gpu_every_n_batches: Optional[int] = 200,
     ) -> None:
-        super().__init__(every_n_steps, warmup_steps, dirpath, show_table)
-        if gpu_every_n_steps is not None and gpu_every_n_steps < 3:
-            raise ValueError(f"`gpu_every_n_steps` must be at least 3, or None; got {gpu_every_n_steps}")
-        self.gpu_every_n_steps = gpu_every_n_steps
+        super().__init__(every_n_batches, warmup_batches, dirpath, show_table)
+        if gpu_every_n_batches is not None and gpu_every_n_batches < 3:
+            raise ValueError(f"`gpu_every_n_batches` must be at least 3, or None; got {gpu_every_n_batches}")
+        self.gpu_every_n_batches = gpu_every_n_batches
         self._processor: ProcessorUse | None = None
         self._gpu: GpuSampler | None = None
 
@@ -227,8 +227,8 @@ class StepBreakdown(MeasuringCallback[BreakdownAccumulator]):
         session = self.open_session
         self._processor = ProcessorUse(session.cores, session.cores_shared_by)
         self._gpu = None
-        if trainer.strategy.root_device.type == "cuda" and self.gpu_every_n_steps is not None:
-            self._gpu = GpuSampler(self.gpu_every_n_steps)
+        if trainer.strategy.root_device.type == "cuda" and self.gpu_every_n_batches is not None:
+            self._gpu = GpuSampler(self.gpu_every_n_batches)
         return BreakdownAccumulator(rank_info(session), session.missing, self._processor, self._gpu)
 
     @override
@@ -257,7 +257,7 @@ class StepBreakdown(MeasuringCallback[BreakdownAccumulator]):
     ) -> None:
         recorder = self.open_session.active_recorder
         # Here: the accumulator gets several steps at once, and later.
-        if self._processor is not None and recorder.step >= self.open_session.warmup_steps:
+        if self._processor is not None and recorder.step >= self.open_session.warmup_batches:
             self._processor.end_step(recorder.num_apart)
         super().on_train_batch_end(trainer, pl_module, outputs, batch, batch_idx)
 
@@ -512,9 +512,9 @@ class StragglerMonitor(MeasuringCallback[StragglerAccumulator]):
 
     Args:
         threshold: Share of the step's time, between 0 and 1.
-        every_n_steps: Steps between two exchanges of results among the ranks. The smallest value of all callbacks
-            counts.
-        warmup_steps: First steps that are not counted. The largest value of all callbacks counts.
+        every_n_batches: Batches between two exchanges of results among the ranks. The smallest value of
+            all callbacks counts.
+        warmup_batches: First batches that are not counted. The largest value of all callbacks counts.
         dirpath: Folder where rank 0 writes `<name>.json` and `<name>.csv` after training. None writes nothing.
         show_table: Print a table after training, on rank 0.
 
@@ -527,12 +527,12 @@ class StragglerMonitor(MeasuringCallback[StragglerAccumulator]):
     def __init__(
         self,
         threshold: float = 0.1,
-        every_n_steps: int = 50,
-        warmup_steps: int = 2,
+        every_n_batches: int = 50,
+        warmup_batches: int = 2,
         dirpath: Optional[str] = None,
         show_table: bool = True,
     ) -> None:
-        super().__init__(every_n_steps, warmup_steps, dirpath, show_table)
+        super().__init__(every_n_batches, warmup_batches, dirpath, show_table)
         if not 0 < threshold < 1:
             raise ValueError(f"`threshold` must be between 0 and 1; got {threshold}")
         self.threshold = threshold

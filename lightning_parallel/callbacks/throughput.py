@@ -237,9 +237,9 @@ class Throughput(MeasuringCallback[ThroughputAccumulator]):
             where gradients are taken with `create_graph=True`, which are not counted. None: no utilisation.
         peak_flops: Operations per second of one device. `"auto"`: from a table of dense peaks; on CPU calibrated with a
             matrix product. None: no utilisation.
-        every_n_steps: Steps between two exchanges of results among the ranks. The smallest value of all callbacks
-            counts.
-        warmup_steps: First steps that are not counted. The largest value of all callbacks counts.
+        every_n_batches: Batches between two exchanges of results among the ranks. The smallest value of
+            all callbacks counts.
+        warmup_batches: First batches that are not counted. The largest value of all callbacks counts.
         dirpath: Folder where rank 0 writes `<name>.json` and `<name>.csv` after training. None writes nothing.
         show_table: Print a table after training, on rank 0.
 
@@ -256,7 +256,7 @@ class Throughput(MeasuringCallback[ThroughputAccumulator]):
 
     Keys that could not be counted are left out.
 
-    The progress bar shows `samples/s`, `tokens/s` and `MFU`, from the first `every_n_steps` steps on.
+    The progress bar shows `samples/s`, `tokens/s` and `MFU`, from the first `every_n_batches` steps on.
 
     Logged: `throughput/samples_per_second`, `throughput/tokens_per_second`: of rank 0's replica, times the number of
     replicas, over the steps since the last logging.
@@ -270,12 +270,12 @@ class Throughput(MeasuringCallback[ThroughputAccumulator]):
         tokens: Optional[Callable[[Any], int]] = None,
         flops_per_sample: Union[Literal["auto"], float, None] = "auto",
         peak_flops: Union[Literal["auto"], float, None] = "auto",
-        every_n_steps: int = 50,
-        warmup_steps: int = 1,
+        every_n_batches: int = 50,
+        warmup_batches: int = 1,
         dirpath: Optional[str] = None,
         show_table: bool = True,
     ) -> None:
-        super().__init__(every_n_steps, warmup_steps, dirpath, show_table)
+        super().__init__(every_n_batches, warmup_batches, dirpath, show_table)
         self.samples = samples or num_samples
         self.tokens = tokens or num_tokens
         self.flops_per_sample = flops_per_sample

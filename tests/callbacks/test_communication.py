@@ -26,7 +26,7 @@ HEADER = 24
 
 def fit(sizes, replicas=1, microbatches=4, **options):
     rank, size = place_rank()
-    callback = CommunicationProfiler(show_table=False, every_n_steps=3, warmup_steps=0)
+    callback = CommunicationProfiler(show_table=False, every_n_batches=3, warmup_batches=0)
     trainer = trainer_for(
         HybridParallelStrategy(num_microbatches=microbatches, **sizes), size, callbacks=[callback], **options
     )
@@ -262,7 +262,7 @@ class SlowOnOne(Net):
 
 def fit_stock(kind, module_class=Net, accumulate=1):
     rank, size = place_rank()
-    callbacks = [StepBreakdown(show_table=False), CommunicationProfiler(show_table=False, warmup_steps=2)]
+    callbacks = [StepBreakdown(show_table=False), CommunicationProfiler(show_table=False, warmup_batches=2)]
     strategies = {
         "ddp": lambda: DDPStrategy(process_group_backend="gloo"),
         "unused": lambda: DDPStrategy(process_group_backend="gloo", find_unused_parameters=True),

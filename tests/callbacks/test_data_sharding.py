@@ -27,7 +27,7 @@ from tests.strategies.test_pipeline import Deep
 def fit(data, group=None, strategy="auto", monitor=None, module=None, ckpt_path=None, callbacks=(), **options):
     size = 1 if group is None else group.size
     os.environ.update(LOCAL_RANK=str(group.rank if group else 0), NODE_RANK="0", WORLD_SIZE=str(size))
-    monitor = monitor or DataShardingMonitor(every_n_steps=3, show_table=False)
+    monitor = monitor or DataShardingMonitor(every_n_batches=3, show_table=False)
     trainer = trainer_for(strategy, size, callbacks=[monitor, *callbacks], **options)
     trainer.fit(module or Net().double(), data, ckpt_path=ckpt_path)
     return monitor.report()
@@ -164,8 +164,8 @@ def test_a_tracked_loader_yields_the_same_batches_and_is_restored():
 
 
 def test_bad_arguments():
-    with pytest.raises(ValueError, match="`every_n_steps` must be at least 1"):
-        DataShardingMonitor(every_n_steps=0)
+    with pytest.raises(ValueError, match="`every_n_batches` must be at least 1"):
+        DataShardingMonitor(every_n_batches=0)
 
 
 # ------------------------------------------------------------------------------------------------------- in training

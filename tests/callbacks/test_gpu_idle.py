@@ -151,7 +151,7 @@ def test_steps_that_the_profiler_made_longer_are_not_counted(profiler, tmp_path)
     assert report["ranks"][0].get("gpu") == (None if profiler else {"steps": 2, **found})
     assert not is_profiler_running()
     with pytest.raises(ValueError, match="at least 3"):
-        StepBreakdown(gpu_every_n_steps=2)
+        StepBreakdown(gpu_every_n_batches=2)
 
 
 def test_a_profiler_of_the_users_own_comes_first_and_errors_do_not_end_the_training():

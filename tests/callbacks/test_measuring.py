@@ -92,9 +92,9 @@ def test_a_run_may_be_too_short_to_tell_anything(tmp_path, options):
     trainer.validate(Net().double(), loader(), verbose=False)
 
 
-@pytest.mark.parametrize("options", [{"every_n_steps": 0}, {"warmup_steps": -1}])
+@pytest.mark.parametrize("options", [{"every_n_batches": 0}, {"warmup_batches": -1}])
 def test_numbers_of_steps_are_checked(options):
-    with pytest.raises(ValueError, match="`every_n_steps` must be at least 1, and `warmup_steps` at least 0; got"):
+    with pytest.raises(ValueError, match="`every_n_batches` must be at least 1, and `warmup_batches` at least 0; got"):
         StepBreakdown(**options)
 
 
@@ -152,7 +152,7 @@ class CountSteps(MeasuringCallback):
 
 
 def test_a_new_callback_takes_three_methods():
-    callbacks = [CountSteps(), StepBreakdown(show_table=False, warmup_steps=3)]
+    callbacks = [CountSteps(), StepBreakdown(show_table=False, warmup_batches=3)]
     trainer_for(callbacks=callbacks, max_epochs=2).fit(Net().double(), loader())
     report = callbacks[0].report()
     assert (report["counts"], report["tail"], report["steps"]) == ([5], 8, 5)

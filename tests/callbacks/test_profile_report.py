@@ -196,7 +196,7 @@ class Failing(Net):
 
 def fail(folder):
     _, size = place_rank()
-    callbacks = [StepBreakdown(every_n_steps=2, show_table=False), ProfileReport(folder, show_diagnosis=False)]
+    callbacks = [StepBreakdown(every_n_batches=2, show_table=False), ProfileReport(folder, show_diagnosis=False)]
     trainer = trainer_for(TensorParallelStrategy(tensor_parallel_size=2), size, callbacks=callbacks)
     with pytest.raises(ValueError, match="the sixth step failed"):
         trainer.fit(Failing().double(), loader())

@@ -323,9 +323,9 @@ def test_samples_of_a_step_are_kept_by_others():
 
 
 def test_samples_are_watched_at_the_same_time(tmp_path):
-    monitor = DataShardingMonitor(every_n_steps=3)
+    monitor = DataShardingMonitor(every_n_batches=3)
     fit(tmp_path, loader_of(), 14, callbacks=[monitor])
-    monitor = DataShardingMonitor(every_n_steps=3)
+    monitor = DataShardingMonitor(every_n_batches=3)
     fit(tmp_path, loader_of(), callbacks=[monitor])
     assert monitor.report()["findings"] == []
 

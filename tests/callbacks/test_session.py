@@ -209,7 +209,7 @@ class Latest(Callback):
 
 def exchange_often():
     _, size = place_rank()
-    monitor = StragglerMonitor(show_table=False, every_n_steps=2, warmup_steps=0)
+    monitor = StragglerMonitor(show_table=False, every_n_batches=2, warmup_batches=0)
     latest = Latest(monitor)
     strategy = DDPStrategy(process_group_backend="gloo")
     trainer_for(strategy, size, callbacks=[monitor, latest], max_epochs=8).fit(Net().double(), loader(size, 0))

@@ -133,7 +133,7 @@ def check_sums(report):
 
 def every_rank_reports(strategy):
     _, size = place_rank()
-    callback = StepBreakdown(show_table=False, every_n_steps=2)
+    callback = StepBreakdown(show_table=False, every_n_batches=2)
     kind = {"tensor": TensorParallelStrategy, "pipeline": PipelineParallelStrategy}[strategy]
     chosen = kind(**{f"{strategy}_parallel_size": size})
     trainer_for(chosen, size, callbacks=[callback]).fit(Deep(), loader(), loader())

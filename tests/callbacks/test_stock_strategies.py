@@ -71,7 +71,7 @@ STRATEGIES = {
 
 def fit(kind, late_s=0.0):
     rank, size = place_rank()
-    options = {"warmup_steps": WARMUP, "show_table": False}
+    options = {"warmup_batches": WARMUP, "show_table": False}
     callbacks = [kind(**options) for kind in (StepBreakdown, CommunicationProfiler, StragglerMonitor)]
     make, module = STRATEGIES[kind]
     data = torch.utils.data.DataLoader(Samples(length=STEPS * 4, dtype=torch.float32), batch_size=4)

@@ -266,9 +266,9 @@ class ProfileReport(MeasuringCallback):
     Args:
         dirpath: Where to write; by default `profile` in the trainer's log folder.
         trace_steps: Last steps that the trace holds; 0 for no trace.
-        every_n_steps: Steps between two exchanges of results among the ranks. The smallest value of all callbacks
-            counts.
-        warmup_steps: First steps that are not counted. The largest value of all callbacks counts.
+        every_n_batches: Batches between two exchanges of results among the ranks. The smallest value of
+            all callbacks counts.
+        warmup_batches: First batches that are not counted. The largest value of all callbacks counts.
         show_diagnosis: Print the diagnosis and the paths at the end of training.
 
     `report()` gives the contents of `report.json`, on rank 0.
@@ -281,13 +281,13 @@ class ProfileReport(MeasuringCallback):
         self,
         dirpath: Optional[str] = None,
         trace_steps: int = 20,
-        every_n_steps: int = 50,
-        warmup_steps: int = 1,
+        every_n_batches: int = 50,
+        warmup_batches: int = 1,
         show_diagnosis: bool = True,
     ) -> None:
         if trace_steps < 0:
             raise ValueError(f"`trace_steps` must be at least 0; got {trace_steps}")
-        super().__init__(every_n_steps, warmup_steps, dirpath, show_table=False)
+        super().__init__(every_n_batches, warmup_batches, dirpath, show_table=False)
         self.trace_steps = trace_steps
         self.show_diagnosis = show_diagnosis
         self.folder = Path()
