@@ -62,7 +62,7 @@ class PowerSGD(Compressor):
     Linear in the gradients, hence independent of how they are spread over the ranks; biased.
 
     On a small CNN (SGD, 500 steps) both forms are within 1 % of the dense loss at rank 4. A small GPT (AdamW, 600
-    steps) needs more: it was 4.6 % above at rank 4, 2.6 % at rank 8, 0.5 % at rank 16; alternating, 15 % and 4.4 % at
+    steps) needs more: it was 5.4 % above at rank 4, 2.1 % at rank 8, 0.6 % at rank 16; alternating, 12 % and 5.1 % at
     ranks 4 and 16.
 
     Example:
