@@ -185,7 +185,10 @@ class _Intercepted(PartialModule):
 
     # A forward hook would come too late: checkpointing wrappers and `nn.Module.__call__` itself would have run by then.
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        site: CallSite = self.__dict__["_pipeline_site"]
+        site: CallSite | None = self.__dict__.get("_pipeline_site")
+        # A module of this class without a site was made of an intercepted one, as a slice of a `Sequential` is.
+        if site is None:
+            return super().__call__(*args, **kwargs)
         return site.dispatch(self, super().__call__, args, kwargs)
 
     def _what_is_missing(self) -> str:

@@ -39,6 +39,14 @@ def test_the_active_handler_decides(places, expected):
     assert isinstance(layer, nn.Linear)
 
 
+def test_a_slice_of_an_intercepted_container_calls_its_layers():
+    layers, active = nn.Sequential(nn.Identity(), nn.Identity()), ActiveHandler()
+    for module, place in ((layers, ()), (layers[0], (0,)), (layers[1], (1,))):
+        intercept(module, CallSite(active, "layers", "kind", place))
+    with active.use(Doubling()):
+        assert layers[1:](torch.ones(1)) == 2.0
+
+
 def test_a_handler_does_not_stay_after_an_error():
     active = ActiveHandler()
     with pytest.raises(ZeroDivisionError), active.use(Doubling()):
