@@ -434,7 +434,7 @@ def test_records_larger_than_the_file_are_refused(tmp_path):
     assert small.stat().st_size < path.stat().st_size / 100
     with pytest.raises(RuntimeError, match=rf"{small} is damaged: .*larger than the file"):
         check_file(small)
-    with pytest.raises(ValueError, match=rf"in {small} what `torch.save`.*larger in memory"):
+    with pytest.raises(ValueError, match=rf"{small} must be a file that `torch.save`.*larger in memory"):
         load_weights(torch.nn.Linear(2, 2), small)
 
 
