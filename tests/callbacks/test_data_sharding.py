@@ -88,7 +88,7 @@ def test_peers_of_one_replica():
     ranks = [reading(0, [0], [4, 5], [7, 8]), reading(0, [0], [4, 5], [7, 9]), reading(1, [1], [4, 5], [1, 2])]
     (one,) = ShardingAccumulator().audit(0, [*ranks, reading(1, [1], [4, 5], [1, 2])])
     assert (one["step"], one["name"], one["ranks"]) == (5, "peers", [0, 1])
-    assert "replica 0 read different batches, in 1 of 2 steps" in one["detail"]
+    assert "replica 0 read different batches in 1 of 2 steps" in one["detail"]
 
 
 def test_the_same_order_twice():
@@ -208,7 +208,7 @@ class Reloading(Net):
         return DataLoader(Samples(), batch_size=4, shuffle=True, generator=torch.Generator().manual_seed(1))
 
 
-@pytest.mark.filterwarnings("ignore:.*is `set_epoch` called")
+@pytest.mark.filterwarnings("ignore:.*call `set_epoch` on the sampler")
 def test_an_order_that_comes_back_with_each_new_loader():
     report = fit(None, module=Reloading().double(), reload_dataloaders_every_n_epochs=1, max_epochs=3)
     assert found(report) == [("order", [0])]

@@ -148,7 +148,7 @@ def test_it_prints_what_it_has_measured(min_gain, capsys, monkeypatch):
         assert text in printed
     assert printed.count("chosen") == 2, "in one row and in the caption"
     chosen = next(row for row in printed.splitlines() if " chosen" in row)
-    assert ("plain means" if auto.is_plain else repr(auto.choice)) in chosen
+    assert ("uncompressed" if auto.is_plain else repr(auto.choice)) in chosen
     lost = next(row for row in printed.splitlines() if "TopK" in row)
     kept = next(row for row in printed.splitlines() if "Cast" in row)
     assert "0 %" in kept or "0.0" in kept

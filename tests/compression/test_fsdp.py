@@ -321,7 +321,7 @@ def test_what_cannot_work_is_refused(group):
         compress_fully_shard(shard(network(), mesh), Dense())
     model = shard(network(), mesh["shard"])
     steps = compress_fully_shard(model, Dense(), mesh["replicate"])
-    with pytest.raises(ValueError, match="communication hook already"):
+    with pytest.raises(ValueError, match="must have no communication hook"):
         compress_fully_shard(model, Dense())
     steps.close()
     compress_fully_shard(model, Dense()).close()

@@ -125,7 +125,7 @@ class AsksForValues(Model):
 def test_steps_that_ask_for_values_and_layers_that_change_their_arguments():
     found = plan(AsksForValues(), tokens(), cluster(2, 2), measured=False)
     assert not any(layout.refusal for layout in found.layouts)
-    assert "asks for values" in found.notes[0]
+    assert "reads values of tensors" in found.notes[0]
     assert not plan(Model(), tokens(), cluster(2, 2), measured=False).notes
 
 
