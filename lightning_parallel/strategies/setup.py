@@ -174,6 +174,8 @@ def shard_tensors(module: LightningModule, options: TensorOptions, groups: MeshG
         return state.sharding
     if group.size == 1:
         return None
+    # Before the plan, whose trials compare ranks; and shards of different models would make one of no seed.
+    replicas.start_equal(module, groups.world)
     with comm.failing_together(groups.world):
         found = make_plan(module, options.plan, group, options.sequence_parallel)
     if groups.pipeline_parallel.size > 1:
@@ -182,7 +184,6 @@ def shard_tensors(module: LightningModule, options: TensorOptions, groups: MeshG
         found.styles |= (heads := gathered_heads(found.styles))
         for path in heads:
             found.notes.pop(path, None)
-    replicas.start_equal(module, groups.world)  # shards of different models would make one that nobody initialised
     state.order = MessageOrder(group)
     state.sharding = sharding = apply_plan(module, found, group.guarded_by(state.order))
     state.tensor_ranks, state.rules = group.ranks, rules_by_name(module, sharding.shards)

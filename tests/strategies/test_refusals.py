@@ -6,6 +6,7 @@ from lightning.pytorch.callbacks import BatchSizeFinder, ModelPruning
 from torch import nn
 
 from lightning_parallel import HybridParallelStrategy, PipelineParallelStrategy, TensorParallelStrategy
+from lightning_parallel.compat import ParallelState
 from tests.harness import distributed
 from tests.strategies.models import Net, fit_parallel, fit_single, loader, trainer_for
 from tests.strategies.test_pipeline import Deep, fit
@@ -243,3 +244,11 @@ def test_plans_of_a_wrong_form(plan):
 def test_a_reducer_of_a_wrong_form():
     with pytest.raises(TypeError, match="`compression` must be a compressor"):
         TensorParallelStrategy(tensor_parallel_size=2, compression="powersgd")
+
+
+@distributed(world_size=2)
+def test_a_plan_is_tried_on_equal_weights_without_a_seed(group):
+    torch.manual_seed(group.rank)
+    module = Net().double()
+    fit_parallel(module, 2, 2)
+    assert all("gathered" not in note for note in ParallelState.of(module).sharding.plan.notes.values())
