@@ -231,8 +231,8 @@ class HangWatchdog(MeasuringCallback[PauseAccumulator]):
     """
 
     def __init__(self, deadline_s: float = 600.0, dirpath: Optional[str] = None) -> None:
-        if not deadline_s > 0:
-            raise ValueError(f"`deadline_s` must be greater than 0; got {deadline_s}")
+        if not isinstance(deadline_s, (int, float)) or not deadline_s > 0:
+            raise ValueError(f"`deadline_s` must be a number of seconds above 0; got {deadline_s!r}")
         super().__init__(show_table=False)
         self.deadline_s = deadline_s
         self.folder = dirpath

@@ -36,6 +36,7 @@ from lightning_parallel.checkpoint.folder import replacing
 from lightning_parallel.comm import Group
 from lightning_parallel.compat.lightning import logged_step, should_update_logs
 from lightning_parallel.compat.twins import Callback
+from lightning_parallel.compression.compressor import check_integer
 from lightning_parallel.mesh import AXES
 from lightning_parallel.tracing import Window
 from lightning_parallel.tracing.spans import show
@@ -130,11 +131,8 @@ class MeasuringCallback(Callback, ABC, Generic[A]):
         dirpath: Optional[str] = None,
         show_table: bool = True,
     ) -> None:
-        if every_n_batches < 1 or warmup_batches < 0:
-            raise ValueError(
-                "`every_n_batches` must be at least 1, and `warmup_batches` at least 0; got"
-                f" {every_n_batches} and {warmup_batches}"
-            )
+        check_integer("every_n_batches", every_n_batches, least=1)
+        check_integer("warmup_batches", warmup_batches, least=0)
         # Subclasses that measure every n steps set `every_n_batches` to that; ranks exchange at their own pace then.
         self.every_n_batches = every_n_batches
         self._every_n_batches = every_n_batches

@@ -244,7 +244,7 @@ class Throughput(MeasuringCallback[ThroughputAccumulator]):
         show_table: Print a table after training, on rank 0.
 
     Raises:
-        ValueError: If a number of steps is too small.
+        ValueError: If a number is too small.
 
     `report()` has, besides the common keys:
 
@@ -276,6 +276,9 @@ class Throughput(MeasuringCallback[ThroughputAccumulator]):
         show_table: bool = True,
     ) -> None:
         super().__init__(every_n_batches, warmup_batches, dirpath, show_table)
+        for name, value in (("flops_per_sample", flops_per_sample), ("peak_flops", peak_flops)):
+            if value not in ("auto", None) and not (isinstance(value, (int, float)) and value > 0):
+                raise ValueError(f"`{name}` must be a positive number, 'auto' or None; got {value!r}")
         self.samples = samples or num_samples
         self.tokens = tokens or num_tokens
         self.flops_per_sample = flops_per_sample

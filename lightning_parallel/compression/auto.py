@@ -88,7 +88,7 @@ class Auto(Reducer):
         check_integer("steps", steps, least=1)
         check_fraction("min_gain", min_gain)
         self.candidates = [Cast("bf16"), Quantize(8)] if candidates is None else list(candidates)
-        if not all(isinstance(candidate, Compressor) for candidate in self.candidates):
+        if not self.candidates or not all(isinstance(candidate, Compressor) for candidate in self.candidates):
             raise TypeError(f"`candidates` must be compressors such as [Quantize(8), PowerSGD(4)]; got {candidates!r}")
         self.min_gain = min_gain
         self.steps = steps

@@ -42,6 +42,7 @@ class Policy(Reducer):
 
     Raises:
         TypeError: If `rules` is no mapping, a pattern no string, or a rule neither a compressor nor None.
+        ValueError: If there is no pattern.
     """
 
     def __init__(self, rules: Mapping[str, Optional[Compressor]], *, min_numel: int = 0) -> None:
@@ -51,6 +52,8 @@ class Policy(Reducer):
         wrong = {pattern: rule for pattern, rule in rules.items() if not isinstance(rule, (Compressor, type(None)))}
         if wrong:
             raise TypeError(f"`rules` must hold compressors or None; got {wrong}")
+        if not rules:
+            raise ValueError("`rules` must hold at least one pattern, such as {'*': PowerSGD(4)}; got none")
         check_integer("min_numel", min_numel, least=0)
         self.rules = dict(rules)
         self.min_numel = min_numel

@@ -37,6 +37,7 @@ from lightning_parallel.planner.plan_report import plan_text
 from lightning_parallel.planner.plans import LayoutPlan, optimizers_of, plan
 from lightning_parallel.planner.rehearsal import without_data
 from lightning_parallel.strategies.arguments import named, spelled
+from lightning_parallel.strategies.checks import memory_limit
 from lightning_parallel.strategies.compression_files import KeptState
 from lightning_parallel.strategies.mesh_checkpoints import CheckpointFormat
 from lightning_parallel.strategies.nodes import Hierarchical
@@ -72,8 +73,8 @@ class AutoParallelStrategy(HybridParallelStrategy):
         ```
 
     Args:
-        memory_limit_bytes: Largest number of bytes per rank. By default the memory of the device, or its share of the
-            host's.
+        memory_limit_bytes: Largest memory per rank, in bytes or such as `"80GiB"`. By default the memory of the device,
+            or its share of the host's.
         tensor_plan: How each layer is sharded. `"auto"` uses the plan of a Hugging Face model, otherwise the structure
             of the model. A dict maps globs over module paths to styles: `column`, `row`, `column_gather`, `row_split`,
             `vocab`, `head`, `attention`, `transformer_layer`, `replicate`, or the names of Hugging Face.
@@ -121,7 +122,7 @@ class AutoParallelStrategy(HybridParallelStrategy):
     def __init__(
         self,
         *,
-        memory_limit_bytes: Optional[float] = None,
+        memory_limit_bytes: Optional[Union[float, str]] = None,
         tensor_plan: Union[Literal["auto"], dict[str, str]] = "auto",
         sequence_parallel: bool = False,
         gather_logits: bool = False,
@@ -147,11 +148,7 @@ class AutoParallelStrategy(HybridParallelStrategy):
     ) -> None:
         hybrid = named(locals(), HybridParallelStrategy.__init__)
         super().__init__(**{**hybrid, "memory_limit_bytes": None})  # that of the plan, not of a schedule
-        if memory_limit_bytes is not None and not (
-            isinstance(memory_limit_bytes, (int, float)) and memory_limit_bytes > 0
-        ):
-            raise ValueError(f"`memory_limit_bytes` must be a positive number of bytes; got {memory_limit_bytes!r}")
-        self.memory_limit_bytes = memory_limit_bytes
+        self.memory_limit_bytes = memory_limit(memory_limit_bytes)
         self.layout: Layout | None = None
 
     @override

@@ -206,6 +206,8 @@ class CompressedDeepSpeedStrategy(SavesCompression, DeepSpeedStrategy):
         assert self.config is not None
         stage = self._stage
         own = self.config.get("communication_data_type")
+        if stage not in (0, 1, 2, 3):
+            raise ValueError(f"`stage` of ZeRO must be 0, 1, 2 or 3; got {stage!r}")
         if self.compression is not None and stage == 3:
             raise ValueError(
                 "`compression` needs ZeRO stage 0, 1 or 2; got stage 3. There no rank has the mean of a full gradient,"

@@ -79,13 +79,14 @@ class Place(NamedTuple):
 
 
 def check_kept_state(state: object) -> None:
-    """Check the argument `state` of a strategy.
+    """Check the argument `compressor_state` of a strategy.
 
     Raises:
         ValueError: If there is no such way to keep it.
     """
     if state not in get_args(KeptState):
-        raise ValueError(f"`state` must be one of {', '.join(map(repr, get_args(KeptState)))}; got {state!r}")
+        names = ", ".join(map(repr, get_args(KeptState)))
+        raise ValueError(f"`compressor_state` must be one of {names}; got {state!r}")
 
 
 def refers_to_files(state: Mapping[str, Any]) -> bool:

@@ -125,7 +125,8 @@ class LocalSGDStrategy(HybridParallelStrategy):
         virtual_stages: Stages per rank, for schedules that support several. `"auto"` takes the smallest number.
         balance: Split points of the layers: `auto` equalises measured time, `parameters` the parameters, `uniform` the
             number of layers. A list gives the layers of each stage.
-        memory_limit_bytes: Largest number of bytes per rank, for measured split points and schedules.
+        memory_limit_bytes: Largest memory per rank, in bytes or such as `"80GiB"`, for measured split points and
+            schedules.
         split_batch: Function `(batch, parts) -> microbatches`, or its dotted path. Needed if the samples are not in
             dimension 0.
         microbatch_weight: Function `(microbatch) -> weight` in the loss, or its dotted path. Defaults to the samples,
@@ -185,7 +186,7 @@ class LocalSGDStrategy(HybridParallelStrategy):
         num_microbatches: Union[Literal["auto"], int] = "auto",
         virtual_stages: Union[Literal["auto"], int] = "auto",
         balance: Union[Literal["auto", "parameters", "uniform"], list[int]] = "auto",
-        memory_limit_bytes: Optional[float] = None,
+        memory_limit_bytes: Optional[Union[float, str]] = None,
         split_batch: Optional[Union[Callable[[Any, int], list[Any]], str]] = None,
         microbatch_weight: Optional[Union[Callable[[Any], float], str]] = None,
         pipeline_plan: Optional[Union[PipelinePlan, str, Path]] = None,

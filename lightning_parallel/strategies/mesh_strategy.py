@@ -37,6 +37,7 @@ from lightning_parallel.compat.lightning import (
 )
 from lightning_parallel.compat.torch import explain_swaps, give_data
 from lightning_parallel.compression import Reducer, check_reducer
+from lightning_parallel.compression.compressor import check_flag
 from lightning_parallel.data_parallel import GradientReducer, ParameterSlices
 from lightning_parallel.mesh import Axis, Size
 from lightning_parallel.pipeline.microbatch import without_caches
@@ -137,6 +138,7 @@ class MeshStrategy(MeshCheckpoints):
             checkpoint_io=checkpoint_io,
             precision_plugin=precision_plugin,
         )
+        check_flag("async_save", async_save)
         self.set_checkpoint_format(checkpoint_format, async_save)
         if verify not in ("auto", "always", "off"):
             raise ValueError(f"`verify` must be 'auto', 'always' or 'off'; got {verify!r}")

@@ -10,7 +10,7 @@ from collections.abc import Callable, Generator, Mapping
 from contextlib import contextmanager
 from datetime import timedelta
 from functools import partial, wraps
-from typing import Any, Literal, NamedTuple, Optional, Union
+from typing import Any, Literal, NamedTuple, Optional, Union, get_args
 from uuid import uuid4
 
 import torch
@@ -45,6 +45,7 @@ from lightning_parallel.compat.lightning import (
 from lightning_parallel.compat.ray import ray_device
 from lightning_parallel.mesh import AXES, DATA, TENSOR, Axis, Mesh, Size
 from lightning_parallel.strategies.checkpoint_files import SavesFiles
+from lightning_parallel.strategies.checks import check_launch, check_sizes
 from lightning_parallel.strategies.deferred_init import deferred_init
 from lightning_parallel.strategies.message_order import describe_apart
 from lightning_parallel.strategies.replicas import seed_workers, share_random_state
@@ -258,6 +259,8 @@ class MeshProcesses(SavesFiles):
         start_method: StartMethod,
         **kwargs: Any,
     ) -> None:
+        check_sizes(sizes)
+        check_launch(process_group_backend, timeout, start_method, get_args(StartMethod))
         super().__init__(**kwargs)
         self.num_nodes = 1
         self._sizes = dict(sizes)

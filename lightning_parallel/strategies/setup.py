@@ -29,6 +29,7 @@ from lightning_parallel.comm import Group, MeshGroups
 from lightning_parallel.compat import ParallelState
 from lightning_parallel.compat.lightning import checkpoint_of_run, tell
 from lightning_parallel.compat.torch import BatchNormalization, buffers_of
+from lightning_parallel.compression.compressor import check_flag
 from lightning_parallel.mesh import PIPELINE
 from lightning_parallel.pipeline.analysis import analyze
 from lightning_parallel.pipeline.engine import PipelineEngine
@@ -49,7 +50,7 @@ from lightning_parallel.pipeline.stage import CutError
 from lightning_parallel.planner.links import measure_link
 from lightning_parallel.strategies import replicas
 from lightning_parallel.strategies.checkpoint_files import replace_file
-from lightning_parallel.strategies.checks import check_pipeline_arguments, check_plan_argument
+from lightning_parallel.strategies.checks import check_pipeline_arguments, check_plan_argument, memory_limit
 from lightning_parallel.strategies.message_order import MessageOrder
 from lightning_parallel.strategies.microbatch_weights import find_microbatch_weight
 from lightning_parallel.strategies.stage_table import choice_table, print_table
@@ -86,6 +87,8 @@ class TensorOptions:
 
     def __post_init__(self) -> None:
         check_plan_argument(self.plan)
+        check_flag("sequence_parallel", self.sequence_parallel)
+        check_flag("gather_logits", self.gather_logits)
 
 
 @dataclass(frozen=True)
@@ -110,7 +113,7 @@ class PipelineOptions:
         num_microbatches: int | Literal["auto"],
         virtual_stages: int | Literal["auto"],
         balance: str | Sequence[int],
-        memory_limit_bytes: float | None,
+        memory_limit_bytes: Optional[Union[float, str]],
         split_batch: Optional[Union[Callable[[Any, int], list[Any]], str]],
         microbatch_weight: Optional[Union[Callable[[Any], float], str]],
         pipeline_plan: Optional[Union[PipelinePlan, str, Path]],
@@ -120,7 +123,7 @@ class PipelineOptions:
         Raises:
             ValueError: If one of them makes no sense, or a path leads nowhere.
         """
-        check_pipeline_arguments(layers, schedule, num_microbatches, virtual_stages, balance, memory_limit_bytes)
+        check_pipeline_arguments(layers, schedule, num_microbatches, virtual_stages, balance)
         if pipeline_plan is not None and not isinstance(pipeline_plan, (PipelinePlan, str, Path)):
             raise ValueError(f"`pipeline_plan` must be a `PipelinePlan` or a file with one; got {pipeline_plan!r}")
         return cls(
@@ -129,7 +132,7 @@ class PipelineOptions:
             num_microbatches=num_microbatches,
             virtual_stages=virtual_stages,
             balance=balance if isinstance(balance, str) else tuple(balance),  # type: ignore[arg-type]
-            memory_limit_bytes=memory_limit_bytes,
+            memory_limit_bytes=memory_limit(memory_limit_bytes),
             split_batch=_function(split_batch, "split_batch") or split_samples,
             microbatch_weight=_function(microbatch_weight, "microbatch_weight") or num_samples,
             plan=PipelinePlan.load(pipeline_plan) if isinstance(pipeline_plan, (str, Path)) else pipeline_plan,

@@ -153,7 +153,7 @@ def test_a_process_number_that_was_used_again_is_not_killed():
 
 
 def test_a_deadline_must_be_positive():
-    with pytest.raises(ValueError, match="`deadline_s` must be greater than 0"):
+    with pytest.raises(ValueError, match="`deadline_s` must be a number of seconds above 0"):
         HangWatchdog(deadline_s=0)
 
 
