@@ -7,6 +7,7 @@ import pytest
 from lightning.pytorch.strategies import Strategy
 
 import lightning_parallel
+from lightning_parallel import PowerSGD
 
 PUBLIC = {name: getattr(lightning_parallel, name) for name in lightning_parallel.__all__ if not name.endswith("Error")}
 CLASSES = {name: value for name, value in PUBLIC.items() if inspect.isclass(value)}
@@ -53,3 +54,49 @@ def test_a_misspelt_argument_is_told_with_the_right_one(name):
     real = next(argument for argument in found if found[argument].default is not inspect.Parameter.empty)
     with pytest.raises(TypeError, match=f"`{name}` has no argument `{real}x`; did you mean `{real}`"):
         STRATEGIES[name](**{f"{real}x": 1})
+
+
+# One wrong value of each kind for the strategies of a mesh: what Python takes, or a YAML file gives.
+WRONG = {
+    "data_parallel_size": [0, -1, "2", 2.0, True],
+    "tensor_plan": ["automatic", {"*": "colum"}, 3],
+    "sequence_parallel": ["yes", 1],
+    "gather_logits": ["yes"],
+    "layers": [3, ""],
+    "schedule": ["1fb1", None],
+    "num_microbatches": [0, "4"],
+    "virtual_stages": [0, 2],  # 1f1b has one stage per rank
+    "balance": ["even", [1, "2"], [0, 2]],
+    "memory_limit_bytes": [-1, "80", "lots", True],
+    "split_batch": ["no.such.function", 3],
+    "microbatch_weight": ["no.such.function", 3],
+    "pipeline_plan": ["missing.json", 3],
+    "compression": ["topk", PowerSGD],
+    "compressor_state": ["all"],
+    "hierarchical": ["yes", True],  # without compression
+    "zero_stage": [3, "1"],
+    "checkpoint_format": ["shard"],
+    "async_save": ["yes", True],  # in one file
+    "verify": ["on"],
+    "gather_after_fit": ["none"],
+    "process_group_backend": ["glo"],
+    "timeout": [30],
+    "start_method": ["thread"],
+}
+
+
+@pytest.mark.parametrize(("name", "value"), [(name, value) for name, values in WRONG.items() for value in values])
+def test_wrong_values_are_told_by_the_constructor(name, value):
+    with pytest.raises((TypeError, ValueError), match="must|needs|writes only"):
+        lightning_parallel.HybridParallelStrategy(**{name: value})
+
+
+def test_each_argument_of_a_mesh_has_a_wrong_value():
+    axes = {"tensor_parallel_size", "pipeline_parallel_size"}  # checked as `data_parallel_size` is
+    given_by_lightning = {"accelerator", "parallel_devices", "cluster_environment", "checkpoint_io", "precision_plugin"}
+    assert set(arguments(lightning_parallel.HybridParallelStrategy)) == {*WRONG, *axes, *given_by_lightning}
+
+
+def test_a_memory_limit_may_have_a_unit():
+    strategy = lightning_parallel.PipelineParallelStrategy(memory_limit_bytes="80GiB")
+    assert strategy.pipeline_options.memory_limit_bytes == 80 * 2**30
