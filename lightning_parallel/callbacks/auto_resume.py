@@ -47,24 +47,28 @@ _ended: set[Path] = set()
 
 
 class AutoResume(Callback):
-    """Continues a `fit` that was interrupted, when the same script is started again.
+    """Continues an interrupted `fit` when you start the same script again.
 
-    For `torchrun --max-restarts`, and whatever else starts a script again. It saves into a folder of its own, and
-    `trainer.fit(...)` goes on from the newest checkpoint there, whatever `ckpt_path` it is given for the first start.
-    With the same number of processes the final weights are those of an undisturbed run bit for bit, dropout included
-    (with `num_workers=0`, and where an iterable data set of unknown length draws no numbers while it is read).
+    Use `AutoResume` with `torchrun --max-restarts`, or with any other program that starts a script again. The callback
+    saves checkpoints into a folder of its own. `trainer.fit(...)` continues from the newest checkpoint in this folder.
+    The `ckpt_path` that you pass to `fit` counts for the first start only.
 
-    * **Within an epoch**, samples are neither read again nor left out: the training loader gets a sampler whose order
-      depends on the seed and the epoch only. A batch sampler of your own is skipped, and an iterable data set read, up
-      to the place, with as many replicas only; loaders with a `state_dict` go on by themselves.
-    * **On other numbers of processes** the samples of an optimizer step stay the same: `accumulate_grad_batches`
-      follows, and what the Trainer counts in batches with it. Sizes of `"auto"` are those of the new mesh.
-    * **On SIGTERM**, to one process or to all, every rank ends after the same optimizer step, saves one checkpoint and
-      exits with status 75 (`AutoResume.EXIT_PREEMPTED`); another SIGTERM until then is ignored.
-    * **A damaged checkpoint** is passed over for the one before it, on all ranks, with a warning.
+    With the same number of processes, the final weights equal the weights of an undisturbed run bit for bit. Dropout is
+    included. Two conditions hold: `num_workers=0`, and an iterable data set of unknown length must draw no random
+    numbers while it is read.
 
-    The folder must be on a file system that all processes share, and be of one `fit`. A run that has ended stays
-    ended: remove the folder, or name another one, to train anew.
+    * **Within an epoch**, no sample is read twice or left out. The training loader gets a sampler whose order depends
+      only on the seed and the epoch. The callback skips your own batch sampler, and reads an iterable data set, up to
+      the place of the checkpoint. Both need the same number of replicas. Loaders with a `state_dict` restore
+      themselves.
+    * **On another number of processes**, the samples of an optimizer step stay the same. The callback changes
+      `accumulate_grad_batches` and the batch counts of the Trainer. Sizes of `"auto"` follow the new mesh.
+    * **On SIGTERM** to one process or to all, every rank ends after the same optimizer step. The ranks save one
+      checkpoint and exit with status 75 (`AutoResume.EXIT_PREEMPTED`). Until then, another SIGTERM is ignored.
+    * **A damaged checkpoint** is skipped on all ranks with a warning. The checkpoint before it is used instead.
+
+    The folder must be on a file system that all processes share. Use one folder for one `fit`. A finished run is not
+    continued: to train anew, remove the folder or pass another one.
 
     Example:
         ```py
@@ -76,12 +80,12 @@ class AutoResume(Callback):
         ```
 
     Args:
-        dirpath: The folder; by default `auto_resume` under the trainer's `default_root_dir`.
-        every_n_train_steps: Optimizer steps between two checkpoints.
-        every_n_minutes: Minutes between two checkpoints; ten, if neither is given.
-        keep: How many checkpoints are kept; older ones are removed once a new one is complete.
-        rescale_learning_rate: With another number of replicas, keep `accumulate_grad_batches` and multiply learning
-            rates by the ratio of the samples in an optimizer step.
+        dirpath: Folder of the checkpoints. None selects `auto_resume` under the trainer's `default_root_dir`.
+        every_n_train_steps: Number of optimizer steps between two checkpoints.
+        every_n_minutes: Minutes between two checkpoints. The default is 10 if you pass neither interval.
+        keep: Number of checkpoints to keep. Older ones are removed when a new one is complete.
+        rescale_learning_rate: Whether to keep `accumulate_grad_batches` when the number of replicas changes. The
+            learning rates are then multiplied by the ratio of the samples in an optimizer step.
 
     Raises:
         ValueError: If a number is too small.

@@ -204,9 +204,9 @@ class CommunicationAccumulator(Accumulator):
 
 
 class CommunicationProfiler(MeasuringCallback[CommunicationAccumulator]):
-    """Measures every kind of communication call: its axis, operation and size, its rate and its waits.
+    """Measures each kind of communication call: its axis, operation, size, bandwidth and waiting times.
 
-    `report()` has, besides the common keys:
+    `report()` returns the common keys and these:
 
         records: [{axis, op, group_size, dtype, count, payload_bytes, wire_bytes, latency, skew, blocked, exposed,
                    algorithm_bandwidth, bus_bandwidth}]
@@ -214,36 +214,45 @@ class CommunicationProfiler(MeasuringCallback[CommunicationAccumulator]):
         desynchronised: [{axis, group: [rank], ranks: [rank], detail}]
         missing: [sentence]
 
-    | key | meaning |
+    | key of `records` | meaning, unit |
     |---|---|
-    | `count` | calls per step and rank, mean over all ranks: `count * steps * world_size` calls were made |
-    | `payload_bytes` | the tensor of all_reduce and broadcast, the gathered total of all_gather and reduce_scatter, |
-    | | the bytes that a rank sends in all_to_all, the message of send and recv |
-    | `wire_bytes` | bytes that one rank sends in the ring form of the operation |
-    | `latency` | seconds from the last rank's call to the end, so without the waiting for late ranks |
-    | `skew` | seconds from the first rank's call to the last rank's; on several hosts, whose clocks differ, it may be |
-    | | off by `skew_uncertainty` |
-    | `blocked` | seconds for which the call blocked the calling thread, mean over the ranks |
-    | `exposed` | seconds for which the thread that trains stood still for it: all of `blocked`, if that thread called |
-    | | it; of calls of other threads, the part in which the first waited for those. On CUDA, the stream that computes |
-    | `algorithm_bandwidth` | bytes per second: payload / latency |
-    | `bus_bandwidth` | that times the factor of the operation among n ranks, such as 2(n-1)/n for all_reduce: |
-    | | comparable with the bandwidth of the link |
+    | `count` | calls per step and rank, mean over all ranks |
+    | `payload_bytes` | size of the tensor or message, bytes per call |
+    | `wire_bytes` | bytes per call that one rank sends in the ring form of the operation |
+    | `latency` | time from the last rank's call to the end of the operation, seconds per call |
+    | `skew` | time from the first rank's call to the last rank's call, seconds per call |
+    | `blocked` | time for which the call blocked its thread, mean over the ranks, seconds per call |
+    | `exposed` | time for which the training thread stood still for the call, seconds per call |
+    | `algorithm_bandwidth` | payload / latency, bytes per second |
+    | `bus_bandwidth` | `algorithm_bandwidth` times the factor of the operation, bytes per second |
 
-    All but `count` is per call. Keys that could not be observed are left out, such as the latency of messages that
-    arrived before they were waited for. `all_gather_object` and the like, without a `dtype`, are collectives that carry
-    Python objects: those of torch send sizes first, then contents, which are two calls; their bytes are means.
+    * `count`: the run made `count * steps * world_size` calls.
+    * `payload_bytes` depends on the operation. For all_reduce and broadcast it is the size of the tensor. For
+      all_gather and reduce_scatter it is the total that is gathered. For all_to_all it counts the bytes that a rank
+      sends. For send and recv it is the size of the message.
+    * `latency` excludes the time of waiting for late ranks.
+    * `skew`: clocks of several hosts differ. There, the value may be off by `skew_uncertainty`.
+    * `exposed` equals `blocked` if the training thread made the call. If another thread made the call, the key counts
+      the time in which the training thread waited for that thread. On CUDA, the compute stream takes the place of the
+      training thread.
+    * `bus_bandwidth`: among n ranks the factor is, for example, 2(n-1)/n for all_reduce. Compare the result with the
+      bandwidth of the link.
 
-    `apart` has what is communicated in validation and in checkpoints: all calls and bytes of the run, mean over the
-    ranks. The records are of steps without these.
+    A key is left out if its value could not be observed. An example is the latency of a message that arrived before a
+    rank waited for it. Records without a `dtype` are collectives of Python objects, such as `all_gather_object`. In
+    torch, these send first the sizes, then the contents: two calls. Their bytes are means.
 
-    All process groups of torch are seen, from Python and from C++, also under `torch.inference_mode`. Not seen is what
-    kernels of a user's own send.
+    `apart` lists the communication in validation and in checkpoints: all calls and bytes of the run, mean over the
+    ranks. The records cover the steps without validation and checkpoints.
 
-    `desynchronised` names the `ranks` that issued other collectives in a group than most of it did.
+    `desynchronised` lists groups in which some ranks issued other collectives than most of the group. `ranks` holds
+    these ranks.
 
-    Logged: `communication/<axis>/exposed` (seconds) and `communication/<axis>/wire_bytes`, per step of rank 0, mean
-    over the steps since the last logging.
+    `CommunicationProfiler` sees all process groups of torch, from Python and from C++, also under
+    `torch.inference_mode`. It does not see communication inside your own kernels.
+
+    Logged: `communication/<axis>/exposed` (seconds) and `communication/<axis>/wire_bytes`. Both are values per step of
+    rank 0, mean over the steps since the last logging.
 
     Source: nccl-tests, PERFORMANCE.md (bandwidths).
 
@@ -257,9 +266,9 @@ class CommunicationProfiler(MeasuringCallback[CommunicationAccumulator]):
         ```
 
     Args:
-        every_n_batches: Batches between two exchanges of results among the ranks. The smallest value of
-            all callbacks counts.
-        warmup_batches: First batches that are not counted. The largest value of all callbacks counts.
+        every_n_batches: Number of batches between two exchanges of results among the ranks. The smallest value of all
+            callbacks counts.
+        warmup_batches: Number of first batches that are not counted. The largest value of all callbacks counts.
         dirpath: Folder where rank 0 writes `<name>.json` and `<name>.csv` after training. None writes nothing.
         show_table: Print a table after training, on rank 0.
 

@@ -175,30 +175,35 @@ class CompressionAccumulator(Accumulator):
 class CompressionMonitor(MeasuringCallback[CompressionAccumulator]):
     r"""Measures the bytes, the time and the error of gradient compression, under every strategy with `compression`.
 
-    `report()` has, besides the common keys, means over the compressor's steps after the first `warmup_steps`: one for
-    each optimizer step, so several in a batch where several optimizers step, and none where gradients are accumulated.
+    `report()` returns the common keys and these. The values are means over the compressor's steps after the first
+    `warmup_steps`. The compressor takes one step for each optimizer step. Several optimizers give several steps in a
+    batch; a batch that only accumulates gradients gives none.
 
-    | key | meaning |
+    | key | meaning, unit |
     |---|---|
-    | `dense_bytes` | bytes that one rank would send for plain means, by a bandwidth-optimal all-reduce; under local |
-    | | SGD, where a step of the compressor is an exchange, for those of all optimizer steps since the last one |
-    | `sent_bytes` | bytes that one rank sends; with `hierarchical`, as `dense_bytes`, between nodes |
+    | `dense_bytes` | bytes that one rank would send for plain means in a bandwidth-optimal all-reduce |
+    | `sent_bytes` | bytes that one rank sends |
     | `inside_bytes` | bytes that one rank sends inside its node, with `hierarchical` |
     | `ratio` | `dense_bytes / sent_bytes` |
-    | `encode`, `wire`, `decode` | seconds before, in and after collectives, of the slowest rank; on a CPU only |
+    | `encode`, `wire`, `decode` | time before, in and after collectives, of the slowest rank, seconds; on a CPU only |
     | `relative_error` | \|compressed mean - true mean\| / \|true mean\|, mean over the comparisons |
-    | `cosine` | of the angle between the two, mean over the comparisons |
+    | `cosine` | cosine of the angle between the two means, mean over the comparisons |
     | `residual_norm` | Euclidean norm of the residual of error feedback, at the last comparison |
-    | `compressors` | for each compressor in use its `compressor`, its number of `parameters`, and all but the seconds |
+    | `compressors` | for each one in use: `compressor`, its number of `parameters`, and all keys but the seconds |
 
-    Where ranks differ (shards of a model) bytes, errors and norms are means over the ranks that have them. Bytes are
-    payloads, without the headers of messages. Compressors share their collectives, so seconds are not divided among
-    them. There are none on a GPU, where the host only launches what takes the time. A step in which a gradient was not
-    finite is not counted. Without a residual there is no `residual_norm`; without a comparison no `relative_error` and
-    `cosine`; with one replica nothing is sent and there is no `ratio`.
+    * With `hierarchical`, `dense_bytes` and `sent_bytes` count the bytes between nodes.
+    * Under `LocalSGDStrategy`, a step of the compressor is an exchange. `dense_bytes` then covers all optimizer steps
+      since the last exchange.
+    * Bytes are payloads, without the headers of messages.
+    * If ranks differ (shards of a model), bytes, errors and norms are means over the ranks that have them.
+    * Compressors share their collectives, so seconds are not given per compressor.
+    * On a GPU there are no seconds, because the host only launches the work.
+    * A step is not counted if one of its gradients was not finite.
+    * Without a residual there is no `residual_norm`. Without a comparison there is no `relative_error` and no `cosine`.
+      One replica sends nothing, so there is no `ratio`.
 
-    Logged: `compression/<key>` of rank 0, means over the steps of the last batch that had some; the errors and the norm
-    after a comparison.
+    Logged: `compression/<key>` of rank 0, means over the steps of the last batch with a step. The errors and the norm
+    are logged after each comparison.
 
     Example:
         ```py
@@ -211,11 +216,11 @@ class CompressionMonitor(MeasuringCallback[CompressionAccumulator]):
         ```
 
     Args:
-        every_n_steps: Steps from one comparison with the true mean to the next, which costs a dense all-reduce; 0 for
-            no comparison. All steps of a batch are compared.
-        warmup_steps: First optimizer steps that are not counted.
-        dirpath: Where rank 0 writes `CompressionMonitor.json` and `.csv` at the end of training; nowhere when omitted.
-        show_table: Print a table at the end of training, on rank 0.
+        every_n_steps: Number of optimizer steps between two comparisons with the true mean; 0 compares nothing. Each
+            comparison costs a dense all-reduce. All steps of a batch are compared.
+        warmup_steps: Number of first optimizer steps that are not counted.
+        dirpath: Folder where rank 0 writes `<name>.json` and `<name>.csv` after training. None writes nothing.
+        show_table: Print a table after training, on rank 0.
 
     Raises:
         ValueError: If the strategy has no `compression`, a number of steps is too small, or `every_n_steps` differs

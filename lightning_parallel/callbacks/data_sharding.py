@@ -225,29 +225,35 @@ def _unpack(packed: Tensor) -> Tensor:
 
 
 class DataShardingMonitor(MeasuringCallback[ShardingAccumulator]):
-    """Checks how the samples of each epoch are divided among the ranks.
+    """Checks how the samples of each epoch are distributed over the ranks.
 
     | finding | meaning |
     |---|---|
     | `overlap` | several replicas read the same samples |
-    | `missing` | samples that no rank read in a whole epoch, though the sampler takes all |
+    | `missing` | no rank read some samples in a full epoch, though the sampler takes all |
     | `repetition` | one replica read samples twice in an epoch, though the sampler takes each once |
     | `peers` | ranks of one replica, such as a tensor-parallel group, read different batches |
-    | `order` | the same shuffled order in two consecutive epochs |
-    | `resume` | samples of the epoch in which training was resumed are read again |
+    | `order` | two consecutive epochs have the same shuffled order |
+    | `resume` | after a resume, samples of the interrupted epoch are read again |
 
-    A sample is known by its index in the data set (`place`) where the sampler of a `DataLoader` divides it
-    (`num_replicas`), or there is one replica only; otherwise by a hash of its tensors, up to about 256 elements of each
-    (`content`). By content, missing samples are not found, and random augmentation hides overlaps. With several
-    loaders, and where samples are drawn with replacement, only peers and orders are compared. Samples that fill up the
-    last batch, and those that `drop_last` leaves out, are no findings.
+    The monitor knows a sample in one of two ways:
 
-    `report()` has, besides the common keys:
+    * `place`: by its index in the data set. This needs one replica, or a `DataLoader` whose sampler splits the data set
+      (a sampler with `num_replicas`).
+    * `content`: by a hash of its tensors, of up to about 256 elements of each tensor. By content, missing samples are
+      not found, and random augmentation hides overlaps.
 
-        findings: [{step, name, ranks, detail}]     each kind once, with the first `trainer.global_step`
+    With several loaders, and with samples drawn with replacement, the monitor compares only peers and orders. Samples
+    that fill up the last batch are no findings. Samples that `drop_last` leaves out are no findings either.
+
+    `report()` returns the common keys and these:
+
+        findings: [{step, name, ranks, detail}]
         known_by: `place` or `content`
 
-    Logged: `data_sharding/findings`, the number of findings so far. Checkpoints hold the samples of the epoch that were
+    `findings` holds each kind once. Its `step` is the first `trainer.global_step` with the finding.
+
+    Logged: `data_sharding/findings`, the number of findings so far. A checkpoint stores which samples of the epoch were
     read.
 
     Example:
@@ -262,7 +268,7 @@ class DataShardingMonitor(MeasuringCallback[ShardingAccumulator]):
         ```
 
     Args:
-        every_n_batches: Batches between two audits; there is one at the end of each epoch, too.
+        every_n_batches: Number of batches between two checks. One more check runs at the end of each epoch.
         dirpath: Folder where rank 0 writes `<name>.json` and `<name>.csv` after training. None writes nothing.
         show_table: Print a table after training, on rank 0.
 

@@ -266,27 +266,36 @@ class _ReplicaGradients:
 
 
 class GradientNoiseScale(MeasuringCallback[GradientNoiseAccumulator]):
-    """Estimates from how much gradients of replicas differ which batch, and how many replicas, are worth it.
+    """Estimates the batch size and the number of replicas that are worth their cost, from the gradient noise.
 
-    The simple noise scale `tr(C) / |G|^2`, with the true gradient `G` and the covariance `C` of the gradient of one
-    sample: steps with fewer samples are mostly noise, so that twice the samples save nearly half of the steps; of more
-    samples a step hardly gets better. Both are estimated from the gradients of small batches (of each replica, or each
-    accumulated batch) and from their mean, without a message of their own. It grows in training: look at the end, too.
+    The simple noise scale is `tr(C) / |G|^2`. `G` is the true gradient. `C` is the covariance of the gradient of one
+    sample. Steps with fewer samples than the noise scale are mostly noise: twice the samples save nearly half of the
+    steps. Steps with more samples hardly improve.
 
-    It works under DDP, on one process with `accumulate_grad_batches`, and under the mesh strategies with replicas.
-    It is refused where nobody has a replica's gradient (FSDP, DeepSpeed), or the mean of all (compression, local
-    steps): measure a plain run then, as the noise is that of model and data.
+    Both terms are estimated from the gradients of small batches and from their mean. A small batch is the batch of one
+    replica, or one accumulated batch. The callback sends no extra messages. The noise scale grows during training, so
+    look at the end, too.
 
-    `report()` has, besides the common keys:
+    `GradientNoiseScale` works under DDP, on one process with `accumulate_grad_batches`, and under the mesh strategies
+    with replicas. Some strategies are not supported. FSDP and DeepSpeed do not keep the gradient of a replica.
+    Compression and local steps do not compute the exact mean. There, measure a plain run: the noise depends only on the
+    model and the data.
 
-        noise_scale            samples; in a step of so many, training takes twice the samples and twice the steps of
-                               the least that it can do with
-        critical_replicas      replicas of the present size that this is
-        efficiency             samples that training with small batches would need, over those that it needs now
-        gain_of_doubling       how many times fewer steps with twice the replicas
-        gradient_square, variance, batch, batch_of_replica, measured_steps
-        series: {noise_scale: [[step, value]]}
-        missing: [sentence]
+    `report()` returns the common keys and these:
+
+    | key | meaning, unit |
+    |---|---|
+    | `noise_scale` | noise scale, samples |
+    | `critical_replicas` | the noise scale in replicas of the present size |
+    | `efficiency` | samples that training with small batches would need / samples that it needs now |
+    | `gain_of_doubling` | factor by which twice the replicas reduce the number of steps |
+    | `gradient_square`, `variance` | estimates of the squared norm of `G`, and of `tr(C)` |
+    | `batch`, `batch_of_replica` | samples of a step, and of a small batch |
+    | `measured_steps` | number of measured steps |
+    | `series` | `{noise_scale: [[step, value]]}` |
+    | `missing` | sentences that say which figures are missing, and why |
+
+    With `noise_scale` samples in a step, training needs twice the minimum of samples and twice the minimum of steps.
 
     Logged: `gradient_noise/noise_scale`, as of the last exchange.
 
@@ -300,14 +309,15 @@ class GradientNoiseScale(MeasuringCallback[GradientNoiseAccumulator]):
         ```
 
     Args:
-        every_n_steps: Optimizer steps between two that are measured.
-        decay: Of the exponential means of both estimates, per measured step.
-        samples: Counts the samples of a batch; by default the length of its tensors.
+        every_n_steps: Number of optimizer steps between two measurements.
+        decay: Decay of the exponential means of both estimates, per measured step.
+        samples: Function that returns the number of samples in a batch. The default returns the length of its tensors.
         dirpath: Folder where rank 0 writes `<name>.json` and `<name>.csv` after training. None writes nothing.
         show_table: Print a table after training, on rank 0.
 
     Raises:
-        ValueError: If an argument is out of range; at the start of `fit`, on every rank, where it cannot be measured.
+        ValueError: If an argument is out of range. Also at the start of `fit`, on every rank, if the noise scale cannot
+            be measured.
 
     Source: McCandlish et al., https://arxiv.org/abs/1812.06162
     """

@@ -196,16 +196,20 @@ class PauseAccumulator(Accumulator):
 
 
 class HangWatchdog(MeasuringCallback[PauseAccumulator]):
-    """Ends training that makes no progress, and names the ranks that the others wait for.
+    """Ends training that makes no progress, and names the ranks for which the other ranks wait.
 
-    By default, waiting for a rank that is stopped, stuck, or runs other code ends after half an hour, with an error on
-    ranks that did nothing wrong. This callback ends it after `deadline_s`: every rank that still runs writes the stacks
-    of its threads, its last spans and its unfinished communication to files, the ranks missing from it are named on
-    stderr, and the processes end with status 70. A process of the same host that does not answer is killed.
+    A rank may be stopped or stuck, or may run other code. By default, the other ranks then wait for half an hour and
+    raise an error, though they did nothing wrong. `HangWatchdog` ends training after `deadline_s`:
 
-    Progress is a batch, of training or of validation, begun or ended, or an epoch. `deadline_s` must be longer than the
-    longest time between two of these, which `report()` gives, including the checkpoints that are saved there. Hooks
-    after the last epoch are not watched: `on_train_end` of callbacks further down the list, and `on_fit_end`.
+    * Every rank that still runs writes files: the stacks of its threads, its last spans and its unfinished
+      communication.
+    * The ranks without such a file are named on stderr.
+    * The processes end with status 70. A process of the same host that does not answer is killed.
+
+    Progress is the begin or the end of a batch, in training or validation, or of an epoch. `deadline_s` must be longer
+    than the longest time between two such events. `report()` returns this time; it includes the checkpoints that are
+    saved in between. Hooks after the last epoch are not watched: `on_fit_end`, and `on_train_end` of callbacks further
+    down the list.
 
     Example:
         ```py
@@ -218,13 +222,15 @@ class HangWatchdog(MeasuringCallback[PauseAccumulator]):
 
     Args:
         deadline_s: Seconds without progress after which the processes end.
-        dirpath: Where a folder for the files is created when they are needed, on a file system that all ranks share.
-            By default, the trainer's log folder.
+        dirpath: Where to create a folder for the files when they are needed. All ranks must share this file system.
+            None selects the trainer's log folder.
 
-    `report()` has, besides the common keys:
+    `report()` returns the common keys and these:
 
-        deadline: as given
-        ranks: [{rank, longest_pause}], in seconds
+    | key | meaning, unit |
+    |---|---|
+    | `deadline` | `deadline_s`, seconds |
+    | `ranks` | `[{rank, longest_pause}]`: the longest time without progress, seconds |
 
     Raises:
         ValueError: If `deadline_s` is not positive.

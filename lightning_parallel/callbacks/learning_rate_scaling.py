@@ -221,19 +221,24 @@ class _RateWatch:
 
 
 class LearningRateScaling(Callback):
-    """Multiplies learning rates as the samples of an optimizer step grow with replicas and accumulated batches.
+    """Multiplies learning rates when replicas or accumulated batches add samples to an optimizer step.
 
-    With `n` the samples of a step over those that the learning rates are for, rates are multiplied by `n` (`linear`) or
-    by the root of `n` (`sqrt`), before the first step, and by what schedulers add to that. Tensor- and
-    pipeline-parallel ranks do not count: they work on the same samples. It works with any optimizer, and with
-    schedulers that go by the rates that they were made with (others are refused), under stock strategies, too.
+    `n` is the ratio of two numbers: the samples of a step, and the samples for which you chose the learning rates. The
+    callback multiplies the rates before the first step: by `n` (`linear`) or by the square root of `n` (`sqrt`). It
+    also multiplies the values that schedulers add to the rates. Tensor-parallel and pipeline-parallel ranks do not
+    count, because they work on the same samples.
 
-    Once only: a checkpoint says by how much its rates are multiplied. A run that is resumed with other replicas goes on
-    with the rates for these; rates of a checkpoint that was saved without this callback are taken for unscaled. Where
-    `GradientAccumulationScheduler` changes a step, rates follow. Beside it, `AutoResume` scales nothing by itself.
-    It cannot see what you scale in your own code: it prints what it does, and warns of rates that are set past it.
+    The callback works with any optimizer, also under the strategies of Lightning. Schedulers must go by the rates with
+    which they were made; other schedulers are not supported.
 
-    Under `LocalSGDStrategy` replicas do not count, since a local step is one of one replica's samples.
+    Rates are multiplied only once: a checkpoint stores the factor of its rates. A run that resumes with another number
+    of replicas continues with the rates for that number. Rates of a checkpoint without this callback count as unscaled.
+    If `GradientAccumulationScheduler` changes a step, the rates follow. Beside `LearningRateScaling`, `AutoResume`
+    scales no rates.
+
+    The callback cannot see factors in your own code. It prints its changes, and warns of rates that other code sets.
+
+    Under `LocalSGDStrategy` replicas do not count, because a local step has the samples of one replica.
 
     Example:
         ```py
@@ -245,15 +250,16 @@ class LearningRateScaling(Callback):
         ```
 
     Args:
-        rule: `linear` (SGD), or `sqrt` (Adam and its like).
-        base_batch_size: Samples of the step for which the learning rates were chosen.
-        base_replicas: Instead of it: replicas for which they were chosen, with one batch each; 1 if neither is given.
-        ramp_steps: Optimizer steps, as `trainer.global_step` counts, in which rates rise in a line from those that
-            were given to the multiplied ones. It multiplies what schedulers do.
+        rule: `linear` (for SGD), or `sqrt` (for Adam and similar optimizers).
+        base_batch_size: Number of samples in the step for which you chose the learning rates.
+        base_replicas: Number of replicas for which you chose the learning rates, with one batch each. Pass it instead
+            of `base_batch_size`. The default is 1 if you pass neither.
+        ramp_steps: Number of optimizer steps, as `trainer.global_step` counts, in which the rates rise linearly. They
+            rise from your values to the multiplied values. The ramp multiplies the rates of the schedulers.
 
     Raises:
-        ValueError: If an argument is out of range; on every rank before the first step, if a scheduler does not follow,
-            the batch size is not known, or the rates are searched for (`LearningRateFinder`).
+        ValueError: If an argument is out of range. Also on every rank before the first step, in three cases: a
+            scheduler does not follow, the batch size is not known, or `LearningRateFinder` searches for the rates.
 
     Source: Goyal et al., https://arxiv.org/abs/1706.02677 (linear, warm-up); Krizhevsky,
     https://arxiv.org/abs/1404.5997, and Malladi et al., https://arxiv.org/abs/2205.10287 (square root)

@@ -96,7 +96,8 @@ A = TypeVar("A", bound=Accumulator)
 class MeasuringCallback(Callback, ABC, Generic[A]):
     """Measures a `fit` and reports on it.
 
-    All measuring callbacks of a Trainer share one recorder and one exchange between ranks, off the training thread.
+    All measuring callbacks of a Trainer share one recorder and one exchange between ranks. The exchange does not run on
+    the training thread. One more exchange runs at the end of training.
 
     Example:
         ```py
@@ -111,14 +112,14 @@ class MeasuringCallback(Callback, ABC, Generic[A]):
         ```
 
     Args:
-        every_n_batches: Batches between two exchanges of results among the ranks; the last one ends the training.
-            The smallest value of all callbacks counts.
-        warmup_batches: First batches that are not counted, because things are set up in them. The largest value counts.
-        dirpath: Where rank 0 writes `<name>.json` and `<name>.csv` at the end of training; nowhere when omitted.
-        show_table: Print a table at the end of training, on rank 0.
+        every_n_batches: Number of batches between two exchanges of results among the ranks. The smallest value of all
+            callbacks counts.
+        warmup_batches: Number of first batches that are not counted. The largest value of all callbacks counts.
+        dirpath: Folder where rank 0 writes `<name>.json` and `<name>.csv` after training. None writes nothing.
+        show_table: Print a table after training, on rank 0.
 
     Attributes:
-        session: Shared with the other measuring callbacks; None outside of `fit`.
+        session: Session that the measuring callbacks of a Trainer share. None outside `fit`.
 
     Raises:
         ValueError: If a number of steps is too small.
@@ -148,10 +149,10 @@ class MeasuringCallback(Callback, ABC, Generic[A]):
 
     @abstractmethod
     def accumulate(self, trainer: Trainer, pl_module: LightningModule) -> A:
-        """Create the accumulator of one `fit`; called on every rank when it begins."""
+        """Create the accumulator of one `fit`. The callback calls it on every rank when the `fit` begins."""
 
     def table(self, report: Mapping[str, Any]) -> Table | None:
-        """Format the report as a table for the terminal; None where there is nothing to show."""
+        """Format the report as a table for the terminal, or return None if there is nothing to show."""
         return None
 
     def rows(self, report: Mapping[str, Any]) -> list[dict[str, Any]]:
@@ -159,17 +160,17 @@ class MeasuringCallback(Callback, ABC, Generic[A]):
         return list(report.get("ranks", []))
 
     def bar_items(self, report: Mapping[str, Any]) -> dict[str, str]:
-        """Format figures of the report for the progress bar; by default none."""
+        """Format figures of the report for the progress bar. The default formats none."""
         return {}
 
     # --------------------------------------------------------------------------------------------------- within `fit`
 
     @property
     def open_session(self) -> Session:
-        """The session of the running `fit`.
+        """Return the session of the running `fit`.
 
         Raises:
-            RuntimeError: Outside of `fit`.
+            RuntimeError: If no `fit` runs.
         """
         if self.session is None:
             raise RuntimeError(f"`{self.name}` measures only during `fit`")
@@ -177,10 +178,10 @@ class MeasuringCallback(Callback, ABC, Generic[A]):
 
     @property
     def accumulator(self) -> A:
-        """The accumulator of the running `fit`, or of the last one.
+        """Return the accumulator of the running `fit`, or of the last one.
 
         Raises:
-            RuntimeError: Before the first `fit`.
+            RuntimeError: If no `fit` has run yet.
         """
         if self._accumulator is None:
             raise RuntimeError(f"`{self.name}` has measured nothing yet")
@@ -190,16 +191,24 @@ class MeasuringCallback(Callback, ABC, Generic[A]):
 
     @property
     def name(self) -> str:
-        """The callback's name in reports and files: that of its class."""
+        """Return the callback's name in reports and files: the name of its class."""
         return type(self).__name__
 
     def report(self) -> dict[str, Any]:
-        """Return the results of all ranks as of their last exchange; complete from the end of training on.
+        """Return the results of all ranks as of their last exchange.
 
-        Until then the first rank alone knows of the others; each of these reports on itself.
+        The report is complete when training has ended. Until then, only the first rank knows the results of all ranks.
+        Each of the other ranks reports on itself.
 
-        Keys of every report: `version` of the keys; `steps` counted; `world_size`; `mesh`, `{axis: size}`;
-        `incomplete`, why ranks are missing, only if they are. The others are described on each callback.
+        Every report has these keys:
+
+        * `version`: version of the keys
+        * `steps`: number of steps that were counted
+        * `world_size`: number of processes
+        * `mesh`: `{axis: size}`
+        * `incomplete`: the reason why ranks are missing, only if ranks are missing
+
+        Each callback describes its own keys.
 
         Raises:
             RuntimeError: If nothing was trained yet.
@@ -212,7 +221,7 @@ class MeasuringCallback(Callback, ABC, Generic[A]):
 
     @property
     def has_report(self) -> bool:
-        """Whether `report()` can be called."""
+        """Return whether you can call `report()`."""
         return self._report is not None or (self.session is not None and self._accumulator is not None)
 
     def _summarize(self, session: Session) -> dict[str, Any]:

@@ -104,32 +104,37 @@ def held_bytes(parameters: Sequence[Parameter], buffers: Sequence[Tensor], state
 
 
 class MemoryProfiler(MeasuringCallback[MemoryAccumulator]):
-    """Counts the bytes that training holds on each rank, and on each pipeline stage.
+    """Counts the bytes that training holds on each rank and on each pipeline stage.
 
-    `report()` has, besides the common keys, in bytes, the maximum that was seen:
+    `report()` returns the common keys and these. Values are bytes: the maximum that was seen.
 
         ranks: [{rank, coordinate: {axis: index}, parameters, buffers, gradients, optimizer, compression, buckets,
                  activations, activations_peak, resident, resident_peak, allocated_peak, reserved_peak, runtime,
                  predicted: {parameters, gradients, optimizer, buckets, activations_peak}}]
         stages: [{stage, rank, parameters, gradients, optimizer}]      in a pipeline
 
-    | key | memory |
+    | key | meaning, in bytes |
     |---|---|
-    | `gradients` | before the optimizer step, and with `zero_stage=2` before buckets are sent, which frees them; \
-        left out where they are not in `.grad`, as under DeepSpeed ZeRO |
-    | `optimizer` | state of the optimizers, and the copies of parameters that they update, if they have some |
-    | `compression` | memory of the gradient compressor, if there is one |
-    | `buckets` | the most bytes of gradients and parameters on their way between the replicas of a mesh strategy |
-    | `activations_peak` | the most that autograd kept for backward at once, without parameters and the batch itself |
-    | `activations` | bytes still saved after the last measured step; non-zero means a graph is being kept alive |
-    | `resident`, `resident_peak` | memory of the process (Linux): after that step, and the most since it started |
-    | `allocated_peak`, `reserved_peak` | of the CUDA allocator, during training |
-    | `runtime` | of the CUDA device outside of this allocator: its context, communicators, and other processes on it |
-    | `predicted` | under a mesh strategy, as the planner and the stage table count it; activations in a pipeline only |
+    | `gradients` | gradients before the optimizer step |
+    | `optimizer` | state of the optimizers, and the copies of parameters that they update |
+    | `compression` | memory of the gradient compressor |
+    | `buckets` | most bytes of gradients and parameters in transit between the replicas of a mesh strategy |
+    | `activations_peak` | most bytes that autograd kept for backward at once, without parameters and the batch |
+    | `activations` | bytes that are still saved after the last measured step |
+    | `resident` | memory of the process after the last measured step (Linux) |
+    | `resident_peak` | most memory of the process since it started (Linux) |
+    | `allocated_peak`, `reserved_peak` | peaks of the CUDA allocator during training |
+    | `runtime` | memory of the CUDA device beyond the allocator: context, communicators, other processes |
+    | `predicted` | prediction of the planner and the stage table, under a mesh strategy |
 
-    A storage counts once, as a whole, for the first part that holds it. Under FSDP these are the rank's shards. In
-    modules under activation checkpointing only the tensors saved outside of them are seen; under `fully_shard` and
-    ZeRO-3 activations cannot be told from gathered parameters and are left out.
+    * `gradients`: with `zero_stage=2`, they are counted before buckets are sent, because sending frees them. The key is
+      left out if gradients are not in `.grad`, as under DeepSpeed ZeRO.
+    * `activations`: if the value is not zero, your code keeps a graph alive.
+    * `predicted` has activations only in a pipeline.
+
+    A storage counts once, in full, for the first key that holds it. Under FSDP, the figures are those of the rank's
+    shards. In a module under activation checkpointing, only tensors saved around the module are seen. Under
+    `fully_shard` and ZeRO-3, activations are left out, because they look like gathered parameters.
 
     Logged: `memory/<key>` of rank 0, in bytes.
 
@@ -145,9 +150,9 @@ class MemoryProfiler(MeasuringCallback[MemoryAccumulator]):
         ```
 
     Args:
-        every_n_steps: Optimizer steps between two measured ones; the first two are always measured.
-        activations: Whether to count what autograd saves. Set it to False for models that use `torch.func`, which does
-            not work with the hooks needed for it.
+        every_n_steps: Number of optimizer steps between two measurements. The first two steps are always measured.
+        activations: Whether to count the tensors that autograd saves. Set it to False for models that use `torch.func`,
+            which does not work with the hooks of this count.
         dirpath: Folder where rank 0 writes `<name>.json` and `<name>.csv` after training. None writes nothing.
         show_table: Print a table after training, on rank 0.
 

@@ -30,15 +30,16 @@ NonFiniteAction = Literal["ignore", "skip", "stop", "raise"]
 
 
 class NonFiniteGuard(Callback):
-    """Lets all ranks do the same where a loss or a gradient is not finite on one of them, before the optimizer step.
+    """Takes the same action on all ranks if a loss or a gradient is not finite on one of them.
 
-    The weights stay as they were, and so do the optimizer's moments. The ranks, the step and the first parameter are
-    told. Gradients are looked at after they were averaged, so that all replicas see what one has caused; the loss is
-    each rank's own, and tells which one it was where the loss is not finite either.
+    The guard acts before the optimizer step, so the weights and the optimizer's moments stay unchanged. It names the
+    ranks, the step and the first parameter. Gradients are checked after they were averaged: one replica's fault shows
+    on all replicas. The loss is checked on each rank. If the loss is not finite either, it tells which rank caused the
+    fault.
 
-    It takes one message of a few bytes between the hosts, and one look at the gradients, in each optimizer step. Under
-    `16-mixed` it leaves all to the gradient scaler, which skips such steps. Strategies with `compression` skip a step
-    whose gradients are not finite by themselves.
+    In each optimizer step, the guard costs one message of a few bytes between the hosts and one pass over the
+    gradients. Under `16-mixed` the gradient scaler skips such steps, and the guard does nothing. Without the
+    guard, strategies with `compression` already skip a step whose gradients are not finite.
 
     Example:
         ```py
@@ -50,11 +51,11 @@ class NonFiniteGuard(Callback):
         ```
 
     Args:
-        action: `skip` the step and go on; `stop`: skip it and end training as `trainer.should_stop` does; `raise` an
-            error on all ranks; `ignore`: do not look, and communicate nothing.
+        action: `skip` skips the step and goes on. `stop` skips the step and ends training, as `trainer.should_stop`
+            does. `raise` raises an error on all ranks. `ignore` checks nothing and communicates nothing.
 
     Raises:
-        ValueError: If there is no such action.
+        ValueError: If `action` is none of these values.
     """
 
     def __init__(self, action: NonFiniteAction = "raise") -> None:

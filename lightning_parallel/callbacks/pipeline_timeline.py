@@ -203,9 +203,9 @@ class PipelineAccumulator(Accumulator):
 
 
 class PipelineTimeline(MeasuringCallback[PipelineAccumulator]):
-    """Compares the steps of a pipeline with its schedule as simulated.
+    """Compares the steps of a pipeline with its simulated schedule.
 
-    `report()` has, besides the common keys:
+    `report()` returns the common keys and these:
 
         schedule, microbatches
         bubble: {measured, ideal, simulated, uncertainty}
@@ -216,24 +216,39 @@ class PipelineTimeline(MeasuringCallback[PipelineAccumulator]):
         timeline: {step, planned, measured}
         missing: [sentence]
 
-    The bubble is the share of the time, from the first action of a step to the last, in which the ranks ran no action.
-    `ideal`: that of the schedule, had all stages the same times. `simulated`: with each stage's mean times and instant
-    messages; beyond `ideal` it is imbalance. `measured`: beyond `simulated` it is messages and jitter. On several
-    hosts, whose clocks differ, it may be off by `uncertainty`.
+    The bubble is a share of the time from the first to the last action of a step: the share in which the ranks ran no
+    action.
 
-    `seconds` are those of a step in the pipeline: as predicted by the plan, with costs measured when the model was cut;
-    simulated with each stage's mean times in the run, which are longer where ranks share a machine or wait for each
-    other inside of a stage; measured, the median, with messages and jitter.
+    | key of `bubble` | meaning |
+    |---|---|
+    | `ideal` | bubble of the schedule if all stages took the same time |
+    | `simulated` | bubble with each stage's mean times and instant messages; the excess over `ideal` is imbalance |
+    | `measured` | bubble of the run; the excess over `simulated` is messages and jitter |
+    | `uncertainty` | possible error on several hosts, whose clocks differ |
 
-    Ranks, in seconds per step, mean over the last 256 steps: `wait` is divided into the time before the rank's first
-    action, between its actions, and after its last. `receive_wait` and `send` are how long receiving and sending
-    blocked the rank. `in_flight_peak`: the most microbatches between forward and backward, over the rank's stages.
-    `stage` is the position in the pipeline, `stages` are the stages there. Stages: seconds per microbatch.
+    | key of `seconds` | time of a step in the pipeline, seconds |
+    |---|---|
+    | `predicted` | prediction of the plan, with costs measured when the model was split |
+    | `simulated` | simulation with each stage's mean times in the run |
+    | `measured` | median of the run, with messages and jitter |
 
-    `planned` and `measured` are `Timeline.to_dict()` of the same schedule: the simulated step, and the last step of the
-    first replica. Without a pipeline there is only `missing`.
+    Mean times in the run are longer if ranks share a machine or wait for each other within a stage.
 
-    The progress bar shows the measured `bubble`. Logged: nothing; one rank alone does not know the bubble.
+    | key of `ranks` | meaning; times are seconds per step, mean over the last 256 steps |
+    |---|---|
+    | `stage`, `stages` | position in the pipeline, and the stages there |
+    | `busy` | time in which the rank ran actions |
+    | `wait` | time in which the rank ran no action: sum of the next three times |
+    | `wait_before`, `wait_between`, `wait_after` | before the first action, between actions, after the last |
+    | `receive_wait`, `send` | time for which receiving and sending blocked the rank |
+    | `in_flight_peak` | most microbatches between forward and backward, over the rank's stages |
+
+    The times of `stages` are seconds per microbatch.
+
+    In `timeline`, `planned` and `measured` are `Timeline.to_dict()` of the same schedule. `planned` is the simulated
+    step. `measured` is the last step of the first replica. Without a pipeline there is only `missing`.
+
+    The progress bar shows the measured `bubble`. Nothing is logged, because one rank alone does not know the bubble.
 
     Example:
         ```py
@@ -245,9 +260,9 @@ class PipelineTimeline(MeasuringCallback[PipelineAccumulator]):
         ```
 
     Args:
-        every_n_batches: Batches between two exchanges of results among the ranks. The smallest value of
-            all callbacks counts.
-        warmup_batches: First batches that are not counted. The largest value of all callbacks counts.
+        every_n_batches: Number of batches between two exchanges of results among the ranks. The smallest value of all
+            callbacks counts.
+        warmup_batches: Number of first batches that are not counted. The largest value of all callbacks counts.
         dirpath: Folder where rank 0 writes `<name>.json` and `<name>.csv` after training. None writes nothing.
         show_table: Print a table after training, on rank 0.
 

@@ -294,22 +294,31 @@ def _number_hash(value: Any) -> int:
 
 
 class ReplicaDriftMonitor(MeasuringCallback[DriftAccumulator]):
-    """Compares values that must be equal on several ranks, bit for bit, and names those that differ.
+    """Compares values that must be equal on several ranks, bit for bit, and names the values that differ.
 
-    Between the replicas of the data-parallel axis: parameters, buffers, optimizer state. Between the ranks of the
-    tensor axis: all that is not sharded, and shards that several of them hold. Between pipeline stages: tied
-    parameters. Everywhere: learning rate, momentum and the other options of the optimizers. Under FSDP, shards are
-    compared where two ranks hold the same one.
+    | ranks | compared values |
+    |---|---|
+    | replicas of the data-parallel axis | parameters, buffers, optimizer state |
+    | ranks of the tensor axis | all values that are not sharded, and shards that several ranks hold |
+    | pipeline stages | tied parameters |
+    | all ranks | learning rate, momentum and the other options of the optimizers |
 
-    Not compared: buffers that DDP overwrites at each forward, statistics of normalisation layers that are not
-    synchronised (but under the strategies of this library they are), and the optimizer state of DeepSpeed.
+    Under FSDP, shards are compared if two ranks hold the same shard.
 
-    `report()` has, besides the common keys:
+    Three kinds of values are not compared: buffers that DDP overwrites at each forward, statistics of normalisation
+    layers that are not synchronised, and the optimizer state of DeepSpeed. Under the strategies of this library, the
+    statistics of normalisation layers are compared.
 
-        findings: [{step, name, ranks, detail}]    `step` as `trainer.global_step` counts; `ranks` that are wrong, or
-                                                   all that hold the value if there is no majority
-        checks: how often everything was compared
-        compared: {parameter, buffer, optimizer, option: number of values that several ranks hold}
+    `report()` returns the common keys and these:
+
+    | key | meaning |
+    |---|---|
+    | `findings` | `[{step, name, ranks, detail}]` |
+    | `checks` | number of checks |
+    | `compared` | `{parameter, buffer, optimizer, option}`: for each, the number of values that several ranks hold |
+
+    In a finding, `step` counts like `trainer.global_step`. `ranks` holds the ranks with a wrong value. If there is no
+    majority, it holds all ranks with the value.
 
     Logged: `replica_drift/findings`, the number of findings so far.
 
@@ -323,16 +332,16 @@ class ReplicaDriftMonitor(MeasuringCallback[DriftAccumulator]):
         ```
 
     Args:
-        every_n_steps: Optimizer steps between two checks; the first is before training, the last after it. A check
-            reads all values once.
-        action: `warn`; `raise` an error on every rank; or `heal`: overwrite values that differ with that of the
-            majority, or of the first rank that holds it if there is none.
+        every_n_steps: Number of optimizer steps between two checks. One more check runs before training, and one after
+            it. A check reads all values once.
+        action: `warn` warns. `raise` raises an error on every rank. `heal` overwrites values that differ with the value
+            of the majority. Without a majority, the value of the first rank that holds it counts.
         dirpath: Folder where rank 0 writes `<name>.json` and `<name>.csv` after training. None writes nothing.
         show_table: Print a table after training, on rank 0.
 
     Raises:
-        ValueError: If an argument is none of these.
-        RuntimeError: In training, on every rank, under `raise`.
+        ValueError: If an argument is out of range.
+        RuntimeError: In training, on every rank, with `action="raise"`.
     """
 
     def __init__(

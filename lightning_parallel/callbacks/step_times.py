@@ -144,22 +144,22 @@ class BreakdownAccumulator(Accumulator):
 
 
 class StepBreakdown(MeasuringCallback[BreakdownAccumulator]):
-    """Divides the time of every step into phases that exclude each other and add up to it.
+    """Breaks the time of every step down into phases that do not overlap and add up to the step.
 
-    | phase | what the main thread did |
+    | phase | work of the training thread |
     |---|---|
     | `data_wait` | waited for the next batch, or moved it to the device |
     | `forward`, `backward` | ran the step; computed gradients |
     | `communication_exposed` | waited for a collective; between pipeline stages, see `pipeline_wait` |
     | `pipeline_wait` | waited for another pipeline stage |
-    | `optimizer` | updated the parameters, clipped, set gradients to zero |
-    | `checkpoint`, `validation` | saved; validated: with all that runs in it |
+    | `optimizer` | updated the parameters, clipped gradients, set them to zero |
+    | `checkpoint`, `validation` | saved a checkpoint; validated, with all work inside |
     | `other` | anything else: hooks, logging, callbacks |
 
-    The innermost phase counts: a collective in the forward is communication. On CUDA these are times of the device, so
-    what the host does while the device is busy costs nothing.
+    The innermost phase counts: a collective in the forward is communication. On CUDA these are times of the device.
+    Work of the host then costs nothing while the device is busy.
 
-    `report()` has, besides the common keys, one row for each rank, in seconds per step:
+    `report()` returns the common keys and these:
 
         ranks: [{rank, coordinate: {axis: index}, wall, data_wait, forward, backward, communication_exposed,
                  communication_hidden, pipeline_wait, optimizer, checkpoint, validation, other,
@@ -167,18 +167,28 @@ class StepBreakdown(MeasuringCallback[BreakdownAccumulator]):
         communication_least: [seconds]
         missing: [sentence]
 
-    `wall` is the sum of the phases. `communication_hidden` is not part of it: collectives in flight while the main
-    thread did other things. Validation and checkpoints after the last step are distributed over the steps.
-    `processor` and `processor_wait` are how long the thread that trains ran on a processor, and how long it could have
-    run while others did, `interruptions` how often it was made to stop; of steps without validation and checkpoint,
-    where the system tells. `cores` are what the rank may use, together with all `cores_shared_by` ranks.
-    `gpu`, only on CUDA, tells what the GPU did in the `steps` that `torch.profiler` looked at: `seconds` of a step,
-    `busy`, and, without a kernel that computes, `collective`, `launch`, `synchronise`, `data`, `other`; see
-    `attribute_idle`.
-    `communication_least`, where there are several ranks, gives for each pipeline stage the time per step for which
-    communication blocked every one of its ranks: what a rank was blocked beyond that, it waited for late ranks.
-    `missing`, only where something is, names groups whose communication is not seen and so counts as forward or
-    backward.
+    | key of `ranks` | meaning; times are seconds per step |
+    |---|---|
+    | `wall` | sum of the phases |
+    | `communication_hidden` | time of collectives in flight while the training thread worked; not part of `wall` |
+    | `processor` | time for which the training thread ran on a processor |
+    | `processor_wait` | time for which the training thread could have run while other threads did |
+    | `interruptions` | number of times per step that the system stopped the training thread |
+    | `cores` | processors that the rank may use |
+    | `cores_shared_by` | number of ranks that share these processors |
+    | `gpu` | work of the GPU, only on CUDA |
+
+    `processor`, `processor_wait` and `interruptions` cover steps without validation and checkpoint. They are left out
+    if the system does not tell. Validation and checkpoints after the last step are distributed over the steps.
+
+    `gpu` covers the `steps` under `torch.profiler`. Its keys are `seconds` of a step, and `busy`. For the time in which
+    no kernel computed, its keys are `collective`, `launch`, `synchronise`, `data` and `other`; see `attribute_idle`.
+
+    `communication_least` has one value for each pipeline stage, if there are several ranks. The value is the time per
+    step for which communication blocked every rank of the stage. Beyond this time, a blocked rank waited for late
+    ranks.
+
+    `missing` names groups whose communication is not seen. Their time counts as forward or backward.
 
     Logged: `step_breakdown/<phase>`, seconds per step of rank 0, mean over the steps since the last logging.
 
@@ -194,14 +204,14 @@ class StepBreakdown(MeasuringCallback[BreakdownAccumulator]):
         ```
 
     Args:
-        every_n_batches: Batches between two exchanges of results among the ranks. The smallest value of
-            all callbacks counts.
-        warmup_batches: First batches that are not counted. The largest value of all callbacks counts.
+        every_n_batches: Number of batches between two exchanges of results among the ranks. The smallest value of all
+            callbacks counts.
+        warmup_batches: Number of first batches that are not counted. The largest value of all callbacks counts.
         dirpath: Folder where rank 0 writes `<name>.json` and `<name>.csv` after training. None writes nothing.
         show_table: Print a table after training, on rank 0.
-        gpu_every_n_batches: On CUDA, one in so many steps runs under `torch.profiler`, which tells why the GPU stands
-            idle; that step, the one before it and the one after it, in which the trace is read, are not counted. None
-            for no such step. Under Lightning's PyTorchProfiler, and while a profiler of torch runs, it is left out.
+        gpu_every_n_batches: On CUDA, run one in this many steps under `torch.profiler`, which tells why the GPU is
+            idle. This step, the step before it and the step after it (which reads the trace) are not counted. None
+            profiles no step. No step is profiled under Lightning's PyTorchProfiler, or while a profiler of torch runs.
 
     Raises:
         ValueError: If `gpu_every_n_batches` is below 3.
@@ -486,18 +496,27 @@ class StragglerAccumulator(Accumulator):
 class StragglerMonitor(MeasuringCallback[StragglerAccumulator]):
     """Names ranks that keep their peers waiting, and the phase that makes them late.
 
-    Peers are ranks with the same pipeline and tensor coordinates, which do the same work on other data; so neither a
-    heavy stage is a straggler, nor a rank that waits for one. A rank is a straggler if its own work (data, forward,
-    backward, optimizer and the rest; no waiting) exceeds that of the median of its peers by more than `threshold` of
-    the step, in three steps of four. The cause is the phase that covers 80 % of the excess, if one does. Where all
-    ranks are equally slow none is late.
+    Peers are ranks with the same pipeline and tensor coordinates. They do the same work on other data. So a heavy stage
+    is no straggler, and neither is a rank that waits for a straggler.
 
-    `report()` has, besides the common keys, in seconds per step, the median over the steps:
+    The work of a rank is the time of data, forward, backward, optimizer and the rest, without waiting. A rank is late
+    if its work exceeds the median of its peers by more than `threshold` of the step. A straggler is late in three steps
+    of four. The cause is the phase that covers 80 % of the excess, if there is one. If all ranks are equally slow, none
+    is late.
 
-        stragglers: [{rank, cause, excess}]       `cause` is None if no single phase explains it
-        ranks: [{rank, own, excess, late}]        `late`: share of the steps in which it was late
+    `report()` returns the common keys and these. Times are seconds per step, median over the steps.
 
-    While there are fewer than 20 steps, and where no rank has a peer, `missing` says so instead.
+        stragglers: [{rank, cause, excess}]
+        ranks: [{rank, own, excess, late}]
+
+    | key | meaning, unit |
+    |---|---|
+    | `cause` | phase that makes the rank late; None if no single phase explains the excess |
+    | `own` | work of the rank, seconds |
+    | `excess` | work beyond the median of the peers, seconds |
+    | `late` | share of the steps in which the rank was late |
+
+    With fewer than 20 steps, or if no rank has a peer, the report has `missing` instead.
 
     Logged: `straggler/own`, seconds of work of rank 0 in the last step.
 
@@ -512,16 +531,16 @@ class StragglerMonitor(MeasuringCallback[StragglerAccumulator]):
 
     Args:
         threshold: Share of the step's time, between 0 and 1.
-        every_n_batches: Batches between two exchanges of results among the ranks. The smallest value of
-            all callbacks counts.
-        warmup_batches: First batches that are not counted. The largest value of all callbacks counts.
+        every_n_batches: Number of batches between two exchanges of results among the ranks. The smallest value of all
+            callbacks counts.
+        warmup_batches: Number of first batches that are not counted. The largest value of all callbacks counts.
         dirpath: Folder where rank 0 writes `<name>.json` and `<name>.csv` after training. None writes nothing.
         show_table: Print a table after training, on rank 0.
 
     Raises:
         ValueError: If `threshold` is not between 0 and 1, or a number of steps is too small.
 
-    Source: naming a cause only where it covers 80 % of the lateness is TraceML's policy.
+    Source: TraceML names a cause only if it covers 80 % of the lateness.
     """
 
     def __init__(

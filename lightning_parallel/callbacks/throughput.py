@@ -211,10 +211,10 @@ class ThroughputAccumulator(Accumulator):
 
 
 class Throughput(MeasuringCallback[ThroughputAccumulator]):
-    """Measures samples and tokens per second of all replicas, and the share of the devices' peak that the model takes.
+    """Measures samples and tokens per second of all replicas, and the share of the devices' peak that the model uses.
 
-    The ranks of one replica (tensor and pipeline parallel) work on the same samples, which count once. The time is that
-    of the steps, without validation and checkpoints.
+    The ranks of one replica (tensor and pipeline parallel) work on the same samples. These samples count once. The time
+    is the time of the steps, without validation and checkpoints.
 
     Example:
         ```py
@@ -228,25 +228,30 @@ class Throughput(MeasuringCallback[ThroughputAccumulator]):
         ```
 
     Args:
-        samples: Counts the samples of a batch; by default the length of its tensors.
-        tokens: Counts the tokens of a batch; by default the elements of `input_ids`, or of the first tensor of integers
-            with two dimensions.
-        flops_per_sample: Operations of forward and backward of the whole model. `"auto"`: counted in the first step as
-            they run, so that frozen parameters cost less, without what activation checkpointing computes again, and
-            summed over the ranks of a replica; what several tensor-parallel ranks compute counts on each. Give a number
-            where gradients are taken with `create_graph=True`, which are not counted. None: no utilisation.
-        peak_flops: Operations per second of one device. `"auto"`: from a table of dense peaks; on CPU calibrated with a
-            matrix product. None: no utilisation.
-        every_n_batches: Batches between two exchanges of results among the ranks. The smallest value of
-            all callbacks counts.
-        warmup_batches: First batches that are not counted. The largest value of all callbacks counts.
+        samples: Function that returns the number of samples in a batch. The default returns the length of its tensors.
+        tokens: Function that returns the number of tokens in a batch. By default, tokens are the elements of
+            `input_ids`, or of the first tensor of integers with two dimensions.
+        flops_per_sample: Floating-point operations of forward and backward of the full model, for one sample. `"auto"`
+            counts them in the first step (see below). None reports no utilisation.
+        peak_flops: Floating-point operations per second of one device. `"auto"` reads a table of dense peaks, or on a
+            CPU measures a matrix product. None reports no utilisation.
+        every_n_batches: Number of batches between two exchanges of results among the ranks. The smallest value of all
+            callbacks counts.
+        warmup_batches: Number of first batches that are not counted. The largest value of all callbacks counts.
         dirpath: Folder where rank 0 writes `<name>.json` and `<name>.csv` after training. None writes nothing.
         show_table: Print a table after training, on rank 0.
 
     Raises:
         ValueError: If a number is too small.
 
-    `report()` has, besides the common keys:
+    `flops_per_sample="auto"` counts the operations as they run, and adds them up over the ranks of a replica.
+
+    * Frozen parameters cost less.
+    * Operations that activation checkpointing repeats are not counted.
+    * An operation that several tensor-parallel ranks repeat counts on each of them.
+    * Gradients of `create_graph=True` are not counted. In this case, pass a number.
+
+    `report()` returns the common keys and these:
 
         replicas, seconds_per_step, samples_per_second, samples_per_second_per_device, tokens_per_second,
         tokens_per_second_per_device, model_flops_per_sample, model_flops_per_second, model_flops_utilisation
@@ -254,12 +259,12 @@ class Throughput(MeasuringCallback[ThroughputAccumulator]):
         series: {samples_per_second: [[step, value]], step_seconds: [[step, value]]}
         missing: [sentence]
 
-    Keys that could not be counted are left out.
+    A key is left out if its value could not be counted.
 
-    The progress bar shows `samples/s`, `tokens/s` and `MFU`, from the first `every_n_batches` steps on.
+    The progress bar shows `samples/s`, `tokens/s` and `MFU`, after the first `every_n_batches` steps.
 
-    Logged: `throughput/samples_per_second`, `throughput/tokens_per_second`: of rank 0's replica, times the number of
-    replicas, over the steps since the last logging.
+    Logged: `throughput/samples_per_second` and `throughput/tokens_per_second`. Both are values of rank 0's replica,
+    times the number of replicas, over the steps since the last logging.
 
     Source: PaLM, https://arxiv.org/abs/2204.02311, appendix B (model FLOPs utilisation)
     """

@@ -240,19 +240,21 @@ PATIENCE_S = 5.0
 
 
 class ProfileReport(MeasuringCallback):
-    """Gathers the reports of the other measuring callbacks and writes them down when training ends, also with an error.
+    """Collects the reports of the other measuring callbacks and writes them when training ends, also after an error.
 
-        report.html     one page with pictures and the diagnosis on top; needs no network
-        report.json     the same as data: `run`, `reports` by callback, `series`, `diagnosis`, `trace`
-        trace.json.gz   the last steps of all ranks for https://ui.perfetto.dev
+    | file | contents |
+    |---|---|
+    | `report.html` | one page with the diagnosis on top, and pictures; needs no network |
+    | `report.json` | the same as data: `run`, `reports` by callback, `series`, `diagnosis`, `trace` |
+    | `trace.json.gz` | the last steps of all ranks, for https://ui.perfetto.dev |
 
-    The page shows only signals that were measured: add `StepBreakdown`, `CommunicationProfiler`, `PipelineTimeline` and
-    others to the Trainer's callbacks, in any order. `lightning-parallel report DIR` makes the page again, and compares
-    two runs.
+    The page shows only signals that were measured. Add `StepBreakdown`, `CommunicationProfiler`, `PipelineTimeline` and
+    other callbacks to the Trainer, in any order. `lightning-parallel report DIR` makes the page again, and compares two
+    runs.
 
-    After an error, or if the ranks could not exchange something before, figures are those of the last exchange, and the
-    ranks leave their part of the trace in files, which rank 0 reads as far as they are there after 5 s. Where there is
-    nothing to train, as after the resume of a run that is over, nothing is written.
+    After an error, or if an exchange between the ranks failed before, the figures are those of the last exchange. Each
+    rank then leaves its part of the trace in a file. Rank 0 reads the files that exist after 5 s. If there is nothing
+    to train, nothing is written: for example, when you resume a finished run.
 
     Example:
         ```py
@@ -264,14 +266,14 @@ class ProfileReport(MeasuringCallback):
         ```
 
     Args:
-        dirpath: Where to write; by default `profile` in the trainer's log folder.
-        trace_steps: Last steps that the trace holds; 0 for no trace.
-        every_n_batches: Batches between two exchanges of results among the ranks. The smallest value of
-            all callbacks counts.
-        warmup_batches: First batches that are not counted. The largest value of all callbacks counts.
+        dirpath: Folder where rank 0 writes the files. None selects `profile` in the trainer's log folder.
+        trace_steps: Number of last steps in the trace; 0 writes no trace.
+        every_n_batches: Number of batches between two exchanges of results among the ranks. The smallest value of all
+            callbacks counts.
+        warmup_batches: Number of first batches that are not counted. The largest value of all callbacks counts.
         show_diagnosis: Print the diagnosis and the paths at the end of training.
 
-    `report()` gives the contents of `report.json`, on rank 0.
+    `report()` returns the contents of `report.json`, on rank 0.
 
     Raises:
         ValueError: If `trace_steps` is negative.
