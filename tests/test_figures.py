@@ -61,8 +61,8 @@ PLACES = [
     place(LOCAL, f"the same, asynchronous | {RELATIVE}", "the same, late"),
     place(
         POWER,
-        "{above0:.1f} % above at rank 4, {above1:.1f} % at rank 8, {above2:.1f} % at rank 16; alternating,"
-        " {above3:.0f} % and {above4:.1f} % at ranks 4 and 16",
+        "{above0:.1f} % above at rank 4, {above1:.1f} % at rank 8, {above2:.1f} % at rank 16. The alternating form"
+        " was {above3:.0f} % and {above4:.1f} % above at ranks 4 and 16",
         *("PowerSGD(4)", "PowerSGD(8)", "PowerSGD(16)", "PowerSGD(4, alternate=True)", "PowerSGD(16, alternate=True)"),
     ),
     place(SPARSE, "still {above0:.0f} % above at 2 % and {above1:.1f} % at 20 %", "TopK(0.02)", "TopK(0.2)"),
@@ -92,7 +92,7 @@ PLACES = [
     ),
 ]
 # Figures that are no result: the bits of `Sign`, and of a small CNN in `tests/compression/test_convergence.py`.
-GIVEN = ("| `Sign()` | 1/32 |", "the loss ended 1.3 % above the dense one")
+GIVEN = ("| `Sign()` | 1/32 |", "the loss ended 1.3 % above the uncompressed loss")
 
 
 def text_of(path):

@@ -38,10 +38,10 @@ _DTYPES = {name: dtype for dtype, name in SAFETENSORS_DTYPES.items() if not dtyp
 
 
 def load_weights(module: nn.Module, path: str | os.PathLike[str], *, prefix: str = "", strict: bool = True) -> None:
-    """Give `module` the weights of a file, when it is built: in `configure_model`, in `__init__`, or before a run.
+    """Load the weights of a file into `module`, in `configure_model`, in `__init__`, or before a run.
 
-    In `configure_model` under the mesh strategies nothing is read yet, and each rank reads later what it owns. Values
-    are converted to the dtype of the module's tensors.
+    Under the mesh strategies, a call in `configure_model` reads nothing at first. Each rank reads only its own weights
+    later. Values are converted to the dtype of the module's tensors.
 
     Example:
         ```py
@@ -60,13 +60,13 @@ def load_weights(module: nn.Module, path: str | os.PathLike[str], *, prefix: str
         module: The module, such as `self` or `self.model`.
         path: A `safetensors` file, a folder of Hugging Face with such files, a sharded checkpoint, a folder of
             `torch.distributed.checkpoint`, or a file of `torch.save` (`.ckpt`, `.pt`, `.bin`).
-        prefix: Use only names of the file that begin with it, without it: `"model."` for the weights of `self.model`
-            in a checkpoint of a LightningModule.
-        strict: Refuse missing and unexpected names. Names of one tied parameter are there if one of them is.
+        prefix: Use only names in the file with this prefix, and remove the prefix. `"model."` selects the weights of
+            `self.model` in a checkpoint of a LightningModule.
+        strict: Raise an error for missing and unexpected names. A tied parameter needs only one of its names.
 
     Raises:
-        FileNotFoundError: If there is nothing of these at `path`.
-        ValueError: If names or shapes do not fit, with all of them, or the file is damaged or unsafe.
+        FileNotFoundError: If there is no such file or folder at `path`.
+        ValueError: If names or shapes do not fit; the message lists all of them. If the file is damaged or unsafe.
     """
     state = module.state_dict(keep_vars=True)
     found = {name[len(prefix) :]: value for name, value in stored_weights(path).items() if name.startswith(prefix)}

@@ -95,9 +95,9 @@ HEARD_S = 10.0
 
 
 class LostRankError(RuntimeError):
-    """A rank of the run died or does not answer.
+    """Reports a rank of the run that died or does not answer.
 
-    The other ranks raise it instead of waiting for the timeout of a collective. It names the rank.
+    The other ranks raise the error instead of waiting for the timeout of a collective. The error names the rank.
 
     Example:
         ```py

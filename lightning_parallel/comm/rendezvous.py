@@ -25,9 +25,9 @@ _LOOK_S = 0.02
 
 
 class RendezvousError(RuntimeError):
-    """Some processes did not start in time.
+    """Reports processes that did not start in time.
 
-    It is raised when training begins, after the `timeout` of the strategy. It names the missing ranks.
+    The strategy raises the error when training begins, after its `timeout`. The error names the missing ranks.
 
     Example:
         ```py
@@ -38,7 +38,7 @@ class RendezvousError(RuntimeError):
         try:
             trainer.fit(MyModule(), MyData())
         except RendezvousError as error:
-            print(error)  # names the ranks that did not come
+            print(error)  # names the missing ranks
             raise
         ```
     """

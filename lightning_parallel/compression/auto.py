@@ -48,17 +48,20 @@ class _TriedStep(NamedTuple):
 
 
 class Auto(Reducer):
-    """Tries plain means and the candidates in the first steps, then keeps the fastest for good.
+    """Tries full gradients and several compressors in the first steps, then keeps the fastest.
 
-    Whole steps are timed, from the end of one to the end of the next: what a compressor saves is the time for which
-    training stands still, and a reduction that hides behind backward saves none. Medians are compared, those of the
-    slowest rank, so all ranks choose the same. Candidates are tried as they are after their warm-up (`start_step`,
-    schedules), which counts from the first step of the run once one is chosen. Rank 0 prints the times, and what is
-    lost: the relative error |mean - true mean| / |true mean| of each candidate in one step. `verdict` says it in words.
+    `Auto` times whole steps, from the end of one to the end of the next. A compressor only saves the time in which
+    training waits for communication; it saves nothing if the reduction overlaps with the backward pass. `Auto` compares
+    the medians of the slowest rank, so all ranks choose the same. Candidates run as they do after their warm-up
+    (`start_step`, schedules). The warm-up of the chosen compressor counts from the first step of the run.
 
-    The steps of a candidate take its means; what it has not sent by its last one is added to the plain means then.
+    Rank 0 prints the times, and the relative error |mean - true mean| / |true mean| of each candidate in one step.
+    `verdict` holds the result in words.
 
-    If plain means win, DDP's own all-reduce takes over.
+    The steps of a candidate use its compressed gradients. The gradients that it has not sent after its last step are
+    added to the full gradients that follow.
+
+    If full gradients win, the all-reduce of `DistributedDataParallel` takes over.
 
     Example:
         ```py
@@ -72,9 +75,9 @@ class Auto(Reducer):
         ```
 
     Args:
-        candidates: Compressors to try; nearly lossless ones when omitted: `Cast("bf16")` and `Quantize(8)`.
-        min_gain: Stay with plain means unless the fastest candidate saves this share of a step.
-        steps: Steps to time of each, and as many of plain means before and after.
+        candidates: Compressors to try. By default `Cast("bf16")` and `Quantize(8)`, which are nearly lossless.
+        min_gain: Share of a step that the fastest candidate must save. Otherwise `Auto` keeps full gradients.
+        steps: Steps to time with each candidate, and with full gradients before and after.
 
     Raises:
         TypeError: If a candidate is not a compressor.
@@ -142,7 +145,7 @@ class Auto(Reducer):
         return self._trial in (_TriedStep(), _TriedStep(is_timed=True))
 
     def count_plain_step(self) -> None:
-        """Count a step of plain means that somebody else has taken, and its time."""
+        """Count a step with full gradients that the strategy reduced itself, and its time."""
         super().count_plain_step()
         # Who takes plain means may have been told to before the last step ended.
         if self.choice is None and self.is_plain:

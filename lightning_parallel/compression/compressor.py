@@ -82,7 +82,7 @@ def check_flag(name: str, value: object) -> None:
 
 
 class StepValue:
-    """A ratio or rank that changes with the step: each value holds from its step until the next.
+    """Changes a ratio or a rank during training: each value holds from its step until the next one.
 
         StepValue({0: 0.25, 100: 0.05, 200: 0.01})
         StepValue.warm_up(0.01, steps=200)
@@ -98,10 +98,10 @@ class StepValue:
         ```
 
     Args:
-        values: Value by the optimizer step from which it holds; step 0 must be there.
+        values: Value by the first optimizer step that uses it. Step 0 is required.
 
     Raises:
-        TypeError: If `values` is no mapping of integers to numbers.
+        TypeError: If `values` is not a mapping of integers to numbers.
         ValueError: If `values` has no step 0, or a negative step.
     """
 
@@ -119,7 +119,9 @@ class StepValue:
     def warm_up(
         cls, value: Union[int, float], steps: int, start: Union[int, float] = 0.25, stages: int = 4
     ) -> StepValue:
-        """Go from `start` to `value` in equal factors, within `steps` steps; through integers if both are (ranks).
+        """Return a schedule from `start` to `value` within `steps` steps, by equal factors.
+
+        If both are integers (ranks), all values are.
 
         Source: Deep Gradient Compression, section 3.3 (25 %, 6.25 %, 1.6 %, 0.4 %, 0.1 %), arXiv 1712.01887.
         """

@@ -23,8 +23,8 @@ class Policy(Reducer):
 
         Policy({"*.bias": None, "embed*": Quantize(8), "*": PowerSGD(4)})
 
-    Parameters that no pattern matches, that are small, or that the chosen compressor does not accept (vectors) are
-    averaged as they are.
+    The strategy averages a parameter uncompressed if no pattern matches it, if it is small, or if the chosen compressor
+    does not accept it (vectors).
 
     Example:
         ```py
@@ -37,11 +37,11 @@ class Policy(Reducer):
         ```
 
     Args:
-        rules: Shell pattern over parameter names (`*`, `?`, `[...]`) -> compressor; None for plain means.
-        min_numel: Tensors with fewer elements are averaged as they are, whatever the pattern says.
+        rules: Shell pattern over parameter names (`*`, `?`, `[...]`) -> compressor; None averages uncompressed.
+        min_numel: Tensors with fewer elements are averaged uncompressed, for any pattern.
 
     Raises:
-        TypeError: If `rules` is no mapping, a pattern no string, or a rule neither a compressor nor None.
+        TypeError: If `rules` is not a mapping, a pattern is not a string, or a rule is neither a compressor nor None.
         ValueError: If there is no pattern.
     """
 

@@ -44,7 +44,7 @@ _Factors = tuple[Tensor, Tensor, Optional[Tensor], Optional[Tensor]]
 
 
 class PowerSGD(Compressor):
-    """Send a low-rank approximation of each gradient matrix, found by one step of power iteration.
+    """Sends a low-rank approximation of each gradient matrix, from one step of power iteration.
 
     For a gradient seen as a matrix M_i (n, m) on rank i, with r = min(rank, n, m) and Q (m, r) from the last step:
 
@@ -52,18 +52,19 @@ class PowerSGD(Compressor):
         Q_i = M_i^T P,  Q = mean(Q_i)          all-reduce of r m
         out = P Q^T,    rest = M_i - P Q_i^T
 
-    The alternating form sends one factor a step, in one all-reduce that needs no answer from another:
+    The alternating form sends one factor per step, in one all-reduce that depends on no other:
 
         even steps   Q = orthonormalise(Q)     P_i = M_i Q      P = mean(P_i)    rest = M_i - P_i Q^T
+
         odd steps    P = orthonormalise(P)     Q_i = M_i^T P    Q = mean(Q_i)    rest = M_i - P Q_i^T
 
     Each parameter alternates by itself, so skipping a step does not break its sequence.
 
-    Linear in the gradients, hence independent of how they are spread over the ranks; biased.
+    The method is linear in the gradients: the result does not depend on how the ranks share them. It is biased.
 
-    On a small CNN (SGD, 500 steps) both forms are within 1 % of the dense loss at rank 4. A small GPT (AdamW, 600
-    steps) needs more: it was 5.4 % above at rank 4, 2.1 % at rank 8, 0.6 % at rank 16; alternating, 12 % and 5.1 % at
-    ranks 4 and 16.
+    On a small CNN (SGD, 500 steps) both forms are within 1 % of the uncompressed loss at rank 4. A small GPT (AdamW,
+    600 steps) needs a higher rank. Its loss was 5.4 % above at rank 4, 2.1 % at rank 8, 0.6 % at rank 16. The
+    alternating form was 12 % and 5.1 % above at ranks 4 and 16.
 
     Example:
         ```py
@@ -76,18 +77,19 @@ class PowerSGD(Compressor):
 
     Args:
         rank: Rank r, or a schedule of ranks.
-        alternate: Use the alternating form (half the bytes and half the round trips).
+        alternate: Use the alternating form: half the bytes and half the round trips.
         values: Encoding of the factors: `PowerSGD(4) | Cast("bf16")`.
         seed: Seed of the first Q.
-        exact_rollback: Keep a second buffer as large as the residuals, so that a step that is dropped leaves no trace.
-            Without it residuals are changed in place, and those of the parameters in a dropped step begin anew at
-            zero. None: where dropped steps are routine, which is under a loss scale.
+        exact_rollback: Keep a second buffer as large as the residuals, so that a skipped step leaves no trace. False
+            changes residuals in place: a skipped step resets the residuals of its parameters to zero. None keeps the
+            buffer only under a loss scale, which skips steps as a routine.
         feedback: Error feedback: `classic`, `decayed`, `fading`, `ef21` or None, see
             `Compressor`. The method needs it to converge.
-        decay: Share of the old residual that `decayed` and `fading` keep, in [0, 1). By default 0.5 and 0.95.
+        decay: Share of the old residual that `decayed` and `fading` keep, in [0, 1). By default 0.5 for `decayed` and
+            0.95 for `fading`.
         start_step: Steps with full gradients before compression begins.
-        min_numel: Tensors with fewer elements, or with less than two dimensions, are averaged
-            uncompressed, as are those that would not shrink.
+        min_numel: Tensors with fewer elements, or with less than two dimensions, are averaged uncompressed. So are
+            tensors that the factors would not make smaller.
 
     Raises:
         TypeError: If `rank` is neither an integer nor a `StepValue`.

@@ -84,11 +84,12 @@ class _Source(NamedTuple):
 
 
 class Cast(Quantizer):
-    """Send elements in a shorter dtype; the sum is taken in it as well.
+    """Sends elements in a shorter dtype, and sums them in this dtype.
 
         C(M) = W cast(M / W)        out = sum(cast(M_i / W))
 
-    Dividing before the sum keeps it in range. Biased by rounding; a half-precision cast is not linear.
+    The division before the sum keeps the sum in range. Rounding makes the method biased. A half-precision cast is not
+    linear.
 
     Example:
         ```py
@@ -102,12 +103,13 @@ class Cast(Quantizer):
     Args:
         dtype: `bf16`, `fp16`, `fp32` or a torch dtype.
         feedback: Error feedback: `classic`, `decayed`, `fading`, `ef21` or None, see `Compressor`.
-        decay: Share of the old residual that `decayed` and `fading` keep, in [0, 1). By default 0.5 and 0.95.
+        decay: Share of the old residual that `decayed` and `fading` keep, in [0, 1). By default 0.5 for `decayed` and
+            0.95 for `fading`.
         start_step: Steps with full gradients before compression begins.
         min_numel: Tensors with fewer elements, or with less than two dimensions, are averaged uncompressed.
 
     Raises:
-        ValueError: If `dtype` is not one of these, or a number is out of range.
+        ValueError: If `dtype` is not supported, or a number is out of range.
     """
 
     collective = "all_reduce"
@@ -169,18 +171,21 @@ class Cast(Quantizer):
 
 
 class Quantize(Quantizer):
-    """Send elements as integers of 8 or 4 bits, with scale and bias per group of at most 512 elements.
+    """Sends elements as integers of 8 or 4 bits, with scale and bias per group of at most 512 elements.
 
         b = min x    s = (max x - b) / L        C(x) = s round((x - b) / s) + b        L = 255 or 15
 
-    Two ranks send each other all their integers. More take the mean in two phases, each of n bits/8 bytes per rank
-    whatever the number of ranks, which for two would be as many bytes and a second rounding:
+    Two ranks send each other all their integers. More ranks take the mean in two phases, to send fewer bytes. Each
+    phase sends n bits/8 bytes per rank, for any number of ranks:
 
         1. rank r receives part r of every rank's integers and takes the mean, in the working dtype
-        2. it encodes that mean again and all ranks gather it; left out where each rank needs its part only
+        2. rank r encodes the mean again and all ranks gather it; omitted if each rank needs only its part
 
-    With error feedback the owner of a part also keeps what the second encoding lost, times the number of ranks, so that
-    the mean of all residuals accounts for both. Not linear; unbiased with `stochastic` and without feedback.
+    Two phases would save two ranks no bytes, and would round a second time.
+
+    With error feedback, the owner of a part also keeps the error of the second encoding, times the number of ranks. The
+    mean of all residuals then accounts for both encodings. The method is not linear. It is unbiased with `stochastic`
+    and without feedback.
 
     Example:
         ```py
@@ -194,9 +199,10 @@ class Quantize(Quantizer):
     Args:
         bits: 8 or 4.
         stochastic: Round up with the probability of the fraction: floor((x - b) / s + u), u uniform in [0, 1).
-        seed: Seed of stochastic rounding; every rank draws different numbers.
+        seed: Seed of stochastic rounding. Every rank draws different numbers.
         feedback: Error feedback: `classic`, `decayed`, `fading`, `ef21` or None, see `Compressor`.
-        decay: Share of the old residual that `decayed` and `fading` keep, in [0, 1). By default 0.5 and 0.95.
+        decay: Share of the old residual that `decayed` and `fading` keep, in [0, 1). By default 0.5 for `decayed` and
+            0.95 for `fading`.
         start_step: Steps with full gradients before compression begins.
         min_numel: Tensors with fewer elements, or with less than two dimensions, are averaged uncompressed.
 
@@ -381,18 +387,19 @@ class Quantize(Quantizer):
 
 
 class Sign(Compressor):
-    """Send one bit per element and one scale per tensor, in the two phases of `Quantize`.
+    """Sends one bit per element and one scale per tensor, in the two phases of `Quantize`.
 
         C(x) = s sign(x),  s = mean|x|,  sign(0) = 1
 
-    Both phases have their own residual: each rank for its tensors, and the owner of part r for the mean it encodes,
+    Each phase has its own residual. Each rank keeps one for its tensors. The owner of part r keeps one for the mean
+    that it encodes:
 
         M_i = g_i + e_i        c = mean(C(M_i)) + d        out = C(c)        d' = c - C(c)
 
-    Not linear, biased; it needs error feedback to converge. On a small CNN of 500 steps the loss ended 1.3 % above the
-    dense one, and within 0.1 % with `start_step=50`. It does not suit AdamW, which makes full steps of what one bit
-    adds to elements without a gradient: a small GPT of 600 steps ended 34 % above, with dense embeddings and
-    `start_step=50` 11 %.
+    The method is biased and not linear. It needs error feedback to converge. On a small CNN of 500 steps the loss ended
+    1.3 % above the uncompressed loss, and within 0.1 % with `start_step=50`. Do not use it with AdamW. One bit also
+    changes elements without a gradient, and AdamW makes full steps of these changes. A small GPT of 600 steps ended 34
+    % above, with dense embeddings and `start_step=50` 11 %.
 
     Example:
         ```py
@@ -405,7 +412,8 @@ class Sign(Compressor):
 
     Args:
         feedback: Error feedback: `classic`, `decayed`, `fading`, `ef21` or None (no residual at all), see `Compressor`.
-        decay: Share of the old residual that `decayed` and `fading` keep, in [0, 1). By default 0.5 and 0.95.
+        decay: Share of the old residual that `decayed` and `fading` keep, in [0, 1). By default 0.5 for `decayed` and
+            0.95 for `fading`.
         start_step: Steps with full gradients before compression begins.
         min_numel: Tensors with fewer elements, or with less than two dimensions, are averaged uncompressed.
 

@@ -46,7 +46,8 @@ class Sparsifier(Compressor):
             running mean of the gradients (EF21-SGDM). Give the optimizer none.
         values: Encoding of the values sent: `TopK(0.01) | Quantize(8)`.
         feedback: Error feedback: `classic`, `decayed`, `fading`, `ef21` or None, see `Compressor`.
-        decay: Share of the old residual that `decayed` and `fading` keep, in [0, 1). By default 0.5 and 0.95.
+        decay: Share of the old residual that `decayed` and `fading` keep, in [0, 1). By default 0.5 for `decayed` and
+            0.95 for `fading`.
         start_step: Steps with full gradients before compression begins.
         min_numel: Tensors with fewer elements, or with less than two dimensions, are averaged uncompressed.
     """
@@ -80,17 +81,17 @@ class Sparsifier(Compressor):
 
 
 class TopK(Sparsifier):
-    """Send the k = ratio n elements of largest magnitude of each tensor, with their positions, to all ranks.
+    """Sends the k = ratio n elements of largest magnitude of each tensor, with their positions, to all ranks.
 
         C(M) = M where |M| is among the k largest, 0 elsewhere        out = mean(C(M_i)), by all-gather
 
-    Contraction: |C(M) - M|^2 <= (1 - k/n) |M|^2. Biased and not linear. A position takes two bytes (an offset in a
-    span of 65 536, and one count per span). Over W ranks one rank sends (W - 1) k (value + 2) bytes, so from W = 8 /
-    (ratio (value + 2)) on a plain all-reduce sends less.
+    The method is a contraction, |C(M) - M|^2 <= (1 - k/n) |M|^2. It is biased and not linear. A position takes two
+    bytes (an offset in a span of 65 536, and one count per span). A value takes `value` bytes. Each of W ranks sends (W
+    - 1) k (value + 2) bytes. From W = 8 / (ratio (value + 2)) on, an uncompressed all-reduce sends less.
 
-    An element waits about 1 / ratio steps. On a small CNN the loss was within 1 % of the dense one at 2 % after 500
-    steps and at 1 % after 1000. A small GPT of 600 steps under AdamW, which scales every element by its own history,
-    was still 18 % above at 2 % and 3.5 % at 20 %.
+    An element waits about 1 / ratio steps until it is sent. The loss of a small CNN was within 1 % of the uncompressed
+    loss at 2 % of the elements after 500 steps, and at 1 % after 1000. AdamW scales every element by its own history:
+    the loss of a small GPT (600 steps) was still 18 % above at 2 % and 3.5 % at 20 %.
 
     Example:
         ```py
@@ -103,11 +104,12 @@ class TopK(Sparsifier):
 
     Args:
         ratio: Share of the elements to send, in (0, 1], or a `StepValue`.
-        seed: Seed of the random draws of an encoding of the values, where it has some.
+        seed: Seed of the codec of the values, if it draws random numbers.
         momentum: Momentum correction before the selection. Use an optimizer without momentum.
         values: Codec of the sent values; `|` sets it.
         feedback: Error feedback: `classic`, `decayed`, `fading`, `ef21` or None, see `Compressor`.
-        decay: Share of the old residual that `decayed` and `fading` keep, in [0, 1). By default 0.5 and 0.95.
+        decay: Share of the old residual that `decayed` and `fading` keep, in [0, 1). By default 0.5 for `decayed` and
+            0.95 for `fading`.
         start_step: Steps with full gradients before compression begins.
         min_numel: Tensors with fewer elements, or with less than two dimensions, are averaged uncompressed.
 
@@ -181,16 +183,16 @@ class TopK(Sparsifier):
 
 
 class RandomK(Sparsifier):
-    """Send k = ratio n random elements, the same on all ranks, so positions need not travel and an all-reduce suffices.
+    """Sends k = ratio n random elements, the same on all ranks: an all-reduce without positions.
 
-    The tensor is divided into k nearly equal runs and one element is drawn from each, by a hash of the run, seed, step
-    and parameter name: the same one on every device.
+    The compressor splits the tensor into k runs of nearly equal length and draws one element from each. A hash of the
+    run, seed, step and parameter name selects the element, so every device draws the same one.
 
         with feedback       C(M) = M at the drawn positions                    linear
         without             C(M) = M times the length of the run, there        linear and unbiased
 
-    A quarter of the elements is the least at which a small CNN stayed within 1 % of the dense loss (500 steps); a small
-    GPT under AdamW was then 16 % above (600 steps).
+    A small CNN (500 steps) needed a quarter of the elements to stay within 1 % of the uncompressed loss. The loss of a
+    small GPT under AdamW was then 16 % above (600 steps).
 
     Example:
         ```py
@@ -207,7 +209,8 @@ class RandomK(Sparsifier):
         momentum: Momentum correction before the selection. Use an optimizer without momentum.
         values: Codec of the sent values; `|` sets it.
         feedback: Error feedback: `classic`, `decayed`, `fading`, `ef21` or None, see `Compressor`.
-        decay: Share of the old residual that `decayed` and `fading` keep, in [0, 1). By default 0.5 and 0.95.
+        decay: Share of the old residual that `decayed` and `fading` keep, in [0, 1). By default 0.5 for `decayed` and
+            0.95 for `fading`.
         start_step: Steps with full gradients before compression begins.
         min_numel: Tensors with fewer elements, or with less than two dimensions, are averaged uncompressed.
 
@@ -282,14 +285,14 @@ class RandomK(Sparsifier):
 
 
 class BlockTopK(Sparsifier):
-    """Send the blocks of consecutive elements that are largest over all ranks together: no positions, no all-gather.
+    """Sends the blocks of consecutive elements with the largest norms over all ranks, without an all-gather.
 
         1. all-reduce of the squared norms of all blocks of the flattened tensor: every rank chooses the same blocks
         2. all-reduce of the elements of the chosen blocks
 
-    The first phase costs 1 / block of the dense bytes. Biased and not linear. On a small CNN of 500 steps the loss
-    stayed within 1 % of the dense one at 10 % of the blocks, not at 5 %; that of a small GPT under AdamW (600 steps)
-    was 16 % above at 10 % and 3.0 % at 50 %.
+    The first phase sends 1 / block of the uncompressed bytes. The method is biased and not linear. The loss of a small
+    CNN (500 steps) stayed within 1 % of the uncompressed loss at 10 % of the blocks, but not at 5 %. The loss of a
+    small GPT under AdamW (600 steps) was 16 % above at 10 % and 3.0 % at 50 %.
 
     Example:
         ```py
@@ -302,11 +305,12 @@ class BlockTopK(Sparsifier):
 
     Args:
         ratio: Share of the blocks to send, in (0, 1], or a `StepValue`.
-        block: Elements of a block.
+        block: Number of elements in a block.
         momentum: Momentum correction before the selection. Use an optimizer without momentum.
         values: Codec of the sent values; `|` sets it.
         feedback: Error feedback: `classic`, `decayed`, `fading`, `ef21` or None, see `Compressor`.
-        decay: Share of the old residual that `decayed` and `fading` keep, in [0, 1). By default 0.5 and 0.95.
+        decay: Share of the old residual that `decayed` and `fading` keep, in [0, 1). By default 0.5 for `decayed` and
+            0.95 for `fading`.
         start_step: Steps with full gradients before compression begins.
         min_numel: Tensors with fewer elements, or with less than two dimensions, are averaged uncompressed.
 

@@ -75,9 +75,10 @@ class _DdpBucket:
 
 
 class HookState:
-    """The state of `compression_hook`: the compressor and the steps it takes.
+    """Holds the state of `compression_hook`: the compressor and its steps.
 
-    One backward pass with synchronization is one step of the compressor; inside `no_sync()` DDP calls no hook.
+    One backward pass with synchronization is one step of the compressor. Inside `no_sync()`, DDP does not call the
+    hook.
 
     Example:
         ```py
@@ -90,15 +91,15 @@ class HookState:
         ```
 
     Args:
-        compressor: Reduces the gradients; its state is keyed by the module's parameter names. A `HierarchicalReducer`
-            has groups of its own, of the ranks of `process_group`.
-        module: The module whose gradients come, wrapped in DDP or not. Only its names are used.
-        process_group: The group of the DDP module; all ranks when omitted.
-        scaler: A `torch.amp.GradScaler` in use: residuals are kept without its scale.
-        unused_parameters: Ask the other ranks which parameters have a gradient at all, and keep the residuals of the
-            others as they are. None: as DDP's `find_unused_parameters` or `static_graph` says, if `module` is DDP.
+        compressor: Compressor of the gradients. Its state is keyed by the module's parameter names. A
+            `HierarchicalReducer` has its own groups of the ranks of `process_group`.
+        module: Module that computes the gradients, wrapped in DDP or not. `HookState` uses only its names.
+        process_group: Process group of the DDP module. By default all ranks.
+        scaler: The `torch.amp.GradScaler`, if you use one. Residuals are kept without its scale.
+        unused_parameters: Find parameters without a gradient on every rank, and leave their residuals unchanged. None
+            follows `find_unused_parameters` or `static_graph` of DDP, if `module` is DDP.
         bucket_bytes: Approximate bytes of the gradients that a rank compresses together. 25 MiB by default.
-        timeout: Deadline of each collective on CPU; torch's default when omitted.
+        timeout: Deadline of each collective on CPU. By default torch's.
 
     Raises:
         TypeError: If `compressor` is not a compressor.
@@ -162,7 +163,7 @@ class HookState:
     # ------------------------------------------------------------------------------------------------------- backward
 
     def reduce(self, bucket: dist.GradBucket) -> Future[Tensor]:
-        """Take a bucket of DDP; the future holds it with the means in place."""
+        """Reduce a bucket of DDP. The future holds the bucket with the averaged gradients."""
         if not isinstance(bucket, dist.GradBucket):
             raise TypeError(
                 f"`torch._dynamo.config.optimize_ddp` must not be 'python_reducer' with compression; got a"
@@ -353,7 +354,7 @@ class HookState:
     # -------------------------------------------------------------------------------------------- between the steps
 
     def finish(self) -> bool:
-        """Wait for the last step; False if it was dropped, because a gradient was not finite on some rank.
+        """Wait for the last step. Return False if a gradient was not finite on some rank, so that the step was skipped.
 
         Raises:
             Exception: The error of the compressor, if there was one.
@@ -398,7 +399,7 @@ def _trainable(module: nn.Module) -> dict[str, int]:
 
 
 def compression_hook(state: HookState, bucket: dist.GradBucket) -> Future[Tensor]:
-    """Reduce a bucket with a compressor: a communication hook of `DistributedDataParallel`; see `HookState`.
+    """Reduce a bucket with a compressor, as a communication hook of `DistributedDataParallel`. See `HookState`.
 
     Example:
         ```py

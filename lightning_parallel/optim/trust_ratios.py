@@ -153,7 +153,7 @@ class TrustRatioOptimizer(Optimizer):
 
 
 class LARS(TrustRatioOptimizer):
-    """SGD with momentum whose learning rate is scaled for each parameter (layer-wise adaptive rate scaling).
+    """Scales the learning rate of SGD with momentum for each parameter (layer-wise adaptive rate scaling).
 
     With parameter `w`, gradient `g`, learning rate `lr`, momentum `m`, weight decay `d`, trust coefficient `c`:
 
@@ -161,8 +161,8 @@ class LARS(TrustRatioOptimizer):
         v     = m v + lr ratio (g + d w)
         w     = w - v
 
-    Norms are those of whole parameters: over tensor-parallel shards of this library's strategies and over `DTensor`s,
-    in one message for all.
+    The norms are those of full parameters, also if the strategies of this library shard them, or if they are
+    `DTensor`s. One all-reduce per group of ranks covers all parameters.
 
     Example:
         ```py
@@ -178,15 +178,16 @@ class LARS(TrustRatioOptimizer):
         ```
 
     Args:
-        params: Parameters, or groups of them; each argument may be that of a group.
+        params: Parameters, or parameter groups. A group may set every other argument.
         lr: Learning rate.
         momentum: Momentum.
         weight_decay: Weight decay.
         trust_coefficient: How far a step may change a parameter, relative to its norm, at `lr=1`.
-        adapt_vectors: Scale parameters of one dimension, too (biases, gains of norms); recipes leave them out.
+        adapt_vectors: Also scale parameters of one dimension (biases, gains of norms). Published recipes leave them
+            out.
 
     Raises:
-        ValueError: If an argument is negative; for flattened parameters (FSDP1, DeepSpeed).
+        ValueError: If an argument is negative, or parameters are flattened (FSDP1, DeepSpeed).
 
     Source: You et al., https://arxiv.org/abs/1708.03888, algorithm 1
     """
@@ -239,7 +240,7 @@ class LARS(TrustRatioOptimizer):
 
 
 class LAMB(TrustRatioOptimizer):
-    """AdamW whose step is scaled for each parameter (layer-wise adaptive moments).
+    """Scales the step of AdamW for each parameter (layer-wise adaptive moments).
 
     With parameter `w`, the step `r` of Adam with bias correction, learning rate `lr`, weight decay `d`:
 
@@ -247,8 +248,8 @@ class LAMB(TrustRatioOptimizer):
         ratio = min(|w|, max_weight_norm) / |u|    1 if a norm is zero, and for biases and norms (`adapt_vectors`)
         w     = w - lr ratio u
 
-    Norms are those of whole parameters: over tensor-parallel shards of this library's strategies and over `DTensor`s,
-    in one message for all.
+    The norms are those of full parameters, also if the strategies of this library shard them, or if they are
+    `DTensor`s. One all-reduce per group of ranks covers all parameters.
 
     Example:
         ```py
@@ -264,16 +265,17 @@ class LAMB(TrustRatioOptimizer):
         ```
 
     Args:
-        params: Parameters, or groups of them; each argument may be that of a group.
+        params: Parameters, or parameter groups. A group may set every other argument.
         lr: Learning rate.
-        betas: Decay of the mean of gradients, and of that of their squares.
-        eps: Added to the root of the latter.
+        betas: Decay rates of the running means of the gradient and of its square.
+        eps: Number added to the square root of the second mean.
         weight_decay: Weight decay.
-        adapt_vectors: Scale parameters of one dimension, too (biases, gains of norms); recipes leave them out.
-        max_weight_norm: Largest norm of a parameter that counts; None for no limit.
+        adapt_vectors: Also scale parameters of one dimension (biases, gains of norms). Published recipes leave them
+            out.
+        max_weight_norm: Upper limit of `|w|` in the ratio. None sets no limit.
 
     Raises:
-        ValueError: If an argument is out of range; for flattened parameters (FSDP1, DeepSpeed).
+        ValueError: If an argument is out of range, or parameters are flattened (FSDP1, DeepSpeed).
 
     Source: You et al., https://arxiv.org/abs/1904.00962, algorithm 2
     """

@@ -34,12 +34,12 @@ _MOST_ACTIONS = 1 << 20
 
 @dataclass(frozen=True)
 class Costs:
-    """Cost of one microbatch in each layer, in the prologue, and in the epilogue.
+    """Holds the cost of one microbatch in each layer, in the prologue, and in the epilogue.
 
     Attributes:
-        layers: One per layer.
-        prologue: What is computed before the first layer.
-        epilogue: What is computed after the last one, loss included.
+        layers: Cost of each layer.
+        prologue: Cost of the code before the first layer.
+        epilogue: Cost of the code after the last layer, with the loss.
     """
 
     layers: tuple[Cost, ...]
@@ -65,11 +65,11 @@ class Costs:
 
 @dataclass(frozen=True)
 class TensorLayout:
-    """Shape and dtype of a tensor that passes from one stage to the next.
+    """Describes a tensor that passes from one stage to the next.
 
     Attributes:
-        shape: Of one microbatch of the example.
-        dtype: As torch names it, such as `float32`.
+        shape: Shape for one microbatch of the example.
+        dtype: Name of the dtype in torch, such as `float32`.
     """
 
     shape: tuple[int, ...]
@@ -78,13 +78,13 @@ class TensorLayout:
 
 @dataclass(frozen=True)
 class PlannedParameter:
-    """A parameter and the stages that hold it.
+    """Describes a parameter and the stages that hold it.
 
     Attributes:
-        stages: The stages that compute with it; several for a tied parameter.
-        count: Elements, of this rank's tensor-parallel shard.
-        num_bytes: Their size.
-        is_trained: Whether it requires a gradient.
+        stages: Stages that compute with the parameter. A tied parameter has several.
+        count: Number of elements in this rank's tensor-parallel shard.
+        num_bytes: Size of these elements in bytes.
+        is_trained: Whether the parameter requires a gradient.
     """
 
     stages: tuple[int, ...]
@@ -110,7 +110,7 @@ class TiedParameter:
 
 @dataclass(frozen=True)
 class PipelinePlan:
-    """How a model is divided over the stages of a pipeline, with the predicted costs.
+    """Describes how the layers of a model are split into pipeline stages, with the predicted costs.
 
     Example:
         ```py
@@ -125,20 +125,20 @@ class PipelinePlan:
 
     Args:
         model: Class of the model.
-        container: Path of the layer stack, see `LayerStack`.
+        container: Dotted name of the container of repeated layers.
         layers: Name of each repeated layer, in the order of their calls.
-        layers_per_stage: How many of them each stage gets.
+        layers_per_stage: Number of layers in each stage.
         schedule: Actions of each rank.
-        parameters: Where each parameter goes, by name.
-        buffer_stages: The stages that hold each buffer, by name.
-        module_stages: The stages that call each module outside of the layer stack, by name.
-        costs: What each layer costs; seconds are 0 where nothing was measured.
-        boundaries: What passes from each stage to the next; empty where no example was given.
-        skips: For each stage, what it gets besides the arguments of its first layer; empty where no example was given.
-        link: Between neighbouring ranks.
-        request: What the plan was made for; a plan is used again only for the same request.
-        direct: The parameters that the step computes with outside of modules; None if that is not known.
-        stopped: Why it was not followed to its end, if it lacked something else than data.
+        parameters: Stages and size of each parameter, by name.
+        buffer_stages: Stages that hold each buffer, by name.
+        module_stages: Stages that call each module that is not in the container, by name.
+        costs: Cost of each layer. Seconds are 0 if nothing was measured.
+        boundaries: Tensors that pass from each stage to the next. Empty if no example was given.
+        skips: Additional inputs of each stage, besides the arguments of its first layer. Empty if no example was given.
+        link: Link between neighbouring ranks.
+        request: Request that the plan answers. A plan is used again only for the same request.
+        direct: Parameters that the step uses without calling a module. None if unknown.
+        stopped: Reason that the model was not traced to its end, unless only data was missing.
     """
 
     model: str
@@ -185,7 +185,8 @@ class PipelinePlan:
     def held_parameters(self, stage: int) -> list[PlannedParameter]:
         """Return the parameters that a rank holds for a stage.
 
-        Of several stages of a rank, the first holds what they share: those of a layer that is called several times.
+        A layer that is called several times may be in several stages of a rank. The first of these stages holds its
+        parameters.
         """
         ranks = self.schedule.stage_ranks
         return [
@@ -222,7 +223,7 @@ class PipelinePlan:
         return f" ({len(names)} calls)" if len(set(names)) < len(names) else ""
 
     def outer_names(self, stage: int) -> list[str]:
-        """Return the modules of a stage that have parameters outside of the layer stack."""
+        """Return the modules of a stage that have parameters and are not in the layer stack."""
         # The dot matters: `layers.1` is no prefix of `layers.10`.
         inside = tuple(f"{layer}." for layer in self.layers)
         owners = []
@@ -233,7 +234,7 @@ class PipelinePlan:
         return list(dict.fromkeys(owners))
 
     def outline(self) -> dict[str, Any]:
-        """Return what ranks must agree on to run the plan together."""
+        """Return the values on which ranks must agree to run the plan together."""
         schedule = self.schedule
         return {
             "layers": (self.container, self.layers, self.layers_per_stage),
@@ -247,7 +248,7 @@ class PipelinePlan:
         """Check that the plan was made for a model of this structure and for this number of ranks.
 
         Raises:
-            ValueError: With what the plan expects and what was found; also if the plan contradicts itself.
+            ValueError: If the model or the number of ranks differs from the plan, or the plan contradicts itself.
         """
         if self.schedule.num_ranks != num_ranks:
             raise ValueError(
@@ -298,7 +299,7 @@ class PipelinePlan:
         """Return the plan as values that JSON can hold.
 
         Raises:
-            ValueError: If its schedule is a table of actions that no builder makes.
+            ValueError: If the schedule of the plan is a custom table of actions.
         """
         # A schedule is saved as the arguments of its builder, which are much shorter than its rows.
         schedule = self.schedule
@@ -331,10 +332,10 @@ class PipelinePlan:
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> PipelinePlan:
-        """Read what `to_dict` wrote.
+        """Read a plan that `to_dict` wrote.
 
         Raises:
-            ValueError: If it is of another version, or an entry is missing.
+            ValueError: If the plan is of another version, or an entry is missing.
         """
         if not isinstance(data, Mapping) or data.get("version") != _VERSION:
             found = data.get("version") if isinstance(data, Mapping) else data
@@ -393,7 +394,7 @@ class PipelinePlan:
         """Read a plan that `save` wrote.
 
         Raises:
-            ValueError: If there is no such file, or it holds no plan of this version.
+            ValueError: If the file is missing, or has no plan of this version.
         """
         try:
             return cls.from_dict(json.loads(Path(path).read_text()))

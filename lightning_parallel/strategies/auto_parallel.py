@@ -53,15 +53,15 @@ __all__ = ["AutoParallelStrategy", "accumulated_batches", "first_of_loaders"]
 
 
 class AutoParallelStrategy(HybridParallelStrategy):
-    """Plans when `fit` begins: predicts every layout of the processes, takes the best, and says which.
+    """Predicts every layout of the processes when `fit` begins, takes the best, and prints it.
 
-    The layout with most samples per second among those that fit is taken, at the batch size of the training loader,
-    which is that of each replica. To look at the plan without a run, or for devices that are not here, use
-    `lightning-parallel plan`. To keep a layout, use `HybridParallelStrategy` with the arguments that are printed.
+    The strategy takes the layout with the most samples per second that fits in memory. Each replica has the batch size
+    of the training loader. To see the plan without a run, or for other devices, use `lightning-parallel plan`. To keep
+    a layout, use `HybridParallelStrategy` with the printed arguments.
 
-    The first rank reads a batch early, and so calls `prepare_data` and `setup` of the data once more before all ranks
-    do. Validation, test and prediction without a `fit` before them run with replicas only. A run that resumes may take
-    another layout than the one before: checkpoints fit all of them.
+    The first rank reads a batch early. For this it calls `prepare_data` and `setup` of the data once more, before all
+    ranks do. Validation, test and prediction run with replicas only, unless `fit` ran before. A resumed run may take
+    another layout: checkpoints fit all layouts.
 
     Example:
         ```py
@@ -73,11 +73,11 @@ class AutoParallelStrategy(HybridParallelStrategy):
         ```
 
     Args:
-        memory_limit_bytes: Largest memory per rank, in bytes or such as `"80GiB"`. By default the memory of the device,
-            or its share of the host's.
+        memory_limit_bytes: Largest memory per rank, in bytes or such as `"80GiB"`. By default the memory of the device.
+            On CPU, the rank's share of the host's memory.
         tensor_plan: How each layer is sharded. `"auto"` uses the plan of a Hugging Face model, otherwise the structure
             of the model. A dict maps globs over module paths to styles: `column`, `row`, `column_gather`, `row_split`,
-            `vocab`, `head`, `attention`, `transformer_layer`, `replicate`, or the names of Hugging Face.
+            `vocab`, `head`, `attention`, `transformer_layer`, `replicate`, or the style names of Hugging Face.
         sequence_parallel: Also shard the activations between sharded layers along the sequence. This saves memory; the
             backward pass gathers the inputs of attention and MLP once more.
         gather_logits: Gather the logits at once, also in training. By default they stay sharded by class until code
@@ -85,21 +85,21 @@ class AutoParallelStrategy(HybridParallelStrategy):
         layers: Dotted name of the container of repeated layers. Join several containers in a row by commas.
         split_batch: Function `(batch, parts) -> microbatches`, or its dotted path. Needed if the samples are not in
             dimension 0.
-        microbatch_weight: Function `(microbatch) -> weight` in the loss, or its dotted path. Defaults to the samples,
-            or to the tokens if the loss is a mean over tokens.
+        microbatch_weight: Function `(microbatch) -> weight` in the loss, or its dotted path. By default the number of
+            samples, or of tokens if the loss is a mean over tokens.
         compression: Compressor of the gradient all-reduce between replicas. None sends full gradients.
-        compressor_state: Compressor memory in a checkpoint of one file. `local` writes a file of each rank beside it,
-            `exact` stores all ranks in it, `mean` stores their mean, `none` stores nothing. A sharded checkpoint always
-            stores each rank's.
-        hierarchical: Sum full gradients inside a node, and compress between nodes only. True finds nodes by host; a
-            number is the replicas of a node.
+        compressor_state: How a checkpoint of one file stores the compressor's state. `local` writes one file per rank
+            beside it. `exact` stores the states of all ranks in it, `mean` stores their mean, `none` stores nothing. A
+            sharded checkpoint always stores the state of each rank.
+        hierarchical: Sum full gradients inside a node, and compress between nodes only. True groups the replicas by
+            host. A number sets the replicas per node.
         zero_stage: ZeRO stage over the replicas. 1 shards the optimizer state. 2 also shards the gradients between
             backward and the end of the step.
-        checkpoint_format: `full` writes one ordinary Lightning checkpoint. `sharded` writes a folder with a file of
-            each rank. Every layout loads both.
-        async_save: Write sharded checkpoints in the background. A step waits for a copy of the tensors only.
-        verify: Self-check of the module's own steps against one process, before their first batch. `auto` and `always`
-            run it, `off` does not.
+        checkpoint_format: `full` writes one ordinary Lightning checkpoint. `sharded` writes a folder with one file per
+            rank. Every layout loads both formats.
+        async_save: Write sharded checkpoints in the background. Training waits only for a copy of the tensors.
+        verify: Self-check that compares the module's steps with one process, before their first batch. `auto` and
+            `always` run the self-check, `off` does not.
         gather_after_fit: Ranks on which the module holds full parameters after a run: `all`, `rank_zero` or `off`.
             `auto` takes `all` if memory allows it, and prints the choice otherwise.
         process_group_backend: Backend of `torch.distributed`. By default it follows the device: gloo for CPU, NCCL for
@@ -115,7 +115,7 @@ class AutoParallelStrategy(HybridParallelStrategy):
 
     Raises:
         ValueError: If the limit is not positive. On every rank when the Trainer starts, if no layout fits; the message
-            lists what each layout lacks.
+            lists the shortfall of each layout.
     """
 
     @spelled()

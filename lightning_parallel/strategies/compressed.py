@@ -273,12 +273,12 @@ class SavesShardedCompression(SavesCompression):
 
 
 class CompressedDDPStrategy(SavesCompression, DDPStrategy):
-    """Lightning's `DDPStrategy` with compressed gradients, on CPU too.
+    """Compresses the gradients of Lightning's `DDPStrategy`, also on CPU.
 
-    Gradients are compressed while backward is still running, also on a single rank. A step in which a gradient is not
-    finite on some rank is skipped on all of them and changes nothing; under `16-mixed` the gradient scaler skips it,
-    otherwise the strategy. Parameters may be unfrozen during training, as finetuning callbacks do: the module is then
-    wrapped again. The compressor's state is part of the checkpoint: training resumes bit for bit on as many ranks.
+    Compression overlaps with the backward pass, also on a single rank. If a gradient is not finite on any rank, all
+    ranks skip the step, which changes nothing. Under `16-mixed` the gradient scaler skips the step, otherwise the
+    strategy does. You may unfreeze parameters during training, as finetuning callbacks do: the strategy then wraps the
+    module again. Checkpoints hold the compressor's state. Training resumes bit for bit on the same number of ranks.
 
     Example:
         ```py
@@ -291,11 +291,11 @@ class CompressedDDPStrategy(SavesCompression, DDPStrategy):
 
     Args:
         compression: Compressor of the gradient all-reduce.
-        compressor_state: Compressor memory in a checkpoint of one file. `local` writes a file of each rank beside it,
-            `exact` stores all ranks in it, `mean` stores their mean, `none` stores nothing. A sharded checkpoint always
-            stores each rank's.
-        hierarchical: Sum full gradients inside a node, and compress between nodes only. True finds nodes by host; a
-            number is the replicas of a node.
+        compressor_state: How a checkpoint of one file stores the compressor's state. `local` writes one file per rank
+            beside it. `exact` stores the states of all ranks in it, `mean` stores their mean, `none` stores nothing. A
+            sharded checkpoint always stores the state of each rank.
+        hierarchical: Sum full gradients inside a node, and compress between nodes only. True groups the replicas by
+            host. A number sets the replicas per node.
         broadcast_buffers: Broadcast the buffers of the first rank before each forward pass.
         init_sync: Broadcast parameters and buffers of the first rank when the module is wrapped.
         bucket_cap_mb: Size of a gradient bucket, in MiB. By default that of `DistributedDataParallel`.
@@ -314,7 +314,7 @@ class CompressedDDPStrategy(SavesCompression, DDPStrategy):
         precision_plugin: Precision plugin, set by the Trainer from `precision`.
 
     Raises:
-        ValueError: If a communication hook is given as well; when the Trainer starts, on every rank, if nodes have
+        ValueError: If you also pass a communication hook. On every rank when the Trainer starts, if nodes have
             different numbers of ranks.
     """
 

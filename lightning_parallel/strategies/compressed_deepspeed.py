@@ -35,12 +35,12 @@ _SUPPORTED = RequirementCache("deepspeed>=0.19,<0.20")
 
 
 class CompressedDeepSpeedStrategy(SavesCompression, DeepSpeedStrategy):
-    """Lightning's `DeepSpeedStrategy` with compressed gradients, on CPU too.
+    """Compresses the gradients of Lightning's `DeepSpeedStrategy`, also on CPU.
 
-    A step in which a gradient is not finite on some rank is skipped on all of them; the compressor's state is part of
-    the checkpoint. ZeRO 0 and 1 communicate once per optimizer step. ZeRO 2 communicates after every batch and is
-    therefore compressed only without accumulation. ZeRO 3 has no whole gradients: only DeepSpeed's own compression
-    works there. On CPU, DeepSpeed itself fails with parameters without dimensions and with transposed ones.
+    If a gradient is not finite on any rank, all ranks skip the step. Checkpoints hold the compressor's state. ZeRO 0
+    and 1 communicate once per optimizer step. ZeRO 2 communicates after every batch and is therefore compressed only
+    without accumulation. ZeRO 3 has no full gradients, so only DeepSpeed's own compression works there. On CPU,
+    DeepSpeed itself fails if parameters have no dimensions or are transposed.
 
     Example:
         ```py
@@ -54,13 +54,13 @@ class CompressedDeepSpeedStrategy(SavesCompression, DeepSpeedStrategy):
 
     Args:
         compression: Compressor of the gradient all-reduce. None leaves it to DeepSpeed.
-        compressor_state: Compressor memory in a checkpoint of one file. `local` writes a file of each rank beside it,
-            `exact` stores all ranks in it, `mean` stores their mean, `none` stores nothing. A sharded checkpoint always
-            stores each rank's.
+        compressor_state: How a checkpoint of one file stores the compressor's state. `local` writes one file per rank
+            beside it. `exact` stores the states of all ranks in it, `mean` stores their mean, `none` stores nothing. A
+            sharded checkpoint always stores the state of each rank.
         communication_data_type: DeepSpeed's own compression: type of the gradients on the wire.
         quantized_gradients: DeepSpeed's own compression under stage 3 on CUDA: gradients in 4 bits (ZeRO++,
             arXiv:2306.10209).
-        zero_optimization: Use ZeRO. Ignored if `config` is given, as most arguments below.
+        zero_optimization: Use ZeRO. Ignored if you pass `config`, like most arguments below.
         stage: Stage of ZeRO: 0 none, 1 optimizer state, 2 also gradients, 3 also parameters.
         remote_device: Device of new parameters under stage 3: `cpu` or `nvme`.
         offload_optimizer: Keep the optimizer state in CPU memory or on NVMe.
@@ -73,7 +73,7 @@ class CompressedDeepSpeedStrategy(SavesCompression, DeepSpeedStrategy):
         offload_optimizer_device: `cpu` or `nvme`.
         optimizer_buffer_count: Buffers for optimizer state on NVMe.
         block_size: Bytes of an NVMe read or write.
-        queue_depth: NVMe operations under way.
+        queue_depth: Number of NVMe operations in flight.
         single_submit: Submit NVMe operations one by one.
         overlap_events: Overlap NVMe operations.
         thread_count: Threads per NVMe operation.
@@ -110,8 +110,8 @@ class CompressedDeepSpeedStrategy(SavesCompression, DeepSpeedStrategy):
 
     Raises:
         ModuleNotFoundError: If DeepSpeed 0.19 is not installed.
-        ValueError: If `compression` and the rest cannot be combined; at the start of a run, if the device does not
-            compute in the 16-bit type that `precision` or `config` asks for.
+        ValueError: If `compression` does not fit the other arguments. At the start of a run, if the device does not
+            support the 16-bit type of `precision` or `config`.
     """
 
     compression: Optional[Reducer]  # type: ignore[assignment]

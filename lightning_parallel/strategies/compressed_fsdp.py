@@ -54,15 +54,15 @@ __all__ = ["CompressedFSDPStrategy", "CompressedModelParallelStrategy"]
 
 
 class CompressedFSDPStrategy(SavesShardedCompression, FSDPStrategy):
-    """Lightning's `FSDPStrategy` (FSDP1) with compressed gradients, on CPU too.
+    """Compresses the gradients of Lightning's `FSDPStrategy` (FSDP1), also on CPU.
 
-    A step in which a gradient is not finite on some rank is skipped on all of them; the compressor's state is part of
-    the checkpoint. While batches accumulate, nothing is communicated. Gradients may be clipped by their norm.
+    If a gradient is not finite on any rank, all ranks skip the step. Checkpoints hold the compressor's state.
+    While batches accumulate, the strategy does not communicate. You may clip gradients by norm.
 
-    With reentrant activation checkpointing FSDP reduces a gradient in two parts, which are two steps of the compressor:
-    use `use_reentrant=False`.
+    With reentrant activation checkpointing, FSDP reduces a gradient in two parts. The compressor would count them as
+    two steps, so pass `use_reentrant=False`.
 
-    With HYBRID_SHARD gradients are compressed between the replicas only: `device_mesh` says which ranks those are.
+    With `HYBRID_SHARD` the strategy compresses gradients between replicas only. `device_mesh` defines the replicas.
 
     Example:
         ```py
@@ -76,9 +76,9 @@ class CompressedFSDPStrategy(SavesShardedCompression, FSDPStrategy):
 
     Args:
         compression: Compressor of the gradient all-reduce.
-        compressor_state: Compressor memory in a checkpoint of one file. `local` writes a file of each rank beside it,
-            `exact` stores all ranks in it, `mean` stores their mean, `none` stores nothing. A sharded checkpoint always
-            stores each rank's.
+        compressor_state: How a checkpoint of one file stores the compressor's state. `local` writes one file per rank
+            beside it. `exact` stores the states of all ranks in it, `mean` stores their mean, `none` stores nothing. A
+            sharded checkpoint always stores the state of each rank.
         cpu_offload: Keep parameters and gradients in CPU memory.
         mixed_precision: Types of parameters, reductions and buffers. By default from `precision`.
         auto_wrap_policy: Module classes, or a policy, to wrap into an FSDP unit each.
@@ -105,7 +105,7 @@ class CompressedFSDPStrategy(SavesShardedCompression, FSDPStrategy):
         precision_plugin: Precision plugin, set by the Trainer from `precision`.
 
     Raises:
-        ValueError: If `sharding_strategy` shards and replicates on CPU and there is no `device_mesh`.
+        ValueError: If `sharding_strategy` shards and replicates on CPU without a `device_mesh`.
     """
 
     @spelled()
@@ -278,17 +278,17 @@ class CompressedFSDPStrategy(SavesShardedCompression, FSDPStrategy):
 
 
 class CompressedModelParallelStrategy(SavesShardedCompression, ModelParallelStrategy):
-    """Lightning's `ModelParallelStrategy` with compressed gradients, on CPU too.
+    """Compresses the gradients of Lightning's `ModelParallelStrategy`, also on CPU.
 
-    The mesh that the module's `configure_model` passes to `fully_shard` decides what is compressed:
+    Your `configure_model` passes a mesh to `fully_shard`. The mesh decides which communication is compressed:
 
         self.device_mesh["data_parallel"]    the reduce-scatter over the data-parallel axis; `parallelize_module`
                                              may use the tensor-parallel axis
         self.device_mesh["tensor_parallel"]  hybrid sharding: the sum over the data-parallel axis, whose ranks hold
                                              the same shards; every rank then reads different data
 
-    A step in which a gradient is not finite on some rank is skipped on all of them; the compressor's state is part of
-    the checkpoint. While batches accumulate, nothing is communicated.
+    If a gradient is not finite on any rank, all ranks skip the step. Checkpoints hold the compressor's state.
+    While batches accumulate, the strategy does not communicate.
 
     Example:
         ```py
@@ -306,12 +306,12 @@ class CompressedModelParallelStrategy(SavesShardedCompression, ModelParallelStra
 
     Args:
         compression: Compressor of the gradient all-reduce.
-        compressor_state: Compressor memory in a checkpoint of one file. `local` writes a file of each rank beside it,
-            `exact` stores all ranks in it, `mean` stores their mean, `none` stores nothing. A sharded checkpoint always
-            stores each rank's.
+        compressor_state: How a checkpoint of one file stores the compressor's state. `local` writes one file per rank
+            beside it. `exact` stores the states of all ranks in it, `mean` stores their mean, `none` stores nothing. A
+            sharded checkpoint always stores the state of each rank.
         data_parallel_size: Ranks along the data-parallel axis.
         tensor_parallel_size: Ranks along the tensor-parallel axis.
-        save_distributed_checkpoint: Write a folder with a file of each rank. False writes one file.
+        save_distributed_checkpoint: Write a folder with one file per rank. False writes one file.
         process_group_backend: Backend of `torch.distributed`. By default it follows the device: gloo for CPU, NCCL for
             CUDA.
         timeout: Deadline of every collective. 30 minutes by default.

@@ -49,7 +49,7 @@ __all__ = [
 ]
 
 KeptState = Literal["local", "exact", "mean", "none"]
-"""Compressor memory in a checkpoint of one file."""
+"""How a checkpoint of one file stores the state of the compressor."""
 
 KEY = "compression"
 """Of the entry in a checkpoint."""

@@ -68,9 +68,10 @@ _NOTHING_HELD = re.compile(r"(?i)empty|at least one tensor|list index|StopIterat
 
 
 class HookError(RuntimeError):
-    """A hook of your module computes with a shard or a microbatch as if it were the full tensor.
+    """Reports a hook of your module that computes with a shard or a microbatch as if it were the full tensor.
 
-    Under the mesh strategies, forward hooks and gradient hooks see only a part. The error names the hook and its file.
+    Under the mesh strategies, forward hooks and gradient hooks see only a shard or a microbatch. The error names the
+    hook and its file.
 
     Example:
         ```py

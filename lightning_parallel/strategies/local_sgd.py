@@ -71,18 +71,21 @@ _OUTER: dict[str, Optional[Callable[[Iterable], Optimizer]]] = {
 class LocalSGDStrategy(HybridParallelStrategy):
     """Lets each replica take optimizer steps of its own, and averages the replicas every `every_n_steps` steps.
 
-    For slow links: nothing is sent in most steps, and what is sent, the drift of the parameters since the replicas
-    agreed last, can be compressed with the error feedback of any compressor. Replicas are processes, or those of a
-    tensor- and pipeline-parallel mesh, as in `HybridParallelStrategy`.
+    Use this strategy for slow links: most steps send nothing. An exchange sends the drift, the change of the parameters
+    since the last exchange. Any compressor can compress the drift, with its error feedback. A replica is one process,
+    or several processes with tensor and pipeline parallelism, as in `HybridParallelStrategy`.
 
-    Before validation, checkpoints and the end of `fit` the replicas exchange what has drifted so far, so that all of
-    these see one model. There, replicas may also join and leave: a run resumed with as many of them goes on bit for
-    bit (with LBFGS, whose history is lists, with the first one's); among others each begins with the mean of their
-    optimizers' state. In between, replicas have parameters, optimizer state and, under `16-mixed`, loss scales of their
-    own. Metrics that are not synchronised are the replica's; a signal to end (SIGTERM) is heeded at the next exchange.
+    Replicas also exchange their drifts before validation, before checkpoints and at the end of `fit`, which then use
+    one model. Between exchanges, each replica has its own parameters, optimizer state and, under `16-mixed`, loss
+    scale. A metric that you do not synchronise is that of one replica. A signal to end (SIGTERM) takes effect at the
+    next exchange.
 
-    A replica whose drift is not finite returns to the parameters on which all agreed last, with a new optimizer state;
-    the others go on. With `every_n_steps=1`, no compression and SGD this is DDP.
+    A run may resume with more or fewer replicas. With the same number it continues bit for bit; only LBFGS, whose
+    history is lists, continues with the history of the first replica. With another number, each replica begins with the
+    mean of the optimizer states.
+
+    A replica whose drift is not finite returns to the parameters of the last exchange, with a new optimizer state. The
+    other replicas continue. With `every_n_steps=1`, no compression and SGD, the strategy equals DDP.
 
     Example:
         ```py
@@ -96,16 +99,17 @@ class LocalSGDStrategy(HybridParallelStrategy):
 
     Args:
         every_n_steps: Optimizer steps between two exchanges.
-        compression: Compressor of the drifts; None sends them as they are.
-        outer_optimizer: What is done with the mean drift. `average`: the replicas are averaged. `nesterov`: SGD with
-            Nesterov momentum (learning rate 0.7, momentum 0.9). Or a function from parameters to an optimizer, to which
-            the mean drift is the gradient.
-        average_first: The first so many exchanges are averages whatever the outer optimizer: how parameters drift in
-            the first steps, while the learning rate rises, is no momentum for those that follow.
-        fragments: Exchange the parameters in so many parts, at different steps: smaller messages, the same bytes.
-        overlap_steps: Take the mean so many steps after the drift was sent, while training goes on; what was changed
-            meanwhile is kept. 0 waits for it; `every_n_steps` is asynchronous, one exchange late.
-        start_step: Optimizer steps in which gradients are averaged, as in DDP, before local steps begin.
+        compression: Compressor of the drifts. None sends full drifts.
+        outer_optimizer: How the mean drift changes the parameters. `average` averages the replicas. `nesterov` applies
+            SGD with Nesterov momentum (learning rate 0.7, momentum 0.9). A function takes the parameters and returns an
+            optimizer, which takes the mean drift as the gradient.
+        average_first: Number of first exchanges that only average, with any outer optimizer. The drifts of the learning
+            rate warm-up then do not enter the outer momentum.
+        fragments: Number of parts in which the parameters are exchanged, at different steps. Each exchange is smaller,
+            the total bytes stay the same.
+        overlap_steps: Number of steps between sending a drift and applying the mean. Training continues and keeps its
+            changes meanwhile. 0 waits for the mean. `every_n_steps` is asynchronous, one exchange late.
+        start_step: Optimizer steps that average gradients, as in DDP, before local steps begin.
         data_parallel_size: Number of replicas. `"auto"` takes the ranks that the other axes leave.
         pipeline_parallel_size: Ranks that share the layers of a replica. `"auto"` takes the ranks that the other axes
             leave.
@@ -113,36 +117,37 @@ class LocalSGDStrategy(HybridParallelStrategy):
             leave.
         tensor_plan: How each layer is sharded. `"auto"` uses the plan of a Hugging Face model, otherwise the structure
             of the model. A dict maps globs over module paths to styles: `column`, `row`, `column_gather`, `row_split`,
-            `vocab`, `head`, `attention`, `transformer_layer`, `replicate`, or the names of Hugging Face.
+            `vocab`, `head`, `attention`, `transformer_layer`, `replicate`, or the style names of Hugging Face.
         sequence_parallel: Also shard the activations between sharded layers along the sequence. This saves memory; the
             backward pass gathers the inputs of attention and MLP once more.
         gather_logits: Gather the logits at once, also in training. By default they stay sharded by class until code
             reads them. Set this if only some ranks read them.
         layers: Dotted name of the container of repeated layers. Join several containers in a row by commas.
         schedule: Order of the microbatches: `gpipe`, `1f1b`, `interleaved_1f1b`, `zb_h1`, `interleaved_zb`, `zbv`.
-            `auto` simulates all with measured costs and takes the fastest under `memory_limit_bytes`.
+            `auto` simulates all of them with measured costs and takes the fastest within `memory_limit_bytes`.
         num_microbatches: Number of parts of each batch. `"auto"` takes four per stage if the batch has as many samples.
-        virtual_stages: Stages per rank, for schedules that support several. `"auto"` takes the smallest number.
+        virtual_stages: Stages per rank, for schedules that support several. `"auto"` takes the smallest supported
+            number.
         balance: Split points of the layers: `auto` equalises measured time, `parameters` the parameters, `uniform` the
             number of layers. A list gives the layers of each stage.
         memory_limit_bytes: Largest memory per rank, in bytes or such as `"80GiB"`, for measured split points and
             schedules.
         split_batch: Function `(batch, parts) -> microbatches`, or its dotted path. Needed if the samples are not in
             dimension 0.
-        microbatch_weight: Function `(microbatch) -> weight` in the loss, or its dotted path. Defaults to the samples,
-            or to the tokens if the loss is a mean over tokens.
+        microbatch_weight: Function `(microbatch) -> weight` in the loss, or its dotted path. By default the number of
+            samples, or of tokens if the loss is a mean over tokens.
         pipeline_plan: A `PipelinePlan` or its file, made by an earlier run. It replaces the pipeline arguments above.
         zero_stage: Must be 0, because replicas have different optimizer states.
-        compressor_state: Compressor memory in a checkpoint of one file. `local` writes a file of each rank beside it,
-            `exact` stores all ranks in it, `mean` stores their mean, `none` stores nothing. A sharded checkpoint always
-            stores each rank's.
-        hierarchical: Sum full gradients inside a node, and compress between nodes only. True finds nodes by host; a
-            number is the replicas of a node.
-        checkpoint_format: `full` writes one ordinary Lightning checkpoint. `sharded` writes a folder with a file of
-            each rank. Every layout loads both.
-        async_save: Write sharded checkpoints in the background. A step waits for a copy of the tensors only.
-        verify: Self-check of the module's own steps against one process, before their first batch. `auto` and `always`
-            run it, `off` does not.
+        compressor_state: How a checkpoint of one file stores the compressor's state. `local` writes one file per rank
+            beside it. `exact` stores the states of all ranks in it, `mean` stores their mean, `none` stores nothing. A
+            sharded checkpoint always stores the state of each rank.
+        hierarchical: Sum full gradients inside a node, and compress between nodes only. True groups the replicas by
+            host. A number sets the replicas per node.
+        checkpoint_format: `full` writes one ordinary Lightning checkpoint. `sharded` writes a folder with one file per
+            rank. Every layout loads both formats.
+        async_save: Write sharded checkpoints in the background. Training waits only for a copy of the tensors.
+        verify: Self-check that compares the module's steps with one process, before their first batch. `auto` and
+            `always` run the self-check, `off` does not.
         gather_after_fit: Ranks on which the module holds full parameters after a run: `all`, `rank_zero` or `off`.
             `auto` takes `all` if memory allows it, and prints the choice otherwise.
         process_group_backend: Backend of `torch.distributed`. By default it follows the device: gloo for CPU, NCCL for
@@ -157,7 +162,7 @@ class LocalSGDStrategy(HybridParallelStrategy):
         precision_plugin: Precision plugin, set by the Trainer from `precision`.
 
     Raises:
-        TypeError: If `compression` is no compressor, or `outer_optimizer` neither a name nor a function.
+        TypeError: If `compression` is not a compressor, or `outer_optimizer` is neither a name nor a function.
         ValueError: If a number is out of range.
 
     Source: local SGD, https://arxiv.org/abs/1805.09767; DiLoCo, https://arxiv.org/abs/2311.08105; Streaming DiLoCo,
@@ -389,7 +394,7 @@ class LocalSGDStrategy(HybridParallelStrategy):
             )
 
     def agree(self) -> None:
-        """Exchange what has drifted since the last exchange; every rank must call it. Then all replicas are equal."""
+        """Exchange the drift, so that all replicas are equal; every rank must call this method."""
         exchange, data = self._exchange, self.groups.data_parallel
         if exchange is None or not exchange.is_begun or self._has_agreed:
             return

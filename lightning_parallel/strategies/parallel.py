@@ -59,24 +59,24 @@ class TensorParallelStrategy(MeshStrategy):
         data_parallel_size: Number of replicas. `"auto"` takes the ranks that the other axes leave.
         tensor_plan: How each layer is sharded. `"auto"` uses the plan of a Hugging Face model, otherwise the structure
             of the model. A dict maps globs over module paths to styles: `column`, `row`, `column_gather`, `row_split`,
-            `vocab`, `head`, `attention`, `transformer_layer`, `replicate`, or the names of Hugging Face.
+            `vocab`, `head`, `attention`, `transformer_layer`, `replicate`, or the style names of Hugging Face.
         sequence_parallel: Also shard the activations between sharded layers along the sequence. This saves memory; the
             backward pass gathers the inputs of attention and MLP once more.
         gather_logits: Gather the logits at once, also in training. By default they stay sharded by class until code
             reads them. Set this if only some ranks read them.
         compression: Compressor of the gradient all-reduce between replicas. None sends full gradients.
-        compressor_state: Compressor memory in a checkpoint of one file. `local` writes a file of each rank beside it,
-            `exact` stores all ranks in it, `mean` stores their mean, `none` stores nothing. A sharded checkpoint always
-            stores each rank's.
-        hierarchical: Sum full gradients inside a node, and compress between nodes only. True finds nodes by host; a
-            number is the replicas of a node.
+        compressor_state: How a checkpoint of one file stores the compressor's state. `local` writes one file per rank
+            beside it. `exact` stores the states of all ranks in it, `mean` stores their mean, `none` stores nothing. A
+            sharded checkpoint always stores the state of each rank.
+        hierarchical: Sum full gradients inside a node, and compress between nodes only. True groups the replicas by
+            host. A number sets the replicas per node.
         zero_stage: ZeRO stage over the replicas. 1 shards the optimizer state. 2 also shards the gradients between
             backward and the end of the step.
-        checkpoint_format: `full` writes one ordinary Lightning checkpoint. `sharded` writes a folder with a file of
-            each rank. Every layout loads both.
-        async_save: Write sharded checkpoints in the background. A step waits for a copy of the tensors only.
-        verify: Self-check of the module's own steps against one process, before their first batch. `auto` and `always`
-            run it, `off` does not.
+        checkpoint_format: `full` writes one ordinary Lightning checkpoint. `sharded` writes a folder with one file per
+            rank. Every layout loads both formats.
+        async_save: Write sharded checkpoints in the background. Training waits only for a copy of the tensors.
+        verify: Self-check that compares the module's steps with one process, before their first batch. `auto` and
+            `always` run the self-check, `off` does not.
         gather_after_fit: Ranks on which the module holds full parameters after a run: `all`, `rank_zero` or `off`.
             `auto` takes `all` if memory allows it, and prints the choice otherwise.
         process_group_backend: Backend of `torch.distributed`. By default it follows the device: gloo for CPU, NCCL for
@@ -91,8 +91,8 @@ class TensorParallelStrategy(MeshStrategy):
         precision_plugin: Precision plugin, set by the Trainer from `precision`.
 
     Raises:
-        ValueError: On every rank when the Trainer starts, if the sizes do not multiply to the number of processes, the
-            plan does not fit the model, or the model has no layer to shard.
+        ValueError: On every rank when the Trainer starts, if the sizes do not multiply to the number of processes. Also
+            if the plan does not fit the model, or the model has no layer to shard.
 
     Source: Megatron-LM, https://arxiv.org/abs/1909.08053
     """
@@ -152,31 +152,32 @@ class PipelineParallelStrategy(MeshStrategy):
         data_parallel_size: Number of replicas. `"auto"` takes the ranks that the other axes leave.
         layers: Dotted name of the container of repeated layers. Join several containers in a row by commas.
         schedule: Order of the microbatches: `gpipe`, `1f1b`, `interleaved_1f1b`, `zb_h1`, `interleaved_zb`, `zbv`.
-            `auto` simulates all with measured costs and takes the fastest under `memory_limit_bytes`.
+            `auto` simulates all of them with measured costs and takes the fastest within `memory_limit_bytes`.
         num_microbatches: Number of parts of each batch. `"auto"` takes four per stage if the batch has as many samples.
-        virtual_stages: Stages per rank, for schedules that support several. `"auto"` takes the smallest number.
+        virtual_stages: Stages per rank, for schedules that support several. `"auto"` takes the smallest supported
+            number.
         balance: Split points of the layers: `auto` equalises measured time, `parameters` the parameters, `uniform` the
             number of layers. A list gives the layers of each stage.
         memory_limit_bytes: Largest memory per rank, in bytes or such as `"80GiB"`, for measured split points and
             schedules.
         split_batch: Function `(batch, parts) -> microbatches`, or its dotted path. Needed if the samples are not in
             dimension 0.
-        microbatch_weight: Function `(microbatch) -> weight` in the loss, or its dotted path. Defaults to the samples,
-            or to the tokens if the loss is a mean over tokens.
+        microbatch_weight: Function `(microbatch) -> weight` in the loss, or its dotted path. By default the number of
+            samples, or of tokens if the loss is a mean over tokens.
         pipeline_plan: A `PipelinePlan` or its file, made by an earlier run. It replaces the pipeline arguments above.
         compression: Compressor of the gradient all-reduce between replicas. None sends full gradients.
-        compressor_state: Compressor memory in a checkpoint of one file. `local` writes a file of each rank beside it,
-            `exact` stores all ranks in it, `mean` stores their mean, `none` stores nothing. A sharded checkpoint always
-            stores each rank's.
-        hierarchical: Sum full gradients inside a node, and compress between nodes only. True finds nodes by host; a
-            number is the replicas of a node.
+        compressor_state: How a checkpoint of one file stores the compressor's state. `local` writes one file per rank
+            beside it. `exact` stores the states of all ranks in it, `mean` stores their mean, `none` stores nothing. A
+            sharded checkpoint always stores the state of each rank.
+        hierarchical: Sum full gradients inside a node, and compress between nodes only. True groups the replicas by
+            host. A number sets the replicas per node.
         zero_stage: ZeRO stage over the replicas. 1 shards the optimizer state. 2 also shards the gradients between
             backward and the end of the step.
-        checkpoint_format: `full` writes one ordinary Lightning checkpoint. `sharded` writes a folder with a file of
-            each rank. Every layout loads both.
-        async_save: Write sharded checkpoints in the background. A step waits for a copy of the tensors only.
-        verify: Self-check of the module's own steps against one process, before their first batch. `auto` and `always`
-            run it, `off` does not.
+        checkpoint_format: `full` writes one ordinary Lightning checkpoint. `sharded` writes a folder with one file per
+            rank. Every layout loads both formats.
+        async_save: Write sharded checkpoints in the background. Training waits only for a copy of the tensors.
+        verify: Self-check that compares the module's steps with one process, before their first batch. `auto` and
+            `always` run the self-check, `off` does not.
         gather_after_fit: Ranks on which the module holds full parameters after a run: `all`, `rank_zero` or `off`.
             `auto` takes `all` if memory allows it, and prints the choice otherwise.
         process_group_backend: Backend of `torch.distributed`. By default it follows the device: gloo for CPU, NCCL for
@@ -191,8 +192,8 @@ class PipelineParallelStrategy(MeshStrategy):
         precision_plugin: Precision plugin, set by the Trainer from `precision`.
 
     Raises:
-        ValueError: On every rank when the Trainer starts, if the sizes do not multiply to the number of processes, the
-            layers cannot be split, or the module uses a feature that a pipeline does not support.
+        ValueError: On every rank when the Trainer starts, if the sizes do not multiply to the number of processes. Also
+            if the layers cannot be split, or the module uses a feature that a pipeline does not support.
 
     Source: GPipe, https://arxiv.org/abs/1811.06965; Megatron-LM, https://arxiv.org/abs/2104.04473
     """
@@ -238,7 +239,10 @@ class PipelineParallelStrategy(MeshStrategy):
 
 
 class HybridParallelStrategy(MeshStrategy):
-    """Shards each layer over ranks, splits the layers into stages, and the data over replicas, of any LightningModule.
+    """Combines tensor, pipeline and data parallelism for any LightningModule.
+
+    Ranks of a replica share each layer (tensor parallelism), and its layers are split into stages (pipeline). Replicas
+    read different data.
 
     Example:
         ```py
@@ -258,38 +262,39 @@ class HybridParallelStrategy(MeshStrategy):
             leave.
         tensor_plan: How each layer is sharded. `"auto"` uses the plan of a Hugging Face model, otherwise the structure
             of the model. A dict maps globs over module paths to styles: `column`, `row`, `column_gather`, `row_split`,
-            `vocab`, `head`, `attention`, `transformer_layer`, `replicate`, or the names of Hugging Face.
+            `vocab`, `head`, `attention`, `transformer_layer`, `replicate`, or the style names of Hugging Face.
         sequence_parallel: Also shard the activations between sharded layers along the sequence. This saves memory; the
             backward pass gathers the inputs of attention and MLP once more.
         gather_logits: Gather the logits at once, also in training. By default they stay sharded by class until code
             reads them. Set this if only some ranks read them.
         layers: Dotted name of the container of repeated layers. Join several containers in a row by commas.
         schedule: Order of the microbatches: `gpipe`, `1f1b`, `interleaved_1f1b`, `zb_h1`, `interleaved_zb`, `zbv`.
-            `auto` simulates all with measured costs and takes the fastest under `memory_limit_bytes`.
+            `auto` simulates all of them with measured costs and takes the fastest within `memory_limit_bytes`.
         num_microbatches: Number of parts of each batch. `"auto"` takes four per stage if the batch has as many samples.
-        virtual_stages: Stages per rank, for schedules that support several. `"auto"` takes the smallest number.
+        virtual_stages: Stages per rank, for schedules that support several. `"auto"` takes the smallest supported
+            number.
         balance: Split points of the layers: `auto` equalises measured time, `parameters` the parameters, `uniform` the
             number of layers. A list gives the layers of each stage.
         memory_limit_bytes: Largest memory per rank, in bytes or such as `"80GiB"`, for measured split points and
             schedules.
         split_batch: Function `(batch, parts) -> microbatches`, or its dotted path. Needed if the samples are not in
             dimension 0.
-        microbatch_weight: Function `(microbatch) -> weight` in the loss, or its dotted path. Defaults to the samples,
-            or to the tokens if the loss is a mean over tokens.
+        microbatch_weight: Function `(microbatch) -> weight` in the loss, or its dotted path. By default the number of
+            samples, or of tokens if the loss is a mean over tokens.
         pipeline_plan: A `PipelinePlan` or its file, made by an earlier run. It replaces the pipeline arguments above.
         compression: Compressor of the gradient all-reduce between replicas. None sends full gradients.
-        compressor_state: Compressor memory in a checkpoint of one file. `local` writes a file of each rank beside it,
-            `exact` stores all ranks in it, `mean` stores their mean, `none` stores nothing. A sharded checkpoint always
-            stores each rank's.
-        hierarchical: Sum full gradients inside a node, and compress between nodes only. True finds nodes by host; a
-            number is the replicas of a node.
+        compressor_state: How a checkpoint of one file stores the compressor's state. `local` writes one file per rank
+            beside it. `exact` stores the states of all ranks in it, `mean` stores their mean, `none` stores nothing. A
+            sharded checkpoint always stores the state of each rank.
+        hierarchical: Sum full gradients inside a node, and compress between nodes only. True groups the replicas by
+            host. A number sets the replicas per node.
         zero_stage: ZeRO stage over the replicas. 1 shards the optimizer state. 2 also shards the gradients between
             backward and the end of the step.
-        checkpoint_format: `full` writes one ordinary Lightning checkpoint. `sharded` writes a folder with a file of
-            each rank. Every layout loads both.
-        async_save: Write sharded checkpoints in the background. A step waits for a copy of the tensors only.
-        verify: Self-check of the module's own steps against one process, before their first batch. `auto` and `always`
-            run it, `off` does not.
+        checkpoint_format: `full` writes one ordinary Lightning checkpoint. `sharded` writes a folder with one file per
+            rank. Every layout loads both formats.
+        async_save: Write sharded checkpoints in the background. Training waits only for a copy of the tensors.
+        verify: Self-check that compares the module's steps with one process, before their first batch. `auto` and
+            `always` run the self-check, `off` does not.
         gather_after_fit: Ranks on which the module holds full parameters after a run: `all`, `rank_zero` or `off`.
             `auto` takes `all` if memory allows it, and prints the choice otherwise.
         process_group_backend: Backend of `torch.distributed`. By default it follows the device: gloo for CPU, NCCL for
@@ -304,7 +309,7 @@ class HybridParallelStrategy(MeshStrategy):
         precision_plugin: Precision plugin, set by the Trainer from `precision`.
 
     Raises:
-        ValueError: On every rank when the Trainer starts, as in `TensorParallelStrategy` and
+        ValueError: On every rank when the Trainer starts, for the reasons of `TensorParallelStrategy` and
             `PipelineParallelStrategy`.
 
     Source: Megatron-LM, https://arxiv.org/abs/2104.04473

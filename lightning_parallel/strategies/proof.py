@@ -128,9 +128,9 @@ _ORDER = ("loss", "logged value", "output", "attribute", "gradient", "parameter"
 
 
 class SelfCheckError(RuntimeError):
-    """A parallel step computes something else than the same step on one process.
+    """Reports a parallel step whose result differs from that of the same step on one process.
 
-    It is raised before the first batch of training. `verify="off"` of the strategy turns the self-check off.
+    The strategy raises the error before the first batch of training. `verify="off"` turns the self-check off.
 
     Example:
         ```py
