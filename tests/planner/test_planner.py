@@ -535,8 +535,8 @@ def test_a_batch_that_cannot_be_planned_by_is_refused():
     ):
         with pytest.raises(ValueError, match=message):
             plan(Model(), batch, cluster(), measured=False)
-    for limit in (0, "80GiB"):
-        with pytest.raises(ValueError, match="a positive number of bytes"):
+    for limit in (0, "80"):
+        with pytest.raises(ValueError, match="`memory_limit_bytes` must"):
             AutoParallelStrategy(memory_limit_bytes=limit)
 
 
