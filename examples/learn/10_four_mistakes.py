@@ -72,8 +72,7 @@ if __name__ == "__main__":
     assert scaled < same
     print(f"1. The learning rate is not scaled. After {SAMPLES} samples:\n   loss {same:.3f}, on one process {one:.3f}")
     finding("2. Replicas drift", ReplicaDriftMonitor(4, show_table=False), drifts=True)
-    monitor = DataShardingMonitor(every_n_batches=4, show_table=False)
-    finding("3. Data are read twice", monitor, use_distributed_sampler=False)
+    finding("3. Data are read twice", DataShardingMonitor(4, show_table=False), use_distributed_sampler=False)
     (share, diagnosis), (rarer, _) = exposed(accumulate=1), exposed(accumulate=8)
     print(f"4. Communication is slow. StepBreakdown: both ranks wait {share:.0%} of a step. Report:\n   {diagnosis}")
     print(f"\nNotice: no error was raised. With the linear rule (rate x {REPLICAS}), mistake 1 has loss {scaled:.3f}.")

@@ -1,5 +1,7 @@
 """The code of the guides runs as it is written, on as many processes as its Trainers ask for."""
 
+import ast
+import inspect
 import re
 import shlex
 from pathlib import Path
@@ -13,12 +15,14 @@ from lightning.pytorch.cli import LightningCLI
 from lightning.pytorch.demos.boring_classes import BoringModel
 from torch import nn
 
+import lightning_parallel
 from lightning_parallel.cli import main
 from lightning_parallel.compat import patched
 from tests.harness import run
 
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+FIXES = ROOT / "docs" / "troubleshooting.md"  # its blocks are lines of 30 different projects
 
 
 def blocks(page, language):
@@ -74,12 +78,26 @@ def run_blocks(group, page, folder):
     return trainer is None or trainer.global_step
 
 
-@pytest.mark.parametrize("page", [page for page in PAGES if blocks(page, "python")], ids=lambda page: page.stem)
+@pytest.mark.parametrize(
+    "page", [page for page in PAGES if page != FIXES and blocks(page, "python")], ids=lambda page: page.stem
+)
 def test_python_runs(page, tmp_path):
     devices = {int(count) for block in blocks(page, "python") for count in re.findall(r"devices=(\d+)", block)}
     assert len(devices) <= 1, "a guide starts its processes once"
     steps = run(run_blocks, max(devices, default=1), page=str(page), folder=str(tmp_path))
     assert all(steps)
+
+
+def test_fixes_give_arguments_that_exist():
+    calls = [
+        node for block in blocks(FIXES, "python") for node in ast.walk(ast.parse(block)) if isinstance(node, ast.Call)
+    ]
+    known = [(call, vars(lightning_parallel).get(getattr(call.func, "id", ""))) for call in calls]
+    assert sum(kind is not None for _, kind in known) > 10
+    for call, kind in known:
+        if kind is not None:
+            missing = {keyword.arg for keyword in call.keywords} - {None, *inspect.signature(kind).parameters}
+            assert not missing, f"{ast.unparse(call)}: {missing}"
 
 
 @pytest.mark.parametrize("page", [page for page in PAGES if blocks(page, "yaml")], ids=lambda page: page.stem)
