@@ -211,22 +211,23 @@ _LAST_ARGUMENTS = ("feedback", "decay", "momentum", "start_step", "min_numel", "
 
 
 class Compressor(Reducer, Method):
-    """A reducer that treats all tensors the same way; the base of those that users construct.
+    """Treats all tensors the same way: the base class of the compressors.
 
-    `a | b` sends what `a` selects, encoded by `b`; the error feedback is then that of `a`.
+    `a | b` encodes the values that `a` selects with `b`. The error feedback is that of `a`.
 
     Args:
-        feedback: Error feedback. `classic`: what was not sent is added to the next gradient, for most cases.
-            `decayed`: a running mean of it, for encodings with much noise. `fading`: what is old counts less, for
-            drifts of local steps. `ef21`: the change since the last step is sent, where replicas see different data.
-            None: forgotten, which needs no memory and suits unbiased methods.
-        decay: How much of the old residual `decayed` and `fading` keep, in [0, 1); 0.5 and 0.95 when omitted.
-        start_step: Steps with plain means before compression begins.
-        min_numel: Tensors with fewer elements, and those of less than two dimensions, are averaged as they are.
+        feedback: Error feedback. `classic` adds the unsent part (the residual) to the next gradient, and suits most
+            cases. `decayed` adds a running mean of the residuals, for encodings with much noise. `fading` reduces the
+            weight of old residuals, for drifts of local steps. `ef21` sends the change since the last step, for
+            replicas with different data. None drops the unsent part, needs no memory and suits unbiased methods.
+        decay: Share of the old residual that `decayed` and `fading` keep, in [0, 1). By default 0.5 for `decayed` and
+            0.95 for `fading`.
+        start_step: Steps with full gradients before compression begins.
+        min_numel: Tensors with fewer elements, or with less than two dimensions, are averaged uncompressed.
 
     Raises:
-        TypeError: If an argument is of a wrong type.
-        ValueError: If an argument is out of range, or a combination makes no sense.
+        TypeError: If an argument has a wrong type.
+        ValueError: If an argument is out of range, or arguments do not fit each other.
     """
 
     # By name, since the classes of encodings are derived from this one.

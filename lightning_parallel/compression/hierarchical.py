@@ -85,13 +85,15 @@ class _Part:
 
 
 class HierarchicalReducer:
-    """Replaces gradients by their mean over all ranks of all nodes, of which each compresses its part of a node's mean.
+    """Replaces gradients by their mean over all ranks of all nodes.
+
+    Each rank compresses its part of the mean of its node.
 
     Args:
-        reducer: Takes the mean across nodes.
-        nodes: The groups; those inside and across nodes are used for nothing else while a step is open.
-        sizes: Elements by name, where owners are not to be balanced by those of the gradients: of shards of unequal
-            size, and what goes with them whole, the owners are then the same.
+        reducer: Compressor of the mean across nodes.
+        nodes: Groups of ranks. No other communication may use the groups inside and across nodes during a step.
+        sizes: Elements by parameter name, which balance the owners instead of the elements of the gradients. Shards of
+            unequal size, and the replicated parameters with them, then have the same owners on all ranks.
     """
 
     def __init__(self, reducer: Reducer, nodes: NodeGroups, sizes: Optional[Mapping[str, int]] = None) -> None:

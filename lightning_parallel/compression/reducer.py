@@ -52,16 +52,19 @@ class Reducer(abc.ABC):
     """Replaces gradients by their (approximate) mean over a group, in place.
 
     Attributes:
-        scale: The loss scale, by which the gradients are multiplied; memory is kept without it. Set it before a step.
-        expects_rollback: True if steps are dropped as a matter of routine, besides those under a loss scale, which its
-            scaler drops. Compressors then keep what it takes to restore every bit. Set it before a step.
-        step: Steps committed so far. A step that was dropped does not count.
-        seconds: Where the time of the last step went.
-        blocks: What the last step did.
-        sample_every: Measure the error of the means in every so many steps, at the price of an all-reduce; 0 for never.
-        last_error: The last such measurement; None before it.
-        observers: Called with the outcome of each step that is applied, on the thread that ends it.
-        owners: Which rank of a node compresses a parameter, by its position there; see `HierarchicalReducer`.
+        scale: Loss scale of the gradients. The reducer keeps its memory without it. Set it before a step.
+        expects_rollback: True if the run skips steps as a routine, without a loss scale. (Under a loss scale, the
+            scaler skips steps.) Compressors then keep the data to restore every bit. Set it before a step.
+        step: Steps committed so far, without skipped steps.
+        seconds: Times of the parts of the last step.
+        blocks: Blocks of gradients that the last step reduced.
+        sample_every: Steps between two measurements of the error of the means. Each costs an all-reduce. 0 measures
+            nothing.
+        last_error: Last measurement of the error. None before the first one.
+        observers: Functions that the reducer calls with the outcome of each applied step, on the thread that ends the
+            step.
+        owners: Position in the node of the rank that compresses a parameter, by parameter name. See
+            `HierarchicalReducer`.
     """
 
     def __init__(self) -> None:
@@ -92,7 +95,7 @@ class Reducer(abc.ABC):
     @property
     @abc.abstractmethod
     def collective(self) -> str:
-        """The collective that it is made of: `all_reduce`, `all_gather`, `two_phase` or `mixed`."""
+        """The collective of the reducer: `all_reduce`, `all_gather`, `two_phase` or `mixed`."""
 
     @property
     def is_plain(self) -> bool:
@@ -100,7 +103,7 @@ class Reducer(abc.ABC):
         return False
 
     def count_plain_step(self) -> None:
-        """Count a step of plain means that somebody else has taken."""
+        """Count a step with full gradients that the strategy reduced itself."""
         self._conclude(Outcome(self.blocks, None, None))
 
     def _conclude(self, outcome: Outcome) -> None:
@@ -110,7 +113,7 @@ class Reducer(abc.ABC):
 
     @property
     def slots(self) -> Optional[frozenset[str]]:
-        """The slots of memory that it uses; None if unknown."""
+        """The slots of memory that the reducer uses; None if unknown."""
         return None
 
     def leave_device(self) -> None:
@@ -148,9 +151,9 @@ class Reducer(abc.ABC):
             group: A group of this library or of torch; None means all ranks.
 
         Returns:
-            True if the step was applied. False if a gradient was not finite somewhere: then the gradients hold
-            non-finite values on every rank, so that whoever checks them skips the step on every rank, and the reducer
-            is as if never called.
+            True if the step was applied. False if a gradient was not finite on some rank. The gradients then hold
+            non-finite values on every rank, so that a check skips the step on every rank. The state of the reducer
+            stays unchanged.
 
         Raises:
             TypeError: If a gradient is sparse, complex or of integers.
@@ -162,7 +165,7 @@ class Reducer(abc.ABC):
             return step.commit()
 
     def prepare(self, group: Group) -> None:
-        """Do what all ranks of a run must do together before a step; `begin` does it with its group, if nobody has."""
+        """Prepare a step on all ranks of a run together. `begin` calls it with its own group, if needed."""
         return
 
     def begin(self, group: GroupLike = None) -> ReductionStep:

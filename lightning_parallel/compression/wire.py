@@ -326,12 +326,12 @@ _COLLECTIVES: dict[type[Request], Callable[[list[Tensor], Group], _Finish]] = {
 
 
 class Codec(abc.ABC):
-    """Encodes rows of numbers for the wire, and takes their mean over the ranks in that encoding.
+    """Encodes rows of numbers to send them, and takes their mean over the ranks in that encoding.
 
-    A codec is what may follow `|`.
+    A codec may follow `|`, as in `TopK(0.01) | Quantize(8)`.
 
     Attributes:
-        stochastic: True if it draws random numbers.
+        stochastic: True if the codec draws random numbers.
     """
 
     stochastic: bool = False

@@ -144,16 +144,18 @@ def run_order(rows: Sequence[Sequence[Action]], num_stages: int) -> Iterator[tup
 
 @dataclass(frozen=True)
 class Schedule:
-    """The actions of each rank, in order. Two schedules are equal if they run the same actions under the same limits.
+    """Lists the actions of each rank, in order.
+
+    Two schedules are equal if they run the same actions within the same limits.
 
     Args:
         rows: Actions of each rank, in the order in which it runs them.
-        stage_ranks: The rank that holds each stage.
+        stage_ranks: Rank that holds each stage.
         num_microbatches: Microbatches of one step.
-        max_in_flight: For each rank, the most (stage, microbatch) pairs whose activations it may hold at once:
-            from the end of `F` to the end of `B` or `W`.
-        name: The builder's name, or `custom`. `validate` holds a named schedule to what its builder makes.
-        warmup: The builder's warm-up option, where it has one.
+        max_in_flight: Most (stage, microbatch) pairs whose activations each rank may hold at once: from the end of `F`
+            to the end of `B` or `W`.
+        name: Name of the builder, or `custom`. `validate` compares a named schedule with the result of its builder.
+        warmup: Warm-up option of the builder, if it has one.
     """
 
     rows: tuple[tuple[Action, ...], ...]

@@ -318,10 +318,9 @@ class Cost:
 
 @dataclass(frozen=True)
 class Link:
-    """The link from one rank to another: a message of n bytes takes `latency_s + n / bytes_per_s`.
+    """Describes the link from one rank to another: a message of n bytes takes `latency_s + n / bytes_per_s`.
 
-    Messages of one sender to one receiver in one direction follow each other at `bytes_per_s`; they travel
-    while both ends compute.
+    Messages in one direction between two ranks follow each other at `bytes_per_s`. Both ranks compute meanwhile.
     """
 
     latency_s: float = 0.0

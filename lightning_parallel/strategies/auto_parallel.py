@@ -1,7 +1,7 @@
 """`AutoParallelStrategy`: the planner chooses the mesh and the schedule when a run begins.
 
-The first rank plans, before the groups of the mesh are made, and all take what it found: samplers, `device_mesh` and
-hooks see the chosen mesh from the start.
+The first rank plans before the strategy makes the groups of the mesh, and all ranks take its plan. Samplers,
+`device_mesh` and hooks see the chosen mesh from the start.
 """
 
 from __future__ import annotations

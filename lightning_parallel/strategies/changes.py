@@ -1,10 +1,10 @@
-"""What the user's code changes of the model and its optimizers while it trains: adopted, or refused.
+"""Finds changes of the model and its optimizers by the user's code during training, and accepts or rejects them.
 
-    layers pruned, replaced, put on, taken out; parameters registered or gone      `ModelWatch.differences`
+    layers pruned, replaced, added or removed; parameters registered or removed     `ModelWatch.differences`
     optimizers set up again, replaced, or with other parameter groups              `ModelWatch.has_new_optimizers`
 
-Ranks that only replicate the model go on with whatever it has become. What is sharded or cut into stages cannot: the
-parts on other ranks, the messages between stages and the names in checkpoints are those of the model at set-up.
+Ranks that only replicate the model accept every change. Sharded layers and pipeline stages cannot: shards on other
+ranks, communication between stages and names in checkpoints are those of the model at set-up.
 """
 
 from __future__ import annotations

@@ -1,12 +1,12 @@
-"""Files of checkpoints: a fault while one is written leaves the one before it whole, and a damaged one is not loaded.
+"""Files of checkpoints: a fault during a save leaves the previous file intact, and a damaged file is not loaded.
 
-A file is written beside its target under a hidden name, flushed to the disk, and put in the place of the target at
-once; Lightning stages in `$TMPDIR` and moves, which is a copy between file systems that a full disk ends half way. Rank
-zero writes and all ranks learn what came of it. `SafeCheckpointIO` is the strategies' default only: a plugin of the
-user's does as it likes.
+A save writes a hidden file beside its target, flushes it to the disk, and replaces the target at once. Lightning
+instead writes to `$TMPDIR` and moves the file. Between file systems a move is a copy, which a full disk can interrupt.
+Rank zero writes, and all ranks learn the outcome. `SafeCheckpointIO` is only the default of the strategies: a plugin
+of the user replaces it.
 
-The lock on a hidden file tells whether its writer lives; it goes with the process. The next save in the folder removes
-what killed writers have left.
+The lock on a hidden file tells whether its writer lives, because the lock ends with the process. The next save in the
+folder removes the files of killed writers.
 """
 
 from __future__ import annotations

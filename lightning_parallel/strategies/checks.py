@@ -1,4 +1,4 @@
-"""Checks before a run: refuse on every rank what would be silently wrong on a mesh, and look at the first batch."""
+"""Checks before a run: raise an error on every rank for silently wrong settings, and look at the first batch."""
 
 from __future__ import annotations
 

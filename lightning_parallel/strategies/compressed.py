@@ -1,11 +1,11 @@
 """Gradient compression in strategies: the base classes, between replicas of a mesh, and under Lightning's DDP.
 
-On a mesh every rank of a replica compresses the gradients it holds, so there is one state per position in the replica.
-A checkpoint has, under `compression`, the state of the only position as `gather_state()` returns it, or
+On a mesh, every rank of a replica compresses its own gradients, so each position in the replica has a state.
+Under `compression`, a checkpoint holds the state of the only position, as `gather_state()` returns it, or
 
     {"layout": "mesh", "model": [pipeline, tensor], "step": int, "positions": [state, ...]}
 
-or, in a sharded one, what `compression_parts` says, and where each rank keeps its own, what `compression_files` says.
+For sharded checkpoints see `compression_parts`. For a file of each rank see `compression_files`.
 """
 
 from __future__ import annotations

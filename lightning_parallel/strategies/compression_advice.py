@@ -1,4 +1,4 @@
-"""What a user is told of a compressor when a run begins: what it saves and costs, and what does not go with it."""
+"""Tells the user about a compressor when a run begins: its savings, its costs, and optimizers that do not fit it."""
 
 from __future__ import annotations
 

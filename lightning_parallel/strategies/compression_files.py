@@ -1,12 +1,12 @@
-"""What each rank's compressor remembers, in files of their own beside a checkpoint: nothing travels between ranks.
+"""Writes the state of each rank's compressor to a file beside a checkpoint, without communication.
 
     checkpoints/
         last.ckpt                       {"compression": {"layout": "files", "key", "places", "step", ...}, ...}
         compression-state/last.ckpt/
             <key>-0.pt  <key>-1.pt ...  the state of each rank
 
-The key, new for each save, ties the files to their checkpoint: files of another one are never taken for its own. It
-begins with the time, so that names tell which are the latest; file systems do not all keep times.
+Each save has a new key, which ties the files to their checkpoint: a checkpoint never reads the files of another one.
+The key begins with the time, so that names tell the latest files; not all file systems keep times.
 """
 
 from __future__ import annotations

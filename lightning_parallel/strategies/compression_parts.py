@@ -1,12 +1,12 @@
-"""The state of a compressor in a sharded checkpoint: each rank writes its own, and any layout continues from it.
+"""Stores the state of a compressor in a sharded checkpoint: each rank writes its own, and any layout reads it.
 
     {"layout": "parts", "model": [pipeline, tensor], "replicas": R, ...: the other entries of the state,
-     "by_name": {slot: {parameter: [tensor of replica 0, ...]}},      full tensors, cut as the parameter is
-     "by_position": [{slot: {parameter: tensor}}, ...]}               what is not of the parameter's shape
+     "by_name": {slot: {parameter: [tensor of replica 0, ...]}},      full tensors, sharded as the parameter is
+     "by_position": [{slot: {parameter: tensor}}, ...]}               tensors of another shape than the parameter
 
-Residuals have the shape of their parameter, so any layout takes its part of them; among more or fewer replicas each
-continues from their mean, which keeps their sum in relation to the mean gradient. What has another shape, such as the
-factors of PowerSGD, has a meaning for the same division of the model only; elsewhere these begin anew.
+Residuals have the shape of their parameter, so any layout takes its shard of them. If the number of replicas changes,
+each replica continues from their mean, which keeps the ratio of their sum to the mean gradient. Tensors of another
+shape, such as the factors of PowerSGD, fit only the same layout of the model. Other layouts start them anew.
 """
 
 from __future__ import annotations

@@ -1,12 +1,12 @@
-"""What a divided module is for code outside of its steps: the whole module, as in one process.
+"""Shows a parallel module to code between its steps as the full module, as in one process.
 
-*State dicts* of the module, its submodules and copies of them hold full tensors. Weights are copied by them (target
-networks, moving averages, teachers, `torch.save`): a part of a matrix would be saved or compared without a word.
+*State dicts* of the module, its submodules and copies of them hold full tensors. Code copies weights by them (target
+networks, moving averages, teachers, `torch.save`). It would save or compare a shard without an error.
 
-*Calls* of a module that is cut into stages, in hooks and callbacks (samples, summaries, probes), run the whole model on
-each rank, with parameters that are fetched when they are read.
+*Calls* of a module that is split into stages, in hooks and callbacks (samples, summaries, probes), run the full model
+on each rank. The rank fetches parameters when the code reads them.
 
-All ranks have to do either, or none: the ranks meet before each message.
+All ranks must do either, or none: the ranks meet before each communication.
 """
 
 from __future__ import annotations

@@ -1,11 +1,11 @@
-"""Local SGD: replicas that take steps of their own, and average how far they have drifted: the strategy.
+"""Local SGD: replicas take their own optimizer steps, and average their drifts.
 
-A checkpoint is that of the mesh strategies, of the parameters on which the replicas agree, with
+A checkpoint is that of the mesh strategies, with the parameters on which the replicas agree, and
 
     "local_sgd": {"steps": optimizer steps, "local_steps", "exchanges", "scalers": [of each replica],
                   "outer": state of the outer optimizer, "are_new", "optimizers": see `replica_optimizers`}
 
-`optimizer_states`, which any strategy reads, has those of the first replica.
+`optimizer_states` holds the states of the first replica; any strategy reads them.
 """
 
 from __future__ import annotations

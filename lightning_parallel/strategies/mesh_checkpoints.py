@@ -1,7 +1,7 @@
 """Checkpoints of the mesh strategies: the hooks by which the Trainer saves and loads.
 
-`full` is one file, gathered on rank zero, which stock Lightning reads too. `sharded` is a folder to which each rank
-writes its part; no rank ever holds more than that part and one tensor. Either is loaded by any layout.
+`full` is one file, gathered on rank zero, which stock Lightning also reads. `sharded` is a folder to which each rank
+writes its part; no rank ever holds more than its part and one tensor. Any layout loads either.
 """
 
 from __future__ import annotations

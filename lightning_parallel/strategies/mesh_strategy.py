@@ -1,6 +1,6 @@
-"""Base class of the mesh strategies: implements the hooks that the Trainer expects.
+"""Base class of the mesh strategies: implements the hooks that the Trainer calls.
 
-In the order of a run: `setup_environment` (processes, groups) -> `setup` (the model is divided, see `setup`) ->
+The order of a run is `setup_environment` (processes, groups) -> `setup` (parallelizes the model, see `setup.py`) ->
 `training_step` -> `backward` -> `optimizer_step` -> `save_checkpoint` -> `teardown`.
 """
 

@@ -16,7 +16,7 @@ from lightning_parallel.compression.compressor import check_integer
 __all__ = ["Hierarchical", "between_nodes", "check_hierarchical", "hosts_of", "size_of_node"]
 
 Hierarchical = Union[bool, int]
-"""True: compress between nodes only. A number: the consecutive replicas of a node."""
+"""True compresses between nodes only. A number sets the consecutive replicas of a node."""
 
 
 def check_hierarchical(value: Hierarchical, compression: Optional[Reducer]) -> None:

@@ -1,6 +1,6 @@
-"""The public strategies of a mesh: their arguments. `mesh_strategy` has their behaviour.
+"""Defines the public strategies of a mesh, with their arguments. `mesh_strategy` implements their behaviour.
 
-Arguments are repeated in each class, so that editors, `help()` and LightningCLI show them; `tests/test_signatures.py`
+Each class repeats its arguments, so that editors, `help()` and LightningCLI show them. `tests/test_signatures.py`
 keeps the copies equal.
 """
 

@@ -1,10 +1,10 @@
-"""The order in which a module becomes parallel, on one screen.
+"""Makes a module parallel, in this order.
 
-    shard_tensors    plan -> each layer divided over the tensor axis
-    cut_stages       first batch -> costs -> schedule -> `PipelinePlan` -> the layers divided over the pipeline axis
-    materialize      what this rank owns gets memory on the device, and its initial values
+    shard_tensors    plan -> shards each layer over the tensor axis
+    cut_stages       first batch -> costs -> schedule -> `PipelinePlan` -> splits the layers over the pipeline axis
+    materialize      gives memory on the device, and initial values, to the parameters that this rank owns
 
-A module that has been cut stays cut: what became of it is kept with it and found again by the next run.
+A module that has been split stays split. The result is kept with the module, and the next run finds it again.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""The module, whole again between runs.
+"""Gives the module its full parameters again between runs.
 
-Dividing changes the user's module in place. When a run has ended, it gets back its classes and full tensors: what
-follows `trainer.fit` in a script (`torch.save(model.state_dict())`, `model(x)`, `load_state_dict`) was written for one
-process. The next run divides it as before, without planning anew, and with what the user has changed in between.
+The strategy shards the user's module in place. At the end of a run, the module gets back its classes and full tensors.
+The script after `trainer.fit` was written for one process (`torch.save(model.state_dict())`, `model(x)`,
+`load_state_dict`). The next run shards the module as before, without a new plan, and with the user's changes.
 """
 
 from __future__ import annotations

@@ -36,7 +36,7 @@ __all__ = [
 ]
 
 ZeroStage = Literal[0, 1, 2]
-"""0: no ZeRO. 1: shards the optimizer state. 2: also shards the gradients."""
+"""0 shards nothing, 1 shards the optimizer state, 2 also shards the gradients."""
 
 
 def check_zero_stage(stage: Any, compression: Optional[Reducer]) -> None:
