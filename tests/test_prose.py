@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import ast
+import inspect
 import re
 from collections.abc import Iterator
 from pathlib import Path
+
+import lightning_parallel
 
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
@@ -81,6 +84,27 @@ def texts(path: Path) -> Iterator[tuple[str, str]]:
             yield f"{path.relative_to(ROOT)}:{node.lineno}", text
 
 
+def docstrings() -> Iterator[tuple[str, str]]:
+    """Yield the docstrings of public names and of their own public members, without code, with their place."""
+    for name in lightning_parallel.__all__:
+        value = getattr(lightning_parallel, name)
+        members = vars(value).items() if inspect.isclass(value) else ()
+        found = {name: value, **{f"{name}.{key}": member for key, member in members if not key.startswith("_")}}
+        for place, documented in found.items():
+            if (
+                inspect.isclass(documented)
+                or inspect.isroutine(documented)
+                or isinstance(documented, (property, classmethod, staticmethod))
+            ):
+                yield place, prose(documented.__doc__ or "")
+
+
+def prose(docstring: str) -> str:
+    """Return a docstring without its code: blocks between fences, and paragraphs of indented lines only."""
+    text = re.sub(r"^ *```.*?^ *```$", "", inspect.cleandoc(docstring), flags=re.DOTALL | re.MULTILINE)
+    return re.sub(r"(?:(?<=\n\n)|\A)(?: {4}.*(?:\n|\Z))+(?=\n|\Z)", "", text)
+
+
 def _text(node: ast.AST, value: str = "X") -> str:
     if isinstance(node, ast.Constant):
         return str(node.value)
@@ -96,6 +120,46 @@ def _text(node: ast.AST, value: str = "X") -> str:
 def test_pages_keep_the_rule():
     found = [f"{page.relative_to(ROOT)}: {fault}" for page in PAGES for fault in faults(page.read_text("utf-8"))]
     assert not found, "\n".join(found)
+
+
+def test_docstrings_of_public_names_keep_the_rule():
+    found = [f"{place}: {fault}" for place, text in docstrings() for fault in faults(text)]
+    assert not found, "\n".join(found)
+
+
+def test_docstrings_of_public_names_keep_to_the_words_of_the_field():
+    found = [
+        f"{place}: {reason} (`{match[0]}`): {sentence}"
+        for place, text in docstrings()
+        for sentence in sentences(text)
+        for reason, pattern in MESSAGE_PATTERNS.items()
+        if (match := re.search(pattern, sentence))
+    ]
+    assert not found, "\n".join(found)
+
+
+def test_prose_of_a_docstring_has_no_code_and_all_sentences():
+    docstring = """Measures.
+
+    `report()` returns:
+
+        ranks: [{rank}]
+
+    Example:
+        ```py
+        trainer = Trainer()
+
+        trainer.fit()
+        ```
+
+    Args:
+        steps: Number of steps.
+            More.
+    """
+    text = prose(docstring)
+    assert not [code for code in ("{rank}", "Trainer", "fit()") if code in text]
+    assert not [part for part in ("Measures.", "returns:", "Number of steps.", "More.") if part not in text]
+    assert len(dict(docstrings())) > len(lightning_parallel.__all__), "members have docstrings, too"
 
 
 def test_messages_keep_the_rule():
