@@ -1,15 +1,16 @@
-"""The proof: the user's own step, whole and as it is about to be run, before the first batch of a run.
+"""The self-check: compares the user's own step on one process with the parallel step, before the first batch of a run.
 
-    whole       the first rank runs the step on two samples with the module as it was
-    divided     all ranks run it on the same samples as the run will: in shards and stages, in two microbatches
-    compared    loss, gradients by name, logged values, outputs, attributes and buffers that changed
+    one process   the first rank runs the step on two samples, with the original module
+    parallel      all ranks run it on the same samples as the run will: in shards and stages, in two microbatches
+    compared      loss, gradients by name, logged values, outputs, attributes and buffers that changed
 
-Dropout is off in the first comparison, since the ranks draw other numbers in divided layers than one process does. With
-dropout, a pipeline is compared once more, by the streams of its stages; of divided layers the ranks are compared with
-each other. What a step draws by itself is recorded in the whole run; each microbatch is given its samples' part of it.
+Dropout is off in the first comparison, because ranks draw other numbers in sharded layers than one process does. With
+dropout, a pipeline is compared once more, by the streams of its stages. For sharded layers, the ranks are compared with
+each other. The one-process run records the numbers that the step itself draws. Each microbatch gets its samples' part.
 
-A difference is looked into before it is reported: values that differ from run to run on one process, such as times, are
-left out; then it is seen whether the microbatches make it, what code uses pieces, or which module differs first.
+The self-check examines a difference before it reports it. It leaves out values that differ from run to run on one
+process, such as times. Then it finds whether microbatches cause the difference, which code uses shards, or which module
+differs first.
 """
 
 from __future__ import annotations

@@ -1,13 +1,13 @@
-"""State divided over the replicas (ZeRO), inside each pipeline stage and tensor shard: `zero_stage` of the strategies.
+"""Shards state over the replicas (ZeRO), inside each pipeline stage and tensor shard: `zero_stage` of the strategies.
 
-    stage   optimizer's state   gradients                parameters
-    0       whole               whole                    whole
-    1       a slice             whole, means as ever     whole; a slice while the optimizer steps
-    2       a slice             a slice                  whole; a slice from the end of backward to that of the step
+    stage   optimizer state     gradients                parameters
+    0       full                full                     full
+    1       a slice             full, averaged           full; a slice while the optimizer steps
+    2       a slice             a slice                  full; a slice from the end of backward to that of the step
 
-After a step the replicas gather what each has updated. In stage 1, who reads `.grad` finds what is there without it. In
-stage 2, gradients are freed as their buckets are sent; hooks between backward and step find slices, of parameters and
-gradients alike, in as many dimensions: clipping, scaling and what else treats elements by themselves goes on there.
+After a step, each replica gathers the parameters that other replicas updated. Stage 1 leaves `.grad` unchanged.
+Stage 2 frees gradients as it sends their buckets. Hooks between backward and step find slices of parameters and
+gradients, with the same number of dimensions. Elementwise operations, such as clipping and scaling, still work there.
 """
 
 from __future__ import annotations
