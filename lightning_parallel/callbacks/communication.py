@@ -1,4 +1,4 @@
-"""Communication by kind of call: how often, how many bytes, how fast, and who waits."""
+"""Communication by kind of call: how often, how many bytes, how fast, and which rank waits."""
 
 from __future__ import annotations
 
@@ -419,7 +419,7 @@ def _latency(call: Sequence[CallSample], one_clock: bool) -> int | None:
         # The source of a broadcast may end before others call.
         return min((end - began for end in ends if end > began), default=None)
     durations = [sample.duration_ns for sample in call if sample.duration_ns is not None]
-    # The rank that called last waited for nobody, so its duration is the shortest and holds no waiting.
+    # The rank that called last waited for no rank, so its duration is the shortest and holds no waiting.
     return min(durations) if len(durations) == len(call) else None
 
 
@@ -451,7 +451,7 @@ def _samples_of(shared: Sequence[dict[str, Any]], op: str) -> Iterator[tuple[int
 
 
 def _apart(shared: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """List what is communicated aside from the steps: calls and bytes of a rank, mean over the ranks."""
+    """List the communication aside from the steps: calls and bytes of a rank, mean over the ranks."""
     sums: Counter[tuple[Any, ...]] = Counter()
     for rank in shared:
         sums.update(rank["apart"])

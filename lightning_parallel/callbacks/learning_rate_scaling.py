@@ -471,7 +471,7 @@ class LearningRateScaling(Callback):
             return
         self._look()
         for group, before, held in self._held:
-            # What somebody else has set meanwhile stays.
+            # A value that other code has set meanwhile stays.
             if bool(group["lr"] == held):
                 if isinstance(before, Tensor):
                     group["lr"].copy_(before)

@@ -56,7 +56,7 @@ VERSION = 1
 
 
 class Accumulator(ABC):
-    """Adds up what one callback measures on one rank. Holds plain numbers only, and communicates nothing."""
+    """Adds up the measurements of one callback on one rank. Holds plain numbers only, and communicates nothing."""
 
     def add(self, window: Window) -> None:  # noqa: B027 callbacks that look at something else than time need no spans
         """Add a step; does nothing by default."""
@@ -66,14 +66,14 @@ class Accumulator(ABC):
 
     @abstractmethod
     def share(self) -> Any:
-        """Return what the other ranks need to know so far: picklable, and small."""
+        """Return the data that the other ranks need so far: picklable and small."""
 
     def share_new(self) -> Any:
-        """Return what `share` returns, or only what is new in it since the last call, if `merge` can do with that."""
+        """Return the value of `share`, or only its news since the last call if `merge` can work with them."""
         return self.share()
 
     def merge(self, before: Any, new: Any) -> Any:
-        """Return what a rank shares, from what `share_new` has returned there.
+        """Return the shared data of a rank, from the values of `share_new` on that rank.
 
         Args:
             before: What this method has returned for that rank last; None at first.
@@ -83,7 +83,7 @@ class Accumulator(ABC):
 
     @abstractmethod
     def summarize(self, shared: Sequence[Any]) -> dict[str, Any]:
-        """Return the callback's keys of the report, from what the ranks shared, without signals that no rank has."""
+        """Return the keys of the report from the shared data of the ranks, without signals that no rank has."""
 
     def scalars(self) -> dict[str, float]:
         """Return values to log, of this rank, over the steps since the last call."""
@@ -350,7 +350,7 @@ class MeasuringCallback(Callback, ABC, Generic[A]):
 
 @contextmanager
 def errors_as_warnings(what: str) -> Iterator[None]:
-    """Turn errors of the block into warnings: what is done after training must not end a run that went well.
+    """Turn errors of the block into warnings: work after training must not end a run that went well.
 
     Args:
         what: What failed, as the beginning of the warning.
@@ -383,7 +383,7 @@ def create_folder(path: Path, group: Group) -> Path:
 def finite(value: Any) -> Any:
     """Convert nested dicts and lists for JSON, which has no NaN and no infinity.
 
-    In a dict, entries that are not finite are left out, as signals that nobody has; in a list None takes their place.
+    In a dict, entries that are not finite are left out, as signals that no rank has; in a list None takes their place.
 
     >>> finite({"cosine": float("nan"), "loss": [(0, 0.5), (1, float("inf"))]})
     {'loss': [[0, 0.5], [1, None]]}

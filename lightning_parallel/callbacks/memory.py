@@ -294,7 +294,7 @@ _HEADERS = {
     "reserved_peak": "reserved",
     "runtime": "runtime",
 }
-"""Columns of the table; those that are zero everywhere are left out."""
+"""Columns of the table; a column that is zero everywhere is left out."""
 
 
 # ------------------------------------------------------------------------------------------------ state of a strategy

@@ -306,7 +306,7 @@ class PipelineTimeline(MeasuringCallback[PipelineAccumulator]):
 def mean_stage_costs(schedule: Schedule, shared: Sequence[Mapping[tuple[int, Kind], float]]) -> list[Cost]:
     """Average the seconds of every stage over the ranks that hold it, from seconds by (stage, kind).
 
-    A backward that is not divided counts as input gradient.
+    A backward that is not split counts as input gradient.
     """
     seconds: defaultdict[tuple[int, Kind], list[float]] = defaultdict(list)
     for costs in shared:

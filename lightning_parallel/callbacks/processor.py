@@ -139,7 +139,7 @@ class ProcessorUse:
             self._waiting_ns += now.waiting_ns - last.waiting_ns
 
     def row(self) -> dict[str, Any]:
-        """Return keys of a rank: seconds, and interruptions, per step; those that are not known are left out."""
+        """Return keys of a rank: seconds, and interruptions, per step; keys that are not known are left out."""
         row: dict[str, Any] = dict(self._facts)
         if self._steps:
             row["processor"] = self._running_ns / self._steps / 1e9

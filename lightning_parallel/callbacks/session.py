@@ -77,10 +77,10 @@ class Member(Protocol):
         """Add the time after the last step."""
 
     def share(self) -> Any:
-        """Return what the other ranks need to know so far: picklable, and small."""
+        """Return the data that the other ranks need so far: picklable and small."""
 
     def share_new(self) -> Any:
-        """Return what the first rank needs to know beyond what this has returned before."""
+        """Return the data that the first rank needs beyond earlier values of this method."""
 
     def merge(self, before: Any, new: Any) -> Any:
         """Return what a rank would `share`, from what it has shared before and what is new."""
@@ -286,7 +286,7 @@ class Session:
         return self._wait()
 
     def _exchange(self, with_all: bool = False) -> None:
-        """Let the first rank know what is new, or all ranks everything."""
+        """Send the news to the first rank, or everything to all ranks."""
         self.hand_out()
 
         def keep(values: list[list[Any]]) -> None:

@@ -57,7 +57,7 @@ class ThroughputAccumulator(Accumulator):
 
     Attributes:
         flops: Operations of this rank, forward and backward, and for how many samples of its replica; or None.
-        uncounted: Operators that are not in there, because nobody knows what they compute.
+        uncounted: Operators that are not in there, because their number of operations is not known.
     """
 
     def __init__(self, rank: int, mesh: Mesh, peak: PeakFlops | None = None, wants_utilisation: bool = True) -> None:
