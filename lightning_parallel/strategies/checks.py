@@ -12,7 +12,7 @@ import pickle
 import random
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from datetime import timedelta
 from functools import partial
 from itertools import pairwise
@@ -221,14 +221,13 @@ def memory_limit(limit: Any) -> Optional[float]:
     Raises:
         ValueError: If it is not a positive number of bytes.
     """
+    amount = limit
     if isinstance(limit, str):
-        try:
-            limit = parse_bytes(limit)
-        except ValueError as error:
-            raise ValueError(f"`memory_limit_bytes` must have a unit, such as '80GiB'; got {limit!r}") from error
-    if limit is not None and (isinstance(limit, bool) or not isinstance(limit, (int, float)) or not limit > 0):
+        with suppress(ValueError):
+            amount = parse_bytes(limit)
+    if amount is not None and (isinstance(amount, bool) or not isinstance(amount, (int, float)) or not amount > 0):
         raise ValueError(f"`memory_limit_bytes` must be a positive number of bytes, or such as '80GiB'; got {limit!r}")
-    return limit
+    return amount
 
 
 def check_pipeline_arguments(

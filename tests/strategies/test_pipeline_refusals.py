@@ -139,7 +139,7 @@ def test_a_module_compiled_as_a_whole():
         {"balance": 4},
         {"balance": "evenly"},
         {"balance": [1.5, 2.5]},
-        {"memory_limit_bytes": "10GB"},
+        {"memory_limit_bytes": "10"},
         {"memory_limit_bytes": 0},
         {"split_batch": 3},
         {"split_batch": "os.path"},
