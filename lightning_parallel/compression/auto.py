@@ -139,7 +139,7 @@ class Auto(Reducer):
 
     @property
     def is_plain(self) -> bool:
-        """True where plain means are measured, and once they have won."""
+        """True while full gradients are measured, and after they have won."""
         if self.choice is not None:
             return self.choice is self._dense
         return self._trial in (_TriedStep(), _TriedStep(is_timed=True))
@@ -176,16 +176,16 @@ class Auto(Reducer):
         self._measure_anew()
 
     def phase(self, step: int) -> Optional[Hashable]:
-        """Return what takes the means now, and its phase."""
+        """Return the compressor of this step, and its phase."""
         phase = self._present.phase(step)
         return None if phase is None else (id(self._present), phase)
 
     def method(self, name: str, shape: Sequence[int], step: int) -> Method:
-        """Return the method of what takes the means now."""
+        """Return the method of the compressor of this step."""
         return self._present.method(name, shape, step)
 
     def prepare(self, group: Group) -> None:
-        """Choose, if everything is measured."""
+        """Choose a compressor, after all measurements."""
         if self.choice is None and self._trial is None:
             self._decide(group)
 
@@ -207,7 +207,7 @@ class Auto(Reducer):
         return {**state, **self._verdict_state()} if state else state
 
     def load_state_dict(self, state: Mapping[str, Any], group: GroupLike = None) -> None:
-        """Continue with the saved choice; measure again if it is not among the candidates any more."""
+        """Continue with the saved choice; measure again if the choice is no longer among the candidates."""
         super().load_state_dict(state, group)
         known = {repr(one): one for one in (self._dense, *self.candidates)}
         saved = state.get("choice", "").replace("Schedule(", "StepValue(")  # its name in older checkpoints

@@ -133,7 +133,7 @@ class HierarchicalReducer:
         self.reducer.count_plain_step()
 
     def begin(self, group: GroupLike = None) -> HierarchicalStep:
-        """Start a step; `group` is that of the nodes, or another one of the same ranks, used by nobody else then."""
+        """Start a step; `group` is that of the nodes, or another unused group of the same ranks."""
         group = self.nodes.whole if group is None else as_group(group)
         self.reducer.prepare(group)
         return HierarchicalStep(self, group)
