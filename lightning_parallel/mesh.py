@@ -77,10 +77,14 @@ class Mesh:
         rest, remainder = divmod(world_size, given.world_size)
         if remainder or (rest != 1 and not automatic):
             asked = " x ".join(f"{axis}_size={sizes.get(axis, 1)}" for axis in AXES)
+            if automatic:
+                got = f"the sizes without 'auto' multiply to {given.world_size}, which does not divide {world_size}"
+                fix = ""
+            else:
+                got, fix = f"which multiply to {given.world_size}", ", or leave one size at 'auto'"
             raise ValueError(
-                f"The axis sizes must multiply to the number of processes, {world_size}; got {asked}, which multiply to"
-                f" {given.world_size}. Change `devices`, `num_nodes` or one of the sizes, or leave one size at 'auto'"
-                " [LP004]"
+                f"The axis sizes must multiply to the number of processes, {world_size}; got {asked}, {got}."
+                f" Change `devices`, `num_nodes` or one of the sizes{fix} [LP004]"
             )
         filled = {automatic[0]: rest} if automatic else {}
         return cls(**{**{axis: given.size(axis) for axis in AXES}, **filled})
