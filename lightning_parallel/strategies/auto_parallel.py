@@ -48,6 +48,7 @@ from lightning_parallel.strategies.proof import Verify
 from lightning_parallel.strategies.stage_table import print_table
 from lightning_parallel.strategies.whole import GatherAfterFit
 from lightning_parallel.strategies.zero_stages import ZeroStage
+from lightning_parallel.tracing.spans import count_text
 
 __all__ = ["AutoParallelStrategy", "accumulated_batches", "first_of_loaders"]
 
@@ -240,7 +241,7 @@ class AutoParallelStrategy(HybridParallelStrategy):
             memory_limit_bytes=None,
         )
         print_table(plan_text(found, with_yaml=False))
-        tell(f"AutoParallelStrategy runs {layout.name}: {layout.samples_per_s:.3g} samples/s are predicted")
+        tell(f"AutoParallelStrategy runs {layout.name}: {count_text(layout.samples_per_s)} samples/s are predicted")
 
 
 def _early_batch(trainer: Trainer) -> Any:
