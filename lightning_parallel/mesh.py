@@ -78,12 +78,12 @@ class Mesh:
         if remainder or (rest != 1 and not automatic):
             asked = " x ".join(f"{axis}_size={sizes.get(axis, 1)}" for axis in AXES)
             if automatic:
-                got = f"the sizes without 'auto' multiply to {given.world_size}, which does not divide {world_size}"
+                got = f"; the sizes without 'auto' multiply to {given.world_size}, which does not divide {world_size}"
                 fix = ""
             else:
-                got, fix = f"which multiply to {given.world_size}", ", or leave one size at 'auto'"
+                got, fix = f", which multiply to {given.world_size}", ", or leave one size at 'auto'"
             raise ValueError(
-                f"The axis sizes must multiply to the number of processes, {world_size}; got {asked}, {got}."
+                f"The axis sizes must multiply to the number of processes, {world_size}; got {asked}{got}."
                 f" Change `devices`, `num_nodes` or one of the sizes{fix} [LP004]"
             )
         filled = {automatic[0]: rest} if automatic else {}
