@@ -216,7 +216,8 @@ class CompressionMonitor(MeasuringCallback[CompressionAccumulator]):
         ```
 
     Args:
-        every_n_steps: Number of optimizer steps between two comparisons with the true mean; 0 compares nothing. Each
+        every_n_steps: Number of optimizer steps (of exchanges, under `LocalSGDStrategy`) between two comparisons with
+            the true mean; 0 compares nothing. Each
             comparison costs a dense all-reduce. All steps of a batch are compared.
         warmup_steps: Number of first optimizer steps that are not counted.
         dirpath: Folder where rank 0 writes `<name>.json` and `<name>.csv` after training. None writes nothing.
