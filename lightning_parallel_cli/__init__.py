@@ -194,9 +194,9 @@ def _inspect_options(parser: argparse.ArgumentParser) -> None:
     parser.epilog = "example: lightning-parallel inspect --script main.py --tensor 2 --pipeline 2"
     _model_options(parser)
     layout = parser.add_argument_group("the layout")
-    layout.add_argument("--tensor", type=_count, default=1, help="tensor-parallel ranks (default: %(default)s)")
-    layout.add_argument("--pipeline", type=_count, default=1, help="pipeline ranks (default: %(default)s)")
-    layout.add_argument("--data", type=_count, default=1, help="replicas (default: %(default)s)")
+    layout.add_argument("--tensor", type=_count, help="tensor-parallel ranks (default: those of the script, else 1)")
+    layout.add_argument("--pipeline", type=_count, help="pipeline ranks (default: those of the script, else 1)")
+    layout.add_argument("--data", type=_count, help="replicas (default: those of the script, else 1)")
     layout.add_argument("--schedule", default="1f1b", help=f"{_SCHEDULES} (default: %(default)s)")
     layout.add_argument(
         "--microbatches",
@@ -207,8 +207,7 @@ def _inspect_options(parser: argparse.ArgumentParser) -> None:
         "--zero-stage",
         type=int,
         choices=(0, 1, 2),
-        default=0,
-        help="`zero_stage` of the strategies (default: %(default)s)",
+        help="`zero_stage` of the strategies (default: that of the script, else 0)",
     )
     parser.add_argument(
         "--width", type=_columns, help="width of the output in columns (default: the width of the terminal)"

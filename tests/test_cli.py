@@ -185,6 +185,20 @@ def test_a_layout_is_inspected_without_processes(capsys):
         assert message in capsys.readouterr().err
 
 
+def test_an_inspected_script_gives_its_own_layout(tmp_path, capsys):
+    script = tmp_path / "script.py"
+    script.write_text(
+        "from lightning.pytorch import Trainer\n"
+        "from lightning_parallel import TensorParallelStrategy\n"
+        "from tests.planner.test_planner import Model, tokens\n"
+        "Trainer(devices=2, strategy=TensorParallelStrategy()).fit(Model(), [tokens()])\n"
+    )
+    assert main(["inspect", "--script", str(script), "--width", "120"]) == 0
+    assert "Model over 2 tensor-parallel ranks" in capsys.readouterr().out
+    assert main(["inspect", "--script", str(script), "--width", "120", "--data", "2"]) == 0
+    assert "Each rank holds the full model" in capsys.readouterr().out
+
+
 def test_help_and_mistakes_load_no_torch():
     code = (
         "import sys; from lightning_parallel_cli import main\n"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -16,6 +17,7 @@ from lightning_parallel.planner.hardware import Cluster, device_named
 from lightning_parallel.planner.plans import optimizers_of
 from lightning_parallel.planner.rank_memory import optimizer_copies
 from lightning_parallel.planner.rehearsal import Rehearsal
+from lightning_parallel.strategies.mesh_strategy import MeshStrategy
 from lightning_parallel.strategies.stage_table import stage_table
 from lightning_parallel.tensor.plan_table import sharding_table
 
@@ -35,6 +37,7 @@ def run_inspect(options: argparse.Namespace) -> int:
         ValueError: If the model cannot be sharded or split so, with the reason.
     """
     project = project_of(options)
+    _take_layout(options, project.trainer)
     batch, precision = batch_of(project, options), precision_of(project, options)
     # The tables are the same on every device: no time is asked for.
     ranks = options.tensor * options.pipeline * options.data
@@ -59,6 +62,21 @@ def run_inspect(options: argparse.Namespace) -> int:
     if options.tensor == options.pipeline == 1:
         console.print("Each rank holds the full model. Give `--tensor` or `--pipeline` a number above 1.")
     return 0
+
+
+def _take_layout(options: argparse.Namespace, trainer: Mapping[str, Any]) -> None:
+    """Complete the sizes that were not given: by the strategy of the script if none was, else by 1."""
+    strategy, devices, nodes = trainer.get("strategy"), trainer.get("devices"), trainer.get("num_nodes") or 1
+    sizes = {"tensor": 1, "pipeline": 1, "data": 1}
+    is_asked = any(getattr(options, name) is not None for name in sizes)
+    if not is_asked and isinstance(strategy, MeshStrategy) and isinstance(devices, int) and devices > 0:
+        mesh = strategy.mesh_for(devices * nodes, nodes)
+        sizes = {"tensor": mesh.tensor_parallel, "pipeline": mesh.pipeline_parallel, "data": mesh.data_parallel}
+    for name, size in sizes.items():
+        if getattr(options, name) is None:
+            setattr(options, name, size)
+    if options.zero_stage is None:
+        options.zero_stage = strategy.zero_stage if isinstance(strategy, MeshStrategy) else 0
 
 
 def _stages(module: torch.nn.Module, rehearsal: Rehearsal, options: argparse.Namespace) -> Any:

@@ -238,15 +238,40 @@ def _is_measurable(rehearsal: Rehearsal) -> bool:
     return rehearsal.cluster.device.name == "CPU" and total_s < MEASURABLE_S
 
 
+class _PlannedTrainer:
+    """Answers `configure_optimizers` as the Trainer of some run would, without touching a loader.
+
+    The numbers decide on schedules only, which cost nothing. Everything else is the Trainer's own, if there is one.
+    """
+
+    estimated_stepping_batches = num_training_batches = 1000
+    max_steps, max_epochs, global_step, current_epoch, world_size, accumulate_grad_batches = 1000, 1, 0, 0, 1, 1
+
+    def __init__(self, trainer: Any) -> None:
+        self._own = trainer
+
+    def __getattr__(self, name: str) -> Any:
+        if self._own is None:
+            raise AttributeError(f"a plan has no `trainer.{name}`")
+        return getattr(self._own, name)
+
+
 def optimizers_of(module: nn.Module) -> tuple[list[Optimizer], str]:
     """Return the optimizers of a LightningModule, on a copy without data; or none and why Adam is assumed."""
-    configure = getattr(without_data(module), "configure_optimizers", None)
+    copied = without_data(module)
+    configure = getattr(copied, "configure_optimizers", None)
     if configure is None:
         return [], "the optimizer is assumed to be Adam: the model has no `configure_optimizers`"
+    if isinstance(getattr(type(copied), "trainer", None), property):
+        try:
+            own = module.trainer
+        except RuntimeError:  # Lightning's, before a run
+            own = None
+        copied.trainer = _PlannedTrainer(own)  # type: ignore[assignment]
     try:
         found = list(_optimizers(configure()))
     except Exception as error:  # the user's code, outside of a run
-        return [], f"the optimizer is assumed to be Adam: `configure_optimizers` failed outside of a run ({error})"
+        return [], f"the optimizer is assumed to be Adam: `configure_optimizers` raised an error in the plan ({error})"
     return found, "" if found else "the optimizer is assumed to be Adam: `configure_optimizers` returned none"
 
 

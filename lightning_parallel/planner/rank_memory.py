@@ -163,7 +163,7 @@ def state_variants(memory: RankMemory, width: int, replicas: int) -> dict[str, f
     """
     parameters, gradients, optimizer = memory.parameters, memory.gradients, memory.optimizer
     whole = parameters + gradients + optimizer
-    found = {"as it is": whole}
+    found = {"now": whole}
     # Mixed precision keeps all of it in single precision; its casts are among the activations.
     for name, other in {"single or mixed precision": 4, "true half precision": 2}.items():
         if other != width:

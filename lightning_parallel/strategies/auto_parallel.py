@@ -119,6 +119,8 @@ class AutoParallelStrategy(HybridParallelStrategy):
             lists the shortfall of each layout.
     """
 
+    is_for_replicas = True
+
     @spelled()
     def __init__(
         self,
@@ -241,7 +243,10 @@ class AutoParallelStrategy(HybridParallelStrategy):
             memory_limit_bytes=None,
         )
         print_table(plan_text(found, with_yaml=False))
-        tell(f"AutoParallelStrategy runs {layout.name}: {count_text(layout.samples_per_s)} samples/s are predicted")
+        tell(
+            f"AutoParallelStrategy runs {layout.name} on the {layout.mesh.world_size} devices of the Trainer:"
+            f" {count_text(layout.samples_per_s)} samples/s are predicted"
+        )
 
 
 def _early_batch(trainer: Trainer) -> Any:

@@ -250,7 +250,7 @@ class LocalSGDStrategy(HybridParallelStrategy):
 
     # ------------------------------------------------------------------------------------------------------- set-up
 
-    compresses_drifts = keeps_parameters = True
+    compresses_drifts = keeps_parameters = is_for_replicas = True
 
     @property
     @override

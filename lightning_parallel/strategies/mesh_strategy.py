@@ -34,6 +34,7 @@ from lightning_parallel.compat.lightning import (
     move_optimizers,
     reset_optimizers,
     synchronizes_layers,
+    tell,
 )
 from lightning_parallel.compat.torch import explain_swaps, give_data
 from lightning_parallel.compression import Reducer, check_reducer
@@ -188,6 +189,12 @@ class MeshStrategy(MeshCheckpoints):
             if self.mesh.pipeline_parallel > 1:
                 checks.check_pipeline_module(self.module)
             checks.check_callbacks(self.module.trainer, self.groups.replica.size)
+        asks_for_replicas = self.is_for_replicas or self.zero_stage or self.compression is not None
+        if self.mesh.data_parallel == self.mesh.world_size > 1 and not asks_for_replicas:
+            tell(
+                f"`{type(self).__name__}` runs {self.mesh.world_size} replicas of the full model, as DDP does. Set"
+                " `tensor_parallel_size` or `pipeline_parallel_size` to shard or split it."
+            )
         hold_averages(self.module.trainer, self._patches)
         if self.groups.replica.size > 1:
             give_data(self._patches)
@@ -325,6 +332,9 @@ class MeshStrategy(MeshCheckpoints):
 
     compresses_drifts = False
     """Of parameters, instead of gradients."""
+
+    is_for_replicas = False
+    """Whether replicas of the full model need no word."""
 
     @property
     def steps_between_reductions(self) -> int:

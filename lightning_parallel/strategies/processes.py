@@ -298,11 +298,19 @@ class MeshProcesses(SavesFiles):
             ValueError: If the axis sizes do not multiply to the number of processes.
         """
         if self._mesh is None:
-            sizes = dict(self._sizes)
-            if sizes.get(TENSOR) == "auto" and sizes.get(DATA) == "auto" and self.num_nodes > 1:
-                sizes[DATA] = self.num_nodes  # tensor parallelism inside the node, replicas across nodes
-            self._mesh = Mesh.resolve(self.world_size, sizes)
+            self._mesh = self.mesh_for(self.world_size, self.num_nodes)
         return self._mesh
+
+    def mesh_for(self, num_processes: int, num_nodes: int = 1) -> Mesh:
+        """Return the mesh that this strategy makes of so many processes.
+
+        Raises:
+            ValueError: If the axis sizes do not multiply to the number of processes.
+        """
+        sizes = dict(self._sizes)
+        if sizes.get(TENSOR) == "auto" and sizes.get(DATA) == "auto" and num_nodes > 1:
+            sizes[DATA] = num_nodes  # tensor parallelism inside the node, replicas across nodes
+        return Mesh.resolve(num_processes, sizes)
 
     @property
     def groups(self) -> MeshGroups:

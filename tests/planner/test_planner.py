@@ -34,6 +34,7 @@ from lightning_parallel.planner.hardware import Device
 from lightning_parallel.planner.layouts import LayoutSearch
 from lightning_parallel.planner.plan_picture import draw_plan
 from lightning_parallel.planner.plan_report import layout_yaml, plan_text, strategy_arguments
+from lightning_parallel.planner.plans import optimizers_of
 from lightning_parallel.planner.rank_memory import Held, stage_memory, state_variants
 from lightning_parallel.planner.rehearsal import Rehearsal, training_step
 from lightning_parallel.planner.shared_cores import shared_makespan_s
@@ -519,6 +520,18 @@ def fitted(command, folder):
     layout = {f"{axis}_size": size for axis, size in zip((DATA, PIPELINE, TENSOR), trainer.strategy.mesh.shape)}
     layout |= {"schedule": ran.schedule.name, "num_microbatches": ran.schedule.num_microbatches}
     return layout, list(ran.layers_per_stage), trainer.global_step
+
+
+def test_an_optimizer_whose_schedule_asks_the_trainer_is_known():
+    class Scheduled(Model):
+        def configure_optimizers(self):
+            optimizer = torch.optim.SGD(self.parameters(), lr=0.1)
+            steps = self.trainer.estimated_stepping_batches
+            return [optimizer], [torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.1, total_steps=steps)]
+
+    found, note = optimizers_of(Scheduled())
+    assert [type(one) for one in found] == [torch.optim.SGD]
+    assert not note
 
 
 def test_a_batch_that_cannot_be_planned_by_is_refused():
