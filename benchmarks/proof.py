@@ -30,7 +30,7 @@ from rich.table import Table
 from torch.utils.data import DataLoader
 
 from lightning_parallel import HybridParallelStrategy
-from lightning_parallel.strategies.proof import StepProof
+from lightning_parallel.strategies.self_check.proof import StepProof
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "examples" / "gpt"))
 

@@ -47,8 +47,8 @@ from lightning_parallel.strategies import (
     PipelineParallelStrategy,
     TensorParallelStrategy,
 )
-from lightning_parallel.strategies.hook_watch import HookError
-from lightning_parallel.strategies.proof import SelfCheckError
+from lightning_parallel.strategies.hooks.watch import HookError
+from lightning_parallel.strategies.self_check.proof import SelfCheckError
 
 __version__ = "0.1.0"
 

@@ -133,7 +133,7 @@ def test_no_figure_stands_elsewhere():
 
 
 def test_a_warning_recommends_compressors_that_are_within_one_per_cent():
-    text = text_of("lightning_parallel/strategies/compression_advice.py").replace('" "', "")
+    text = text_of("lightning_parallel/strategies/compressed/advice.py").replace('" "', "")
     named = re.findall(r"`(\w+\(\d+\))`", re.search(r"(.{100})which were within 1 %", text)[1])
     assert len(named) == 3
     assert all(RESULTS[CONVERGENCE][name]["loss"] < 1.01 for name in named)

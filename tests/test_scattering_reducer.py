@@ -13,7 +13,7 @@ from lightning_parallel.comm import MeshGroups
 from lightning_parallel.compat import Patches
 from lightning_parallel.data_parallel import ParameterSlices, ScatteringReducer
 from lightning_parallel.mesh import Mesh
-from lightning_parallel.strategies.gradient_norms import ReplicaNorm, ShardNorms
+from lightning_parallel.strategies.optimizers.norms import ReplicaNorm, ShardNorms
 from lightning_parallel.tensor.sharding import Shard, ShardPart
 from tests.harness import distributed
 from tests.test_bucketed_reducer import BOTH, Branches, _data, _mean_gradients

@@ -13,7 +13,7 @@ from transformers import GPT2Config, GPT2LMHeadModel
 
 from lightning_parallel import LAMB, LARS, HybridParallelStrategy, comm
 from lightning_parallel.comm import Group
-from lightning_parallel.strategies.gradient_norms import ShardNorms
+from lightning_parallel.strategies.optimizers.norms import ShardNorms
 from lightning_parallel.tensor.sharding import Shard, ShardPart
 from tests.harness import distributed
 from tests.strategies.models import trainer_for

@@ -18,7 +18,7 @@ from lightning_parallel.planner.plans import optimizers_of
 from lightning_parallel.planner.rank_memory import optimizer_copies
 from lightning_parallel.planner.rehearsal import Rehearsal
 from lightning_parallel.strategies.mesh_strategy import MeshStrategy
-from lightning_parallel.strategies.stage_table import stage_table
+from lightning_parallel.strategies.setup.tables import stage_table
 from lightning_parallel.tensor.plan_table import sharding_table
 
 __all__ = ["run_inspect"]

@@ -273,15 +273,15 @@ class ParallelState:
         tensor_ranks: The tensor-parallel ranks that the module was divided over.
         sharding: What was divided how (`tensor.plan.Sharding`).
         rules: How tensors of the whole module are sharded, under every name (`tensor.sharding.Shard`).
-        order: Watches the messages of its layers (`strategies.message_order.MessageOrder`).
+        order: Watches the messages of its layers (`strategies.ranks.order.MessageOrder`).
         engine: Its pipeline (`pipeline.engine.PipelineEngine`).
         names: Names in the whole module, before it was cut (`checkpoint.ModelNames`).
-        whole: The module as it was before it was divided (`strategies.reference.Skeleton`).
-        full_states: Makes its state dicts whole during a run (`strategies.full_state.FullStates`).
-        copies: Knows the copies of its parts (`strategies.module_copies.ModuleCopies`).
-        pending: Parameters that wait for their data (`strategies.deferred_init.PendingInitialization`); a run that was
+        whole: The module as it was before it was divided (`strategies.whole.reference.Skeleton`).
+        full_states: Makes its state dicts whole during a run (`strategies.whole.full_state.FullStates`).
+        copies: Knows the copies of its parts (`strategies.whole.copies.ModuleCopies`).
+        pending: Parameters that wait for their data (`strategies.deferred.init.PendingInitialization`); a run that was
             refused leaves them to the next one.
-        watch: Watches the user's hooks during a run (`strategies.hook_watch.HookWatch`).
+        watch: Watches the user's hooks during a run (`strategies.hooks.watch.HookWatch`).
         is_in_step: Whether a part of a step is running, of those that all ranks run.
         is_alone: Whether this rank runs the whole module by itself, as the reference of the self-check does.
         skipped_steps: How many steps changed nothing, because a gradient was not finite.

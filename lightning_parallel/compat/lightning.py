@@ -126,7 +126,7 @@ def init_process_group(
     Calling `torch.distributed.init_process_group` instead would miss what Lightning sets for each cluster environment.
 
     Args:
-        environment, backend, timeout, device: See `connect` in `strategies.processes`.
+        environment, backend, timeout, device: See `connect` in `strategies.ranks.processes`.
         store: Where the processes meet, if not where torch would let them.
     """
     is_new = not torch.distributed.is_initialized()

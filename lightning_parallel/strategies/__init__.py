@@ -7,9 +7,9 @@ from lightning.pytorch.strategies import Strategy, StrategyRegistry
 from lightning_parallel.compat.twins import share_strategies
 from lightning_parallel.compression import PowerSGD, Quantize
 from lightning_parallel.strategies.auto_parallel import AutoParallelStrategy
-from lightning_parallel.strategies.compressed import CompressedDDPStrategy
-from lightning_parallel.strategies.compressed_deepspeed import CompressedDeepSpeedStrategy
-from lightning_parallel.strategies.compressed_fsdp import CompressedFSDPStrategy, CompressedModelParallelStrategy
+from lightning_parallel.strategies.compressed.ddp import CompressedDDPStrategy
+from lightning_parallel.strategies.compressed.deepspeed import CompressedDeepSpeedStrategy
+from lightning_parallel.strategies.compressed.fsdp import CompressedFSDPStrategy, CompressedModelParallelStrategy
 from lightning_parallel.strategies.local_sgd import LocalSGDStrategy
 from lightning_parallel.strategies.parallel import (
     HybridParallelStrategy,

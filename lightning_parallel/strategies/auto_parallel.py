@@ -38,16 +38,16 @@ from lightning_parallel.planner.plans import LayoutPlan, optimizers_of, plan
 from lightning_parallel.planner.rehearsal import without_data
 from lightning_parallel.strategies.arguments import named, spelled
 from lightning_parallel.strategies.checks import memory_limit
-from lightning_parallel.strategies.compression_files import KeptState
+from lightning_parallel.strategies.compressed.nodes import Hierarchical
+from lightning_parallel.strategies.compressed.state_files import KeptState
 from lightning_parallel.strategies.mesh_checkpoints import CheckpointFormat
-from lightning_parallel.strategies.nodes import Hierarchical
-from lightning_parallel.strategies.optimization import check_sliced
+from lightning_parallel.strategies.optimizers.checks import check_sliced
+from lightning_parallel.strategies.optimizers.zero import ZeroStage
 from lightning_parallel.strategies.parallel import HybridParallelStrategy
-from lightning_parallel.strategies.processes import StartMethod
-from lightning_parallel.strategies.proof import Verify
-from lightning_parallel.strategies.stage_table import print_table
-from lightning_parallel.strategies.whole import GatherAfterFit
-from lightning_parallel.strategies.zero_stages import ZeroStage
+from lightning_parallel.strategies.ranks.processes import StartMethod
+from lightning_parallel.strategies.self_check.proof import Verify
+from lightning_parallel.strategies.setup.tables import print_table
+from lightning_parallel.strategies.whole.between_runs import GatherAfterFit
 from lightning_parallel.tracing.spans import count_text
 
 __all__ = ["AutoParallelStrategy", "accumulated_batches", "first_of_loaders"]

@@ -40,22 +40,22 @@ from lightning_parallel.compression.compressor import check_integer
 from lightning_parallel.data_parallel import DriftExchange, GradientReducer
 from lightning_parallel.mesh import DATA
 from lightning_parallel.pipeline.pipeline_plan import PipelinePlan
-from lightning_parallel.strategies import replicas
 from lightning_parallel.strategies.arguments import named, spelled
-from lightning_parallel.strategies.compression_advice import warn_of_misfits
-from lightning_parallel.strategies.compression_files import LOCAL_STEPS, KeptState
-from lightning_parallel.strategies.full_state import averages_of
-from lightning_parallel.strategies.gradient_norms import give_norms
+from lightning_parallel.strategies.compressed.advice import warn_of_misfits
+from lightning_parallel.strategies.compressed.mesh import gradient_reducer
+from lightning_parallel.strategies.compressed.nodes import Hierarchical
+from lightning_parallel.strategies.compressed.replica_optimizers import ReplicaOptimizers
+from lightning_parallel.strategies.compressed.state_files import LOCAL_STEPS, KeptState
 from lightning_parallel.strategies.mesh_checkpoints import CheckpointFormat
-from lightning_parallel.strategies.mesh_compression import gradient_reducer
-from lightning_parallel.strategies.nodes import Hierarchical
-from lightning_parallel.strategies.optimization import check_optimizers
+from lightning_parallel.strategies.optimizers.checks import check_optimizers
+from lightning_parallel.strategies.optimizers.norms import give_norms
+from lightning_parallel.strategies.optimizers.zero import ZeroStage, refuse_zero_stage
 from lightning_parallel.strategies.parallel import HybridParallelStrategy, ScheduleName
-from lightning_parallel.strategies.processes import StartMethod
-from lightning_parallel.strategies.proof import Verify
-from lightning_parallel.strategies.replica_optimizers import ReplicaOptimizers
-from lightning_parallel.strategies.whole import GatherAfterFit
-from lightning_parallel.strategies.zero_stages import ZeroStage, refuse_zero_stage
+from lightning_parallel.strategies.ranks import replicas
+from lightning_parallel.strategies.ranks.processes import StartMethod
+from lightning_parallel.strategies.self_check.proof import Verify
+from lightning_parallel.strategies.whole.between_runs import GatherAfterFit
+from lightning_parallel.strategies.whole.full_state import averages_of
 
 __all__ = ["LocalSGDStrategy", "OuterOptimizer"]
 

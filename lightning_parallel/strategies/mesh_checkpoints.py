@@ -38,13 +38,13 @@ from lightning_parallel.compat.lightning import PathLike, move_optimizers
 from lightning_parallel.compat.twins import is_a
 from lightning_parallel.data_parallel import ParameterSlices
 from lightning_parallel.pipeline.engine import PipelineEngine
-from lightning_parallel.strategies.compression_files import remove_compression
-from lightning_parallel.strategies.mesh_compression import MeshCompression
-from lightning_parallel.strategies.optimization import WholeGroups
-from lightning_parallel.strategies.processes import MeshProcesses
-from lightning_parallel.strategies.saved_modules import holds_modules, put_whole_copies, weakly
-from lightning_parallel.strategies.setup import save_plan
-from lightning_parallel.strategies.whole import EVERYWHERE_BYTES, share_tensors
+from lightning_parallel.strategies.compressed.mesh import MeshCompression
+from lightning_parallel.strategies.compressed.state_files import remove_compression
+from lightning_parallel.strategies.optimizers.checks import WholeGroups
+from lightning_parallel.strategies.ranks.processes import MeshProcesses
+from lightning_parallel.strategies.setup.divide import save_plan
+from lightning_parallel.strategies.whole.between_runs import EVERYWHERE_BYTES, share_tensors
+from lightning_parallel.strategies.whole.saved_modules import holds_modules, put_whole_copies, weakly
 from lightning_parallel.tensor.sharding import Shard
 
 __all__ = ["CheckpointFormat", "MeshCheckpoints"]

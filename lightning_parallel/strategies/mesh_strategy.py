@@ -44,47 +44,48 @@ from lightning_parallel.mesh import Axis, Size
 from lightning_parallel.pipeline.microbatch import without_caches
 from lightning_parallel.pipeline.pipeline_plan import PipelinePlan
 from lightning_parallel.planner.rank_memory import optimizer_copies
-from lightning_parallel.strategies import checks, replicas
-from lightning_parallel.strategies.changes import (
+from lightning_parallel.strategies import checks
+from lightning_parallel.strategies.compressed.advice import tell_costs, warn_of_misfits
+from lightning_parallel.strategies.compressed.mesh import MeshCompression, gradient_reducer
+from lightning_parallel.strategies.compressed.nodes import Hierarchical, check_hierarchical
+from lightning_parallel.strategies.compressed.state_files import KeptState, check_kept_state
+from lightning_parallel.strategies.deferred.init import deferred_init, materialize_owned, move_to_meta
+from lightning_parallel.strategies.deferred.tensor import is_deferred
+from lightning_parallel.strategies.hooks.changes import (
     Differences,
     ModelWatch,
     refuse_in_shards,
     refuse_in_stages,
     refuse_new_parameters,
 )
-from lightning_parallel.strategies.compression_advice import tell_costs, warn_of_misfits
-from lightning_parallel.strategies.compression_files import KeptState, check_kept_state
-from lightning_parallel.strategies.deferred_init import deferred_init, materialize_owned, move_to_meta
-from lightning_parallel.strategies.deferred_tensor import is_deferred
-from lightning_parallel.strategies.full_state import hold_averages, open_outside
-from lightning_parallel.strategies.gradient_norms import ReplicaNorm, give_norms, span_replica
-from lightning_parallel.strategies.hook_watch import HookWatch, WatchedHook
+from lightning_parallel.strategies.hooks.watch import HookWatch, WatchedHook
 from lightning_parallel.strategies.mesh_checkpoints import CheckpointFormat, MeshCheckpoints
-from lightning_parallel.strategies.mesh_compression import MeshCompression, gradient_reducer
-from lightning_parallel.strategies.message_order import in_step
-from lightning_parallel.strategies.nodes import Hierarchical, check_hierarchical
-from lightning_parallel.strategies.optimization import WholeGroups, check_optimizers
-from lightning_parallel.strategies.pipeline_steps import PipelineSteps
-from lightning_parallel.strategies.processes import StartMethod
-from lightning_parallel.strategies.proof import FirstBatches, Verify
-from lightning_parallel.strategies.setup import (
-    PipelineOptions,
-    TensorOptions,
-    cut_stages,
-    shard_tensors,
-)
-from lightning_parallel.strategies.skeleton import close_skeleton, keep_skeleton
-from lightning_parallel.strategies.stage_table import show_stages
-from lightning_parallel.strategies.step_effects import side_effects_discarded
-from lightning_parallel.strategies.step_runs import StepRuns
-from lightning_parallel.strategies.whole import GatherAfterFit, divide_again, end_run
-from lightning_parallel.strategies.zero_stages import (
+from lightning_parallel.strategies.optimizers.checks import WholeGroups, check_optimizers
+from lightning_parallel.strategies.optimizers.norms import ReplicaNorm, give_norms, span_replica
+from lightning_parallel.strategies.optimizers.zero import (
     ZeroStage,
     check_zero_stage,
     divide_optimizers,
     follow_other_steps,
     make_slices,
 )
+from lightning_parallel.strategies.ranks import replicas
+from lightning_parallel.strategies.ranks.order import in_step
+from lightning_parallel.strategies.ranks.processes import StartMethod
+from lightning_parallel.strategies.self_check.proof import FirstBatches, Verify
+from lightning_parallel.strategies.self_check.runs import StepRuns
+from lightning_parallel.strategies.setup.divide import (
+    PipelineOptions,
+    TensorOptions,
+    cut_stages,
+    shard_tensors,
+)
+from lightning_parallel.strategies.setup.tables import show_stages
+from lightning_parallel.strategies.steps.effects import side_effects_discarded
+from lightning_parallel.strategies.steps.pipeline import PipelineSteps
+from lightning_parallel.strategies.whole.between_runs import GatherAfterFit, divide_again, end_run
+from lightning_parallel.strategies.whole.full_state import hold_averages, open_outside
+from lightning_parallel.strategies.whole.skeleton import close_skeleton, keep_skeleton
 from lightning_parallel.tensor.audit import StepAudit
 from lightning_parallel.tensor.logits import has_divided_logits, whole_logits
 from lightning_parallel.tensor.plan import Sharding

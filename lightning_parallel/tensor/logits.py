@@ -9,7 +9,7 @@ computed its piece, the logits of its classes. What is done to it goes one of tw
 
 For autograd it is the output of a gather whose data are made when they are read: gradients of the whole go back to the
 piece as its slice, and those of the piece directly. Every rank of the group has to look, or none: see
-`strategies.message_order` for what happens otherwise.
+`strategies.ranks.order` for what happens otherwise.
 
 With sequence parallelism the outputs of inner blocks are such tensors, too, divided along the sequence: where this
 speaks of classes, read positions. The next block takes the piece.

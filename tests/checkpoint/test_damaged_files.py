@@ -33,8 +33,8 @@ from lightning_parallel.cli import main
 from lightning_parallel.comm import Group
 from lightning_parallel.pipeline.analysis import analyze
 from lightning_parallel.pipeline.pipeline_plan import PipelinePlan
-from lightning_parallel.strategies.checkpoint_files import SafeCheckpointIO, check_file
-from lightning_parallel.strategies.compression_files import Place, read_compression, write_compression
+from lightning_parallel.strategies.checkpoints.files import SafeCheckpointIO, check_file
+from lightning_parallel.strategies.compressed.state_files import Place, read_compression, write_compression
 from tests.callbacks.sample import sample_report
 from tests.pipeline.models import built
 

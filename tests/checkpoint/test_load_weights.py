@@ -19,9 +19,9 @@ from lightning_parallel.checkpoint.weights import WeightFiles, stored_weights
 from lightning_parallel.cli import main
 from lightning_parallel.comm import Group
 from lightning_parallel.compat import patched
-from lightning_parallel.strategies.deferred_init import deferred_init
-from lightning_parallel.strategies.deferred_reads import stored_origin
-from lightning_parallel.strategies.deferred_tensor import is_deferred, materialize
+from lightning_parallel.strategies.deferred.init import deferred_init
+from lightning_parallel.strategies.deferred.reads import stored_origin
+from lightning_parallel.strategies.deferred.tensor import is_deferred, materialize
 from tests.harness import distributed, free_port, run_script
 from tests.strategies.models import trainer_for
 from tests.strategies.test_materialize_owned import WIDTH, Built, build, data

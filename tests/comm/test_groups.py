@@ -11,7 +11,7 @@ from lightning_parallel import comm
 from lightning_parallel.comm import Group, MeshGroups
 from lightning_parallel.mesh import Mesh
 from lightning_parallel.pipeline.schedule import build_schedule
-from lightning_parallel.strategies.setup import message_groups
+from lightning_parallel.strategies.setup.divide import message_groups
 from tests.harness import distributed, recorded_communication
 
 

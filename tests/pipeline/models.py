@@ -10,7 +10,7 @@ from lightning_parallel.comm import MeshGroups
 from lightning_parallel.mesh import Mesh
 from lightning_parallel.pipeline.analysis import analyze
 from lightning_parallel.pipeline.engine import PipelineEngine
-from lightning_parallel.strategies.setup import message_groups
+from lightning_parallel.strategies.setup.divide import message_groups
 
 
 def pipeline(model, group, schedule, example=None, *, engine_options=None, **analysis_options):

@@ -18,7 +18,7 @@ from lightning_parallel.pipeline.microbatch import (
     split_batch,
     without_caches,
 )
-from lightning_parallel.strategies.observed_step import numbers_in
+from lightning_parallel.strategies.self_check.observed import numbers_in
 
 
 class Pair(NamedTuple):

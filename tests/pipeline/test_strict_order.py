@@ -14,7 +14,7 @@ from lightning_parallel.pipeline.analysis import analyze
 from lightning_parallel.pipeline.engine import PipelineEngine
 from lightning_parallel.pipeline.schedule import SCHEDULES, Kind, build_schedule
 from lightning_parallel.pipeline.simulate import Cost, Link, simulate
-from lightning_parallel.strategies.setup import message_groups
+from lightning_parallel.strategies.setup.divide import message_groups
 from tests.harness import distributed
 from tests.pipeline.test_engine import expect_equal
 from tests.pipeline.test_skips import Towers, model_of

@@ -12,7 +12,7 @@ from lightning.pytorch.callbacks import StochasticWeightAveraging
 from torch import nn
 
 from lightning_parallel import PipelineParallelStrategy, TensorParallelStrategy, comm
-from lightning_parallel.strategies.hook_watch import HookError
+from lightning_parallel.strategies.hooks.watch import HookError
 from tests.harness import distributed
 from tests.strategies.models import loader, trainer_for
 from tests.strategies.test_pipeline import Block, Deep

@@ -36,9 +36,9 @@ from lightning_parallel.checkpoint import folder as sharded_folder
 from lightning_parallel.comm import Group
 from lightning_parallel.compat import patched
 from lightning_parallel.compat.lightning import innermost_io
-from lightning_parallel.strategies import checkpoint_files
-from lightning_parallel.strategies.checkpoint_files import SafeCheckpointIO, StagedFile, check_file
-from lightning_parallel.strategies.compression_files import Place, read_compression, write_compression
+from lightning_parallel.strategies.checkpoints import files as checkpoint_files
+from lightning_parallel.strategies.checkpoints.files import SafeCheckpointIO, StagedFile, check_file
+from lightning_parallel.strategies.compressed.state_files import Place, read_compression, write_compression
 from tests.harness import distributed, run_script, start_script
 from tests.strategies.models import Net, fit_single, loader, trainer_for
 
@@ -234,7 +234,7 @@ def test_a_local_path_may_be_a_url(tmp_path):
 WRITER = """
 import os, signal, sys, types, torch
 from lightning_parallel.checkpoint import folder
-from lightning_parallel.strategies import checkpoint_files
+from lightning_parallel.strategies.checkpoints import files as checkpoint_files
 
 signal.alarm(100)
 path, moment = sys.argv[1:]

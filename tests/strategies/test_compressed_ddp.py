@@ -16,8 +16,8 @@ from torch.utils.data import DataLoader
 from lightning_parallel import CompressedDDPStrategy, LocalSGDStrategy, Policy, PowerSGD, Quantize, Sign, TopK, comm
 from lightning_parallel.compat import patched
 from lightning_parallel.compression import Auto, Dense, HookState, compression_hook
-from lightning_parallel.strategies import checkpoint_files
-from lightning_parallel.strategies.compression_files import Place, read_compression, write_compression
+from lightning_parallel.strategies.checkpoints import files as checkpoint_files
+from lightning_parallel.strategies.compressed.state_files import Place, read_compression, write_compression
 from tests.harness import distributed, run
 from tests.strategies.models import Net, loader, trainer_for
 

@@ -11,7 +11,7 @@ from torch import nn
 
 from lightning_parallel import CompressedDDPStrategy, CompressedDeepSpeedStrategy, PowerSGD, Quantize, TopK, comm
 from lightning_parallel.compression import Dense
-from lightning_parallel.strategies import compressed_deepspeed
+from lightning_parallel.strategies.compressed import deepspeed as compressed_deepspeed
 from tests.harness import distributed
 from tests.strategies.models import Net, loader, trainer_for
 from tests.strategies.test_compressed_ddp import COMPRESSORS, SMALL, Equal

@@ -15,9 +15,9 @@ from safetensors.torch import load_file, save_file
 from lightning_parallel import HybridParallelStrategy, comm
 from lightning_parallel.checkpoint.weights import WeightFiles
 from lightning_parallel.compat import patched
-from lightning_parallel.strategies.deferred_init import deferred_init
-from lightning_parallel.strategies.deferred_reads import stored_origin
-from lightning_parallel.strategies.deferred_tensor import is_deferred, materialize
+from lightning_parallel.strategies.deferred.init import deferred_init
+from lightning_parallel.strategies.deferred.reads import stored_origin
+from lightning_parallel.strategies.deferred.tensor import is_deferred, materialize
 from tests.harness import distributed, run_script
 from tests.strategies.models import trainer_for
 from tests.strategies.test_materialize_owned import CONFIG, Built, data
@@ -103,7 +103,7 @@ def test_files_are_read_as_they_were_when_they_were_opened(tmp_path):
     assert torch.equal(materialize(found["large"]), state["large"])
     assert torch.equal(rows, state["cut"][10:20])
     assert safetensors.torch.safe_open is safetensors.safe_open
-    assert safetensors.safe_open.__module__ != "lightning_parallel.strategies.deferred_files"
+    assert safetensors.safe_open.__module__ != "lightning_parallel.strategies.deferred.files"
     assert "HF_DEACTIVATE_ASYNC_LOAD" not in os.environ
 
 
@@ -111,8 +111,8 @@ LATE = """
 import sys
 for name in [name for name in sys.modules if name.startswith(("transformers", "safetensors", "lightning_parallel"))]:
     del sys.modules[name]
-from lightning_parallel.strategies.deferred_init import deferred_init
-from lightning_parallel.strategies.deferred_tensor import is_deferred
+from lightning_parallel.strategies.deferred.init import deferred_init
+from lightning_parallel.strategies.deferred.tensor import is_deferred
 assert "transformers.modeling_utils" not in sys.modules
 with deferred_init("cpu"):
     from transformers import AutoModel

@@ -15,10 +15,10 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from lightning_parallel.strategies import deferred_tensor
-from lightning_parallel.strategies.deferred_init import deferred_init, move_to_meta, replace_data
-from lightning_parallel.strategies.deferred_records import RecordedOperation
-from lightning_parallel.strategies.deferred_tensor import is_deferred, materialize
+from lightning_parallel.strategies.deferred import tensor as deferred_tensor
+from lightning_parallel.strategies.deferred.init import deferred_init, move_to_meta, replace_data
+from lightning_parallel.strategies.deferred.records import RecordedOperation
+from lightning_parallel.strategies.deferred.tensor import is_deferred, materialize
 
 
 def big():

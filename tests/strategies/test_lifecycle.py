@@ -25,7 +25,7 @@ from lightning_parallel import (
     TensorParallelStrategy,
     comm,
 )
-from lightning_parallel.strategies.hook_watch import HookError
+from lightning_parallel.strategies.hooks.watch import HookError
 from tests.harness import distributed
 from tests.pipeline.other_models import Block
 from tests.strategies.models import Net, Samples, fit_parallel, fit_single, loader, trainer_for

@@ -11,8 +11,8 @@ from lightning.pytorch.callbacks import BackboneFinetuning, BaseFinetuning
 from torch import nn
 
 from lightning_parallel import HybridParallelStrategy, comm
-from lightning_parallel.strategies import optimization
-from lightning_parallel.strategies.hook_watch import HookError
+from lightning_parallel.strategies.hooks.watch import HookError
+from lightning_parallel.strategies.optimizers import checks as optimization
 from tests.harness import distributed
 from tests.strategies.test_pipeline import Deep, assert_same, fit
 

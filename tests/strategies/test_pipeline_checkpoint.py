@@ -10,7 +10,7 @@ from torch import nn
 
 from lightning_parallel import HybridParallelStrategy, comm
 from lightning_parallel.compat import patched
-from lightning_parallel.strategies import setup
+from lightning_parallel.strategies.setup import divide as setup
 from tests.harness import distributed
 from tests.strategies.test_pipeline import Deep, fit
 

@@ -27,12 +27,13 @@ from transformers.modeling_outputs import SequenceClassifierOutput
 
 from lightning_parallel import HybridParallelStrategy, PipelineParallelStrategy, TensorParallelStrategy, comm
 from lightning_parallel.compat import ParallelState, Patches, patched
-from lightning_parallel.strategies import proof, reference
-from lightning_parallel.strategies.observed_step import ModuleTrace, compare
-from lightning_parallel.strategies.proof import SelfCheckError
-from lightning_parallel.strategies.reference import Owners, WholeModel, run_reference
-from lightning_parallel.strategies.skeleton import Skeleton
-from lightning_parallel.strategies.step_runs import StepRuns
+from lightning_parallel.strategies.self_check import proof
+from lightning_parallel.strategies.self_check.observed import ModuleTrace, compare
+from lightning_parallel.strategies.self_check.proof import SelfCheckError
+from lightning_parallel.strategies.self_check.runs import StepRuns
+from lightning_parallel.strategies.whole import reference
+from lightning_parallel.strategies.whole.reference import Owners, WholeModel, run_reference
+from lightning_parallel.strategies.whole.skeleton import Skeleton
 from tests.harness import distributed
 from tests.strategies.models import loader, trainer_for
 

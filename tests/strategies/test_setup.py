@@ -15,7 +15,7 @@ from lightning_parallel import TensorParallelStrategy
 from lightning_parallel.pipeline.analysis import analyze
 from lightning_parallel.pipeline.schedule import build_schedule
 from lightning_parallel.pipeline.simulate import Link, simulate
-from lightning_parallel.strategies.stage_table import stage_table
+from lightning_parallel.strategies.setup.tables import stage_table
 from lightning_parallel.tracing.spans import seconds_text
 from tests.harness import run
 from tests.pipeline.models import built
@@ -89,7 +89,7 @@ def told(hidden):
     console = Console(width=100, file=io.StringIO())
     with warnings.catch_warnings(record=True) as caught, pytest.MonkeyPatch.context() as patch:
         warnings.simplefilter("always")
-        patch.setattr("lightning_parallel.strategies.setup.print_table", console.print)
+        patch.setattr("lightning_parallel.strategies.setup.divide.print_table", console.print)
         trainer = trainer_for(TensorParallelStrategy(), 2, max_steps=1)
         trainer.fit(Mostly(hidden), DataLoader(data, 4))
     return console.file.getvalue(), [str(one.message) for one in caught if "parallelism shards" in str(one.message)]

@@ -10,7 +10,7 @@ from lightning.pytorch import Callback
 
 from lightning_parallel import HybridParallelStrategy, PowerSGD, TopK, comm
 from lightning_parallel.checkpoint import SavedCheckpoint
-from lightning_parallel.strategies.setup import PLAN_FILE
+from lightning_parallel.strategies.setup.divide import PLAN_FILE
 from tests.harness import distributed
 from tests.strategies.test_pipeline import fit
 from tests.strategies.test_pipeline_checkpoint import Tied, resume_in_a_ring

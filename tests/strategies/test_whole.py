@@ -15,7 +15,8 @@ from torch.utils.data import DataLoader
 
 from lightning_parallel import HybridParallelStrategy, PipelineParallelStrategy, TensorParallelStrategy, comm
 from lightning_parallel.compat import patched
-from lightning_parallel.strategies import message_order, reference
+from lightning_parallel.strategies.ranks import order as message_order
+from lightning_parallel.strategies.whole import reference
 from tests.harness import distributed
 from tests.strategies.models import Net, Samples, loader, trainer_for
 

@@ -1,0 +1,1 @@
+"""Files of checkpoints that are complete or not there."""

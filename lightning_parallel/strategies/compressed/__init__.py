@@ -1,0 +1,1 @@
+"""Compression on DDP, FSDP, DeepSpeed and the mesh."""

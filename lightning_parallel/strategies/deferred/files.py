@@ -1,0 +1,116 @@
+"""Lets code that reads `safetensors` files while a model is built record that, instead of reading them.
+
+`transformers` asks a file that `safetensors.safe_open` has opened for slices, and takes `slice[...]` when it gives a
+parameter its value: `AutoModel.from_pretrained(...)` in `configure_model` so reads nothing of large tensors. The same
+holds for `safetensors.torch.load_file`. Whatever is then done with a tensor is recorded as for any other.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from lightning_parallel.checkpoint import StoredTensor
+from lightning_parallel.checkpoint.weights import WeightFiles
+from lightning_parallel.compat import Patches
+from lightning_parallel.strategies.deferred.tensor import DeferredTensor
+
+__all__ = ["files_deferred"]
+
+_OPEN = "safe_open"
+_PLACES = ("safetensors", "safetensors.torch", "transformers.modeling_utils")
+"""Modules that have the function under its name; whoever imports it inside the block gets it from the first."""
+_ONE_BY_ONE = "HF_DEACTIVATE_ASYNC_LOAD"
+"""Has transformers take slices in its own thread: operations are recorded in the one that builds the model."""
+
+
+@contextmanager
+def files_deferred(threshold: int) -> Iterator[None]:
+    """Defer what is read from `safetensors` files inside the block, if it has more than `threshold` elements."""
+    try:
+        from safetensors import safe_open
+    except ImportError:
+        yield
+        return
+
+    def opened(filename: Any, framework: str = "pt", *args: Any, **kwargs: Any) -> Any:
+        file = safe_open(filename, framework, *args, **kwargs)
+        if framework not in ("pt", "torch") or threading.get_ident() != thread:
+            return file
+        try:
+            return _DeferredFile(file, filename, threshold, args, kwargs)
+        except ValueError:  # a dtype that torch has no name for: as without this
+            return file
+
+    thread, before = threading.get_ident(), os.environ.get(_ONE_BY_ONE)
+    patches = Patches()
+    try:
+        for name in _PLACES:
+            if getattr(sys.modules.get(name), _OPEN, None) is safe_open:
+                patches.replace(sys.modules[name], _OPEN, opened)
+        os.environ[_ONE_BY_ONE] = "1"
+        yield
+    finally:
+        os.environ.pop(_ONE_BY_ONE, None)
+        if before is not None:
+            os.environ[_ONE_BY_ONE] = before
+        patches.undo()
+        for name in _PLACES[1:]:
+            # Those that were imported inside the block.
+            if getattr(sys.modules.get(name), _OPEN, None) is opened:
+                setattr(sys.modules[name], _OPEN, safe_open)
+
+
+class _DeferredFile:
+    """An open `safetensors` file whose large tensors are deferred."""
+
+    def __init__(self, file: Any, path: Any, threshold: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        self._file, self._threshold = file, threshold
+        self._device = kwargs.get("device", args[0] if args else "cpu")
+        self._source = WeightFiles([Path(os.fspath(path))])
+
+    def __enter__(self) -> _DeferredFile:
+        self._file.__enter__()
+        return self
+
+    def __exit__(self, *error: Any) -> Any:
+        return self._file.__exit__(*error)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._file, name)
+
+    def get_tensor(self, name: str) -> Tensor:
+        return self._tensor(name, lambda: self._file.get_tensor(name))
+
+    def get_tensors(self, *args: Any) -> Any:
+        # Which `load_file` calls, in newer versions.
+        return self._file.get_tensors(*args) if args else {name: self.get_tensor(name) for name in self._source.entries}
+
+    def get_slice(self, name: str) -> _DeferredSlice:
+        return _DeferredSlice(self._file.get_slice(name), lambda read: self._tensor(name, read))
+
+    def _tensor(self, name: str, read: Callable[[], Tensor]) -> Tensor:
+        stored = StoredTensor.of(self._source, name)
+        if stored.numel() <= self._threshold:
+            return read()
+        return DeferredTensor.read_later(stored).to(self._device)
+
+
+class _DeferredSlice:
+    """A tensor of such a file: deferred if all of it is asked for."""
+
+    def __init__(self, real: Any, whole: Callable[[Callable[[], Tensor]], Tensor]) -> None:
+        self._real, self._whole = real, whole
+
+    def __getitem__(self, key: Any) -> Tensor:
+        return self._whole(lambda: self._real[key]) if key is Ellipsis or key == slice(None) else self._real[key]
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._real, name)

@@ -1,0 +1,1 @@
+"""Optimizers on shards, stages and slices: checks, norms, ZeRO."""

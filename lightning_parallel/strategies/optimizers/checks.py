@@ -1,0 +1,573 @@
+"""Optimizers over a mesh: parameter groups as of the whole model; which optimizers can be divided.
+
+A rank has shards of tensors, or the tensors of some stages. An optimizer that treats each element by itself steps as in
+one process there; one that takes norms, factors or projections over more than it is given does not. Names do not tell:
+everybody writes a LAMB. So fresh optimizers of the same class and options train a small problem whose gradient has no
+coupling between elements, once as a whole and once in pieces.
+"""
+
+from __future__ import annotations
+
+import inspect
+import math
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
+from typing import Any
+
+import torch
+from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.callbacks import BaseFinetuning
+from lightning.pytorch.utilities.rank_zero import rank_zero_warn
+from lightning.pytorch.utilities.seed import isolate_rng
+from torch import Tensor, nn
+from torch.optim import LBFGS, Optimizer
+
+from lightning_parallel import comm
+from lightning_parallel.checkpoint import remove_dummy_parameters, whole_parameters
+from lightning_parallel.comm import Group
+from lightning_parallel.compat import FOREIGN, ParallelState, Patches
+from lightning_parallel.optim import TrustRatioOptimizer
+from lightning_parallel.pipeline.random_streams import seed_torch
+from lightning_parallel.strategies.hooks.watch import HookWatch
+from lightning_parallel.strategies.optimizers.dummies import DummyPositions, DummyTrace, take_out_dummies
+from lightning_parallel.strategies.optimizers.norms import ShardNorms
+from lightning_parallel.tensor.sharding import Shard, full_shapes_shown
+
+__all__ = [
+    "WholeGroups",
+    "check_flattened",
+    "check_optimizers",
+    "check_sliced",
+]
+
+
+class WholeGroups:
+    """Shows code that groups parameters the whole model, and keeps the groups as one process would have them.
+
+    Args:
+        module: The user's module, of which this rank holds a part.
+        rules: How its parameters are sharded over the tensor axis, by name.
+        group: The pipeline group.
+        device: Where this rank computes.
+
+    Attributes:
+        recorded: Names in the parameter groups over all stages, by optimizer.
+    """
+
+    def __init__(self, module: nn.Module, rules: Mapping[str, Shard], group: Group, device: torch.device) -> None:
+        self._module, self._rules, self._group, self._device = module, rules, group, device
+        self.recorded: dict[Optimizer, list[list[str]]] = {}
+
+    @contextmanager
+    def shown(self, optimizers: Callable[[], Sequence[Optimizer]], watch: HookWatch | None = None) -> Iterator[None]:
+        """Let the module have all parameters in full shape inside the block, and so the groups of `optimizers()`.
+
+        Every rank of the group must enter it.
+
+        Args:
+            optimizers: Returns the optimizers that there are.
+            watch: Watches the block, if the user's code makes the optimizers in it.
+
+        Raises:
+            ValueError: If that code keeps what it made of parameters that this rank lacks.
+        """
+        with full_shapes_shown(self._module, self._rules):
+            if self._group.size == 1:
+                yield
+                return
+            names = ParallelState.of(self._module).names
+            trace = None
+            with whole_parameters(self._module, names, self._group, self._device) as dummies:
+                self._fill_in(optimizers())
+                if watch is not None:
+                    watch.note_dummies(dummies)
+                    trace = DummyTrace(self._module, dummies)
+                try:
+                    with trace or nullcontext():
+                        yield
+                finally:
+                    found = optimizers()
+                    positions = DummyPositions(self._module, dummies, found)
+                    self.recorded = {each: remove_dummy_parameters(each, dummies, self._module) for each in found}
+            del dummies  # what is still there then, somebody else holds
+            if trace is not None:
+                take_out_dummies(trace, self._module, found, positions)
+
+    def _fill_in(self, optimizers: Sequence[Optimizer]) -> None:
+        parameters = dict(self._module.named_parameters())
+        for optimizer in optimizers:
+            for group, names in zip(optimizer.param_groups, self.recorded.get(optimizer, ())):
+                if set(names) <= parameters.keys():
+                    group["params"][:] = [parameters[name] for name in names]
+                    if "param_names" in group:
+                        group["param_names"][:] = names
+
+    def follow(self, trainer: Trainer, patches: Patches) -> None:
+        """Let Lightning's finetuning callbacks add groups on all stages alike, until `patches` are undone."""
+        for callback in finetuning_callbacks(trainer):
+            own = callback.on_train_epoch_start
+
+            def hook(trainer: Trainer, module: LightningModule, own: Callable[..., None] = own) -> None:
+                with self.shown(lambda: trainer.optimizers):
+                    own(trainer, module)
+
+            patches.replace(callback, "on_train_epoch_start", hook)
+
+    def restore(self, trainer: Trainer) -> None:
+        """Add the groups that finetuning callbacks had added before the checkpoint that is being restored."""
+        found = finetuning_callbacks(trainer)
+        if not found:
+            return
+        with self.shown(lambda: trainer.optimizers):
+            for callback in found:
+                # Lightning calls it before it restores callbacks where that is after the strategy's `setup`.
+                callback.on_fit_start(trainer, trainer.lightning_module)
+
+
+def finetuning_callbacks(trainer: Trainer) -> list[BaseFinetuning]:
+    """Return the callbacks that add parameter groups while a model trains."""
+    return [callback for callback in trainer.callbacks if isinstance(callback, BaseFinetuning)]  # type: ignore[attr-defined]
+
+
+# ---------------------------------------------------------------------------------------------- what optimizers look at
+
+# Optimizers whose update of one element depends on the other elements of the tensor, where they cannot be tried.
+WHOLE_TENSOR_OPTIMIZERS = {"LBFGS", "Adafactor", "Muon"}
+
+# Some factor or project only matrices with 128 rows or more.
+_SIZE = 160
+# The second for those that take matrices only.
+_SHAPES: list[list[tuple[int, ...]]] = [[(_SIZE, _SIZE), (_SIZE,)], [(_SIZE, _SIZE), (_SIZE, _SIZE)]]
+# Enough that what looks at norms or distances has left its first step behind.
+_STEPS = 12
+# Evaluation of the loss at which a run is looked at for the first time; the first two are of the start.
+_EARLY = 3
+# Of the largest update. States may be kept in single precision.
+_TOLERANCE = 1e-4
+_PLAIN = (bool, int, float, str, tuple, list, type(None), type)
+
+Split = Callable[[list[Tensor]], list[list[Tensor]]]
+
+
+def check_optimizers(
+    optimizers: Sequence[Optimizer], names: Mapping[int, str], rules: Mapping[str, Shard], is_cut: bool, world: Group
+) -> None:
+    """Refuse optimizers that would compute something else than on one process.
+
+    Args:
+        optimizers: The optimizers of this rank's parameters.
+        names: Name of each parameter, by `id`.
+        rules: How parameters are sharded, by name.
+        is_cut: Whether a pipeline's stages hold some of the parameters each.
+        world: All ranks; all of them call this.
+
+    Raises:
+        ValueError: On every rank, with the optimizer and one of its parameters.
+    """
+    failure: Exception | None = None
+    try:
+        _check_sharded(optimizers, names, rules)
+        if is_cut:
+            _check_staged(optimizers)
+    except ValueError as error:
+        failure = error
+    # A stage without sharded parameters has nothing to refuse, and would wait for those that have.
+    comm.raise_together(failure, world)
+
+
+def check_flattened(optimizers: Sequence[Any], flattener: str) -> None:
+    """Refuse optimizers that need whole tensors where each rank has a part of all parameters in one vector.
+
+    Raises:
+        ValueError: On every rank alike: no rank has other options than the others.
+    """
+    for optimizer in optimizers:
+        tried: set[str] = set()
+        for group in optimizer.param_groups:
+            if not _is_new(group, tried):
+                continue
+            verdict = False if _is_known_to_need_whole_tensors(optimizer) else _is_elementwise(optimizer, group)
+            if verdict is False:
+                raise ValueError(
+                    f"`{type(optimizer).__name__}` computes with full tensors, but {flattener} flattens parameters"
+                    " and gives each rank a part. Use an elementwise optimizer (SGD, Adam, AdamW, ...), DDP, or"
+                    " `lightning_parallel.LARS` or `LAMB` under a tensor- or pipeline-parallel strategy or FSDP2"
+                    " (`CompressedModelParallelStrategy`) [LP017]"
+                )
+            # DeepSpeed's own, some of which take half precision only, are made for its vectors.
+            if verdict is None and type(optimizer).__module__.partition(".")[0] != "deepspeed":
+                _tell_untried(optimizer, "single elements, not with norms or products of full tensors")
+
+
+def check_sliced(optimizers: Sequence[Optimizer], replicas: int) -> None:
+    """Refuse optimizers that would compute something else with slices of parameters (`zero_stage`).
+
+    Raises:
+        ValueError: On every rank alike: all ranks have the same optimizers.
+    """
+    way_out = (
+        "Use an elementwise optimizer (SGD, Adam, AdamW, ..., also fused), or `lightning_parallel.LARS` or `LAMB`, or"
+        " `zero_stage=0`"
+    )
+    for optimizer in optimizers:
+        name, tried = type(optimizer).__name__, set[str]()
+        for group in optimizer.param_groups:
+            knows = isinstance(optimizer, TrustRatioOptimizer) and isinstance(optimizer.norms, ShardNorms)
+            if not group["params"] or not _is_new(group, tried) or knows:
+                continue
+            verdict = not _is_known_to_need_whole_tensors(optimizer) and _is_same(optimizer, group, (_slices,))
+            if verdict is None:
+                raise ValueError(
+                    f"`{name}` could not be tried on a small problem, because its constructor cannot create another"
+                    f" instance. It may not support updates of a slice of each parameter (1 of {replicas}). {way_out}"
+                )
+            if not verdict:
+                raise ValueError(
+                    f"`{name}` computes with full tensors, but with `zero_stage` each of {replicas} replicas updates"
+                    f" a slice of every parameter. {way_out} [LP017]"
+                )
+            kept = _kept_elsewhere(optimizer)
+            if kept:
+                raise ValueError(
+                    f"`{name}` keeps tensors in `{kept}`, but with `zero_stage` each of {replicas} replicas updates a"
+                    " slice of every parameter. Keep tensors of a parameter in the optimizer's `state`, which is"
+                    f" sharded into slices as well. {way_out}"
+                )
+            key = _unlike_parameter(optimizer, group)
+            if key is not None:
+                raise ValueError(
+                    f"`{name}` keeps `{key}`, which has neither the parameter's shape nor one element. So the slices of"
+                    f" {replicas} replicas cannot be merged into a checkpoint. {way_out}"
+                )
+
+
+def _kept_elsewhere(optimizer: Optimizer) -> str:
+    """Return the attribute in which an optimizer holds tensors besides parameters and their state; empty if none."""
+    known = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+    seen = {id(optimizer.param_groups), id(optimizer.state), id(optimizer.defaults)}
+
+    def finds(value: Any) -> bool:
+        if isinstance(value, Tensor):
+            return value.numel() > 1 and id(value) not in known
+        if isinstance(value, (str, bytes, bool, int, float, type(None), type)) or id(value) in seen:
+            return False
+        seen.add(id(value))
+        if isinstance(value, Mapping):
+            return any(finds(each) for each in value.values())
+        if isinstance(value, (list, tuple, set, deque)):
+            return any(finds(each) for each in value)
+        is_holder = isinstance(value, Optimizer) or type(value).__module__.partition(".")[0] not in FOREIGN
+        return is_holder and any(finds(each) for each in getattr(value, "__dict__", {}).values())
+
+    if type(optimizer).__module__.partition(".")[0] in FOREIGN:
+        return ""
+    for group in optimizer.param_groups:
+        for key, value in group.items():
+            if key != "params" and finds(value):
+                return key
+    return next((name for name, value in vars(optimizer).items() if finds(value)), "")
+
+
+def _slices(tensors: list[Tensor]) -> list[list[Tensor]]:
+    """Cut tensors as `ParameterSlices` does; also into few elements, as some optimizers go by the size of a tensor."""
+    flat = [(tensor.reshape(-1), (-1, *[1] * (tensor.dim() - 1))) for tensor in tensors]
+    bounds = [0, 2, _SIZE // 2 - 1]  # not between rows
+    return [
+        [one[start:stop].view(shape) for one, shape in flat] for start, stop in zip(bounds, [*bounds[1:], _SIZE**2])
+    ]
+
+
+def _check_sharded(optimizers: Sequence[Optimizer], names: Mapping[int, str], rules: Mapping[str, Shard]) -> None:
+    """Refuse optimizers that need whole tensors for sharded parameters."""
+    for optimizer in optimizers:
+        tried: set[str] = set()
+        for group in optimizer.param_groups:
+            sharded = [name for name in (names.get(id(value), "") for value in group["params"]) if name in rules]
+            if not sharded or not _is_new(group, tried):
+                continue
+            # Those that are known are not tried: the first step of an LBFGS imports torch's compiler.
+            if isinstance(optimizer, TrustRatioOptimizer) and isinstance(optimizer.norms, ShardNorms):
+                verdict: bool | None = True
+            else:
+                verdict = False if _is_known_to_need_whole_tensors(optimizer) else _is_elementwise(optimizer, group)
+            if verdict is None:
+                _tell_untried(optimizer, "single elements, not with norms or products of full tensors")
+            elif not verdict:
+                raise ValueError(
+                    f"`{type(optimizer).__name__}` computes with full tensors, but `{sharded[0]}` and"
+                    f" {len(sharded) - 1} other parameters are sharded over tensor-parallel ranks. Use"
+                    " `lightning_parallel.LARS` or `LAMB`, which take norms over all parts. Or use an elementwise"
+                    " optimizer (SGD, Adam, AdamW, ...) for them, or keep them replicated with `tensor_plan={'...':"
+                    " 'replicate'}` [LP017]"
+                )
+            key = _unlike_parameter(optimizer, group)
+            if key is not None:
+                raise ValueError(
+                    f"`{type(optimizer).__name__}` keeps `{key}`, which has neither the parameter's shape nor one"
+                    f" element. So the parts of `{sharded[0]}` and other parameters on other ranks cannot be merged"
+                    " into a checkpoint. Use another optimizer for them, or keep them replicated with"
+                    " `tensor_plan={'...': 'replicate'}`"
+                )
+
+
+def _check_staged(optimizers: Sequence[Optimizer]) -> None:
+    """Refuse optimizers that need all parameters at once: a stage holds only some."""
+    for optimizer in optimizers:
+        tried: set[str] = set()
+        for group in optimizer.param_groups:
+            if not _is_new(group, tried):
+                continue
+            verdict = False if isinstance(optimizer, LBFGS) else _is_tensorwise(optimizer, group)
+            if verdict is False:
+                raise ValueError(
+                    f"`{type(optimizer).__name__}` computes with all parameters at once, but they are on several"
+                    " pipeline stages. Use an optimizer that updates each parameter by itself (SGD, Adam, AdamW, ...)"
+                )
+            if verdict is None:
+                _tell_untried(optimizer, "each parameter by itself")
+
+
+def _is_new(group: Mapping[str, Any], tried: set[str]) -> bool:
+    """Tell whether a parameter group differs in more than its learning rate from those `tried`, and add it to them."""
+    options = {key: value for key, value in group.items() if key not in ("params", "param_names", "lr", "initial_lr")}
+    if not all(isinstance(value, _PLAIN) for value in options.values()):
+        return True
+    # There may be a group for each parameter, and each trial takes a twentieth of a second.
+    kind = f"{sorted({str(parameter.device) for parameter in group['params']})} {sorted(options.items())}"
+    is_new = kind not in tried
+    tried.add(kind)
+    return is_new
+
+
+def _is_known_to_need_whole_tensors(optimizer: Optimizer) -> bool:
+    # By name, so that implementations outside of torch are found too, and subclasses.
+    return any(kind.__name__ in WHOLE_TENSOR_OPTIMIZERS for kind in type(optimizer).__mro__)
+
+
+def _tell_untried(optimizer: Optimizer, expected: str) -> None:
+    """Warn of an optimizer of which nothing tells what it computes with; refuse one that has several steps.
+
+    Raises:
+        ValueError: On every rank alike, or within `raise_together`, for steps as of a SAM: these take a norm of all
+            gradients.
+    """
+    text = (
+        f"`{type(optimizer).__name__}` could not be tried on a small problem, because its constructor cannot create"
+        " another instance."
+    )
+    if others := [method.__name__ for method in _other_steps(optimizer)]:
+        raise ValueError(
+            f"{text} The optimizer must compute with {expected}; got further steps ({', '.join(others)}), as in SAM."
+            " Give it a constructor that takes `(params, lr=..., ...)`. Each argument must stay an option of its"
+            " groups or an attribute of that name. Otherwise use an optimizer of torch, or replicas only"
+        )
+    rank_zero_warn(
+        f"{text} Make sure that it computes with {expected}; otherwise training differs from a single-process run"
+    )
+
+
+def _is_elementwise(optimizer: Optimizer, group: Mapping[str, Any]) -> bool | None:
+    """Tell whether a parameter group updates each element by itself, so that shards of its tensors train alike.
+
+    Args:
+        optimizer: The user's, which is only read.
+        group: One of its parameter groups.
+
+    Returns:
+        None if no fresh optimizer of the class can be made or stepped.
+    """
+
+    def rows(tensors: list[Tensor]) -> list[list[Tensor]]:
+        matrix, *others = tensors
+        return [[matrix[: _SIZE // 2], *others], [matrix[_SIZE // 2 :], *others]]
+
+    def columns(tensors: list[Tensor]) -> list[list[Tensor]]:
+        matrix, *others = tensors
+        return [[matrix[:, : _SIZE // 2], *others], [matrix[:, _SIZE // 2 :], *others]]
+
+    return _is_same(optimizer, group, (rows, columns))
+
+
+def _is_tensorwise(optimizer: Optimizer, group: Mapping[str, Any]) -> bool | None:
+    """Tell whether a parameter group updates each tensor by itself, so that stages with some of them train alike.
+
+    Args, Returns: As for `_is_elementwise`.
+    """
+    return _is_same(optimizer, group, (lambda tensors: [[tensor] for tensor in tensors],))
+
+
+def _is_same(optimizer: Optimizer, group: Mapping[str, Any], splits: Sequence[Split]) -> bool | None:
+    device = _trial_device(group)
+    for shapes in _SHAPES:
+        try:
+            with isolate_rng():
+                values, targets = _drawn(shapes, device)
+                early, late, _ = _train(optimizer, group, values, targets)
+                return all(_agrees(optimizer, group, values, targets, (early, late), split) for split in splits)
+        except Exception:
+            continue
+    return None
+
+
+def _unlike_parameter(optimizer: Optimizer, group: Mapping[str, Any]) -> str | None:
+    """Return the name of a tensor in the optimizer's state that has neither its parameter's shape nor no dimension."""
+    device = _trial_device(group)
+    for shapes in _SHAPES:
+        try:
+            with isolate_rng():
+                ones = [torch.ones(shape, dtype=torch.float64, device=device) for shape in shapes]
+                *_, fresh = _train(optimizer, group, ones, [2 * value for value in ones])
+        except Exception:
+            continue
+        for parameter, state in fresh.state.items():
+            for key, value in state.items():
+                if isinstance(value, Tensor) and value.dim() > 0 and value.shape != parameter.shape:
+                    return key
+        return None
+    return None
+
+
+def _trial_device(group: Mapping[str, Any]) -> torch.device:
+    """Return where a trial of an optimizer runs: with its parameters, or on the host if these have no data."""
+    device: torch.device = next((parameter.device for parameter in group["params"]), torch.device("cpu"))
+    return torch.device("cpu") if device.type == "meta" else device
+
+
+def _drawn(shapes: Sequence[tuple[int, ...]], device: torch.device) -> tuple[list[Tensor], list[Tensor]]:
+    """Return parameters and their targets, always the same."""
+    generator = torch.Generator().manual_seed(0)
+
+    def drawn() -> list[Tensor]:
+        tensors = [torch.randn(shape, generator=generator, dtype=torch.float64) for shape in shapes]
+        # Parts of different size, so that a norm over one differs from that over all.
+        for tensor in tensors:
+            tensor[: _SIZE // 2].mul_(4.0)
+            if tensor.dim() > 1:
+                tensor[:, : _SIZE // 4].mul_(3.0)
+        tensors[-1].mul_(5.0)
+        return [tensor.to(device) for tensor in tensors]
+
+    return drawn(), drawn()
+
+
+def _agrees(
+    optimizer: Optimizer,
+    group: Mapping[str, Any],
+    values: list[Tensor],
+    targets: list[Tensor],
+    trained: tuple[list[Tensor], list[Tensor]],
+    split: Split,
+) -> bool:
+    """Tell whether the parts of a split, trained by themselves, become what they became together (`trained`)."""
+    # A SAM's step aside is small beside the norm of all gradients.
+    tolerance = _TOLERANCE / 100 if _other_steps(optimizer) else _TOLERANCE
+    starts = [start for part in split(values) for start in part]
+    pieces = [_train(optimizer, group, part, aims)[:2] for part, aims in zip(split(values), split(targets))]
+    compared = [
+        (start, expected, found)
+        for stop, tensors in enumerate(trained)
+        for start, expected, found in zip(
+            starts,
+            [tensor for part in split(tensors) for tensor in part],
+            [tensor for piece in pieces for tensor in piece[stop]],
+        )
+    ]
+    for start, expected, found in compared:
+        largest = (expected - start).abs().max()
+        # No bound on what is not a number: the problem is at fault then, and not the split.
+        if bool((expected - found).abs().max() > tolerance * largest):
+            return False
+    return True
+
+
+def _train(
+    optimizer: Optimizer, group: Mapping[str, Any], values: Sequence[Tensor], targets: Sequence[Tensor]
+) -> tuple[list[Tensor], list[Tensor], Optimizer]:
+    """Return `values` early on, and after some steps towards `targets`, and the fresh optimizer that took these."""
+    seed_torch(0)
+    parameters = [nn.Parameter(value.clone()) for value in values]
+    # Curvatures that differ, or one step would end at the target whatever an optimizer estimates.
+    curvatures = [1.0 + torch.sigmoid(target) for target in targets]
+    fresh = _fresh(optimizer, group, parameters)
+    seen: list[list[Tensor]] = []
+
+    def closure() -> Tensor:
+        # Separable: the gradient of an element depends on that element alone, whatever is cut where.
+        # Those that evaluate often in one step, as LBFGS does, are at the target after it, however they came there.
+        seen.append([parameter.detach().clone() for parameter in parameters] if len(seen) == _EARLY else [])
+        loss = torch.zeros((), dtype=torch.float64, device=values[0].device)
+        for parameter, target, curvature in zip(parameters, targets, curvatures):
+            distance = parameter.detach() - target
+            # Signs that change: some look at how many elements go on in the direction of their momentum.
+            parameter.grad = curvature * distance + 3.0 * target * torch.cos((len(seen) - 1) * target)
+            loss = loss + (curvature * distance.square()).sum() / 2
+        return loss
+
+    takes_closure = bool(inspect.signature(fresh.step).parameters)
+    others = _other_steps(fresh)
+    for _ in range(_STEPS):
+        for other in others:
+            closure()
+            other()
+        closure()  # some ignore the one that they are given
+        fresh.step(closure) if takes_closure else fresh.step()  # type: ignore[arg-type]
+    return seen[_EARLY], [parameter.detach() for parameter in parameters], fresh
+
+
+def _other_steps(optimizer: Optimizer) -> list[Callable[[], Any]]:
+    """Return further steps of an optimizer, in order, such as `first_step` and `second_step` of a SAM."""
+    own = [kind for kind in reversed(type(optimizer).__mro__) if kind.__module__.partition(".")[0] not in FOREIGN]
+    names = dict.fromkeys(name for kind in own for name in vars(kind) if name.endswith("_step") and name[0] != "_")
+    found: list[Callable[[], Any]] = []
+    for name in names:
+        method = getattr(optimizer, name)
+        if not inspect.ismethod(method):
+            continue
+        needed = [each for each in inspect.signature(method).parameters.values() if each.default is each.empty]
+        if all(each.kind in (each.VAR_POSITIONAL, each.VAR_KEYWORD) for each in needed):
+            found.append(method)
+    return found
+
+
+def _fresh(optimizer: Optimizer, group: Mapping[str, Any], parameters: list[nn.Parameter]) -> Optimizer:
+    """Make an optimizer of the same class and options for other parameters.
+
+    Raises:
+        Exception: Whatever its constructor raises.
+    """
+    options = {key: value for key, value in group.items() if key not in ("params", "param_names", "initial_lr")}
+    # A scheduler with warmup has set it to zero by now, where every optimizer leaves everything as it is.
+    rate = float(options["lr"]) if "lr" in options else None
+    if rate is not None:
+        options["lr"] = rate if rate > 0 and math.isfinite(rate) else float(optimizer.defaults.get("lr") or 1e-2)
+    taken = inspect.signature(type(optimizer).__init__).parameters
+    known = {**vars(optimizer), **optimizer.defaults, **options}
+    arguments = {name: known[name] for name in list(taken)[2:] if name in known and isinstance(known[name], _PLAIN)}
+    kind = type(optimizer)
+    inner = next((each for each in vars(optimizer).values() if isinstance(each, Optimizer)), None)
+    groups = [{**options, "params": parameters}]
+    try:
+        fresh = kind(groups, **arguments)
+    except Exception:
+        if inner is None or inner is optimizer:
+            fresh = kind(parameters, **arguments)
+        else:
+            fresh = _fresh_around(kind, inner, group, parameters, arguments)
+    for made in fresh.param_groups:
+        made.update(options)
+    return fresh
+
+
+def _fresh_around(
+    kind: Callable[..., Any],
+    inner: Optimizer,
+    group: Mapping[str, Any],
+    parameters: list[nn.Parameter],
+    arguments: dict[str, Any],
+) -> Any:
+    """Make an optimizer that is given another one, or its class, such as Lookahead or SAM."""
+    try:
+        return kind(_fresh(inner, group, parameters), **arguments)
+    except Exception:
+        return kind(parameters, type(inner), **arguments)

@@ -1,0 +1,1 @@
+"""Processes, replicas that act as one, and the order in which ranks meet."""

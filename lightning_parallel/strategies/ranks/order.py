@@ -1,0 +1,206 @@
+"""The order of the messages of divided layers: all ranks of the tensor axis send the same ones, or none.
+
+Code that calls the model on rank zero only, to log samples or a graph, would pair its messages with others of the other
+ranks: wrong numbers on both sides, or a wait for ever. So before a message that may be one of rank zero alone there is
+a roll call:
+
+    outside of steps       before each message
+    in a step              before the first message, and before each that did not follow on those before it so far:
+                           the ranks agree on every sequence of messages once, and a step that repeats one is free
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import wraps
+from types import FrameType
+from typing import Any, ParamSpec, TypeVar
+
+from lightning.fabric.plugins.collectives.torch_collective import default_pg_timeout
+from torch import nn
+
+from lightning_parallel.comm import ApartError, Group, RollCall
+from lightning_parallel.compat import ParallelState, patched, users_line
+from lightning_parallel.compat.torch import has_compiled_parts
+from lightning_parallel.strategies.ranks.chance import SharedChance
+
+__all__ = ["MessageOrder", "describe_apart", "in_step"]
+
+WAIT_S = 15.0
+"""How long to wait for the other ranks outside of a step: longer than one is late for a hook that all are to reach."""
+STEP_WAIT_S = 30.0
+"""The same in a step, where one rank may write a picture, or be the first to use a library."""
+COMPILING_S = 900.0
+"""The same where modules are compiled: one rank may find in the cache what another one still compiles."""
+_MOST_KNOWN = 1 << 18
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+class MessageOrder:
+    """Lets divided layers send what all ranks are about to send.
+
+    Args:
+        group: The tensor-parallel group.
+    """
+
+    def __init__(self, group: Group) -> None:
+        self._group = group
+        self._block = ""
+        self._is_compiled = False
+        self._is_first = False
+        self._is_paused = False
+        # The messages since the step began, as a number, and all such numbers that the ranks have agreed on.
+        self._sent = 0
+        self._known: set[int] = set()
+        # Compares the random numbers with which a step begins, if it draws from the global generators.
+        self.chance: SharedChance | None = None
+        self._state = ""
+        self.begin_run()
+
+    def begin_run(self) -> None:
+        """Count roll calls anew: a run that failed may have made some on one rank only."""
+        self._calls = RollCall(self._group, _CALLS)
+
+    def paused(self) -> AbstractContextManager[Any]:
+        """Refuse messages inside the block, while one rank runs the whole model: the ranks' counts would part."""
+        return patched(self, "_is_paused", True)
+
+    @contextmanager
+    def step(self, name: str, module: nn.Module) -> Iterator[None]:
+        """Run a part of a step of `module`, which all ranks run: its messages follow on each other."""
+        before = self._block
+        if not self._known:
+            self._is_compiled = has_compiled_parts(module)
+        if not before:
+            self._sent = hash(name)
+            # Backward follows on a step in which the ranks were together.
+            self._is_first = name != "backward"
+            if self._is_first and self.chance is not None:
+                self._state = str(self.chance.state())
+        self._block = name
+        try:
+            yield
+        finally:
+            self._block = before
+
+    def __call__(self, operation: str) -> None:
+        """Wait for the other ranks, if need be; called before each message of a divided layer.
+
+        Args:
+            operation: The name of the collective.
+
+        Raises:
+            RuntimeError: If they do not come, or are somewhere else.
+        """
+        if self._is_paused:
+            raise RuntimeError(
+                f"The step calls a sharded layer outside the full model (`{operation}`); call it through the model"
+            )
+        if not self._block:
+            self._meet(_hook(), WAIT_S)
+            return
+        self._sent = hash((self._sent, operation))
+        is_first, self._is_first = self._is_first, False
+        is_known = self._sent in self._known
+        if is_known and not (is_first and self._group.size <= RollCall.MOST_RANKS):
+            return
+        # The other ranks may still wait for their first batch.
+        patience_s = (
+            default_pg_timeout.total_seconds() if is_first else COMPILING_S if self._is_compiled else STEP_WAIT_S
+        )
+        place = users_line(lambda frame: frame.f_code.co_name == "run_in_step")
+        states = self._meet(place or f"`{self._block}`", patience_s, self._state if is_first else "")
+        if is_first and self.chance is not None:
+            self.chance.refuse(states)
+        if len(self._known) >= _MOST_KNOWN:
+            self._known.clear()
+        self._known.add(self._sent)
+
+    def _meet(self, place: str, patience_s: float, note: str = "") -> list[str]:
+        try:
+            return self._calls.meet(place, patience_s, note)
+        except ApartError as error:
+            raise error.told(describe_apart(error)) from None
+
+
+_WAY_OUT = (
+    "Each rank holds a part of its layers, so all ranks or none must call it. Remove the condition on the rank there"
+    " (`is_global_zero`, `rank_zero_only`), and apply it only to the code after the call. Reading sharded logits in"
+    " training is such a call as well: `gather_logits=True` gathers them on all ranks in each step"
+)
+_OF_REPLICA = (
+    "These ranks hold parts of one model and read the same data. Hooks, loaders and callbacks must do the same on"
+    " each of them, without a condition on the rank"
+)
+_CALLS = "messages"
+
+
+def describe_apart(error: ApartError) -> str:
+    """Say where ranks are that wait for each other at different places; the same on all of them."""
+    places = {rank: place or "another place" for rank, place in error.places.items()}
+    calling = [rank for rank, purpose in error.purposes.items() if purpose == _CALLS]
+    others = [rank for rank in places if rank not in calling]
+    at = "in " if calling else ""
+    listed = ", ".join(f"{at}{places[rank]} on rank {rank}" for rank in calling or places)
+    lines = [f" Rank {rank} runs {line}." for rank, line in error.lines.items() if line]
+    if calling and others:
+        text = (
+            f"All ranks must call the model together; got a call {listed}, but not on rank"
+            f" {', '.join(map(str, others))}"
+        )
+        lines += [f" Rank {rank} is at {error.places[rank]}." for rank in others if error.places[rank]]
+    else:
+        text = f"All ranks must {'call the model' if calling else 'run'} at the same place; got {listed}"
+    return f"{text}.{''.join(lines)} {_WAY_OUT if calling else _OF_REPLICA} [LP013]"
+
+
+def _hook() -> str:
+    """Name the hook that is running."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        values, module = frame.f_locals, frame.f_globals.get("__name__", "")
+        if module.endswith(".trainer.call") and "hook_name" in values:
+            # Whatever the function is called that is the hook.
+            owner = values.get("callback") or values["trainer"].lightning_module
+            return f"`{type(owner).__name__}.{values['hook_name']}`"
+        # The first argument, whatever its author calls the instance.
+        name, owner = frame.f_code.co_name, values.get(next(iter(frame.f_code.co_varnames), ""))
+        is_hook = name.startswith("on_") or name in ("log_graph", "setup", "configure_optimizers")
+        # Loops of Lightning have methods of these names, too.
+        if is_hook and not isinstance(owner, MessageOrder) and not type(owner).__name__.startswith("_"):
+            return f"`{type(owner).__name__}.{name}`"
+        frame = frame.f_back
+    return "code outside the training loop"
+
+
+def in_step(method: Callable[P, R]) -> Callable[P, R]:
+    """Make a method of a strategy, which all ranks run, a part of a step."""
+
+    @wraps(method)
+    def run_in_step(*args: P.args, **kwargs: P.kwargs) -> R:
+        strategy: Any = args[0]
+        with _step_of(strategy.lightning_module, method.__name__):
+            return method(*args, **kwargs)
+
+    return run_in_step
+
+
+@contextmanager
+def _step_of(module: nn.Module | None, name: str) -> Iterator[None]:
+    if module is None:
+        yield
+        return
+    state = ParallelState.of(module)
+    before, state.is_in_step = state.is_in_step, True
+    try:
+        with (
+            nullcontext() if state.watch is None else state.watch.paused(),
+            nullcontext() if state.order is None else state.order.step(name, module),
+        ):
+            yield
+    finally:
+        state.is_in_step = before

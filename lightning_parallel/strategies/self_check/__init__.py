@@ -1,0 +1,1 @@
+"""The comparison of the user's own step with one process."""

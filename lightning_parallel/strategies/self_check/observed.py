@@ -1,0 +1,426 @@
+"""What a step gave, and how the results of two runs differ: loss, logged values, outputs, attributes, modules."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections import Counter, UserDict
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.module import register_module_forward_hook
+
+from lightning_parallel.compat import FOREIGN, is_users_object
+from lightning_parallel.compat.torch import pytree
+from lightning_parallel.pipeline.microbatch import LeftOutCache
+from lightning_parallel.pipeline.placeholder import PlaceholderTensor
+from lightning_parallel.strategies.steps.state import (
+    Added,
+    Elsewhere,
+    Fresh,
+    Members,
+    Snapshot,
+    Value,
+    Whole,
+    label_of,
+)
+
+__all__ = [
+    "HALF",
+    "StepDifference",
+    "ModuleTrace",
+    "ObservedStep",
+    "changed_attributes",
+    "comparable_attributes",
+    "compare",
+    "compare_counters",
+    "compare_gradients",
+    "counters_of",
+    "flags_of",
+    "first_difference",
+    "largest_of",
+    "numbers_in",
+    "relative_difference",
+    "tolerance_of",
+]
+
+_TOLERANCES = {torch.float64: 1e-9, torch.float32: 1e-4}
+"""Of the largest value, by the precision in which a step computes; what is less precise has `HALF`."""
+HALF = 5e-2
+_MIXED = 1e-5
+"""In double precision with single precision somewhere inside, as in the norms of many transformers."""
+
+
+_PIECE = 1 << 22
+"""Elements of large tensors that are compared at a time."""
+
+
+def tolerance_of(precisions: set[torch.dtype]) -> float:
+    """Return the largest relative difference that rounding explains in a step that computes in `precisions`."""
+    found = {kind for kind in precisions if kind.is_floating_point}
+    if found - _TOLERANCES.keys():
+        return HALF
+    if found == {torch.float64}:
+        return _TOLERANCES[torch.float64]
+    return _MIXED if torch.float64 in found else _TOLERANCES[torch.float32]
+
+
+@dataclass
+class ObservedStep:
+    """What one run of a step gave.
+
+    Attributes:
+        loss: None where it returned none, and in evaluation.
+        logged: Name and value of each call of `self.log`.
+        output: Numbers and tensors among what it returned, by key.
+        attributes: Those of the module that it changed.
+        unknown: Attributes whose value is on another stage; to read one raises an error.
+        counters: Numbers that submodules of the user's keep, and that it changed.
+        flags: Attributes that were true or false before.
+        left_by_backward: Name of something that its backward pass has changed.
+        left_in_callback: Name of something that it has changed in a callback, as a forward hook may.
+    """
+
+    loss: float | None = None
+    logged: dict[str, Any] = field(default_factory=dict)
+    output: dict[str, Any] = field(default_factory=dict)
+    attributes: dict[str, Any] = field(default_factory=dict)
+    unknown: frozenset[str] = frozenset()
+    counters: dict[str, int | float] = field(default_factory=dict)
+    flags: dict[str, bool] = field(default_factory=dict)
+    left_by_backward: str = ""
+    left_in_callback: str = ""
+
+
+def numbers_in(value: Any, name: str) -> dict[str, Any]:
+    """Return the tensors, numbers and texts in `value`, by key, detached and on the CPU."""
+    found: dict[str, Any] = {}
+    leaves, _ = pytree.tree_flatten_with_path(value)
+    for path, leaf in leaves:
+        key = name + pytree.keystr(path)
+        if _is_unknown(leaf) or isinstance(leaf, LeftOutCache):
+            continue
+        if isinstance(leaf, Tensor):
+            found[key] = leaf.detach().cpu().clone()
+        elif isinstance(leaf, np.ndarray):
+            found[key] = torch.as_tensor(leaf).clone()
+        elif isinstance(leaf, (Mapping, UserDict)):
+            found.update(numbers_in(dict(leaf), key))
+        elif isinstance(leaf, (list, tuple)):
+            found.update(numbers_in(list(leaf), key))
+        elif dataclasses.is_dataclass(leaf) and not isinstance(leaf, type):
+            fields = [field.name for field in dataclasses.fields(leaf) if hasattr(leaf, field.name)]
+            found.update(numbers_in({name: getattr(leaf, name) for name in fields}, key))
+        elif is_users_object(leaf):
+            found.update(numbers_in(dict(vars(leaf)), key))
+        elif isinstance(leaf, (bool, int, float)):
+            found[key] = torch.tensor(leaf, dtype=torch.float64 if isinstance(leaf, float) else None)
+        elif isinstance(leaf, (str, bytes)):
+            text = leaf.encode(errors="replace") if isinstance(leaf, str) else leaf
+            found[key] = torch.tensor(list(text), dtype=torch.uint8)
+    return found
+
+
+def changed_attributes(before: Snapshot) -> tuple[dict[str, Any], frozenset[str]]:
+    """Return numbers and tensors that are new or other than before, and the names of those that are unknown here.
+
+    Of lists and sets these are the entries that were added.
+    """
+    changed: dict[str, Any] = {}
+    unknown: set[str] = set()
+    for path, edit in before.changes().items():
+        label, value = label_of(path), None
+        if isinstance(edit, Value):
+            value = None if _is_same(edit.before, edit.after) else edit.after
+        elif isinstance(edit, Added):
+            value = edit.entries
+        elif isinstance(edit, Members):
+            # In an order that is the same everywhere.
+            value = sorted(edit.added, key=lambda member: (str(type(member)), str(member)))
+        elif isinstance(edit, (Fresh, Whole)):
+            value = edit.value
+        leaves, _ = pytree.tree_flatten_with_path(value)
+        unknown |= {label + pytree.keystr(where) for where, leaf in leaves if _is_unknown(leaf)}
+        changed.update(numbers_in(value, label))
+    return changed, frozenset(unknown)
+
+
+def flags_of(snapshot: Snapshot) -> dict[str, bool]:
+    """Return the attributes that are true or false, by name."""
+    values = {label_of(path): snapshot.original(path) for path in snapshot.paths()}
+    return {label: value for label, value in values.items() if isinstance(value, bool)}
+
+
+def comparable_attributes(found: ObservedStep, expected: ObservedStep) -> dict[str, Any]:
+    """Return the attributes that one run changed, without those that cannot be compared with another run."""
+    return {
+        name: value
+        for name, value in expected.attributes.items()
+        # What a first call sets, such as that hooks are there, the analysis has left as it has left the hooks.
+        if name not in found.unknown
+        and not (isinstance(value, Tensor) and value.dtype == torch.bool and found.flags.get(name) is bool(value.all()))
+    }
+
+
+def counters_of(module: nn.Module) -> dict[str, int | float]:
+    """Return the numbers that modules of the user's inside of `module` keep, by name."""
+    return {
+        f"{path}.{name}": value
+        for path, child in module.named_modules()
+        if path and type(child).__module__.partition(".")[0] not in FOREIGN
+        for name, value in vars(child).items()
+        if type(value) in (int, float)
+    }
+
+
+def compare_counters(found: ObservedStep, expected: ObservedStep, module: nn.Module) -> dict[str, float]:
+    """Return the relative differences of the numbers in submodules of `module`, which have their old values again."""
+    names = {*expected.counters, *found.counters}
+    now = {name: float(value) for name, value in counters_of(module).items() if name in names}
+    pairs = {name: (found.counters.get(name, old), expected.counters.get(name, old)) for name, old in now.items()}
+    return {name: abs(one - two) / max(abs(two), 1e-2) for name, (one, two) in pairs.items()}
+
+
+def _is_unknown(leaf: Any) -> bool:
+    return isinstance(leaf, (PlaceholderTensor, Elsewhere))
+
+
+def _is_same(old: Any, new: Any) -> bool:
+    if isinstance(old, Tensor) and isinstance(new, Tensor) and not (_is_unknown(new) or _is_unknown(old)):
+        return old.shape == new.shape and torch.equal(old, new)
+    return type(old) is type(new) and isinstance(old, (bool, int, float, str)) and old == new
+
+
+# --------------------------------------------------------------------------------------------------- comparison
+
+
+@dataclass(frozen=True)
+class StepDifference:
+    """A value that is not what one process computes.
+
+    Attributes:
+        kind: `loss`, `gradient`, `logged value`, `output`, `attribute` or `buffer`.
+        name: Its name.
+        relative: Largest difference, in terms of the largest expected value; infinite for another shape.
+        detail: The values themselves, if they are short.
+    """
+
+    kind: str
+    name: str
+    relative: float
+    detail: str = ""
+
+    def __str__(self) -> str:
+        by = (
+            "has another shape" if math.isinf(self.relative) else f"differs by {self.relative:.2g} of its largest value"
+        )
+        what = self.kind if self.kind == "loss" else f"{self.kind} `{self.name}`"
+        return f"{what} {self.detail or by}"
+
+
+def relative_difference(found: Tensor, expected: Tensor, floor: float) -> float:
+    """Return the largest difference, relative to the largest expected value or `floor`."""
+    if found.shape != expected.shape:
+        return math.inf
+    if not found.numel():
+        return 0.0
+    if not (found.is_floating_point() or found.is_complex()):
+        return float((found != expected.to(found.dtype)).double().mean())
+    if found.dtype == expected.dtype:
+        # Few passes over large gradients; what is not finite is looked at below.
+        expected = expected.detach().to(found.device)
+        # In pieces: beside parameters and gradients there may be no room for another tensor of the largest size.
+        pieces = zip(found.detach().reshape(-1).split(_PIECE), expected.reshape(-1).split(_PIECE))
+        distances, scale = [largest_of(one - two) for one, two in pieces], largest_of(expected)
+        if all(map(math.isfinite, (*distances, scale))):
+            return max(distances) / max(scale, floor, 1e-30)
+    kind = torch.complex128 if found.is_complex() else torch.float64
+    one, two = found.detach().to(kind), expected.detach().to(found.device, kind)
+    same = (one == two) | (one.isnan() & two.isnan())
+    if bool(same.all()):
+        return 0.0
+    difference = torch.where(same, torch.zeros_like(one), one - two).abs().max()
+    scale = max(float(two.abs().nan_to_num().max()), floor, 1e-30)
+    return math.inf if difference.isnan() else float(difference) / scale
+
+
+def largest_of(value: Tensor) -> float:
+    """Return the largest absolute value; not a number if there is one that is none, 0 of no values."""
+    if not value.numel():
+        return 0.0
+    if value.is_complex():
+        return float(value.detach().abs().max())
+    # One fast pass; `vector_norm` takes seven times as long on a CPU.
+    least, greatest = torch.aminmax(value.detach())
+    return max(-float(least), float(greatest))
+
+
+def compare(kind: str, found: Mapping[str, Any], expected: Mapping[str, Any], tolerance: float) -> list[StepDifference]:
+    """Compare small values by name."""
+    differences = []
+    for name, value in expected.items():
+        if name not in found:
+            differences.append(StepDifference(kind, name, math.inf, "is missing"))
+            continue
+        mine = found[name]
+        value, mine = _as_tensor(value), _as_tensor(mine)
+        is_exact = not (value.is_floating_point() or value.is_complex())
+        if is_exact != (not (mine.is_floating_point() or mine.is_complex())):
+            # A mean over microbatches may be a float where one process has a count.
+            value, mine, is_exact = value.double(), mine.double(), False
+        relative = relative_difference(mine, value, 1e-2)
+        if relative > (0.0 if is_exact and tolerance < HALF else tolerance):
+            short = value.numel() == 1 and mine.numel() == 1
+            detail = _two_numbers(mine.item(), value.item()) if short else ""
+            if mine.shape != value.shape:
+                detail = f"has shape {tuple(mine.shape)}, but {tuple(value.shape)} on one process"
+            differences.append(StepDifference(kind, name, relative, detail))
+    differences += [
+        StepDifference(kind, name, math.inf, "is not there on one process") for name in found if name not in expected
+    ]
+    return differences
+
+
+def _as_tensor(value: Any) -> Tensor:
+    # The default precision would round a number before it is compared.
+    return value if isinstance(value, Tensor) else torch.as_tensor(value, dtype=_DOUBLE.get(type(value)))
+
+
+_DOUBLE = {float: torch.float64}
+
+
+def _two_numbers(found: float, expected: float) -> str:
+    """Return two numbers in words, with as many digits as show that they differ."""
+    one, two = f"{found:.6g}", f"{expected:.6g}"
+    for digits in range(7, 18):
+        if one != two:
+            break
+        one, two = f"{found:.{digits}g}", f"{expected:.{digits}g}"
+    return f"is {one}, but {two} on one process"
+
+
+def compare_gradients(
+    found: Mapping[str, Tensor | None], expected: Mapping[str, Tensor], floor: float, tolerance: float
+) -> list[StepDifference]:
+    """Compare gradients by name; one that is not there and one of zeros are the same."""
+    differences = []
+    for name, mine in found.items():
+        theirs = expected.get(name)
+        if mine is None and theirs is None:
+            continue
+        one = torch.zeros_like(theirs) if mine is None else mine  # type: ignore[arg-type]
+        one = one.to_dense() if one.is_sparse else one
+        two = torch.zeros_like(one) if theirs is None else theirs.to(one.device)
+        relative = relative_difference(one, two, floor)
+        if relative > tolerance:
+            differences.append(StepDifference("gradient", name, relative))
+    return differences
+
+
+# ----------------------------------------------------------------------------------------------------- modules
+
+
+_Sketch = tuple[tuple[int, ...], tuple[float, ...]]
+"""Shape of a tensor, and three sums over it: enough to tell two tensors apart."""
+
+
+class ModuleTrace:
+    """Records a sketch of what each module returns, and of its gradient, for calls inside a block.
+
+    Args:
+        module: The module whose submodules are traced.
+        left_out: Those whose outputs here are not theirs, such as modules of other stages.
+
+    Attributes:
+        outputs, gradients: By the path of the module and the number of its call, in the order of the forward pass.
+    """
+
+    def __init__(self, module: nn.Module, left_out: Collection[int] = ()) -> None:
+        self.outputs: dict[tuple[str, int], _Sketch] = {}
+        self.gradients: dict[tuple[str, int], _Sketch] = {}
+        self._paths = {id(child): path for path, child in module.named_modules() if path and id(child) not in left_out}
+        self._calls: Counter[str] = Counter()
+
+    def __reduce__(self) -> Any:
+        # To another rank: what was recorded, without the module.
+        return _trace, (self.outputs, self.gradients)
+
+    @contextmanager
+    def recording(self) -> Iterator[None]:
+        """Record inside the block."""
+        handle = register_module_forward_hook(self._record)
+        try:
+            yield
+        finally:
+            handle.remove()
+
+    def _record(self, module: nn.Module, args: Any, output: Any) -> None:
+        path = self._paths.get(id(module))
+        tensor = next((leaf for leaf in pytree.tree_leaves(output) if isinstance(leaf, Tensor)), None)
+        is_plain = tensor is not None and not isinstance(tensor, PlaceholderTensor) and tensor.is_floating_point()
+        if path is None or tensor is None or not is_plain:
+            return
+        key = (path, self._calls[path])
+        self._calls[path] += 1
+        self.outputs[key] = _sketch(tensor)
+        if tensor.requires_grad:
+            tensor.register_hook(partial(self._record_gradient, key))
+
+    def _record_gradient(self, key: tuple[str, int], gradient: Tensor | None) -> None:
+        if gradient is not None:  # none reaches an output of which only a detached copy is used
+            self.gradients[key] = _sketch(gradient)
+
+
+def _trace(outputs: dict[tuple[str, int], _Sketch], gradients: dict[tuple[str, int], _Sketch]) -> ModuleTrace:
+    trace = ModuleTrace(nn.Module())
+    trace.outputs = outputs
+    trace.gradients = gradients
+    return trace
+
+
+@torch.no_grad()
+def _sketch(tensor: Tensor) -> _Sketch:
+    flat = tensor.detach().double().reshape(-1).cpu()
+    wave = torch.cos(torch.arange(len(flat), dtype=torch.float64))
+    sums = [flat.mean(), flat.abs().mean(), (flat * wave).mean()] if len(flat) else []
+    return tuple(tensor.shape), tuple(float(value) for value in sums)
+
+
+def first_difference(expected: ModuleTrace, found: Sequence[ModuleTrace], tolerance: float) -> tuple[str, str]:
+    """Find the first module, in the order of the forward pass, whose output differs, else the last by its gradient.
+
+    Gradients come from behind: that of the last module is the first to be wrong. Outputs of another shape are pieces of
+    what one process has, and are passed over.
+
+    Args:
+        expected: Of the step on the whole model.
+        found: Of the divided step, on each rank.
+        tolerance: Largest relative difference.
+
+    Returns:
+        Its path, and what differs in words; both are empty if nothing does.
+    """
+    for key, output in expected.outputs.items():
+        distance = max((_distance(output, trace.outputs.get(key)) for trace in found), default=0.0)
+        if distance > tolerance:
+            return key[0], f"`{key[0]}`, whose output differs by {distance:.2g}"
+    for key in reversed(expected.outputs):
+        gradient = expected.gradients.get(key)
+        distance = max((_distance(gradient, trace.gradients.get(key)) for trace in found), default=0.0)
+        if distance > tolerance:
+            return key[0], f"`{key[0]}`, whose output gets a gradient that differs by {distance:.2g}"
+    return "", ""
+
+
+def _distance(one: _Sketch | None, two: _Sketch | None) -> float:
+    if one is None or two is None or one[0] != two[0]:
+        return 0.0
+    scale = max((abs(value) for value in one[1]), default=0.0)
+    distance = max((abs(a - b) for a, b in zip(one[1], two[1])), default=0.0)
+    return distance / scale if scale else distance

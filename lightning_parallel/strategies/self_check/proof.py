@@ -1,0 +1,975 @@
+"""The self-check: compares the user's own step on one process with the parallel step, before the first batch of a run.
+
+    one process   the first rank runs the step on two samples, with the original module
+    parallel      all ranks run it on the same samples as the run will: in shards and stages, in two microbatches
+    compared      loss, gradients by name, logged values, outputs, attributes and buffers that changed
+
+Dropout is off in the first comparison, because ranks draw other numbers in sharded layers than one process does. With
+dropout, a pipeline is compared once more, by the streams of its stages. For sharded layers, the ranks are compared with
+each other. The one-process run records the numbers that the step itself draws. Each microbatch gets its samples' part.
+
+The self-check examines a difference before it reports it. It leaves out values that differ from run to run on one
+process, such as times. Then it finds whether microbatches cause the difference, which code uses shards, or which module
+differs first.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Any, Literal, TypeVar
+
+import torch
+from lightning.fabric.plugins.collectives.torch_collective import default_pg_timeout
+from lightning.pytorch.utilities.rank_zero import rank_zero_warn
+from torch import Tensor
+
+from lightning_parallel import comm
+from lightning_parallel.comm import MeshGroups, RollCall
+from lightning_parallel.compat import ParallelState
+from lightning_parallel.compat.lightning import tell
+from lightning_parallel.compat.torch import BatchNormalization
+from lightning_parallel.pipeline.microbatch import (
+    MEANS,
+    RETURNED,
+    chosen_samples,
+    few_samples,
+    num_samples,
+    other_kinds,
+    split_batch,
+    split_by,
+)
+from lightning_parallel.strategies.checks import check_same_batch
+from lightning_parallel.strategies.hooks.watch import raised_in_shards
+from lightning_parallel.strategies.self_check.observed import (
+    ObservedStep,
+    StepDifference,
+    comparable_attributes,
+    compare,
+    compare_counters,
+    compare_gradients,
+    first_difference,
+    largest_of,
+    relative_difference,
+    tolerance_of,
+)
+from lightning_parallel.strategies.self_check.runs import DividedRun, StepCall, StepRuns, Way, WholeRun
+from lightning_parallel.strategies.steps.state import Snapshot, complete_rules
+from lightning_parallel.strategies.steps.weights import FEW_COPIES, copies_of_two
+from lightning_parallel.strategies.whole.pinned import SEED, ReferenceRunError
+from lightning_parallel.strategies.whole.reference import Blame
+from lightning_parallel.tensor.audit import StepAudit
+
+__all__ = ["FirstBatches", "SelfCheckError", "StepProof", "Verify"]
+
+Verify = Literal["auto", "always", "off"]
+"""Whether to compare the first steps with one process."""
+
+_Result = TypeVar("_Result")
+
+_ALIKE_S = 15.0
+"""How long a rank that fails in the sharded run waits for the others to fail as well."""
+
+_SHOWN = 6
+
+_SMALL = 1e-4
+"""A gradient this far below the largest one is compared as if it were this large: zero up to rounding."""
+
+_MICROBATCHES = (
+    "Without microbatches the results match, so splitting the batch causes the difference. If the loss is not a mean"
+    " over samples, a pipeline minimizes another loss: count tokens with `microbatch_weight` for a mean over tokens;"
+    " divide a sum by the number of samples. Logged, returned or kept values must have the samples in their first"
+    " dimension. If the samples of a batch depend on each other, set `num_microbatches=1`."
+)
+_OUR_FAILURE = (
+    "The self-check of `{}` must run the step on the full model; that run failed, although the step runs {} ({})."
+    " This is a limit of the self-check. To train without it, set `verify='off'`. Then nothing compares the run with"
+    " a single-process run. [LP027]"
+)
+_NORM = (
+    "With microbatches the results differ: batch normalization computes the statistics of each microbatch"
+    " separately, which also changes the gradients."
+)
+_FIXED_NORM = "With its running statistics, microbatches match a single-process run."
+_WHOLE_BATCHES = (
+    "`{}` runs on full batches, because its results with microbatches differ from a single-process run ({}). The"
+    " results now match, but stages wait for each other. To run it in microbatches, return and keep values with one"
+    " row per sample, in the order of the samples."
+)
+_DRAWS = (
+    "The run with microbatches was not compared: the number or source of the step's random draws depends on the"
+    " number of samples. If all samples must be drawn together, set `num_microbatches=1`."
+)
+_MOST_KINDS = 16
+"""Runs in which it is found out how microbatches are merged."""
+_ANOTHER_WAY = "of a step whose loss used other operations than the earlier steps"
+_FROM_BEFORE = "of the first batch again, with the attributes that it set"
+_OF_COPIES = "with copies of two samples of the first batch"
+_MIXED = 8
+"""Samples on which it is seen whether a step that draws numbers mixes them."""
+_USERS_FAILURE = (
+    "Self-check of `{}` skipped: {}. The run continues without it{}. For a self-check, leave this out of the first"
+    " step, or compare with a single-process run yourself. [LP027]"
+)
+_PARTLY = (
+    "Self-check of `{}` incomplete: {} differ between two single-process runs, so they cannot be compared. Does the"
+    " step read a clock, a file, or state outside the module?"
+)
+_UNSTEADY = (
+    "Two single-process runs of the step differ as well. The step reads state outside the module, such as an"
+    " iterator or a counter. The self-check cannot restore this state and has advanced it on the first rank. Keep"
+    " that state in the module or in the batch, or set `verify='off'`."
+)
+_ORDER = ("loss", "logged value", "output", "attribute", "gradient", "parameter", "buffer")
+
+
+class SelfCheckError(RuntimeError):
+    """Reports a parallel step whose result differs from that of the same step on one process.
+
+    The strategy raises the error before the first batch of training. `verify="off"` turns the self-check off.
+
+    Example:
+        ```py
+        from lightning.pytorch import Trainer
+        from lightning_parallel import SelfCheckError, TensorParallelStrategy
+
+        trainer = Trainer(devices=2, strategy=TensorParallelStrategy())
+        try:
+            trainer.fit(MyModule(), MyData())
+        except SelfCheckError as error:
+            print(error)  # names the first module that differs
+            raise
+        ```
+    """
+
+
+class FirstBatches:
+    """Looks at the first batches of a run: equal on all ranks of a replica, and each step proven once.
+
+    Args:
+        groups: The mesh's groups.
+        verify: The strategy's argument.
+        make_runs: Makes the two runs of a step.
+    """
+
+    def __init__(self, groups: MeshGroups, verify: Verify, make_runs: Callable[[], StepRuns]) -> None:
+        self._groups = groups
+        self._verify = verify
+        self._make_runs = make_runs
+        self._epoch = -1
+        self._loaders: set[tuple[str, int]] = set()
+        self._seen: set[str] = set()
+        self._steps = 0
+        self._again: tuple[tuple[Any, ...], dict[str, Any]] | None = None
+
+    def see_training(
+        self,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        epoch: int,
+        unproven: tuple[tuple[Any, ...], dict[str, Any]] | None = None,
+    ) -> bool:
+        """Look at a batch of training: once an epoch whether it is the same on all ranks.
+
+        Args:
+            args, kwargs: Of the step.
+            epoch: The current one.
+            unproven: Of an earlier step of this replica that was computed in a way that was not compared yet.
+
+        Returns:
+            Whether that step was looked at.
+        """
+        data = self._groups.data_parallel
+        # Replicas ask each other in some steps only.
+        is_due = data.size == 1 or self._epoch != epoch or not self._steps & (self._steps - 1)
+        self._steps += 1
+        if self._epoch != epoch:
+            check_same_batch((args, kwargs), self._groups.replica)
+            self._epoch = epoch
+        again, self._again = self._again, None
+        if again is not None:
+            self._seen.discard("training_step")
+        self._prove("training_step", *(again or (args, kwargs)), why="" if again is None else _FROM_BEFORE)
+        if not is_due or self._verify == "off":
+            return False
+        is_wanted = unproven is not None
+        if any(comm.all_gather_object(is_wanted, data)) if data.size > 1 else is_wanted:
+            self._seen.discard("training_step")
+            self._prove("training_step", *(unproven or (args, kwargs)), why=_ANOTHER_WAY)
+        return True
+
+    def begin_evaluation(self) -> None:
+        """Look at the first batch of each loader again."""
+        self._loaders.clear()
+
+    def see_evaluation(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], loader: int) -> None:
+        """Look at a batch of evaluation: once for each loader whether it is the same on all ranks."""
+        if (name, loader) not in self._loaders:
+            check_same_batch((args, kwargs), self._groups.replica)
+            self._loaders.add((name, loader))
+        self._prove(name, args, kwargs)
+
+    def _prove(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], why: str = "") -> None:
+        if name not in self._seen and self._verify != "off" and self._groups.replica.size > 1:
+            self._seen.add(name)
+            runs = self._make_runs()
+            # What every rank runs on the whole model is what one process runs.
+            if runs.steps is None or runs.steps.goes_in_stages(name, args, kwargs):
+                StepProof(runs).prove(name, args, kwargs, why)
+                if runs.steps is not None and name == "training_step" and not why:
+                    # Found in a batch before which there was nothing: a minimum of losses is a mean of them then.
+                    # The same batch shows the difference, as losses of its parts lie on both sides of its loss.
+                    rules = ParallelState.of(runs.module).merging.get(name, {}).items()
+                    is_left = any(
+                        rule in MEANS or (" " in rule and not key.startswith(RETURNED)) for key, rule in rules
+                    )
+                    if any(comm.all_gather_object(is_left, self._groups.world)):
+                        self._again = (args, kwargs)
+
+
+class StepProof:
+    """Compares steps of a divided module with those on the whole module.
+
+    All ranks of all replicas construct it, and call `prove`, at the same points.
+
+    Args:
+        runs: Runs a step both ways.
+    """
+
+    def __init__(self, runs: StepRuns) -> None:
+        self.runs = runs
+        self.module = runs.module
+        self.replica = runs.groups.replica
+        # A rank that fails in the middle of the sharded run tells the others, which may wait for its messages.
+        self.calls = RollCall(self.replica, "self-check")
+
+    def prove(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], why: str = "") -> None:
+        """Compare the step `name` on the first samples of its first batch; prints what was verified.
+
+        Args:
+            name: `training_step`, `validation_step`, `test_step` or `predict_step`.
+            args, kwargs: Of the step.
+            why: Why it is compared later than in the first batch.
+
+        Raises:
+            SelfCheckError: On every rank, if it differs from that of one process.
+        """
+        begun_s = time.perf_counter()
+        batch, *rest = args
+        # The sample that makes a difference may be anywhere.
+        self.runs.cuts_fully = bool(why)
+        samples = batch if why else self._first_samples(name, batch)
+        call = StepCall(name, samples, tuple(rest), kwargs)
+        state = ParallelState.of(self.module)
+        if not why:
+            state.merging[name] = {}
+        state.whole_batches.discard(name)
+        with self.runs.nothing_left():
+            verdict = _Comparison(self.runs, call, batch, self.calls)
+            differs = not self.runs.fits_in_double and verdict.anywhere(verdict.differences)
+            if (verdict.failure or differs) and call.batch is not batch and verdict.may_go_on:
+                # Some steps are made for one size of batch, or take another path for a single sample.
+                verdict = _Comparison(self.runs, replace(call, batch=batch), batch, self.calls)
+            blames = comm.all_gather_object(verdict.blame, self.runs.groups.world)
+            if verdict.may_go_on and any(blame in ("unknown", "user") for blame in blames):
+                # On all replicas, whose steps may talk to each other.
+                verdict.judge()
+            of_copies = self._on_copies(verdict, why)
+        if name == "training_step":
+            state.doubt = state.copies_in_doubt = None
+        if of_copies is not None:
+            verdict, why = of_copies, _OF_COPIES
+        self._report(verdict, time.perf_counter() - begun_s, why)
+
+    def _on_copies(self, first: _Comparison, why: str) -> _Comparison | None:
+        """Return what differs on copies of two samples, for a loss that may be one of some samples.
+
+        That fits the first comparison by chance: see `copies_of_two`.
+        """
+        call, steps, state = first.call, self.runs.steps, ParallelState.of(self.module)
+        is_cut = steps is not None and steps.options.split_batch is split_batch and self.runs.microbatches > 1
+        varies = bool({"loss", "gradient"} & {kind for kind, _ in first.ignored})
+        is_told = first.failure or first.error or first.differences or varies
+        if (
+            call.name != "training_step"
+            or not is_cut
+            or why == _FROM_BEFORE
+            or first.anywhere([is_told] if is_told else [])
+        ):
+            return None
+        assert steps is not None
+        batches = None if why else state.copies_in_doubt
+        if batches is None:  # it was not seen whether they are
+            try:
+                half = num_samples(call.batch) // 2
+                half = max(half, FEW_COPIES) if self.runs.fits_in_double else half
+                batches = copies_of_two(first.full, half, steps.engine.microbatch_weight) if half > 1 else []
+            except ValueError:
+                return None
+        rules = state.merging.get(call.name, {})
+        for batch in batches:
+            found = _Comparison(self.runs, replace(call, batch=batch), batch, self.calls)
+            wrong = [entry for entry in found.differences if entry.kind in ("loss", "gradient")]
+            if found.anywhere(wrong) or not found.may_go_on:
+                return found
+            # What is merged of copies tells little of other samples.
+            state.merging[call.name] = dict(rules)
+        return None
+
+    def _first_samples(self, name: str, batch: Any) -> Any:
+        """Return two samples; in a pipeline two microbatches, of two samples if the run's have several.
+
+        Of one sample where the model is large: a step for which one sample is different, fails or has another loss,
+        and is then compared on the whole batch.
+        """
+        steps, state = self.runs.steps, ParallelState.of(self.module)
+        try:
+            if steps is None:
+                return few_samples(batch, 2)
+            if name == "training_step" and state.doubt is not None and self.runs.microbatches == 2:
+                return state.doubt[0]
+            parts = steps.engine.schedule.num_microbatches
+            if self.runs.microbatches > 2:
+                return batch
+            if steps.options.split_batch is split_batch:
+                most = 2 if self.runs.fits_in_double else 1
+                return few_samples(batch, 2 * min(most, max(1, num_samples(batch) // parts)))
+            # A function of the user's: what it makes two microbatches of.
+            return split_by(steps.options.split_batch, batch, max(1, parts // 2))[0]
+        except ValueError:
+            return batch
+
+    def _report(self, verdict: _Comparison, seconds: float, why: str) -> None:
+        """Raise or warn on all ranks together; print what was verified."""
+        # Of the sharded run, as it would be raised in the step itself.
+        comm.raise_together(verdict.error, self.runs.groups.world)
+        mine = (verdict.failure, verdict.blame, verdict.differences, verdict.hint, verdict.varying, verdict.checked)
+        everyone = comm.all_gather_object(mine, self.runs.groups.world)
+        found = [difference for _, _, differences, _, _, _ in everyone for difference in differences]
+        failure, blame = next(((text, blame) for text, blame, *_ in everyone if text), ("", ""))
+        hint = next((text for _, _, _, text, _, _ in everyone if text), "")
+        varying = sorted({text for _, _, _, _, texts, _ in everyone for text in texts})
+        name = verdict.call.name
+        if found:
+            raise SelfCheckError(_message(verdict.call, found, hint, why))
+        if failure and blame == "check":
+            raise SelfCheckError(
+                _OUR_FAILURE.format(name, "in shards" if self.runs.engine is None else "in stages", failure)
+            )
+        if failure:
+            rank_zero_warn(_USERS_FAILURE.format(name, failure, verdict.checked))
+            return
+        if any(text == "loss" or text.startswith("gradient") for text in varying):
+            rank_zero_warn(_PARTLY.format(name, _listed(varying)))
+            return
+        if not verdict.summary:
+            return
+        of = "" if name == "training_step" else f" of `{name}`"
+        manner = " without microbatches" if verdict.limits else ""
+        alike = ", with the same random numbers" if verdict.way.draws is not None and not verdict.limits else ""
+        left_out = f"; not compared: {_listed(varying)}, because two single-process runs differ" if varying else ""
+        text = f"Self-check{of} passed{manner} on {verdict.summary}{alike}{left_out} ({seconds:.1f} s)."
+        tell(" ".join([text, *verdict.limits]))
+
+
+def _is_in(name: str, key: str) -> bool:
+    """Tell whether a value is, or is inside of, what is under a key."""
+    return name.startswith(key) and name[len(key) :][:1] in ("", "[", ".")
+
+
+def _listed(names: Sequence[str]) -> str:
+    more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
+    return ", ".join(names[:_SHOWN]) + more
+
+
+def _message(call: StepCall, found: Sequence[StepDifference], hint: str, why: str) -> str:
+    unique = list({(difference.kind, difference.name): difference for difference in found}.values())
+    unique.sort(key=lambda difference: _ORDER.index(difference.kind))
+    lines = [f"  {difference}" for difference in unique[:_SHOWN]]
+    if len(unique) > _SHOWN:
+        lines.append(f"  and {len(unique) - _SHOWN} more")
+    return (
+        f"`{call.name}` must match a single-process run; got other results. Both ran on {_described(call.batch)}"
+        f" {why or 'before the first batch'} and differ in\n"
+        + "\n".join(lines)
+        + (f"\n{hint}" if hint else "")
+        + " [LP026]"
+    )
+
+
+# --------------------------------------------------------------------------------------------------- one comparison
+
+
+class _Comparison:
+    """Runs a step both ways and compares.
+
+    Attributes:
+        failure: Why they could not be compared.
+        blame: Whose fault that is: see `reference.Blame`.
+        error: What the sharded run raised on this rank, or on another one; all ranks have one then.
+        checked: What was compared instead, as a part of a sentence.
+        differences: What differs on this rank.
+        hint: Why, and what to do.
+        summary: What was compared.
+        varying: What was left out, as runs on one process do not agree in it.
+        limits: Why the run's microbatches do not give what was compared as one microbatch.
+        ignored: Kinds and names of what was left out.
+    """
+
+    def __init__(self, runs: StepRuns, call: StepCall, full: Any, calls: RollCall) -> None:
+        self.runs = runs
+        self.call = call
+        self.full = full
+        self.calls = calls
+        self.replica = runs.groups.replica
+        self.failure = ""
+        self.blame: Blame = ""
+        self.error: Exception | None = None
+        self.checked = ""
+        self.differences: list[StepDifference] = []
+        self.hint = ""
+        self.summary = ""
+        self.varying: list[str] = []
+        self.way = Way()
+        self.limits: list[str] = []
+        self.ignored: set[tuple[str, str]] = set()
+        try:
+            self._run()
+        except _ShardedError as failed:
+            self._end(failed)
+
+    @property
+    def may_go_on(self) -> bool:
+        """Whether further runs may be made: stages that failed have messages on their way."""
+        return self.error is None
+
+    def _end(self, failed: _ShardedError) -> None:
+        """Find out why the sharded run failed after the one on the whole model did not."""
+        self.differences = []
+        if self.runs.engine is None and failed.is_users:
+            again = self.runs.whole(self.call, self.way)
+            if again.failure:
+                self.failure = f"a second run of the step failed ({again.failure})"
+                self.blame = "user"
+                return
+            text = raised_in_shards(self.call.name, failed.error)
+            if text:  # what does not fit the parts of weights
+                failed.error = SelfCheckError(text)
+        self.error = failed.error
+
+    def judge(self) -> None:
+        """Find out whose fault it is that the whole model could not run the step, and check what can be."""
+        stages = self.runs.engine is not None
+        if stages and self.blame == "user":
+            return
+        try:
+            divided = self._sharded(self.way)
+        except _ShardedError as failed:
+            self.failure = self.failure and f"{self.failure}, as did the sharded run of the self-check ({failed.error})"
+            self.blame = self.blame and "user"
+            # In stages there are messages on their way; on some ranks only, others may wait for them.
+            self.error = None if failed.is_users and not stages else failed.error
+            return
+        if self.blame == "unknown":
+            self.blame = "check"
+        self._compare_ranks(divided)
+        if not self.differences and self.runs.groups.tensor_parallel.size > 1:
+            self.checked = "; the tensor-parallel ranks agree in the loss and in replicated gradients"
+
+    def _sharded(self, way: Way) -> DividedRun:
+        """Run the step in shards; a failure on one rank is one on all ranks of the replica."""
+        failure: Exception | None = None
+        divided: DividedRun | None = None
+        try:
+            divided = self.runs.divided(self.call, way)
+        except Exception as error:
+            failure = error
+        text = "" if failure is None else f"{type(failure).__name__}: {failure}"
+        # The others fail alike within moments, or wait in the step for this rank.
+        patience_s = default_pg_timeout.total_seconds() if failure is None else _ALIKE_S
+        try:
+            notes = self.calls.meet("self-check", patience_s, json.dumps(text))
+        except RuntimeError as error:
+            # Others wait in the step for messages of this rank, or are gone.
+            raise _ShardedError(failure or error, is_users=False) from error
+        texts = [json.loads(note) for note in notes]
+        if not any(texts):
+            assert divided is not None
+            return divided
+        others = {rank: other for rank, other in zip(self.replica.ranks, texts) if other}
+        if failure is None:
+            rank, other = next(iter(others.items()))
+            failure = RuntimeError(f"{other.partition(': ')[2]}\n(found on rank {rank})")
+        raise _ShardedError(failure, is_users=all(texts) and not any(text.startswith(_OURS) for text in texts))
+
+    def _run(self) -> None:
+        for way in self.runs.precisions():
+            whole = self.runs.whole(self.call, way)
+            if not whole.failure:
+                break
+        else:
+            self.failure, self.blame, self.way = whole.failure, whole.blame, way
+            if whole.blame == "unknown":
+                self.failure = f"the single-process reference run failed ({whole.failure})"
+            return
+        splits = self.runs.microbatches > 1
+        has_norm = splits and self._has_batch_norm()
+        self.way = replace(way, splits=splits and not has_norm, draws=whole.recorded if whole.draws else None)
+        self._compare(whole)
+        self.summary = self._counted(whole)
+        if has_norm:
+            self.limits.append(_NORM)
+            # The rest of the step has to be right in microbatches all the same.
+            self.way = replace(self.way, splits=True, fixed_norm=True)
+            fixed = None if self.anywhere(self.differences) else self.runs.whole(self.call, self.way)
+            if fixed is not None and not fixed.failure:
+                self.way = replace(self.way, draws=fixed.recorded if fixed.draws else None)
+                self.limits.append(_FIXED_NORM)
+                self._compare(fixed)
+        names = [*whole.effects.attributes, *whole.effects.counters]
+        complete_rules(self._rules, names, Snapshot(self.runs.module))
+
+    @property
+    def _rules(self) -> dict[str, str]:
+        """How what microbatches leave is merged."""
+        return ParallelState.of(self.runs.module).merging.setdefault(self.call.name, {})
+
+    def _compare(self, whole: WholeRun) -> None:
+        divided = self._divided(whole)
+        self.differences = self._found(whole, divided)
+        self._leave_out_caches(whole, divided)
+        if self.anywhere(self.differences):
+            self._explain(self.way, whole, divided)
+        else:
+            self._keep_kinds(divided)
+            if whole.dropout and not self.way.fixed_norm:
+                self._compare_dropout()
+        if self.way.splits and self.way.draws is not None and not self.anywhere(self.differences):
+            alike = self._draws_alike(divided)
+            self.differences = self._mixing(alike)
+            if self.differences:
+                self.hint = _MICROBATCHES
+            elif not alike:
+                self.limits.append(_DRAWS)
+
+    def _divided(self, whole: WholeRun) -> DividedRun:
+        """Run the sharded step with the draws of the whole one, whose order for several rows per sample is tried."""
+        divided = self._sharded(self.way)
+        has_views = divided.replayed is not None and divided.replayed.has_views
+        if self.anywhere([has_views]) and self.anywhere(self._found(whole, divided)):
+            self.way = replace(self.way, by_views=True)
+            divided = self._sharded(self.way)
+        return divided
+
+    def _draws_alike(self, divided: DividedRun) -> bool:
+        """Tell whether the microbatches have drawn what the whole step has drawn for their samples."""
+        replayed = divided.replayed
+        found = None if replayed is None else (replayed.missed, replayed.counts())
+        everyone = comm.all_gather_object(found, self.replica)
+        if self.way.draws is None or any(each is None or each[0] for each in everyone):
+            return self.way.draws is None
+        counts: dict[tuple[str, int], int] = {}
+        for _, theirs in filter(None, everyone):
+            for key, count in theirs.items():
+                counts[key] = max(count, counts.get(key, 0))
+        microbatches = {microbatch for _, microbatch in counts} or {0}
+        expected = self.way.draws.counts()
+        return counts == {(stream, each): expected[stream] for stream in expected for each in microbatches}
+
+    def _mixing(self, alike: bool) -> list[StepDifference]:
+        """Return what depends on which samples come together; the same on all ranks.
+
+        Args:
+            alike: Whether microbatches are equal to the whole with its draws; then an order of samples alone is missing
+                that has left them in their microbatches by chance.
+
+        A mean over samples does not: L(a, b) + L(b, a) = L(a, a) + L(b, b) for two halves of them, by their weights.
+        That needs no draws of microbatches, as all four runs draw the same.
+        """
+        if self.call.name != "training_step" or self.runs.engine is None:
+            return []
+        try:
+            samples = few_samples(self.full, _MIXED) if self.runs.fits_in_double else self.call.batch
+            half = num_samples(samples) // 2
+            halves = list(range(half)), list(range(half, 2 * half))
+            orders = [halves[0] + halves[1], halves[1] + halves[0], halves[0] * 2, halves[1] * 2]
+            calls = [replace(self.call, batch=chosen_samples(samples, order)) for order in orders if half]
+            weights = [float(self.runs.engine.microbatch_weight(chosen_samples(samples, each))) for each in halves]
+        except ValueError:
+            return []
+        if not calls or not all(0 < weight < math.inf for weight in weights):
+            return []
+        # Samples that are shuffled may stay in their halves, but not each time.
+        tries = 2 if half >= 4 else 4 if half > 1 else 6
+        for number in range(tries // 2 if alike else tries):
+            way = replace(self.way, seed=SEED + number, splits=False, hooks=False)
+            runs = [self.runs.whole(call, way) for call in calls]
+            if any(run.failure for run in runs) or len({str(run.recorded.shapes()) for run in runs}) > 1:
+                return []  # a draw of another kind for other samples
+            if self.anywhere(self._alike(partial(_second_differences, runs, weights))):
+                return [
+                    StepDifference("loss", "loss", math.inf, "of a sample depends on the other samples of its batch")
+                ]
+        return []
+
+    def _has_batch_norm(self) -> bool:
+        return any(isinstance(child, BatchNormalization) and child.training for child in self.runs.module.modules())
+
+    def anywhere(self, differences: Sequence[Any]) -> bool:
+        """Tell on all ranks of the replica whether one of them has found any."""
+        return any(comm.all_gather_object(bool(differences), self.replica))
+
+    # ------------------------------------------------------------------------------------------------- differences
+
+    def _found(self, whole: WholeRun, divided: DividedRun) -> list[StepDifference]:
+        tolerance = tolerance_of(whole.precisions)
+        differences = self._alike(lambda: self._effect_differences(whole, divided, tolerance))
+        if self.call.name == "training_step":
+            differences += self._gradient_differences(whole, divided, tolerance)
+        differences += self._value_differences(whole, divided, tolerance)
+        return [entry for entry in differences if (entry.kind, entry.name) not in self.ignored]
+
+    def _alike(self, compute: Callable[[], _Result]) -> _Result:
+        """Return what `compute` gives on this rank; raise on all ranks of the replica if it fails on one."""
+        failure: Exception | None = None
+        result: Any = None
+        try:
+            result = compute()
+        except Exception as error:
+            failure = error
+        comm.raise_together(failure, self.replica)
+        return result
+
+    def _leave_out_caches(self, whole: WholeRun, divided: DividedRun) -> None:
+        """Leave out buffers that have another shape only, as caches for a batch or for a part of a layer have."""
+        others = [entry for entry in self.differences if entry.kind != "buffer" or not math.isinf(entry.relative)]
+        if self.anywhere(others):
+            return
+        mine = {name: value.shape for name, value in divided.values.items()}
+        theirs = {name: value.shape for name, value in whole.values.items()}
+        caches = {name for name in mine.keys() & theirs.keys() if mine[name] != theirs[name]}
+        caches = {name for names in comm.all_gather_object(caches, self.replica) for name in names}
+        self.differences = [entry for entry in self.differences if entry.name not in caches]
+        self.ignored |= {("buffer", name) for name in caches}
+
+    def _effect_differences(
+        self, whole: WholeRun, other: WholeRun | DividedRun, tolerance: float
+    ) -> list[StepDifference]:
+        expected, found = whole.effects, other.effects
+        differences = compare("loss", _loss(found), _loss(expected), tolerance)
+        differences += compare("logged value", found.logged, expected.logged, tolerance)
+        differences += compare("attribute", found.attributes, comparable_attributes(found, expected), tolerance)
+        if self.replica.rank == 0:
+            differences += compare("output", found.output, expected.output, tolerance)
+        return differences
+
+    def _gradient_differences(self, whole: WholeRun, divided: DividedRun, tolerance: float) -> list[StepDifference]:
+        mine = self._alike(lambda: max(filter(math.isfinite, map(largest_of, whole.gradients.values())), default=0.0))
+        floor = _SMALL * max(comm.all_gather_object(mine, self.replica))
+        return self._alike(lambda: compare_gradients(divided.gradients, whole.gradients, floor, tolerance))
+
+    def _value_differences(self, whole: WholeRun, divided: DividedRun, tolerance: float) -> list[StepDifference]:
+        """Compare what the step wrote; where several stages hold a buffer or a number, one of them has to be right."""
+        parameters = dict(self.runs.module.named_parameters())
+        held: dict[str, Tensor] = {**dict(self.runs.module.named_buffers()), **parameters}
+
+        def compared() -> dict[str, float]:
+            found: dict[str, float] = {}
+            known = {*self.runs.skeleton.buffer_names, *parameters}
+            written = {*whole.values, *divided.values} & known
+            for name in [name for name in held if name in written]:
+                expected = whole.values.get(name, held[name]).to(held[name].device)
+                found[name] = relative_difference(divided.values.get(name, held[name]), expected, 1e-2)
+            found.update(compare_counters(divided.effects, whole.effects, self.runs.module))
+            return found
+
+        found = self._alike(compared)
+        # Modules of other stages count when they are run for the shapes of their outputs.
+        elsewhere = self.runs.elsewhere()
+        here = {path for path, child in self.runs.module.named_modules() if id(child) not in elsewhere}
+        found = {name: relative for name, relative in found.items() if name.rpartition(".")[0] in here}
+        best: dict[str, float] = {}
+        for theirs in comm.all_gather_object(found, self.replica):
+            for name, relative in theirs.items():
+                best[name] = min(relative, best.get(name, math.inf))
+        kinds = {name: "parameter" for names in comm.all_gather_object([*parameters], self.replica) for name in names}
+        wrong = {name: relative for name, relative in best.items() if relative > tolerance}
+        return [StepDifference(kinds.get(name, "buffer"), name, relative) for name, relative in wrong.items()]
+
+    def _counted(self, whole: WholeRun) -> str:
+        names = comm.all_gather_object((list(whole.gradients), list(whole.values)), self.replica)
+        gradients = len({name for found, _ in names for name in found})
+        written = {name for _, found in names for name in found} - {name for _, name in self.ignored}
+        held = {name for theirs in comm.all_gather_object(self._parameter_names(), self.replica) for name in theirs}
+        buffers, parameters = len(written - held), len(written & held)
+        effects = whole.effects
+        parts = [] if effects.loss is None else ["loss"]
+        parts += [_count(gradients, "gradient")] if gradients else []
+        logged = effects.logged.keys() - {name for _, name in self.ignored}
+        parts += [_count(len(logged), "logged metric")] if logged else []
+        parts += ["the output"] if effects.output else []
+        parts += [_count(len(effects.attributes), "attribute")] if effects.attributes else []
+        parts += [_count(parameters, "parameter")] if parameters else []
+        parts += [_count(buffers, "buffer")] if buffers else []
+        if not parts:
+            return ""
+        text = ", ".join(parts[:-1]) + (" and " if len(parts) > 1 else "") + parts[-1]
+        is_one = len(parts) < 2 and not text.endswith("s")
+        return f"{_described(self.call.batch)}: {text} {'matches' if is_one else 'match'} a single-process run"
+
+    def _parameter_names(self) -> list[str]:
+        return [name for name, _ in self.runs.module.named_parameters()]
+
+    # ------------------------------------------------------------------------------------------------- dropout
+
+    def _compare_dropout(self) -> None:
+        """Compare once more with dropout: with one process, or the ranks of divided layers with each other."""
+        way = replace(self.way, dropout=True, splits=False)
+        tensor_group = self.runs.groups.tensor_parallel
+        if tensor_group.size == 1:
+            whole = self.runs.whole(self.call, way)
+            if not whole.failure:
+                self.differences = self._found(whole, self._sharded(way))
+                self.hint = (
+                    "The results differ only with dropout: the stages draw other random numbers than a"
+                    " single-process run."
+                )
+            return
+        self._compare_ranks(self._sharded(way))
+        self.hint = (
+            "With dropout, replicated layers must draw the same random numbers on all ranks. Use the same seed on"
+            " all ranks, and draw on all ranks or none."
+        )
+
+    def _compare_ranks(self, divided: DividedRun) -> None:
+        """Compare the ranks of sharded layers with each other: loss and gradients of what they all hold."""
+        tensor_group = self.runs.groups.tensor_parallel
+        mine = {
+            name: float(gradient.double().abs().sum())
+            for name, gradient in divided.gradients.items()
+            if gradient is not None and name not in self.runs.rules
+        }
+        for loss, sums in comm.all_gather_object((divided.effects.loss, mine), tensor_group):
+            pairs = [("loss", "loss", loss, divided.effects.loss)]
+            pairs += [("gradient", name, total, mine.get(name)) for name, total in sums.items()]
+            for kind, name, theirs, own in pairs:
+                if theirs is not None and not math.isclose(theirs, own or 0.0, rel_tol=1e-3, abs_tol=1e-12):
+                    detail = "differs between tensor-parallel ranks"
+                    self.differences.append(StepDifference(kind, name, math.inf, detail))
+
+    # ------------------------------------------------------------------------------------------------- explanations
+
+    def _explain(self, way: Way, whole: WholeRun, divided: DividedRun) -> None:
+        """Leave out what differs from run to run anyway, and find out what makes the rest differ."""
+        varying = self.ignored = self._varying(whole, self.runs.whole(self.call, self.way))
+        self.differences = [entry for entry in self.differences if (entry.kind, entry.name) not in varying]
+        self.varying = sorted(name if kind == "loss" else f"{kind} `{name}`" for kind, name in varying)
+        self._warn_of_pieces()
+        if any(kind in ("loss", "gradient") for kind, _ in varying):
+            # The runs of the first rank alone may have moved something on that the ranks have each for themselves.
+            self._compare_ranks(self._sharded(way))
+            if self.anywhere(self.differences):
+                self.hint = _UNSTEADY
+                return
+        if not self.anywhere(self.differences):
+            return
+        if any(comm.all_gather_object(divided.draws_apart, self.replica)):
+            self.differences = []
+            self.failure = (
+                "sharded layers draw random numbers other than dropout masks; each rank draws for its own shard, so"
+                " the numbers depend on the layout"
+            )
+            return
+        one = replace(way, splits=False)
+        can_split = self.runs.engine is not None and way.splits
+        if can_split and not self.anywhere(self._found(whole, self._sharded(one))):
+            if self._draws_alike(divided):
+                self.hint = _MICROBATCHES
+                self._learn_kinds(way, whole, self._learn_means(way, whole) or divided)
+            elif self.call.name == "training_step":
+                self.differences = []
+            if self.call.name != "training_step" and self.anywhere(self.differences):
+                self._use_whole_batches()
+            return
+        self.hint = self._audited() or self._first_module(replace(one, traces=True))
+
+    def _warn_of_pieces(self) -> None:
+        """Leave out attributes in which hooks keep what divided layers compute, with a warning."""
+        if self.runs.sharding is None:
+            return
+        pieces = {entry.name for entry in self.differences if entry.kind == "attribute" and math.isinf(entry.relative)}
+        self.differences = [entry for entry in self.differences if entry.name not in pieces]
+        self.ignored = self.ignored | {("attribute", name) for name in pieces}
+        if pieces:
+            rank_zero_warn(
+                f"The attribute `{min(pieces)}` holds only this rank's shard of its single-process value. The"
+                " self-check does not compare it."
+            )
+
+    def _learn_kinds(self, way: Way, whole: WholeRun, divided: DividedRun) -> None:
+        """Find out how what microbatches return and leave becomes what one step does: see `Merging`."""
+        rules, left = self._rules, dict[str, list[str]]()
+        for _ in range(_MOST_KINDS):
+            changed: dict[str, str] = {}
+            for name in sorted(self._named_differences()):
+                # From the inside out; another kind of a list may show what is inside of its entries.
+                for key in sorted((key for key in divided.merged if _is_in(name, key)), key=len, reverse=True):
+                    kind = divided.merged[key]
+                    ways = left.setdefault(key, [*other_kinds(kind), kind])
+                    if ways and key not in changed:
+                        changed[key] = ways.pop(0)
+                    if key in changed and changed[key] != kind:
+                        break
+            if not changed:
+                break
+            rules.update(changed)
+            divided = self._sharded(way)
+            self.differences = self._found(whole, divided)
+        self._keep_kinds(divided)
+
+    def _named_differences(self) -> set[str]:
+        """Return the names of attributes, and of what the step returned, that differ on any rank of the replica."""
+        mine = {entry.name for entry in self.differences if entry.kind in ("attribute", "buffer")}
+        mine |= {f"{RETURNED}{entry.name}" for entry in self.differences if entry.kind == "output"}
+        return {name for theirs in comm.all_gather_object(mine, self.replica) for name in theirs}
+
+    def _keep_kinds(self, divided: DividedRun) -> None:
+        """Merge microbatches later as here, also where their sizes would tell another way by chance."""
+        if self.way.splits:
+            for key, kind in divided.merged.items():
+                self._rules.setdefault(key, kind)
+
+    def _learn_means(self, way: Way, whole: WholeRun) -> DividedRun | None:
+        """Find out which values one step leaves are means of those that microbatches leave; return the last run."""
+        rules, divided = self._rules, None
+        names = self._kept_names()
+        for rule in ("mean", "samples"):
+            if names:
+                rules.update(dict.fromkeys(sorted(names), rule))
+                divided = self._sharded(way)
+                self.differences = self._found(whole, divided)
+                names &= self._kept_names()
+        for name in names:
+            del rules[name]
+        if names:
+            divided = self._sharded(way)
+            self.differences = self._found(whole, divided)
+        return divided
+
+    def _use_whole_batches(self) -> None:
+        """Run a step for evaluation as one microbatch, which is equal: there are no gradients to be kept for."""
+        name = self.call.name
+        kinds = sorted(
+            {str(each) for theirs in comm.all_gather_object(self.differences, self.replica) for each in theirs}
+        )
+        ParallelState.of(self.runs.module).whole_batches.add(name)
+        rank_zero_warn(_WHOLE_BATCHES.format(name, "; ".join(kinds[:_SHOWN]) or "random numbers"))
+        self.differences, self.hint = [], ""
+        self.way = replace(self.way, splits=False)
+
+    def _kept_names(self) -> set[str]:
+        """Return the names of attributes and buffers that differ on any rank of the replica."""
+        mine = {entry.name for entry in self.differences if entry.kind in ("attribute", "buffer")}
+        return {name for theirs in comm.all_gather_object(mine, self.replica) for name in theirs}
+
+    def _varying(self, one: WholeRun, two: WholeRun) -> set[tuple[str, str]]:
+        """Return what two runs on one process do not agree in, as kinds and names."""
+        if two.failure:
+            return set()
+        tolerance = tolerance_of(one.precisions)
+        found = {(entry.kind, entry.name) for entry in self._effect_differences(one, two, tolerance)}
+        for name in one.gradients.keys() & two.gradients.keys():
+            if relative_difference(two.gradients[name], one.gradients[name], 0.0) > tolerance:
+                found.add(("gradient", name))
+        return {entry for theirs in comm.all_gather_object(found, self.replica) for entry in theirs}
+
+    def _audited(self) -> str:
+        """Return what the audit of divided layers has to say about the step."""
+        if self.runs.sharding is None or self.runs.engine is not None:
+            return ""
+        audit = StepAudit(self.runs.module, self.runs.sharding)
+        found = ""
+        try:
+            self.runs.divided(self.call, self.way, audit.wrap)
+        except RuntimeError as error:
+            found = str(error)
+        # The audit communicates nothing, and refuses the same on all ranks.
+        return next((text for text in comm.all_gather_object(found, self.replica) if text), "")
+
+    def _first_module(self, way: Way) -> str:
+        whole = self.runs.whole(self.call, way)
+        divided = self._sharded(way)
+        traces = [trace for trace in comm.all_gather_object(divided.trace, self.replica) if trace is not None]
+        if whole.trace is None:
+            return ""
+        path, text = first_difference(whole.trace, traces, tolerance_of(whole.precisions))
+        if not path:
+            # Outputs and their gradients agree: a gradient goes astray on its way to a parameter.
+            names = [entry.name for entry in self.differences if entry.kind == "gradient"]
+            names = [name for theirs in comm.all_gather_object(names, self.replica) for name in theirs]
+            first = next((name for name, _ in self.runs.module.named_parameters() if name in names), "")
+            path = first.rpartition(".")[0]
+            text = f"`{path}`, by the gradient of its parameters"
+        if not path:
+            return (
+                "The outputs of all modules match. The difference arises outside modules, where the step computes"
+                " with outputs or parameters."
+            )
+        block = re.sub(r"\b\d+\b", "*", path.rpartition(".")[0] or path)
+        remedy = "choose other split points (`balance`, fewer stages)"
+        if self.runs.sharding is not None:
+            remedy = f"keep the module around it replicated: tensor_plan={{..., '{block}*': 'replicate'}}"
+        return f"The first module that differs is {text}. To fix it, {remedy}."
+
+
+def _second_differences(runs: Sequence[WholeRun], weights: Sequence[float]) -> list[str]:
+    """Return which values are no mean over samples in runs on the halves (a, b), (b, a), (a, a), (b, b)."""
+    tolerance = max(10 * tolerance_of(runs[0].precisions), 1e-8)
+    losses = [{"loss": torch.tensor(run.effects.loss or 0.0, dtype=torch.float64)} for run in runs]
+    of_a, of_b = (2 * weight / sum(weights) for weight in weights)
+    found = []
+    for values in (losses, [run.gradients for run in runs]):
+        largest = max((largest_of(value) for each in values for value in each.values()), default=0.0)
+        for name in set.intersection(*(set(each) for each in values)):
+            ab, ba, aa, bb = (each[name].double() for each in values)
+            difference = largest_of(ab + ba - of_a * aa - of_b * bb)
+            if difference > tolerance * max(largest, _SMALL):  # not where it is no number
+                found.append(name)
+    return found
+
+
+class _ShardedError(Exception):
+    """The sharded run failed, on all ranks of the replica alike or on some.
+
+    Attributes:
+        error: What to raise on this rank.
+        is_users: Whether it failed in the user's code on all of them, so that none waits for another.
+    """
+
+    def __init__(self, error: Exception, is_users: bool) -> None:
+        super().__init__(str(error))
+        self.error = error
+        self.is_users = is_users
+
+
+_OURS = f"{ReferenceRunError.__name__}:"
+
+
+def _loss(effects: ObservedStep) -> dict[str, float]:
+    return {} if effects.loss is None else {"loss": effects.loss}
+
+
+def _described(batch: Any) -> str:
+    try:
+        return _count(num_samples(batch), "sample")
+    except ValueError:
+        return "the first batch"
+
+
+def _count(count: int, noun: str) -> str:
+    return f"{count} {noun}" + ("" if count == 1 else "s")

@@ -1,0 +1,694 @@
+"""The two runs that the proof compares: a step on the whole model, and as the run will do it. Neither leaves a trace.
+
+whole       on the first rank of the replica, with the module as it was before it was divided (see `reference`)
+divided     on all ranks: in shards, and in stages on one or several microbatches
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from typing import Any
+
+import torch
+from lightning.pytorch import LightningModule
+from lightning.pytorch.plugins.precision import MixedPrecision, Precision
+from torch import Tensor, nn
+
+from lightning_parallel import comm, tracing
+from lightning_parallel.comm import MeshGroups
+from lightning_parallel.compat import ParallelState, Patches
+from lightning_parallel.compat.torch import dispatch_modes_suspended, version_of
+from lightning_parallel.data_parallel import GradientReducer
+from lightning_parallel.pipeline.engine import PipelineEngine
+from lightning_parallel.pipeline.microbatch import count_samples, loss_of, map_tensors, split_by, without_caches
+from lightning_parallel.pipeline.placeholder import PlaceholderTensor
+from lightning_parallel.pipeline.random_streams import (
+    DrawRecorder,
+    OwnGenerators,
+    RecordedDraws,
+    ReplayedDraws,
+    random_state_kept,
+    seed_all,
+)
+from lightning_parallel.pipeline.schedule import SCHEDULES
+from lightning_parallel.strategies.hooks.part_use import GatheredMode
+from lightning_parallel.strategies.self_check.observed import (
+    ModuleTrace,
+    ObservedStep,
+    changed_attributes,
+    counters_of,
+    flags_of,
+    numbers_in,
+)
+from lightning_parallel.strategies.steps.effects import LogCall, log_recorded
+from lightning_parallel.strategies.steps.gradient_hooks import (
+    HookedState,
+    LeftByBackward,
+    LeftInCallbacks,
+    refused_leaving,
+    run_gradient_hooks,
+)
+from lightning_parallel.strategies.steps.pipeline import PipelineSteps
+from lightning_parallel.strategies.steps.state import Snapshot, TrainerState
+from lightning_parallel.strategies.whole.pinned import (
+    SEED,
+    Draws,
+    KeptState,
+    StageStreams,
+    blamed_on_us,
+    doubled,
+    in_double,
+    with_fixed_norm,
+    without_dropout,
+)
+from lightning_parallel.strategies.whole.reference import Blame, Owners, WholeModel, run_reference
+from lightning_parallel.strategies.whole.skeleton import Skeleton
+from lightning_parallel.tensor.logits import whole_logits
+from lightning_parallel.tensor.plan import Sharding
+from lightning_parallel.tensor.regions import RandomRegion
+from lightning_parallel.tensor.sharding import Shard, reduce_partial_
+
+__all__ = ["DividedRun", "StepCall", "StepRuns", "Way", "WholeRun"]
+
+
+@dataclass(frozen=True)
+class StepCall:
+    """A step: its name, and what it is called with."""
+
+    name: str
+    batch: Any
+    rest: tuple[Any, ...]
+    kwargs: dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Way:
+    """How both steps are run.
+
+    Attributes:
+        dropout: Whether it is on.
+        splits: Whether a pipeline cuts the samples into microbatches.
+        traces: Whether the outputs of modules are recorded.
+        double: Whether it computes in double precision, whatever the run does.
+        plain: Whether it computes in the precision of its parameters, without autocast.
+        fixed_norm: Whether batch normalisation uses its running statistics.
+        seed: Of what the step on the whole model draws.
+        hooks: Whether the user's hooks for gradients see those of the step on the whole model.
+        draws: What a step on all samples has drawn, of which microbatches get their rows.
+        by_views: How several rows per sample lie, see `ReplayedDraws`.
+    """
+
+    dropout: bool = False
+    splits: bool = True
+    traces: bool = False
+    double: bool = False
+    plain: bool = False
+    fixed_norm: bool = False
+    seed: int = SEED
+    hooks: bool = True
+    draws: RecordedDraws | None = None
+    by_views: bool = False
+
+
+@dataclass
+class WholeRun:
+    """What the step gave on the whole model, on every rank of the replica.
+
+    Attributes:
+        failure: Why it could not be run; empty if it was.
+        blame: Whose fault that is.
+        effects: What it gave; its output on the first rank only.
+        gradients, values: Of what this rank holds: gradients of its parts, buffers and parameters that it wrote into.
+        precisions: In what it computed.
+        draws: Whether it drew random numbers.
+        dropout: Whether there was dropout to turn off.
+        trace: What its modules returned, if it was asked for.
+        recorded: What it drew in a pipeline, as far as it is known.
+    """
+
+    failure: str
+    blame: Blame
+    effects: ObservedStep
+    gradients: Mapping[str, Tensor]
+    values: dict[str, Tensor]
+    precisions: set[torch.dtype]
+    draws: bool = False
+    dropout: bool = False
+    trace: ModuleTrace | None = None
+    recorded: RecordedDraws = field(default_factory=RecordedDraws)
+
+
+@dataclass
+class DividedRun:
+    """What the divided step gave on this rank.
+
+    Attributes:
+        effects: What it gave.
+        gradients: Of all parameters here that are trained; None for those that the step did not use.
+        values: Buffers that it changed, and parameters that it wrote into.
+        draws_apart: Whether random numbers were drawn inside divided layers, where each rank has its own.
+        trace: What its modules returned, if it was asked for.
+        replayed: What its microbatches were given as their draws; None where each has drawn for itself.
+        merged: How they were merged, by key; see `Merging.found`.
+    """
+
+    effects: ObservedStep
+    gradients: dict[str, Tensor | None]
+    values: dict[str, Tensor]
+    draws_apart: bool = False
+    trace: ModuleTrace | None = None
+    replayed: ReplayedDraws | None = None
+    merged: Mapping[str, str] = field(default_factory=dict)
+
+
+_DOUBLE_BYTES = 64 << 20
+"""Parameters of a rank up to this size, in double precision, are converted to double precision for the proof."""
+
+
+class StepRuns:
+    """Runs steps of a module whole and divided; all ranks of a replica call its methods at the same points.
+
+    Args:
+        skeleton: The module as it was.
+        groups: The mesh's groups.
+        rules: How tensors are sharded over the tensor axis, by name.
+        sharding: What was divided how.
+        steps: The module's steps in a pipeline; None without one.
+        reducer: Of the gradients over the replicas, during `fit`.
+        precision: Gives the context in which Lightning runs each step.
+        device: Where this rank computes.
+
+    Attributes:
+        cuts_fully: Whether stages run as many microbatches as in the run, and not two.
+    """
+
+    def __init__(
+        self,
+        skeleton: Skeleton,
+        groups: MeshGroups,
+        rules: Mapping[str, Shard],
+        sharding: Sharding | None,
+        steps: PipelineSteps | None,
+        reducer: GradientReducer | None,
+        precision: Precision,
+        device: torch.device,
+    ) -> None:
+        assert isinstance(skeleton.module, LightningModule)
+        self.skeleton = skeleton
+        self.module = skeleton.module
+        self.groups = groups
+        self.rules = rules
+        self.sharding = sharding
+        self.steps = steps
+        self.reducer = reducer
+        self.precision = precision
+        self.device = device
+        self.cuts_fully = False
+        self._are_complete = False
+
+    @property
+    def engine(self) -> PipelineEngine | None:
+        """The pipeline, if there is one."""
+        return None if self.steps is None else self.steps.engine
+
+    @property
+    def microbatches(self) -> int:
+        """Into how many microbatches a pipeline cuts the samples: two, or as many as its schedule can do only."""
+        if self.engine is None:
+            return 1
+        count = self.engine.schedule.num_microbatches
+        return min(2, count) if self.engine.schedule.name in SCHEDULES and not self.cuts_fully else count
+
+    # ------------------------------------------------------------------------------------------------ the two runs
+
+    def whole(self, call: StepCall, way: Way) -> WholeRun:
+        """Run a step on the whole model; its failure is in the result, on all ranks."""
+        owners = Owners(self.module, self.rules, self.groups, self.device)
+        output: dict[str, Any] = {}
+
+        def run(model: WholeModel) -> tuple[ObservedStep, bool, bool, ModuleTrace | None, RecordedDraws]:
+            effects, draws, dropout, trace, drawn = self._run_whole(call, way, model)
+            # It may be large, and is compared on this rank only.
+            output.update(effects.output)
+            return replace(effects, output={}), draws, dropout, trace, drawn
+
+        keeps = call.name == "training_step" and not self.module.automatic_optimization
+        failure: Exception | None = None
+        try:
+            with self._state_kept():
+                found = run_reference(self.skeleton, owners, run, way.double, keeps)
+            if found.failure and self.engine is None:
+                with self._state_kept(), self._whole_copies() as are_there:
+                    if are_there:  # which the step may have called
+                        found = run_reference(self.skeleton, owners, run, way.double, keeps)
+            if way.hooks and not found.failure and call.name == "training_step":
+                with self._state_kept():
+                    run_gradient_hooks(self.module, found.gradients, self.engine is not None)
+        except Exception as error:  # what it wrote cannot be put back, on this rank only
+            failure = error
+        if failure is None and found.result:
+            failure = refused_leaving(call.name, found.result[0].left_by_backward, found.result[0].left_in_callback)
+        comm.raise_together(failure, self.groups.replica)
+        effects, draws, dropout, trace, drawn = found.result or (ObservedStep(), False, False, None, RecordedDraws())
+        return WholeRun(
+            found.failure,
+            found.blame,
+            replace(effects, output=output),
+            found.gradients,
+            found.values,
+            found.precisions,
+            draws,
+            dropout,
+            trace,
+            drawn,
+        )
+
+    def _run_whole(
+        self, call: StepCall, way: Way, model: WholeModel
+    ) -> tuple[ObservedStep, bool, bool, ModuleTrace | None, RecordedDraws]:
+        generators = OwnGenerators(self.module.modules()) if self.engine is None else self.engine.generators
+        draws = Draws(generators)
+        recorder = DrawRecorder()
+        trace = ModuleTrace(self.module) if way.traces else None
+        with ExitStack() as stack:
+            if way.double:
+                stack.enter_context(in_double(self.module, with_parameters=False))
+            quiet = None if way.dropout else stack.enter_context(without_dropout(self.module))
+            if way.fixed_norm:
+                stack.enter_context(with_fixed_norm(self.module))
+            if self.engine is None:
+                seed_all(way.seed)
+                draws.mark()
+            else:
+                stack.enter_context(StageStreams(self.engine, draws, recorder, way.seed).followed())
+            if trace is not None:
+                stack.enter_context(trace.recording())
+            stack.enter_context(self._alone())
+            effects = self._run_step(call, way, None if self.microbatches == 1 else recorder.around, model)
+            draws.check()
+        drawn = recorder.found if draws.found else RecordedDraws()
+        drawn.is_complete &= not draws.others
+        return effects, draws.found, quiet is not None and quiet.found, trace, drawn
+
+    @contextmanager
+    def _alone(self) -> Iterator[None]:
+        """Let norms of gradients and metrics be those of this rank, which has the whole model."""
+        state = ParallelState.of(self.module)
+        with ExitStack() as stack:
+            if self.steps is not None:
+                stack.enter_context(self.steps.alone())
+            if state.order is not None:
+                stack.enter_context(state.order.paused())
+            state.is_alone = True
+            stack.callback(setattr, state, "is_alone", False)
+            yield
+
+    @contextmanager
+    def _whole_copies(self) -> Iterator[bool]:
+        """Make copies of the module, such as averages, whole on the first rank; tell whether there are some."""
+        state = ParallelState.of(self.module)
+        has_copies = state.copies is not None and state.full_states is not None and bool(state.copies)
+        if not comm.on_any_rank([has_copies], self.groups.replica)[0]:
+            yield False
+            return
+        before = {id(tensor): (tensor, tensor.data, tensor.detach().clone()) for tensor in state.copies.tensors()}
+        state.full_states.restore_copies(self.groups.replica.rank == 0)
+        try:
+            yield True
+        finally:
+            state.copies.divide_again(self.rules, self.groups.tensor_parallel.rank)
+            # What the step has written into them was for the self-check.
+            for tensor, part, value in before.values():
+                tensor.data = part.copy_(value)
+
+    def divided(self, call: StepCall, way: Way, around: Callable[..., Any] | None = None) -> DividedRun:
+        """Run a step as it is about to be run, without the mean over the replicas.
+
+        Args:
+            call: The step.
+            way: How to run it.
+            around: Wraps the step of a module that is not cut into stages.
+        """
+        parameters = dict(self.module.named_parameters())
+        buffers = {key: value.clone() for key, value in self.module.named_buffers() if type(value) is Tensor}
+        versions = {key: version_of(value) for key, value in parameters.items()}
+        self._are_complete = False
+        trace = ModuleTrace(self.module, self.elsewhere()) if way.traces else None
+        drawn = RandomRegion.draws
+        with self._state_kept(), ExitStack() as stack:
+            if way.double:
+                stack.enter_context(in_double(self.module, with_parameters=True))
+                buffers = {key: doubled(value) for key, value in buffers.items()}
+                if self.engine is not None:
+                    stack.enter_context(self.engine.other_precision(torch.float64))
+            if not way.dropout:
+                stack.enter_context(without_dropout(self.module))
+            if way.fixed_norm:
+                stack.enter_context(with_fixed_norm(self.module))
+            watch = ParallelState.of(self.module).watch
+            if watch is not None:
+                stack.enter_context(GatheredMode(watch.parts()))
+            if trace is not None:
+                stack.enter_context(trace.recording())
+            replayed: list[ReplayedDraws] = []
+            if self.steps is None:
+                seed_all(SEED)
+                effects = self._run_step(call, way, around)
+            else:
+                effects = self._run_stages(self.steps, call, way, replayed)
+            if call.name == "training_step":
+                self._complete_gradients(parameters)
+            gradients = {key: p.grad for key, p in parameters.items() if p.requires_grad}
+            changed = {
+                key: value.clone()
+                for key, value in self.module.named_buffers()
+                if key in buffers and not torch.equal(value, buffers[key])
+            }
+            written = [key for key, value in parameters.items() if version_of(value) != versions[key]]
+            changed.update((key, parameters[key].detach().clone()) for key in written)
+        return DividedRun(
+            effects,
+            gradients,
+            changed,
+            RandomRegion.draws > drawn,
+            trace,
+            replayed[0] if replayed else None,
+            {} if self.steps is None else self.steps.merged,
+        )
+
+    def _run_step(
+        self,
+        call: StepCall,
+        way: Way,
+        around: Callable[..., Any] | None = None,
+        model: WholeModel | None = None,
+    ) -> ObservedStep:
+        """Run the module's own step on this rank, as the module is now, with its backward pass.
+
+        Args:
+            call: The step.
+            way: How to run it.
+            around: Wraps it.
+            model: The whole parameters, where it is run on these.
+        """
+        module = self.module
+        before = self._kept()
+        calls: list[LogCall] = []
+        step = getattr(module, call.name)
+        batch = copied(call.batch, way.double)
+        callbacks = None if self.engine is None else LeftInCallbacks(module)
+        with log_recorded(module, calls), self._manual(model), self._precision(way), self._context(call.name)():
+            # Logits that are divided are gathered on all ranks; only one compares them.
+            output = whole_logits((step if around is None else around(step))(batch, *call.rest, **call.kwargs))
+        loss = None
+        if call.name == "training_step" and module.automatic_optimization and output is not None:
+            loss = loss_of(output)
+        # Before backward, which may free what they refer to.
+        with blamed_on_us("to record the results of the step"):
+            effects = self._effects(calls, output, loss, before)
+        effects.left_in_callback = "" if callbacks is None else callbacks.name()
+        if loss is not None:
+            left = None if self.engine is None else LeftByBackward(module)
+            module.backward(loss)
+            effects.left_by_backward = "" if left is None else left.name()
+        return effects
+
+    def _effects(
+        self,
+        calls: Sequence[LogCall],
+        output: Any,
+        loss: Tensor | None,
+        before: tuple[Snapshot, dict[str, Any], TrainerState],
+    ) -> ObservedStep:
+        logged: dict[str, Any] = {}
+        for name, value, arguments in calls:
+            # A metric object stands for its value of this batch, which nobody sees where only the epoch's is logged.
+            on_step = arguments.get("on_step")
+            if hasattr(value, "cache") and not (loss is not None if on_step is None else on_step):
+                continue
+            for key, number in numbers_in(getattr(value, "cache", value), name).items():
+                while key in logged:
+                    key += "'"
+                logged[key] = number
+        attributes, unknown = changed_attributes(before[0])
+        for (label, key), value in before[2].changes().items():
+            attributes.update(numbers_in(value, f"{label}[{key!r}]"))
+        counters = {name: value for name, value in counters_of(self.module).items() if value != before[1].get(name)}
+        outputs = numbers_in(without_caches(output), "")
+        return ObservedStep(
+            None if loss is None else float(loss.detach()),
+            logged,
+            {key: value for key, value in outputs.items() if loss is None or key not in _LOSS},
+            attributes,
+            unknown | {name for name, value in vars(self.module).items() if isinstance(value, PlaceholderTensor)},
+            counters,
+            flags_of(before[0]),
+        )
+
+    def _kept(self) -> tuple[Snapshot, dict[str, Any], TrainerState]:
+        before = Snapshot(self.module, with_buffers=False, is_exact=True)
+        return before, counters_of(self.module), TrainerState(self.module)
+
+    def _run_stages(
+        self, steps: PipelineSteps, call: StepCall, way: Way, replayed: list[ReplayedDraws]
+    ) -> ObservedStep:
+        before = self._kept()
+        calls: list[LogCall] = []
+        patches = Patches()
+        patches.replace(steps.engine, "next_seed", lambda: SEED)
+        patches.replace(steps, "gradient_scale", lambda: 1.0)
+        patches.replace(steps, "is_compared", True)
+        split, count = steps.engine.split_batch, self.microbatches if way.splits else 1
+        patches.replace(steps.engine, "split_batch", lambda batch, _: [batch] if count == 1 else split(batch, count))
+        if way.draws is not None and count > 1:
+            sizes = [count_samples(part) for part in split_by(split, call.batch, count)]
+            replayed.append(ReplayedDraws(way.draws, sizes if all(size > 0 for size in sizes) else (), way.by_views))
+            patches.replace(steps.engine, "draws", replayed[0])
+        arguments = (copied(call.batch, way.double), *call.rest)
+        try:
+            with log_recorded(self.module, calls), self._precision(way):
+                if call.name == "training_step":
+                    output = steps.training_step(arguments, call.kwargs, None, keeps_output=True)
+                    steps.restore_gradients()
+                else:
+                    output = steps.evaluate(call.name, arguments, call.kwargs, keeps_output=True)
+        finally:
+            patches.undo()
+        loss = loss_of(output) if call.name == "training_step" else None
+        with blamed_on_us("to record the results of the step"):
+            return self._effects(calls, output, loss, before)
+
+    def _complete_gradients(self, parameters: Mapping[str, nn.Parameter]) -> None:
+        """Sum partial gradients over the tensor axis, and those of tied parameters over the stages."""
+        if not self._are_complete:
+            self._sum_partial(parameters)
+        if self.engine is not None:
+            self.engine.reduce_tied_gradients()
+
+    def _sum_partial(self, parameters: Mapping[str, nn.Parameter]) -> None:
+        group = self.groups.tensor_parallel
+        if self.sharding is not None:
+            mine = [name for name, p in parameters.items() if name in self.sharding.partial and p.grad is not None]
+            names = sorted({name for found in comm.all_gather_object(mine, group) for name in found})
+            gradients: dict[str, Tensor] = {}
+            for name in names:
+                gradient = parameters[name].grad
+                gradients[name] = torch.zeros_like(parameters[name]) if gradient is None else gradient
+                parameters[name].grad = gradients[name]
+            with torch.no_grad():
+                reduce_partial_(gradients, self.rules, group)
+
+    def _backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
+        """Run a backward pass after which gradients are complete, as the strategy does: the step may read them."""
+        partial = frozenset() if self.sharding is None else self.sharding.partial
+        mine = {name: p for name, p in self.module.named_parameters() if name in partial}
+        before = {name: p.grad for name, p in mine.items()}
+        for p in mine.values():
+            p.grad = None
+        loss.backward(*args, **kwargs)
+        self._sum_partial(dict(self.module.named_parameters()))
+        for name, p in mine.items():
+            known = before[name]
+            if known is not None:
+                p.grad = known if p.grad is None else known + p.grad
+        self._are_complete = True
+
+    def elsewhere(self) -> set[int]:
+        """Return the modules, by `id`, of which this rank has a stub only."""
+        if self.engine is None:
+            return set()
+        plan = self.engine.plan
+        # A layer that is called several times may be on several stages.
+        here = {name for name, stage in zip(plan.layers, plan.stage_of) if stage in self.engine.stages}
+        names = [name for name in plan.layers if name not in here]
+        names += [
+            name
+            for name in self.engine.model.outer_names
+            if not set(plan.module_stages[name]) & set(self.engine.stages)
+        ]
+        return {id(child) for name in names for child in self.module.get_submodule(name).modules()}
+
+    # --------------------------------------------------------------------------------------------------- the frame
+
+    @contextmanager
+    def nothing_left(self) -> Iterator[None]:
+        """Run steps inside the block that nobody counts, records, or waits for the gradients of."""
+        with ExitStack() as stack:
+            stack.enter_context(random_state_kept())
+            if self.reducer is not None:
+                stack.enter_context(self.reducer.paused())
+            # Profilers see operators and spans of time.
+            stack.enter_context(dispatch_modes_suspended())
+            stack.enter_context(tracing.suspended())
+            # Compiled code computes the same, and cannot be compiled for a module in another shape.
+            stack.enter_context(torch.compiler.set_stance("force_eager"))
+            yield
+        if self.device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats(self.device)
+
+    @contextmanager
+    def _precision(self, way: Way) -> Iterator[None]:
+        patches = Patches()
+        if way.plain or way.double:
+            # What autocast rounds would hide differences.
+            patches.replace(self.precision, "forward_context", nullcontext)
+        try:
+            yield
+        finally:
+            patches.undo()
+
+    @cached_property
+    def fits_in_double(self) -> bool:
+        """Whether all ranks of the replica, who ask together, may hold their parameters in double precision."""
+        num_bytes = sum(value.numel() * 8 for value in self.module.parameters() if value.is_floating_point())
+        everyone = comm.all_gather_object(num_bytes, self.groups.replica)
+        return self.device.type != "mps" and max(everyone) <= _DOUBLE_BYTES
+
+    def precisions(self) -> list[Way]:
+        """Return in which precisions to run, the best first; a step may not work in all of them."""
+        parameters = [value for value in self.module.parameters() if value.is_floating_point()]
+        is_double = all(value.dtype == torch.float64 for value in parameters)
+        ways = []
+        if self.fits_in_double and not all(comm.all_gather_object(is_double, self.groups.replica)):
+            ways.append(Way(double=True))
+        if isinstance(self.precision, MixedPrecision):
+            ways.append(Way(plain=True))
+        return [*ways, Way()]
+
+    @contextmanager
+    def _state_kept(self) -> Iterator[None]:
+        """Put back what a run of the step changes, gradients included."""
+        state, trainer, hooked = KeptState(self.module), TrainerState(self.module), HookedState.of(self.module)
+        gradients = {parameter: parameter.grad for parameter in self.module.parameters()}
+        for parameter in gradients:
+            parameter.grad = None
+        try:
+            with OwnGenerators(self.module.modules()).preserved():
+                yield
+        finally:
+            for parameter, gradient in gradients.items():
+                parameter.grad = gradient
+            trainer.restore()
+            hooked.restore()
+            state.restore()
+
+    def _context(self, name: str) -> Callable[[], AbstractContextManager[Any]]:
+        contexts: dict[str, Callable[[], AbstractContextManager[Any]]] = {
+            "training_step": self.precision.train_step_context,
+            "validation_step": self.precision.val_step_context,
+            "test_step": self.precision.test_step_context,
+            "predict_step": self.precision.predict_step_context,
+        }
+        return contexts[name]
+
+    @contextmanager
+    def _manual(self, model: WholeModel | None) -> Iterator[None]:
+        """Let a module that optimizes manually compute its gradients, but take no step.
+
+        Args:
+            model: The whole parameters, which optimizers are to show instead of this rank's parts.
+        """
+        module = self.module
+        if module.automatic_optimization or not module.trainer.training:
+            yield
+            return
+        optimizers: Any = module.optimizers()
+        whole = None if model is None else model.whole
+        inert: Any = _Inert(optimizers, whole)
+        if isinstance(optimizers, list):
+            inert = [_Inert(each, whole) for each in optimizers]
+        schedulers: Any = module.lr_schedulers()
+        calm = [_Inert(each) for each in schedulers] if isinstance(schedulers, list) else _Inert(schedulers)
+        patches = Patches()
+        patches.replace(module, "optimizers", lambda *_, **__: inert)
+        patches.replace(module, "lr_schedulers", lambda: calm)
+        patches.replace(module, "manual_backward", self._backward if model is None else _own_backward)
+        for name in ("toggle_optimizer", "untoggle_optimizer"):
+            patches.replace(module, name, _toggling(getattr(module, name), model))
+        try:
+            yield
+        finally:
+            patches.undo()
+
+
+def _own_backward(loss: Tensor, *args: Any, **kwargs: Any) -> None:
+    loss.backward(*args, **kwargs)
+
+
+def _toggling(own: Callable[..., Any], model: WholeModel | None) -> Callable[..., Any]:
+    """Return a method that chooses whose parameters are trained, for optimizers whose steps do nothing."""
+
+    def toggle(optimizer: Any) -> None:
+        own(optimizer.inner if isinstance(optimizer, _Inert) else optimizer)
+        if model is not None:
+            model.train_as_owned()
+
+    return toggle
+
+
+class _Inert:
+    """An optimizer, or scheduler, whose steps do nothing.
+
+    Args:
+        inner: What stands behind it.
+        whole: Returns what to show instead of a parameter.
+    """
+
+    def __init__(self, inner: Any, whole: Callable[[Tensor], Tensor] | None = None) -> None:
+        self.inner = inner
+        self._whole = whole
+
+    def __getattr__(self, name: str) -> Any:
+        found = getattr(self.inner, name)
+        if self._whole is None:
+            return found
+        if name == "param_groups":
+            return [{**group, "params": [self._whole(each) for each in group["params"]]} for group in found]
+        return _Inert(found, self._whole) if name == "optimizer" else found
+
+    def step(self, closure: Any = None, *_: Any, **__: Any) -> Any:
+        """Only compute what the closure does."""
+        if callable(closure):
+            with torch.enable_grad():
+                return closure()
+        return None
+
+    def zero_grad(self, *_: Any, **__: Any) -> None:
+        """Let gradients add up over the whole step."""
+
+
+# Where a training step returns its loss.
+_LOSS = ("", "['loss']")
+
+
+def copied(batch: Any, double: bool) -> Any:
+    """Return a copy of a batch, which a step may write into; in double precision if asked."""
+    try:
+        batch = copy.deepcopy(batch)
+    except Exception:  # an object of the user's that cannot be copied
+        batch = map_tensors(batch, torch.clone)
+    return map_tensors(batch, doubled) if double else batch

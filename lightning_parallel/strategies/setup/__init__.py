@@ -1,0 +1,1 @@
+"""From a module to a sharded, split one: plans, split points, tables."""

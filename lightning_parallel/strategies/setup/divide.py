@@ -1,0 +1,512 @@
+"""Makes a module parallel, in this order.
+
+    shard_tensors    plan -> shards each layer over the tensor axis
+    cut_stages       first batch -> costs -> schedule -> `PipelinePlan` -> splits the layers over the pipeline axis
+    materialize      gives memory on the device, and initial values, to the parameters that this rank owns
+
+A module that has been split stays split. The result is kept with the module, and the next run finds it again.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any, Literal, Optional, Union
+
+import torch
+from lightning.pytorch import LightningModule
+from lightning.pytorch.utilities.model_helpers import is_overridden
+from lightning.pytorch.utilities.rank_zero import rank_zero_warn
+from torch import nn
+
+from lightning_parallel import comm
+from lightning_parallel.checkpoint import ModelNames, rules_by_name
+from lightning_parallel.comm import Group, MeshGroups
+from lightning_parallel.compat import ParallelState
+from lightning_parallel.compat.lightning import checkpoint_of_run, tell
+from lightning_parallel.compat.torch import BatchNormalization, buffers_of
+from lightning_parallel.compression.compressor import check_flag
+from lightning_parallel.mesh import PIPELINE
+from lightning_parallel.pipeline.analysis import analyze
+from lightning_parallel.pipeline.engine import PipelineEngine
+from lightning_parallel.pipeline.microbatch import (
+    WHOLE_BATCHES,
+    SplitBatch,
+    add_to_text,
+    num_samples,
+    split_by,
+    split_lists,
+)
+from lightning_parallel.pipeline.microbatch import split_batch as split_samples
+from lightning_parallel.pipeline.p2p import MessageGroups
+from lightning_parallel.pipeline.pipeline_plan import Costs, PipelinePlan
+from lightning_parallel.pipeline.schedule import SCHEDULES, Kind, Schedule, build_schedule
+from lightning_parallel.pipeline.search import WITH_CHUNKS, Balance, Workload, choose_schedule
+from lightning_parallel.pipeline.stage import CutError
+from lightning_parallel.planner.links import measure_link
+from lightning_parallel.strategies.checkpoints.files import replace_file
+from lightning_parallel.strategies.checks import check_pipeline_arguments, check_plan_argument, memory_limit
+from lightning_parallel.strategies.ranks import replicas
+from lightning_parallel.strategies.ranks.order import MessageOrder
+from lightning_parallel.strategies.setup.tables import choice_table, print_table
+from lightning_parallel.strategies.steps.effects import buffers_kept
+from lightning_parallel.strategies.steps.weights import find_microbatch_weight
+from lightning_parallel.tensor.auto_plan import make_plan
+from lightning_parallel.tensor.head import gathered_heads
+from lightning_parallel.tensor.plan import Sharding, UserPlan, apply_plan
+from lightning_parallel.tensor.plan_table import repeated_work, sharding_table
+
+__all__ = [
+    "PLAN_FILE",
+    "PipelineOptions",
+    "TensorOptions",
+    "cut_stages",
+    "message_groups",
+    "save_plan",
+    "shard_tensors",
+]
+
+# In the folder of a checkpoint; a resumed run takes its plan from it. Hidden from code that lists checkpoints.
+PLAN_FILE = ".pipeline_plan.json"
+_EARLIER_PLAN_FILE = "pipeline_plan.json"
+
+_MOST_TIED = 0.5  # share of the parameters that may be on several stages without a word
+
+
+@dataclass(frozen=True)
+class TensorOptions:
+    """How layers are divided over ranks: see the arguments of `TensorParallelStrategy`."""
+
+    plan: UserPlan = "auto"
+    sequence_parallel: bool = False
+    gather_logits: bool = False
+
+    def __post_init__(self) -> None:
+        check_plan_argument(self.plan)
+        check_flag("sequence_parallel", self.sequence_parallel)
+        check_flag("gather_logits", self.gather_logits)
+
+
+@dataclass(frozen=True)
+class PipelineOptions:
+    """How a module is run in stages: see the arguments of `PipelineParallelStrategy`."""
+
+    layers: str
+    schedule: str
+    num_microbatches: int | Literal["auto"]
+    virtual_stages: int | Literal["auto"]
+    balance: Balance
+    memory_limit_bytes: float | None
+    split_batch: SplitBatch
+    microbatch_weight: Callable[[Any], float]
+    plan: PipelinePlan | None
+
+    @classmethod
+    def of(
+        cls,
+        layers: str,
+        schedule: str,
+        num_microbatches: int | Literal["auto"],
+        virtual_stages: int | Literal["auto"],
+        balance: str | Sequence[int],
+        memory_limit_bytes: Optional[Union[float, str]],
+        split_batch: Optional[Union[Callable[[Any, int], list[Any]], str]],
+        microbatch_weight: Optional[Union[Callable[[Any], float], str]],
+        pipeline_plan: Optional[Union[PipelinePlan, str, Path]],
+    ) -> PipelineOptions:
+        """Check and read the arguments of a strategy; functions may be dotted paths, a plan may be a file.
+
+        Raises:
+            ValueError: If one of them makes no sense, or a path leads nowhere.
+        """
+        check_pipeline_arguments(layers, schedule, num_microbatches, virtual_stages, balance)
+        if pipeline_plan is not None and not isinstance(pipeline_plan, (PipelinePlan, str, Path)):
+            raise ValueError(f"`pipeline_plan` must be a `PipelinePlan` or a file with one; got {pipeline_plan!r}")
+        return cls(
+            layers=layers,
+            schedule=schedule,
+            num_microbatches=num_microbatches,
+            virtual_stages=virtual_stages,
+            balance=balance if isinstance(balance, str) else tuple(balance),  # type: ignore[arg-type]
+            memory_limit_bytes=memory_limit(memory_limit_bytes),
+            split_batch=_function(split_batch, "split_batch") or split_samples,
+            microbatch_weight=_function(microbatch_weight, "microbatch_weight") or num_samples,
+            plan=PipelinePlan.load(pipeline_plan) if isinstance(pipeline_plan, (str, Path)) else pipeline_plan,
+        )
+
+    @property
+    def stages_per_rank(self) -> int | None:
+        """V, or None for what the schedule needs."""
+        return None if self.virtual_stages == "auto" else self.virtual_stages
+
+
+def _function(given: Any, argument: str) -> Any:
+    """Return the function that a dotted path names, or what else was given."""
+    found, reason = given, ""
+    if isinstance(given, str):
+        module, _, name = given.rpartition(".")
+        try:
+            found = getattr(importlib.import_module(module), name)
+        except (ImportError, AttributeError, ValueError) as error:
+            reason = f": {error}"
+    if found is not None and (reason or not callable(found)):
+        raise ValueError(f"`{argument}` must be a function or its dotted path; got {given!r}{reason}")
+    return found
+
+
+def shard_tensors(module: LightningModule, options: TensorOptions, groups: MeshGroups) -> Sharding | None:
+    """Divide the layers of `module` over the tensor axis, once. Parameters without data stay without.
+
+    Raises:
+        ValueError: On every rank: see `make_plan` and `apply_plan`; also if the module was cut for other ranks.
+    """
+    group = groups.tensor_parallel
+    state = ParallelState.of(module)
+    if state.sharding is not None:
+        # The full tensors are gone, so that the module cannot be divided another way.
+        if state.tensor_ranks != group.ranks:
+            raise ValueError(
+                f"An earlier run sharded this module over the ranks {state.tensor_ranks}, so it cannot be sharded"
+                f" over {group.ranks}. Build the module anew and load a checkpoint"
+            )
+        state.order.begin_run()
+        return state.sharding
+    if group.size == 1:
+        return None
+    # Before the plan, whose trials compare ranks; and shards of different models would make one of no seed.
+    replicas.start_equal(module, groups.world)
+    with comm.failing_together(groups.world):
+        found = make_plan(module, options.plan, group, options.sequence_parallel)
+    if groups.pipeline_parallel.size > 1:
+        found.sequence_regions = [replace(region, sends_pieces=True) for region in found.sequence_regions]
+    if options.gather_logits:
+        found.styles |= (heads := gathered_heads(found.styles))
+        for path in heads:
+            found.notes.pop(path, None)
+    state.order = MessageOrder(group)
+    state.sharding = sharding = apply_plan(module, found, group.guarded_by(state.order))
+    state.tensor_ranks, state.rules = group.ranks, rules_by_name(module, sharding.shards)
+    print_table(sharding_table(module, sharding, group.size, groups.pipeline_parallel.size))
+    if advice := repeated_work(sharding):
+        rank_zero_warn(advice)
+    return sharding
+
+
+def cut_stages(
+    module: LightningModule,
+    options: PipelineOptions,
+    groups: MeshGroups,
+    device: torch.device,
+    example: Callable[[], tuple[Callable[[Any], Any], Any] | None],
+    materialize: Callable[[PipelinePlan], None],
+) -> PipelineEngine:
+    """Divide `module` over the pipeline axis, once; only what this rank owns is moved to the device.
+
+    Args:
+        module: The user's module, whole.
+        options: The strategy's arguments.
+        groups: The mesh's groups.
+        device: Where the stages compute.
+        example: Gives a step, and the first batch for it; None if there is none to look at.
+        materialize: Gives memory to what this rank owns by a plan.
+
+    Raises:
+        ValueError: On every rank: see `analyze`; also if the module was cut for other ranks.
+    """
+    group, state = groups.pipeline_parallel, ParallelState.of(module)
+    if state.engine is not None:
+        # The layers of other stages are gone.
+        if state.engine.group.ranks != group.ranks:
+            raise ValueError(
+                f"An earlier run split this module into stages for the ranks {state.engine.group.ranks}, so it"
+                f" cannot run on {group.ranks}. Build the module anew and load a checkpoint"
+            )
+        return state.engine
+    # While the model is whole: checkpoints are written in the order of its names.
+    state.names = ModelNames.of(module)
+    # Tensor-parallel ranks hold different shards by now; they started equal in `shard_tensors`.
+    replicas.start_equal(module, groups.data_parallel if groups.tensor_parallel.size > 1 else groups.world)
+    _move_buffers(module, device)
+    with buffers_kept(module):
+        plan, weight = _agreed_plan(module, options, groups, device, example)
+    # Before the engine frees the other stages: modules initialise themselves in the order of the whole model.
+    materialize(plan)
+    state.engine = PipelineEngine(
+        module,
+        plan,
+        group,
+        device=device,
+        split_batch=options.split_batch,
+        microbatch_weight=weight,
+        message_groups=message_groups(groups, plan.schedule),
+        seed_group=groups.replica,
+    )
+    # Only what is left of the module moves.
+    module.to(device)
+    _check_cut(state.engine)
+    return state.engine
+
+
+def message_groups(groups: MeshGroups, schedule: Schedule) -> MessageGroups | None:
+    """Return a group for each channel of this rank, where a group carries its messages one after the other (NCCL)."""
+    if not groups.pipeline_parallel.is_ordered:
+        return None
+    found = {}
+    for kind, is_up in ((kind, is_up) for kind in (Kind.F, Kind.I) for is_up in (True, False)):
+        # Only those that are used: a communicator takes memory of the device.
+        pairs = sorted((s, r) for s, r, way in schedule.channels if way is kind and (r > s) is is_up)
+        between = groups.between(PIPELINE, pairs, f"{kind.name} {pairs}")
+        found.update({(sender, receiver, kind): group for (sender, receiver), group in between.items()})
+    return found
+
+
+def _move_buffers(module: nn.Module, device: torch.device) -> None:
+    """Move buffers to the device, where the first batch is: steps compute masks and positions from both."""
+    for child in module.modules():
+        buffers = buffers_of(child)
+        for name, value in buffers.items():
+            if value is not None and not value.is_meta:
+                buffers[name] = value.to(device)
+
+
+def _check_cut(engine: PipelineEngine) -> None:
+    # Gathered, so that every rank refuses, not only the empty one.
+    held = comm.all_gather_object(sum(1 for _ in engine.module.parameters()), engine.group)
+    if 0 in held:
+        raise ValueError(
+            f"Every pipeline rank must hold a parameter; got none on rank {held.index(0)} with"
+            f" {engine.plan.layers_per_stage} layers per stage. Use fewer stages or give the layers per stage:"
+            " balance=[...]"
+        )
+    if len(engine.tied) > _MOST_TIED * len(engine.plan.parameters):
+        rank_zero_warn(
+            f"{len(engine.tied)} of {len(engine.plan.parameters)} parameters are on several stages, because the step"
+            f" computes with them outside their layers (`{next(iter(engine.tied))}`, ...). Put a penalty on all"
+            " parameters into the optimizer (`weight_decay`) [LP025]"
+        )
+
+
+# ---------------------------------------------------------------------------------------------------------- the plan
+
+_ONE_VALUE = "Expected more than 1 value per channel"  # torch, of batch normalisation on a single sample
+
+
+def _agreed_plan(
+    module: LightningModule,
+    options: PipelineOptions,
+    groups: MeshGroups,
+    device: torch.device,
+    example: Callable[[], tuple[Callable[[Any], Any], Any] | None],
+) -> tuple[PipelinePlan, Callable[[Any], float]]:
+    """Return the plan of all ranks and the weight of microbatches; what fails on one rank raises on every one."""
+    found = samples = plan = weight = failure = None
+    try:
+        found = example()
+        samples = None if found is None else _samples(split_by(options.split_batch, found[1], 1))
+    except Exception as error:
+        failure = error
+    # The user's data by themselves, since ranks talk to each other while they make the plan.
+    comm.raise_together(failure, groups.world)
+    try:
+        plan = _plan(module, options, groups, device, found, samples)
+        plan.check_fits(module, groups.pipeline_parallel.size)
+        weight = options.microbatch_weight
+        if found is not None and plan.schedule.num_microbatches > 1 and (samples or 2) > 1:
+            weight = find_microbatch_weight(module, plan, device, *found, options.split_batch, weight, groups.world)
+    except Exception as error:
+        failure = error
+        if found is not None:
+            _tell_circumstances(error, module, options, found[1])
+        if _ONE_VALUE in str(error) and samples is not None and samples > 1:
+            failure = ValueError(
+                f"Batch normalization needs two samples in each microbatch, so a batch of {samples} samples must"
+                f" have at most {samples // 2} microbatches; got num_microbatches={options.num_microbatches!r}. Set"
+                f" `num_microbatches` to at most {samples // 2}, or to 'auto' ({error}) [LP010]"
+            )
+    comm.raise_together(failure, groups.world)
+    assert plan is not None
+    assert weight is not None
+    # Each rank may have been given another one, or other arguments.
+    comm.agree("the pipeline plan", plan.outline(), groups.pipeline_parallel)
+    return plan, weight
+
+
+def _tell_circumstances(error: Exception, module: LightningModule, options: PipelineOptions, batch: Any) -> None:
+    """Add to what stopped the look at the first batch in what it differs from a step of one process."""
+    reasons = list(_causes(error))
+    if any(isinstance(reason, CutError) for reason in reasons):
+        return
+    text = "\n".join(map(str, reasons))
+    late = [name for name in _LATE_HOOKS if is_overridden(name, module)]
+    if late and ("NoneType" in text or any(isinstance(each, (AttributeError, LookupError)) for each in reasons)):
+        add_to_text(
+            error,
+            f"The strategy inspects the first batch before the run, when {', '.join(f'`{name}`' for name in late)}"
+            f" of `{type(module).__name__}` had not run yet. Set the inputs of the step in `__init__` or `setup`, or"
+            " compute them from the batch in the step itself.",
+        )
+    if options.num_microbatches != 1:
+        hint = split_lists(batch) if options.split_batch is split_samples else ""
+        hint = "" if hint in text else hint
+        is_raw = any(type(reason).__module__ == "builtins" for reason in reasons[1:]) or "per channel" in text
+        if hint or is_raw:
+            add_to_text(error, f"The strategy ran the step on one microbatch of the first batch. {WHOLE_BATCHES}{hint}")
+
+
+_LATE_HOOKS = ("on_fit_start", "on_train_start", "on_train_epoch_start", "on_train_batch_start")
+
+
+def _causes(error: BaseException | None) -> Iterator[BaseException]:
+    while error is not None:
+        yield error
+        error = error.__cause__
+
+
+def _plan(
+    module: LightningModule,
+    options: PipelineOptions,
+    groups: MeshGroups,
+    device: torch.device,
+    example: tuple[Callable[[Any], Any], Any] | None,
+    samples: int | None,
+) -> PipelinePlan:
+    if options.plan is not None:
+        return options.plan
+    ranks = groups.pipeline_parallel.size
+    if samples is not None and any(isinstance(layer, BatchNormalization) for layer in module.modules()):
+        samples //= 2  # batch normalisation needs two samples in each microbatch
+    request = _request(module, options, groups, samples)
+    known = _plan_of_checkpoint(module, request, groups.world)
+    if known is not None:
+        return known
+    counts = _microbatch_counts(options.num_microbatches, ranks, samples)
+    microbatches = [] if example is None else split_by(options.split_batch, example[1], counts[0])
+    # Now, when no rank is busy with anything else.
+    link = measure_link(groups.pipeline_parallel, device, groups.world)
+
+    def choose(costs: Costs, passes: int) -> Schedule:
+        workload = Workload(costs.layers, costs.prologue, costs.epilogue, measured_microbatches=counts[0], link=link)
+        # What goes through the layers several times has as many stages on every rank.
+        names = [name for name in SCHEDULES if passes == 1 or name not in WITH_CHUNKS]
+        choice = choose_schedule(
+            workload,
+            ranks,
+            counts,
+            schedules=names,
+            virtual_stages=[passes * chunks for chunks in (1, 2, 4)],
+            memory_limit_bytes=options.memory_limit_bytes,
+        )
+        print_table(choice_table(choice))
+        return choice.best.schedule
+
+    schedule: Schedule | Callable[[Costs, int], Schedule] = choose
+    if options.schedule != "auto":
+        schedule = build_schedule(options.schedule, ranks, counts[0], options.stages_per_rank)
+    planned = partial(
+        analyze,
+        module,
+        ranks,
+        schedule,
+        layers=options.layers,
+        balance=options.balance,
+        memory_limit_bytes=options.memory_limit_bytes,
+        device=device,
+        link=link,
+        sync_group=groups.world,
+    )
+    traced = None if example is None else (example[0], microbatches[0])
+    plan = planned(example=traced) if module.trainer.training else _plan_for_evaluation(planned, traced)
+    return replace(plan, request=request)
+
+
+def _plan_for_evaluation(planned: Callable[..., PipelinePlan], example: tuple[Callable[[Any], Any], Any] | None) -> Any:
+    """Return a plan in which each layer is called once, if there is one.
+
+    A step that samples a text, say, calls them as often as it likes: every rank runs it on the whole model, however
+    the model is cut.
+    """
+    plan = None
+    try:
+        plan = planned(example=example)
+        if example is None or len(set(plan.layers)) == len(plan.layers):
+            return plan
+        return planned()
+    except ValueError:
+        if example is None:
+            raise
+        return planned() if plan is None else plan  # one layer for all
+
+
+def _request(
+    module: LightningModule, options: PipelineOptions, groups: MeshGroups, samples: int | None
+) -> dict[str, Any]:
+    """Return all that a plan depends on besides the model, as JSON gives it back."""
+    trainer = module.trainer
+    return {
+        "run": str(trainer.state.fn and trainer.state.fn.value),
+        "layers": options.layers,
+        "schedule": options.schedule,
+        "num_microbatches": options.num_microbatches,
+        "virtual_stages": options.virtual_stages,
+        "balance": options.balance if isinstance(options.balance, str) else list(options.balance),
+        "memory_limit_bytes": options.memory_limit_bytes,
+        "pipeline_ranks": groups.pipeline_parallel.size,
+        "tensor_ranks": groups.tensor_parallel.size,
+        "samples": samples,
+    }
+
+
+def _plan_of_checkpoint(module: LightningModule, request: dict[str, Any], world: Group) -> PipelinePlan | None:
+    """Return the plan in the folder of the checkpoint to resume from, if it was made for the same request."""
+
+    def found() -> dict[str, Any] | None:
+        path = checkpoint_of_run(module.trainer)
+        places = [Path(path).parent / name for name in (PLAN_FILE, _EARLIER_PLAN_FILE)] if path else []
+        file = next((place for place in places if place.is_file()), None)
+        if file is None:
+            return None
+        try:
+            data = json.loads(file.read_text())
+            plan = PipelinePlan.from_dict(data)
+            plan.check_fits(module, request["pipeline_ranks"])
+        except Exception:  # of another model or version, or damaged: made anew
+            return None
+        return data if dict(plan.request) == request else None
+
+    # The folder may be local to the first node; all ranks must take the same plan.
+    data = comm.broadcast_object(found() if world.rank == 0 else None, world)
+    if data is None:
+        return None
+    tell(f"The pipeline uses the plan of the checkpoint ({PLAN_FILE}).")
+    return PipelinePlan.from_dict(data)
+
+
+def save_plan(plan: PipelinePlan, checkpoint: str | Path) -> None:
+    """Write the plan into the folder of a checkpoint on a local disk; a run that resumes from it will find it there."""
+    folder = Path(checkpoint).parent
+    # A plan that is read again builds its schedule by name, which a schedule of the user's own does not have.
+    if plan.schedule.name in SCHEDULES and folder.is_dir():
+        # By name: what is written so is flushed with the file all the same.
+        replace_file(folder / PLAN_FILE, lambda file: plan.save(file.path))
+
+
+def _microbatch_counts(wanted: int | Literal["auto"], ranks: int, samples: int | None) -> list[int]:
+    """Return numbers of microbatches to choose from; the first is taken where nothing else decides."""
+    if wanted != "auto":
+        return [wanted]
+    # With four per rank the bubble of 1F1B, (p - 1) / (4 p + p - 1), stays below a fifth.
+    counts = [ranks * factor for factor in (4, 1, 2, 8)]
+    fitting = [count for count in counts if samples is None or count <= samples]
+    return fitting or [max(samples or 1, 1)]
+
+
+def _samples(parts: Sequence[Any]) -> int | None:
+    """Return the samples in a batch, if it has a form in which they can be counted."""
+    try:
+        return sum(num_samples(part) for part in parts)
+    except ValueError:
+        return None

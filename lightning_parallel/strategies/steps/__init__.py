@@ -1,0 +1,1 @@
+"""A step of a pipeline: what microbatches log, return, keep and weigh."""

@@ -1,0 +1,660 @@
+"""Run the user's steps on microbatches as if they ran once on the whole batch.
+
+training_step(batch)
+|  split -> each stage runs the user's `training_step` on each microbatch, forward and backward (engine)
+|  what it returned, logged and remembered on the last stage is merged, and repeated on every rank
+|  gradients are taken away: Lightning sets them to zero next
+backward(loss)
+the gradients come back, and are reduced over the replicas
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
+from traceback import walk_tb
+from typing import Any
+
+import torch
+from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.plugins.precision import Precision
+from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities.model_helpers import is_overridden
+from lightning.pytorch.utilities.rank_zero import rank_zero_warn
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+from torchmetrics import Metric
+
+from lightning_parallel import comm
+from lightning_parallel.comm import Group
+from lightning_parallel.compat import FOREIGN, ParallelState, Patches, innermost_users_line, patched
+from lightning_parallel.compat.lightning import (
+    at_end_of_epochs,
+    own_numbers_of,
+    set_update_count,
+    states_of,
+    update_count_of,
+)
+from lightning_parallel.compat.precision import kept_casts, shared_casts
+from lightning_parallel.compat.torch import has_compiled_parts
+from lightning_parallel.data_parallel import GradientReducer
+from lightning_parallel.pipeline.engine import PipelineEngine, StepOnCopies
+from lightning_parallel.pipeline.microbatch import StepResult, count_samples, loss_of, merge_outputs, without_caches
+from lightning_parallel.pipeline.placeholder import PARAMETERS_ELSEWHERE, PlaceholderError, PlaceholderTensor
+from lightning_parallel.pipeline.skips import Skips
+from lightning_parallel.pipeline.stage import StageExit, in_whole_model
+from lightning_parallel.strategies.checks import STEPS, first_batch, output_is_read, positional_arguments
+from lightning_parallel.strategies.setup.divide import PipelineOptions
+from lightning_parallel.strategies.steps.effects import StepEffects, buffers_kept, side_effects_discarded, to_device
+from lightning_parallel.strategies.steps.gradient_hooks import GradientHooks
+from lightning_parallel.strategies.steps.watched_parameters import FrozenParameters, WatchedCopies
+from lightning_parallel.strategies.whole.full_state import OutsideCalls
+from lightning_parallel.tensor.audit import StepAudit
+from lightning_parallel.tensor.logits import whole_logits
+from lightning_parallel.tensor.sequence_regions import refused_between
+
+__all__ = ["LossKinds", "PipelineSteps", "SharedMetrics"]
+
+_TRAINING = STEPS[TrainerFn.FITTING]
+
+
+class PipelineSteps:
+    """The steps of a module that is run in stages.
+
+    Args:
+        module: The user's module.
+        options: The strategy's arguments.
+        precision: Gives the context that Lightning runs each step in.
+        device: Where this rank computes.
+
+    Attributes:
+        is_compared: Whether steps are run to be compared with one process.
+        merged: How the microbatches of the last one that was compared were merged, see `Merging.found`.
+    """
+
+    def __init__(
+        self, module: LightningModule, options: PipelineOptions, precision: Precision, device: torch.device
+    ) -> None:
+        self.module = module
+        self.options = options
+        self.precision = precision
+        self.device = device
+        self._engine: PipelineEngine | None = None
+        self._positional: dict[str, int] = {}
+        self._skips: dict[Any, Skips | None] = {}
+        self._step_gradients: dict[nn.Parameter, Tensor | None] = {}
+        self._gradients_are_watched = False
+        self._is_running = False
+        self._metrics: SharedMetrics | None = None
+        self._output_is_read: dict[str, bool] = {}
+        self.is_compared = False
+        self.merged: dict[str, str] = {}
+        self.loss_kinds = LossKinds()
+
+    @property
+    def engine(self) -> PipelineEngine:
+        """The pipeline.
+
+        Raises:
+            RuntimeError: Before `bind`.
+        """
+        if self._engine is None:
+            raise RuntimeError("The module has not been split into stages yet")
+        return self._engine
+
+    def bind(self, engine: PipelineEngine, patches: Patches) -> None:
+        """Run steps through `engine` from now on; metrics give their value on every rank until `patches` are undone."""
+        self._engine = engine
+        in_whole_model(patches)
+        self._copies = WatchedCopies(engine)
+        self._hooks = GradientHooks(self.module, engine)
+        mine = {*engine.stages}
+        self._stages_here = {name: mine & {*stages} for name, stages in engine.plan.parameter_stages.items()}
+        self._gradients_are_watched = self._hooks_see_gradients()
+        ParallelState.of(self.module).followed = _outside_of(
+            self.module, (*engine.plan.layers, *engine.model.outer_names)
+        )
+        self._metrics = SharedMetrics(self.module, engine.group, engine.last_rank, lambda: self._is_running)
+        self._metrics.install(patches)
+
+    def example(self, trainer: Trainer) -> tuple[Callable[[Any], Any], Any] | None:
+        """Return the step of the run that begins, and its first batch; None if that can be read only once."""
+        batch = first_batch(trainer)
+        if batch is None or trainer.state.fn is None:
+            return None
+        step = StepOnCopies(self._step(STEPS[trainer.state.fn], (0,), {}))
+        if not trainer.training:
+            return step, batch
+
+        # A step that returns no loss is refused before anything is cut, not at the first batch on the last stage only.
+        def with_loss(microbatch: Any) -> Any:
+            output = step(microbatch)
+            loss_of(output)
+            return output
+
+        return with_loss, batch
+
+    def training_step(
+        self,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        audit: StepAudit | None,
+        reducer: GradientReducer | None = None,
+        keeps_output: bool | None = None,
+    ) -> Any:
+        """Run forward and backward of a batch; its gradients are kept for `deliver_gradients`.
+
+        Args:
+            args, kwargs: Of the module's `training_step`.
+            audit: Watches the step, on the first batch of a run with divided layers.
+            reducer: Begins to reduce gradients over the replicas once no further microbatch adds to them.
+            keeps_output: Whether more of what the step returns than its loss is brought to every rank; by default
+                where a hook reads it.
+        """
+        self._copies.check()
+        parameters = [parameter for parameter in self.module.parameters() if parameter.requires_grad]
+        # Of the step before: in one process they are set to zero after `training_step`, which would need memory twice.
+        held = {parameter: parameter.grad for parameter in parameters} if self._gradients_are_needed() else {}
+        for parameter in parameters:
+            parameter.grad = None
+        # What accumulates with earlier batches is reduced as their sum, in `backward`.
+        earlier = held if self._is_accumulating() else {}
+        end_stage = self._end_of_stages(None if self._is_accumulating() else reducer, earlier)
+        skips = self._skips_of(_TRAINING, args, kwargs)
+        frozen = FrozenParameters(self.module) if self._copies.looks else None
+        with self._hooks.held(self.module.current_epoch), _variation_told(_TRAINING):
+            output = self._run(_TRAINING, args, kwargs, audit, skips, keeps_output, end_stage)
+            self._hooks.end_step(earlier)
+        if frozen is not None:
+            comm.raise_together(frozen.failure(), self.engine.group)
+        self._step_gradients = {parameter: parameter.grad for parameter in parameters}
+        for parameter in parameters:
+            parameter.grad = held.get(parameter)
+        return output
+
+    def _end_of_stages(
+        self, reducer: GradientReducer | None, earlier: Mapping[nn.Parameter, Tensor | None]
+    ) -> Callable[[int], None]:
+        """Return what to call when a stage of this rank has run its last backward: hooks, and the reduction."""
+        left, ended = set(self.engine.stages), set[str]()
+        if reducer is not None:
+            reducer.cancel()
+
+        def end_stage(stage: int) -> None:
+            left.discard(stage)
+            names = {name for name, stages in self._stages_here.items() if not stages & left}
+            self._hooks.end_stage(names - ended, earlier)
+            ended.update(names)
+            if reducer is not None:
+                reducer.start(name for name in names if not self._hooks.waits(name))
+
+        return end_stage
+
+    def _gradients_are_needed(self) -> bool:
+        """Tell whether anybody sees the gradients of earlier batches after `training_step`."""
+        return self._is_accumulating() or self._gradients_are_watched
+
+    def _is_accumulating(self) -> bool:
+        """Tell whether the gradients of this batch are added to those of earlier ones."""
+        trainer = self.module.trainer
+        return trainer.fit_loop.epoch_loop.batch_idx % trainer.accumulate_grad_batches > 0
+
+    def _hooks_see_gradients(self) -> bool:
+        """Tell whether a hook of the user runs while gradients of the step before are still there in one process."""
+        trainer = self.module.trainer
+        hooks = [callback for callback in trainer.callbacks if isinstance(callback, Callback)]  # type: ignore[attr-defined]
+        return (
+            is_overridden("optimizer_zero_grad", self.module)
+            or is_overridden("on_before_zero_grad", self.module)
+            or any(is_overridden("on_before_zero_grad", callback, parent=Callback) for callback in hooks)
+        )
+
+    def deliver_gradients(self, reducer: GradientReducer) -> None:
+        """Add the gradients of the last step to `.grad`, and tell the reducer of the replicas that they are there."""
+        # Not those without a gradient: marked, they would be reduced as zeros, which weight decay does not ignore.
+        fresh = {parameter: gradient for parameter, gradient in self._step_gradients.items() if gradient is not None}
+        for parameter in self._summed_before(self._step_gradients):
+            parameter.grad = None
+        self._step_gradients = {}
+        sums = [parameter for parameter in fresh if parameter.grad is not None]
+        for parameter, gradient in fresh.items():
+            parameter.grad = gradient if parameter.grad is None else parameter.grad.add_(gradient)
+        self._hooks.after_accumulation(fresh)
+        reducer.mark(fresh, changed=sums)
+
+    def _summed_before(self, parameters: Iterable[nn.Parameter]) -> list[nn.Parameter]:
+        """Return tied parameters whose `.grad` is a sum over their owners already, on all owners but the first.
+
+        It was kept for another step, as by an `optimizer_zero_grad` that clears every second batch.
+        """
+        engine = self.engine
+        are_summed, engine.tied_are_summed = engine.tied_are_summed, False
+        if not are_summed or not engine.counted_by_others:
+            return []
+        here = dict(self.module.named_parameters())
+        others = {id(here[name]) for name in engine.counted_by_others}
+        return [parameter for parameter in parameters if id(parameter) in others]
+
+    def restore_gradients(self) -> None:
+        """Put the gradients of the last step into `.grad`, alone."""
+        for parameter, gradient in self._step_gradients.items():
+            parameter.grad = gradient
+        self._hooks.after_accumulation({one for one, gradient in self._step_gradients.items() if gradient is not None})
+        self._step_gradients = {}
+
+    def evaluate(
+        self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], keeps_output: bool | None = None
+    ) -> Any:
+        """Run `validation_step`, `test_step` or `predict_step`."""
+        skips = self._skips_of(name, args, kwargs)
+        if skips is None:
+            return self._run_whole(name, args, kwargs)
+        with _variation_told(name):
+            return self._run(name, args, kwargs, None, skips, keeps_output)
+
+    def alone(self) -> AbstractContextManager[Any]:
+        """Let metrics give their value on this rank inside the block, as in a step: no other rank asks for it."""
+        return patched(self, "_is_running", True)
+
+    def goes_in_stages(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+        """Tell whether a step can be run in the stages of the plan."""
+        return name == _TRAINING or self._skips_of(name, args, kwargs) is not None
+
+    def _skips_of(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Skips | None:
+        """Return the skip connections of a step; None if it is one for evaluation that cannot be run in stages.
+
+        Raises:
+            ValueError: If it is a `training_step` that cannot be run in stages.
+        """
+        batch, *rest = args
+        # By the loader, too: a step may do something else with each.
+        kind = (name, *rest[1:], *kwargs.values())
+        if kind in self._skips:
+            return self._skips[kind]
+        plan = self.engine.plan
+        planned_for = [step for run, step in STEPS.items() if run.value == plan.request.get("run")]
+        if plan.skips and [*kind] == planned_for:
+            self._skips[kind] = plan.skips
+            return plan.skips
+        failure = None
+        # As in a step, so that metrics do not wait for other ranks.
+        self._is_running = True
+        with side_effects_discarded(self.module), buffers_kept(self.module), torch.set_grad_enabled(name == _TRAINING):
+            try:
+                self._skips[kind] = self.engine.find_skips(self._step(name, tuple(rest), kwargs), batch)
+            except ValueError as error:
+                failure = error
+            finally:
+                self._is_running = False
+        if name == _TRAINING:
+            comm.raise_together(failure, self.engine.seed_group)
+        reason = next(filter(None, comm.all_gather_object(failure and str(failure), self.engine.seed_group)), None)
+        if reason is not None:
+            rank_zero_warn(
+                f"`{name}` is not run in pipeline stages: {reason}. Every rank runs it on the full model instead. It"
+                " fetches one parameter after the other from the rank that holds it"
+            )
+            self._skips[kind] = None
+        return self._skips[kind]
+
+    def _run_whole(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run a step as one process does: one that samples a text, say, calls each layer many times."""
+        outside = self.engine.model.active.outside
+        assert isinstance(outside, OutsideCalls)
+        batch, *rest = args
+        with outside.whole_step():
+            return self._step(name, tuple(rest), kwargs)(batch)
+
+    def _step(self, name: str, rest: tuple[Any, ...], kwargs: dict[str, Any]) -> Callable[[Any], Any]:
+        """Return the module's own step, for one microbatch."""
+        method = getattr(self.module, name)
+        context = self._context(name)
+        if name not in self._positional:
+            self._positional[name] = positional_arguments(method)
+        # `example` passes a batch index, which the step need not take.
+        rest = rest[: self._positional[name] - 1]
+
+        def step(microbatch: Any) -> Any:
+            # Else each microbatch would cast all parameters, and keep a copy of them until its backward.
+            with context(), kept_casts() if name == _TRAINING else nullcontext(), _parts_told(self.module):
+                return method(microbatch, *rest, **kwargs)
+
+        return step
+
+    def _context(self, name: str) -> Callable[[], AbstractContextManager[Any]]:
+        return {
+            "training_step": self.precision.train_step_context,
+            "validation_step": self.precision.val_step_context,
+            "test_step": self.precision.test_step_context,
+            "predict_step": self.precision.predict_step_context,
+        }[name]
+
+    def _keeps(self, name: str, is_asked: bool | None) -> bool:
+        if is_asked is None:
+            # Asked once: the callbacks of a run do not change.
+            if name not in self._output_is_read:
+                self._output_is_read[name] = output_is_read(self.module, name)
+            return self._output_is_read[name]
+        return is_asked
+
+    def _run(
+        self,
+        name: str,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        audit: StepAudit | None,
+        skips: Skips | None = None,
+        keeps_output: bool | None = None,
+        end_stage: Callable[[int], None] | None = None,
+    ) -> Any:
+        """Run a step on the microbatches of a batch; its result and its effects are those on the whole batch."""
+        batch, *rest = args
+        effects = StepEffects(self.module, name)
+        kinds = self.loss_kinds if name == _TRAINING else None
+        step = _StageStep(self._step(name, tuple(rest), kwargs), effects, audit, self._keeps(name, keeps_output), kinds)
+        step.is_watched = name == _TRAINING and self._hooks.is_due and not has_compiled_parts(self.module)
+        # Metrics that are computed inside the step must not wait for stages that are not there yet.
+        self._is_running = True
+        if self._metrics is not None:
+            self._metrics.are_shared = False
+            self._metrics.adopt(effects.metrics.holders)
+        # The layers draw nothing from the global generator, so it stays where it is: the order of shuffled data in the
+        # next epoch would be another than in one process.
+        state = torch.get_rng_state()
+        try:
+            if name == _TRAINING:
+                # Tied gradients are summed in `backward`, after their means over the replicas.
+                scale = self.gradient_scale()
+                with shared_casts(self.device):
+                    result = self.engine.forward_backward(
+                        step, batch, scale=scale, synchronize=False, skips=skips, end_stage=end_stage
+                    )
+            else:
+                is_whole = name in ParallelState.of(self.module).whole_batches
+                result = self.engine.forward(step, batch, skips=skips, is_whole=is_whole)
+        finally:
+            self._is_running = False
+            torch.set_rng_state(state)
+        output, is_new = self._shared(name, result, effects)
+        if is_new:
+            self.loss_kinds.unproven = (args, kwargs)
+        return output
+
+    def _shared(self, name: str, result: StepResult, effects: StepEffects) -> tuple[Any, bool]:
+        """Bring what the last stage found to every rank of the pipeline."""
+        samples = [count_samples(microbatch) for microbatch in result.microbatches]
+
+        def found() -> tuple[Any, Any, Any, dict[str, str], bool]:
+            merging = effects.merging(samples, result.weights, is_strict=not self.is_compared)
+            output: Any = merge_outputs(result.outputs, merging)
+            if name == _TRAINING:
+                output = {**output, "loss": result.loss} if isinstance(output, Mapping) else result.loss
+            with self._context(name)(), self.alone():  # values of metrics are computed again
+                merged = effects.merged(merging)
+            is_new = name == _TRAINING and self.loss_kinds.end_step(self.is_compared)
+            return (output, *merged, merging.found if self.is_compared else {}, is_new)
+
+        output, calls, changes, self.merged, is_new = comm.broadcast_from(
+            found, self.engine.group, self.engine.last_rank, self.device
+        )
+        effects.repeat(calls, changes, self.device)
+        effects.settle(samples, result.weights, self.engine.group)
+        return to_device(output, self.device), is_new
+
+    def gradient_scale(self) -> float | Tensor:
+        """Return what gradients are multiplied by: the share of a batch in an accumulated one, and the loss scale."""
+        # Lightning divides the loss in its closure, after `training_step`, when the gradients are there already.
+        share = 1.0 / self.module.trainer.accumulate_grad_batches
+        scaler = getattr(self.precision, "scaler", None)
+        return share if scaler is None else scaler.scale(torch.full((), share, device=self.device))
+
+
+@contextmanager
+def _parts_told(module: nn.Module) -> Iterator[None]:
+    """Say of errors of shapes inside the block that parts of sequences are between blocks, if they are."""
+    try:
+        yield
+    except (RuntimeError, ValueError, IndexError) as error:
+        sharding = ParallelState.of(module).sharding
+        regions = [] if sharding is None else sharding.plan.sequence_regions
+        if any(region.sends_pieces and len(region.blocks) > 1 for region in regions) and _is_of_shapes(error):
+            found = f"{_users_place(error)} raises the error above"
+            error.args = (f"{error}\n{refused_between(found)}",)
+        raise
+
+
+def _is_of_shapes(error: Exception) -> bool:
+    """Tell whether torch may have raised `error` for the shape of a tensor, with data or without."""
+    text = str(error)
+    if "sequence_parallel=" in text or type(error) not in (RuntimeError, ValueError, IndexError, PlaceholderError):
+        return False
+    return any(word in text.lower() for word in ("size", "shape", "dimension", "out of range", "out of bounds"))
+
+
+def _users_place(error: Exception) -> str:
+    """Name the innermost line of the user's code that `error` went through."""
+    for frame, line in reversed(list(walk_tb(error.__traceback__))):
+        if frame.f_globals.get("__name__", "").partition(".")[0] not in FOREIGN | {"contextlib"}:
+            return f"`{frame.f_code.co_name}` ({frame.f_code.co_filename.rpartition('/')[2]}, line {line})"
+    return "the step"
+
+
+@contextmanager
+def _variation_told(name: str) -> Iterator[None]:
+    """Say of data that are missing inside the block that the step which was planned for did without them."""
+    try:
+        yield
+    except PlaceholderError as error:
+        if error.is_missing:
+            text, mark, where = str(error).partition("\n(found on rank")
+            if PARAMETERS_ELSEWHERE in text:
+                raise
+            error.args = (
+                f"{text}. The first `{name}` of this run did not compute with it, so the pipeline does not send it."
+                f" Compute with it in every step; multiply it by zero where you do not want it{mark}{where}",
+            )
+        raise
+
+
+_SEEN_NODES = 32
+_MOST_PROOFS = 3
+
+
+class LossKinds:
+    """Notices that steps begin to compute their loss in another way than in those that were compared with one process.
+
+    What counts is which operations are last in the graph behind the loss, and not how often.
+
+    Attributes:
+        unproven: On every rank, the arguments of a step of a new kind since the last self-check.
+    """
+
+    def __init__(self) -> None:
+        self.unproven: tuple[tuple[Any, ...], dict[str, Any]] | None = None
+        self._proven: set[frozenset[str]] = set()
+        self._seen: set[frozenset[str]] = set()
+        self._steps = self._told = 0
+
+    def see(self, output: Any) -> None:
+        """Look at what a step returned for a microbatch, before its backward."""
+        loss = output.get("loss") if isinstance(output, Mapping) else output
+        if self._told < _MOST_PROOFS and isinstance(loss, Tensor) and loss.grad_fn is not None:
+            self._seen.add(_operations_behind(loss))
+
+    def end_step(self, is_compared: bool) -> bool:
+        """End a step on the rank with the last stage; tell whether its loss was computed in a new way.
+
+        Args:
+            is_compared: Whether the self-check has run it.
+        """
+        seen, self._seen = self._seen, set()
+        if is_compared:
+            self._proven |= seen
+            return False
+        # In the precision of the run, whose casts the self-check may have left out.
+        is_other_precision = self._steps == 0 and not seen & self._proven
+        is_new = not is_other_precision and not seen <= self._proven
+        self._proven |= seen
+        self._steps += 1
+        self._told += is_new
+        return is_new
+
+
+def _operations_behind(loss: Tensor) -> frozenset[str]:
+    """Return the names of the last operations before a loss."""
+    names: set[str] = set()
+    queue: list[Any] = [loss.grad_fn]
+    found = set(queue)
+    for node in queue:  # grows inside
+        names.add(node.name())
+        for before, _ in node.next_functions:
+            if before is not None and before not in found and len(found) < _SEEN_NODES:
+                found.add(before)
+                queue.append(before)
+    return frozenset(names)
+
+
+class _GradientsRead(TorchFunctionMode):
+    """Refuses steps that read gradients of parameters: a microbatch would see those of the ones before."""
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if func == _GET_GRADIENT and isinstance(args[0], nn.Parameter):
+            raise RuntimeError(
+                "A step in a pipeline must not read the gradient of a parameter; got a read in"
+                f" {innermost_users_line()}. In a single process it is the gradient of the previous step; in a"
+                " pipeline, microbatches add to it on the stage that holds the parameter. Read gradients in"
+                " `on_before_optimizer_step` and keep the values for the step, or use TensorParallelStrategy"
+            )
+        return func(*args, **(kwargs or {}))
+
+
+_GET_GRADIENT = Tensor.grad.__get__  # type: ignore[union-attr]
+
+
+@dataclass
+class _StageStep:
+    """The module's step for one microbatch on this stage."""
+
+    step: Callable[[Any], Any]
+    effects: StepEffects
+    audit: StepAudit | None
+    keeps_output: bool
+    kinds: LossKinds | None
+    is_watched: bool = False
+
+    def __call__(self, microbatch: Any) -> Any:
+        with self.effects.step(), _GradientsRead() if self.is_watched else nullcontext():
+            if self.audit is None:
+                output = self.step(microbatch)
+            else:
+                with self.audit.watch():
+                    output = self._audited(microbatch, self.audit)
+        if self.kinds is not None:
+            self.kinds.see(output)
+        if self.keeps_output:
+            return without_caches(whole_logits(output))
+        # Logits of all microbatches would be kept at once, for nobody.
+        if self.kinds is None:
+            return None
+        return {"loss": output["loss"]} if isinstance(output, Mapping) and "loss" in output else output
+
+    def _audited(self, microbatch: Any, audit: StepAudit) -> Any:
+        try:
+            output = self.step(microbatch)
+        # So a step ends on all stages but the last: with what it has to send.
+        except StageExit as exit_:
+            for value in exit_.end.leaves:
+                # Placeholders stand for what other stages hold: there are no data to check.
+                if isinstance(value, Tensor) and not isinstance(value, PlaceholderTensor):
+                    audit.check_sent(value)
+            raise
+        loss = output.get("loss") if isinstance(output, Mapping) else output
+        if isinstance(loss, Tensor) and not isinstance(loss, PlaceholderTensor):
+            audit.check_output(loss, "the loss")
+        return output
+
+
+def _outside_of(module: nn.Module, intercepted: Sequence[str]) -> tuple[str, ...]:
+    """Return the paths of modules whose own code runs on every stage, and of those that they are in."""
+    found: dict[str, None] = {}
+    inside = tuple(f"{name}." for name in intercepted)
+    for path, child in module.named_modules():
+        if not path or f"{path}.".startswith(inside) or isinstance(child, Metric):
+            continue
+        if type(child).__module__.partition(".")[0] not in FOREIGN:
+            parts = path.split(".")
+            found.update(dict.fromkeys(".".join(parts[: length + 1]) for length in range(len(parts))))
+    return tuple(found)
+
+
+# ------------------------------------------------------------------------------------------------------------ metrics
+
+
+_SHARED = "_is_shared"
+
+
+class SharedMetrics:
+    """Lets torchmetrics objects, which are updated on the last stage, give their value on every rank.
+
+    Args:
+        module: The user's module.
+        group: The pipeline group.
+        source: Position of the last stage's rank.
+        is_running: Tells whether a step is running, in which only the last stage may ask for a value.
+
+    Attributes:
+        are_shared: Whether every rank has had their states since the last step, and may ask for values alone.
+    """
+
+    def __init__(self, module: LightningModule, group: Group, source: int, is_running: Callable[[], bool]) -> None:
+        self._module = module
+        self._group = group
+        self._source = source
+        self._is_running = is_running
+        self.are_shared = False
+
+    def install(self, patches: Patches) -> None:
+        """Share them until `patches` are undone."""
+        self._patches = patches
+        self.adopt(self._module.modules())
+        at_end_of_epochs(self._module.trainer, self.share, patches)
+
+    def adopt(self, modules: Iterable[nn.Module]) -> None:
+        """Share also those that were made during the run, such as by a `MetricTracker`."""
+        for metric in modules:
+            if isinstance(metric, Metric) and not hasattr(metric.compute, _SHARED):
+                self._patches.replace(metric, "compute", self._shared_compute(metric, metric.compute))
+
+    def share(self) -> None:
+        """Bring the states of all metrics to every rank: then rank zero alone may ask, as its progress bar does."""
+        if not self.are_shared:
+            self._bring([each for each in self._module.modules() if isinstance(each, Metric)])
+            self.are_shared = True
+
+    def _bring(self, metrics: list[Metric]) -> None:
+        mine = [(update_count_of(each), to_device(own_numbers_of(each), torch.device("cpu"))) for each in metrics]
+        theirs = comm.broadcast_object(mine, self._group, self._source) if metrics else []
+        if self._group.rank != self._source:
+            for metric, (count, states) in zip(metrics, theirs):
+                for name, state in states.items():
+                    setattr(metric, name, to_device(state, metric.device))
+                set_update_count(metric, count)
+
+    def _shared_compute(self, metric: Metric, compute: Callable[..., Any]) -> Callable[..., Any]:
+        state = ParallelState.of(self._module)
+
+        def shared(*args: Any, **kwargs: Any) -> Any:
+            if state.batch_states is not None:
+                # In `forward` its states are those of the microbatch alone.
+                states = {name: list(v) if isinstance(v, list) else v for name, v in states_of(metric).items()}
+                state.batch_states[id(metric)] = metric, states
+            elif not self._is_running() and not self.are_shared:
+                # A collective: Lightning computes what is logged on every rank, in the same order.
+                self._bring([metric])
+            return compute(*args, **kwargs)
+
+        setattr(shared, _SHARED, True)
+        return shared

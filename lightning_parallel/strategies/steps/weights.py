@@ -1,0 +1,540 @@
+"""Find the weights of microbatches by which their losses, and so their gradients, are those of the whole batch.
+
+A mean over samples needs their numbers of samples. A mean over tokens, as with `ignore_index` or a mask, needs its own
+counts, and of those many can be read off the batch: each is tried on a few microbatches together and one by one.
+
+    f(whole) = (n1 f(part 1) + n2 f(part 2)) / (n1 + n2)
+
+holds for the loss `f`, and for its gradients after the layers. These tell weights apart that the losses of an untrained
+model, which are nearly equal for all samples, do not.
+
+A loss of some samples, such as of the worst half, fits by chance: these may be one of each part. On copies of two
+samples it never fits. What is found on them is for the self-check to compare.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from lightning.pytorch.utilities.seed import isolate_rng
+from torch import Tensor, nn
+from torch.nn.modules.module import register_module_forward_hook
+
+from lightning_parallel import comm
+from lightning_parallel.comm import Group
+from lightning_parallel.compat import ParallelState, patched
+from lightning_parallel.compat.lightning import tell
+from lightning_parallel.compat.torch import pytree
+from lightning_parallel.pipeline.interception import Call
+from lightning_parallel.pipeline.measure import TruncatedModel
+from lightning_parallel.pipeline.microbatch import (
+    UNCOUNTED,
+    SplitBatch,
+    chosen_samples,
+    count_samples,
+    few_samples,
+    loss_of,
+    map_tensors,
+    num_samples,
+    split_batch,
+    split_by,
+    tensors_inside,
+)
+from lightning_parallel.pipeline.pipeline_plan import PipelinePlan
+from lightning_parallel.pipeline.random_streams import DrawRecorder, OwnGenerators, ReplayedDraws, seed_torch
+from lightning_parallel.strategies.steps.effects import buffers_kept
+from lightning_parallel.strategies.steps.metrics import MetricCalls, learn_numbers
+from lightning_parallel.strategies.whole.pinned import doubled, in_double
+
+__all__ = ["FEW_COPIES", "RowCount", "TokenCount", "copies_of_two", "find_microbatch_weight"]
+
+_IGNORED = (-100, -1, 0)
+"""Labels that are left out: torch's default, and two that people choose; 0 in masks, too."""
+
+
+@dataclass(frozen=True)
+class TokenCount:
+    """A weight of microbatches: how many entries of a tensor in the batch count.
+
+    Attributes:
+        key: Where in the batch.
+        start, stop: Columns left out at the beginning and the end, as a causal loss shifts its labels by one.
+        ignored: The entry that does not count; None for the sum of all entries, as of lengths.
+    """
+
+    key: str
+    start: int = 0
+    stop: int = 0
+    ignored: float | None = None
+
+    def __call__(self, microbatch: Any) -> float:
+        """Count; a microbatch without the tensor, as in evaluation, counts its samples."""
+        value = _entry(microbatch, self.key)
+        if value is None:
+            return float(num_samples(microbatch))
+        if self.start or self.stop:
+            value = value[:, self.start : value.shape[1] - self.stop]
+        return float(value.sum() if self.ignored is None else (value != self.ignored).sum())
+
+    def __str__(self) -> str:
+        columns = {(0, 0): "", (1, 0): "[:, 1:]", (0, 1): "[:, :-1]"}[self.start, self.stop]
+        entries = f"`{self.key or 'batch'}{columns}`"
+        return (
+            f"the sum of {entries}" if self.ignored is None else f"the entries of {entries} other than {self.ignored:g}"
+        )
+
+
+@dataclass(frozen=True)
+class RowCount:
+    """A weight of microbatches of an unknown class: the rows of a tensor in the batch, as of graphs or nodes."""
+
+    key: str
+
+    def __call__(self, microbatch: Any) -> float:
+        """Count.
+
+        Raises:
+            ValueError: If the microbatch has no such tensor.
+        """
+        value = _entry(microbatch, self.key)
+        if value is None:
+            raise ValueError(f"Each batch must have the tensor `{self.key}`, which weights its microbatches; got none")
+        return float(len(value))
+
+    def __str__(self) -> str:
+        return f"the rows of `{self.key}`"
+
+
+def _entry(microbatch: Any, key: str) -> Tensor | None:
+    return next((value for name, value in _tensors(microbatch) if name == key), None)
+
+
+def _tensors(batch: Any) -> list[tuple[str, Tensor]]:
+    """Return the tensors and arrays of numbers in a batch, by key."""
+    found = []
+    for key, value in tensors_inside(batch):
+        if isinstance(value, Tensor) or value.dtype.kind in "biuf":
+            found.append((key, torch.as_tensor(value)))
+    return found
+
+
+def _row_counts(batch: Any) -> list[RowCount]:
+    """Return the counts of rows in a batch, those of few rows first: samples are no more than what they are made of."""
+    rows: dict[int, str] = {}
+    for key, value in _tensors(batch):
+        if value.dim():
+            rows.setdefault(len(value), key)
+    return [RowCount(rows[count]) for count in sorted(rows) if count > 1]
+
+
+def _candidates(batch: Any) -> Iterator[TokenCount]:
+    """Yield the counts that a batch offers, the most usual first."""
+    tensors = _tensors(batch)
+    for ignored in _IGNORED:
+        for key, value in tensors:
+            is_mask = value.is_floating_point() and bool(((value == 0) | (value == 1)).all())
+            if not value.dim() or value.is_complex() or (value.is_floating_point() and not is_mask):
+                continue
+            if bool((value == ignored).any()):
+                yield TokenCount(key, 0, 0, ignored)
+                if value.dim() > 1:
+                    yield TokenCount(key, 1, 0, ignored)
+                    yield TokenCount(key, 0, 1, ignored)
+            if ignored == 0 and (value.dtype == torch.bool or is_mask):
+                yield TokenCount(key, 0, 0, 1)  # a mask of what is left out
+    for key, value in tensors:
+        if value.dim() == 1 and not value.is_floating_point() and not value.is_complex() and bool((value > 0).all()):
+            yield TokenCount(key)
+    for key, value in tensors:
+        # The label of padding is the tokenizer's, and what samples end with.
+        if value.dim() > 1 and value.numel() and not value.is_floating_point() and not value.is_complex():
+            for padding in sorted(set(value[:, -1].flatten().tolist()))[:3]:
+                if padding not in _IGNORED:
+                    yield from (TokenCount(key, 0, 0, padding), TokenCount(key, 1, 0, padding))
+
+
+# -------------------------------------------------------------------------------------------------------- comparison
+
+
+class _Probe(TruncatedModel):
+    """Runs a step on a truncated model, and differentiates its loss by factors of what the last layer returns."""
+
+    def run_loss(
+        self, step: Callable[[Any], Any], batch: Any, draws: DrawRecorder | ReplayedDraws
+    ) -> tuple[Tensor, Tensor]:
+        """Return the loss, and its gradient by a factor for each feature."""
+        self.factors: list[Tensor] = []
+        with isolate_rng(), OwnGenerators(self._module.modules()).preserved(), torch.enable_grad():
+            seed_torch(0)
+            draws.enter("step", draws.microbatch)
+            with draws:
+                loss = loss_of(self.run(step, batch, seed=None))
+            found: Sequence[Tensor | None] = []
+            if loss.requires_grad and self.factors:
+                found = torch.autograd.grad(loss.sum(), self.factors, allow_unused=True)
+        parts = [value.double().flatten() for value in found if value is not None]
+        return loss.detach(), torch.cat([*parts, loss.new_zeros(0, dtype=torch.float64)]).detach()
+
+    def layer(self, call: Call) -> Any:
+        """Multiply what the last layer returns by ones, by which the loss is differentiated."""
+        output = super().layer(call)
+        if call.layer_index < len(self.stack.layers) - 1:
+            return output
+
+        def scaled(tensor: Tensor) -> Tensor:
+            if not tensor.is_floating_point() or not tensor.dim():
+                return tensor
+            # By the last dimension, which is no dimension of samples in any usual layout.
+            self.factors.append(torch.ones_like(tensor[(0,) * (tensor.dim() - 1)]).detach().requires_grad_())
+            return tensor * self.factors[-1]
+
+        return pytree.tree_map_only(Tensor, scaled, output)
+
+
+@dataclass
+class _Seen:
+    """What a step gave for several microbatches together, and for each.
+
+    Attributes:
+        parts: The microbatches.
+        values: Loss and gradients of all together, then of each.
+        tolerance: How far rounding goes, relative to the largest value.
+        logged: What it logged, for all together and for each.
+        numbers: What numbers it gave to metrics, for all together and for each.
+    """
+
+    parts: Sequence[Any]
+    values: list[tuple[Tensor, Tensor]]
+    tolerance: float
+    logged: list[_Logged]
+    numbers: list[dict[str, Tensor]]
+
+    def fits(self, weight: Callable[[Any], float]) -> bool:
+        """Tell whether the mean by `weight` over the parts is the whole."""
+        try:
+            shares = torch.tensor([float(weight(part)) for part in self.parts], dtype=torch.float64)
+        except ValueError:
+            return False  # of a class whose samples nobody can count
+        if not bool((shares >= 0).all()) or not 0 < float(shares.sum()) < float("inf"):
+            return False
+        shares = shares / shares.sum()
+        for index in (0, 1):
+            whole, *parts = (pair[index].double().cpu().flatten() for pair in self.values)
+            if any(part.shape != whole.shape for part in parts):
+                continue  # features that depend on the samples, such as a length
+            # A part without weight may have given 0 / 0.
+            mean = sum(share * part for share, part in zip(shares, parts) if share > 0)
+            largest = max([float(value.abs().max()) for value in (whole, *parts) if value.numel()], default=0.0)
+            if not bool(((mean - whole).abs() <= self.tolerance * largest).all()):
+                return False
+        return True
+
+
+class _MeanCheck:
+    """Runs steps of a truncated model on a few microbatches.
+
+    In evaluation mode; and in double precision if the step can do that, since half precision hides small differences.
+
+    Attributes:
+        num_bytes: What modules have returned for the microbatches that were seen first, together.
+    """
+
+    def __init__(
+        self, module: nn.Module, plan: PipelinePlan, device: torch.device, step: Callable[[Any], Any], split: SplitBatch
+    ) -> None:
+        self.module, self.plan, self.device, self.step, self.split = module, plan, device, step, split
+        self.num_bytes = 0
+
+    def see(self, pair: Any, world: Group) -> _Seen | None:
+        """Run the step on microbatches together and one by one; None if there is no loss to compare."""
+        parts = split_by(self.split, pair, 2)
+        for double in (True, False):
+            seen, failure = None, None
+            try:
+                seen = self._see(pair, parts, double)
+            except Exception as error:
+                failure = error
+            # Together: the step may communicate, in divided layers or by itself.
+            if not any(comm.all_gather_object(failure is not None, world)):
+                return seen
+        return None  # the analysis, or the first step, tells what is wrong with it
+
+    def _see(self, pair: Any, parts: Sequence[Any], double: bool) -> _Seen | None:
+        recorder = DrawRecorder()
+        with self._counted():
+            runs = [self._run(pair, double, recorder)]
+        # Each gets what was drawn for its samples.
+        sizes = [count_samples(part) for part in parts]
+        replayed = ReplayedDraws(recorder.found, sizes if min(sizes) > 0 else ())
+        for number, part in enumerate(parts):
+            replayed.microbatch = number
+            runs.append(self._run(part, double, replayed))
+        loss = runs[0][0][0]
+        if loss.dim() or not loss.is_floating_point():
+            return None  # no loss: what `predict_step` returns
+        is_exact = double and loss.dtype in (torch.float64, torch.float32)
+        tolerance = _SINGLE if is_exact else _LOOSE
+        return _Seen(parts, [run[0] for run in runs], tolerance, [run[1] for run in runs], [run[2] for run in runs])
+
+    @contextmanager
+    def _counted(self) -> Iterator[None]:
+        found = 0
+
+        def count(module: nn.Module, args: Any, output: Any) -> None:
+            nonlocal found
+            found += sum(leaf.nbytes for leaf in pytree.tree_leaves(output) if isinstance(leaf, Tensor))
+
+        handle = register_module_forward_hook(count)
+        try:
+            yield
+        finally:
+            handle.remove()
+        self.num_bytes = self.num_bytes or found
+
+    def _run(
+        self, batch: Any, double: bool, draws: DrawRecorder | ReplayedDraws
+    ) -> tuple[tuple[Tensor, Tensor], _Logged, dict[str, Tensor]]:
+        logged: _Logged = {}
+        metrics = MetricCalls(self.module)
+
+        def run(probe: _Probe) -> tuple[tuple[Tensor, Tensor], _Logged, dict[str, Tensor]]:
+            with metrics.recording():
+                values = probe.run_loss(self.step, batch, draws)
+            return values, logged, metrics.numbers()
+
+        def log(name: str, value: Any, *args: Any, batch_size: int | None = None, **kwargs: Any) -> None:
+            if isinstance(value, (int, float, Tensor)) and kwargs.get("reduce_fx", "mean") == "mean":
+                logged[name] = (torch.as_tensor(value).detach().double().cpu(), batch_size)
+
+        modes = {child: child.training for child in self.module.modules()}
+        with buffers_kept(self.module), ExitStack() as stack:
+            stack.enter_context(patched(self.module, "log", log))
+            if double:
+                stack.enter_context(in_double(self.module, with_parameters=False))
+                batch = map_tensors(batch, doubled)
+            self.module.eval()
+            try:
+                try:
+                    return run(self._probe(False, double))
+                except Exception:
+                    return run(self._probe(True, double))
+            finally:
+                for child, mode in modes.items():
+                    child.training = mode
+
+    def _probe(self, runs_all: bool, double: bool) -> _Probe:
+        dtype = torch.float64 if double else None
+        probe = _Probe.of_plan(self.module, self.plan, self.device, runs_all, dtype)
+        assert isinstance(probe, _Probe)
+        return probe
+
+
+_SINGLE = 1e-5
+"""Many models compute norms and their loss in single precision, whatever they are in."""
+_LOOSE = 5e-3
+"""Layers may compute in half precision."""
+
+_COPIES_BYTES = 64 << 20
+"""What modules may return for copies of samples that are more than two microbatches."""
+
+FEW_COPIES = 4
+"""Copies of each sample at least, where there is room: of fewer copies a loss selects all or none."""
+
+_OF_EACH_SIZE = 4
+"""Batches of copies, of which the step on the whole model may show a difference in another one than the sketch does."""
+
+_MOST_SINGLE = 64
+"""Samples whose weights are seen."""
+
+_MOST_PAIRS = 16
+"""Further microbatches, two by two, on which other weights than samples are tried."""
+
+_DOUBT = (
+    "The loss must be a mean over samples; got {1:.6g} for {0} microbatches together, but {2:.6g} as the mean of"
+    " their losses. A pipeline therefore trains on another loss than a single-process run. Count tokens with"
+    " `microbatch_weight` for a mean over tokens; divide a sum by the number of samples. If the samples of a batch"
+    " depend on each other, set `num_microbatches=1`. [LP023]"
+)
+
+
+def find_microbatch_weight(
+    module: nn.Module,
+    plan: PipelinePlan,
+    device: torch.device,
+    step: Callable[[Any], Any],
+    batch: Any,
+    split: SplitBatch,
+    weight: Callable[[Any], float],
+    world: Group,
+) -> Callable[[Any], float]:
+    """Return the weight by which the loss of a batch is the mean over those of its microbatches.
+
+    That is `weight` where it is right, or was given by the user; else a `TokenCount`, or a `RowCount`. Where none is
+    right, `weight`, and `ParallelState.doubt` has what that was seen on.
+
+    Args:
+        module: The user's module, whole.
+        plan: How it is divided.
+        device: Where to run.
+        step: Runs a step.
+        batch: The first batch.
+        split: Splits a batch into so many parts.
+        weight: Gives the share of each.
+        world: The ranks that call this.
+
+    Raises:
+        ValueError: If nothing tells how many samples a microbatch has.
+    """
+    ParallelState.of(module).copies_in_doubt = None
+    check, given = _MeanCheck(module, plan, device, step, split), weight
+    # Two at a time: a device that is to train on one may not have room for the whole batch.
+    pairs = split_by(split, batch, plan.schedule.num_microbatches // 2)
+    found = _seen_pairs(check, pairs, batch, weight, world)
+    known = [(pair, seen) for pair, seen in found if seen is not None]
+    rules: list[Callable[[Any], float]] = [weight]
+    if weight is num_samples:
+        rules = [*rules, *_candidates(batch)]
+        if not all(comm.all_gather_object(_is_counted(pairs[0]), world)):
+            rules = [*_row_counts(pairs[0]), *rules[1:]]
+            if not all(comm.all_gather_object(bool(rules), world)):
+                raise ValueError(UNCOUNTED.format(type(pairs[0]).__name__))
+            weight = rules[0]
+    if len(known) < len(found):
+        return weight
+    names = ["samples" if rule is num_samples else "given" if rule is given else str(rule) for rule in rules]
+    fitting = [name for name, rule in zip(names, rules) if all(seen.fits(rule) for _, seen in known)]
+    # Replicas see other samples: what fits all of them counts, and all choose alike.
+    everyone = comm.all_gather_object(fitting, world)
+    chosen = next((rule for name, rule in zip(names, rules) if all(name in theirs for theirs in everyone)), None)
+    _learn_effects(module, [seen for _, seen in known], chosen or weight)
+    ParallelState.of(module).copies_in_doubt = _copies_in_doubt(check, batch, pairs[0], chosen or weight, world)
+    if chosen is None:
+        pair, seen = next(((pair, seen) for pair, seen in known if not seen.fits(weight)), known[0])
+        ParallelState.of(module).doubt = (pair, _DOUBT.format(len(seen.parts), seen.values[0][0], _mean(seen, weight)))
+        return weight
+    if chosen is not weight:
+        tell(f"The loss is a mean over tokens, so microbatches are weighted by {chosen}.")
+    return chosen
+
+
+def _seen_pairs(
+    check: _MeanCheck, pairs: Sequence[Any], batch: Any, weight: Callable[[Any], float], world: Group
+) -> list[tuple[Any, _Seen | None]]:
+    """Run the step on the first two microbatches, the last and two unlike each other; on more if `weight` is wrong."""
+    tried = [pairs[0], *pairs[1:][-1:]]
+    if check.split is split_batch and len(pairs) > 1:
+        tried.append(few_samples(batch, num_samples(pairs[0])))  # with the sample least like the first
+    found = [(pair, check.see(pair, world)) for pair in tried]
+    if not all(comm.all_gather_object(all(seen is None or seen.fits(weight) for _, seen in found), world)):
+        # Other counts fit a few samples by chance.
+        more = min(comm.all_gather_object(len(pairs) - 2, world))
+        found += [(pair, check.see(pair, world)) for pair in pairs[1 : 1 + max(0, min(more, _MOST_PAIRS))]]
+    return found
+
+
+def copies_of_two(batch: Any, half: int, weight: Callable[[Any], float], with_few: bool = False) -> list[Any]:
+    """Return batches of copies of two samples, in whose halves no loss of some samples has the mean of both.
+
+    The worst half of (a, a, b, b) is one of them, but both in the mean over (a, a) and (b, b). A median, or a mean
+    without the extremes, is that of both; not so in (a, a, a, b). An outlier is one of many.
+
+    Args:
+        batch: Where the samples are from.
+        half: The size of a half.
+        weight: Gives the share of samples; those without one are not chosen.
+        with_few: Whether to return batches with a single copy of a sample as well.
+
+    Raises:
+        ValueError: As `split_batch`.
+    """
+    positions = range(0, num_samples(batch), -(-num_samples(batch) // _MOST_SINGLE))
+    samples = [index for index in positions if weight(chosen_samples(batch, [index])) > 0]
+    if len(samples) < 2:
+        return []
+    one, other = samples[0], samples[len(samples) // 2]
+    counts = [half, half // 2] if half > 1 else [half]
+    counts += [1, 2 * half - 1] if with_few else []
+    return [chosen_samples(batch, [one] * (2 * half - count) + [other] * count) for count in counts]
+
+
+def _copies_in_doubt(
+    check: _MeanCheck, batch: Any, pair: Any, weight: Callable[[Any], float], world: Group
+) -> list[Any] | None:
+    """Return copies of samples on which the mean by `weight` is not the whole; None where that cannot be seen.
+
+    Of few samples, or of as many as the batch has: a loss of the worst sixteen is that of all of a smaller batch.
+    """
+    tried: list[Any] = []
+    if all(comm.all_gather_object(check.split is split_batch, world)):
+        part = num_samples(split_batch(pair, 2)[0])
+        room = _COPIES_BYTES * num_samples(pair) // max(1, 2 * check.num_bytes)
+        few, many = (part * -(-count // part) for count in (FEW_COPIES, num_samples(batch) // 2))
+        for half in (few, many) if many > few else (few,):
+            is_small = half <= room
+            copies = copies_of_two(batch, half if is_small else part, weight, with_few=is_small)
+            tried += copies if is_small else copies[:1]
+    # Replicas see other samples, but run their steps together.
+    most = min(comm.all_gather_object(len(tried), world))
+    for number in range(most):
+        seen = check.see(tried[number], world)
+        if not all(comm.all_gather_object(seen is not None, world)):
+            return None
+        assert seen is not None
+        if not all(comm.all_gather_object(seen.fits(weight), world)):
+            return tried[number : number + _OF_EACH_SIZE]
+    return [] if most else None
+
+
+def _is_counted(batch: Any) -> bool:
+    try:
+        return num_samples(batch) > 0
+    except ValueError:
+        return False
+
+
+def _mean(seen: _Seen, weight: Callable[[Any], float]) -> float:
+    shares = [float(weight(part)) for part in seen.parts]
+    return sum(share * float(loss) for share, (loss, _) in zip(shares, seen.values[1:])) / (sum(shares) or 1.0)
+
+
+# ------------------------------------------------------------------------------------------------------ logged values
+
+
+_Logged = dict[str, tuple[Tensor, int | None]]
+"""Value and `batch_size` by name."""
+
+
+def _learn_effects(module: nn.Module, known: Sequence[_Seen], weight: Callable[[Any], float]) -> None:
+    """Find out how logged values, and numbers for metrics, of microbatches combine to the value of the batch."""
+    for seen in known:
+        shares = [float(weight(part)) for part in seen.parts]
+        _learn_logged(module, seen.logged[0], seen.logged[1:], shares, seen.parts)
+        learn_numbers(module, seen.numbers[0], seen.numbers[1:], shares)
+
+
+def _learn_logged(
+    module: nn.Module, whole: _Logged, parts: Sequence[_Logged], shares: Sequence[float], microbatches: Sequence[Any]
+) -> None:
+    """Find out how what a step logs in microbatches gives what it logs for the batch: see `ParallelState.logged`."""
+    try:
+        samples = [float(num_samples(part)) for part in microbatches]
+    except ValueError:  # a `split_batch` may share tensors between its parts
+        samples = list(shares)
+    for name, (value, size) in whole.items():
+        found = [part[name] for part in parts if name in part]
+        is_constant = size is not None and {size} == {other for _, other in found}
+        if len(found) < len(parts) or (size is not None and not is_constant):
+            continue  # with sizes of its own it is weighted by these
+        values = torch.stack([part for part, _ in found])
+
+        def error(weights: Sequence[float], value: Tensor = value, values: Tensor = values) -> Tensor:
+            return (torch.tensor(weights).to(values) @ values / sum(weights) - value).abs()
+
+        # Both are right where the parts are alike; where neither is, it is no mean.
+        is_by_samples = bool(100 * error(samples) < error(shares))
+        if is_constant or is_by_samples:
+            ParallelState.of(module).logged[name] = (is_by_samples, is_constant)

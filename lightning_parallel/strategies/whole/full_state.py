@@ -1,0 +1,519 @@
+"""Shows a parallel module to code between its steps as the full module, as in one process.
+
+*State dicts* of the module, its submodules and copies of them hold full tensors. Code copies weights by them (target
+networks, moving averages, teachers, `torch.save`). It would save or compare a shard without an error.
+
+*Calls* of a module that is split into stages, in hooks and callbacks (samples, summaries, probes), run the full model
+on each rank. The rank fetches parameters when the code reads them.
+
+All ranks must do either, or none: the ranks meet before each communication.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import replace
+from functools import partial
+from types import MethodType
+from typing import Any, NamedTuple
+from weakref import WeakValueDictionary
+
+import torch
+from lightning.pytorch import LightningModule, Trainer, callbacks
+from lightning.pytorch.callbacks import ModelSummary, StochasticWeightAveraging
+from torch import Tensor, nn
+from torch.optim.swa_utils import AveragedModel
+
+from lightning_parallel import comm
+from lightning_parallel.checkpoint import Checkpoints
+from lightning_parallel.comm import MeshGroups
+from lightning_parallel.compat import ParallelState, Patches, patched
+from lightning_parallel.compat.lightning import averaged_model, restore_swapped_scheduler
+from lightning_parallel.compat.torch import (
+    buffers_of,
+    mark_as_parameter,
+    non_persistent_buffers_of,
+    parameters_of,
+    state_hooks_of,
+)
+from lightning_parallel.compat.twins import is_a
+from lightning_parallel.pipeline.interception import ActiveHandler, Call, CallSite, intercept
+from lightning_parallel.pipeline.layer_stack import LayerStack
+from lightning_parallel.strategies.ranks.order import MessageOrder
+from lightning_parallel.strategies.ranks.replicas import share_random_state
+from lightning_parallel.strategies.whole.copies import MARK, ModuleCopies
+from lightning_parallel.strategies.whole.reference import Fetched
+from lightning_parallel.tensor.sharding import Shard
+
+__all__ = ["FullStates", "OutsideCalls", "averages_of", "hold_averages", "open_outside"]
+
+# `WeightAveraging` does not exist in all supported versions.
+AVERAGING = tuple(
+    getattr(callbacks, name) for name in ("StochasticWeightAveraging", "WeightAveraging") if hasattr(callbacks, name)
+)
+
+
+class _Entry(NamedTuple):
+    """A tensor of a module: where it is, what a rank there holds of it, and whether it is part of its state."""
+
+    stage: int
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    is_saved: bool
+
+
+class FullStates:
+    """Lets the state dicts of a module and its submodules hold full tensors.
+
+    Every rank of the replica constructs it at the same point.
+
+    Args:
+        module: The divided module.
+        groups: The mesh's groups.
+        rules: How its tensors are sharded over the tensor axis, by name.
+        device: Where messages are.
+
+    Attributes:
+        rules: As given.
+        meet: Waits until all ranks of the replica are about to send the message that it is called with.
+        trained: Names of the parameters that require a gradient.
+        is_paused: Whether state dicts are left alone: see `paused`.
+    """
+
+    def __init__(self, module: nn.Module, groups: MeshGroups, rules: Mapping[str, Shard], device: torch.device) -> None:
+        self._state = ParallelState.of(module)
+        if self._state.full_states is not None:
+            self._state.full_states.remove()
+        self._state.full_states = self
+        self._tensor_group = groups.tensor_parallel
+        self._pipeline_group = groups.pipeline_parallel
+        if self._state.order is not None:
+            self._tensor_group = self._tensor_group.guarded_by(self._state.order)
+        self.meet = MessageOrder(groups.replica)
+        if self._pipeline_group.size > 1:
+            self._pipeline_group = self._pipeline_group.guarded_by(self.meet)
+        self.rules = rules
+        self._device = device
+        self.is_paused = self._is_over = False
+        self._hooks: list[Any] = []
+        self._at_end: list[Callable[[], None]] = []
+        self._module, self._replica = module, groups.replica
+        if self._state.copies is None:
+            self._state.copies = ModuleCopies(module)
+        self.adopt(module, groups)
+        self._state.copies.watch(self._register)
+
+    def adopt(self, module: nn.Module, groups: MeshGroups) -> None:
+        """Take what `module` has become since; every rank of the replica must call it."""
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks.clear()
+        # By `id`: the hash of a metric changes with its state.
+        self._originals: set[int] = set()
+        self._entries: dict[str, dict[str, _Entry]] = {}
+        self._holders: dict[str, int] = {}
+        trained = {name for name, parameter in module.named_parameters() if parameter.requires_grad}
+        self.trained = set().union(*comm.all_gather_object(trained, groups.pipeline_parallel))
+        last_rank = 0 if self._state.engine is None else self._state.engine.last_rank
+        everyone = comm.all_gather_object(_held(module), groups.pipeline_parallel)
+        order = self._state.names
+        for stage, held in enumerate(everyone):
+            for path, own in held.items():
+                entries = self._entries.setdefault(path, {})
+                for key, (shape, dtype, is_buffer, is_saved) in own.items():
+                    # Steps that update a buffer of all stages end on the last one.
+                    if key not in entries or (is_buffer and stage == last_rank):
+                        entries[key] = _Entry(stage, shape, dtype, is_saved)
+        position = {} if order is None else {name: index for index, name in enumerate(order.state)}
+        for path, entries in self._entries.items():
+            names = {f"{path}.{key}" if path else key: key for key in entries}
+            self._holders |= {name: sum(key in held.get(path, {}) for held in everyone) for name, key in names.items()}
+            if all(self._is_whole(name) for name, key in names.items() if entries[key].is_saved):
+                continue
+            in_order = sorted(names, key=lambda name: position.get(name, 0))
+            self._entries[path] = {names[name]: entries[names[name]] for name in in_order}
+            owner = module.get_submodule(path)
+            self._originals.add(id(owner))
+            _forget_states(owner)
+            self._hooks += self._register(owner, path)
+        self._state.copies.mark(module)
+
+    def _is_whole(self, name: str) -> bool:
+        """Whether every rank holds the full tensor."""
+        return name not in self.rules and self._holders[name] == self._pipeline_group.size
+
+    def _register(self, owner: nn.Module, path: str) -> list[Any]:
+        # Functions, since torch marks what it is given, which methods do not allow. Copies of a module have them, too.
+        return [
+            owner.register_state_dict_post_hook(lambda *arguments: self._save(path, *arguments)),
+            owner.register_load_state_dict_pre_hook(lambda *arguments: self._load(path, *arguments)),
+        ]
+
+    def remove(self) -> None:
+        """Let state dicts hold this rank's part again."""
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks.clear()
+        for function in self._at_end:
+            function()
+        self._at_end.clear()
+        self._state.copies.unmark(self._module)
+        self._state.full_states = None
+        self._is_over = True
+
+    def at_end(self, function: Callable[[], None]) -> None:
+        """Call `function` when state dicts are made to hold this rank's part again, at the end of a run."""
+        self._at_end.append(function)
+
+    def restore_copies(self, is_mine: bool) -> None:
+        """Make copies of the module whole, after `remove`; every rank of the replica must call it.
+
+        Args:
+            is_mine: Whether they become whole on this rank.
+        """
+
+        def fetch(name: str, dtype: torch.dtype, mine: Tensor | None) -> Tensor:
+            path, _, key = name.rpartition(".")
+            if self._is_whole(name) and mine is not None:
+                return mine.detach()
+            return self._full(path, key, self._entries[path][key]._replace(dtype=dtype), mine)
+
+        self._state.copies.restore(self._replica, fetch, is_mine)
+
+    def paused(self) -> AbstractContextManager[Any]:
+        """Leave state dicts alone inside the block, for code that gathers tensors by itself."""
+        return patched(self, "is_paused", True)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> FullStates:
+        return self
+
+    @torch.no_grad()
+    def _save(self, path: str, owner: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
+        if self.is_paused:
+            return
+        if self._is_over:
+            if getattr(vars(owner).get(MARK), "is_elsewhere", False):
+                for key, entry in self._entries[path].items():
+                    if entry.is_saved:
+                        state[prefix + key] = self._empty_full(path, key, entry)
+                return
+            raise RuntimeError(
+                f"This copy of `{path or type(owner).__name__}` was made during a run and holds only a part of the"
+                " model. Take its state dict before the run ends, for example in `on_train_end`. Or set"
+                " `gather_after_fit='all'`, and make the copy on all ranks"
+            )
+        engine = self._state.engine
+        if engine is not None and engine.model.active.handler is not None:
+            raise RuntimeError(
+                f"The state dict of `{path or type(owner).__name__}` is not available inside a step, where each"
+                " pipeline stage holds only its own part. Move the call into a hook that all ranks run, such as"
+                " `on_train_batch_end`"
+            )
+        if path not in self._entries:
+            raise RuntimeError(f"This copy holds only a part of `{path}`, which the model no longer has")
+        entries = {key: entry for key, entry in self._entries[path].items() if entry.is_saved}
+        own: dict[str, Any] = {**parameters_of(owner), **buffers_of(owner)}
+        if id(owner) not in self._originals:
+            # A copy may be kept in another precision.
+            held = {key: value.dtype for key, value in own.items() if value is not None}
+            everyone = comm.all_gather_object(held, self._pipeline_group)
+            entries = {key: entry._replace(dtype=everyone[entry.stage][key]) for key, entry in entries.items()}
+        full = {key: self._full(path, key, entry, own.get(key)) for key, entry in entries.items()}
+        if self._state.watch is not None:
+            self._state.watch.note_gathered(
+                path, {key: v for key, v in full.items() if not _has_memory_of(v, own.get(key))}
+            )
+        # What a stage lacks would come last: names have the order of one process.
+        others = [key for key in state if key.startswith(prefix) and key[len(prefix) :] not in full]
+        for key, value in full.items():
+            state.pop(prefix + key, None)
+            state[prefix + key] = value
+        for key in others:
+            state[key] = state.pop(key)
+
+    def _empty_full(self, path: str, key: str, entry: _Entry) -> Tensor:
+        shape, _ = self.full_shape(f"{path}.{key}" if path else key)
+        return torch.empty(shape, dtype=entry.dtype, device="meta")
+
+    def full(self, name: str, mine: Tensor | None) -> Tensor:
+        """Return a full tensor, a copy unless all ranks hold it whole; every rank must call it.
+
+        Args:
+            name: Of a parameter or buffer of the whole model.
+            mine: What this rank holds of it.
+        """
+        path, _, key = name.rpartition(".")
+        entry = self._entries[path][key]
+        if self._is_whole(name) and mine is not None:
+            return mine.detach()
+        return self._full(path, key, entry, mine)
+
+    def full_shape(self, name: str) -> tuple[torch.Size, torch.dtype]:
+        """Return shape and dtype of a full tensor."""
+        path, _, key = name.rpartition(".")
+        entry = self._entries[path][key]
+        rule = self.rules.get(name)
+        return torch.Size(entry.shape) if rule is None else rule.full_shape(entry.shape), entry.dtype
+
+    def _full(self, path: str, key: str, entry: _Entry, tensor: Tensor | None) -> Tensor:
+        group = self._pipeline_group
+        if group.size > 1:
+            is_mine = group.rank == entry.stage and tensor is not None
+            sent = tensor.detach().to(self._device).contiguous().clone() if is_mine and tensor is not None else None
+            if sent is None:
+                sent = torch.empty(entry.shape, dtype=entry.dtype, device=self._device)
+            tensor = comm.broadcast_(sent, group, entry.stage)
+        assert tensor is not None
+        rule = self.rules.get(f"{path}.{key}" if path else key)
+        if rule is None:
+            return tensor.detach()
+        sizes = [rule.local_size(rank) for rank in range(self._tensor_group.size)]
+        gathered = comm.all_gather(tensor.detach().to(self._device), self._tensor_group, rule.dim, sizes)
+        return rule.merge(gathered.split(sizes, rule.dim))
+
+    def _load(self, path: str, owner: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
+        if self.is_paused:
+            return
+        for key, entry in self._entries[path].items():
+            if not entry.is_saved:
+                continue
+            given = state.get(prefix + key)
+            if parameters_of(owner).get(key) is None and buffers_of(owner).get(key) is None:
+                state.pop(prefix + key, None)  # on another stage
+                continue
+            rule = self.rules.get(f"{path}.{key}" if path else key)
+            if rule is not None and isinstance(given, Tensor) and given.shape[rule.dim] == rule.full_size:
+                state[prefix + key] = rule.split(given, self._tensor_group.rank)
+
+
+class OutsideCalls:
+    """Runs calls of a module that is cut into stages on the whole module, outside of steps, on all ranks alike.
+
+    Args:
+        module: The divided module.
+        states: Gathers its tensors.
+        groups: The mesh's groups.
+        device: Where the stages compute.
+    """
+
+    def __init__(self, module: nn.Module, states: FullStates, groups: MeshGroups, device: torch.device) -> None:
+        self._module = module
+        self._states = states
+        self._replica = groups.replica
+        self._rank = groups.tensor_parallel.rank
+        self._state = ParallelState.of(module)
+        self._anchor = torch.empty(0, device=device, requires_grad=True)
+
+    def intercept(self, active: ActiveHandler) -> None:
+        """Let calls of the module and its submodules outside of steps come here."""
+        active.outside = self
+        self._states.at_end(partial(setattr, active, "outside", None))
+        stack = LayerStack.at(self._module, self._state.engine.plan.container)
+        layers = set(stack.layers)
+        for path, child in self._module.named_modules():
+            if child not in layers and any(inner in layers for inner in child.modules()):
+                self._states.at_end(partial(_release, child, type(child)))
+                intercept(child, _AroundSite(active, path or type(child).__name__, path))
+
+    def __call__(self, call: Call) -> Any:
+        """Run a call; returns `NotImplemented` in a step, where each stage runs its own."""
+        if self._state.is_in_step:
+            return NotImplemented
+        self._states.meet("a call")
+        with self.whole_step():
+            return call.module(*call.args, **call.kwargs)
+
+    @contextmanager
+    def whole_step(self) -> Iterator[None]:
+        """Make the module whole inside the block, which all ranks run with the same random numbers."""
+        # What follows may depend on draws, such as the next token, and has to be the same on all ranks.
+        share_random_state(self._replica)
+        with self.whole():
+            yield
+
+    @contextmanager
+    def whole(self, without_data: bool = False) -> Iterator[None]:
+        """Make the module whole inside the block; its parameters are fetched when they are read.
+
+        Args:
+            without_data: Give parameters on the meta device, for code that looks at shapes only; no rank has to wait.
+        """
+        held: dict[str, Tensor] = dict(self._module.named_parameters())
+        buffers = self._state.whole.buffers()
+        given: WeakValueDictionary[tuple[str, bool, bool], Tensor] = WeakValueDictionary()
+
+        def parameter(name: str) -> Tensor:
+            trains = torch.is_grad_enabled() and name in self._states.trained
+            key = (name, trains, torch.is_inference_mode_enabled())
+            # One object for a parameter while somebody holds it: code compares parameters by identity.
+            if key not in given:
+                mine = held.get(name)
+                with torch.no_grad():
+                    full = self._empty(name) if without_data else self._states.full(name, mine)
+                found = Fetched.apply(self._anchor, partial(self._keep, name, mine), full) if trains else full.detach()
+                mark_as_parameter(found, True)
+                given[key] = found
+                return found
+            return given[key]
+
+        with torch.inference_mode(False), torch.no_grad():
+            names = self._state.whole.buffer_names
+            begun = {n: self._empty(n) if without_data else self._states.full(n, buffers.get(n)) for n in names}
+            full = {name: value.clone() for name, value in begun.items()}
+        with self._state.whole.put_on(parameter, full, keeps=True):
+            yield
+        for name, value in full.items():
+            # Not by versions, which the kernels of batch normalisation leave alone.
+            if name in buffers and not value.is_meta and not torch.equal(value, begun[name]):
+                self._keep_buffer(name, buffers[name], value)
+
+    @torch.no_grad()
+    def _keep_buffer(self, name: str, mine: Tensor, full: Tensor) -> None:
+        rule = self._states.rules.get(name)
+        mine.copy_(full if rule is None else rule.split(full, self._rank))
+
+    def _empty(self, name: str) -> Tensor:
+        shape, dtype = self._states.full_shape(name)
+        return torch.empty(shape, dtype=dtype, device="meta")
+
+    def _keep(self, name: str, mine: Tensor | None, gradient: Tensor) -> None:
+        """Add the gradient of a full parameter to what this rank holds of it; each rank computes all of them."""
+        if mine is None:
+            return
+        rule = self._states.rules.get(name)
+        part = gradient.detach() if rule is None else rule.split(gradient.detach(), self._rank)
+        mine.grad = part.clone() if mine.grad is None else mine.grad + part
+
+
+def _release(module: nn.Module, kind: type) -> None:
+    """Undo `intercept`."""
+    module.__class__ = kind
+    del vars(module)["_pipeline_site"]
+
+
+class _AroundSite(CallSite):
+    """A module that contains the layers: in steps it runs by itself, and its parts are intercepted."""
+
+    def dispatch(self, module: nn.Module, function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        """Run the module."""
+        result = NotImplemented
+        if self.active.handler is None and self.active.outside is not None:
+            result = self.active.outside(Call(self, module, function, args, kwargs))
+        return function(*args, **kwargs) if result is NotImplemented else result
+
+
+def _has_memory_of(tensor: Tensor, other: Tensor | None) -> bool:
+    return other is not None and tensor.untyped_storage().data_ptr() == other.untyped_storage().data_ptr()
+
+
+_Own = dict[str, tuple[tuple[int, ...], torch.dtype, bool, bool]]
+
+
+def _held(module: nn.Module) -> dict[str, _Own]:
+    """Return the tensors of each submodule: shape, dtype, whether it is a buffer, whether it is saved."""
+    found: dict[str, _Own] = {}
+    for path, child in module.named_modules():
+        own: _Own = {}
+        for key, parameter in parameters_of(child).items():
+            if parameter is not None:
+                own[key] = (tuple(parameter.shape), parameter.dtype, False, True)
+        for key, buffer in buffers_of(child).items():
+            if buffer is not None:
+                own[key] = (tuple(buffer.shape), buffer.dtype, True, key not in non_persistent_buffers_of(child))
+        if own:
+            found[path] = own
+    return found
+
+
+def open_outside(module: LightningModule, groups: MeshGroups, checkpoints: Checkpoints, patches: Patches) -> None:
+    """Make a divided module whole for code outside of its steps until the run ends; on every rank of the replica."""
+    if groups.replica.size > 1:
+        _open(module, groups, checkpoints.rules, checkpoints.device, patches)
+    _copy_averages(module.trainer, module, checkpoints, patches)
+
+
+def _forget_states(owner: nn.Module) -> None:
+    """Take from a copy that has become a part of the module the hooks that gather by the path of its original."""
+    for hooks in state_hooks_of(owner):
+        for key, hook in list(hooks.items()):
+            if getattr(getattr(hook, "hook", hook), "__module__", "") == __name__:
+                del hooks[key]
+
+
+def _open(
+    module: LightningModule, groups: MeshGroups, rules: Mapping[str, Shard], device: torch.device, patches: Patches
+) -> None:
+    states = FullStates(module, groups, rules, device)
+    calls = OutsideCalls(module, states, groups, device)
+    engine = ParallelState.of(module).engine
+    if engine is not None:
+        calls.intercept(engine.model.active)
+    for callback in module.trainer.callbacks:  # type: ignore[attr-defined]
+        if is_a(callback, ModelSummary):
+            patches.replace(callback, "on_fit_start", _on_whole(callback.on_fit_start, calls))
+
+
+def _on_whole(summarize: Callable[[Any, LightningModule], None], calls: OutsideCalls) -> Callable[..., None]:
+    """Let a summary count the parameters of the whole module."""
+
+    def on_fit_start(trainer: Any, pl_module: LightningModule) -> None:
+        # It calls the module only where it has an example.
+        with calls.whole(without_data=pl_module.example_input_array is None):
+            summarize(trainer, pl_module)
+
+    return on_fit_start
+
+
+def hold_averages(trainer: Trainer, patches: Patches) -> None:
+    """Keep callbacks that average weights from copying the module before it is divided, until `open_outside`."""
+    for callback in trainer.callbacks:  # type: ignore[attr-defined]
+        if isinstance(callback, AVERAGING):
+            patches.replace(callback, "setup", lambda *_, **__: None)
+
+
+def averages_of(trainer: Trainer) -> list[nn.Module]:
+    """Return the models in which callbacks collect averages of the weights."""
+    found = [averaged_model(callback) for callback in trainer.callbacks if isinstance(callback, AVERAGING)]  # type: ignore[attr-defined]
+    return [average for average in found if average is not None]
+
+
+def _copy_averages(trainer: Trainer, module: LightningModule, checkpoints: Checkpoints, patches: Patches) -> None:
+    """Let callbacks that average weights copy the divided module, when its state dicts are whole; on every rank.
+
+    Each rank averages what it holds, since averages are by element. Checkpoints have the averages of the whole model.
+
+    Raises:
+        ValueError: On every rank, if a callback would change batch normalisation in a pipeline.
+    """
+    states = ParallelState.of(module).full_states
+    for callback in trainer.callbacks:  # type: ignore[attr-defined]
+        if not isinstance(callback, AVERAGING):
+            continue
+        if isinstance(callback, StochasticWeightAveraging):
+            if checkpoints.pipeline_group.size > 1 and callback.pl_module_contains_batch_norm(module):
+                raise ValueError(
+                    "`StochasticWeightAveraging` ends with an epoch without gradients for batch normalization, which"
+                    " a pipeline does not support. Use `WeightAveraging`, which also averages the statistics, or"
+                    " TensorParallelStrategy"
+                )
+            restore_swapped_scheduler(callback, trainer, patches)
+        # In `setup`, `WeightAveraging` makes the layers, which are there by now; twice, they would be whole again.
+        without = MethodType(LightningModule.configure_model, module)
+        with patched(module, "configure_model", without):
+            type(callback).setup(callback, trainer, module, stage=trainer.state.fn)
+        average = averaged_model(callback)
+        if average is not None and states is not None:
+            own = average.state_dict
+            patches.replace(average, "state_dict", partial(_gathered, average, own, checkpoints, states))
+
+
+def _gathered(average: nn.Module, own: Callable[[], Any], checkpoints: Checkpoints, states: FullStates) -> Any:
+    """Return a full state dict as checkpoints have it, with values on the first rank only."""
+    copied = average.module if isinstance(average, AveragedModel) else average
+    with states.paused(), patched(average, "state_dict", own):
+        full = replace(checkpoints, module=copied).gather_state()
+        if copied is average:
+            return full
+        others = {key: value for key, value in own().items() if not key.startswith("module.")}
+    return {**others, **{f"module.{key}": value for key, value in full.items()}}

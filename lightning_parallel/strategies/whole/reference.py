@@ -1,0 +1,800 @@
+"""Run a step on the whole model while the model is divided: the reference of the proof.
+
+No rank holds the whole model. The first rank of a replica runs the user's step on the module as it was before it was
+divided. Parameters come from their owners when the step asks for them; gradients go to their owners as they appear.
+
+    first rank                                      the other ranks
+    the step asks for `layers.3.weight`
+      ("send", names of its chunk)   ----------->   send their shards
+      merges them, goes on
+    backward: 32 MiB of gradients are there
+      ("take", their names)          ----------->   receive their shards of them
+    ("end", what the step gave)      ----------->   return it
+
+Before data travel, all ranks say whether they have them: an error on one of them is one on all.
+
+Autograd keeps no parameter: what it would save of one is saved by name, and fetched again in backward. The gradients
+and activations of a large model wait in a temporary file: the reference needs no more memory than the step it checks.
+"""
+
+from __future__ import annotations
+
+import os
+import pickle
+import sys
+import tempfile
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, Literal, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.autograd import Function
+from torch.autograd.graph import saved_tensors_hooks
+
+from lightning_parallel import comm
+from lightning_parallel.comm import MeshGroups
+from lightning_parallel.compat.torch import mark_as_parameter, version_of
+from lightning_parallel.pipeline.placeholder import PlaceholderTensor
+from lightning_parallel.strategies.whole.pinned import ReferenceRunError, RefusedCalls, communication_refused, doubled
+from lightning_parallel.strategies.whole.skeleton import Skeleton
+from lightning_parallel.tensor.sharding import Shard
+
+__all__ = ["Blame", "Fetched", "Owners", "WholeModel", "run_reference"]
+
+Blame = Literal["", "user", "check", "unknown"]
+"""Why the step could not be run on the whole model: it talks to other ranks by itself, or the self-check has failed."""
+
+_CHUNK_BYTES = 32 << 20
+"""Parameters that travel together, so that a small model needs few messages."""
+
+_CACHE_BYTES = 256 << 20
+"""A model up to this size is fetched once, and stays in memory with its gradients and activations."""
+
+_ROOM_BYTES = 64 << 20
+"""Full parameters of a larger model that are kept after they were used: backward begins with these."""
+
+_SPOOLED_BYTES = 1 << 20
+"""Tensors from this size on wait in a file, if the model is larger than the cache."""
+
+_LEAF_BYTES = 64 << 20
+"""Models up to this size have their gradients in `.grad`, as in one process."""
+
+# Of no other message: stages use 1 and 2, the measurement of links 900, tied parameters 1000 and more.
+_TAG = 950
+
+
+# ------------------------------------------------------------------------------------------------- spooled tensors
+
+
+class _SpoolPlace(NamedTuple):
+    """Where a tensor is in the file, and what it was."""
+
+    offset: int
+    shape: torch.Size
+    dtype: torch.dtype
+    device: torch.device
+
+
+class Spool:
+    """Holds tensors in a temporary file, which goes with the last reference to it.
+
+    A file that is read and written piece by piece is no memory of the process, as one that is mapped would be. Where
+    there is no room on the disk, tensors stay in memory.
+    """
+
+    def __init__(self) -> None:
+        self._file = tempfile.TemporaryFile(buffering=0)  # noqa: SIM115 - closed with this object
+        self._end = 0
+
+    def put(self, tensor: Tensor) -> _SpoolPlace | Tensor:
+        """Return what `get` needs to give the tensor back: a place, or the tensor itself."""
+        is_plain = (
+            type(tensor) is Tensor and tensor.layout == torch.strided and not (tensor.is_conj() or tensor.is_neg())
+        )
+        if not is_plain or tensor.nbytes < _SPOOLED_BYTES:
+            return tensor
+        data = _bytes_of(tensor.detach().cpu().contiguous())
+        place = _SpoolPlace(self._end, tensor.shape, tensor.dtype, tensor.device)
+        try:
+            self._file.seek(place.offset)
+            while data:
+                data = data[self._file.write(data) :]
+        except OSError:
+            return tensor
+        self._end += tensor.nbytes
+        return place
+
+    def get(self, held: _SpoolPlace | Tensor) -> Tensor:
+        """Return a tensor on its device.
+
+        Raises:
+            OSError: If the file cannot be read.
+        """
+        if isinstance(held, Tensor):
+            return held
+        tensor = torch.empty(held.shape, dtype=held.dtype)
+        data = _bytes_of(tensor)
+        self._file.seek(held.offset)
+        while data:
+            count = self._file.readinto(data)
+            if not count:
+                raise OSError("The temporary file of the self-check is truncated")
+            data = data[count:]
+        return tensor.to(held.device)
+
+
+def _bytes_of(tensor: Tensor) -> memoryview:
+    """Return the memory of a contiguous tensor on the CPU."""
+    array: Any = tensor.view(-1).view(torch.uint8).numpy()
+    return memoryview(array)
+
+
+class SpooledTensors(MutableMapping[str, Tensor]):
+    """Tensors by name, in a `Spool`; each access reads one of them."""
+
+    def __init__(self) -> None:
+        self._spool = Spool()
+        self._held: dict[str, _SpoolPlace | Tensor] = {}
+
+    def __getitem__(self, name: str) -> Tensor:
+        return self._spool.get(self._held[name])
+
+    def __setitem__(self, name: str, tensor: Tensor) -> None:
+        held = self._spool.put(tensor)
+        # A small one may be a view of all that came with it.
+        self._held[name] = held.clone() if isinstance(held, Tensor) else held
+
+    def __delitem__(self, name: str) -> None:
+        del self._held[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._held)
+
+    def __len__(self) -> int:
+        return len(self._held)
+
+
+# ------------------------------------------------------------------------------------------------- owners
+
+
+_OWN_REFERENCES = 2
+"""References to a tensor that nobody holds but a dict, as an argument of `sys.getrefcount`."""
+
+
+class _Facts(NamedTuple):
+    """What a rank holds of a tensor."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    requires_grad: bool
+
+
+class Owners:
+    """Where the tensors of the whole model are, and the messages that bring them to the first rank and back.
+
+    Every rank of the replica constructs it at the same point.
+
+    Args:
+        module: The divided module.
+        rules: How its tensors are sharded over the tensor axis, by name.
+        groups: The mesh's groups.
+        device: Where messages are.
+
+    Attributes:
+        replica: The ranks that hold the model together.
+        taken: On every rank, what came back for each tensor that it holds: sums of gradients.
+        values: On every rank, the new values of what the step wrote into: buffers and parameters.
+        is_talking: Whether the first rank is sending or receiving, which its user's code may not.
+        failure: Why the ranks could not exchange what they hold; the user's code may catch the error itself.
+    """
+
+    def __init__(self, module: nn.Module, rules: Mapping[str, Shard], groups: MeshGroups, device: torch.device) -> None:
+        self.replica = groups.replica
+        self.device = device
+        self.rules = rules
+        self.taken: MutableMapping[str, Tensor] = {}
+        self.values: dict[str, Tensor] = {}
+        self.is_talking = False
+        self.failure = ""
+        self._width = groups.tensor_parallel.size
+        self.parameters = dict(module.named_parameters())
+        buffers = {n: b for n, b in module.named_buffers() if not isinstance(b, PlaceholderTensor)}
+        self.held: dict[str, Tensor] = {**self.parameters, **buffers}
+        mine = {name: _Facts(tuple(t.shape), t.dtype, t.requires_grad) for name, t in self.held.items()}
+        self._facts: dict[str, _Facts] = {}
+        self._holders: dict[str, list[int]] = {}
+        everyone = comm.all_gather_object((mine, list(buffers)), self.replica)
+        for position, (theirs, _) in enumerate(everyone):
+            for name, facts in theirs.items():
+                self._facts.setdefault(name, facts)
+                self._holders.setdefault(name, []).append(position)
+        self.buffer_names = list(dict.fromkeys(name for _, names in everyone for name in names))
+        self.parameter_names = [name for name in self._facts if name not in set(self.buffer_names)]
+
+    def is_large(self) -> bool:
+        """Tell whether the parameters of the whole model are more than may stay in memory."""
+        sizes = (self.shape(name).numel() * self._facts[name].dtype.itemsize for name in self.parameter_names)
+        return sum(sizes) > _CACHE_BYTES
+
+    def shape(self, name: str) -> torch.Size:
+        """Return the shape of the full tensor."""
+        rule = self.rules.get(name)
+        shape = self._facts[name].shape
+        return torch.Size(shape) if rule is None else rule.full_shape(shape)
+
+    def facts(self, name: str) -> _Facts:
+        """Return what the first of its holders holds."""
+        return self._facts[name]
+
+    def requires_grad(self, name: str) -> bool:
+        """Tell whether a parameter is trained now; `toggle_optimizer` changes it within a step."""
+        mine = self.parameters.get(name)
+        return self._facts[name].requires_grad if mine is None else mine.requires_grad
+
+    def _sources(self, name: str) -> list[int]:
+        """Return the positions of the ranks whose shards make the full tensor."""
+        first = self._holders[name][0]
+        if name not in self.rules:
+            return [first]
+        stage = first // self._width
+        return [stage * self._width + rank for rank in range(self._width)]
+
+    def _part_shape(self, name: str, full: torch.Size, position: int) -> torch.Size:
+        rule = self._rule(name, full)
+        return full if rule is None else rule.local_shape(full, position % self._width)
+
+    def _rule(self, name: str, full: torch.Size) -> Shard | None:
+        """Return how a tensor of this shape is sharded; one that the step has made anew may have another shape."""
+        return self.rules.get(name) if full == self.shape(name) else None
+
+    # ------------------------------------------------------------------------------------------ on the first rank
+
+    def fetch(self, names: Sequence[str]) -> dict[str, Tensor]:
+        """Return full tensors, as copies; only on the first rank, while the others `serve`."""
+        with self._talking():
+            return self._fetch(names)
+
+    def _fetch(self, names: Sequence[str]) -> dict[str, Tensor]:
+        self._tell("send", list(names))
+        parts: dict[str, dict[int, Tensor]] = {name: {} for name in names}
+        pending: list[tuple[int, list[str], list[torch.Size], Tensor]] = []
+
+        def prepare() -> None:
+            for position in range(1, self.replica.size):
+                theirs = [name for name in names if position in self._sources(name)]
+                for dtype, of_dtype in self._by_dtype(theirs).items():
+                    shapes = [self._part_shape(name, self.shape(name), position) for name in of_dtype]
+                    flat = torch.empty(sum(shape.numel() for shape in shapes), dtype=dtype, device=self.device)
+                    pending.append((position, of_dtype, shapes, flat))
+
+        self._agree(prepare)
+        works = [comm.irecv(flat, self.replica, position, _TAG) for position, _, _, flat in pending if len(flat)]
+        for work in works:
+            work.wait()
+        for position, of_dtype, shapes, flat in pending:
+            for name, shape, piece in zip(of_dtype, shapes, flat.split([shape.numel() for shape in shapes])):
+                parts[name][position] = piece.view(shape)
+        full = {}
+        for name in names:
+            if 0 in self._sources(name):
+                parts[name][0] = self.held[name].detach()
+            rule = self.rules.get(name)
+            in_order = [parts[name][position] for position in sorted(parts[name])]
+            if rule is not None:
+                full[name] = rule.merge(in_order)
+            else:
+                # Each with memory of its own: what was received alone has it.
+                part = in_order[0]
+                is_alone = 0 not in parts[name] and part.untyped_storage().nbytes() == part.nbytes
+                full[name] = part if is_alone else part.clone()
+        return full
+
+    def give_back(self, tensors: Mapping[str, Tensor], are_values: bool = False) -> None:
+        """Give parts of full tensors to their owners; only on the first rank.
+
+        Args:
+            tensors: Gradients, which are added to those that came before, or what the step wrote.
+            are_values: Whether they are what the step wrote.
+        """
+        with self._talking():
+            self._give_back(tensors, are_values)
+
+    @contextmanager
+    def _talking(self) -> Iterator[None]:
+        self.is_talking = True
+        try:
+            yield
+        except Exception as error:
+            self.failure = self.failure or f"{type(error).__name__}: {error}"
+            raise
+        finally:
+            self.is_talking = False
+
+    def _agree(self, prepare: Callable[[], None]) -> None:
+        """Prepare on every rank what is sent or received next; raise on all of them if one cannot."""
+        error: Exception | None = None
+        try:
+            if self.failure:
+                raise RuntimeError(self.failure)
+            prepare()
+        except Exception as failure:
+            error = failure
+        comm.raise_together(error, self.replica)
+
+    def _give_back(self, tensors: Mapping[str, Tensor], are_values: bool) -> None:
+        names = [name for name in tensors if name in self._holders]
+        entries = [(name, tensors[name].dtype, tensors[name].shape) for name in names]
+        self._tell("take", (entries, are_values))
+        messages: list[tuple[int, Tensor]] = []
+
+        def prepare() -> None:
+            for position in range(1, self.replica.size):
+                kinds: dict[torch.dtype, list[Tensor]] = {}
+                for name in names:
+                    if position in self._holders[name]:
+                        part = self._part(name, tensors[name], position)
+                        kinds.setdefault(part.dtype, []).append(part)
+                messages.extend((position, _joined(parts).to(self.device)) for parts in kinds.values())
+
+        self._agree(prepare)
+        for position, flat in messages:
+            if len(flat):
+                comm.isend(flat, self.replica, position, _TAG).wait()
+        for name in names:
+            if 0 in self._holders[name]:
+                part = self._part(name, tensors[name], 0)
+                # A view would keep all of the full tensor.
+                self._add(name, part.clone() if name in self.rules else part, are_values)
+
+    def end(self, result: Any) -> str:
+        """Let the other ranks return from `serve` with `result`; returns why one of them could not serve."""
+        self._tell("end", result)
+        return self._last_failure()
+
+    def _last_failure(self) -> str:
+        return next(filter(None, comm.all_gather_object(self.failure, self.replica)), "")
+
+    def _tell(self, command: str, argument: Any) -> None:
+        comm.broadcast_object((command, argument), self.replica)
+
+    def _part(self, name: str, full: Tensor, position: int) -> Tensor:
+        rule = self._rule(name, full.shape)
+        return full if rule is None else rule.split(full, position % self._width)
+
+    # ------------------------------------------------------------------------------------------- on the other ranks
+
+    def serve(self) -> tuple[Any, str]:
+        """Do what the first rank asks for, until it ends; returns its result, and why a rank could not serve."""
+        nothing: tuple[str, Any] = ("", None)
+        while True:
+            command, argument = comm.broadcast_object(nothing, self.replica)
+            if command == "end":
+                return argument, self._last_failure()
+            try:
+                if command == "send":
+                    self._send(argument)
+                else:
+                    self._take(*argument)
+            except Exception as error:
+                # The first rank is told with the next command: it has what it asked for, or has raised as well.
+                self.failure = self.failure or f"{type(error).__name__}: {error}"
+
+    def _send(self, names: Sequence[str]) -> None:
+        messages: list[Tensor] = []
+
+        def prepare() -> None:
+            mine = [name for name in names if self.replica.rank in self._sources(name)]
+            for of_dtype in self._by_dtype(mine).values():
+                messages.append(_joined([self.held[name].detach() for name in of_dtype]).to(self.device))
+
+        self._agree(prepare)
+        for flat in messages:
+            if len(flat):
+                comm.isend(flat, self.replica, 0, _TAG).wait()
+
+    def _take(self, entries: Sequence[tuple[str, torch.dtype, torch.Size]], are_values: bool) -> None:
+        position = self.replica.rank
+        kinds: dict[torch.dtype, list[tuple[str, torch.Size]]] = {}
+        flats: dict[torch.dtype, Tensor] = {}
+
+        def prepare() -> None:
+            for name, dtype, full in entries:
+                if position in self._holders[name]:
+                    kinds.setdefault(dtype, []).append((name, self._part_shape(name, full, position)))
+            for dtype, parts in kinds.items():
+                size = sum(shape.numel() for _, shape in parts)
+                flats[dtype] = torch.empty(size, dtype=dtype, device=self.device)
+
+        self._agree(prepare)
+        for flat in flats.values():
+            if len(flat):
+                comm.irecv(flat, self.replica, 0, _TAG).wait()
+        for dtype, parts in kinds.items():
+            pieces = flats[dtype].split([shape.numel() for _, shape in parts])
+            for (name, shape), piece in zip(parts, pieces):
+                self._add(name, piece.view(shape), are_values)
+
+    def _add(self, name: str, part: Tensor, is_value: bool) -> None:
+        # In the host's memory: the device has to hold those of the divided step beside the parameters.
+        part = part.cpu()
+        if is_value:
+            self.values[name] = part
+        else:
+            known = self.taken.get(name)
+            self.taken[name] = part if known is None else known + part
+
+    def _by_dtype(self, names: Sequence[str]) -> dict[torch.dtype, list[str]]:
+        kinds: dict[torch.dtype, list[str]] = {}
+        for name in names:
+            kinds.setdefault(self._facts[name].dtype, []).append(name)
+        return kinds
+
+
+def _joined(tensors: Sequence[Tensor]) -> Tensor:
+    """Return the values of tensors of one dtype one after the other; those of one without a copy, where it can be."""
+    # The gradient of a sum is one number, expanded.
+    flat = [tensor.reshape(-1) for tensor in tensors]
+    return flat[0].contiguous() if len(flat) == 1 else torch.cat(flat)
+
+
+# ----------------------------------------------------------------------------------------------- the whole model
+
+
+class _Saved(NamedTuple):
+    """What autograd saves of a parameter: a view of it."""
+
+    name: str
+    size: torch.Size
+    stride: tuple[int, ...]
+    offset: int
+
+
+class WholeModel:
+    """The parameters of the whole model on the first rank: fetched when they are read, and let go after it.
+
+    Each is one tensor for the whole run: code compares parameters by identity, and asks for gradients by them.
+
+    Args:
+        owners: Where they are.
+        double: Whether floating-point parameters are converted to double precision.
+        keeps: Whether all are kept, with their gradients: a step under manual optimization may read and change these.
+
+    Attributes:
+        precisions: In what the step has computed, as far as autograd saw it.
+    """
+
+    def __init__(self, owners: Owners, double: bool, keeps: bool = False) -> None:
+        self._owners = owners
+        self._double = double
+        self._chunk_of: dict[str, list[str]] = {}
+        self._data: OrderedDict[str, Tensor] = OrderedDict()
+        self._num_bytes = 0
+        self._names: dict[int, str] = {}
+        self._given: dict[tuple[str, bool], Tensor] = {}
+        self._empty: set[tuple[str, bool]] = set()
+        self._gradients: dict[str, Tensor] = {}
+        self._gradient_bytes = 0
+        self._anchor = torch.empty(0, device=owners.device, requires_grad=True)
+        is_large = owners.is_large()
+        self._room_bytes = _ROOM_BYTES if is_large else _CACHE_BYTES
+        self._activations = Spool() if is_large else None
+        self._by_id: dict[int, str] = {}
+        self.precisions: set[torch.dtype] = set()
+        chunk: list[str] = []
+        size = total = 0
+        for name in owners.parameter_names:
+            facts = owners.facts(name)
+            num_bytes = owners.shape(name).numel() * facts.dtype.itemsize
+            if chunk and size + num_bytes > _CHUNK_BYTES:
+                chunk, size = [], 0
+            chunk.append(name)
+            size += num_bytes
+            total += num_bytes
+            self._chunk_of[name] = chunk
+        self._has_leaves = keeps or total <= min(_LEAF_BYTES, _CACHE_BYTES)
+
+    def parameter(self, name: str) -> Tensor:
+        """Return a parameter; where gradients are enabled, its gradient will go to its owners."""
+        trains = self._has_leaves or (torch.is_grad_enabled() and self._owners.requires_grad(name))
+        key = (name, trains)
+        known = self._given.get(key)
+        if known is not None:
+            if key in self._empty:
+                known.data = self._full(name)
+                self._empty.remove(key)
+            return known
+        data = self._full(name)
+        with torch.inference_mode(False), torch.set_grad_enabled(trains and not self._has_leaves):
+            if self._has_leaves:
+                given = data.detach().requires_grad_(self._owners.requires_grad(name))
+            elif trains:
+                given = Fetched.apply(self._anchor, lambda gradient: self._keep(name, gradient), data)
+            else:
+                given = data.view_as(data)
+        mark_as_parameter(given, True)
+        self._given[key] = given
+        return given
+
+    def whole(self, parameter: Tensor) -> Tensor:
+        """Return the whole of a parameter of which this rank holds a part; another tensor as it is."""
+        if not self._by_id:
+            self._by_id = {id(value): name for name, value in self._owners.parameters.items()}
+        name = self._by_id.get(id(parameter))
+        return parameter if name is None else self.parameter(name)
+
+    def train_as_owned(self) -> None:
+        """Let those require gradients that do on this rank, as when an optimizer is toggled."""
+        for (name, _), given in self._given.items():
+            if self._has_leaves and name in self._owners.parameters:
+                given.requires_grad_(self._owners.parameters[name].requires_grad)
+
+    def _full(self, name: str) -> Tensor:
+        if name not in self._data:
+            with torch.no_grad(), torch.inference_mode(False):
+                fetched = self._owners.fetch(self._chunk_of[name])
+            for other in [other for other in fetched if other not in self._data]:
+                # `.data` counts versions from zero.
+                full = self._data[other] = (doubled(fetched[other]) if self._double else fetched[other]).data
+                self._names[full.untyped_storage().data_ptr()] = other
+                self._num_bytes += full.nbytes
+            self._make_room(set(fetched))
+        self._data.move_to_end(name)
+        return self._data[name]
+
+    def _make_room(self, kept: set[str]) -> None:
+        if self._has_leaves:
+            return
+        for name in list(self._data):
+            if self._num_bytes <= self._room_bytes:
+                return
+            # What the step has changed, such as a target network, is nowhere else.
+            if name not in kept and version_of(self._data[name]) == 0 and self._let_go(name):
+                full = self._data.pop(name)
+                self._num_bytes -= full.nbytes
+                del self._names[full.untyped_storage().data_ptr()]
+
+    def _let_go(self, name: str) -> bool:
+        """Take the data from the tensors that were given for a parameter, unless somebody holds one of them."""
+        keys = [key for key in ((name, True), (name, False)) if key in self._given]
+        # Held by the dict, and as the argument: what the step keeps of it comes on top.
+        if any(sys.getrefcount(self._given[key]) > _OWN_REFERENCES or version_of(self._given[key]) for key in keys):
+            return False
+        for key in keys:
+            # Its place in autograd's graph stays; a number in its shape takes no memory.
+            given = self._given[key]
+            given.data = given.new_empty(()).expand(given.shape)
+        self._empty.update(keys)
+        return True
+
+    def written(self) -> dict[str, Tensor]:
+        """Return the parameters that the step has changed, as they are now."""
+        found = {}
+        for (name, _), given in self._given.items():
+            data = self._data.get(name)
+            if data is not None and (version_of(data) or given.data_ptr() != data.data_ptr()):
+                found[name] = given.detach()
+        return found
+
+    def close(self) -> None:
+        """Let everything go: the tensors that were given are held in a circle."""
+        self._given.clear()
+        self._data.clear()
+        self._gradients.clear()
+
+    @contextmanager
+    def saving_by_name(self) -> Iterator[None]:
+        """Let autograd save views of parameters by name inside the block."""
+        with saved_tensors_hooks(self._pack, self._unpack):
+            yield
+
+    def _pack(self, tensor: Tensor) -> Any:
+        if tensor.is_floating_point():
+            self.precisions.add(tensor.dtype)
+        if tensor.layout == torch.strided and tensor.numel() and not tensor.is_conj() and not tensor.is_neg():
+            name = self._names.get(tensor.untyped_storage().data_ptr())
+            if name is not None and self._data[name].dtype == tensor.dtype:
+                return _Saved(name, tensor.shape, tensor.stride(), int(tensor.storage_offset()))
+        # Without its history: an output of its own node would keep the node alive in a circle.
+        saved = tensor.detach() if type(tensor) is Tensor else tensor
+        return saved if self._activations is None else self._activations.put(saved)
+
+    def _unpack(self, saved: Any) -> Tensor:
+        if isinstance(saved, _SpoolPlace):
+            assert self._activations is not None
+            return self._activations.get(saved)
+        if not isinstance(saved, _Saved):
+            return saved
+        return self._full(saved.name).as_strided(saved.size, saved.stride, saved.offset)
+
+    # ----------------------------------------------------------------------------------------------- gradients
+
+    def _keep(self, name: str, gradient: Tensor) -> None:
+        gradient = gradient.detach()
+        gradient = gradient.to_dense() if gradient.is_sparse else gradient
+        known = self._gradients.get(name)
+        # Nobody writes into a gradient that is held here; two parameters may have one and the same.
+        self._gradients[name] = gradient if known is None else known + gradient
+        self._gradient_bytes += 0 if known is not None else gradient.numel() * gradient.element_size()
+        if self._gradient_bytes > _CHUNK_BYTES:
+            self.deliver()
+
+    @torch.no_grad()
+    def deliver(self, is_last: bool = False) -> None:
+        """Give the gradients that are there to their owners; those in `.grad` at last."""
+        if is_last and self._has_leaves:
+            for (name, _), given in self._given.items():
+                if given.grad is not None:
+                    self._gradients[name] = given.grad.to_dense() if given.grad.is_sparse else given.grad
+        gradients, self._gradients, self._gradient_bytes = self._gradients, {}, 0
+        if gradients:
+            self._owners.give_back(gradients)
+
+
+class Fetched(Function):
+    """Put a fetched parameter into the graph, and pass on its gradient."""
+
+    # An output of a function instead of a leaf: the graph would hold a leaf until its gradient is there.
+
+    @staticmethod
+    def forward(ctx: Any, anchor: Tensor, keep: Callable[[Tensor], None], data: Tensor) -> Tensor:
+        ctx.keep = keep
+        return data.detach()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        ctx.keep(gradient)
+        return None, None, None
+
+
+# ----------------------------------------------------------------------------------------------------- the run
+
+
+@dataclass
+class Reference:
+    """What the reference gave, on every rank.
+
+    Attributes:
+        result: What the step gave, as `run` returned it; only what can be pickled, and only small values.
+        failure: Why there is none.
+        blame: Whose fault that is.
+        precisions: In what it was computed.
+        gradients: Of the parts of parameters that this rank holds.
+        values: Of what the step wrote into, of this rank's: buffers and parameters.
+    """
+
+    result: Any
+    failure: str
+    blame: Blame
+    precisions: set[torch.dtype]
+    gradients: MutableMapping[str, Tensor]
+    values: dict[str, Tensor]
+
+
+class _Outcome(NamedTuple):
+    """What the first rank tells the others in the end."""
+
+    result: Any = None
+    failure: str = ""
+    blame: Blame = ""
+    precisions: frozenset[torch.dtype] = frozenset()
+
+
+def run_reference(
+    skeleton: Skeleton, owners: Owners, run: Callable[[WholeModel], Any], double: bool, keeps: bool = False
+) -> Reference:
+    """Run `run` on the whole model on the first rank of the replica; all its ranks call this.
+
+    Args:
+        skeleton: The module as it was.
+        owners: Where its tensors are.
+        run: Runs the step, forward and backward, and returns what is to be compared.
+        double: Whether floating-point parameters and buffers are in double precision.
+        keeps: See `WholeModel`.
+    """
+    owners.taken, owners.values, owners.failure = _store(owners), {}, ""
+    if owners.replica.rank == 0:
+        outcome = _run_alone(skeleton, owners, run, double, keeps)
+        outcome = _sendable(outcome)
+        failure = owners.end(outcome)
+    else:
+        outcome, failure = owners.serve()
+    if failure and not outcome.failure:
+        outcome = _Outcome(failure=failure, blame="check")
+    found = Reference(
+        outcome.result, outcome.failure, outcome.blame, set(outcome.precisions), owners.taken, owners.values
+    )
+    owners.taken, owners.values = {}, {}
+    return found
+
+
+def _store(owners: Owners) -> MutableMapping[str, Tensor]:
+    try:
+        return SpooledTensors() if owners.is_large() else {}
+    except OSError:  # no temporary file on this rank
+        return {}
+
+
+def _sendable(outcome: _Outcome) -> _Outcome:
+    """Return what can be sent: an error while it is sent would leave the other ranks waiting."""
+    try:
+        pickle.dumps(outcome)
+    except Exception as error:
+        return _Outcome(
+            failure=f"the results of the step cannot be sent ({type(error).__name__}: {error})", blame="check"
+        )
+    return outcome
+
+
+def _run_alone(
+    skeleton: Skeleton, owners: Owners, run: Callable[[WholeModel], Any], double: bool, keeps: bool
+) -> _Outcome:
+    # Gradients of parameters that the user's code holds by other ways than the module.
+    known = {name: parameter.grad for name, parameter in owners.parameters.items()}
+    for parameter in owners.parameters.values():
+        parameter.grad = None
+    others = set(owners.replica.ranks) - {owners.replica.ranks[owners.replica.rank]}
+    model: WholeModel | None = None
+    calls = RefusedCalls()
+    is_users = False
+    try:
+        model = WholeModel(owners, double, keeps)
+        with torch.inference_mode(False):
+            before = owners.fetch(owners.buffer_names)
+            if double:
+                before = {name: doubled(value) for name, value in before.items()}
+            buffers = {name: value.clone() for name, value in before.items()}
+        with (
+            skeleton.put_on(model.parameter, buffers),
+            model.saving_by_name(),
+            communication_refused(others, lambda: owners.is_talking, calls),
+            _threads_of(owners.replica.size),
+        ):
+            is_users = True
+            result = run(model)
+            is_users = False
+            buffers = skeleton.buffers()
+        _deliver(owners, model, {n: value for n, value in buffers.items() if not _equal(value, before[n])})
+        return _Outcome(result, precisions=frozenset(model.precisions))
+    except Exception as error:
+        # The user's code on a few samples, or a limit of this way to run it: the caller finds out.
+        blame: Blame = "unknown" if is_users else "check"
+        if owners.failure or calls.ours or isinstance(error, ReferenceRunError):
+            blame = "check"
+        elif is_users and calls.users:
+            blame = "user"
+        return _Outcome(failure=calls.users or f"{type(error).__name__}: {error}", blame=blame)
+    finally:
+        if model is not None:
+            model.close()
+        for name, gradient in known.items():
+            owners.parameters[name].grad = gradient
+
+
+def _deliver(owners: Owners, model: WholeModel, buffers: Mapping[str, Tensor]) -> None:
+    """Give their owners all gradients that are left, and what the step has written."""
+    model.deliver(is_last=True)
+    strays = {name: p.grad for name, p in owners.parameters.items() if p.grad is not None}
+    if any(name in owners.rules for name in strays):
+        raise RuntimeError(f"the step reaches `{next(iter(strays))}` other than through its module")
+    owners.give_back({name: gradient for name, gradient in strays.items() if gradient is not None})
+    owners.give_back({**buffers, **model.written()}, are_values=True)
+
+
+@contextmanager
+def _threads_of(ranks: int) -> Iterator[None]:
+    """Compute with the threads of `ranks` processes inside the block: the others wait, with theirs idle."""
+    before = torch.get_num_threads()
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    torch.set_num_threads(max(before, min(ranks * before, cores)))
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+def _equal(one: Tensor, two: Tensor) -> bool:
+    # Changed, if one of them has a NaN: it is compared with that of the divided step all the same.
+    return one.shape == two.shape and torch.equal(one, two)
