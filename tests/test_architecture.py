@@ -32,6 +32,25 @@ LAYERS = {
     "__main__": 6,
     "__init__": 6,
 }
+# Rooms of a package, and the files at its ground that all rooms may import. The other files are doors: what the Trainer
+# calls; a room imports no door.
+ROOMS = {
+    "strategies": {
+        "checks": 0,
+        "options": 0,
+        "deferred": 0,
+        "checkpoints": 0,
+        "ranks": 1,
+        "hooks": 1,
+        "whole": 2,
+        "steps": 3,
+        "optimizers": 3,
+        "setup": 4,
+        "self_check": 4,
+        "compressed": 4,
+    },
+    "callbacks": {"recording": 0, "monitors": 1, "resume": 2, "report": 2},
+}
 LIGHTNING = {"lightning", "pytorch_lightning", "lightning_fabric", "lightning_utilities", "torchmetrics"}
 PURE = {"mesh.py", *(f"pipeline/{name}.py" for name in ("plot", "schedule", "search", "simulate"))}
 PURE |= {f"tracing/{name}.py" for name in ("__init__", "recorder", "spans")}
@@ -98,6 +117,19 @@ def upward_imports(root):
                 yield f"{path}:{line} imports torch into a pure module"
             if module.startswith("unittest"):
                 yield f"{path}:{line} imports `{module}`; replace attributes with `compat.patched`"
+
+
+def rooms(root):
+    for path, _, tree in parsed(root):
+        order = ROOMS.get(path.parts[0], {})
+        room = path.parts[1].removesuffix(".py") if order else ""
+        if len(path.parts) > 2 and order and room not in order:
+            yield f"{path}: no place is known for the room `{room}`; add it to ROOMS"
+        for module, line in imports(tree) if room in order else ():
+            package, *target = module.removeprefix(f"{root.name}.").split(".")
+            is_other = package == path.parts[0] and target[:1] not in ([], [room])
+            if is_other and order.get(target[0], 9) >= order[room]:
+                yield f"{path}:{line} imports `{module}`, which is not below the room `{room}`"
 
 
 def circles(root):
@@ -215,7 +247,7 @@ def imports_of_one_system(root):
                 yield f"{path}:{line} imports {module}, which Windows lacks, outside of `try`"
 
 
-RULES = [imports_of_one_system, upward_imports, circles, long_functions, repeated_names, private_names]
+RULES = [imports_of_one_system, upward_imports, rooms, circles, long_functions, repeated_names, private_names]
 
 
 @pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.__name__)
@@ -233,6 +265,9 @@ VIOLATIONS = [
     (upward_imports, "comm/groups.py", "import lightning", "only strategies"),
     (upward_imports, "tensor/layers.py", "from lightning_parallel.pipeline import stage", "not below it"),
     (upward_imports, "tensor/layers.py", "from lightning_parallel import TopK", "not below it"),
+    (rooms, "strategies/hooks/watch.py", "from lightning_parallel.strategies.steps import state", "not below the room"),
+    (rooms, "strategies/hooks/watch.py", "from lightning_parallel.strategies.parallel import f", "not below the room"),
+    (rooms, "strategies/attic/box.py", "", "add it to ROOMS"),
     (upward_imports, "stray.py", "", "add it to LAYERS"),
     (upward_imports, "comm/groups.py", "from unittest import mock", "`compat.patched`"),
     (
@@ -270,7 +305,7 @@ def test_each_rule_sees_what_it_forbids(rule, path, text, message, tmp_path):
         (root / name).write_text(f"{content}\n")
     before = {other: list(other(root)) for other in RULES}
     assert not any(before.values()), before
-    (root / path).parent.mkdir(exist_ok=True)
+    (root / path).parent.mkdir(parents=True, exist_ok=True)
     (root / path).write_text(f"{files.get(path, '')}\n{text}\n")
     parsed.cache_clear()
     found = list(rule(root))
@@ -286,7 +321,7 @@ for name in [name for name in sys.modules if name.split(".")[0] == "lightning_pa
 sys.modules.update(dict.fromkeys(sys.argv[1:]))
 
 import lightning_parallel.cli
-from lightning_parallel.callbacks.processor import processor_times
+from lightning_parallel.callbacks.recording.processor import processor_times
 
 assert processor_times(None).interrupted == 0
 assert not [name for name in sys.argv[1:] if sys.modules[name]]

@@ -219,7 +219,8 @@ class _TwinFinder(MetaPathFinder):
         source = None if name == fullname else find_spec(name)
         if source is None:
             return None
-        spec = spec_from_loader(fullname, _TwinLoader(source), origin=source.origin)
+        is_package = source.submodule_search_locations is not None
+        spec = spec_from_loader(fullname, _TwinLoader(source), origin=source.origin, is_package=is_package)
         assert spec is not None
         # Gives the module its `__file__`.
         spec.has_location = True

@@ -36,13 +36,12 @@ from lightning_parallel.planner.links import MOST_RANKS_MEASURED, fitted_link, g
 from lightning_parallel.planner.plan_report import plan_text
 from lightning_parallel.planner.plans import LayoutPlan, optimizers_of, plan
 from lightning_parallel.planner.rehearsal import without_data
-from lightning_parallel.strategies.arguments import named, spelled
-from lightning_parallel.strategies.checks import memory_limit
 from lightning_parallel.strategies.compressed.nodes import Hierarchical
 from lightning_parallel.strategies.compressed.state_files import KeptState
 from lightning_parallel.strategies.mesh_checkpoints import CheckpointFormat
 from lightning_parallel.strategies.optimizers.checks import check_sliced
 from lightning_parallel.strategies.optimizers.zero import ZeroStage
+from lightning_parallel.strategies.options import memory_limit, named, spelled
 from lightning_parallel.strategies.parallel import HybridParallelStrategy
 from lightning_parallel.strategies.ranks.processes import StartMethod
 from lightning_parallel.strategies.self_check.proof import Verify

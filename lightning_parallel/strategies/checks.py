@@ -12,11 +12,10 @@ import pickle
 import random
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, suppress
-from datetime import timedelta
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from itertools import pairwise
-from typing import IO, Any, Optional
+from typing import IO, Any
 
 import numpy
 import torch
@@ -36,19 +35,13 @@ from lightning_parallel.compat import patched
 from lightning_parallel.compat.lightning import is_compiled, prepared_batch, take_first_entry
 from lightning_parallel.compat.torch import pytree, uses_cuda_graphs, workers_of
 from lightning_parallel.pipeline.random_streams import OwnGenerators
-from lightning_parallel.pipeline.schedule import SCHEDULES
-from lightning_parallel.pipeline.search import BALANCES
-from lightning_parallel.tensor.plan import style_named
-from lightning_parallel.tracing.units import parse_bytes
 
 __all__ = [
     "STEPS",
     "check_agreement",
     "check_callbacks",
-    "check_pipeline_arguments",
     "check_pipeline_module",
     "check_parameters",
-    "check_plan_argument",
     "check_same_batch",
     "first_batch",
     "output_is_read",
@@ -170,90 +163,6 @@ def check_agreement(module: nn.Module, optimizers: Sequence[Optimizer], names: M
             parameters = [names.get(id(parameter)) for parameter in options["params"]]
             settings[f"{type(optimizer).__name__} {index}.{number}"] = (plain, parameters)
     comm.agree("the optimizers", settings, group)
-
-
-def check_plan_argument(plan: Any) -> None:
-    """Check the form of a plan.
-
-    Raises:
-        TypeError: If it is neither `auto` nor a dict from globs to styles.
-    """
-    if plan != "auto" and not isinstance(plan, Mapping):
-        raise TypeError(f"`tensor_plan` must be 'auto' or a dict from globs over module paths to styles; got {plan!r}")
-    for pattern, style in ({} if plan == "auto" else plan).items():
-        if not isinstance(pattern, str) or not (isinstance(style, str) or hasattr(style, "rules")):
-            raise TypeError(f"`tensor_plan` must map globs over module paths to styles; got {{{pattern!r}: {style!r}}}")
-        if isinstance(style, str):
-            style_named(style)
-
-
-def check_sizes(sizes: Mapping[Any, Any]) -> None:
-    """Check the numbers of ranks along the axes.
-
-    Raises:
-        ValueError: If one is neither a positive integer nor "auto".
-    """
-    for axis, size in sizes.items():
-        if size != "auto" and (not _is_int(size) or size < 1):
-            raise ValueError(f"`{axis}_size` must be a positive integer or 'auto'; got {size!r}")
-
-
-def check_launch(process_group_backend: Any, timeout: Any, start_method: Any, methods: Sequence[str]) -> None:
-    """Check the arguments by which processes are started and meet.
-
-    Raises:
-        TypeError: If the timeout is no `timedelta`.
-        ValueError: If torch has no such backend, or Lightning no such way to start processes.
-    """
-    known = torch.distributed.Backend.backend_list
-    for part in [] if process_group_backend is None else str(process_group_backend).split(","):
-        if (name := part.rpartition(":")[2].lower()) not in known:
-            raise ValueError(f"`process_group_backend` must be one of {', '.join(known)}; got {name!r}")
-    if timeout is not None and not isinstance(timeout, timedelta):
-        raise TypeError(f"`timeout` must be a `datetime.timedelta`, such as timedelta(minutes=5); got {timeout!r}")
-    if start_method not in methods:
-        raise ValueError(f"`start_method` must be one of {', '.join(map(repr, methods))}; got {start_method!r}")
-
-
-def memory_limit(limit: Any) -> Optional[float]:
-    """Return `memory_limit_bytes` as a number; a text has a unit, such as "80GiB".
-
-    Raises:
-        ValueError: If it is not a positive number of bytes.
-    """
-    amount = limit
-    if isinstance(limit, str):
-        with suppress(ValueError):
-            amount = parse_bytes(limit)
-    if amount is not None and (isinstance(amount, bool) or not isinstance(amount, (int, float)) or not amount > 0):
-        raise ValueError(f"`memory_limit_bytes` must be a positive number of bytes, or such as '80GiB'; got {limit!r}")
-    return amount
-
-
-def check_pipeline_arguments(
-    layers: Any, schedule: Any, num_microbatches: Any, virtual_stages: Any, balance: Any
-) -> None:
-    """Check the arguments of a pipeline strategy, before any process is started.
-
-    Raises:
-        ValueError: If the schedule or the way to balance is unknown, or an argument is of another kind than expected.
-    """
-    if schedule != "auto" and schedule not in SCHEDULES:
-        raise ValueError(f"`schedule` must be one of {', '.join(SCHEDULES)} or 'auto'; got {schedule!r}")
-    for name, value in (("num_microbatches", num_microbatches), ("virtual_stages", virtual_stages)):
-        if value != "auto" and (not _is_int(value) or value < 1):
-            raise ValueError(f"`{name}` must be a positive integer or 'auto'; got {value!r}")
-    if "auto" not in (schedule, virtual_stages):
-        SCHEDULES[schedule](2, virtual_stages, 2)  # says which numbers go with it
-    if not isinstance(layers, str) or not layers:
-        raise ValueError(f"`layers` must be the dotted name of a container, several joined by commas; got {layers!r}")
-    is_known = balance in BALANCES if isinstance(balance, str) else isinstance(balance, Sequence)
-    if not is_known or not (isinstance(balance, str) or all(_is_int(part) and part > 0 for part in balance)):
-        raise ValueError(f"`balance` must be {', '.join(BALANCES)} or the layers per stage; got {balance!r}")
-
-
-def _is_int(value: Any) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool)
 
 
 def check_parameters(module: nn.Module) -> None:

@@ -40,16 +40,17 @@ from lightning_parallel.compression.compressor import check_integer
 from lightning_parallel.data_parallel import DriftExchange, GradientReducer
 from lightning_parallel.mesh import DATA
 from lightning_parallel.pipeline.pipeline_plan import PipelinePlan
-from lightning_parallel.strategies.arguments import named, spelled
+from lightning_parallel.strategies.checkpoints.files import LOCAL_STEPS
 from lightning_parallel.strategies.compressed.advice import warn_of_misfits
 from lightning_parallel.strategies.compressed.mesh import gradient_reducer
 from lightning_parallel.strategies.compressed.nodes import Hierarchical
 from lightning_parallel.strategies.compressed.replica_optimizers import ReplicaOptimizers
-from lightning_parallel.strategies.compressed.state_files import LOCAL_STEPS, KeptState
+from lightning_parallel.strategies.compressed.state_files import KeptState
 from lightning_parallel.strategies.mesh_checkpoints import CheckpointFormat
 from lightning_parallel.strategies.optimizers.checks import check_optimizers
 from lightning_parallel.strategies.optimizers.norms import give_norms
 from lightning_parallel.strategies.optimizers.zero import ZeroStage, refuse_zero_stage
+from lightning_parallel.strategies.options import named, spelled
 from lightning_parallel.strategies.parallel import HybridParallelStrategy, ScheduleName
 from lightning_parallel.strategies.ranks import replicas
 from lightning_parallel.strategies.ranks.processes import StartMethod

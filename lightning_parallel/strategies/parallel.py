@@ -20,15 +20,14 @@ from lightning.pytorch.plugins.precision import Precision
 from lightning_parallel.compression import Reducer
 from lightning_parallel.mesh import DATA, PIPELINE, TENSOR
 from lightning_parallel.pipeline.pipeline_plan import PipelinePlan
-from lightning_parallel.strategies.arguments import named, spelled
 from lightning_parallel.strategies.compressed.nodes import Hierarchical
 from lightning_parallel.strategies.compressed.state_files import KeptState
 from lightning_parallel.strategies.mesh_checkpoints import CheckpointFormat
 from lightning_parallel.strategies.mesh_strategy import MeshStrategy
 from lightning_parallel.strategies.optimizers.zero import ZeroStage
+from lightning_parallel.strategies.options import PipelineOptions, TensorOptions, named, spelled
 from lightning_parallel.strategies.ranks.processes import StartMethod
 from lightning_parallel.strategies.self_check.proof import Verify
-from lightning_parallel.strategies.setup.divide import PipelineOptions, TensorOptions
 from lightning_parallel.strategies.whole.between_runs import GatherAfterFit
 
 __all__ = ["HybridParallelStrategy", "PipelineParallelStrategy", "ScheduleName", "TensorParallelStrategy"]

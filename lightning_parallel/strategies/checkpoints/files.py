@@ -55,9 +55,12 @@ from lightning_parallel.compat.lightning import (
 )
 from lightning_parallel.compat.ray import accept_strategies, is_ray_environment, ray_device
 
-__all__ = ["SafeCheckpointIO", "SavesFiles", "StagedFile", "check_file", "local_path", "replace_file"]
+__all__ = ["LOCAL_STEPS", "SafeCheckpointIO", "SavesFiles", "StagedFile", "check_file", "local_path", "replace_file"]
 
 T = TypeVar("T")
+
+LOCAL_STEPS = "local_sgd"
+"""Of the entry that `LocalSGDStrategy` makes, whose compressors remember drifts of parameters."""
 
 RETRY_DELAYS_S = (0.5, 1.0, 2.0, 4.0)
 """Waits before a write is tried again after an error that may pass."""

@@ -56,7 +56,6 @@ from lightning_parallel.compression import (
     compression_hook,
     warn_of_unmatched,
 )
-from lightning_parallel.strategies.arguments import named, spelled
 from lightning_parallel.strategies.checkpoints.files import SavesFiles
 from lightning_parallel.strategies.compressed.advice import tell_costs, warn_of_misfits
 from lightning_parallel.strategies.compressed.nodes import (
@@ -78,6 +77,7 @@ from lightning_parallel.strategies.compressed.state_files import (
     without_memory,
     write_compression,
 )
+from lightning_parallel.strategies.options import named, spelled
 from lightning_parallel.strategies.ranks.processes import EndingLauncher, StartMethod, connect, start_method_here
 
 __all__ = [

@@ -24,10 +24,10 @@ from lightning_parallel.compat.deepspeed import disable_shared_memory_kernel, re
 from lightning_parallel.compat.lightning import PathLike, init_deepspeed_distributed, train_dataloader_of
 from lightning_parallel.compression import Reducer, check_reducer
 from lightning_parallel.compression.deepspeed_session import DeepSpeedSession, compress_deepspeed
-from lightning_parallel.strategies.arguments import named, spelled
 from lightning_parallel.strategies.compressed.ddp import SavesCompression, warn_of_dropped_step
 from lightning_parallel.strategies.compressed.state_files import KeptState, check_kept_state
 from lightning_parallel.strategies.optimizers.checks import check_flattened
+from lightning_parallel.strategies.options import named, spelled
 
 __all__ = ["CompressedDeepSpeedStrategy"]
 

@@ -45,10 +45,10 @@ from lightning_parallel.compression import (
     compress_fully_shard,
     shard_ranks,
 )
-from lightning_parallel.strategies.arguments import named, spelled
 from lightning_parallel.strategies.compressed.ddp import SavesShardedCompression
 from lightning_parallel.strategies.compressed.state_files import KeptState, check_kept_state
 from lightning_parallel.strategies.optimizers.checks import check_flattened
+from lightning_parallel.strategies.options import named, spelled
 
 __all__ = ["CompressedFSDPStrategy", "CompressedModelParallelStrategy"]
 

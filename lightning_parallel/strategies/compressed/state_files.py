@@ -32,11 +32,10 @@ from lightning_parallel.comm import Group
 from lightning_parallel.compat.lightning import PathLike
 from lightning_parallel.compression import Reducer
 from lightning_parallel.compression.compressor_state import REPLICATED, VERSION
-from lightning_parallel.strategies.checkpoints.files import check_file, local_path, replace_file
+from lightning_parallel.strategies.checkpoints.files import LOCAL_STEPS, check_file, local_path, replace_file
 
 __all__ = [
     "KEY",
-    "LOCAL_STEPS",
     "without_memory",
     "KeptState",
     "Place",
@@ -53,9 +52,6 @@ KeptState = Literal["local", "exact", "mean", "none"]
 
 KEY = "compression"
 """Of the entry in a checkpoint."""
-
-LOCAL_STEPS = "local_sgd"
-"""Of the entry that `LocalSGDStrategy` makes, whose compressors remember drifts of parameters."""
 
 _FILES = "files"
 _KEPT = 2  # saves under one name: the last one may fail once its files are written

@@ -48,7 +48,7 @@ from lightning_parallel.compat.torch import (
 )
 from lightning_parallel.compat.twins import is_a
 from lightning_parallel.data_parallel import ParameterSlices
-from lightning_parallel.strategies.compressed.state_files import LOCAL_STEPS
+from lightning_parallel.strategies.checkpoints.files import LOCAL_STEPS
 from lightning_parallel.strategies.hooks.part_use import GATHERED, ExportMode, PartUseMode
 from lightning_parallel.strategies.hooks.parts import Part, PartMap
 from lightning_parallel.tensor.sharding import Shard

@@ -45,8 +45,8 @@ from lightning_parallel.compat.lightning import (
 from lightning_parallel.compat.ray import ray_device
 from lightning_parallel.mesh import AXES, DATA, TENSOR, Axis, Mesh, Size
 from lightning_parallel.strategies.checkpoints.files import SavesFiles
-from lightning_parallel.strategies.checks import check_launch, check_sizes
 from lightning_parallel.strategies.deferred.init import deferred_init
+from lightning_parallel.strategies.options import check_launch, check_sizes
 from lightning_parallel.strategies.ranks.chance import SharedChance
 from lightning_parallel.strategies.ranks.order import describe_apart
 from lightning_parallel.strategies.ranks.replicas import seed_workers, share_random_state

@@ -9,13 +9,12 @@ A module that has been split stays split. The result is kept with the module, an
 
 from __future__ import annotations
 
-import importlib
 import json
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal, Optional, Union
+from typing import Any, Literal
 
 import torch
 from lightning.pytorch import LightningModule
@@ -29,13 +28,11 @@ from lightning_parallel.comm import Group, MeshGroups
 from lightning_parallel.compat import ParallelState
 from lightning_parallel.compat.lightning import checkpoint_of_run, tell
 from lightning_parallel.compat.torch import BatchNormalization, buffers_of
-from lightning_parallel.compression.compressor import check_flag
 from lightning_parallel.mesh import PIPELINE
 from lightning_parallel.pipeline.analysis import analyze
 from lightning_parallel.pipeline.engine import PipelineEngine
 from lightning_parallel.pipeline.microbatch import (
     WHOLE_BATCHES,
-    SplitBatch,
     add_to_text,
     num_samples,
     split_by,
@@ -45,11 +42,11 @@ from lightning_parallel.pipeline.microbatch import split_batch as split_samples
 from lightning_parallel.pipeline.p2p import MessageGroups
 from lightning_parallel.pipeline.pipeline_plan import Costs, PipelinePlan
 from lightning_parallel.pipeline.schedule import SCHEDULES, Kind, Schedule, build_schedule
-from lightning_parallel.pipeline.search import WITH_CHUNKS, Balance, Workload, choose_schedule
+from lightning_parallel.pipeline.search import WITH_CHUNKS, Workload, choose_schedule
 from lightning_parallel.pipeline.stage import CutError
 from lightning_parallel.planner.links import measure_link
 from lightning_parallel.strategies.checkpoints.files import replace_file
-from lightning_parallel.strategies.checks import check_pipeline_arguments, check_plan_argument, memory_limit
+from lightning_parallel.strategies.options import PipelineOptions, TensorOptions
 from lightning_parallel.strategies.ranks import replicas
 from lightning_parallel.strategies.ranks.order import MessageOrder
 from lightning_parallel.strategies.setup.tables import choice_table, print_table
@@ -57,13 +54,11 @@ from lightning_parallel.strategies.steps.effects import buffers_kept
 from lightning_parallel.strategies.steps.weights import find_microbatch_weight
 from lightning_parallel.tensor.auto_plan import make_plan
 from lightning_parallel.tensor.head import gathered_heads
-from lightning_parallel.tensor.plan import Sharding, UserPlan, apply_plan
+from lightning_parallel.tensor.plan import Sharding, apply_plan
 from lightning_parallel.tensor.plan_table import repeated_work, sharding_table
 
 __all__ = [
     "PLAN_FILE",
-    "PipelineOptions",
-    "TensorOptions",
     "cut_stages",
     "message_groups",
     "save_plan",
@@ -75,87 +70,6 @@ PLAN_FILE = ".pipeline_plan.json"
 _EARLIER_PLAN_FILE = "pipeline_plan.json"
 
 _MOST_TIED = 0.5  # share of the parameters that may be on several stages without a word
-
-
-@dataclass(frozen=True)
-class TensorOptions:
-    """How layers are divided over ranks: see the arguments of `TensorParallelStrategy`."""
-
-    plan: UserPlan = "auto"
-    sequence_parallel: bool = False
-    gather_logits: bool = False
-
-    def __post_init__(self) -> None:
-        check_plan_argument(self.plan)
-        check_flag("sequence_parallel", self.sequence_parallel)
-        check_flag("gather_logits", self.gather_logits)
-
-
-@dataclass(frozen=True)
-class PipelineOptions:
-    """How a module is run in stages: see the arguments of `PipelineParallelStrategy`."""
-
-    layers: str
-    schedule: str
-    num_microbatches: int | Literal["auto"]
-    virtual_stages: int | Literal["auto"]
-    balance: Balance
-    memory_limit_bytes: float | None
-    split_batch: SplitBatch
-    microbatch_weight: Callable[[Any], float]
-    plan: PipelinePlan | None
-
-    @classmethod
-    def of(
-        cls,
-        layers: str,
-        schedule: str,
-        num_microbatches: int | Literal["auto"],
-        virtual_stages: int | Literal["auto"],
-        balance: str | Sequence[int],
-        memory_limit_bytes: Optional[Union[float, str]],
-        split_batch: Optional[Union[Callable[[Any, int], list[Any]], str]],
-        microbatch_weight: Optional[Union[Callable[[Any], float], str]],
-        pipeline_plan: Optional[Union[PipelinePlan, str, Path]],
-    ) -> PipelineOptions:
-        """Check and read the arguments of a strategy; functions may be dotted paths, a plan may be a file.
-
-        Raises:
-            ValueError: If one of them makes no sense, or a path leads nowhere.
-        """
-        check_pipeline_arguments(layers, schedule, num_microbatches, virtual_stages, balance)
-        if pipeline_plan is not None and not isinstance(pipeline_plan, (PipelinePlan, str, Path)):
-            raise ValueError(f"`pipeline_plan` must be a `PipelinePlan` or a file with one; got {pipeline_plan!r}")
-        return cls(
-            layers=layers,
-            schedule=schedule,
-            num_microbatches=num_microbatches,
-            virtual_stages=virtual_stages,
-            balance=balance if isinstance(balance, str) else tuple(balance),  # type: ignore[arg-type]
-            memory_limit_bytes=memory_limit(memory_limit_bytes),
-            split_batch=_function(split_batch, "split_batch") or split_samples,
-            microbatch_weight=_function(microbatch_weight, "microbatch_weight") or num_samples,
-            plan=PipelinePlan.load(pipeline_plan) if isinstance(pipeline_plan, (str, Path)) else pipeline_plan,
-        )
-
-    @property
-    def stages_per_rank(self) -> int | None:
-        """V, or None for what the schedule needs."""
-        return None if self.virtual_stages == "auto" else self.virtual_stages
-
-
-def _function(given: Any, argument: str) -> Any:
-    """Return the function that a dotted path names, or what else was given."""
-    found, reason = given, ""
-    if isinstance(given, str):
-        module, _, name = given.rpartition(".")
-        try:
-            found = getattr(importlib.import_module(module), name)
-        except (ImportError, AttributeError, ValueError) as error:
-            reason = f": {error}"
-    if found is not None and (reason or not callable(found)):
-        raise ValueError(f"`{argument}` must be a function or its dotted path; got {given!r}{reason}")
-    return found
 
 
 def shard_tensors(module: LightningModule, options: TensorOptions, groups: MeshGroups) -> Sharding | None:

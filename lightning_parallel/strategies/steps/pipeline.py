@@ -45,7 +45,7 @@ from lightning_parallel.pipeline.placeholder import PARAMETERS_ELSEWHERE, Placeh
 from lightning_parallel.pipeline.skips import Skips
 from lightning_parallel.pipeline.stage import StageExit, in_whole_model
 from lightning_parallel.strategies.checks import STEPS, first_batch, output_is_read, positional_arguments
-from lightning_parallel.strategies.setup.divide import PipelineOptions
+from lightning_parallel.strategies.options import PipelineOptions
 from lightning_parallel.strategies.steps.effects import StepEffects, buffers_kept, side_effects_discarded, to_device
 from lightning_parallel.strategies.steps.gradient_hooks import GradientHooks
 from lightning_parallel.strategies.steps.watched_parameters import FrozenParameters, WatchedCopies

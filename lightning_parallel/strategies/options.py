@@ -1,0 +1,254 @@
+"""Arguments of the public strategies: their spelling, their values, and the options that the rooms get of them."""
+
+from __future__ import annotations
+
+import difflib
+import functools
+import importlib
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+from typing import Any, Concatenate, Literal, Optional, ParamSpec, TypeVar, Union
+
+import torch
+
+from lightning_parallel.compression.compressor import check_flag
+from lightning_parallel.pipeline.microbatch import SplitBatch, num_samples
+from lightning_parallel.pipeline.microbatch import split_batch as split_samples
+from lightning_parallel.pipeline.pipeline_plan import PipelinePlan
+from lightning_parallel.pipeline.schedule import SCHEDULES
+from lightning_parallel.pipeline.search import BALANCES, Balance
+from lightning_parallel.tensor.plan import UserPlan, style_named
+from lightning_parallel.tracing.units import parse_bytes
+
+__all__ = [
+    "PipelineOptions",
+    "TensorOptions",
+    "check_launch",
+    "check_sizes",
+    "memory_limit",
+    "named",
+    "spelled",
+]
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+
+def named(
+    arguments: Mapping[str, Any], function: Callable[..., Any], given_to: Callable[..., Any] | None = None
+) -> dict[str, Any]:
+    """Return those of the arguments that a function has under the same names, for a call by keyword.
+
+    Args:
+        arguments: By name.
+        function: The function to call.
+        given_to: Leave out arguments with the default of this function: those of `function` may differ by version.
+    """
+    names = inspect.signature(function).parameters
+    defaults = {} if given_to is None else inspect.signature(given_to).parameters
+    return {
+        name: value
+        for name, value in arguments.items()
+        if name in names and name != "self" and not (name in defaults and value is defaults[name].default)
+    }
+
+
+def spelled(**reasons: str) -> Callable[[Callable[Concatenate[T, P], None]], Callable[Concatenate[T, P], None]]:
+    """Let a constructor suggest the name of a misspelt argument, and name the class that the user wrote.
+
+    Args:
+        reasons: Why an argument of the base class is not supported, by its name.
+
+    Raises:
+        TypeError: From the constructor, for an argument that it does not have.
+    """
+
+    def decorate(init: Callable[Concatenate[T, P], None]) -> Callable[Concatenate[T, P], None]:
+        known = list(inspect.signature(init).parameters)[1:]
+
+        @functools.wraps(init)
+        def checked(self: T, *args: P.args, **kwargs: P.kwargs) -> None:
+            for name in kwargs:
+                if name not in known:
+                    close = difflib.get_close_matches(name, known, n=1)
+                    hint = f"did you mean `{close[0]}`?" if close else f"the arguments are {', '.join(known)}."
+                    raise TypeError(
+                        f"`{type(self).__name__}` has no argument `{name}`; {reasons.get(name, hint)} [LP005]"
+                    )
+            init(self, *args, **kwargs)
+
+        return checked
+
+    return decorate
+
+
+# ------------------------------------------------------------------------------------------------ values and options
+
+
+def check_plan_argument(plan: Any) -> None:
+    """Check the form of a plan.
+
+    Raises:
+        TypeError: If it is neither `auto` nor a dict from globs to styles.
+    """
+    if plan != "auto" and not isinstance(plan, Mapping):
+        raise TypeError(f"`tensor_plan` must be 'auto' or a dict from globs over module paths to styles; got {plan!r}")
+    for pattern, style in ({} if plan == "auto" else plan).items():
+        if not isinstance(pattern, str) or not (isinstance(style, str) or hasattr(style, "rules")):
+            raise TypeError(f"`tensor_plan` must map globs over module paths to styles; got {{{pattern!r}: {style!r}}}")
+        if isinstance(style, str):
+            style_named(style)
+
+
+def check_sizes(sizes: Mapping[Any, Any]) -> None:
+    """Check the numbers of ranks along the axes.
+
+    Raises:
+        ValueError: If one is neither a positive integer nor "auto".
+    """
+    for axis, size in sizes.items():
+        if size != "auto" and (not _is_int(size) or size < 1):
+            raise ValueError(f"`{axis}_size` must be a positive integer or 'auto'; got {size!r}")
+
+
+def check_launch(process_group_backend: Any, timeout: Any, start_method: Any, methods: Sequence[str]) -> None:
+    """Check the arguments by which processes are started and meet.
+
+    Raises:
+        TypeError: If the timeout is no `timedelta`.
+        ValueError: If torch has no such backend, or Lightning no such way to start processes.
+    """
+    known = torch.distributed.Backend.backend_list
+    for part in [] if process_group_backend is None else str(process_group_backend).split(","):
+        if (name := part.rpartition(":")[2].lower()) not in known:
+            raise ValueError(f"`process_group_backend` must be one of {', '.join(known)}; got {name!r}")
+    if timeout is not None and not isinstance(timeout, timedelta):
+        raise TypeError(f"`timeout` must be a `datetime.timedelta`, such as timedelta(minutes=5); got {timeout!r}")
+    if start_method not in methods:
+        raise ValueError(f"`start_method` must be one of {', '.join(map(repr, methods))}; got {start_method!r}")
+
+
+def memory_limit(limit: Any) -> Optional[float]:
+    """Return `memory_limit_bytes` as a number; a text has a unit, such as "80GiB".
+
+    Raises:
+        ValueError: If it is not a positive number of bytes.
+    """
+    amount = limit
+    if isinstance(limit, str):
+        with suppress(ValueError):
+            amount = parse_bytes(limit)
+    if amount is not None and (isinstance(amount, bool) or not isinstance(amount, (int, float)) or not amount > 0):
+        raise ValueError(f"`memory_limit_bytes` must be a positive number of bytes, or such as '80GiB'; got {limit!r}")
+    return amount
+
+
+def check_pipeline_arguments(
+    layers: Any, schedule: Any, num_microbatches: Any, virtual_stages: Any, balance: Any
+) -> None:
+    """Check the arguments of a pipeline strategy, before any process is started.
+
+    Raises:
+        ValueError: If the schedule or the way to balance is unknown, or an argument is of another kind than expected.
+    """
+    if schedule != "auto" and schedule not in SCHEDULES:
+        raise ValueError(f"`schedule` must be one of {', '.join(SCHEDULES)} or 'auto'; got {schedule!r}")
+    for name, value in (("num_microbatches", num_microbatches), ("virtual_stages", virtual_stages)):
+        if value != "auto" and (not _is_int(value) or value < 1):
+            raise ValueError(f"`{name}` must be a positive integer or 'auto'; got {value!r}")
+    if "auto" not in (schedule, virtual_stages):
+        SCHEDULES[schedule](2, virtual_stages, 2)  # says which numbers go with it
+    if not isinstance(layers, str) or not layers:
+        raise ValueError(f"`layers` must be the dotted name of a container, several joined by commas; got {layers!r}")
+    is_known = balance in BALANCES if isinstance(balance, str) else isinstance(balance, Sequence)
+    if not is_known or not (isinstance(balance, str) or all(_is_int(part) and part > 0 for part in balance)):
+        raise ValueError(f"`balance` must be {', '.join(BALANCES)} or the layers per stage; got {balance!r}")
+
+
+def _is_int(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+@dataclass(frozen=True)
+class TensorOptions:
+    """How layers are divided over ranks: see the arguments of `TensorParallelStrategy`."""
+
+    plan: UserPlan = "auto"
+    sequence_parallel: bool = False
+    gather_logits: bool = False
+
+    def __post_init__(self) -> None:
+        check_plan_argument(self.plan)
+        check_flag("sequence_parallel", self.sequence_parallel)
+        check_flag("gather_logits", self.gather_logits)
+
+
+@dataclass(frozen=True)
+class PipelineOptions:
+    """How a module is run in stages: see the arguments of `PipelineParallelStrategy`."""
+
+    layers: str
+    schedule: str
+    num_microbatches: int | Literal["auto"]
+    virtual_stages: int | Literal["auto"]
+    balance: Balance
+    memory_limit_bytes: float | None
+    split_batch: SplitBatch
+    microbatch_weight: Callable[[Any], float]
+    plan: PipelinePlan | None
+
+    @classmethod
+    def of(
+        cls,
+        layers: str,
+        schedule: str,
+        num_microbatches: int | Literal["auto"],
+        virtual_stages: int | Literal["auto"],
+        balance: str | Sequence[int],
+        memory_limit_bytes: Optional[Union[float, str]],
+        split_batch: Optional[Union[Callable[[Any, int], list[Any]], str]],
+        microbatch_weight: Optional[Union[Callable[[Any], float], str]],
+        pipeline_plan: Optional[Union[PipelinePlan, str, Path]],
+    ) -> PipelineOptions:
+        """Check and read the arguments of a strategy; functions may be dotted paths, a plan may be a file.
+
+        Raises:
+            ValueError: If one of them makes no sense, or a path leads nowhere.
+        """
+        check_pipeline_arguments(layers, schedule, num_microbatches, virtual_stages, balance)
+        if pipeline_plan is not None and not isinstance(pipeline_plan, (PipelinePlan, str, Path)):
+            raise ValueError(f"`pipeline_plan` must be a `PipelinePlan` or a file with one; got {pipeline_plan!r}")
+        return cls(
+            layers=layers,
+            schedule=schedule,
+            num_microbatches=num_microbatches,
+            virtual_stages=virtual_stages,
+            balance=balance if isinstance(balance, str) else tuple(balance),  # type: ignore[arg-type]
+            memory_limit_bytes=memory_limit(memory_limit_bytes),
+            split_batch=_function(split_batch, "split_batch") or split_samples,
+            microbatch_weight=_function(microbatch_weight, "microbatch_weight") or num_samples,
+            plan=PipelinePlan.load(pipeline_plan) if isinstance(pipeline_plan, (str, Path)) else pipeline_plan,
+        )
+
+    @property
+    def stages_per_rank(self) -> int | None:
+        """V, or None for what the schedule needs."""
+        return None if self.virtual_stages == "auto" else self.virtual_stages
+
+
+def _function(given: Any, argument: str) -> Any:
+    """Return the function that a dotted path names, or what else was given."""
+    found, reason = given, ""
+    if isinstance(given, str):
+        module, _, name = given.rpartition(".")
+        try:
+            found = getattr(importlib.import_module(module), name)
+        except (ImportError, AttributeError, ValueError) as error:
+            reason = f": {error}"
+    if found is not None and (reason or not callable(found)):
+        raise ValueError(f"`{argument}` must be a function or its dotted path; got {given!r}{reason}")
+    return found
