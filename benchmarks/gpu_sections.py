@@ -36,7 +36,7 @@ from lightning_parallel import (
     TensorParallelStrategy,
     comm,
 )
-from lightning_parallel.callbacks.clocks import CudaClock
+from lightning_parallel.callbacks.recording.clocks import CudaClock
 from lightning_parallel.comm import Group, objects
 from lightning_parallel.compat import Patches
 from lightning_parallel.compression import BlockTopK, Cast, Dense, PowerSGD, Quantize, RandomK, Sign, TopK

@@ -37,9 +37,9 @@ from lightning_parallel.callbacks import (
     StragglerMonitor,
     Throughput,
 )
-from lightning_parallel.callbacks.collective_tracer import CollectiveTracer, trace_collectives
-from lightning_parallel.callbacks.communication import CommunicationAccumulator
-from lightning_parallel.callbacks.step_times import BreakdownAccumulator
+from lightning_parallel.callbacks.monitors.communication import CommunicationAccumulator
+from lightning_parallel.callbacks.monitors.step_times import BreakdownAccumulator
+from lightning_parallel.callbacks.recording.collective_tracer import CollectiveTracer, trace_collectives
 from lightning_parallel.tracing import InFlight, Recorder
 
 Step = tuple[float, float]

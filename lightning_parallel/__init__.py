@@ -17,7 +17,7 @@ from lightning_parallel.callbacks import (
     StragglerMonitor,
     Throughput,
 )
-from lightning_parallel.callbacks.measuring import MeasuringCallback
+from lightning_parallel.callbacks.recording.measuring import MeasuringCallback
 from lightning_parallel.checkpoint import load_weights
 from lightning_parallel.comm import LostRankError, RendezvousError
 from lightning_parallel.compression import (

@@ -11,7 +11,7 @@ innermost phase that was running, so the phases of a step add up to its wall tim
 
 Where a device computes while the host runs ahead, a `DeviceClock` puts marks into the device's queue instead of reading
 the time. They are read steps later, when the device has passed them: nothing ever waits for the device. The one for
-CUDA is `callbacks.clocks.CudaClock`; this package does not import torch.
+CUDA is `callbacks.recording.clocks.CudaClock`; this package does not import torch.
 """
 
 from lightning_parallel.tracing.in_flight import DeviceClock, InFlight

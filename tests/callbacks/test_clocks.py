@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from lightning_parallel import tracing
-from lightning_parallel.callbacks.clocks import CudaClock
+from lightning_parallel.callbacks.recording.clocks import CudaClock
 from lightning_parallel.tracing import Recorder
 
 

@@ -11,7 +11,7 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.nn.parallel import DistributedDataParallel
 
 from lightning_parallel import comm, tracing
-from lightning_parallel.callbacks.collective_tracer import CollectiveTracer, trace_collectives
+from lightning_parallel.callbacks.recording.collective_tracer import CollectiveTracer, trace_collectives
 from lightning_parallel.comm import Group
 from lightning_parallel.tracing import InFlight, Recorder
 from tests.harness import distributed

@@ -9,9 +9,9 @@ from lightning.pytorch.strategies import DDPStrategy
 
 from lightning_parallel import HybridParallelStrategy, comm, tracing
 from lightning_parallel.callbacks import CommunicationProfiler, StepBreakdown
-from lightning_parallel.callbacks.clocks import ClockOffset
-from lightning_parallel.callbacks.collective_tracer import CollectiveTracer, trace_collectives
-from lightning_parallel.callbacks.communication import CommunicationAccumulator, bus_factor, wire_factor
+from lightning_parallel.callbacks.monitors.communication import CommunicationAccumulator, bus_factor, wire_factor
+from lightning_parallel.callbacks.recording.clocks import ClockOffset
+from lightning_parallel.callbacks.recording.collective_tracer import CollectiveTracer, trace_collectives
 from lightning_parallel.comm import Group
 from lightning_parallel.tracing import CallCounter, Recorder, Span, Window
 from tests.callbacks.conftest import place_rank

@@ -23,7 +23,7 @@ from lightning_parallel import (
     TopK,
     comm,
 )
-from lightning_parallel.callbacks.compression_monitor import CompressionAccumulator, CompressionMonitor
+from lightning_parallel.callbacks.monitors.compression import CompressionAccumulator, CompressionMonitor
 from lightning_parallel.comm import Group
 from lightning_parallel.compat import patched
 from lightning_parallel.compression import Dense, wire

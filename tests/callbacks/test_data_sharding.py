@@ -17,8 +17,8 @@ from torch.utils.data import (
 )
 
 from lightning_parallel import HybridParallelStrategy, TensorParallelStrategy, comm
-from lightning_parallel.callbacks.data_sharding import DataShardingMonitor, ShardingAccumulator
-from lightning_parallel.callbacks.sample_tracking import EpochEnd, ReadReport, TrackedLoader, sample_hashes
+from lightning_parallel.callbacks.monitors.data_sharding import DataShardingMonitor, ShardingAccumulator
+from lightning_parallel.callbacks.monitors.sample_tracking import EpochEnd, ReadReport, TrackedLoader, sample_hashes
 from tests.harness import distributed
 from tests.strategies.models import Net, Samples, trainer_for
 from tests.strategies.test_pipeline import Deep

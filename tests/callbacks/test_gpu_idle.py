@@ -11,8 +11,9 @@ from lightning.pytorch.profilers import PyTorchProfiler
 from torch.profiler import ProfilerActivity, profile
 from torch.utils.data import DataLoader
 
-from lightning_parallel.callbacks import StepBreakdown, gpu_idle
-from lightning_parallel.callbacks.gpu_idle import STEP, GpuSampler, attribute_idle, idle_sentence
+from lightning_parallel.callbacks import StepBreakdown
+from lightning_parallel.callbacks.monitors import gpu_idle
+from lightning_parallel.callbacks.monitors.gpu_idle import STEP, GpuSampler, attribute_idle, idle_sentence
 from lightning_parallel.callbacks.report.diagnosis import diagnose
 from lightning_parallel.compat.torch import is_profiler_running
 

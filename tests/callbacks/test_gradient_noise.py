@@ -10,7 +10,7 @@ from lightning.pytorch.strategies import DDPStrategy
 from torch.utils.data import DataLoader
 
 from lightning_parallel import GradientNoiseScale, HybridParallelStrategy, PowerSGD
-from lightning_parallel.callbacks.gradient_noise import (
+from lightning_parallel.callbacks.monitors.gradient_noise import (
     GradientNoiseAccumulator,
     NoisePoint,
     noise_estimates,

@@ -12,7 +12,7 @@ import pytest
 from lightning.pytorch import Callback
 
 from lightning_parallel.callbacks import HangWatchdog
-from lightning_parallel.callbacks.hang import EXIT_STATUS, RankProcess, Watchdog, explain_hang
+from lightning_parallel.callbacks.monitors.hang import EXIT_STATUS, RankProcess, Watchdog, explain_hang
 from tests.harness import free_port, start_script
 from tests.strategies.models import Net, loader, trainer_for
 from tests.timing import compares_durations, durations

@@ -20,7 +20,7 @@ from lightning_parallel.callbacks import (
     StepBreakdown,
     Throughput,
 )
-from lightning_parallel.callbacks.session import Session
+from lightning_parallel.callbacks.recording.session import Session
 from tests.callbacks.conftest import place_rank
 from tests.harness import run
 from tests.strategies.models import Net, loader, trainer_for

@@ -17,9 +17,9 @@ from lightning_parallel import (
     TensorParallelStrategy,
     TopK,
 )
-from lightning_parallel.callbacks.memory import MemoryProfiler, held_bytes
-from lightning_parallel.callbacks.replica_drift import ReplicaDriftMonitor
-from lightning_parallel.callbacks.storages import ActivationMeter, StorageSet, tensors_in
+from lightning_parallel.callbacks.monitors.memory import MemoryProfiler, held_bytes
+from lightning_parallel.callbacks.monitors.replica_drift import ReplicaDriftMonitor
+from lightning_parallel.callbacks.monitors.storages import ActivationMeter, StorageSet, tensors_in
 from tests.callbacks.conftest import place_rank
 from tests.callbacks.test_replica_drift import PlainFSDP
 from tests.harness import distributed

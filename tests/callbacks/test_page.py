@@ -6,11 +6,11 @@ from html import unescape
 
 import pytest
 
-from lightning_parallel.callbacks.memory import HELD
+from lightning_parallel.callbacks.monitors.memory import HELD
+from lightning_parallel.callbacks.recording.session import PHASES
 from lightning_parallel.callbacks.report.comparison import render_comparison
 from lightning_parallel.callbacks.report.diagnosis import diagnose
 from lightning_parallel.callbacks.report.page import PHASE_LABELS, render
-from lightning_parallel.callbacks.session import PHASES
 from lightning_parallel.pipeline.schedule import build_schedule
 from lightning_parallel.pipeline.simulate import Cost, Timeline, simulate
 from lightning_parallel.tracing.spans import bytes_text

@@ -8,8 +8,8 @@ from torch.utils.data import DataLoader
 
 from lightning_parallel import PipelineParallelStrategy
 from lightning_parallel.callbacks import PipelineTimeline
-from lightning_parallel.callbacks.clocks import ClockOffset
-from lightning_parallel.callbacks.pipeline_timeline import PipelineAccumulator
+from lightning_parallel.callbacks.monitors.pipeline_timeline import PipelineAccumulator
+from lightning_parallel.callbacks.recording.clocks import ClockOffset
 from lightning_parallel.mesh import Mesh
 from lightning_parallel.pipeline.schedule import build_schedule
 from lightning_parallel.pipeline.simulate import Cost, Timeline, simulate

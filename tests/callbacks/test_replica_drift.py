@@ -18,13 +18,13 @@ from lightning_parallel import (
     TopK,
     comm,
 )
-from lightning_parallel.callbacks.replica_drift import (
+from lightning_parallel.callbacks.monitors.replica_drift import (
     DriftAccumulator,
     ReplicaDriftMonitor,
     disagreements,
     shared_classes,
 )
-from lightning_parallel.callbacks.replicated_state import StateEntry, StateKey, option_entries
+from lightning_parallel.callbacks.monitors.replicated_state import StateEntry, StateKey, option_entries
 from lightning_parallel.compression import Dense
 from tests.callbacks.conftest import place_rank
 from tests.harness import distributed, needs_fully_shard

@@ -7,7 +7,7 @@ import shutil
 
 import pytest
 
-from lightning_parallel.callbacks.hang import write_text
+from lightning_parallel.callbacks.monitors.hang import write_text
 from lightning_parallel.callbacks.report.comparison import Change, changes
 from lightning_parallel.callbacks.report.profile_report import part_path, write_part
 from lightning_parallel.callbacks.report.trace import read_trace, write_trace

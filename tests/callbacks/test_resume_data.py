@@ -19,10 +19,10 @@ from torch.utils.data import (
 )
 
 from lightning_parallel import AutoResume, DataShardingMonitor, callbacks
-from lightning_parallel.callbacks.global_batch import GlobalBatch
-from lightning_parallel.callbacks.resumable_data import ResumableSampler, TrainingData
-from lightning_parallel.callbacks.resume_folder import ResumeFolder
-from lightning_parallel.callbacks.resume_point import ResumePoint
+from lightning_parallel.callbacks.monitors.global_batch import GlobalBatch
+from lightning_parallel.callbacks.resume.data import ResumableSampler, TrainingData
+from lightning_parallel.callbacks.resume.folder import ResumeFolder
+from lightning_parallel.callbacks.resume.point import ResumePoint
 from lightning_parallel.checkpoint.folder import new_key
 from tests.callbacks.test_auto_resume import Dropping, Interrupt, Interruption, assert_equal_weights, fit, loader_of
 from tests.strategies.models import Samples, trainer_for

@@ -28,7 +28,7 @@ from lightning_parallel import (
     TopK,
     tracing,
 )
-from lightning_parallel.callbacks.session import phase_of
+from lightning_parallel.callbacks.recording.session import phase_of
 from tests.callbacks.conftest import place_rank
 from tests.harness import run
 from tests.strategies.models import Net, Samples, loader, trainer_for

@@ -23,9 +23,7 @@ from lightning_parallel import HybridParallelStrategy, PipelineParallelStrategy,
 from lightning_parallel.callbacks import (
     StepBreakdown,
 )
-from lightning_parallel.callbacks.processor import Cores, ProcessorTimes, ProcessorUse, processor_times, queue_file
-from lightning_parallel.callbacks.session import PHASES
-from lightning_parallel.callbacks.step_times import (
+from lightning_parallel.callbacks.monitors.step_times import (
     KEPT,
     BreakdownAccumulator,
     StragglerAccumulator,
@@ -33,6 +31,14 @@ from lightning_parallel.callbacks.step_times import (
     hidden_ns,
     union_ns,
 )
+from lightning_parallel.callbacks.recording.processor import (
+    Cores,
+    ProcessorTimes,
+    ProcessorUse,
+    processor_times,
+    queue_file,
+)
+from lightning_parallel.callbacks.recording.session import PHASES
 from lightning_parallel.tracing import Span, Window
 from tests.callbacks.conftest import place_rank
 from tests.harness import run
@@ -208,7 +214,7 @@ def test_the_processor_is_that_of_steps_alone():
             asked.append(step)
             return now
 
-        with patch("lightning_parallel.callbacks.processor.processor_times", times):
+        with patch("lightning_parallel.callbacks.recording.processor.processor_times", times):
             use.end_step(validations)
     # Runs of 1, 2, 4 and 8 steps; the one of the second validation, from step 10 on, is left out.
     assert asked == [0, 1, 2, 3, 5, 9, 13, 14, 16, 20, 28, 36]

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from lightning_parallel import tracing
-from lightning_parallel.callbacks.clocks import ClockOffset, compare_clocks
+from lightning_parallel.callbacks.recording.clocks import ClockOffset, compare_clocks
 from lightning_parallel.callbacks.report.trace import (
     TraceAccumulator,
     add_kineto,
@@ -214,7 +214,7 @@ def test_events_of_the_profiler_lie_within_the_span_that_they_ran_in(tmp_path):
 
 CLOCK_SCRIPT = """
 import ctypes, os, sys, torch.distributed as dist
-from lightning_parallel.callbacks.clocks import clock_id, compare_clocks
+from lightning_parallel.callbacks.recording.clocks import clock_id, compare_clocks
 from lightning_parallel.comm import Group
 
 CLONE_NEWTIME = 0x80

@@ -25,7 +25,7 @@ from torch import nn
 from lightning_parallel import load_weights
 from lightning_parallel.callbacks.report.profile_report import rebuild
 from lightning_parallel.callbacks.report.trace import read_trace
-from lightning_parallel.callbacks.resume_folder import ResumeFolder
+from lightning_parallel.callbacks.resume.folder import ResumeFolder
 from lightning_parallel.checkpoint import DistributedCheckpoint, SavedCheckpoint, ShardedWriter, as_parts
 from lightning_parallel.checkpoint.folder import MANIFEST
 from lightning_parallel.checkpoint.weights import stored_weights

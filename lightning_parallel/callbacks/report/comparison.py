@@ -6,7 +6,8 @@ from collections.abc import Callable, Mapping, Sequence
 from statistics import fmean
 from typing import Any, NamedTuple
 
-from lightning_parallel.callbacks.memory import HELD
+from lightning_parallel.callbacks.monitors.memory import HELD
+from lightning_parallel.callbacks.monitors.step_times import training_seconds
 from lightning_parallel.callbacks.report.charts import Bar, Curve, LineChart, line_chart
 from lightning_parallel.callbacks.report.page import (
     CURVES,
@@ -17,7 +18,6 @@ from lightning_parallel.callbacks.report.page import (
     render_template,
     run_line,
 )
-from lightning_parallel.callbacks.step_times import training_seconds
 from lightning_parallel.tracing.spans import bytes_text, count_text, gap_text, percent, seconds_text
 
 __all__ = ["Change", "changes", "render_comparison"]

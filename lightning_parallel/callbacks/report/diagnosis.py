@@ -9,10 +9,10 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from statistics import fmean
 
-from lightning_parallel.callbacks.gpu_idle import idle_sentence
-from lightning_parallel.callbacks.memory import HELD
+from lightning_parallel.callbacks.monitors.gpu_idle import idle_sentence
+from lightning_parallel.callbacks.monitors.memory import HELD
+from lightning_parallel.callbacks.monitors.step_times import training_seconds
 from lightning_parallel.callbacks.report.evidence import WORTH_SAYING, Advice, Evidence, Report, processor_lack
-from lightning_parallel.callbacks.step_times import training_seconds
 from lightning_parallel.tracing.spans import bytes_text, gap_text, percent, seconds_text
 
 __all__ = ["Advice", "diagnose", "verdict"]

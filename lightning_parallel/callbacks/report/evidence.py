@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
-from lightning_parallel.callbacks.step_times import training_seconds
+from lightning_parallel.callbacks.monitors.step_times import training_seconds
 
 __all__ = ["WORTH_SAYING", "Advice", "Evidence", "Report", "processor_lack"]
 

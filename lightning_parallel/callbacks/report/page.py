@@ -12,11 +12,11 @@ from typing import Any
 
 from jinja2 import Environment, PackageLoader, StrictUndefined
 
-from lightning_parallel.callbacks.gradient_noise import noise_rows
-from lightning_parallel.callbacks.memory import HELD
+from lightning_parallel.callbacks.monitors.gradient_noise import noise_rows
+from lightning_parallel.callbacks.monitors.memory import HELD
+from lightning_parallel.callbacks.monitors.step_times import training_seconds
 from lightning_parallel.callbacks.report.charts import Bar, Curve, Segment, line_chart
 from lightning_parallel.callbacks.report.diagnosis import verdict
-from lightning_parallel.callbacks.step_times import training_seconds
 from lightning_parallel.pipeline.plot import draw_svg
 from lightning_parallel.pipeline.simulate import Timeline
 from lightning_parallel.tracing.spans import bytes_text, count_text, gap_text, percent, rank_label, seconds_text

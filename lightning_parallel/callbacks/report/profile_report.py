@@ -29,8 +29,8 @@ from torch.distributed.tensor import DTensor
 from typing_extensions import override
 
 from lightning_parallel import comm
-from lightning_parallel.callbacks.clocks import ClockOffset, clock_id, compare_clocks
-from lightning_parallel.callbacks.measuring import (
+from lightning_parallel.callbacks.recording.clocks import ClockOffset, clock_id, compare_clocks
+from lightning_parallel.callbacks.recording.measuring import (
     VERSION,
     MeasuringCallback,
     create_folder,
@@ -38,6 +38,7 @@ from lightning_parallel.callbacks.measuring import (
     finite,
     rank_info,
 )
+from lightning_parallel.callbacks.recording.session import Session
 from lightning_parallel.callbacks.report.diagnosis import diagnose, verdict
 from lightning_parallel.callbacks.report.page import render
 from lightning_parallel.callbacks.report.trace import (
@@ -48,7 +49,6 @@ from lightning_parallel.callbacks.report.trace import (
     read_trace,
     write_trace,
 )
-from lightning_parallel.callbacks.session import Session
 from lightning_parallel.checkpoint.folder import replacing
 from lightning_parallel.checkpoint.writer import installed_versions
 from lightning_parallel.compat.lightning import tell

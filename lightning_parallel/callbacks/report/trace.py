@@ -19,8 +19,8 @@ from typing import Any
 
 from typing_extensions import override
 
-from lightning_parallel.callbacks.clocks import ClockOffset
-from lightning_parallel.callbacks.measuring import Accumulator
+from lightning_parallel.callbacks.recording.clocks import ClockOffset
+from lightning_parallel.callbacks.recording.measuring import Accumulator
 from lightning_parallel.checkpoint.folder import replacing
 from lightning_parallel.tracing import Span, Window
 

@@ -14,10 +14,10 @@ from rich import box
 from rich.table import Table
 from typing_extensions import override
 
-from lightning_parallel.callbacks.gpu_idle import GpuSampler
-from lightning_parallel.callbacks.measuring import Accumulator, MeasuringCallback, rank_info
-from lightning_parallel.callbacks.processor import ProcessorUse
-from lightning_parallel.callbacks.session import PHASES
+from lightning_parallel.callbacks.monitors.gpu_idle import GpuSampler
+from lightning_parallel.callbacks.recording.measuring import Accumulator, MeasuringCallback, rank_info
+from lightning_parallel.callbacks.recording.processor import ProcessorUse
+from lightning_parallel.callbacks.recording.session import PHASES
 from lightning_parallel.compat.twins import is_a
 from lightning_parallel.mesh import PIPELINE
 from lightning_parallel.tracing import OTHER, Span, StepSampler, Window

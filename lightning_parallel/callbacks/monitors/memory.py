@@ -19,8 +19,8 @@ from torch.nn import Parameter
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from lightning_parallel.callbacks.measuring import Accumulator, MeasuringCallback, rank_info
-from lightning_parallel.callbacks.storages import ActivationMeter, StorageSet, tensors_in
+from lightning_parallel.callbacks.monitors.storages import ActivationMeter, StorageSet, tensors_in
+from lightning_parallel.callbacks.recording.measuring import Accumulator, MeasuringCallback, rank_info
 from lightning_parallel.compat.lightning import ddp_hook_state
 from lightning_parallel.compat.torch import (
     has_unsharded_storage,

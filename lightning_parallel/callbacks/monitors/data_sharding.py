@@ -14,8 +14,7 @@ from rich.table import Table
 from torch import Tensor
 from typing_extensions import override
 
-from lightning_parallel.callbacks.measuring import Accumulator, MeasuringCallback
-from lightning_parallel.callbacks.sample_tracking import (
+from lightning_parallel.callbacks.monitors.sample_tracking import (
     NO_SAMPLES,
     EpochEnd,
     KnownBy,
@@ -23,6 +22,7 @@ from lightning_parallel.callbacks.sample_tracking import (
     SampleTracker,
     TrackedLoader,
 )
+from lightning_parallel.callbacks.recording.measuring import Accumulator, MeasuringCallback
 from lightning_parallel.compat import Patches
 
 __all__ = ["DataShardingMonitor", "ShardingAccumulator"]

@@ -16,14 +16,14 @@ from lightning.pytorch.profilers import PassThroughProfiler, Profiler
 from lightning.pytorch.strategies import ModelParallelStrategy
 
 from lightning_parallel import comm, tracing
-from lightning_parallel.callbacks.clocks import ClockOffset, CudaClock, clock_id, compare_clocks
-from lightning_parallel.callbacks.collective_tracer import (
+from lightning_parallel.callbacks.recording.clocks import ClockOffset, CudaClock, clock_id, compare_clocks
+from lightning_parallel.callbacks.recording.collective_tracer import (
     CollectiveTracer,
     blind_spots,
     trace_collectives,
     tracer_for,
 )
-from lightning_parallel.callbacks.processor import cores_of_process
+from lightning_parallel.callbacks.recording.processor import cores_of_process
 from lightning_parallel.comm import PROFILING, Group, ThreadExecutor
 from lightning_parallel.compat import Patches, patched
 from lightning_parallel.compat.twins import is_a, kinds_of

@@ -9,9 +9,9 @@ from typing import Any
 from lightning.pytorch import Trainer
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 
-from lightning_parallel.callbacks.global_batch import GlobalBatch, adapt_trainer
-from lightning_parallel.callbacks.learning_rate_scaling import LearningRateScaling, scale_learning_rates
-from lightning_parallel.callbacks.resumable_data import ResumableSampler, TrainingData, TrainingLoader
+from lightning_parallel.callbacks.monitors.global_batch import GlobalBatch, adapt_trainer
+from lightning_parallel.callbacks.monitors.learning_rate import LearningRateScaling, scale_learning_rates
+from lightning_parallel.callbacks.resume.data import ResumableSampler, TrainingData, TrainingLoader
 from lightning_parallel.compat import Patches
 from lightning_parallel.compat.interrupted import (
     batches_done,

@@ -23,7 +23,7 @@ from lightning.pytorch import LightningModule, Trainer
 from typing_extensions import override
 
 from lightning_parallel import comm, tracing
-from lightning_parallel.callbacks.measuring import Accumulator, MeasuringCallback, create_folder
+from lightning_parallel.callbacks.recording.measuring import Accumulator, MeasuringCallback, create_folder
 from lightning_parallel.checkpoint.folder import replacing
 from lightning_parallel.compat.torch import flight_recorder_entries
 from lightning_parallel.tracing import InFlight, Recorder, Span

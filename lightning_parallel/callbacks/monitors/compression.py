@@ -13,7 +13,7 @@ from rich.table import Table
 from typing_extensions import override
 
 from lightning_parallel import comm
-from lightning_parallel.callbacks.measuring import Accumulator, MeasuringCallback
+from lightning_parallel.callbacks.recording.measuring import Accumulator, MeasuringCallback
 from lightning_parallel.compression import Reducer
 from lightning_parallel.compression.compressor import check_integer
 from lightning_parallel.compression.feedback import Method, Outcome

@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 from typing_extensions import override
 
-from lightning_parallel.callbacks.measuring import Accumulator, MeasuringCallback
+from lightning_parallel.callbacks.recording.measuring import Accumulator, MeasuringCallback
 from lightning_parallel.compat.twins import is_a
 from lightning_parallel.mesh import Mesh
 from lightning_parallel.pipeline.microbatch import num_samples

@@ -31,7 +31,7 @@ from rich.table import Table
 from typing_extensions import override
 
 from lightning_parallel import comm
-from lightning_parallel.callbacks.session import Session
+from lightning_parallel.callbacks.recording.session import Session
 from lightning_parallel.checkpoint.folder import replacing
 from lightning_parallel.comm import Group
 from lightning_parallel.compat.lightning import logged_step, should_update_logs

@@ -12,8 +12,8 @@ from rich import box
 from rich.table import Table
 from typing_extensions import override
 
-from lightning_parallel.callbacks.clocks import ClockOffset, uncertainty_of
-from lightning_parallel.callbacks.measuring import Accumulator, MeasuringCallback
+from lightning_parallel.callbacks.recording.clocks import ClockOffset, uncertainty_of
+from lightning_parallel.callbacks.recording.measuring import Accumulator, MeasuringCallback
 from lightning_parallel.mesh import PIPELINE, Mesh
 from lightning_parallel.pipeline.engine import PipelineEngine
 from lightning_parallel.pipeline.schedule import Action, Kind, Schedule

@@ -15,9 +15,9 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from torch.utils.hooks import RemovableHandle
 from typing_extensions import override
 
-from lightning_parallel.callbacks.measuring import Accumulator, MeasuringCallback
-from lightning_parallel.callbacks.model_flops import ModelFlops, PeakFlops, peak_flops_of
-from lightning_parallel.callbacks.session import Session
+from lightning_parallel.callbacks.monitors.model_flops import ModelFlops, PeakFlops, peak_flops_of
+from lightning_parallel.callbacks.recording.measuring import Accumulator, MeasuringCallback
+from lightning_parallel.callbacks.recording.session import Session
 from lightning_parallel.compat.torch import pytree
 from lightning_parallel.mesh import Mesh
 from lightning_parallel.pipeline.microbatch import num_samples

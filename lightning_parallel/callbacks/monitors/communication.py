@@ -13,8 +13,8 @@ from rich import box
 from rich.table import Table
 from typing_extensions import override
 
-from lightning_parallel.callbacks.clocks import ClockOffset, uncertainty_of
-from lightning_parallel.callbacks.measuring import Accumulator, MeasuringCallback
+from lightning_parallel.callbacks.recording.clocks import ClockOffset, uncertainty_of
+from lightning_parallel.callbacks.recording.measuring import Accumulator, MeasuringCallback
 from lightning_parallel.tracing import CallCounter, Span, Window
 
 __all__ = ["CommunicationAccumulator", "CommunicationProfiler", "bus_factor", "wire_factor"]

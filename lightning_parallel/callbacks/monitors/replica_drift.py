@@ -23,8 +23,8 @@ from torch import Tensor
 from typing_extensions import override
 
 from lightning_parallel import comm
-from lightning_parallel.callbacks.measuring import Accumulator, MeasuringCallback
-from lightning_parallel.callbacks.replicated_state import StateEntry, StateKey, collect_state
+from lightning_parallel.callbacks.monitors.replicated_state import StateEntry, StateKey, collect_state
+from lightning_parallel.callbacks.recording.measuring import Accumulator, MeasuringCallback
 from lightning_parallel.comm import Group, fingerprints
 
 __all__ = ["Disagreement", "DriftAccumulator", "ReplicaDriftMonitor", "disagreements", "shared_classes"]

@@ -18,8 +18,8 @@ from torch.optim import SGD, Optimizer
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 from typing_extensions import override
 
-from lightning_parallel.callbacks.global_batch import GlobalBatch
-from lightning_parallel.callbacks.session import mesh_of
+from lightning_parallel.callbacks.monitors.global_batch import GlobalBatch
+from lightning_parallel.callbacks.recording.session import mesh_of
 from lightning_parallel.compat import Patches
 from lightning_parallel.compat.interrupted import loaders_of
 from lightning_parallel.compat.lightning import tell

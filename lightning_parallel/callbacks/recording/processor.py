@@ -16,7 +16,7 @@ try:
 except ImportError:  # on Windows, which does not tell what is read from it
     resource = None  # type: ignore[assignment]
 
-from lightning_parallel.callbacks.clocks import clock_id
+from lightning_parallel.callbacks.recording.clocks import clock_id
 
 __all__ = ["Cores", "ProcessorUse", "ProcessorTimes", "cores_of_process", "processor_times", "queue_file"]
 

@@ -1,0 +1,1 @@
+"""One callback a file: each measures or guards one thing."""

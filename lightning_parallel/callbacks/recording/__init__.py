@@ -1,0 +1,1 @@
+"""The session that records a run, its clocks, and the communication of others."""
