@@ -851,7 +851,7 @@ def _walk(is_model: Callable[[object], bool]) -> FrameType | None:
     frame: FrameType | None = sys._getframe(1)
     found: FrameType | None = None
     # What stands for attributes of tensors is called by whoever uses them.
-    places = "strategies.part_use", "strategies.dummy_copies", "tensor.audit", "compat.torch"
+    places = "strategies.hooks.part_use", "strategies.optimizers.dummies", "tensor.audit", "compat.torch"
     own = __name__, *(f"{_OURS}.{place}" for place in places)
     is_copied = False
     while frame is not None and not _is_end(frame):
