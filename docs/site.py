@@ -76,15 +76,15 @@ def _yours(value: Any) -> str:
 
 TYPES = {
     "strategies": (
-        "compression_files.KeptState",
-        "nodes.Hierarchical",
-        "zero_stages.ZeroStage",
+        "compressed.state_files.KeptState",
+        "compressed.nodes.Hierarchical",
+        "optimizers.zero.ZeroStage",
         "parallel.ScheduleName",
         "local_sgd.OuterOptimizer",
         "mesh_checkpoints.CheckpointFormat",
-        "whole.GatherAfterFit",
-        "proof.Verify",
-        "processes.StartMethod",
+        "whole.between_runs.GatherAfterFit",
+        "self_check.proof.Verify",
+        "ranks.processes.StartMethod",
     ),
     "compression": (
         "reducer.Reducer",
@@ -100,7 +100,7 @@ TYPES = {
         "schedule.Schedule",
         "simulate.Link",
     ),
-    "callbacks": ("nonfinite.NonFiniteAction",),
+    "callbacks": ("monitors.nonfinite.NonFiniteAction",),
 }
 
 

@@ -1,8 +1,11 @@
 """Every reference page has an example that runs: `Example:` of the docstring, with the names that guides use."""
 
+import ast
+import importlib
 import inspect
 import re
 import textwrap
+from pathlib import Path
 
 import lightning.pytorch
 import pytest
@@ -102,3 +105,13 @@ def test_each_docstring_says_what_is_raised_and_describes_all_arguments_itself()
     # These two check nothing.
     assert {name for name, text in texts.items() if "\nRaises:\n" not in text} == {"PipelinePlan", "compression_hook"}
     assert not [name for name, text in texts.items() if re.search(r": See `\w+`\.$", text, re.MULTILINE)]
+
+
+def test_the_page_of_types_finds_them():
+    """The site names types by their modules; it is not built here."""
+    text = (Path(__file__).parents[1] / "docs" / "site.py").read_text(encoding="utf-8")
+    tree = ast.parse(text)
+    (types,) = (node.value for node in tree.body if isinstance(node, ast.Assign) and node.targets[0].id == "TYPES")
+    for package, paths in ast.literal_eval(types).items():
+        for module, name in (path.rsplit(".", 1) for path in paths):
+            assert hasattr(importlib.import_module(f"lightning_parallel.{package}.{module}"), name)

@@ -284,7 +284,9 @@ def test_twins_are_of_the_same_lines():
     codes = [kind.__init__.__code__ for kind in (twin.TensorParallelStrategy, TensorParallelStrategy)]
     assert codes[0].co_filename == codes[1].co_filename
     assert list(codes[0].co_lines()) == list(codes[1].co_lines())
-    errors = importlib.import_module(f"{twins.__package__}.pytorch_lightning.strategies.self_check.proof").SelfCheckError
+    errors = importlib.import_module(
+        f"{twins.__package__}.pytorch_lightning.strategies.self_check.proof"
+    ).SelfCheckError
     assert errors is importlib.import_module("lightning_parallel.strategies.self_check.proof").SelfCheckError
 
 
