@@ -111,7 +111,9 @@ def test_the_page_of_types_finds_them():
     """The site names types by their modules; it is not built here."""
     text = (Path(__file__).parents[1] / "docs" / "site.py").read_text(encoding="utf-8")
     tree = ast.parse(text)
-    (types,) = (node.value for node in tree.body if isinstance(node, ast.Assign) and node.targets[0].id == "TYPES")
+    (types,) = (
+        node.value for node in tree.body if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "TYPES"
+    )
     for package, paths in ast.literal_eval(types).items():
         for module, name in (path.rsplit(".", 1) for path in paths):
             assert hasattr(importlib.import_module(f"lightning_parallel.{package}.{module}"), name)
