@@ -161,7 +161,7 @@ class LARS(TrustRatioOptimizer):
         v     = m v + lr ratio (g + d w)
         w     = w - v
 
-    The norms are those of full parameters, also if the strategies of this library shard them, or if they are
+    The norms cover full parameters, also if the strategies of this library shard them, or if they are
     `DTensor`s. One all-reduce per group of ranks covers all parameters.
 
     Example:
@@ -248,7 +248,7 @@ class LAMB(TrustRatioOptimizer):
         ratio = min(|w|, max_weight_norm) / |u|    1 if a norm is zero, and for biases and norms (`adapt_vectors`)
         w     = w - lr ratio u
 
-    The norms are those of full parameters, also if the strategies of this library shard them, or if they are
+    The norms cover full parameters, also if the strategies of this library shard them, or if they are
     `DTensor`s. One all-reduce per group of ranks covers all parameters.
 
     Example:

@@ -335,7 +335,7 @@ class MeshStrategy(MeshCheckpoints):
     """Of parameters, instead of gradients."""
 
     is_for_replicas = False
-    """Whether replicas of the full model need no word."""
+    """Whether a run of replicas only is expected, and is not told."""
 
     @property
     def steps_between_reductions(self) -> int:

@@ -132,7 +132,7 @@ class MemoryProfiler(MeasuringCallback[MemoryAccumulator]):
     * `activations`: if the value is not zero, your code keeps a graph alive.
     * `predicted` has activations only in a pipeline.
 
-    A storage counts once, in full, for the first key that holds it. Under FSDP, the figures are those of the rank's
+    A storage counts once, in full, for the first key that holds it. Under FSDP, the figures count the rank's
     shards. In a module under activation checkpointing, only tensors saved around the module are seen. Under
     `fully_shard` and ZeRO-3, activations are left out, because they look like gathered parameters.
 

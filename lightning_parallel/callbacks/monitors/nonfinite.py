@@ -30,7 +30,7 @@ NonFiniteAction = Literal["ignore", "skip", "stop", "raise"]
 
 
 class NonFiniteGuard(Callback):
-    """Takes the same action on all ranks if a loss or a gradient is not finite on one of them.
+    """Takes the same action on all ranks if a loss or a gradient is not finite on one rank.
 
     The guard acts before the optimizer step, so the weights and the optimizer's moments stay unchanged. It names the
     ranks, the step and the first parameter. Gradients are checked after they were averaged: one replica's fault shows

@@ -134,7 +134,7 @@ class MeasuringCallback(Callback, ABC, Generic[A]):
     ) -> None:
         check_integer("every_n_batches", every_n_batches, least=1)
         check_integer("warmup_batches", warmup_batches, least=0)
-        # Subclasses that measure every n steps set `every_n_batches` to that; ranks exchange at their own pace then.
+        # `DataShardingMonitor` audits every n batches and sets the public name; ranks exchange at this pace still.
         self.every_n_batches = every_n_batches
         self._every_n_batches = every_n_batches
         self.warmup_batches = warmup_batches

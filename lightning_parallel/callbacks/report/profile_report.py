@@ -252,7 +252,7 @@ class ProfileReport(MeasuringCallback):
     other callbacks to the Trainer, in any order. `lightning-parallel report DIR` makes the page again, and compares two
     runs.
 
-    After an error, or if an exchange between the ranks failed before, the figures are those of the last exchange. Each
+    After an error, or if an exchange between the ranks failed before, the figures come from the last exchange. Each
     rank then leaves its part of the trace in a file. Rank 0 reads the files that exist after 5 s. If there is nothing
     to train, nothing is written: for example, when you resume a finished run.
 

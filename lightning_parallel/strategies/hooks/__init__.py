@@ -1,1 +1,1 @@
-"""The user's hooks: those that take a shard for the tensor, and those that change the model."""
+"""The user's hooks: hooks that read a shard as the full tensor, and hooks that change the model."""

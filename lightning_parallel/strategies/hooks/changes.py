@@ -4,7 +4,7 @@
     optimizers set up again, replaced, or with other parameter groups              `ModelWatch.has_new_optimizers`
 
 Ranks that only replicate the model accept every change. Sharded layers and pipeline stages cannot: shards on other
-ranks, communication between stages and names in checkpoints are those of the model at set-up.
+ranks, communication between stages and names in checkpoints fit the model at set-up.
 """
 
 from __future__ import annotations
