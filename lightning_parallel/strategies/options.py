@@ -28,7 +28,6 @@ __all__ = [
     "PipelineOptions",
     "TensorOptions",
     "check_launch",
-    "check_sizes",
     "memory_limit",
     "named",
     "spelled",
@@ -102,17 +101,6 @@ def check_plan_argument(plan: Any) -> None:
             raise TypeError(f"`tensor_plan` must map globs over module paths to styles; got {{{pattern!r}: {style!r}}}")
         if isinstance(style, str):
             style_named(style)
-
-
-def check_sizes(sizes: Mapping[Any, Any]) -> None:
-    """Check the numbers of ranks along the axes.
-
-    Raises:
-        ValueError: If one is neither a positive integer nor "auto".
-    """
-    for axis, size in sizes.items():
-        if size != "auto" and (not _is_int(size) or size < 1):
-            raise ValueError(f"`{axis}_size` must be a positive integer or 'auto'; got {size!r}")
 
 
 def check_launch(process_group_backend: Any, timeout: Any, start_method: Any, methods: Sequence[str]) -> None:

@@ -46,7 +46,7 @@ from lightning_parallel.compat.ray import ray_device
 from lightning_parallel.mesh import AXES, DATA, TENSOR, Axis, Mesh, Size
 from lightning_parallel.strategies.checkpoints.files import SavesFiles
 from lightning_parallel.strategies.deferred.init import deferred_init
-from lightning_parallel.strategies.options import check_launch, check_sizes
+from lightning_parallel.strategies.options import check_launch
 from lightning_parallel.strategies.ranks.chance import SharedChance
 from lightning_parallel.strategies.ranks.order import describe_apart
 from lightning_parallel.strategies.ranks.replicas import seed_workers, share_random_state
@@ -259,7 +259,7 @@ class MeshProcesses(SavesFiles):
         start_method: StartMethod,
         **kwargs: Any,
     ) -> None:
-        check_sizes(sizes)
+        Mesh(**{axis: size for axis, size in sizes.items() if size != "auto"})  # checks each size
         check_launch(process_group_backend, timeout, start_method, get_args(StartMethod))
         super().__init__(**kwargs)
         self.num_nodes = 1
