@@ -15,8 +15,7 @@ one MLP of 5.3 million parameters, in turn, in one process group. Per method:
 Where hosts have no core to spare, a step takes compute + codec, however well they overlap. With `--compute-ms` layers
 sleep instead, as if a device computed, and each is a bucket of its own.
 
-Then `auto` against DDP on the loopback of this host, where compression does not pay, and what torch's own PowerSGD hook
-does with two buckets. Without root, `ip` or `tc` only the loopback is measured.
+Then torch's own PowerSGD hook runs with two buckets. Without root, `ip` or `tc` nothing is measured.
 """
 
 from __future__ import annotations
@@ -34,7 +33,6 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 from shaped_network import Network, unavailable
 from torch import Tensor, nn
 from torch.autograd import Function
@@ -42,11 +40,10 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_
 from torch.nn.parallel import DistributedDataParallel
 
 from lightning_parallel import Cast, PowerSGD, Quantize, Sign, TopK
-from lightning_parallel.compression import Auto, HookState, Reducer, compression_hook
+from lightning_parallel.compression import HookState, Reducer, compression_hook
 
 WIDTH, LAYERS, CLASSES, BATCH = 1024, 5, 10, 64
 SLEEPING_LAYERS = 12
-WARM_UP = 22  # steps; `auto` has made up its mind by then
 ONE_BUCKET_MB = 1000
 SMALL_BUCKET_MB = 4  # one layer: its factors are small, and travel while the next layer's gradient is computed
 TARGETS = {100: 20.0, 1000: 3.0}  # speed-up of PowerSGD(4), by the rate in Mbit/s
@@ -171,7 +168,6 @@ METHODS: dict[str, Callable[[], Side]] = {
     "Quantize(4)": lambda: ours(Quantize(4)),
     "Sign()": lambda: ours(Sign()),
     "Cast('bf16')": lambda: ours(Cast("bf16")),
-    "Auto()": lambda: ours(Auto()),
 }
 
 
@@ -193,7 +189,7 @@ def sent_bytes() -> int:
 def measure(name: str, steps: int) -> Measured:
     """Time one method; every rank gets the same result."""
     side = METHODS[name]()
-    for _ in range(WARM_UP if name.startswith("Auto") else 3):
+    for _ in range(3):
         side.step()
     dist.barrier()
     taken, codec_s, before = [], [], sent_bytes()
@@ -286,31 +282,6 @@ def show_two_buckets() -> None:
     print(f"\ntorch's PowerSGD hook with several buckets on gloo: {verdict}")
 
 
-def loopback(rank: int, ranks: int, rounds: int, file: str) -> None:
-    """Compare `auto` with DDP on this host, in turn; runs on every rank, the first one prints."""
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{file}", rank=rank, world_size=ranks)
-    sides = [ours(Auto()), with_torch_hook()]
-    for side in sides:
-        for _ in range(WARM_UP):
-            side.step()
-    times: list[list[float]] = [[], []]
-    for number in range(rounds):
-        for index in (0, 1) if number % 2 else (1, 0):
-            dist.barrier()
-            start = time.perf_counter()
-            for _ in range(3):
-                sides[index].step()
-            times[index].append((time.perf_counter() - start) / 3)
-    for side in sides:
-        side.close()
-    auto, dense = (statistics.median(side) for side in times)
-    if rank == 0:
-        print(f"\nloopback, {ranks} ranks: auto {auto * 1e3:.1f} ms, DDP {dense * 1e3:.1f} ms a step, ", end="")
-        print(f"ratio {auto / dense:.3f}; target: <= 1.05")
-    dist.destroy_process_group()
-
-
 def main() -> None:
     """Print the tables."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
@@ -337,10 +308,6 @@ def main() -> None:
                 compare(hosts, rate_mbit, arguments.steps, methods, arguments.compute_ms)
         if arguments.compute_ms is None:
             show_two_buckets()
-    if arguments.compute_ms is not None:
-        return
-    with tempfile.TemporaryDirectory() as folder:
-        mp.spawn(loopback, args=(2, 12, f"{folder}/ranks"), nprocs=2)
 
 
 if __name__ == "__main__":

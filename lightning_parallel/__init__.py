@@ -21,7 +21,6 @@ from lightning_parallel.callbacks.recording.measuring import MeasuringCallback
 from lightning_parallel.checkpoint import load_weights
 from lightning_parallel.comm import LostRankError, RendezvousError
 from lightning_parallel.compression import (
-    Auto,
     BlockTopK,
     Cast,
     HookState,
@@ -53,7 +52,6 @@ from lightning_parallel.strategies.self_check.proof import SelfCheckError
 __version__ = "0.1.0"
 
 __all__ = [
-    "Auto",
     "AutoParallelStrategy",
     "AutoResume",
     "BlockTopK",

@@ -8,9 +8,8 @@ From the outside in:
 * `Reducer` (`reducer.py`) is what strategies and training loops hold: `reduce_`, `begin`, `wire_bytes`, `state_dict`.
   A *step* is a transaction over any number of buckets: it ends in `commit`, which keeps the new state if every gradient
   on every rank was finite and drops it otherwise.
-* `Compressor` (`compressor.py`) is a reducer with one method for all tensors; `Policy` chooses one by name, `Auto`
-  (`auto.py`) by the time of whole steps. Error feedback (`feedback.py`) surrounds the method: it gives it a work
-  tensor, in which the method leaves what it did not send.
+* `Compressor` (`compressor.py`) is a reducer with one method for all tensors; `Policy` chooses one by name.
+  Error feedback (`feedback.py`) surrounds the method: the method gets a work tensor, and leaves the unsent part in it.
 * A method is a generator of requests (`wire.py`): it yields a tensor to be summed, gathered or exchanged and is sent
   the answer. All methods of a bucket run in lockstep and share their collectives.
 * The gradients come through a `comm.GradientSession`: from `DistributedDataParallel` (`whole_gradients.py`: `HookState`
@@ -23,7 +22,6 @@ From the outside in:
 A step that is dropped leaves non-finite gradients on every rank and makes `reduce_` return False.
 """
 
-from lightning_parallel.compression.auto import Auto
 from lightning_parallel.compression.compressor import Compressor, Dense, StepValue
 from lightning_parallel.compression.deepspeed_session import DeepSpeedSession, compress_deepspeed
 from lightning_parallel.compression.fsdp import (
@@ -44,7 +42,6 @@ from lightning_parallel.compression.whole_gradients import (
 )
 
 __all__ = [
-    "Auto",
     "BlockTopK",
     "Cast",
     "Compressor",

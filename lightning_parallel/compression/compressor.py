@@ -206,7 +206,7 @@ def _signed(number: int) -> int:
 _DECAYS = {"decayed": 0.5, "fading": 0.95}
 _OUTER_ARGUMENTS = {"feedback", "decay", "start_step", "min_numel"}  # without effect on an encoding of values
 
-# A checkpoint of `Auto` names the chosen compressor by its repr, so the order of arguments there must never change.
+# `repr` shows them last, in this order.
 _LAST_ARGUMENTS = ("feedback", "decay", "momentum", "start_step", "min_numel", "seed")
 
 
@@ -281,12 +281,6 @@ class Compressor(Reducer, Method):
         """Return whether a gradient of `shape` is worth compressing."""
         # At least one element: of an empty tensor there is nothing to select.
         return len(shape) >= 2 and math.prod(shape) >= max(self.min_numel, 1)
-
-    @property
-    def is_plain(self) -> bool:
-        """True before `start_step`, unless there is something to do with plain means."""
-        others = self.feedback.momentum or self.sample_every or type(self).method is not Compressor.method
-        return self.step < self.start_step and not others
 
     def phase(self, step: int) -> Optional[Hashable]:
         """Return whether compression has begun; None for classes that choose their methods otherwise."""
@@ -381,10 +375,6 @@ class Dense(Reducer, Method):
         momentum: Applied to the mean here, where an optimizer without momentum expects it done (momentum correction).
         averages: Whether it is a mean of gradients, and not their sum.
     """
-
-    linear = True
-    unbiased = True
-    collective = "all_reduce"
 
     def __init__(self, momentum: float = 0.0, averages: bool = False) -> None:
         super().__init__()

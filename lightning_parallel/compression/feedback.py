@@ -406,13 +406,13 @@ class Outcome(NamedTuple):
     """A record of one step that was applied.
 
     Attributes:
-        seconds: Where its time went; None if somebody else has taken plain means, see `Reducer.count_plain_step`.
+        seconds: Where the time of the step went.
         compression_error: The error of the means, in the steps in which it was measured.
         inside_bytes: Bytes that this rank has sent inside its node, if the blocks are of what nodes have sent.
     """
 
     blocks: list[ReducedBlock]
-    seconds: Optional[Seconds]
+    seconds: Seconds
     compression_error: Optional[CompressionError]
     inside_bytes: int = 0
 

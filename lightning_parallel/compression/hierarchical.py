@@ -123,20 +123,9 @@ class HierarchicalReducer:
     def expects_rollback(self, expects: bool) -> None:
         self.reducer.expects_rollback = expects
 
-    @property
-    def is_plain(self) -> bool:
-        """See `Reducer.is_plain`."""
-        return self.reducer.is_plain
-
-    def count_plain_step(self) -> None:
-        """See `Reducer.count_plain_step`."""
-        self.reducer.count_plain_step()
-
     def begin(self, group: GroupLike = None) -> HierarchicalStep:
         """Start a step; `group` is that of the nodes, or another unused group of the same ranks."""
-        group = self.nodes.whole if group is None else as_group(group)
-        self.reducer.prepare(group)
-        return HierarchicalStep(self, group)
+        return HierarchicalStep(self, self.nodes.whole if group is None else as_group(group))
 
     def owned(self, named_gradients: Mapping[str, Tensor]) -> list[dict[str, Tensor]]:
         """Return the gradients of each rank of a node, by its position; empty and tied ones are left out."""

@@ -60,24 +60,6 @@ class Policy(Reducer):
         self._dense = Dense()
 
     @property
-    def linear(self) -> bool:
-        """True if all rules are linear."""
-        return all(rule.linear for rule in self._compressors)
-
-    @property
-    def unbiased(self) -> bool:
-        """True if all rules are unbiased."""
-        return all(rule.unbiased for rule in self._compressors)
-
-    @property
-    def collective(self) -> str:
-        """The collective of all rules, or `mixed`."""
-        found = {rule.collective for rule in self._compressors}
-        if not found:
-            return "all_reduce"
-        return found.pop() if len(found) == 1 else "mixed"
-
-    @property
     def slots(self) -> frozenset[str]:
         """The slots of memory that any rule uses."""
         return frozenset().union(*(rule.slots for rule in self._compressors))

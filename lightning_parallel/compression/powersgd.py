@@ -99,7 +99,6 @@ class PowerSGD(Compressor):
     """
 
     codecs: ClassVar[tuple[str, ...]] = ("Cast", "Quantize")
-    unbiased = False
     batched = True
     method_slots = frozenset({"left", "right"})
 
@@ -129,16 +128,6 @@ class PowerSGD(Compressor):
         self.exact_rollback = exact_rollback
         if values is not None:
             self._encode_values(values)
-
-    @property
-    def linear(self) -> bool:
-        """True if the encoding is linear, unless `ef21` adds its running mean."""
-        return self.values.linear and self.feedback.kind != "ef21"
-
-    @property
-    def collective(self) -> str:
-        """The collective of the encoding."""
-        return self.values.collective
 
     def accepts(self, shape: Sequence[int]) -> bool:
         """Return whether the factors would be smaller than the matrix."""

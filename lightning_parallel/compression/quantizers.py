@@ -112,9 +112,6 @@ class Cast(Quantizer):
         ValueError: If `dtype` is not supported, or a number is out of range.
     """
 
-    collective = "all_reduce"
-    unbiased = False
-
     def __init__(
         self,
         dtype: Union[Literal["bf16", "fp16", "fp32"], torch.dtype] = "bf16",
@@ -130,11 +127,6 @@ class Cast(Quantizer):
             error = ValueError if isinstance(dtype, (str, torch.dtype)) else TypeError
             raise error(f"`dtype` must be one of {', '.join(DTYPES)} or such a torch dtype; got {dtype!r}")
         self.dtype: torch.dtype = found
-
-    @property
-    def linear(self) -> bool:
-        """True for fp32, which does not round gradients."""
-        return self.dtype == torch.float32
 
     def pack(self, rows: Tensor, noise: Optional[torch.Generator] = None) -> Tensor:
         return as_bytes(rows.to(self.dtype))
@@ -212,9 +204,6 @@ class Quantize(Quantizer):
     Sources: QSGD, Alistarh et al. 2017, arXiv 1610.02132; two phases: 1-bit Adam, Tang et al. 2021, arXiv 2102.02888.
     """
 
-    linear = False
-    collective = "two_phase"
-
     def __init__(
         self,
         bits: Literal[8, 4] = 8,
@@ -235,11 +224,6 @@ class Quantize(Quantizer):
         self.bits = bits
         self.stochastic = stochastic
         self.seed = seed
-
-    @property
-    def unbiased(self) -> bool:
-        """True with stochastic rounding and without error feedback."""
-        return self.stochastic and self.feedback.kind is None
 
     def pack(self, rows: Tensor, noise: Optional[torch.Generator] = None) -> Tensor:
         return self._encode(_Source(rows, noise), 1, rows.shape[1]).flatten(1)
@@ -425,9 +409,6 @@ class Sign(Compressor):
 
     loss_under_adam = "34 % higher than with uncompressed gradients, 11 % with dense embeddings and `start_step=50`"
 
-    linear = False
-    unbiased = False
-    collective = "two_phase"
     method_slots = frozenset({"server_residual"})
 
     @property

@@ -83,35 +83,6 @@ class Reducer(abc.ABC):
         self._plans: dict[Hashable, ReductionPlan] = {}
 
     @property
-    @abc.abstractmethod
-    def linear(self) -> bool:
-        """True if the result is a linear function of the gradients, and so independent of how ranks share them."""
-
-    @property
-    @abc.abstractmethod
-    def unbiased(self) -> bool:
-        """True if the expected result is the mean."""
-
-    @property
-    @abc.abstractmethod
-    def collective(self) -> str:
-        """The collective of the reducer: `all_reduce`, `all_gather`, `two_phase` or `mixed`."""
-
-    @property
-    def is_plain(self) -> bool:
-        """True if the source of the gradients may average them itself; it then calls `count_plain_step`."""
-        return False
-
-    def count_plain_step(self) -> None:
-        """Count a step with full gradients that the strategy reduced itself."""
-        self._conclude(Outcome(self.blocks, None, None))
-
-    def _conclude(self, outcome: Outcome) -> None:
-        self.step += 1
-        for observer in self.observers:
-            observer(outcome)
-
-    @property
     def slots(self) -> Optional[frozenset[str]]:
         """The slots of memory that the reducer uses; None if unknown."""
         return None
@@ -163,10 +134,6 @@ class Reducer(abc.ABC):
             step.check_equal(named_gradients)
             step.reduce_(named_gradients)
             return step.commit()
-
-    def prepare(self, group: Group) -> None:
-        """Prepare a step on all ranks of a run together. `begin` calls it with its own group, if needed."""
-        return
 
     def begin(self, group: GroupLike = None) -> ReductionStep:
         """Start a step that is reduced in several buckets: `reduce_` each, in one order on all ranks, then `commit`.
@@ -396,7 +363,10 @@ class ReductionStep:
         self.reducer.seconds = self._seconds
         self.reducer.blocks = self._blocks
         self.reducer.last_error = self._error or self.reducer.last_error
-        self.reducer._conclude(Outcome(self._blocks, self._seconds, self._error, self.inside_bytes))
+        self.reducer.step += 1
+        outcome = Outcome(self._blocks, self._seconds, self._error, self.inside_bytes)
+        for observer in self.reducer.observers:
+            observer(outcome)
         return True
 
     def rollback(self) -> None:

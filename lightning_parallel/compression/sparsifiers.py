@@ -122,10 +122,6 @@ class TopK(Sparsifier):
 
     loss_under_adam = "18 % higher than with uncompressed gradients at 2 % of the elements, 3.5 % at 20 %"
 
-    linear = False
-    unbiased = False
-    collective = "all_gather"
-
     def __init__(
         self,
         ratio: Union[float, StepValue] = 0.02,
@@ -247,21 +243,6 @@ class RandomK(Sparsifier):
         check_integer("seed", seed)
         self.seed = seed
 
-    @property
-    def linear(self) -> bool:
-        """True if the encoding of the values is linear, unless `ef21` adds its running mean."""
-        return self.values.linear and self.feedback.kind != "ef21"
-
-    @property
-    def unbiased(self) -> bool:
-        """True without error feedback, if the encoding of the values is unbiased."""
-        return self.feedback.kind is None and self.values.unbiased
-
-    @property
-    def collective(self) -> str:
-        """The collective of the encoding of the values."""
-        return self.values.collective
-
     def compress(self, work: Tensor, block: GradientBlock, step: StepContext) -> Requests:
         rows = work.flatten(1)
         n = rows.shape[1]
@@ -323,9 +304,6 @@ class BlockTopK(Sparsifier):
 
     loss_under_adam = "16 % higher than with uncompressed gradients at 10 % of the blocks, 3.0 % at 50 %"
 
-    linear = False
-    unbiased = False
-
     def __init__(
         self,
         ratio: Union[float, StepValue] = 0.1,
@@ -349,11 +327,6 @@ class BlockTopK(Sparsifier):
         )
         check_integer("block", block, least=1)
         self.block = block
-
-    @property
-    def collective(self) -> str:
-        """The collective of the encoding of the values."""
-        return self.values.collective
 
     def compress(self, work: Tensor, block: GradientBlock, step: StepContext) -> Requests:
         rows = work.flatten(1)

@@ -37,7 +37,6 @@ from lightning_parallel import comm
 from lightning_parallel.comm import GradientSession, Group, fill_buckets, overlapping_executor
 from lightning_parallel.compat.default_group import all_processes
 from lightning_parallel.compat.torch import ddp_ignored_names
-from lightning_parallel.compression.feedback import working_dtype
 from lightning_parallel.compression.hierarchical import HierarchicalReducer
 from lightning_parallel.compression.reducer import Reducer, check_reducer, scale_reader
 
@@ -142,9 +141,6 @@ class HookState:
         self._buckets: list[list[str]] = []
         self._bucket_of: dict[str, int] = {}
         # While backward runs, in its thread:
-        self._is_plain = False
-        self._plain_steps = False
-        self._plain_sums: list[Tensor] = []  # of the means of a plain step, by its buckets
         self._seen: set[str] = set()
         self._with_gradient: set[str] = set()
         # On the executor:
@@ -176,16 +172,8 @@ class HookState:
         self._seen = set(names) if first else self._seen.union(names)
         # DDP does not count its buckets where it reduces all at once, as in the first step of a static graph.
         last = bucket.is_last() or (bucket.index() == 0 and self._seen >= self._bucket_of.keys())
-        if first:
-            if self._plain_steps:  # nobody has called `finish`
-                self._end_plain_step()
-            # Read here and not on the executor: it changes at the end of a step only, and on all ranks at once.
-            self._is_plain = self.compressor.is_plain
         if last:
             self._seen = set()
-        if self._is_plain:
-            self.reduced = set(names) if first else self.reduced.union(names)
-            return self._average(buffer, names)
         session = self._open_session(buffer.device)
         taken = _DdpBucket(buffer, names, first, last)
         gradients: dict[str, Tensor] = {}
@@ -220,30 +208,6 @@ class HookState:
                 waiting.end(error)
             self._waiting = []
             raise
-
-    def _average(self, buffer: Tensor, names: list[str]) -> Future[Tensor]:
-        """Do what DDP does without a hook, in its group and dtype, and with as many buckets in flight."""
-        self._with_gradient.difference_update(names)
-        sums = self._plain_sums
-        size = dist.get_world_size(self._process_group)
-        work = dist.all_reduce(buffer.div_(size), group=self._process_group, async_op=True)
-        self._plain_steps = True
-
-        def watch(done: Future[list[Tensor]]) -> Tensor:
-            [mean] = done.value()
-            values = mean if mean.layout == torch.strided else mean.coalesce().values()
-            sums.append(values.sum(dtype=working_dtype(values.dtype)))
-            return mean
-
-        return work.get_future().then(watch)
-
-    def _end_plain_step(self) -> bool:
-        """Count the step if its means are finite."""
-        sums, self._plain_sums, self._plain_steps = self._plain_sums, [], False
-        finite = all(bool(value.isfinite()) for value in sums)
-        if finite:
-            self.compressor.count_plain_step()
-        return finite
 
     def _compress(
         self, session: GradientSession, gradients: Mapping[str, Tensor], with_gradient: set[str], bucket: _DdpBucket
@@ -359,8 +323,7 @@ class HookState:
         Raises:
             Exception: The error of the compressor, if there was one.
         """
-        applied = True if self._session is None else self._session.finish()
-        return (self._end_plain_step() if self._plain_steps else True) and applied
+        return self._session is None or self._session.finish()
 
     def state_dict(self) -> dict[str, Any]:
         """Return this rank's state, after the last step."""

@@ -336,21 +336,6 @@ class Codec(abc.ABC):
 
     stochastic: bool = False
 
-    @property
-    @abc.abstractmethod
-    def linear(self) -> bool:
-        """True if `mean` is a linear function of the ranks' numbers."""
-
-    @property
-    @abc.abstractmethod
-    def unbiased(self) -> bool:
-        """True if the expected value of `mean` is the mean."""
-
-    @property
-    @abc.abstractmethod
-    def collective(self) -> str:
-        """The collective that `mean` is made of."""
-
     @abc.abstractmethod
     def pack(self, rows: Tensor, noise: Optional[torch.Generator] = None) -> Tensor:
         """Return bytes (rows, packed) of `rows` (rows, n)."""
@@ -375,10 +360,6 @@ class Codec(abc.ABC):
 
 class Exact(Codec):
     """Sends numbers as they are."""
-
-    linear = True
-    unbiased = True
-    collective = "all_reduce"
 
     def pack(self, rows: Tensor, noise: Optional[torch.Generator] = None) -> Tensor:
         return as_bytes(rows)

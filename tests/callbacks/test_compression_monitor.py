@@ -139,20 +139,6 @@ def test_all_steps_between_two_calls_are_counted(group):
 
 
 @distributed(world_size=2)
-def test_plain_means_that_others_take_are_not_timed_and_save_nothing(group):
-    reducer = Dense()
-    accumulator = CompressionAccumulator(reducer)
-    reducer.reduce_({"p": torch.ones(8, 8, dtype=torch.bfloat16)}, group)
-    reducer.count_plain_step()
-    accumulator.count_new_steps()
-    report = accumulator.summarize([accumulator.share()])
-    assert report["steps"] == 2
-    assert report["dense_bytes"] == 2 * 64
-    assert report["sent_bytes"] == 2 * 64
-    assert report["encode"] == reducer.seconds.encode
-
-
-@distributed(world_size=2)
 def test_launches_on_a_device_are_not_shown_as_its_time(group):
     with patched(wire, "launches_kernels", lambda tensor: True):
         report = watched(PowerSGD(1, min_numel=1), group, (8, 8), steps=2)

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from lightning_parallel import Policy, PowerSGD, Quantize, Sign, TopK, comm
-from lightning_parallel.compression import Auto, Cast, Reducer
+from lightning_parallel.compression import Cast, Reducer
 from lightning_parallel.compression.compressor_state import gather_states
 from tests.harness import distributed, recorded_communication
 
@@ -96,7 +96,7 @@ def test_another_compressor_takes_what_it_understands():
             other.load_state_dict(STATE, ALONE)
             assert set(other.state_dict()) & {"residual", "right"} == {"residual"}
             assert torch.equal(other.state_dict()["residual"]["a"], residual)
-    for other in (TopK(0.1, feedback="ef21", **SMALL), Cast("bf16"), Auto([Cast("bf16")])):
+    for other in (TopK(0.1, feedback="ef21", **SMALL), Cast("bf16")):
         with pytest.warns(UserWarning, match="`residual`, which this compressor does not use"):
             other.load_state_dict(STATE, ALONE)
         assert other.residual_norm == 0
@@ -109,17 +109,6 @@ def test_both_residuals_of_signs_go_into_one():
     server = state["server_residual"]["a"].flatten()[: 24 * 16].view(24, 16)
     assert server.any()
     torch.testing.assert_close(other.state_dict()["residual"]["a"], state["residual"]["a"][0] + server)
-
-
-def test_the_choice_is_found_by_what_it_is():
-    auto = Auto([Quantize(8), PowerSGD(4)])
-    auto.choice = auto.candidates[1]
-    state = auto.gather_state(ALONE)
-    reordered, fewer = Auto([PowerSGD(4), Quantize(8)]), Auto([Quantize(8)])
-    reordered.load_state_dict(state, ALONE)
-    fewer.load_state_dict(state, ALONE)
-    assert reordered.choice is reordered.candidates[0]
-    assert fewer.choice is None
 
 
 @pytest.mark.parametrize("make", [lambda: TopK(0.1, momentum=0.5), lambda: PowerSGD(2, alternate=True), Sign])

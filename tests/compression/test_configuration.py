@@ -7,7 +7,6 @@ import torch
 from jsonargparse import ArgumentParser
 
 from lightning_parallel.compression import (
-    Auto,
     BlockTopK,
     Cast,
     Dense,
@@ -43,7 +42,6 @@ def parse(text):
         ("{class_path: %s.Sign}", Sign),
         ("{class_path: %s.Cast, init_args: {dtype: fp16}}", Cast),
         ("{class_path: %s.Dense}", Dense),
-        ("{class_path: %s.Auto, init_args: {candidates: [{class_path: %s.Sign}]}}", Auto),
         ("{class_path: %s.Policy, init_args: {rules: {'*.bias': null, '*': {class_path: %s.Sign}}}}", Policy),
     ],
 )
@@ -69,7 +67,7 @@ def test_cast_takes_names_and_dtypes():
     assert Cast("bf16").dtype is Cast(torch.bfloat16).dtype is torch.bfloat16
 
 
-@pytest.mark.parametrize("make", [lambda: TopK(0.1) | Quantize(8), lambda: Policy({"*": PowerSGD(2)}), Auto])
+@pytest.mark.parametrize("make", [lambda: TopK(0.1) | Quantize(8), lambda: Policy({"*": PowerSGD(2)})])
 def test_compressors_travel_to_other_processes(make):
     compressor = make()
     compressor.reduce_({"w": torch.ones(64, 64)})
@@ -80,9 +78,3 @@ def test_compressors_travel_to_other_processes(make):
     assert torch.equal(ours, theirs)
     assert isinstance((TopK(0.1) | Cast("bf16")).values, Cast)
     assert isinstance(TopK(0.1).values, Exact)
-
-
-@pytest.mark.parametrize("wrong", [{"candidates": "x"}, {"candidates": ["int8"]}, {"steps": "3"}, {"min_gain": None}])
-def test_auto_refuses_what_it_cannot_try(wrong):
-    with pytest.raises(TypeError, match=next(iter(wrong))):
-        Auto(**wrong)

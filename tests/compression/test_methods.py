@@ -203,7 +203,6 @@ def test_momentum_accumulates_until_it_is_sent():
 )
 def test_unbiased_by_z_test(make):
     compressor, draws = make(), 50 * 30
-    assert compressor.unbiased
     matrix = randn(6, 10, seed=5)
     samples = many(compressor, matrix, 30)
     # At least a hundredth: an element next to a level may be rounded alike in all draws.
@@ -392,9 +391,6 @@ def test_the_first_matching_rule_decides():
     assert isinstance(policy.method("head", big, 0), Dense)
     assert isinstance(policy.method("layer.bias", big, 0), Dense)
     assert isinstance(policy.method("layer.weight", (9, 9), 0), Dense)
-    assert policy.collective == "mixed"
-    assert not policy.linear
-    assert Policy({"*": power, "x": None}).linear
     with pytest.raises(TypeError, match="compressors or None"):
         Policy({"*": "powersgd"})
 

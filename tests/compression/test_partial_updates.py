@@ -8,7 +8,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from lightning_parallel import CompressedDDPStrategy, PowerSGD, TensorParallelStrategy, TopK, comm
-from lightning_parallel.compression import Auto, Dense, HookState, Quantize, compression_hook
+from lightning_parallel.compression import Dense, HookState, Quantize, compression_hook
 from tests.harness import distributed
 from tests.strategies.models import Net, loader, trainer_for
 
@@ -131,7 +131,6 @@ class Mixed(nn.Module):
         (False, {"find_unused_parameters": True, "bucket_cap_mb": 0.001}, Dense),
         (True, {"find_unused_parameters": True, "bucket_cap_mb": 0.001}, PowerSGD),
         (True, {"static_graph": True}, Dense),
-        (True, {"static_graph": True}, Auto),
     ],
 )
 @distributed(world_size=2)
@@ -193,11 +192,3 @@ def test_an_error_in_the_lane_ends_backward(group):
     with pytest.raises(RuntimeError, match="ZeroDivisionError: no such method"):
         model(torch.ones(2, 40)).sum().backward()
     state.close()
-
-
-@pytest.mark.parametrize("options", [{"steps": 2}, {"min_gain": 0.5}])
-@distributed(world_size=2)
-def test_measurements_that_differ_between_ranks_are_refused(options, group):
-    auto = Auto(**(options if group.rank else {}))
-    with pytest.raises(ValueError, match="The compressor and its step"):
-        auto.reduce_({"a": torch.ones(8, 8)}, group)

@@ -30,7 +30,7 @@ from lightning_parallel import (
     comm,
 )
 from lightning_parallel.comm import Group
-from lightning_parallel.compression import Auto, Dense
+from lightning_parallel.compression import Dense
 from tests.harness import distributed, needs_fully_shard, run
 from tests.strategies import test_compressed_fsdp as fsdp
 from tests.strategies import test_compressed_model_parallel as model_parallel
@@ -329,23 +329,6 @@ def test_nodes_are_found_and_what_is_sent_between_them_is_shown(group):
             _fit_in_nodes(group, strategy, 3)
     local = partial(LocalSGDStrategy, every_n_steps=2)
     torch.testing.assert_close(_fit_in_nodes(group, local, 2), _fit_in_nodes(group, local, False), rtol=1e-9, atol=1e-9)
-
-
-@pytest.mark.parametrize("kind", ["tensor", "ddp in nodes", "replicas in nodes"])
-def test_all_ranks_choose_the_same(kind):
-    on_ranks(choose, kind)
-
-
-def choose(kind):
-    compression = Auto([TopK(1.0, min_numel=1)], steps=1)
-    module = _double()
-    trainer_for(max_epochs=3).fit(module, loader())
-    found = whole(fit(kind, compression, max_epochs=3))
-    for name, weight in module.named_parameters():
-        torch.testing.assert_close(found[name], weight.detach(), rtol=1e-9, atol=1e-9, msg=name)
-    assert compression.choice is not None
-    assert compression.step == 12
-    assert len(set(comm.all_gather_object(compression.verdict, Group.of()))) == 1
 
 
 class Begins(Callback):

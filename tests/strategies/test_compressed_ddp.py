@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader
 
 from lightning_parallel import CompressedDDPStrategy, LocalSGDStrategy, Policy, PowerSGD, Quantize, Sign, TopK, comm
 from lightning_parallel.compat import patched
-from lightning_parallel.compression import Auto, Dense, HookState, compression_hook
+from lightning_parallel.compression import Dense, HookState, compression_hook
 from lightning_parallel.strategies.checkpoints import files as checkpoint_files
 from lightning_parallel.strategies.compressed.state_files import Place, read_compression, write_compression
 from tests.harness import distributed, run
@@ -71,17 +71,6 @@ def test_plain_means_equal_ddp(options, accumulate, group):
     trainer = fit(module, CompressedDDPStrategy(Dense(), **options), group, accumulate_grad_batches=accumulate)
     assert_equal(module, expected)
     assert trainer.strategy.compression.step == trainer.global_step == 8 // accumulate, "optimizer steps, not backwards"
-
-
-@distributed(world_size=2)
-def test_auto_that_stays_dense_is_ddp(group):
-    expected, module = Net().double(), Net().double()
-    fit(expected, DDPStrategy(**TWO_BUCKETS), group, max_epochs=3)
-    auto = Auto([TopK(1.0, min_numel=1)], min_gain=0.999999, steps=1)
-    trainer = fit(module, CompressedDDPStrategy(auto, **TWO_BUCKETS), group, max_epochs=3)
-    assert auto.is_plain
-    assert auto.step == trainer.global_step == 12
-    torch.testing.assert_close(module.state_dict(), expected.state_dict(), rtol=1e-12, atol=1e-12)
 
 
 @distributed(world_size=2)

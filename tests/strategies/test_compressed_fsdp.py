@@ -10,7 +10,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy
 from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 
 from lightning_parallel import CompressedFSDPStrategy, Quantize, TopK, comm
-from lightning_parallel.compression import Auto, Dense, compress_fsdp
+from lightning_parallel.compression import Dense, compress_fsdp
 from lightning_parallel.compression.fsdp import _rows, plain_name
 from tests.harness import distributed
 from tests.strategies.models import Net, loader, trainer_for
@@ -141,14 +141,6 @@ def test_names_are_those_of_the_plain_module(group):
     for name, residual in expected["residual"].items():
         torch.testing.assert_close(found["residual"][name], residual)
     assert strategy.compression.step == plain.compression.step == 8
-
-
-@distributed(world_size=2)
-def test_auto_measures_and_goes_on(group):
-    strategy = CompressedFSDPStrategy(Auto([Quantize(8, **SMALL)], steps=1), auto_wrap_policy={nn.Linear})
-    train(Net(), strategy, group, max_epochs=3)
-    assert strategy.compression.step == 12
-    assert strategy.compression.choice is not None
 
 
 @distributed(world_size=4)

@@ -94,11 +94,8 @@ class CompressionAccumulator(Accumulator):
     def _count(self, outcome: Outcome) -> Numbers:
         """Add one step; returns its numbers."""
         self._steps += 1
-        # Where DDP's own reduction has taken over, nothing is timed and nothing compressed.
-        is_dense = outcome.seconds is None
-        is_timed = outcome.seconds is not None and outcome.seconds.counts
-        seconds = {key: getattr(outcome.seconds, key) for key in TIMES} if is_timed else {}
-        self._timed += is_timed
+        seconds = {key: getattr(outcome.seconds, key) for key in TIMES} if outcome.seconds.counts else {}
+        self._timed += outcome.seconds.counts
         for key, value in seconds.items():
             self._seconds[key] += value
         sent: Numbers = {"dense_bytes": 0, "sent_bytes": 0}
@@ -106,7 +103,7 @@ class CompressionAccumulator(Accumulator):
             if block.method not in self._labels:
                 self._labels[block.method] = repr(block.method)
             label = self._labels[block.method]
-            row = {"dense_bytes": block.dense_bytes, "sent_bytes": block.dense_bytes if is_dense else block.sent_bytes}
+            row = {"dense_bytes": block.dense_bytes, "sent_bytes": block.sent_bytes}
             total = self._bytes.setdefault(label, dict.fromkeys(row, 0.0))
             self._names.setdefault(label, set()).update(block.names)
             for key, value in row.items():

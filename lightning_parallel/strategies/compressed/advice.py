@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_parallel.compat.lightning import tell
-from lightning_parallel.compression import Auto, Dense, Reducer
+from lightning_parallel.compression import Dense, Reducer
 from lightning_parallel.compression.compressor_state import REPLICATED
 from lightning_parallel.compression.reducer import LATE
 from lightning_parallel.tracing.spans import bytes_text, count_text
@@ -29,7 +29,7 @@ def tell_costs(reducer: Reducer, module: nn.Module, replicas: int, owners: int =
         steps: Optimizer steps between two reductions.
     """
     trained = {name: value for name, value in module.named_parameters() if value.requires_grad}
-    if replicas < 2 or not trained or isinstance(reducer, Auto):  # which tells by itself
+    if replicas < 2 or not trained:
         return
     kinds = {value.dtype for value in trained.values()}
     sent = dense = 0.0

@@ -131,8 +131,6 @@ class MeshCompression:
         # Before each step, since the scaler changes the scale after steps.
         scaler = getattr(precision, "scaler", None)
         self.reducer.scale = 1.0 if scaler is None else float(scaler.get_scale())
-        # With all ranks: those of a replica must not choose differently for what they hold in common.
-        self.reducer.prepare(self.groups.world)
 
     def drop_nonfinite_gradients(self, reducer: GradientReducer, precision: Precision) -> None:
         """Drop the gradients of a step that was rolled back, unless a gradient scaler will skip it anyway."""
