@@ -110,7 +110,7 @@ class _Memory(Callback):
         self.setup_s = time.perf_counter() - self.began_s
         forget_peak()
         self.own_bytes = sum(value.numel() * value.element_size() for value in pl_module.parameters())
-        engine = trainer.strategy.engine
+        engine = trainer.strategy.run.engine
         layers = list(engine.plan.layers)
         sizes = dict.fromkeys(layers, 0)
         for name, parameter in engine.plan.parameters.items():

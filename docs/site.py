@@ -81,7 +81,7 @@ TYPES = {
         "optimizers.zero.ZeroStage",
         "parallel.ScheduleName",
         "local_sgd.OuterOptimizer",
-        "mesh_checkpoints.CheckpointFormat",
+        "options.CheckpointFormat",
         "whole.between_runs.GatherAfterFit",
         "self_check.proof.Verify",
         "ranks.processes.StartMethod",

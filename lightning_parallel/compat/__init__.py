@@ -33,6 +33,7 @@ __all__ = [
     "innermost_users_line",
     "module_that_asks",
     "is_read_by_user",
+    "is_users",
     "is_users_object",
     "patched",
     "users_line",
@@ -158,10 +159,15 @@ FOREIGN |= {"builtins", "torchmetrics", "numpy"}
 """Packages whose classes and functions are not the user's own."""
 
 
+def is_users(kind: type) -> bool:
+    """Tell whether a class is the user's own, rather than one of a known package."""
+    return kind.__module__.partition(".")[0] not in FOREIGN
+
+
 def is_users_object(value: Any) -> bool:
     """Tell whether an object is of a class of the user's, with attributes; no module, no class and no function."""
     is_plain = hasattr(value, "__dict__") and not isinstance(value, (type, nn.Module)) and not callable(value)
-    return is_plain and type(value).__module__.partition(".")[0] not in FOREIGN
+    return is_plain and is_users(type(value))
 
 
 def users_line(is_end: Callable[[FrameType], bool]) -> str:

@@ -38,10 +38,9 @@ from lightning_parallel.planner.plans import LayoutPlan, optimizers_of, plan
 from lightning_parallel.planner.rehearsal import without_data
 from lightning_parallel.strategies.compressed.nodes import Hierarchical
 from lightning_parallel.strategies.compressed.state_files import KeptState
-from lightning_parallel.strategies.mesh_checkpoints import CheckpointFormat
 from lightning_parallel.strategies.optimizers.checks import check_sliced
 from lightning_parallel.strategies.optimizers.zero import ZeroStage
-from lightning_parallel.strategies.options import memory_limit, named, spelled
+from lightning_parallel.strategies.options import CheckpointFormat, memory_limit, named, spelled
 from lightning_parallel.strategies.parallel import HybridParallelStrategy
 from lightning_parallel.strategies.ranks.processes import StartMethod
 from lightning_parallel.strategies.self_check.proof import Verify

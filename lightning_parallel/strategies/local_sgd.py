@@ -13,7 +13,7 @@ from __future__ import annotations
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -46,11 +46,10 @@ from lightning_parallel.strategies.compressed.mesh import gradient_reducer
 from lightning_parallel.strategies.compressed.nodes import Hierarchical
 from lightning_parallel.strategies.compressed.replica_optimizers import ReplicaOptimizers
 from lightning_parallel.strategies.compressed.state_files import KeptState
-from lightning_parallel.strategies.mesh_checkpoints import CheckpointFormat
 from lightning_parallel.strategies.optimizers.checks import check_optimizers
 from lightning_parallel.strategies.optimizers.norms import give_norms
 from lightning_parallel.strategies.optimizers.zero import ZeroStage, refuse_zero_stage
-from lightning_parallel.strategies.options import named, spelled
+from lightning_parallel.strategies.options import CheckpointFormat, named, spelled
 from lightning_parallel.strategies.parallel import HybridParallelStrategy, ScheduleName
 from lightning_parallel.strategies.ranks import replicas
 from lightning_parallel.strategies.ranks.processes import StartMethod
@@ -67,6 +66,33 @@ _OUTER: dict[str, Optional[Callable[[Iterable], Optimizer]]] = {
     "average": None,
     "nesterov": partial(torch.optim.SGD, lr=0.7, momentum=0.9, nesterov=True),
 }
+
+
+@dataclass
+class LocalSteps:
+    """Holds the state of the local steps of one `fit`. It stays after the run, for checkpoints that are saved then.
+
+    Attributes:
+        exchange: Exchanges the drifts.
+        averages_gradients: Whether the present reducer averages gradients over the replicas.
+        taken: Number of steps of each optimizer, by `id`.
+        count: Number of optimizer steps, with the steps before the checkpoint.
+        restored_count: Number of steps before the checkpoint.
+        meets: Whether replicas wait for each other before the next batch.
+        has_agreed: Whether the replicas have been equal since the last step.
+        checkpoint: The entry of the checkpoint that the run resumes from.
+        is_closed: Whether the run has ended.
+    """
+
+    exchange: DriftExchange
+    averages_gradients: bool = False
+    taken: Counter[int] = field(default_factory=Counter)
+    count: int = 0
+    restored_count: int = 0
+    meets: bool = True
+    has_agreed: bool = False
+    checkpoint: Mapping[str, Any] = field(default_factory=dict)
+    is_closed: bool = False
 
 
 class LocalSGDStrategy(HybridParallelStrategy):
@@ -212,23 +238,9 @@ class LocalSGDStrategy(HybridParallelStrategy):
         checkpoint_io: Optional[CheckpointIO] = None,
         precision_plugin: Optional[Precision] = None,
     ) -> None:
-        check_integer("every_n_steps", every_n_steps, least=1)
-        check_integer("average_first", average_first, least=0)
-        check_integer("fragments", fragments, least=1)
-        check_integer("overlap_steps", overlap_steps, least=0)
-        check_integer("start_step", start_step, least=0)
-        for name, value in (("fragments", fragments), ("overlap_steps", overlap_steps)):
-            if value > every_n_steps:
-                raise ValueError(f"`{name}` must be at most `every_n_steps` ({every_n_steps}); got {value}")
-        if isinstance(outer_optimizer, str):
-            if outer_optimizer not in _OUTER:
-                names = " or ".join(map(repr, _OUTER))
-                raise ValueError(f"`outer_optimizer` must be {names} or a function; got {outer_optimizer!r}")
-        elif isinstance(outer_optimizer, Optimizer) or not callable(outer_optimizer):
-            raise TypeError(
-                "`outer_optimizer` must be a function from parameters to an optimizer, such as `lambda parameters:"
-                f" SGD(parameters, lr=0.7)`; got {outer_optimizer!r}"
-            )
+        steps = {"average_first": average_first, "start_step": start_step}
+        _check_steps(every_n_steps, steps, {"fragments": fragments, "overlap_steps": overlap_steps})
+        _check_outer(outer_optimizer)
         if compression is not None:
             check_reducer(compression)
         refuse_zero_stage(zero_stage)
@@ -240,53 +252,34 @@ class LocalSGDStrategy(HybridParallelStrategy):
         self.overlap_steps = overlap_steps
         self.start_step = start_step
         self._make_outer = _OUTER[outer_optimizer] if isinstance(outer_optimizer, str) else outer_optimizer
-        self._exchange: DriftExchange | None = None
-        self._ended: DriftExchange | None = None  # that of the last `fit`, for checkpoints that are saved after it
-        self._averages_gradients = False  # what the present reducer does
-        self._taken: Counter[int] = Counter()  # steps of each optimizer, by `id`
-        self._step_count = self._restored_steps = 0
-        self._meets = True
-        self._has_agreed = False
-        self._restored: Mapping[str, Any] = {}
+        self._local: LocalSteps | None = None
 
     # ------------------------------------------------------------------------------------------------------- set-up
 
-    compresses_drifts = keeps_parameters = is_for_replicas = True
+    compresses_drifts = True
+    is_for_replicas = True
+    keeps_parameters = True
+
+    @property
+    def local(self) -> LocalSteps:
+        """The local steps of the present `fit`.
+
+        Raises:
+            RuntimeError: Outside of `fit`.
+        """
+        if self._local is None or self._local.is_closed:
+            raise RuntimeError("Replicas take local steps only during `fit`")
+        return self._local
+
+    @property
+    def _exchange(self) -> DriftExchange | None:
+        """The exchange of drifts; None outside of `fit`."""
+        return None if self._local is None or self._local.is_closed else self._local.exchange
 
     @property
     @override
     def steps_between_reductions(self) -> int:
         return self.every_n_steps
-
-    @override
-    def make_reducer(self) -> GradientReducer:
-        complex_names = [name for name, value in self.module.named_parameters() if value.is_complex()]
-        if complex_names:
-            raise ValueError(f"`{complex_names[0]}` is complex, which is not supported by LocalSGDStrategy")
-        data, engine = self.groups.data_parallel, self.engine
-        assert self._compression is not None
-        self._step_count = self._restored_steps = 0
-        self._meets, self._has_agreed, self._taken, self._restored = True, False, Counter(), {}
-        self._exchange = DriftExchange(
-            dict(self.module.named_parameters()),
-            data,
-            self._compression.means,
-            self._make_outer,
-            every_n_steps=self.every_n_steps,
-            average_first=self.average_first,
-            fragments=self.fragments,
-            overlap_steps=self.overlap_steps if data.size > 1 else 0,
-            side_group=self.groups.extra(DATA, LOCAL_STEPS) if self.overlap_steps and data.size > 1 else None,
-            replica_group=self.groups.replica,
-            first=() if engine is None else engine.tied,
-            complete=(lambda means: None) if engine is None else engine.share_tied,
-            on_return=self._begin_anew,
-        )
-        if self._exchange.outer is not None:
-            found, names = [self._exchange.outer], self.parameter_names
-            give_norms(found, names, self._rules, self.groups.tensor_parallel, self._patches)
-            check_optimizers(found, names, self._rules, self.engine is not None, self.groups.world)
-        return self._local_reducer(averages=False)
 
     @override
     def setup(self, trainer: Trainer) -> None:
@@ -302,49 +295,58 @@ class LocalSGDStrategy(HybridParallelStrategy):
                 self._agree_before(callback, "on_train_epoch_start", averages)
 
     @override
+    def make_reducer(self) -> GradientReducer:
+        complex_names = [name for name, value in self.module.named_parameters() if value.is_complex()]
+        if complex_names:
+            raise ValueError(f"`{complex_names[0]}` is complex, which is not supported by LocalSGDStrategy")
+        run, data = self.run, self.groups.data_parallel
+        assert run.compression is not None
+        exchange = DriftExchange(
+            dict(self.module.named_parameters()),
+            data,
+            run.compression.means,
+            self._make_outer,
+            every_n_steps=self.every_n_steps,
+            average_first=self.average_first,
+            fragments=self.fragments,
+            overlap_steps=self.overlap_steps if data.size > 1 else 0,
+            side_group=self.groups.extra(DATA, LOCAL_STEPS) if self.overlap_steps and data.size > 1 else None,
+            replica_group=self.groups.replica,
+            first=() if run.engine is None else run.engine.tied,
+            complete=(lambda means: None) if run.engine is None else run.engine.share_tied,
+            on_return=self._begin_anew,
+        )
+        self._local = LocalSteps(exchange)
+        if exchange.outer is not None:
+            names, tensor = run.parameter_names, self.groups.tensor_parallel
+            give_norms([exchange.outer], names, run.rules, tensor, self._patches)
+            check_optimizers([exchange.outer], names, run.rules, run.engine is not None, self.groups.world)
+        return self._local_reducer(averages=False)
+
+    def _local_reducer(self, averages: bool) -> GradientReducer:
+        """Return a reducer that completes the gradients of a replica.
+
+        Args:
+            averages: Whether the reducer also averages the gradients over all replicas, before local steps begin.
+        """
+        self.local.averages_gradients = averages
+        data = self.groups.data_parallel if averages else Group.alone(DATA)
+        return gradient_reducer(self.module, self.groups, data, self.run.sharding, self.run.rules, {})
+
+    @override
     def check_compression(self, compression: Reducer) -> None:
-        # It encodes drifts: what the optimizers of the replicas are does not matter.
+        # The compressor encodes drifts, so the optimizers of the replicas do not matter.
         if self._exchange is not None and self._exchange.outer is not None:
             warn_of_misfits(compression, self.module, [self._exchange.outer])
 
-    def _local_reducer(self, averages: bool) -> GradientReducer:
-        """Return what completes the gradients of a replica, and averages them over all where local steps wait."""
-        self._averages_gradients = averages
-        data = self.groups.data_parallel if averages else Group.alone(DATA)
-        return gradient_reducer(self.module, self.groups, data, self._sharding, self._rules, {})
-
-    @override
-    def _begin_step(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if self._is_warming_up != self._averages_gradients and self._reducer is not None:
-            self._reducer.close()
-            self._reducer = self._local_reducer(averages=self._is_warming_up)
-        if not self._is_warming_up and self._exchange is not None and self.groups.data_parallel.size > 1:
-            self._exchange.begin()
-            if self._has_agreed:
-                self._follow_hooks(self._exchange)
-        super()._begin_step(args, kwargs)
-        assert self.compression is not None
-        self.compression.scale = 1.0  # drifts are without the loss scale
-
-    def _follow_hooks(self, exchange: DriftExchange) -> None:
-        """Go on from what hooks have put into the module since the replicas agreed: it is no drift."""
-        data = self.groups.data_parallel
-        if comm.on_any_rank([not exchange.is_at_anchor], data)[0]:
-            replicas.share_means([value.detach() for value in self.module.parameters()], data)
-            exchange.take_anchor()
-        self._has_agreed = False
-
-    @property
-    def _is_warming_up(self) -> bool:
-        return self._step_count < self.start_step
-
     @override
     def teardown(self) -> None:
-        if self._exchange is not None:
-            self._exchange.close()
-            if self._exchange.outer is not None:
-                move_optimizers([self._exchange.outer], torch.device("cpu"))
-            self._exchange, self._ended = None, self._exchange
+        local = self._local
+        if local is not None and not local.is_closed:
+            local.exchange.close()
+            if local.exchange.outer is not None:
+                move_optimizers([local.exchange.outer], torch.device("cpu"))
+            local.is_closed = True
             assert self.compression is not None
             self.compression.leave_device()
         super().teardown()
@@ -354,9 +356,10 @@ class LocalSGDStrategy(HybridParallelStrategy):
     @property
     @override
     def differing(self) -> frozenset[str]:
-        if self._exchange is None or not self._exchange.is_begun:
+        exchange = self._exchange
+        if exchange is None or not exchange.is_begun:
             return frozenset()
-        return frozenset({"optimizer"} if self._exchange.agrees else {"optimizer", "parameter", "buffer"})
+        return frozenset({"optimizer"} if exchange.agrees else {"optimizer", "parameter", "buffer"})
 
     @property
     def steps_per_exchange(self) -> float:
@@ -364,49 +367,79 @@ class LocalSGDStrategy(HybridParallelStrategy):
         exchange = self._exchange
         return 1.0 if exchange is None or not exchange.exchanged else exchange.counted / exchange.exchanged
 
+    @property
+    def _is_warming_up(self) -> bool:
+        return self.local.count < self.start_step
+
+    @override
+    def _begin_step(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        local, run = self.local, self.run
+        if self._is_warming_up != local.averages_gradients and run.reducer is not None:
+            run.reducer.close()
+            run.reducer = self._local_reducer(averages=self._is_warming_up)
+        if not self._is_warming_up and self.groups.data_parallel.size > 1:
+            local.exchange.begin()
+            if local.has_agreed:
+                self._follow_hooks(local)
+        super()._begin_step(args, kwargs)
+        assert self.compression is not None
+        self.compression.scale = 1.0  # drifts are without the loss scale
+
+    def _follow_hooks(self, local: LocalSteps) -> None:
+        """Take weights that hooks have set since the replicas agreed: they are no drift."""
+        data = self.groups.data_parallel
+        if comm.on_any_rank([not local.exchange.is_at_anchor], data)[0]:
+            replicas.share_means([value.detach() for value in self.module.parameters()], data)
+            local.exchange.take_anchor()
+        local.has_agreed = False
+
     @override
     def end_step(self, optimizer: Optimizer) -> None:
-        self._has_agreed = False
-        # Of several optimizers, which step in turn, the one that has taken most steps counts.
-        self._taken[id(optimizer)] += 1
-        if self._taken[id(optimizer)] <= self._step_count - self._restored_steps:
-            if self._exchange is not None:
-                self._exchange.move()
+        local = self.local
+        local.has_agreed = False
+        # Several optimizers step in turn. The one with most steps counts.
+        local.taken[id(optimizer)] += 1
+        if local.taken[id(optimizer)] <= local.count - local.restored_count:
+            local.exchange.move()
             return
-        exchange, was_warming_up = self._exchange, self._is_warming_up
-        self._step_count += 1
-        if was_warming_up or exchange is None or not exchange.is_begun:
+        was_warming_up = self._is_warming_up
+        local.count += 1
+        if was_warming_up or not local.exchange.is_begun:
             super().end_step(optimizer)
             return
-        failed = exchange.failed
-        if exchange.count_step():
-            self._meet(failed)
+        failed = local.exchange.failed
+        if local.exchange.count_step():
+            self._meet(local, failed)
 
-    def _meet(self, failed: int) -> None:
-        """Do what else replicas do when they exchange their drifts."""
-        assert self._exchange is not None
-        self._meets = True
-        # A replica that was not finite had left its traces there, too.
+    def _meet(self, local: LocalSteps, failed: int) -> None:
+        """Share further values when the replicas have exchanged their drifts.
+
+        Args:
+            local: The local steps.
+            failed: Number of failed exchanges before this one.
+        """
+        local.meets = True
+        # A replica that was not finite had left its traces in the buffers, too.
         replicas.share_finite_buffers(self.module, self.groups)
-        if self._exchange.failed > failed:
+        if local.exchange.failed > failed:
             rank_zero_warn(
                 "The mean drift of the replicas was not finite (fp16 ends at 65504). The replicas have returned to"
-                f" their last common parameters. This has happened {self._exchange.failed} times so far."
+                f" their last common parameters. This has happened {local.exchange.failed} times so far."
             )
 
     def agree(self) -> None:
         """Exchange the drift, so that all replicas are equal; every rank must call this method."""
         exchange, data = self._exchange, self.groups.data_parallel
-        if exchange is None or not exchange.is_begun or self._has_agreed:
+        if exchange is None or not exchange.is_begun or self.local.has_agreed:
             return
         failed = exchange.failed
         exchange.flush()
-        self._meet(failed)
-        # What follows the parameters without being trained: teachers, averages.
+        self._meet(self.local, failed)
+        # Teachers and averages follow the parameters without being trained.
         averages = [value.detach() for model in averages_of(self.module.trainer) for value in model.parameters()]
         averages += [value for model in averages_of(self.module.trainer) for value in model.buffers()]
         replicas.share_means([*(value.detach() for value in exchange.others), *averages], data)
-        self._has_agreed = True
+        self.local.has_agreed = True
 
     def _agree_before(self, owner: Any, name: str, when: Callable[[], bool] = lambda: True) -> None:
         """Let the replicas agree before a method of `owner`, during this run."""
@@ -422,24 +455,25 @@ class LocalSGDStrategy(HybridParallelStrategy):
     def _begin_anew(self) -> None:
         """Forget the state of the optimizers, which may not be finite either."""
         self._replica_optimizers.clear()
-        assert self._exchange is not None
-        if self.groups.replica.rank == 0 and self._exchange.returned & (self._exchange.returned - 1) == 0:
-            # On this replica, which the others know nothing of.
+        returned = self.local.exchange.returned
+        if self.groups.replica.rank == 0 and returned & (returned - 1) == 0:
+            # On every rank zero of a replica: other replicas do not know of it.
             warnings.warn(
                 f"Replica {self.groups.data_parallel.rank} had a parameter that was not finite and returned to the"
-                f" last common parameters of all replicas. This has happened {self._exchange.returned} times so far.",
+                f" last common parameters of all replicas. This has happened {returned} times so far.",
                 stacklevel=2,
             )
 
     @property
     @override
     def replicas_meet(self) -> bool:
-        meets, self._meets = self._meets or self._is_warming_up, False
+        local = self.local
+        meets, local.meets = local.meets or self._is_warming_up, False
         return meets
 
     @override
     def on_train_end(self) -> None:
-        # Hooks may have put weights into the module that are their own replica's.
+        # Hooks may have set weights on one replica alone.
         data = self.groups.data_parallel
         replicas.share_means([value.detach() for value in self.module.parameters()], data)
         replicas.share_finite_buffers(self.module, self.groups)
@@ -455,70 +489,101 @@ class LocalSGDStrategy(HybridParallelStrategy):
 
     @override
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: PathLike, storage_options: Any = None) -> None:
-        exchange = self._exchange or self._ended
-        if "optimizer_states" in checkpoint and exchange is not None:
-            checkpoint[LOCAL_STEPS] = self._state(exchange)
+        if "optimizer_states" in checkpoint and self._local is not None:
+            checkpoint[LOCAL_STEPS] = self._state(self._local)
         super().save_checkpoint(checkpoint, filepath, storage_options)
 
-    def _state(self, exchange: DriftExchange) -> dict[str, Any]:
-        data, outer = self.groups.data_parallel, exchange.outer
+    def _state(self, local: LocalSteps) -> dict[str, Any]:
+        exchange = local.exchange
         scaler = getattr(self.precision_plugin, "scaler", None)
-        scalers = comm.all_gather_object(None if scaler is None else scaler.state_dict(), data)
-        counts = {"steps": self._step_count, "local_steps": exchange.counted, "exchanges": exchange.exchanged}
+        scalers = comm.all_gather_object(None if scaler is None else scaler.state_dict(), self.groups.data_parallel)
+        counts = {"steps": local.count, "local_steps": exchange.counted, "exchanges": exchange.exchanged}
         state: dict[str, Any] = {**counts, "scalers": scalers, **self._replica_optimizers.save(self.is_sharded)}
-        if outer is not None:
-            state["outer"] = self._saved.gather_optimizer(outer)
+        if exchange.outer is not None:
+            state["outer"] = self._saved.gather_optimizer(exchange.outer)
         return state
 
     @override
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         """Return the state of the first replica's optimizer with full tensors, see `lightning_module_state_dict`."""
         inner = optimizer.optimizer if isinstance(optimizer, LightningOptimizer) else optimizer
-        return replace(self._saved, are_alike=False).gather_optimizer(inner, self._recorded_groups(inner))
+        return replace(self._saved, are_alike=False).gather_optimizer(inner, self.run.recorded_groups(inner))
 
     @override
     def load_checkpoint(self, checkpoint_path: PathLike, weights_only: Optional[bool] = None) -> dict[str, Any]:
         checkpoint = super().load_checkpoint(checkpoint_path, weights_only)
-        if self.module.trainer.state.fn == TrainerFn.FITTING and "optimizer_states" in checkpoint:
-            self._restored = checkpoint.get(LOCAL_STEPS, {})
-            if not self._restored:
+        if self._exchange is not None and "optimizer_states" in checkpoint:
+            self.local.checkpoint = checkpoint.get(LOCAL_STEPS, {})
+            if not self.local.checkpoint:
                 tell("The checkpoint is from another strategy; local steps start at step 0.")
         return checkpoint
 
     @override
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
         super().load_optimizer_state_dict(checkpoint)
-        state = self._restored
-        if not state or self._exchange is None:
+        if self._exchange is None or not self.local.checkpoint:
             return
-        failure: Exception | None = None
-        try:
-            self._restore(state)
-        except (RuntimeError, ValueError, OSError) as error:
-            failure = error
         # A rank whose part does not fit must not leave the others waiting in the next collective.
-        comm.raise_together(failure, self.groups.world)
+        with comm.failing_together(self.groups.world):
+            self._restore(self.local, self.local.checkpoint)
         self._check_shared_parts()
 
-    def _restore(self, state: Mapping[str, Any]) -> None:
-        exchange = self._exchange
-        assert exchange is not None
-        self._step_count = self._restored_steps = int(state["steps"])
-        exchange.counted, exchange.exchanged = int(state["local_steps"]), int(state["exchanges"])
-        data, outer = self.groups.data_parallel, exchange.outer
+    def _restore(self, local: LocalSteps, state: Mapping[str, Any]) -> None:
+        exchange, replica = local.exchange, self.groups.data_parallel.rank
+        local.count = local.restored_count = int(state["steps"])
+        exchange.counted = int(state["local_steps"])
+        exchange.exchanged = int(state["exchanges"])
+        outer = exchange.outer
         if outer is not None and "outer" in state:
-            outer.load_state_dict(self.checkpoints.scatter_optimizer(state["outer"], outer))
+            outer.load_state_dict(self.run.checkpoints.scatter_optimizer(state["outer"], outer))
             move_optimizers([outer], self.root_device)
         elif outer is not None or "outer" in state:
             rank_zero_warn("The checkpoint is from another outer optimizer; the outer optimizer starts anew.")
         scalers, scaler = state["scalers"], getattr(self.precision_plugin, "scaler", None)
-        if scaler is not None and data.rank < len(scalers) and scalers[data.rank] is not None:
-            scaler.load_state_dict(scalers[data.rank])
+        if scaler is not None and replica < len(scalers) and scalers[replica] is not None:
+            scaler.load_state_dict(scalers[replica])
         self._replica_optimizers.restore(state)
 
     @property
     def _replica_optimizers(self) -> ReplicaOptimizers:
-        return ReplicaOptimizers(self.module, self.groups, self._rules, self.optimizers, self.root_device)
+        return ReplicaOptimizers(self.module, self.groups, self.run.rules, self.optimizers, self.root_device)
+
+
+def _check_steps(every_n_steps: Any, counts: Mapping[str, Any], parts: Mapping[str, Any]) -> None:
+    """Check the numbers of steps.
+
+    Args:
+        every_n_steps: Steps between two exchanges.
+        counts: Numbers of steps or exchanges, by argument.
+        parts: Numbers that `every_n_steps` limits, by argument.
+
+    Raises:
+        TypeError, ValueError: If one is no integer or out of range.
+    """
+    check_integer("every_n_steps", every_n_steps, least=1)
+    for name, value in {**counts, **parts}.items():
+        check_integer(name, value, least=1 if name == "fragments" else 0)
+    for name, value in parts.items():
+        if value > every_n_steps:
+            raise ValueError(f"`{name}` must be at most `every_n_steps` ({every_n_steps}); got {value}")
+
+
+def _check_outer(outer_optimizer: Any) -> None:
+    """Check the outer optimizer.
+
+    Raises:
+        TypeError: If it is neither a name nor a function.
+        ValueError: If there is no such name.
+    """
+    if isinstance(outer_optimizer, str):
+        if outer_optimizer not in _OUTER:
+            names = " or ".join(map(repr, _OUTER))
+            raise ValueError(f"`outer_optimizer` must be {names} or a function; got {outer_optimizer!r}")
+    elif isinstance(outer_optimizer, Optimizer) or not callable(outer_optimizer):
+        raise TypeError(
+            "`outer_optimizer` must be a function from parameters to an optimizer, such as `lambda parameters:"
+            f" SGD(parameters, lr=0.7)`; got {outer_optimizer!r}"
+        )
 
 
 def _averages(trainer: Trainer, callback: StochasticWeightAveraging) -> bool:

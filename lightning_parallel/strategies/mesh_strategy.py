@@ -1,7 +1,11 @@
-"""Base class of the mesh strategies: implements the hooks that the Trainer calls.
+"""Implements the Trainer's hooks for strategies that divide a module over a mesh of processes.
 
-The order of a run is `setup_environment` (processes, groups) -> `setup` (parallelizes the model, see `setup.py`) ->
-`training_step` -> `backward` -> `optimizer_step` -> `save_checkpoint` -> `teardown`.
+The hooks stand in the order of a run: `setup_environment` (processes, groups) -> `setup` (divides the model) ->
+`load_checkpoint` -> `training_step` -> `backward` -> `optimizer_step` -> `save_checkpoint` -> `teardown`. The objects
+of a run are in `Run`.
+
+A `full` checkpoint is one file, gathered on rank zero, which stock Lightning also reads. A `sharded` checkpoint is a
+folder to which each rank writes its part; no rank holds more than its part and one tensor. Any layout loads either.
 """
 
 from __future__ import annotations
@@ -9,26 +13,42 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Generator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import replace
 from datetime import timedelta
-from typing import Any, Optional, Union, get_args
+from typing import Any, Optional, Union
 
 import torch
 from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment
 from lightning.fabric.plugins.collectives.torch_collective import default_pg_timeout
-from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.accelerators import Accelerator
+from lightning.pytorch.core.optimizer import LightningOptimizer
+from lightning.pytorch.plugins.io import AsyncCheckpointIO
 from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.trainer.states import TrainerFn, TrainerStatus
-from lightning.pytorch.utilities.rank_zero import rank_zero_warn
+from lightning.pytorch.utilities.model_helpers import is_overridden
+from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from lightning.pytorch.utilities.types import STEP_OUTPUT
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_parallel import comm
+from lightning_parallel.checkpoint import (
+    Checkpoints,
+    DistributedCheckpoint,
+    Folder,
+    SavedCheckpoint,
+    ShardedWriter,
+    as_parts,
+    is_distributed_checkpoint,
+    is_sharded_checkpoint,
+)
 from lightning_parallel.comm import stop_heartbeat
-from lightning_parallel.compat import ParallelState, Patches
+from lightning_parallel.compat import Patches, is_users
+from lightning_parallel.compat.default_group import all_processes_as_default
 from lightning_parallel.compat.lightning import (
+    PathLike,
     early_optimizers,
     log_without_advice,
     move_optimizers,
@@ -37,9 +57,9 @@ from lightning_parallel.compat.lightning import (
     tell,
 )
 from lightning_parallel.compat.torch import explain_swaps, give_data
+from lightning_parallel.compat.twins import is_a
 from lightning_parallel.compression import Reducer, check_reducer
-from lightning_parallel.compression.compressor import check_flag
-from lightning_parallel.data_parallel import GradientReducer, ParameterSlices
+from lightning_parallel.data_parallel import GradientReducer
 from lightning_parallel.mesh import Axis, Size
 from lightning_parallel.pipeline.microbatch import without_caches
 from lightning_parallel.pipeline.pipeline_plan import PipelinePlan
@@ -48,18 +68,11 @@ from lightning_parallel.strategies import checks
 from lightning_parallel.strategies.compressed.advice import tell_costs, warn_of_misfits
 from lightning_parallel.strategies.compressed.mesh import MeshCompression, gradient_reducer
 from lightning_parallel.strategies.compressed.nodes import Hierarchical, check_hierarchical
-from lightning_parallel.strategies.compressed.state_files import KeptState, check_kept_state
+from lightning_parallel.strategies.compressed.state_files import KeptState, check_kept_state, remove_compression
 from lightning_parallel.strategies.deferred.init import deferred_init, materialize_owned, move_to_meta
 from lightning_parallel.strategies.deferred.tensor import is_deferred
-from lightning_parallel.strategies.hooks.changes import (
-    Differences,
-    ModelWatch,
-    refuse_in_shards,
-    refuse_in_stages,
-    refuse_new_parameters,
-)
+from lightning_parallel.strategies.hooks.changes import ModelWatch
 from lightning_parallel.strategies.hooks.watch import HookWatch, WatchedHook
-from lightning_parallel.strategies.mesh_checkpoints import CheckpointFormat, MeshCheckpoints
 from lightning_parallel.strategies.optimizers.checks import WholeGroups, check_optimizers
 from lightning_parallel.strategies.optimizers.norms import ReplicaNorm, give_norms, span_replica
 from lightning_parallel.strategies.optimizers.zero import (
@@ -69,33 +82,39 @@ from lightning_parallel.strategies.optimizers.zero import (
     follow_other_steps,
     make_slices,
 )
-from lightning_parallel.strategies.ranks import replicas
-from lightning_parallel.strategies.ranks.order import in_step
-from lightning_parallel.strategies.ranks.processes import StartMethod
-from lightning_parallel.strategies.self_check.proof import FirstBatches, Verify
-from lightning_parallel.strategies.self_check.runs import StepRuns
-from lightning_parallel.strategies.setup.divide import (
+from lightning_parallel.strategies.options import (
+    CheckpointFormat,
     PipelineOptions,
     TensorOptions,
-    cut_stages,
-    shard_tensors,
+    check_checkpoint_format,
+    check_choice,
 )
+from lightning_parallel.strategies.ranks import replicas
+from lightning_parallel.strategies.ranks.order import in_step
+from lightning_parallel.strategies.ranks.processes import MeshProcesses, StartMethod
+from lightning_parallel.strategies.run import Run
+from lightning_parallel.strategies.self_check.proof import Verify
+from lightning_parallel.strategies.setup.divide import cut_stages, save_plan, shard_tensors
 from lightning_parallel.strategies.setup.tables import show_stages
 from lightning_parallel.strategies.steps.effects import side_effects_discarded
 from lightning_parallel.strategies.steps.pipeline import PipelineSteps
-from lightning_parallel.strategies.whole.between_runs import GatherAfterFit, divide_again, end_run
+from lightning_parallel.strategies.whole.between_runs import (
+    EVERYWHERE_BYTES,
+    GatherAfterFit,
+    divide_again,
+    end_run,
+    share_tensors,
+)
 from lightning_parallel.strategies.whole.full_state import hold_averages, open_outside
+from lightning_parallel.strategies.whole.saved_modules import holds_modules, put_whole_copies, weakly
 from lightning_parallel.strategies.whole.skeleton import close_skeleton, keep_skeleton
-from lightning_parallel.tensor.audit import StepAudit
 from lightning_parallel.tensor.logits import has_divided_logits, whole_logits
-from lightning_parallel.tensor.plan import Sharding
-from lightning_parallel.tensor.sharding import Shard
 from lightning_parallel.tensor.whole_gradients import give_whole_gradients
 
 __all__ = ["MeshStrategy"]
 
 
-class MeshStrategy(MeshCheckpoints):
+class MeshStrategy(MeshProcesses):
     """Divides a LightningModule over a mesh of processes.
 
     Args:
@@ -105,6 +124,15 @@ class MeshStrategy(MeshCheckpoints):
 
     The other arguments are those of `HybridParallelStrategy`.
     """
+
+    compresses_drifts = False
+    """Whether the compressor encodes drifts of parameters rather than gradients."""
+
+    is_for_replicas = False
+    """Whether a run with one rank per replica is expected. Otherwise the strategy suggests other sizes."""
+
+    keeps_parameters = False
+    """Whether the strategy stores a value for each parameter, so that none may be added or removed in a run."""
 
     def __init__(
         self,
@@ -140,13 +168,9 @@ class MeshStrategy(MeshCheckpoints):
             checkpoint_io=checkpoint_io,
             precision_plugin=precision_plugin,
         )
-        check_flag("async_save", async_save)
-        self.set_checkpoint_format(checkpoint_format, async_save)
-        if verify not in ("auto", "always", "off"):
-            raise ValueError(f"`verify` must be 'auto', 'always' or 'off'; got {verify!r}")
-        if gather_after_fit not in get_args(GatherAfterFit):
-            names = ", ".join(map(repr, get_args(GatherAfterFit)))
-            raise ValueError(f"`gather_after_fit` must be one of {names}; got {gather_after_fit!r}")
+        check_checkpoint_format(checkpoint_format, async_save)
+        check_choice("verify", verify, Verify)
+        check_choice("gather_after_fit", gather_after_fit, GatherAfterFit)
         if compression is not None:
             check_reducer(compression)
         check_kept_state(compressor_state)
@@ -156,22 +180,22 @@ class MeshStrategy(MeshCheckpoints):
         self.kept_state = compressor_state
         self.hierarchical = hierarchical
         self.zero_stage = zero_stage
+        self.checkpoint_format = checkpoint_format
+        self.async_save = async_save
         self.verify = verify
         self.gather_after_fit = gather_after_fit
         self.tensor_options = tensor
         self.pipeline_options = pipeline
-        self._sharding: Sharding | None = None
-        self._reducer: GradientReducer | None = None
-        self._steps: PipelineSteps | None = None
+        self._run: Run | None = None
+        # Not in `Run`: patches begin before `setup`, and the last ones end after `teardown` of Lightning's strategy.
         self._patches = Patches()
-        self._first_batches: FirstBatches | None = None
-        self._loader_index, self._is_first_batch = 0, True
-        self._audit: StepAudit | None = None
-        self._shows_stages = False
+        # Not in `Run` either: a script may save or load between runs.
+        self._writer: ShardedWriter | None = None
+        self._opened: SavedCheckpoint | DistributedCheckpoint | None = None
 
     def __deepcopy__(self, memo: dict[int, Any]) -> MeshStrategy:
-        # Code copies what it holds, and by way of a Trainer that is the strategy. What the library has made for a run,
-        # such as process groups, is for this process and shared; all else is copied, as of a strategy of Lightning.
+        # A copy of a module reaches the strategy by way of its Trainer. Objects that the library has made for a run,
+        # such as process groups, belong to this process: the copy shares them. All other attributes are copied.
         duplicate = type(self).__new__(type(self))
         memo[id(self)] = duplicate
         is_used = self._groups is not None
@@ -180,12 +204,23 @@ class MeshStrategy(MeshCheckpoints):
             vars(duplicate)[name] = value if is_used and is_made_here else copy.deepcopy(value, memo)
         return duplicate
 
-    # ------------------------------------------------------------------------------------------------- the model
+    @property
+    def run(self) -> Run:
+        """The objects of the present run; after `teardown`, of the last one.
+
+        Raises:
+            RuntimeError: Before the first `setup`.
+        """
+        if self._run is None:
+            raise RuntimeError("The strategy has no run yet; it begins in `Trainer.fit`, `validate`, ...")
+        return self._run
+
+    # -------------------------------------------------------------------------------------------------- the set-up
 
     @override
     def setup_environment(self) -> None:
         super().setup_environment()
-        # Now that the ranks have met: one that raised by itself, and left, would be all that the others tell of.
+        # Only now have the ranks met. A rank that raised earlier would leave, and the others would report only that.
         with comm.failing_together(self.groups.world):
             if self.mesh.pipeline_parallel > 1:
                 checks.check_pipeline_module(self.module)
@@ -204,89 +239,91 @@ class MeshStrategy(MeshCheckpoints):
     @override
     def setup(self, trainer: Trainer) -> None:
         assert self.accelerator is not None
-        module, fitting = self.module, trainer.state.fn == TrainerFn.FITTING
+        is_fit = trainer.state.fn == TrainerFn.FITTING
         self.accelerator.setup(trainer)
         self._end_on_sigterm = self.keep_together(trainer, self._patches)
         if not self.is_distributed:
             log_without_advice(self._patches)
-        divide_again(module, self.groups, self.root_device)
-        self._is_restored = False
-        if synchronizes_layers(self) and fitting:
-            # Before the model is planned, since this replaces modules.
-            replicas.synchronize_batch_norm(module, self.groups.data_parallel)
-        # Entered again, so that a cast of deferred parameters is recorded, too.
-        with deferred_init(self.root_device):
-            self.precision_plugin.convert_module(module)
-        self.parallelize(module)
-        if (order := ParallelState.of(module).order) is not None:
-            order.chance = self._chance if self.engine is None else None
-        self.model_to_device()
-        # Each replica has built its own model, perhaps from other random numbers.
-        replicas.start_equal(module, self.groups.data_parallel)
-        replicas.scope_metrics(module, self.groups)
-        replicas.compute_at_end_of_epochs(trainer, self.groups.data_parallel, self._patches)
-        open_outside(module, self.groups, self.checkpoints, self._patches)
-        self._compression = None
-        if fitting:
-            kept, drifts = self.kept_state, self.compresses_drifts
-            self._compression = MeshCompression.of(
-                self.compression, module, self.groups, kept, drifts, self.hierarchical, self.node_rank
-            )
-            self.setup_optimizers(trainer)
-            self.check_optimizers()
-            self._reducer = self.make_reducer()
-            if self.compression is not None and self._compression is not None:
-                sizes = self._compression.replicas_and_owners
-                tell_costs(self.compression, module, *sizes, self.steps_between_reductions)
-                self.check_compression(self.compression)
-            self._is_first_batch = True
-            self._audit = None if self._sharding is None else StepAudit(module, self._sharding, self.verify != "off")
-        self._first_batches = FirstBatches(self.groups, self.verify, self._step_runs)
+        divide_again(self.module, self.groups, self.root_device)
+        run = self._begin_run()
+        was_split = run.engine is not None
+        self._prepare_model(trainer)
+        if is_fit:
+            self._prepare_fit(trainer)
         self.setup_precision_plugin()
-        elsewhere = frozenset() if self.engine is None else self.engine.counted_by_others
-        norm = ReplicaNorm(module, self._rules, self.groups, elsewhere, self._gradient_slices)
-        norm.use_everywhere(self._patches)
-        if self._sharding is not None:
-            tensor = self.groups.tensor_parallel
-            give_whole_gradients(module, self._sharding, self._rules, tensor, lambda: norm.is_whole, self._patches)
-        span_replica(self.precision_plugin, norm, self.root_device, self._patches)
-        if self.groups.replica.size > 1 or self._slices is not None:
-            self._hook_watch = HookWatch(module, self._rules, self.groups, self._slices, lambda: self.optimizers)
-            self._hook_watch.install(self._patches)
-        if fitting:
+        self._guard_gradients()
+        if self.groups.replica.size > 1 or run.slices is not None:
+            run.hook_watch = HookWatch(self.module, run.rules, self.groups, run.slices, lambda: self.optimizers)
+            run.hook_watch.install(self._patches)
+        if is_fit:
             move_optimizers(self.optimizers, self.root_device)
             replicas.share_plateau_metrics(self.lr_scheduler_configs, self.groups.data_parallel)
-        if self._shows_stages and self.engine is not None:
-            copies = optimizer_copies(self.optimizers) if fitting else 1
-            count = self.groups.data_parallel.size if fitting else 1
-            show_stages(self.engine.plan, copies, count, self.zero_stage)
-            self._shows_stages = False
-        self._watch = ModelWatch(module, lambda: self.optimizers)
+        if run.engine is not None and not was_split:
+            # Only now is the memory of the optimizers known.
+            copies = optimizer_copies(self.optimizers) if is_fit else 1
+            show_stages(run.engine.plan, copies, self.groups.data_parallel.size if is_fit else 1, self.zero_stage)
+        # Last: the changes above are ours.
+        run.model_watch = ModelWatch(self.module, lambda: self.optimizers)
 
-    def parallelize(self, module: LightningModule) -> None:
+    def _begin_run(self) -> Run:
+        last = self._run
+        self._run = Run(
+            self.module,
+            self.groups,
+            self.root_device,
+            self.precision_plugin,
+            self.verify,
+            self.zero_stage,
+            # The optimizers of the last `fit` stay during an evaluation, and so does the division of their state.
+            optimizer_groups=None if last is None else last.optimizer_groups,
+            slices=None if last is None else last.slices,
+        )
+        return self._run
+
+    def _prepare_model(self, trainer: Trainer) -> None:
+        """Divide the module, move it to the device, and let replicas start equal."""
+        module, data = self.module, self.groups.data_parallel
+        if synchronizes_layers(self) and trainer.state.fn == TrainerFn.FITTING:
+            # Before the model is planned, since this replaces modules.
+            replicas.synchronize_batch_norm(module, data)
+        # Deferred parameters record a cast only inside of the mode that made them.
+        with deferred_init(self.root_device):
+            self.precision_plugin.convert_module(module)
+        self._divide(module)
+        order = self.run.state.order
+        if order is not None:
+            # Stages draw different numbers, so a pipeline compares them by itself.
+            order.chance = self._chance if self.run.engine is None else None
+        self.model_to_device()
+        # Each replica has built its own model, perhaps from other random numbers.
+        replicas.start_equal(module, data)
+        replicas.scope_metrics(module, self.groups)
+        replicas.compute_at_end_of_epochs(trainer, data, self._patches)
+        open_outside(module, self.groups, self.run.checkpoints, self._patches)
+
+    def _divide(self, module: LightningModule) -> None:
         """Divide `module` in place, layers first, runs of layers second; both are kept from run to run."""
-        if self.groups.replica.size > 1 and ParallelState.of(module).pending is None:
+        run = self.run
+        if self.groups.replica.size > 1 and run.state.pending is None:
             with comm.failing_together(self.groups.world):
                 checks.check_parameters(module)
         held = move_to_meta(module, self.root_device)
         if self.groups.replica.size > 1:
             keep_skeleton(module)
-        self._sharding = shard_tensors(module, self.tensor_options, self.groups)
-        self._rules = ParallelState.of(module).rules
+        sharding = shard_tensors(module, self.tensor_options, self.groups)
 
         def materialize(plan: PipelinePlan | None) -> None:
-            materialize_owned(module, self.root_device, self.groups, self._sharding, plan, held, self._built_apart)
+            materialize_owned(module, self.root_device, self.groups, sharding, plan, held, self._built_apart)
 
         if self.pipeline_options is None or self.groups.pipeline_parallel.size == 1:
             materialize(None)
             close_skeleton(module)
             return
         steps = PipelineSteps(module, self.pipeline_options, self.precision_plugin, self.root_device)
-        is_new = ParallelState.of(module).engine is None
-        # The analysis runs the user's steps: what they log and remember is not of the run.
-        fits = module.trainer.state.fn == TrainerFn.FITTING
-        with side_effects_discarded(module), early_optimizers(self, module) if fits else nullcontext():
-            self.engine = cut_stages(
+        # The analysis runs the user's steps. Their logs and attributes are not part of the run.
+        is_fit = module.trainer.state.fn == TrainerFn.FITTING
+        with side_effects_discarded(module), early_optimizers(self, module) if is_fit else nullcontext():
+            engine = cut_stages(
                 module,
                 self.pipeline_options,
                 self.groups,
@@ -294,12 +331,11 @@ class MeshStrategy(MeshCheckpoints):
                 lambda: steps.example(module.trainer),
                 materialize,
             )
-        doubt = ParallelState.of(module).doubt
-        if doubt is not None and self.verify == "off":  # else the self-check looks into it
+        doubt = run.state.doubt
+        if doubt is not None and self.verify == "off":  # else the self-check examines the doubt
             rank_zero_warn(doubt[1])
-        steps.bind(self.engine, self._patches)
-        self._steps = steps
-        self._shows_stages = is_new
+        steps.bind(engine, self._patches)
+        run.steps = steps
         close_skeleton(module)
 
     @override
@@ -307,35 +343,73 @@ class MeshStrategy(MeshCheckpoints):
         assert self.model is not None
         self.model.to(self.root_device)
 
+    def _prepare_fit(self, trainer: Trainer) -> None:
+        """Make the optimizers and the reducer of a `fit`."""
+        run = self.run
+        run.compression = MeshCompression.of(
+            self.compression,
+            self.module,
+            self.groups,
+            self.kept_state,
+            self.compresses_drifts,
+            self.hierarchical,
+            self.node_rank,
+        )
+        self.setup_optimizers(trainer)
+        run.slices = make_slices(self.zero_stage, self.module, self.groups)
+        if run.slices is not None:
+            follow_other_steps(run.slices, self.groups.world, self._patches)
+        self._take_optimizers()
+        run.reducer = self.make_reducer()
+        if self.compression is not None and run.compression is not None:
+            sizes = run.compression.replicas_and_owners
+            tell_costs(self.compression, self.module, *sizes, self.steps_between_reductions)
+            self.check_compression(self.compression)
+        run.check_anew()
+
     @override
     def setup_optimizers(self, trainer: Trainer) -> None:
         # A second `fit` would add its optimizers to those of the first.
         reset_optimizers(self)
-        failure: Exception | None = None
-        try:
-            self._build_optimizers(trainer)
-        except Exception as error:
-            failure = error
         # A stage whose `configure_optimizers` fails would leave the others waiting in the next collective.
-        comm.raise_together(failure, self.groups.world)
+        with comm.failing_together(self.groups.world):
+            self._build_optimizers(trainer)
 
     def _build_optimizers(self, trainer: Trainer) -> None:
-        self._whole = WholeGroups(self.module, self._rules, self.groups.pipeline_parallel, self.root_device)
+        run = self.run
+        groups = WholeGroups(self.module, run.rules, self.groups.pipeline_parallel, self.root_device)
+        run.optimizer_groups = groups
         if self.groups.replica.size == 1:
             super().setup_optimizers(trainer)
         else:
-            # It makes copies of parameters, and reads them, as hooks do.
-            watch = HookWatch(self.module, self._rules, self.groups, None, lambda: ())
+            # `configure_optimizers` copies and reads parameters, as hooks do.
+            watch = HookWatch(self.module, run.rules, self.groups, None, lambda: ())
             hook = WatchedHook(f"`{type(self.module).__name__}.configure_optimizers`", watch.group)
-            with watch.watching(hook), self._whole.shown(lambda: self.optimizers, watch):
+            with watch.watching(hook), groups.shown(lambda: self.optimizers, watch):
                 super().setup_optimizers(trainer)
-        self._whole.follow(trainer, self._patches)
+        groups.follow(trainer, self._patches)
 
-    compresses_drifts = False
-    """Of parameters, instead of gradients."""
+    def _take_optimizers(self) -> None:
+        """Let the present optimizers step on parts of the model; every rank must call it.
 
-    is_for_replicas = False
-    """Whether a run of replicas only is expected, and is not told."""
+        Raises:
+            ValueError: On every rank, if an optimizer would compute another step than on one process.
+        """
+        run = self.run
+        names, tensor = run.parameter_names, self.groups.tensor_parallel
+        give_norms(self.optimizers, names, run.rules, tensor, self._patches, run.slices)
+        check_optimizers(self.optimizers, names, run.rules, run.engine is not None, self.groups.world)
+        for group in (tensor, self.groups.data_parallel):
+            checks.check_agreement(self.module, self.optimizers, names, group)
+        if run.slices is not None:
+            divide_optimizers(self.optimizers, run.slices, self.groups.world, self._patches)
+
+    def make_reducer(self) -> GradientReducer:
+        """Return the reducer that averages the gradients over the replicas, for one `fit`; every rank must call it."""
+        run = self.run
+        options = {} if run.compression is None else run.compression.reducer_options()
+        data = self.groups.data_parallel
+        return gradient_reducer(self.module, self.groups, data, run.sharding, run.rules, options, run.gradient_slices)
 
     @property
     def steps_between_reductions(self) -> int:
@@ -343,271 +417,238 @@ class MeshStrategy(MeshCheckpoints):
         return 1
 
     def check_compression(self, compression: Reducer) -> None:
-        """Warn of what does not go with the compressor."""
+        """Warn of optimizers and parameters that do not go with the compressor."""
         warn_of_misfits(compression, self.module, self.optimizers)
 
-    def make_reducer(self) -> GradientReducer:
-        """Return what averages the gradients over the replicas, for one `fit`; every rank must call it."""
-        options = {} if self._compression is None else self._compression.reducer_options()
-        data = self.groups.data_parallel
-        slices = self._gradient_slices
-        return gradient_reducer(self.module, self.groups, data, self._sharding, self._rules, options, slices)
+    def _guard_gradients(self) -> None:
+        """Let norms and hooks of gradients see the gradients of the full model."""
+        run = self.run
+        elsewhere = frozenset() if run.engine is None else run.engine.counted_by_others
+        norm = ReplicaNorm(self.module, run.rules, self.groups, elsewhere, run.gradient_slices)
+        norm.use_everywhere(self._patches)
+        if run.sharding is not None:
+            tensor = self.groups.tensor_parallel
+            give_whole_gradients(self.module, run.sharding, run.rules, tensor, lambda: norm.is_whole, self._patches)
+        span_replica(self.precision_plugin, norm, self.root_device, self._patches)
 
-    @property
-    def _gradient_slices(self) -> ParameterSlices | None:
-        return self._slices if self.zero_stage == 2 else None
-
-    def check_optimizers(self) -> None:
-        """Refuse optimizers that would compute something else than on one process."""
-        self._slices = make_slices(self.zero_stage, self.module, self.groups)
-        if self._slices is not None:
-            follow_other_steps(self._slices, self.groups.world, self._patches)
-        self._take_optimizers()
-
-    def _take_optimizers(self) -> None:
-        """Let the optimizers that there are now step on parts of the model; every rank must call it.
-
-        Raises:
-            ValueError: On every rank, if one would compute something else than on one process.
-        """
-        tensor = self.groups.tensor_parallel
-        give_norms(self.optimizers, self.parameter_names, self._rules, tensor, self._patches, self._slices)
-        check_optimizers(self.optimizers, self.parameter_names, self._rules, self.engine is not None, self.groups.world)
-        for group in (self.groups.tensor_parallel, self.groups.data_parallel):
-            checks.check_agreement(self.module, self.optimizers, self.parameter_names, group)
-        if self._slices is not None:
-            divide_optimizers(self.optimizers, self._slices, self.groups.world, self._patches)
-
-    # ------------------------------------------------------------------------------------- what changes during a run
-
-    keeps_parameters = False
-    """Whether the strategy keeps something of each parameter, so that none may come or go."""
-
-    _watch: ModelWatch | None = None
-    _saved_optimizers: tuple[Optimizer, ...] = ()
-    _hook_watch: HookWatch | None = None
-    _past_watch: HookWatch | None = None
-
-    @override
-    def check_saved(self, checkpoint: Mapping[str, Any]) -> None:
-        watch = self._hook_watch or self._past_watch
-        if watch is not None:
-            watch.check_saved(checkpoint)
+    # ---------------------------------------------------------------------------------------------- loading a file
 
     @property
     @override
-    def has_changed(self) -> bool:
-        return self._watch is not None and self._watch.is_changed
-
-    @property
-    def _is_running(self) -> bool:
-        module = self.lightning_module
-        return self._groups is not None and module is not None and module.trainer.state.status == TrainerStatus.RUNNING
+    def restore_checkpoint_after_setup(self) -> bool:
+        return True
 
     @override
-    def adopt_changes(self) -> None:
-        watch = self._watch
-        assert watch is not None
-        found = watch.differences() if watch.has_new_model else None
-        failure: Exception | None = None
-        try:
-            if found is not None:
-                self._check_changes(found)
-        except ValueError as error:
-            failure = error
-        comm.raise_together(failure, self.groups.world)
-        mine = (watch.has_new_optimizers, None if found is None else found.summary())
-        everyone = comm.all_gather_object(mine, self.groups.world)
-        if self.engine is None and any(changes != everyone[0] for changes in everyone):
-            raise ValueError(
-                f"All ranks must change the model and its optimizers alike; got {everyone[0]} on rank 0 and"
-                f" {[changes for changes in everyone if changes != everyone[0]][0]} on another rank. Make the same"
-                " change on every rank, without a condition on the rank [LP031]"
-            )
-        if found is not None:
-            self._adopt_model(found)
-        if self._reducer is not None and (found is not None or any(has_new for has_new, _ in everyone)):
-            self._take_optimizers()
-            self.checkpoints.check_groups(self.optimizers, self._recorded_groups)
-            replicas.share_plateau_metrics(self.lr_scheduler_configs, self.groups.data_parallel)
-        watch.begin()
+    def load_checkpoint(self, checkpoint_path: PathLike, weights_only: Optional[bool] = None) -> dict[str, Any]:
+        # Ranks may name the best checkpoint after the metric of their replica: all take the name of rank 0.
+        path = self.broadcast(checkpoint_path)
+        self._opened = None
+        kind = self.broadcast(_kind_of(str(path)) if self.is_global_zero else "")
+        checkpoint = self._open_folder(str(path), kind) if kind else super().load_checkpoint(path, weights_only)
+        compression = None if self._run is None else self._run.compression
+        if compression is not None:
+            with comm.failing_together(self.groups.world):
+                compression.restore(checkpoint, path, self.run.rules)
+            self._check_shared_parts()
+        return checkpoint
 
-    def _check_changes(self, found: Differences) -> None:
-        """Refuse what cannot be adopted.
+    def _open_folder(self, path: str, kind: str) -> dict[str, Any]:
+        reader = SavedCheckpoint if kind == "sharded" else DistributedCheckpoint
 
-        Raises:
-            ValueError: If there is something.
-        """
-        if self.engine is not None:
-            intercepted = set(map(id, self.engine.model.sites.intercepted))
-            refuse_in_stages(found, self.engine.plan.container, lambda child: id(child) in intercepted)
-        if self._sharding is not None:
-            refuse_in_shards(found, self._sharding, dict(self.module.named_modules(remove_duplicate=False)))
-        if self.keeps_parameters:
-            refuse_new_parameters(
-                found, f"`{type(self).__name__}` keeps the values of each replica from the last mean."
-            )
-        if self._compression is not None and self._compression.nodes is not None:
-            refuse_new_parameters(found, "`hierarchical` gives each replica of a node a part of them.")
+        def open_folder() -> tuple[SavedCheckpoint | DistributedCheckpoint, dict[str, Any]]:
+            opened = reader.open(path, self.groups.world)
+            return opened, opened.checkpoint()
 
-    def _adopt_model(self, found: Differences) -> None:
-        module, state = self.module, ParallelState.of(self.module)
-        if self.engine is not None:
-            return  # nothing that holds parameters
-        # Copies of what is sharded, such as teachers, are sharded, too; by the names that the others are known by.
-        originals = {} if state.copies is None else state.copies.originals_of(found.come_modules)
-        copies = {new: state.rules[old] for new, old in originals.items() if old in state.rules}
-        for group, are_copies in ((self.groups.world, False), (self.groups.data_parallel, True)):
-            new = [value for name, value in found.come.items() if (name in copies) is are_copies]
-            replicas.start_equal(nn.ParameterList(new), group)
-        if self._sharding is not None:
-            self._sharding = state.sharding = self._sharding.without(found.gone, found.gone_modules)
-            for name in found.gone:
-                state.rules.pop(name, None)
-            state.rules.update(copies)
-            self._sharding = state.sharding = self._sharding.with_copies(originals)
-            self._audit = StepAudit(module, self._sharding, self.verify != "off")
-        if state.whole is not None:
-            state.whole.adopt(lambda child: None if state.copies is None else state.copies.change_of(child))
-        if state.full_states is not None:
-            state.full_states.adopt(module, self.groups)
-        # As before the first step: what is new was neither watched nor compared with one process.
-        self._is_first_batch = True
-        self._first_batches = FirstBatches(self.groups, self.verify, self._step_runs)
-        parameters = dict(module.named_parameters())
-        if self._slices is not None:
-            self._slices.adopt(parameters)
-            if self.zero_stage == 2:
-                self._slices.keep_states_whole(module)
-        if self._reducer is not None:
-            partial = None if self._sharding is None else self._sharding.partial
-            self._reducer.adopt(parameters, partial)
-
-    @property
-    def sharding(self) -> Optional[Sharding]:
-        """What was divided how; None before the first run, and with one tensor-parallel rank."""
-        return self._sharding
-
-    @property
-    def reducer(self) -> Optional[GradientReducer]:
-        """What averages the gradients over the replicas; None outside of `fit`."""
-        return self._reducer
-
-    @property
-    def rules(self) -> Mapping[str, Shard]:
-        """How the module's tensors are sharded over the tensor axis, by name."""
-        return self._rules
-
-    @property
-    def parameter_names(self) -> dict[int, str]:
-        """Name of each parameter of the module, by `id`."""
-        return {id(parameter): name for name, parameter in self.module.named_parameters()}
+        self._opened, checkpoint = self.together(open_folder)
+        return checkpoint
 
     @override
-    def teardown(self) -> None:
-        if self._is_running:
-            self.meet_at_end()  # a hook may have failed on one rank alone
-            self.agree_on_changes()  # of the last hooks
-        self._watch = None
-        if self._reducer is not None:
-            self._reducer.close()
-            self._reducer = None
-        if self._hook_watch is not None:
-            self._hook_watch.close()
-            self._past_watch, self._hook_watch = self._hook_watch, None
-        self._saved_optimizers = ()
-        self._patches.undo()
-        if self._slices is not None:
-            self._slices.close()
-        self.end_saves()
-        module = self.lightning_module
-        if module is not None and self._groups is not None:
-            self._is_restored = end_run(module, self.checkpoints, self._groups, self.gather_after_fit)
-        stop_heartbeat()
-        if module is not None and any(value.is_meta or is_deferred(value) for value in module.parameters()):
-            # Refused before it got its data. Lightning would move it to the CPU, which fails or makes the whole model.
-            self._patches.replace(module, "cpu", lambda: module)
-        super().teardown()
-        self._patches.undo()
+    def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
+        # A rank whose part does not fit must not leave the others waiting in the next collective.
+        with comm.failing_together(self.groups.world):
+            source = "file" if self._opened is None else str(self._opened.folder)
+            part = self.run.checkpoints.scatter_state(checkpoint["state_dict"], source, strict)
+            with self.run.state.own_parts():
+                self.module.load_state_dict(part, strict=strict)
+        self._check_shared_parts()
+
+    @override
+    def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
+        run = self.run
+        if run.optimizer_groups is not None:
+            run.optimizer_groups.restore(self.module.trainer)
+        for optimizer, state in zip(self.optimizers, checkpoint["optimizer_states"]):
+            # Each rank reads other parts of a folder; a file is equal for all of them.
+            with nullcontext() if self._opened is None else comm.failing_together(self.groups.world):
+                part = run.checkpoints.scatter_optimizer(state, optimizer, run.recorded_groups(optimizer))
+            # One optimizer after the other, so that a rank never holds the file's values of several.
+            optimizer.load_state_dict(part)
+            move_optimizers([optimizer], self.root_device)
+        self._check_shared_parts()
+
+    def _check_shared_parts(self) -> None:
+        if self._opened is None:
+            return
+        with comm.failing_together(self.groups.world):
+            self._opened.check_shared_parts(self.groups.tensor_parallel)
 
     # -------------------------------------------------------------------------------------------------- the steps
+
+    @override
+    def on_train_start(self) -> None:
+        # After the user's hooks, which may seed the generators, or have drawn numbers on some ranks only.
+        if self.run.engine is not None:
+            self.run.engine.share_seed()
+
+    @override
+    def on_validation_start(self) -> None:
+        self.run.first_batches.begin_evaluation()
+        self.on_train_start()
+
+    on_test_start = on_predict_start = on_validation_start
+
+    @override
+    def begin_batch(self, flag: bool) -> bool:
+        # In evaluation replicas may have different numbers of batches: the next step of training will tell.
+        is_training = self.module.trainer.training
+        failed = is_training and self._writer is not None and self._writer.failure is not None
+        changed = is_training and self.has_changed
+        is_set = super().begin_batch(flag or failed or changed)
+        if not is_set or not is_training:
+            return is_set
+        # Ranks learn of a failed save one after the other, and stop at the same step.
+        flags, failures, changes = zip(*comm.all_gather_object((flag, failed, changed), self.groups.world))
+        if any(failures):
+            assert self._writer is not None
+            self._writer.wait()
+        if any(changes):
+            self.adopt_changes()
+        return any(flags)
+
+    @override
+    def batch_to_device(self, batch: Any, device: Optional[torch.device] = None, dataloader_idx: int = 0) -> Any:
+        # No other hook before a step names the loader; a step may not take its index.
+        self.run.loader_index = dataloader_idx
+        # While the batch is still in the host's memory.
+        self._content = replicas.content_of(batch, self._content)
+        return super().batch_to_device(batch, device, dataloader_idx)
 
     @override
     @in_step
     def training_step(self, *args: Any, **kwargs: Any) -> STEP_OUTPUT:
         self._begin_step(args, kwargs)
-        # To watch every function slows a step down several times; the graph is checked in `backward`.
-        audit = self._audit if self._is_first_batch else None
-        self._is_first_batch = False
-        if self._steps is not None:
+        run = self.run
+        # A watch over every function slows a step down several times. Later steps check their graph in `backward`.
+        audit = run.audit if run.is_first_batch else None
+        run.is_first_batch = False
+        if run.steps is not None:
             # Gradients appear in the middle of the schedule; `backward` will hand them to the reducer, once.
             with (reducer := self._open_reducer).no_sync() as is_last:
-                return self._steps.training_step(args, kwargs, audit, reducer if is_last else None)
+                return run.steps.training_step(args, kwargs, audit, reducer if is_last else None)
         step = super().training_step
-        watch = None if self.module.automatic_optimization else self._hook_watch
+        watch = None if self.module.automatic_optimization else run.hook_watch
         with nullcontext() if watch is None else watch.manual_step():
             output = (step if audit is None else audit.wrap(step))(*args, **kwargs)
-        # Callbacks may look at what the step returns, or keeps in the module, on some ranks only.
+        # Callbacks may read the output of the step, or logits in the module's attributes, on some ranks only.
         kept = vars(self.module)
         for name in [name for name, value in kept.items() if has_divided_logits(value)]:
             kept[name] = whole_logits(kept[name])
         output = whole_logits(output)
         if self.groups.replica.size > 1:
             output = without_caches(output)
-        if self._chance is not None and self.groups.replica.size > 1:
-            self._chance.end_step()
+            if self._chance is not None:
+                self._chance.end_step()
         return output
 
-    @override
-    def on_train_start(self) -> None:
-        # After the user's hooks, which may seed the generators, or have drawn numbers on some ranks only.
-        if self.engine is not None:
-            self.engine.share_seed()
-
-    @override
-    def on_validation_start(self) -> None:
-        assert self._first_batches is not None
-        self._first_batches.begin_evaluation()
-        self.on_train_start()
-
-    on_test_start = on_predict_start = on_validation_start
-
-    def _step_runs(self) -> StepRuns:
-        return StepRuns(
-            ParallelState.of(self.module).whole,
-            self.groups,
-            self._rules,
-            self._sharding,
-            self._steps,
-            self._reducer,
-            self.precision_plugin,
-            self.root_device,
-        )
-
     def _begin_step(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if self._slices is not None:
-            self._slices.widen()  # of a closure whose gradients were not used
+        run = self.run
+        if run.slices is not None:
+            run.slices.widen()  # after a closure whose gradients were not used
         if self.has_changed:
             self.adopt_changes()  # since the batch began
-        if self._reducer is not None:
-            self._reducer.refresh()
-        if self._hook_watch is not None:
-            self._hook_watch.begin_step()
-        if self._compression is not None:
-            self._compression.prepare_step(self.precision_plugin)
-        assert self._first_batches is not None
-        kinds = None if self._steps is None else self._steps.loss_kinds
+        if run.reducer is not None:
+            run.reducer.refresh()
+        if run.hook_watch is not None:
+            run.hook_watch.begin_step()
+        if run.compression is not None:
+            run.compression.prepare_step(self.precision_plugin)
+        kinds = None if run.steps is None else run.steps.loss_kinds
         unproven = None if kinds is None else kinds.unproven
-        if self._first_batches.see_training(args, kwargs, self.module.current_epoch, unproven) and kinds is not None:
+        if run.first_batches.see_training(args, kwargs, self.module.current_epoch, unproven) and kinds is not None:
             kinds.unproven = None
 
+    @property
+    def _open_reducer(self) -> GradientReducer:
+        if self.run.reducer is None:
+            raise RuntimeError("Gradients are reduced only during `fit`")
+        return self.run.reducer
+
     @override
-    def batch_to_device(self, batch: Any, device: Optional[torch.device] = None, dataloader_idx: int = 0) -> Any:
-        # The one hook before a step that always names the loader; a step may not take its index.
-        self._loader_index = dataloader_idx
-        # Before it is on the device.
-        self._content = replicas.content_of(batch, self._content)
-        return super().batch_to_device(batch, device, dataloader_idx)
+    @in_step
+    def backward(self, closure_loss: Tensor, optimizer: Optional[Optimizer], *args: Any, **kwargs: Any) -> Tensor:
+        run = self.run
+        if run.audit is not None and run.steps is None:
+            run.audit.check_loss(closure_loss, self.module.current_epoch)
+        if run.model_watch is not None and run.model_watch.has_new_model:
+            self.adopt_changes()  # in the step
+        self.pre_backward(closure_loss)
+        closure_loss = self.precision_plugin.pre_backward(closure_loss, self.module)
+        with nullcontext() if run.reducer is None else run.reducer.backward():
+            if run.steps is not None:
+                run.steps.deliver_gradients(self._open_reducer)
+            else:
+                self.precision_plugin.backward(closure_loss, self.module, optimizer, *args, **kwargs)
+        if run.engine is not None and run.reducer is not None and run.reducer.synchronizing:
+            # After the means over the replicas: compressed ones differ between the owners of a tied parameter.
+            run.engine.reduce_tied_gradients()
+        if run.compression is not None and run.reducer is not None:
+            run.compression.drop_nonfinite_gradients(run.reducer, self.precision_plugin)
+        closure_loss = self.precision_plugin.post_backward(closure_loss, self.module)
+        self.post_backward(closure_loss)
+        if run.hook_watch is not None:
+            run.hook_watch.follow_backward()
+        return closure_loss
+
+    @override
+    def optimizer_step(
+        self,
+        optimizer: Optimizer,
+        closure: Callable[[], Any],
+        model: Optional[Union[LightningModule, nn.Module]] = None,
+        **kwargs: Any,
+    ) -> Any:
+        run = self.run
+        if self.has_changed:
+            self.adopt_changes()  # since the batch began: an optimizer must be taken before it evaluates its closure
+        if run.reducer is not None and run.reducer.in_flight:
+            run.reducer.reduce()  # a module under manual optimization called `loss.backward()` by itself
+            if run.compression is not None:
+                run.compression.drop_nonfinite_gradients(run.reducer, self.precision_plugin)
+        with nullcontext() if run.hook_watch is None else run.hook_watch.optimizer_step(optimizer):
+            output = super().optimizer_step(optimizer, closure, model, **kwargs)
+        if run.slices is not None:
+            run.slices.widen()  # after a step that was skipped
+        self.end_step(optimizer)
+        if run.hook_watch is not None:
+            run.hook_watch.settle()
+        if optimizer not in run.checked_optimizers and self.module.trainer.checkpoint_callbacks:
+            # After the first step, when the state exists, rather than after hours, when it is saved.
+            run.checked_optimizers.append(optimizer)
+            run.checkpoints.check_keys(optimizer)
+        return output
+
+    def end_step(self, optimizer: Optimizer) -> None:
+        """Share values between replicas after a step of `optimizer`."""
+        # As DistributedDataParallel does, but after the step: validation sees what the next training step will.
+        replicas.share_buffers(self.module, self.groups.data_parallel)
+
+    @contextmanager
+    @override
+    def block_backward_sync(self) -> Generator:
+        reducer = self.run.reducer
+        context: AbstractContextManager = nullcontext() if reducer is None else reducer.no_sync()
+        with context:
+            yield
 
     @override
     def validation_step(self, *args: Any, **kwargs: Any) -> STEP_OUTPUT:
@@ -621,86 +662,265 @@ class MeshStrategy(MeshCheckpoints):
     def predict_step(self, *args: Any, **kwargs: Any) -> Any:
         return self._evaluate("predict_step", args, kwargs)
 
-    @property
-    def _open_reducer(self) -> GradientReducer:
-        if self._reducer is None:
-            raise RuntimeError("Gradients are reduced only during `fit`")
-        return self._reducer
-
     @in_step
     def _evaluate(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if self._is_restored:
+        run = self.run
+        if run.is_restored:
             return getattr(super(), name)(*args, **kwargs)  # in `on_fit_end`
         self._end_on_sigterm()
         if self.has_changed:
             self.adopt_changes()  # in a hook before it
-        assert self._first_batches is not None
-        self._first_batches.see_evaluation(name, args, kwargs, self._loader_index)
-        if self._steps is not None:
-            return self._steps.evaluate(name, args, kwargs)
+        run.first_batches.see_evaluation(name, args, kwargs, run.loader_index)
+        if run.steps is not None:
+            return run.steps.evaluate(name, args, kwargs)
         output = getattr(super(), name)(*args, **kwargs)
         return without_caches(output) if self.groups.replica.size > 1 else output
 
-    @override
-    @in_step
-    def backward(self, closure_loss: Tensor, optimizer: Optional[Optimizer], *args: Any, **kwargs: Any) -> Tensor:
-        if self._audit is not None and self._steps is None:
-            self._audit.check_loss(closure_loss, self.module.current_epoch)
-        if self._watch is not None and self._watch.has_new_model:
-            self.adopt_changes()  # in the step
-        self.pre_backward(closure_loss)
-        closure_loss = self.precision_plugin.pre_backward(closure_loss, self.module)
-        with nullcontext() if self._reducer is None else self._reducer.backward():
-            if self._steps is not None:
-                self._steps.deliver_gradients(self._open_reducer)
-            else:
-                self.precision_plugin.backward(closure_loss, self.module, optimizer, *args, **kwargs)
-        if self.engine is not None and self._reducer is not None and self._reducer.synchronizing:
-            # After the means over the replicas: compressed ones differ between the owners of a tied parameter.
-            self.engine.reduce_tied_gradients()
-        if self._compression is not None and self._reducer is not None:
-            self._compression.drop_nonfinite_gradients(self._reducer, self.precision_plugin)
-        closure_loss = self.precision_plugin.post_backward(closure_loss, self.module)
-        self.post_backward(closure_loss)
-        if self._hook_watch is not None:
-            self._hook_watch.follow_backward()
-        return closure_loss
+    # ------------------------------------------------------------------------------------- what changes during a run
+
+    @property
+    def has_changed(self) -> bool:
+        """Whether the user's code has changed the model or its optimizers since the last step."""
+        return self._run is not None and self._run.has_changed
+
+    def agree_on_changes(self) -> None:
+        """Adopt changes of any rank; every rank must call it."""
+        if comm.on_any_rank([self.has_changed], self.groups.world)[0]:
+            self.adopt_changes()
+
+    def adopt_changes(self) -> None:
+        """Continue with the changed model and optimizers; every rank must call it.
+
+        Raises:
+            ValueError: On every rank, if a change cannot be adopted.
+        """
+        run = self.run
+        watch = run.model_watch
+        assert watch is not None, "a watch found the changes"
+        found = watch.differences() if watch.has_new_model else None
+        with comm.failing_together(self.groups.world):
+            if found is not None:
+                reason = f"`{type(self).__name__}` keeps the values of each replica from the last mean."
+                run.refuse_changes(found, reason if self.keeps_parameters else "")
+        mine = (watch.has_new_optimizers, None if found is None else found.summary())
+        everyone = comm.all_gather_object(mine, self.groups.world)
+        if run.engine is None and any(changes != everyone[0] for changes in everyone):
+            raise ValueError(
+                f"All ranks must change the model and its optimizers alike; got {everyone[0]} on rank 0 and"
+                f" {[changes for changes in everyone if changes != everyone[0]][0]} on another rank. Make the same"
+                " change on every rank, without a condition on the rank [LP031]"
+            )
+        if found is not None:
+            run.adopt(found)
+        if run.reducer is not None and (found is not None or any(has_new for has_new, _ in everyone)):
+            self._take_optimizers()
+            run.checkpoints.check_groups(self.optimizers, run.recorded_groups)
+            replicas.share_plateau_metrics(self.lr_scheduler_configs, self.groups.data_parallel)
+        watch.begin()
+
+    # ------------------------------------------------------------------------------------------------ saving a file
+
+    @property
+    def is_sharded(self) -> bool:
+        """Whether checkpoints are written as folders."""
+        return self.checkpoint_format == "sharded"
+
+    @property
+    def async_saves(self) -> bool:
+        """Whether training goes on while checkpoints are written."""
+        return self.is_sharded and (self.async_save or isinstance(self.checkpoint_io, AsyncCheckpointIO))
+
+    @property
+    def differing(self) -> frozenset[str]:
+        """Kinds of values that may differ between replicas now: some of `parameter`, `buffer` and `optimizer`."""
+        return frozenset() if self._run is None or self._run.slices is None else frozenset({"optimizer"})
+
+    @property
+    def _saved(self) -> Checkpoints:
+        return replace(self.run.checkpoints, as_parts=self.is_sharded)
 
     @override
-    def optimizer_step(
-        self,
-        optimizer: Optimizer,
-        closure: Callable[[], Any],
-        model: Optional[Union[LightningModule, nn.Module]] = None,
-        **kwargs: Any,
-    ) -> Any:
-        if self.has_changed:
-            self.adopt_changes()  # since the batch began: an optimizer must be taken before it evaluates its closure
-        if self._reducer is not None and self._reducer.in_flight:
-            self._reducer.reduce()  # a module under manual optimization called `loss.backward()` by itself
-            if self._compression is not None:
-                self._compression.drop_nonfinite_gradients(self._reducer, self.precision_plugin)
-        with nullcontext() if self._hook_watch is None else self._hook_watch.optimizer_step(optimizer):
-            output = super().optimizer_step(optimizer, closure, model, **kwargs)
-        if self._slices is not None:
-            self._slices.widen()  # of a step that was skipped
-        self.end_step(optimizer)
-        if self._hook_watch is not None:
-            self._hook_watch.settle()
-        if optimizer not in self._saved_optimizers and self.module.trainer.checkpoint_callbacks:
-            # Now, and not after hours, when they are saved.
-            self._saved_optimizers = (*self._saved_optimizers, optimizer)
-            self.checkpoints.check_keys(optimizer)
-        return output
+    def lightning_module_state_dict(self) -> dict[str, Any]:
+        """Return the full state dict; called on every rank.
 
-    def end_step(self, optimizer: Optimizer) -> None:
-        """Do what replicas do together after a step of `optimizer`."""
-        # As DistributedDataParallel does, but after the step: validation sees what the next training step will.
-        replicas.share_buffers(self.module, self.groups.data_parallel)
+        Returns:
+            Values on rank zero only. For a sharded checkpoint, tensors without data that know the part of this rank.
+        """
+        run = self.run
+        if not run.is_restored:
+            self.agree_on_changes()
+        if not self.is_sharded:
+            state = self.full_state_dict()
+            run.last_state = weakly(state)
+            self._share_with_hooks(state)
+            return state
+        if run.is_restored:
+            return as_parts(self.module.state_dict(), self.is_global_zero)
+        return self._saved.gather_state()
 
-    @contextmanager
+    def full_state_dict(self) -> dict[str, Any]:
+        """Return the full state dict, values on rank zero only; called on every rank."""
+        return self.module.state_dict() if self.run.is_restored else self.run.checkpoints.gather_state()
+
     @override
-    def block_backward_sync(self) -> Generator:
-        context: AbstractContextManager = nullcontext() if self._reducer is None else self._reducer.no_sync()
-        with context:
-            yield
+    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
+        """Return the state of `optimizer` with full tensors, see `lightning_module_state_dict`."""
+        inner = optimizer.optimizer if isinstance(optimizer, LightningOptimizer) else optimizer
+        state = self._saved.gather_optimizer(inner, self.run.recorded_groups(inner))
+        if "state" not in state:
+            return state  # an optimizer with other keys; every rank has the full state
+        values = {(index, key): value for index, entry in state["state"].items() for key, value in entry.items()}
+        if not self.is_sharded and self._share_with_hooks(values):
+            for (index, key), value in values.items():
+                state["state"][index][key] = value
+        return state
+
+    def _share_with_hooks(self, values: dict[Any, Any]) -> bool:
+        """Send values from rank zero to every rank if a hook of the user reads them and they are small.
+
+        Returns:
+            Whether every rank has the values now.
+        """
+        trainer = self.module.trainer
+        callbacks = [one for one in trainer.callbacks if is_a(one, Callback)]  # type: ignore[attr-defined]
+        owners = [(self.module, LightningModule), *((one, Callback) for one in callbacks)]
+        looks = any(
+            is_users(type(owner)) and is_overridden("on_save_checkpoint", owner, parent=kind) for owner, kind in owners
+        )
+        tensors = {key: value for key, value in values.items() if isinstance(value, Tensor)}
+        if not looks or sum(value.nbytes for value in tensors.values()) > EVERYWHERE_BYTES:
+            return False
+        share_tensors(tensors, self.groups.world, self.root_device)
+        values.update(tensors)
+        return True
+
+    @override
+    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: PathLike, storage_options: Any = None) -> None:
+        run = self.run
+        if run.hook_watch is not None:
+            run.hook_watch.check_saved(checkpoint)
+        path, is_apart = self.path_of_parts(filepath)
+        if run.compression is not None:
+            # Before the file is written: all ranks gather, and rank 0 alone writes.
+            run.compression.save(checkpoint, path, run.rules, self.is_sharded)
+        if not self.is_sharded:
+            self._put_whole_copies(checkpoint)
+            super().save_checkpoint(checkpoint, filepath, storage_options)
+            return
+        left_out = self._sharded_writer().save(checkpoint, path, storage_options, is_apart)
+        if is_apart:
+            self._sharded_writer().wait()  # the upload is next
+        if left_out:
+            rank_zero_warn(
+                f"The checkpoint leaves out {', '.join(f'`{name}`' for name in left_out)}: a sharded checkpoint"
+                " holds only numbers, text and tensors. `self.save_hyperparameters(ignore=[...])` leaves them out."
+            )
+        if self.module.trainer.state.status != TrainerStatus.RUNNING:
+            # After a run no later hook waits for the writer.
+            self.end_saves()
+        self.together(lambda: self.save_beside(filepath))
+
+    def _sharded_writer(self) -> ShardedWriter:
+        if self._writer is None:
+            mesh = self.mesh
+            layout = {
+                "data_parallel": mesh.data_parallel,
+                "pipeline_parallel": mesh.pipeline_parallel,
+                "tensor_parallel": mesh.tensor_parallel,
+            }
+            group = self.groups.world
+            if self.async_saves:
+                # The writer's thread needs a group that the main thread does not use meanwhile.
+                with all_processes_as_default():
+                    group = self.groups.between_hosts("checkpoint")
+            self._writer = ShardedWriter(group, layout, self.async_saves, rank_zero_info)
+        return self._writer
+
+    def _put_whole_copies(self, checkpoint: dict[str, Any]) -> None:
+        """Replace modules of the hyperparameters by full copies; every rank must call it."""
+        run = self.run
+        known, run.last_state = dict(run.last_state), weakly({})
+        if run.is_restored:
+            return
+        writes = self.is_global_zero
+        found = self.together(lambda: writes and holds_modules(checkpoint, self.module))
+        if self.broadcast(found):
+            gather = run.checkpoints.gather_tensors
+            self.together(lambda: put_whole_copies(checkpoint, self.module, known, gather, writes))
+
+    @override
+    def save_beside(self, filepath: PathLike) -> None:
+        if self.is_global_zero and self.run.engine is not None:
+            save_plan(self.run.engine.plan, filepath)
+
+    @override
+    def remove_checkpoint(self, filepath: PathLike) -> None:
+        if not self.is_global_zero:
+            return
+        if self._writer is not None:
+            self._writer.remove(str(filepath))
+            self.remove_beside(filepath)
+        else:
+            super().remove_checkpoint(filepath)
+
+    @override
+    def remove_beside(self, filepath: PathLike) -> None:
+        remove_compression(filepath)
+
+    def end_saves(self) -> None:
+        """Wait for the background writer, at the end of a run.
+
+        Raises:
+            Exception: On every rank, if a checkpoint could not be written, unless another error has ended the run.
+        """
+        if isinstance(self._opened, SavedCheckpoint):
+            self._opened.close()
+        writer, self._writer, self._opened = self._writer, None, None
+        if writer is None:
+            return
+        writer.close()
+        failure = writer.failure
+        if failure is None:
+            return
+        if self.module.trainer.state.status != TrainerStatus.INTERRUPTED:
+            raise failure
+        rank_zero_warn(f"A checkpoint could not be written: {failure}")
+
+    # --------------------------------------------------------------------------------------------------- the end
+
+    @property
+    def _is_running(self) -> bool:
+        module = self.lightning_module
+        return self._groups is not None and module is not None and module.trainer.state.status == TrainerStatus.RUNNING
+
+    @override
+    def teardown(self) -> None:
+        run = self._run
+        if self._is_running:
+            self.meet_at_end()  # a hook may have failed on one rank alone
+            self.agree_on_changes()  # of the last hooks
+        if run is not None:
+            run.close()
+        self._patches.undo()
+        if run is not None and run.slices is not None:
+            run.slices.close()
+        self.end_saves()
+        module = self.lightning_module
+        if run is not None and module is not None and self._groups is not None and not run.is_restored:
+            run.is_restored = end_run(module, run.checkpoints, self._groups, self.gather_after_fit)
+        stop_heartbeat()
+        if module is not None and any(value.is_meta or is_deferred(value) for value in module.parameters()):
+            # The run was refused before the module got its data. Lightning would move the module to the CPU, which
+            # fails or makes the full model.
+            self._patches.replace(module, "cpu", lambda: module)
+        super().teardown()
+        self._patches.undo()
+
+
+def _kind_of(path: str) -> str:
+    """Return the kind of folder at `path`: "sharded", "distributed", or "" for a file."""
+    if is_distributed_checkpoint(path):
+        return "distributed"
+    # A folder without a checkpoint is opened, too, so that the error names the folder.
+    folder = Folder.at(path)
+    return "sharded" if folder.fs.isdir(folder.path) or is_sharded_checkpoint(path) else ""

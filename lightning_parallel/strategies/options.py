@@ -11,7 +11,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, Concatenate, Literal, Optional, ParamSpec, TypeVar, Union
+from typing import Any, Concatenate, Literal, Optional, ParamSpec, TypeVar, Union, get_args
 
 import torch
 
@@ -25,8 +25,11 @@ from lightning_parallel.tensor.plan import UserPlan, style_named
 from lightning_parallel.tracing.units import parse_bytes
 
 __all__ = [
+    "CheckpointFormat",
     "PipelineOptions",
     "TensorOptions",
+    "check_checkpoint_format",
+    "check_choice",
     "check_launch",
     "memory_limit",
     "named",
@@ -35,6 +38,9 @@ __all__ = [
 
 P = ParamSpec("P")
 T = TypeVar("T")
+
+CheckpointFormat = Literal["full", "sharded"]
+"""One ordinary Lightning checkpoint, or a folder with a file of each rank."""
 
 
 def named(
@@ -103,7 +109,39 @@ def check_plan_argument(plan: Any) -> None:
             style_named(style)
 
 
-def check_launch(process_group_backend: Any, timeout: Any, start_method: Any, methods: Sequence[str]) -> None:
+def check_choice(name: str, value: Any, choices: Any) -> None:
+    """Check an argument that takes one of a few values.
+
+    Args:
+        name: Name of the argument.
+        value: Its value.
+        choices: The `Literal` with the values.
+
+    Raises:
+        ValueError: If the value is not one of them.
+    """
+    *others, last = map(repr, get_args(choices))
+    if value not in get_args(choices):
+        raise ValueError(f"`{name}` must be {', '.join(others)} or {last}; got {value!r}")
+
+
+def check_checkpoint_format(checkpoint_format: Any, async_save: Any) -> None:
+    """Check how a strategy writes checkpoints.
+
+    Raises:
+        TypeError: If `async_save` is no bool.
+        ValueError: If there is no such format, or it cannot be written in the background.
+    """
+    check_choice("checkpoint_format", checkpoint_format, CheckpointFormat)
+    check_flag("async_save", async_save)
+    if async_save and checkpoint_format == "full":
+        raise ValueError(
+            "`async_save` writes only sharded checkpoints; set `checkpoint_format='sharded'` as well, or give"
+            " Lightning's `AsyncCheckpointIO` as a plugin of the Trainer"
+        )
+
+
+def check_launch(process_group_backend: Any, timeout: Any, start_method: Any, methods: Any) -> None:
     """Check the arguments by which processes are started and meet.
 
     Raises:
@@ -116,8 +154,7 @@ def check_launch(process_group_backend: Any, timeout: Any, start_method: Any, me
             raise ValueError(f"`process_group_backend` must be one of {', '.join(known)}; got {name!r}")
     if timeout is not None and not isinstance(timeout, timedelta):
         raise TypeError(f"`timeout` must be a `datetime.timedelta`, such as timedelta(minutes=5); got {timeout!r}")
-    if start_method not in methods:
-        raise ValueError(f"`start_method` must be one of {', '.join(map(repr, methods))}; got {start_method!r}")
+    check_choice("start_method", start_method, methods)
 
 
 def memory_limit(limit: Any) -> Optional[float]:

@@ -22,10 +22,9 @@ from lightning_parallel.mesh import DATA, PIPELINE, TENSOR
 from lightning_parallel.pipeline.pipeline_plan import PipelinePlan
 from lightning_parallel.strategies.compressed.nodes import Hierarchical
 from lightning_parallel.strategies.compressed.state_files import KeptState
-from lightning_parallel.strategies.mesh_checkpoints import CheckpointFormat
 from lightning_parallel.strategies.mesh_strategy import MeshStrategy
 from lightning_parallel.strategies.optimizers.zero import ZeroStage
-from lightning_parallel.strategies.options import PipelineOptions, TensorOptions, named, spelled
+from lightning_parallel.strategies.options import CheckpointFormat, PipelineOptions, TensorOptions, named, spelled
 from lightning_parallel.strategies.ranks.processes import StartMethod
 from lightning_parallel.strategies.self_check.proof import Verify
 from lightning_parallel.strategies.whole.between_runs import GatherAfterFit

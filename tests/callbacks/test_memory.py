@@ -190,7 +190,7 @@ def test_layouts(layout, group):
         # After the run there are no second buffers.
         assert mine["compression"] == 2 * strategy.compression.memory.num_bytes >= 2 * large
     if layout == "interleaved":
-        plan = strategy.engine.plan
+        plan = strategy.run.engine.plan
         stages = [row for row in report["stages"] if row["rank"] == group.rank]
         assert [row["stage"] for row in stages] == list(plan.stages_of_rank(group.rank))
         assert sum(row["parameters"] for row in stages) == sum(row["optimizer"] for row in stages) == total
@@ -219,7 +219,8 @@ def test_schedules_hold_as_many_microbatches_as_they_should(group):
         )
         report = fit(Deep(), strategy, group, 1)
         assert (
-            report["ranks"][0]["activations_peak"] == in_flight * 2 * strategy.engine.plan.layers_per_stage[0] * block
+            report["ranks"][0]["activations_peak"]
+            == in_flight * 2 * strategy.run.engine.plan.layers_per_stage[0] * block
         )
 
 

@@ -516,7 +516,7 @@ def fitted(command, folder):
     with patched(Trainer, "fit", noted):
         on_every_rank(command, folder)
     (trainer,) = trainers
-    ran = trainer.strategy.engine.plan
+    ran = trainer.strategy.run.engine.plan
     layout = {f"{axis}_size": size for axis, size in zip((DATA, PIPELINE, TENSOR), trainer.strategy.mesh.shape)}
     layout |= {"schedule": ran.schedule.name, "num_microbatches": ran.schedule.num_microbatches}
     return layout, list(ran.layers_per_stage), trainer.global_step

@@ -156,7 +156,7 @@ class SeesBuckets(Deep):
         self.buckets = []
 
     def on_before_backward(self, loss):
-        reducer = self.trainer.strategy._reducer
+        reducer = self.trainer.strategy.run.reducer
         self.buckets.append((sum(bucket.launched for bucket in reducer._buckets), len(reducer._buckets)))
 
 
@@ -172,7 +172,7 @@ def test_replicas_reduce_gradients_while_the_last_backwards_run(group, schedule,
     # Of two batches the first only accumulates; the sum of both is reduced after `training_step`.
     assert module.buckets
     assert all(launched == (total if batches == 1 else 0) for launched, total in module.buckets), module.buckets
-    assert strategy._reducer is None or strategy._reducer._next == 0
+    assert strategy.run.reducer is None or strategy.run.reducer._next == 0
 
 
 class NeverZero(Deep):

@@ -213,7 +213,7 @@ def test_a_rank_holds_its_stage_and_nothing_else():
     bytes_of = {name: parameter.numel() * 8 for name, parameter in module.named_parameters()}
     strategy = PipelineParallelStrategy(pipeline_parallel_size=4, balance="uniform", gather_after_fit="off")
     trainer = fit(module, strategy, 4, max_epochs=1)
-    stage = trainer.strategy.engine.stages[0]
+    stage = trainer.strategy.run.engine.stages[0]
     prefixes = [f"blocks.{2 * stage}.", f"blocks.{2 * stage + 1}.", *(["embed."] * (stage == 0))]
     prefixes += ["head."] * (stage == 3)
     expected = sum(size for name, size in bytes_of.items() if name.startswith(tuple(prefixes)))
@@ -262,7 +262,7 @@ def test_tied_gradients_that_are_kept_over_steps_are_summed_once():
         options = {"max_epochs": 1, "limit_train_batches": 4, **options}
         expected_trainer = fit(expected, "auto", 1, **options)
         trainer = fit(module, PipelineParallelStrategy(pipeline_parallel_size=2), 2, **options)
-        assert trainer.strategy.engine.tied
+        assert trainer.strategy.run.engine.tied
         assert_same(trainer, module, expected_trainer, expected)
 
 

@@ -200,7 +200,7 @@ def expect_equal(module, trainer, expected, replicas):
     for found, truth in zip(module.gradients, expected.gradients):
         held = {name: truth[name] for name in found}
         for name, gradient in found.items():
-            rule = strategy.rules.get(name)
+            rule = strategy.run.rules.get(name)
             whole = held[name] if rule is None else rule.split(held[name], strategy.groups.tensor_parallel.rank)
             torch.testing.assert_close(gradient, whole, rtol=1e-9, atol=1e-11, msg=f"gradient of {name}")
     assert {n for g in comm.all_gather_object(list(module.gradients[0]), comm.Group.of()) for n in g} == set(

@@ -103,8 +103,8 @@ def test_residuals_go_on_in_another_layout(group):
     trainer = run("tensor 2, data 2", strategy=second, ckpt_path=path, callbacks=[read], **options)
     names = dict(trainer.lightning_module.named_parameters())
     assert read.found.keys() == mean.keys()
-    assert any(name in trainer.strategy.rules for name in names)
+    assert any(name in trainer.strategy.run.rules for name in names)
     for name, tensor in read.found.items():
-        rule = trainer.strategy.rules.get(name)
+        rule = trainer.strategy.run.rules.get(name)
         full = mean[name] if rule is None else rule.split(mean[name], trainer.strategy.groups.tensor_parallel.rank)
         torch.testing.assert_close(tensor, full, rtol=1e-12, atol=1e-14)

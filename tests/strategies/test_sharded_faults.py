@@ -18,7 +18,7 @@ from torch import nn
 from lightning_parallel import HybridParallelStrategy, comm
 from lightning_parallel.checkpoint import SavedCheckpoint, reader, writer
 from lightning_parallel.compat import patched
-from lightning_parallel.strategies.mesh_checkpoints import MeshCheckpoints
+from lightning_parallel.strategies.mesh_strategy import MeshStrategy
 from tests.harness import distributed
 from tests.strategies.models import loader
 from tests.strategies.test_deferred_init import PeakMemory
@@ -330,7 +330,7 @@ def test_no_rank_holds_more_than_its_part_and_one_tensor(group):
     assert own < 1.1 * 4 * 2 * largest / 4
     assert own * 1.9 < measured.saving < 2 * own + 0.6 * largest, "parameters and momenta, and no copies"
     peaks = []
-    load, load_optimizers = MeshCheckpoints.load_model_state_dict, MeshCheckpoints.load_optimizer_state_dict
+    load, load_optimizers = MeshStrategy.load_model_state_dict, MeshStrategy.load_optimizer_state_dict
 
     def watched(function):
         def call(*args, **kwargs):
@@ -340,9 +340,9 @@ def test_no_rank_holds_more_than_its_part_and_one_tensor(group):
 
         return call
 
-    of_model = patched(MeshCheckpoints, "load_model_state_dict", watched(load))
+    of_model = patched(MeshStrategy, "load_model_state_dict", watched(load))
     seen = patched(reader, "dispatch_modes_suspended", nullcontext)  # of which the counter is one
-    with seen, of_model, patched(MeshCheckpoints, "load_optimizer_state_dict", watched(load_optimizers)):
+    with seen, of_model, patched(MeshStrategy, "load_optimizer_state_dict", watched(load_optimizers)):
         trained(ckpt_path=path)
     # What is counted are storages that operations return: those of the parameters are among them.
     assert own * 0.9 < peaks[0] < own + 0.6 * largest, "the parameters, and a part of a tensor at a time"

@@ -88,9 +88,9 @@ def test_it_trains_like_one_process(group, layout, stage):
         trainer = run(layout, module, stage, **options)
         for name, value in module.state_dict().items():
             torch.testing.assert_close(value, expected[name], rtol=1e-10, atol=1e-12, msg=f"{case}: {name}")
-        rules, replicas = trainer.strategy.rules, LAYOUTS[layout][1]
+        rules, replicas = trainer.strategy.run.rules, LAYOUTS[layout][1]
         for owner, state in trainer.optimizers[0].state.items():
-            name = trainer.strategy.parameter_names[id(owner)]
+            name = trainer.strategy.run.parameter_names[id(owner)]
             # Parameters are whole again after the run.
             here = len(rules[name].ranges) if name in rules else 1
             for key in state.keys() & {"momentum_buffer", "exp_avg", "exp_avg_sq", "sum"}:

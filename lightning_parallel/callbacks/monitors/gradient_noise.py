@@ -228,14 +228,14 @@ class _ReplicaGradients:
     def __init__(self, trainer: Trainer, module: LightningModule) -> None:
         self._strategy = cast(Any, trainer.strategy)
         self._module = module
-        engine = self._strategy.engine
+        engine = self._strategy.run.engine
         # Each owner of a tied parameter has a part of its gradient: that of the replica is not there before the mean.
         self.left_out = frozenset() if engine is None else frozenset(engine.tied)
         self._squares: dict[str, Tensor] = {}
 
     def begin(self) -> None:
         self._squares = {}
-        self._strategy.reducer.observer = self._see
+        self._strategy.run.reducer.observer = self._see
 
     def _see(self, gradients: Mapping[str, Tensor]) -> None:
         for name, gradient in gradients.items():
@@ -246,7 +246,7 @@ class _ReplicaGradients:
     def _counted(self, name: str, gradient: Tensor) -> Tensor | None:
         if name in self.left_out:
             return None
-        rank, rule = self._strategy.groups.tensor_parallel.rank, self._strategy.rules.get(name)
+        rank, rule = self._strategy.groups.tensor_parallel.rank, self._strategy.run.rules.get(name)
         if rule is not None:
             part: Tensor = rule.owned(gradient, rank)
             return part
@@ -260,7 +260,7 @@ class _ReplicaGradients:
         return _total(list(self._squares.values())), _total(big), 1
 
     def cancel(self) -> None:
-        reducer = self._strategy.reducer
+        reducer = self._strategy.run.reducer
         if reducer is not None:
             reducer.observer = None
 

@@ -211,7 +211,8 @@ class MemoryProfiler(MeasuringCallback[MemoryAccumulator]):
     @contextmanager
     def _watch_buckets(self, strategy: Any, module: LightningModule) -> Iterator[None]:
         """Count gradients as their buckets are sent, which frees them."""
-        reducer, before = strategy.reducer, strategy.reducer.observer
+        reducer = strategy.run.reducer
+        before = reducer.observer
 
         def see(gradients: Mapping[str, Tensor]) -> None:
             whole = [parameter.grad for parameter in module.parameters() if parameter.grad is not None]
@@ -302,7 +303,7 @@ _HEADERS = {
 
 def _stages(strategy: Strategy) -> dict[int, set[str]]:
     """Return the parameter names of each pipeline stage of this rank; one of several stages counts for the first."""
-    engine = getattr(strategy, "engine", None)
+    engine = getattr(getattr(strategy, "run", None), "engine", None)
     if not isinstance(engine, PipelineEngine):
         return {}
     names: dict[int, set[str]] = {stage: set() for stage in engine.stages}
@@ -315,7 +316,8 @@ def _stages(strategy: Strategy) -> dict[int, set[str]]:
 
 def _bucket_bytes(strategy: Any) -> dict[str, int]:
     """Return the most bytes of buckets that were under way at once; empty under strategies that do not tell."""
-    found = [getattr(getattr(strategy, name, None), "traffic", None) for name in ("reducer", "slices")]
+    run = getattr(strategy, "run", None)
+    found = [getattr(getattr(run, name, None), "traffic", None) for name in ("reducer", "slices")]
     peak = max((traffic.peak for traffic in found if traffic is not None), default=0)
     return {"buckets": peak} if peak else {}
 
@@ -325,7 +327,7 @@ def _predicted(trainer: Trainer, module: LightningModule) -> dict[str, int] | No
     strategy: Any = trainer.strategy
     if not isinstance(getattr(strategy, "mesh", None), Mesh):
         return None
-    engine = getattr(strategy, "engine", None)
+    engine = getattr(getattr(strategy, "run", None), "engine", None)
     plan = engine.plan if isinstance(engine, PipelineEngine) else None
     stages = engine.stages if isinstance(engine, PipelineEngine) else ()
     held = Held.of(module.parameters())

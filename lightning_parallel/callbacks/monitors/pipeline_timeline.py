@@ -273,7 +273,7 @@ class PipelineTimeline(MeasuringCallback[PipelineAccumulator]):
     @override
     def accumulate(self, trainer: Trainer, pl_module: LightningModule) -> PipelineAccumulator:
         session = self.open_session
-        engine = getattr(trainer.strategy, "engine", None)
+        engine = getattr(getattr(trainer.strategy, "run", None), "engine", None)
         schedule = engine.schedule if isinstance(engine, PipelineEngine) else None
         # With the costs that were measured when the model was cut, and the link between the stages.
         plan = engine.plan if isinstance(engine, PipelineEngine) else None

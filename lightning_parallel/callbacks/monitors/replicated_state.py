@@ -149,7 +149,7 @@ def _rule_shards(trainer: Trainer) -> ShardOf:
     strategy: Any = trainer.strategy
     if not isinstance(getattr(strategy, "mesh", None), Mesh):
         return lambda name: ""
-    rules: Mapping[str, Any] = strategy.rules
+    rules: Mapping[str, Any] = strategy.run.rules
     rank = strategy.groups.tensor_parallel.rank
     # By what the shard covers, not by rank: several ranks hold the same one where heads are shared.
     return lambda name: str(rules[name].ranges[rank]) if name in rules else ""

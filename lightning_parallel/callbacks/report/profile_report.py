@@ -438,7 +438,7 @@ def _commit() -> str | None:
 def _run_facts(trainer: Trainer, pl_module: LightningModule, session: Session) -> dict[str, Any]:
     """Describe a run whose training begins; facts that are not known are left out."""
     strategy, mesh = trainer.strategy, session.mesh
-    engine = getattr(strategy, "engine", None)
+    engine = getattr(getattr(strategy, "run", None), "engine", None)
     schedule = engine.schedule if isinstance(engine, PipelineEngine) else None
     compression = getattr(strategy, "compression", None)
     samples = getattr(trainer.train_dataloader, "batch_size", None)

@@ -27,7 +27,7 @@ _MOST_METRIC_BYTES = 1 << 24
 
 def rank_state(trainer: Trainer, module: LightningModule) -> dict[str, Any]:
     """Return the state of this rank; draws no random number."""
-    engine = getattr(trainer.strategy, "engine", None)
+    engine = getattr(getattr(trainer.strategy, "run", None), "engine", None)
     values, metrics = epoch_values(trainer)
     return {
         "torch": torch.get_rng_state(),
@@ -57,7 +57,7 @@ def restore_random(state: dict[str, Any], trainer: Trainer, module: LightningMod
     own = OwnGenerators(module.modules()).generators
     for generator, packed in zip(own, state["own"] if len(own) == len(state["own"]) else ()):
         _unpack_into(generator, packed)
-    engine = getattr(trainer.strategy, "engine", None)
+    engine = getattr(getattr(trainer.strategy, "run", None), "engine", None)
     if engine is not None and state["stages"] is not None:
         seeds, shared = state["stages"]
         engine.seeds = (None if seeds is None else _unpacked_python(seeds), shared)

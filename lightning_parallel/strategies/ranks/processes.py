@@ -10,7 +10,7 @@ from collections.abc import Callable, Generator, Mapping
 from contextlib import contextmanager
 from datetime import timedelta
 from functools import partial, wraps
-from typing import Any, Literal, NamedTuple, Optional, Union, get_args
+from typing import Any, Literal, NamedTuple, Optional, Union
 from uuid import uuid4
 
 import torch
@@ -260,7 +260,7 @@ class MeshProcesses(SavesFiles):
         **kwargs: Any,
     ) -> None:
         Mesh(**{axis: size for axis, size in sizes.items() if size != "auto"})  # checks each size
-        check_launch(process_group_backend, timeout, start_method, get_args(StartMethod))
+        check_launch(process_group_backend, timeout, start_method, StartMethod)
         super().__init__(**kwargs)
         self.num_nodes = 1
         self._sizes = dict(sizes)
