@@ -78,7 +78,7 @@ WRONG = {
     "checkpoint_format": ["shard"],
     "async_save": ["yes", True],  # in one file
     "verify": ["on"],
-    "gather_after_fit": ["none"],
+    "gather_after_fit": ["none", "rank_zero"],
     "process_group_backend": ["glo"],
     "timeout": [30],
     "start_method": ["thread"],

@@ -99,8 +99,8 @@ class AutoParallelStrategy(HybridParallelStrategy):
         async_save: Write sharded checkpoints in the background. Training waits only for a copy of the tensors.
         verify: Self-check that compares the module's steps with one process, before their first batch. `auto` and
             `always` run the self-check, `off` does not.
-        gather_after_fit: Ranks on which the module holds full parameters after a run: `all`, `rank_zero` or `off`.
-            `auto` takes `all` if memory allows it, and prints the choice otherwise.
+        gather_after_fit: Ranks on which the module holds full parameters after a run: `all` or `off`. `auto` takes
+            `all` for modules of up to 1 GiB, and prints a message otherwise.
         process_group_backend: Backend of `torch.distributed`. By default it follows the device: gloo for CPU, NCCL for
             CUDA.
         timeout: Deadline of every collective. 30 minutes by default.

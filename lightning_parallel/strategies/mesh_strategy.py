@@ -244,7 +244,7 @@ class MeshStrategy(MeshProcesses):
         self._end_on_sigterm = self.keep_together(trainer, self._patches)
         if not self.is_distributed:
             log_without_advice(self._patches)
-        divide_again(self.module, self.groups, self.root_device)
+        divide_again(self.module, self.groups)
         run = self._begin_run()
         was_split = run.engine is not None
         self._prepare_model(trainer)

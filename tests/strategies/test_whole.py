@@ -57,7 +57,7 @@ class Model(Net):
         self.batches += 1
 
 
-def _script(strategy, devices, is_changed_on_zero):
+def _script(strategy, devices):
     """What a script for one process does: fit, save, call, change, validate, fit; returns what it has seen."""
     torch.manual_seed(0)
     module = Model().double()
@@ -70,25 +70,23 @@ def _script(strategy, devices, is_changed_on_zero):
 
     trainer = trainer_for(strategy(), devices, max_epochs=1)
     trainer.fit(module, loader(), loader())
-    is_here = module.net[0].weight.shape == (12, 12) and len(list(module.parameters())) == 32
-    if is_here:
-        look()
-        pickled = io.BytesIO()
-        torch.save(copy.deepcopy(module), pickled)
-        if trainer.global_rank == 0 or not is_changed_on_zero:
-            with torch.no_grad():
-                module.net[1][3].down.weight.mul_(0.5)
-                module.load_state_dict({**module.state_dict(), "rnn.bias_hh_l0": torch.ones(20)})
+    assert module.net[0].weight.shape == (12, 12)
+    assert len(list(module.parameters())) == 32
+    look()
+    pickled = io.BytesIO()
+    torch.save(copy.deepcopy(module), pickled)
+    with torch.no_grad():
+        module.net[1][3].down.weight.mul_(0.5)
+        module.load_state_dict({**module.state_dict(), "rnn.bias_hh_l0": torch.ones(20)})
     trainer.validate(module, loader(), verbose=False)
     seen.append(trainer.callback_metrics["val_loss"])
     for parameter in module.net[1][0].parameters():
         parameter.requires_grad_(False)
     trainer = trainer_for(strategy(), devices, max_epochs=2)
     trainer.fit(module, loader(), loader())
-    if is_here:
-        look()
-        module.net[1].append(Block().double())
-    return seen, module, is_here
+    look()
+    module.net[1].append(Block().double())
+    return seen, module
 
 
 def _expect_equal(found, expected):
@@ -97,24 +95,23 @@ def _expect_equal(found, expected):
         torch.testing.assert_close(one, other, rtol=1e-9, atol=1e-11)
 
 
-def _check(layout, restore):
+def _check(layout):
     strategy, devices = LAYOUTS[layout]
-    expected, _, _ = _script(lambda: "auto", 1, False)
-    found, module, is_here = _script(lambda: strategy(gather_after_fit=restore), devices, restore == "rank_zero")
-    assert is_here is (restore == "auto" or torch.distributed.get_rank() == 0)
-    _expect_equal(found if is_here else [found[0]], expected if is_here else [expected[2]])
+    expected, _ = _script(lambda: "auto", 1)
+    found, module = _script(strategy, devices)
+    _expect_equal(found, expected)
     return module
 
 
 @pytest.mark.parametrize("layout", ["tensor", "pipeline"])
 @distributed(world_size=2)
 def test_what_follows_a_fit_in_a_script(layout):
-    _check(layout, "auto")
+    _check(layout)
 
 
 @distributed(world_size=4)
 def test_what_follows_a_fit_in_a_script_on_four_ranks():
-    module = _check("hybrid", "auto")
+    module = _check("hybrid")
     # Other modules: divided anew, here over another mesh.
     torch.manual_seed(1)
     trainer = trainer_for(LAYOUTS["tensor"][0](data_parallel_size=2), 4)
@@ -123,25 +120,6 @@ def test_what_follows_a_fit_in_a_script_on_four_ranks():
     expected = trainer_for()
     expected.validate(copy.deepcopy(module), loader(), verbose=False)
     torch.testing.assert_close(found, expected.callback_metrics["val_loss"], rtol=1e-9, atol=1e-11)
-
-
-@distributed(world_size=4)
-def test_rank_zero_alone_gets_the_module():
-    _check("hybrid", "rank_zero")
-
-
-@distributed(world_size=2)
-def test_a_module_changed_on_rank_zero_only(group):
-    torch.manual_seed(0)
-    module = Model().double()
-    strategy, devices = LAYOUTS["pipeline"]
-    trainer = trainer_for(strategy(gather_after_fit="rank_zero"), devices, max_epochs=1)
-    trainer.fit(module, loader())
-    if group.rank == 0:
-        module.net[2] = nn.Linear(12, 12).double()
-    with pytest.raises(ValueError, match="changed since the last run. That run left the full module on rank 0 only"):
-        trainer.validate(module, loader())
-    comm.barrier(group)
 
 
 @distributed(world_size=2)

@@ -7,7 +7,6 @@ The script after `trainer.fit` was written for one process (`torch.save(model.st
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, Literal
@@ -23,92 +22,56 @@ from lightning_parallel.comm import Group, MeshGroups
 from lightning_parallel.compat import ParallelState
 from lightning_parallel.compat.lightning import tell
 from lightning_parallel.strategies.ranks import replicas
-from lightning_parallel.tensor.sharding import Shard
 
 __all__ = ["EVERYWHERE_BYTES", "GatherAfterFit", "divide_again", "end_run", "share_tensors"]
 
-GatherAfterFit = Literal["auto", "all", "rank_zero", "off"]
+GatherAfterFit = Literal["auto", "all", "off"]
 """Ranks on which the module holds full parameters after a run."""
 
 EVERYWHERE_BYTES = 1 << 30
-"""Up to this size each rank gets the whole module by default."""
-_MEMORY_SHARE = 0.25
-"""Of the host's memory, up to which rank zero gets it by default."""
+"""Up to this size, each rank gets the full module by default."""
 _CHUNK_BYTES = 32 << 20
 
 
 def end_run(module: LightningModule, checkpoints: Checkpoints, groups: MeshGroups, where: GatherAfterFit) -> bool:
-    """End what holds during a run; make the module whole if no exception has ended it: see `_restore_whole`."""
-    state = ParallelState.of(module)
-    states = state.full_states
-    if states is not None:
-        states.remove()
-    if module.trainer.state.status != TrainerStatus.RUNNING:
-        return False
-    return _restore_whole(module, checkpoints, groups, where, states)
-
-
-def _restore_whole(
-    module: LightningModule, checkpoints: Checkpoints, groups: MeshGroups, where: GatherAfterFit, states: Any
-) -> bool:
-    """Give the module back its full tensors, in the host's memory, after a run that ended well; on every rank.
+    """End the view of full state dicts, and restore the module unless an exception has ended the run.
 
     Args:
         module: The divided module.
         checkpoints: Gathers its tensors.
         groups: The mesh's groups.
-        where: On which ranks; `auto` decides by its size.
-        states: Makes its copies whole, too (`FullStates`).
+        where: The argument of the strategy.
 
     Returns:
-        Whether it is whole at least on rank zero.
+        Whether the module holds its full tensors now, on every rank.
     """
-    whole = ParallelState.of(module).whole
-    if whole is None or where == "off" or _is_without_data(module):
+    state = ParallelState.of(module)
+    states, skeleton = state.full_states, state.whole
+    if states is not None:
+        states.remove()
+    if module.trainer.state.status != TrainerStatus.RUNNING:
+        return False
+    # A refused run has left the module before its parameters got their data.
+    has_data = not any(parameter.is_meta for parameter in module.parameters())
+    if skeleton is None or where == "off" or not has_data:
         return False
     total = _total_bytes(module, checkpoints, groups)
-    is_default = where == "auto"
-    if is_default:
-        where = _place_of(total, groups.world)
-    if where == "off":
+    if where == "auto" and total > EVERYWHERE_BYTES:
         tell(
-            f"The module stays sharded after the run, because its {total / 2**30:.1f} GiB may not fit into the"
-            " memory of one host. Load a checkpoint into a new module, or set `gather_after_fit='rank_zero'`. [LP037]"
+            f"The module stays sharded after the run, because its {total / 2**30:.1f} GiB may not fit into the memory"
+            " of a host once for each rank. Load a checkpoint into a new module, or set `gather_after_fit='all'`."
+            " [LP037]"
         )
         return False
-    is_mine = where == "all" or groups.data_parallel.rank == 0
     trained = {name for name, parameter in module.named_parameters() if parameter.requires_grad}
     trained = set().union(*comm.all_gather_object(trained, groups.pipeline_parallel))
-    full = replace(checkpoints, is_saved=is_mine).gather_tensors()
-    if where == "all":
-        share_tensors(full, groups.replica, checkpoints.device)
-    is_here = where == "all" or groups.world.rank == 0
+    # Each replica gathers its own tensors, so that only ranks of one replica send to each other.
+    full = replace(checkpoints, is_saved=True).gather_tensors()
+    share_tensors(full, groups.replica, checkpoints.device)
     if states is not None:
-        states.restore_copies(is_here)
-    if is_here:
-        whole.restore(full, trained)
-    if where == "rank_zero" and is_default:
-        tell(
-            "Because of its size, only rank 0 holds the full module after the run. Set `gather_after_fit='all'`"
-            " for the full module on all ranks."
-        )
+        states.restore_copies()
+    skeleton.restore(full, trained)
     return True
-
-
-def _place_of(total: int, world: Group) -> GatherAfterFit:
-    if total <= EVERYWHERE_BYTES:
-        return "all"
-    try:
-        memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    except (AttributeError, ValueError, OSError):  # not on this system
-        memory = 0
-    has_room = comm.broadcast_object(total <= _MEMORY_SHARE * memory, world)
-    return "rank_zero" if has_room else "off"
-
-
-def _is_without_data(module: nn.Module) -> bool:
-    """Whether a run that was refused has left the module before it got its data."""
-    return any(parameter.is_meta for parameter in module.parameters())
 
 
 def _total_bytes(module: nn.Module, checkpoints: Checkpoints, groups: MeshGroups) -> int:
@@ -123,7 +86,7 @@ def _total_bytes(module: nn.Module, checkpoints: Checkpoints, groups: MeshGroups
 
 
 def share_tensors(full: dict[Any, Tensor], replica: Group, device: torch.device) -> None:
-    """Send the tensors, which the first rank of the replica has, to its other ranks."""
+    """Send tensors from the first rank of the replica to its other ranks, in place."""
     if replica.size == 1:
         return
     kinds: dict[torch.dtype, list[Any]] = {}
@@ -154,34 +117,33 @@ def _chunks(names: Sequence[Any], sizes: Sequence[int]) -> list[list[Any]]:
     return chunks
 
 
-def divide_again(module: LightningModule, groups: MeshGroups, device: torch.device) -> None:
-    """Divide a module that `end_run` has made whole; on every rank, whole or not.
+def divide_again(module: LightningModule, groups: MeshGroups) -> None:
+    """Divide a module that `end_run` has restored; every rank must call it.
 
-    Where it has other modules now, or another mesh is to run it, it is left whole, to be divided anew.
+    A module with other submodules, or for another mesh, stays full: the set-up divides it anew.
 
     Raises:
-        ValueError: On every rank, if it was changed on rank zero while the other ranks hold parts of it.
+        ValueError: On every rank, if only some ranks hold the full module.
     """
     state = ParallelState.of(module)
-    is_whole = state.whole is not None and state.whole.is_whole
-    is_usable = is_whole and state.whole.fits() and _is_for(state, groups)
-    views = comm.all_gather_object((is_whole, is_usable), groups.world)
-    if not any(whole for whole, _ in views):
+    is_full = state.whole is not None and state.whole.is_whole
+    is_usable = is_full and state.whole.fits() and _is_for(state, groups)
+    views = comm.all_gather_object((is_full, is_usable), groups.world)
+    if not any(full for full, _ in views):
         return
-    if all(whole for whole, _ in views):
-        # The user may have loaded other weights on rank zero only, as a script for one process would.
-        replicas.start_equal(module, groups.world)
-        if all(usable for _, usable in views):
-            _divide(state, groups)
-        else:
-            forget_division(module)
-        return
-    if any(whole and not usable for whole, usable in views):
+    if not all(full for full, _ in views):
         raise ValueError(
-            "The module has changed since the last run. That run left the full module on rank 0 only; the other"
-            " ranks still hold their parts. Build it anew on every rank, or set `gather_after_fit='all'`"
+            "The last run ended with an error on some ranks, so that only the other ranks hold the full module."
+            " Build the module anew on every rank"
         )
-    _send_parts(module, state, groups, device)
+    # The user may have loaded other weights on rank zero only, as a script for one process would.
+    replicas.start_equal(module, groups.world)
+    if all(usable for _, usable in views):
+        state.whole.divide_again(state.rules, groups.tensor_parallel.rank)
+        if state.copies is not None:
+            state.copies.divide_again(state.rules, groups.tensor_parallel.rank)
+    else:
+        forget_division(module)
 
 
 def forget_division(module: nn.Module) -> None:
@@ -200,31 +162,3 @@ def _is_for(state: ParallelState, groups: MeshGroups) -> bool:
     is_for_tensor = state.sharding is None or state.tensor_ranks == groups.tensor_parallel.ranks
     is_for_pipeline = state.engine is None or state.engine.group.ranks == groups.pipeline_parallel.ranks
     return bool(is_for_tensor and is_for_pipeline)
-
-
-def _send_parts(module: LightningModule, state: ParallelState, groups: MeshGroups, device: torch.device) -> None:
-    """Send what rank zero has made of the module to the ranks of its replica, which hold their parts of it."""
-    if groups.data_parallel.rank > 0:
-        return
-    is_source = groups.replica.rank == 0
-    tensors: dict[str, Tensor] = {}
-    if is_source:
-        tensors = {**dict(module.named_parameters()), **dict(module.named_buffers())}
-    described = [(name, tuple(tensor.shape), tensor.dtype) for name, tensor in tensors.items()]
-    mine = {**dict(module.named_parameters()), **dict(module.named_buffers())}
-    for name, shape, dtype in comm.broadcast_object(described, groups.replica):
-        full = tensors[name].detach().to(device) if is_source else torch.empty(shape, dtype=dtype, device=device)
-        comm.broadcast_(full.contiguous(), groups.replica)
-        if not is_source and name in mine and not mine[name].is_meta:
-            rule: Shard | None = state.rules.get(name)
-            part = full if rule is None else rule.split(full, groups.tensor_parallel.rank)
-            mine[name].data.copy_(part)
-    if is_source:
-        _divide(state, groups)
-
-
-def _divide(state: ParallelState, groups: MeshGroups) -> None:
-    """Divide a module and the copies of it that are whole."""
-    state.whole.divide_again(state.rules, groups.tensor_parallel.rank)
-    if state.copies is not None:
-        state.copies.divide_again(state.rules, groups.tensor_parallel.rank)

@@ -42,7 +42,7 @@ from lightning_parallel.pipeline.interception import ActiveHandler, Call, CallSi
 from lightning_parallel.pipeline.layer_stack import LayerStack
 from lightning_parallel.strategies.ranks.order import MessageOrder
 from lightning_parallel.strategies.ranks.replicas import share_random_state
-from lightning_parallel.strategies.whole.copies import MARK, ModuleCopies
+from lightning_parallel.strategies.whole.copies import ModuleCopies
 from lightning_parallel.strategies.whole.reference import Fetched
 from lightning_parallel.tensor.sharding import Shard
 
@@ -166,12 +166,8 @@ class FullStates:
         """Call `function` when state dicts are made to hold this rank's part again, at the end of a run."""
         self._at_end.append(function)
 
-    def restore_copies(self, is_mine: bool) -> None:
-        """Make copies of the module whole, after `remove`; every rank of the replica must call it.
-
-        Args:
-            is_mine: Whether they become whole on this rank.
-        """
+    def restore_copies(self) -> None:
+        """Give copies of the module their full tensors, after `remove`; every rank of the replica must call it."""
 
         def fetch(name: str, dtype: torch.dtype, mine: Tensor | None) -> Tensor:
             path, _, key = name.rpartition(".")
@@ -179,7 +175,7 @@ class FullStates:
                 return mine.detach()
             return self._full(path, key, self._entries[path][key]._replace(dtype=dtype), mine)
 
-        self._state.copies.restore(self._replica, fetch, is_mine)
+        self._state.copies.restore(self._replica, fetch)
 
     def paused(self) -> AbstractContextManager[Any]:
         """Leave state dicts alone inside the block, for code that gathers tensors by itself."""
@@ -193,11 +189,6 @@ class FullStates:
         if self.is_paused:
             return
         if self._is_over:
-            if getattr(vars(owner).get(MARK), "is_elsewhere", False):
-                for key, entry in self._entries[path].items():
-                    if entry.is_saved:
-                        state[prefix + key] = self._empty_full(path, key, entry)
-                return
             raise RuntimeError(
                 f"This copy of `{path or type(owner).__name__}` was made during a run and holds only a part of the"
                 " model. Take its state dict before the run ends, for example in `on_train_end`. Or set"
@@ -231,10 +222,6 @@ class FullStates:
             state[prefix + key] = value
         for key in others:
             state[key] = state.pop(key)
-
-    def _empty_full(self, path: str, key: str, entry: _Entry) -> Tensor:
-        shape, _ = self.full_shape(f"{path}.{key}" if path else key)
-        return torch.empty(shape, dtype=entry.dtype, device="meta")
 
     def full(self, name: str, mine: Tensor | None) -> Tensor:
         """Return a full tensor, a copy unless all ranks hold it whole; every rank must call it.
