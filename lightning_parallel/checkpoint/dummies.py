@@ -14,9 +14,8 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from lightning_parallel import comm
 from lightning_parallel.checkpoint.full import ModelNames
-from lightning_parallel.comm import Group
+from lightning_parallel.checkpoint.inventory import Inventory
 from lightning_parallel.compat.torch import parameters_of
 
 __all__ = ["remove_dummy_parameters", "whole_parameters"]
@@ -24,35 +23,35 @@ __all__ = ["remove_dummy_parameters", "whole_parameters"]
 
 @contextmanager
 def whole_parameters(
-    module: nn.Module, names: ModelNames, group: Group, device: torch.device
+    module: nn.Module, names: ModelNames, inventory: Inventory, device: torch.device
 ) -> Iterator[dict[nn.Parameter, str]]:
     """Register dummies for the parameters of other stages in `module` inside the block, in the usual order.
 
     An optimizer that is built there has the parameter groups that it has in one process. Without the dummies each
     stage would know the order of its own parameters only, and a checkpoint needs that of all. They have the shape,
-    dtype and device of parameters, but one element of memory. Every rank of `group` must call it.
+    dtype and device of parameters, but one element of memory.
 
     Args:
         module: The model, of which this rank holds some stages.
         names: Names in the whole model.
-        group: The pipeline group.
+        inventory: The tensors of the full model, as they are now.
         device: The device of the dummies.
 
     Yields:
         The dummy parameters, and the first name of each.
     """
-    held = {
-        name: (tuple(parameter.shape), parameter.dtype, parameter.requires_grad)
-        for name, parameter in module.named_parameters()
-    }
-    described = {name: facts for stage in comm.all_gather_object(held, group) for name, facts in stage.items()}
+    own = dict(module.named_parameters())
+    listed = {name: held for name, held in inventory.tensors.items() if not (held.is_buffer or held.is_alias)}
     # Not on `meta`: fused optimizers refuse devices that they have no kernels for.
     dummies = {
         # Expanded from one element, so a stage does not need memory for the others.
         # Of different values, as Lightning's `BaseFinetuning` tells parameters apart by these.
-        name: nn.Parameter(torch.full((), float(number), dtype=dtype, device=device).expand(shape), requires_grad)
-        for number, (name, (shape, dtype, requires_grad)) in enumerate(described.items(), 1)
-        if name not in held
+        name: nn.Parameter(
+            torch.full((), float(number), dtype=held.dtype, device=device).expand(inventory.full_shape(name)),
+            held.trains,
+        )
+        for number, (name, held) in enumerate(listed.items(), 1)
+        if name not in own
     }
     attributes: dict[str, dict[str, str]] = {}
     for name, first in names.parameters.items():

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Callable, Hashable, Mapping, Sequence, Set
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass
 from itertools import chain
 from typing import Any, NamedTuple, TypeVar
@@ -26,11 +26,12 @@ from lightning_parallel.comm import Group, fingerprints
 from lightning_parallel.compat import ParallelState
 from lightning_parallel.compat.torch import versions_of, with_versions
 from lightning_parallel.data_parallel import ParameterSlices
-from lightning_parallel.tensor.sharding import Shard
+from lightning_parallel.tensor.sharding import REPLICATED, Shard
 
 __all__ = ["Checkpoints", "ModelNames", "rules_by_name"]
 
 K = TypeVar("K", bound=Hashable)
+_Slot = tuple[str, str]  # a parameter and a key of its state
 ParameterGroups = Sequence[Sequence[str]]
 """Names of the parameters in each parameter group of an optimizer."""
 
@@ -197,7 +198,7 @@ class Checkpoints:
             found = full.get(name)
             if not isinstance(tensor, Tensor) or not isinstance(found, Tensor):
                 continue
-            expected = tuple(self.rules[name].full_shape(tensor.shape) if name in self.rules else tensor.shape)
+            expected = tuple(self.rules.get(name, REPLICATED).full_shape(tensor.shape))
             if expected != tuple(found.shape):
                 problems.append(f"  {name} must have the shape {expected}; got {tuple(found.shape)}")
             elif strict and isinstance(found, StoredTensor) and found.dtype != tensor.dtype:
@@ -233,13 +234,29 @@ class Checkpoints:
             return state  # equal on every rank; its values cannot be assigned to parameters
         mine = self._group_names(optimizer)
         whole = self._whole_groups(mine, recorded)
-        held = list(zip(chain.from_iterable(mine), _parameters(optimizer)))
-        values: dict[tuple[str, str], Any] = {}
-        shards: dict[tuple[str, str], Shard] = {}
-        sliced: dict[tuple[str, str], torch.Size] = {}
-        failure: Exception | None = None
-        for index, (name, parameter) in enumerate(held):
-            for key, value in state["state"].get(index, {}).items():
+        # One stage alone may refuse its values; the other stages would wait for it.
+        with comm.failing_together(self.pipeline_group):
+            values, shards, sliced = self._optimizer_values(optimizer, state["state"], chain.from_iterable(mine))
+        gathered = self._gather(values, shards, order=(), sliced=sliced)
+        position = {name: index for index, name in enumerate(chain.from_iterable(whole))}
+        full: dict[int, Any] = {index: {} for index in sorted({position[name] for name, _ in gathered})}
+        for (name, key), value in gathered.items():
+            full[position[name]][key] = value
+        return {**state, "state": full, "param_groups": _numbered(state["param_groups"], mine, whole)}
+
+    def _optimizer_values(
+        self, optimizer: Optimizer, state: Mapping[int, Mapping[str, Any]], names: Iterable[str]
+    ) -> tuple[dict[_Slot, Any], dict[_Slot, Shard], dict[_Slot, torch.Size]]:
+        """Return the values in the state of an optimizer, the rules of their shards, and the shapes of sliced ones.
+
+        Raises:
+            RuntimeError: If the state of a sharded parameter has another shape than the parameter.
+        """
+        values: dict[_Slot, Any] = {}
+        shards: dict[_Slot, Shard] = {}
+        sliced: dict[_Slot, torch.Size] = {}
+        for index, (name, parameter) in enumerate(zip(names, _parameters(optimizer))):
+            for key, value in state.get(index, {}).items():
                 values[name, key] = value
                 if not isinstance(value, Tensor) or value.dim() == 0:
                     continue
@@ -247,7 +264,7 @@ class Checkpoints:
                 shape = parameter.shape if self.slices is None else self.slices.whole_shape(parameter)
                 local = shape
                 if name in self.rules:
-                    # The parameter is whole after a run, when the optimizer still has the state of its shard.
+                    # The parameter is full after a run, when the optimizer still has the state of its shard.
                     local = self.rules[name].local_shape(shape, self.tensor_group.rank)
                     shards[name, key] = self.rules[name]
                 is_alike = value.shape in (shape, local)
@@ -255,15 +272,8 @@ class Checkpoints:
                     is_alike = value.numel() == self.slices.size(local.numel())
                     sliced[name, key] = local
                 if not is_alike and (name in self.rules or (name, key) in sliced):
-                    failure = failure or _not_elementwise(optimizer, name, parameter, key, value)
-        # A stage may be the only one with such a parameter; the others would wait for it.
-        comm.raise_together(failure, self.pipeline_group)
-        gathered = self._gather(values, shards, order=(), sliced=sliced)
-        position = {name: index for index, name in enumerate(chain.from_iterable(whole))}
-        full: dict[int, Any] = {index: {} for index in sorted({position[name] for name, _ in gathered})}
-        for (name, key), value in gathered.items():
-            full[position[name]][key] = value
-        return {**state, "state": full, "param_groups": _numbered(state["param_groups"], mine, whole)}
+                    raise _not_elementwise(optimizer, name, parameter, key, value)
+        return values, shards, sliced
 
     def scatter_optimizer(
         self, full: Mapping[str, Any], optimizer: Optimizer, recorded: ParameterGroups = ()
@@ -356,13 +366,13 @@ class Checkpoints:
         shapes: set[tuple[int, ...]] = set()
         for parameter in _parameters(optimizer):
             shape = parameter.shape if self.slices is None else self.slices.whole_shape(parameter)
-            rule = self.rules.get(names.get(id(parameter), ""))
+            rule = self.rules.get(names.get(id(parameter), ""), REPLICATED)
             is_sliced = self.slices is not None and self.slices.divides(parameter)
-            if rule is None and not is_sliced and not (whole and self.pipeline_group.size > 1):
+            if rule is REPLICATED and not is_sliced and not (whole and self.pipeline_group.size > 1):
                 continue
-            local = shape if rule is None else rule.local_shape(shape, self.tensor_group.rank)
+            local = rule.local_shape(shape, self.tensor_group.rank)
             if whole:
-                shapes.add(tuple(local if rule is None else rule.full_shape(local)))
+                shapes.add(tuple(rule.full_shape(local)))
             elif is_sliced and self.slices is not None:
                 shapes.add((self.slices.size(math.prod(local)), *[1] * (len(local) - 1)))
             else:
@@ -371,18 +381,17 @@ class Checkpoints:
 
     def _check_restored(self, optimizer: Optimizer, full: Mapping[str, Any]) -> None:
         """Check that no key of the optimizer's own needs to be split; every rank must call it."""
-        failure: Exception | None = None
-        missing = sorted(_KNOWN_KEYS - full.keys())
-        if missing:
-            found = ", ".join(f"`{key}`" for key in full)
-            failure = _own_keys(optimizer, f"has no `{missing[0]}` in the checkpoint, but {found}")
-        for key, value in full.items() if self.is_cut else ():
-            if key not in _KNOWN_KEYS and key != "names":
-                shapes = {shape for shape, _ in _contents(value, False).tensors}
-                if not shapes.isdisjoint(self._shapes_of_parts(optimizer, True)):
-                    failure = failure or _own_keys(optimizer, f"has `{key}` in the checkpoint, with full tensors")
-        for group in (self.tensor_group, self.pipeline_group):
-            comm.raise_together(failure, group)
+        # The tensor group first: each of its ranks then brings the error to its pipeline group.
+        with comm.failing_together(self.pipeline_group), comm.failing_together(self.tensor_group):
+            missing = sorted(_KNOWN_KEYS - full.keys())
+            if missing:
+                found = ", ".join(f"`{key}`" for key in full)
+                raise _own_keys(optimizer, f"has no `{missing[0]}` in the checkpoint, but {found}")
+            for key, value in full.items() if self.is_cut else ():
+                if key not in _KNOWN_KEYS and key != "names":
+                    shapes = {shape for shape, _ in _contents(value, False).tensors}
+                    if not shapes.isdisjoint(self._shapes_of_parts(optimizer, True)):
+                        raise _own_keys(optimizer, f"has `{key}` in the checkpoint, with full tensors")
 
     def check_groups(self, optimizers: Sequence[Optimizer], recorded: Callable[[Optimizer], ParameterGroups]) -> None:
         """Check that the parameter groups over all stages are known, as `gather_optimizer` needs them.
@@ -391,13 +400,8 @@ class Checkpoints:
             RuntimeError: On every rank, if they are not.
         """
         for optimizer in optimizers if self.pipeline_group.size > 1 else ():
-            failure: Exception | None = None
-            names: list[list[str]] = []
-            try:
+            with comm.failing_together(self.pipeline_group):
                 names = self._group_names(optimizer)
-            except RuntimeError as error:
-                failure = error
-            comm.raise_together(failure, self.pipeline_group)
             self._whole_groups(names, recorded(optimizer))
 
     def _part(self, parameter: Tensor, name: str, value: Any) -> Any:
@@ -502,7 +506,7 @@ class Checkpoints:
         stage = self.pipeline_group.rank
         held = {key: _place(stage, value, shards.get(key)) for key, value in values.items()}
         for key, shape in sliced.items():
-            whole = shape if key not in shards else shards[key].full_shape(shape)
+            whole = shards.get(key, REPLICATED).full_shape(shape)
             held[key] = held[key]._replace(shape=tuple(whole), alias=key)
         if self.pipeline_group.size == 1:
             return held
@@ -560,7 +564,7 @@ class Checkpoints:
 def _place(stage: int, value: Any, shard: Shard | None) -> _Place:
     if not isinstance(value, Tensor):
         return _Place(stage, None, (), None, value, None)
-    shape = tuple(value.shape if shard is None else shard.full_shape(value.shape))
+    shape = tuple((shard or REPLICATED).full_shape(value.shape))
     # An empty tensor or one on `meta` has no address of its own.
     has_memory = value.numel() > 0 and not value.is_meta
     address = (str(value.device), value.data_ptr()) if has_memory else id(value)

@@ -299,7 +299,8 @@ class MeshStrategy(MeshProcesses):
         replicas.start_equal(module, data)
         replicas.scope_metrics(module, self.groups)
         replicas.compute_at_end_of_epochs(trainer, data, self._patches)
-        open_outside(module, self.groups, self.run.checkpoints, self._patches)
+        self.run.take_inventory()
+        open_outside(module, self.groups, self.run.inventory, self.run.checkpoints, self._patches)
 
     def _divide(self, module: LightningModule) -> None:
         """Divide `module` in place, layers first, runs of layers second; both are kept from run to run."""

@@ -11,7 +11,7 @@ from lightning.pytorch.plugins.precision import Precision
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lightning_parallel.checkpoint import Checkpoints, ModelNames
+from lightning_parallel.checkpoint import Checkpoints, Inventory, ModelNames
 from lightning_parallel.comm import MeshGroups
 from lightning_parallel.compat import ParallelState
 from lightning_parallel.data_parallel import GradientReducer, ParameterSlices
@@ -137,6 +137,11 @@ class Run:
             slices=self.slices,
         )
 
+    def take_inventory(self) -> None:
+        """List the tensors of the full model; every rank must call it."""
+        last_stage = 0 if self.engine is None else self.engine.last_rank
+        self.inventory = Inventory.of(self.module, self.rules, self.groups.pipeline_parallel, last_stage)
+
     def recorded_groups(self, optimizer: Optimizer) -> list[list[str]]:
         """Return the names in the parameter groups of an optimizer over all stages, as far as they are known."""
         return [] if self.optimizer_groups is None else self.optimizer_groups.recorded.get(optimizer, [])
@@ -208,7 +213,8 @@ class Run:
         if state.whole is not None:
             state.whole.adopt(lambda child: None if state.copies is None else state.copies.change_of(child))
         if state.full_states is not None:
-            state.full_states.adopt(self.module, self.groups)
+            self.take_inventory()
+            state.full_states.adopt(self.module, self.inventory)
         self.check_anew()
         parameters = dict(self.module.named_parameters())
         if self.slices is not None:

@@ -24,6 +24,7 @@ from lightning_parallel import comm
 from lightning_parallel.comm import Group
 
 __all__ = [
+    "REPLICATED",
     "Range",
     "Shard",
     "ShardPart",
@@ -267,6 +268,26 @@ class Shard:
                 found.append((at, size, start))
             start += size
         return sorted(found)
+
+
+class _Replicated(Shard):
+    """Is the rule of a tensor that every rank of the tensor axis holds in full."""
+
+    def full_shape(self, local_shape: Sequence[int]) -> torch.Size:
+        return torch.Size(local_shape)
+
+    def local_shape(self, full_shape: Sequence[int], rank: int) -> torch.Size:
+        return torch.Size(full_shape)
+
+    def split(self, full: Tensor, rank: int) -> Tensor:
+        return full
+
+    def merge(self, shards: Sequence[Tensor]) -> Tensor:
+        return shards[0]
+
+
+REPLICATED: Shard = _Replicated(0, ())
+"""Rule of a tensor without a rule: `rules.get(name, REPLICATED)` splits and merges any tensor."""
 
 
 # Cached: the many layers of a model have few different rules, and equal rules are then the same object.

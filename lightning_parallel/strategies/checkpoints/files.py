@@ -392,14 +392,8 @@ class SavesFiles(ParallelStrategy):
 
     def together(self, function: Callable[[], T]) -> T:
         """Return what `function` gives on this rank; if it fails on one, raise on all."""
-        found: list[T] = []
-        failure: Exception | None = None
-        try:
-            found.append(function())
-        except Exception as error:
-            failure = error
-        comm.raise_together(failure, self.every_rank)
-        return found[0]
+        with comm.failing_together(self.every_rank):
+            return function()
 
     @override
     def save_checkpoint(

@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from torch.optim import LBFGS, Optimizer
 
 from lightning_parallel import comm
-from lightning_parallel.checkpoint import remove_dummy_parameters, whole_parameters
+from lightning_parallel.checkpoint import Inventory, remove_dummy_parameters, whole_parameters
 from lightning_parallel.comm import Group
 from lightning_parallel.compat import FOREIGN, ParallelState, Patches
 from lightning_parallel.optim import TrustRatioOptimizer
@@ -72,13 +72,15 @@ class WholeGroups:
         Raises:
             ValueError: If that code keeps what it made of parameters that this rank lacks.
         """
+        # Anew, since code may have frozen or unfrozen parameters meanwhile.
+        inventory = Inventory.of(self._module, self._rules, self._group)
         with full_shapes_shown(self._module, self._rules):
             if self._group.size == 1:
                 yield
                 return
             names = ParallelState.of(self._module).names
             trace = None
-            with whole_parameters(self._module, names, self._group, self._device) as dummies:
+            with whole_parameters(self._module, names, inventory, self._device) as dummies:
                 self._fill_in(optimizers())
                 if watch is not None:
                     watch.note_dummies(dummies)

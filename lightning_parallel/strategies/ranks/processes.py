@@ -447,17 +447,13 @@ class MeshProcesses(SavesFiles):
         if self._groups is None:
             # In `trainer.init_module()` there are no groups yet, so ranks may draw different numbers.
             self._built_apart = True
-        failure: Exception | None = None
-        try:
-            with deferred_init(self.root_device), self.precision_plugin.tensor_init_context():
-                yield
-        except Exception as error:
-            failure = error
-        if self._groups is not None:
-            # A rank whose `configure_model` fails would leave the others waiting in the next collective.
-            comm.raise_together(failure, self._groups.world)
-        elif failure is not None:
-            raise failure
+        # A rank whose `configure_model` fails would leave the others waiting in the next collective.
+        with (
+            comm.failing_together(self.every_rank),
+            deferred_init(self.root_device),
+            self.precision_plugin.tensor_init_context(),
+        ):
+            yield
 
     @override
     def on_exception(self, exception: BaseException) -> None:

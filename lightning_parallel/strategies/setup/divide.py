@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -216,37 +217,46 @@ def _agreed_plan(
     device: torch.device,
     example: Callable[[], tuple[Callable[[Any], Any], Any] | None],
 ) -> tuple[PipelinePlan, Callable[[Any], float]]:
-    """Return the plan of all ranks and the weight of microbatches; what fails on one rank raises on every one."""
-    found = samples = plan = weight = failure = None
-    try:
+    """Return the plan of all ranks and the weight of microbatches; an error on one rank raises on every rank."""
+    # The user's data first and alone, since ranks communicate while they make the plan.
+    with comm.failing_together(groups.world):
         found = example()
         samples = None if found is None else _samples(split_by(options.split_batch, found[1], 1))
-    except Exception as error:
-        failure = error
-    # The user's data by themselves, since ranks talk to each other while they make the plan.
-    comm.raise_together(failure, groups.world)
-    try:
+    with comm.failing_together(groups.world), _circumstances_told(module, options, found, samples):
         plan = _plan(module, options, groups, device, found, samples)
         plan.check_fits(module, groups.pipeline_parallel.size)
         weight = options.microbatch_weight
         if found is not None and plan.schedule.num_microbatches > 1 and (samples or 2) > 1:
             weight = find_microbatch_weight(module, plan, device, *found, options.split_batch, weight, groups.world)
+    # Ranks may have got different plans or arguments from the user.
+    comm.agree("the pipeline plan", plan.outline(), groups.pipeline_parallel)
+    return plan, weight
+
+
+@contextmanager
+def _circumstances_told(
+    module: LightningModule,
+    options: PipelineOptions,
+    found: tuple[Callable[[Any], Any], Any] | None,
+    samples: int | None,
+) -> Iterator[None]:
+    """Explain errors of the user's step inside the block, where it runs on the first batch.
+
+    Raises:
+        ValueError: If batch normalization got too few samples.
+    """
+    try:
+        yield
     except Exception as error:
-        failure = error
         if found is not None:
             _tell_circumstances(error, module, options, found[1])
         if _ONE_VALUE in str(error) and samples is not None and samples > 1:
-            failure = ValueError(
+            raise ValueError(
                 f"Batch normalization needs two samples in each microbatch, so a batch of {samples} samples must"
                 f" have at most {samples // 2} microbatches; got num_microbatches={options.num_microbatches!r}. Set"
                 f" `num_microbatches` to at most {samples // 2}, or to 'auto' ({error}) [LP010]"
-            )
-    comm.raise_together(failure, groups.world)
-    assert plan is not None
-    assert weight is not None
-    # Each rank may have been given another one, or other arguments.
-    comm.agree("the pipeline plan", plan.outline(), groups.pipeline_parallel)
-    return plan, weight
+            ) from error
+        raise
 
 
 def _tell_circumstances(error: Exception, module: LightningModule, options: PipelineOptions, batch: Any) -> None:

@@ -17,7 +17,7 @@ from lightning.pytorch.trainer.states import TrainerStatus
 from torch import Tensor, nn
 
 from lightning_parallel import comm
-from lightning_parallel.checkpoint import Checkpoints
+from lightning_parallel.checkpoint import Checkpoints, Inventory
 from lightning_parallel.comm import Group, MeshGroups
 from lightning_parallel.compat import ParallelState
 from lightning_parallel.compat.lightning import tell
@@ -55,7 +55,9 @@ def end_run(module: LightningModule, checkpoints: Checkpoints, groups: MeshGroup
     has_data = not any(parameter.is_meta for parameter in module.parameters())
     if skeleton is None or where == "off" or not has_data:
         return False
-    total = _total_bytes(module, checkpoints, groups)
+    # Anew, since code may have frozen parameters during the run.
+    inventory = Inventory.of(module, checkpoints.rules, groups.pipeline_parallel)
+    total = inventory.total_bytes
     if where == "auto" and total > EVERYWHERE_BYTES:
         tell(
             f"The module stays sharded after the run, because its {total / 2**30:.1f} GiB may not fit into the memory"
@@ -63,26 +65,13 @@ def end_run(module: LightningModule, checkpoints: Checkpoints, groups: MeshGroup
             " [LP037]"
         )
         return False
-    trained = {name for name, parameter in module.named_parameters() if parameter.requires_grad}
-    trained = set().union(*comm.all_gather_object(trained, groups.pipeline_parallel))
     # Each replica gathers its own tensors, so that only ranks of one replica send to each other.
     full = replace(checkpoints, is_saved=True).gather_tensors()
     share_tensors(full, groups.replica, checkpoints.device)
     if states is not None:
         states.restore_copies()
-    skeleton.restore(full, trained)
+    skeleton.restore(full, inventory.trained)
     return True
-
-
-def _total_bytes(module: nn.Module, checkpoints: Checkpoints, groups: MeshGroups) -> int:
-    sizes: dict[str, int] = {}
-    for name, tensor in module.named_parameters():
-        rule = checkpoints.rules.get(name)
-        shape = tensor.shape if rule is None else rule.full_shape(tensor.shape)
-        sizes[name] = shape.numel() * tensor.element_size()
-    for theirs in comm.all_gather_object(sizes, groups.pipeline_parallel):
-        sizes.update(theirs)
-    return sum(sizes.values())
 
 
 def share_tensors(full: dict[Any, Tensor], replica: Group, device: torch.device) -> None:

@@ -27,9 +27,9 @@ from lightning_parallel.strategies.whole.saved_modules import forget_watchers
 from lightning_parallel.strategies.whole.skeleton import ModuleChange, fill_whole, strip_division, take_off_whole
 from lightning_parallel.tensor.sharding import Shard
 
-__all__ = ["ModuleCopies"]
+__all__ = ["MARK", "ModuleCopies"]
 
-_MARK = "_parallel_mark"
+MARK = "_parallel_mark"
 
 Fetch = Callable[[str, torch.dtype, Tensor | None], Tensor]
 """Returns a full tensor by its first name, from what this rank holds of it; every rank calls it."""
@@ -113,11 +113,11 @@ class ModuleCopies:
         self._changes = {paths[id(child)]: change for child, change in self._state.whole.changes if id(child) in paths}
         for path in self._changes:
             child = module.get_submodule(path)
-            vars(child)[_MARK] = _Mark(self, path, ref(child))
+            vars(child)[MARK] = _Mark(self, path, ref(child))
 
     def change_of(self, child: nn.Module) -> ModuleChange | None:
         """Return what dividing has changed in a copy; None if `child` is none."""
-        mark = vars(child).get(_MARK)
+        mark = vars(child).get(MARK)
         if mark is None or mark.owner() is not child or mark.divided is not None or mark.path not in self._changes:
             return None
         return _of_copy(child, self._changes[mark.path], vars(child))
@@ -140,7 +140,7 @@ class ModuleCopies:
     def unmark(self, module: nn.Module) -> None:
         """Let `module` be copied without a mark."""
         for child in module.modules():
-            vars(child).pop(_MARK, None)
+            vars(child).pop(MARK, None)
 
     def note(self, mark: _Mark, memo: dict[int, Any]) -> None:
         """Take note of a copy that `deepcopy` makes."""
@@ -161,12 +161,13 @@ class ModuleCopies:
 
     # -------------------------------------------------------------------------------------------- whole, and back
 
-    def restore(self, replica: Group, fetch: Fetch) -> None:
+    def restore(self, replica: Group, fetch: Fetch, is_mine: bool = True) -> None:
         """Give full tensors to the copies that live on all ranks of the replica; all of these ranks call it.
 
         Args:
             replica: The replica.
             fetch: Gathers a tensor.
+            is_mine: Whether this rank gets the full tensors.
         """
         if not comm.on_any_rank([bool(self._families)], replica)[0]:
             return
@@ -180,12 +181,12 @@ class ModuleCopies:
             # One rank alone may copy, too: which copy of another is the same cannot be told.
             if is_everywhere and len({made[key[:2]] for made, _ in everyone}) == 1:
                 common = [path for path in paths if all(path in alive[key] for _, alive in everyone)]
-                self._restore(families[key], common, replica, fetch)
+                self._restore(families[key], common, replica, fetch, is_mine)
 
-    def _restore(self, family: _CopiedTogether, paths: list[str], replica: Group, fetch: Fetch) -> None:
+    def _restore(self, family: _CopiedTogether, paths: list[str], replica: Group, fetch: Fetch, is_mine: bool) -> None:
         alive = family.alive()
         members = [
-            (alive[path], self._changes[path]) for path in paths if path in self._changes and _MARK in vars(alive[path])
+            (alive[path], self._changes[path]) for path in paths if path in self._changes and MARK in vars(alive[path])
         ]
         held: dict[str, Tensor] = {}
         for child, change in members:
@@ -205,6 +206,8 @@ class ModuleCopies:
             dtype, device, is_trained = described[name]
             mine = held.get(name)
             full = fetch(name, dtype, mine)
+            if not is_mine:
+                continue
             is_parameter = any(name in change.parameters.values() for _, change in members)
             if mine is None:
                 full = full.to(device).clone()
@@ -214,8 +217,8 @@ class ModuleCopies:
                 mine.grad = None
                 mine.data = full.to(mine.device)
             tensors[name] = mine
-        for child, change in members:
-            _make_whole(child, change, vars(child)[_MARK], tensors)
+        for child, change in members if is_mine else ():
+            _make_whole(child, change, vars(child)[MARK], tensors)
 
     def divide_again(self, rules: Mapping[str, Shard], rank: int) -> None:
         """Divide the copies that are whole, as they were.
@@ -226,7 +229,7 @@ class ModuleCopies:
         """
         seen: set[int] = set()
         for child, change in self._whole():
-            mark = vars(child)[_MARK]
+            mark = vars(child)[MARK]
             kind, divided = mark.divided
             mark.divided = None
             take_off_whole(child, change, divided)
@@ -243,7 +246,7 @@ class ModuleCopies:
     def _whole(self) -> Iterator[tuple[nn.Module, ModuleChange]]:
         for family in self._families:
             for path, child in family.alive().items():
-                mark = vars(child).get(_MARK)
+                mark = vars(child).get(MARK)
                 if mark is not None and mark.divided is not None:
                     yield child, _of_copy(child, self._changes[path], mark.divided[1])
 

@@ -11,12 +11,12 @@ All ranks must do either, or none: the ranks meet before each communication.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from functools import partial
 from types import MethodType
-from typing import Any, NamedTuple
+from typing import Any
 from weakref import WeakValueDictionary
 
 import torch
@@ -26,14 +26,13 @@ from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel
 
 from lightning_parallel import comm
-from lightning_parallel.checkpoint import Checkpoints
+from lightning_parallel.checkpoint import Checkpoints, Inventory
 from lightning_parallel.comm import MeshGroups
 from lightning_parallel.compat import ParallelState, Patches, patched
 from lightning_parallel.compat.lightning import averaged_model, restore_swapped_scheduler
 from lightning_parallel.compat.torch import (
     buffers_of,
     mark_as_parameter,
-    non_persistent_buffers_of,
     parameters_of,
     state_hooks_of,
 )
@@ -44,7 +43,7 @@ from lightning_parallel.strategies.ranks.order import MessageOrder
 from lightning_parallel.strategies.ranks.replicas import share_random_state
 from lightning_parallel.strategies.whole.copies import ModuleCopies
 from lightning_parallel.strategies.whole.reference import Fetched
-from lightning_parallel.tensor.sharding import Shard
+from lightning_parallel.tensor.sharding import REPLICATED
 
 __all__ = ["FullStates", "OutsideCalls", "averages_of", "hold_averages", "open_outside"]
 
@@ -52,15 +51,6 @@ __all__ = ["FullStates", "OutsideCalls", "averages_of", "hold_averages", "open_o
 AVERAGING = tuple(
     getattr(callbacks, name) for name in ("StochasticWeightAveraging", "WeightAveraging") if hasattr(callbacks, name)
 )
-
-
-class _Entry(NamedTuple):
-    """A tensor of a module: where it is, what a rank there holds of it, and whether it is part of its state."""
-
-    stage: int
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-    is_saved: bool
 
 
 class FullStates:
@@ -71,17 +61,17 @@ class FullStates:
     Args:
         module: The divided module.
         groups: The mesh's groups.
-        rules: How its tensors are sharded over the tensor axis, by name.
+        inventory: The tensors of the full model.
         device: Where messages are.
 
     Attributes:
-        rules: As given.
+        inventory: The tensors of the full model.
         meet: Waits until all ranks of the replica are about to send the message that it is called with.
         trained: Names of the parameters that require a gradient.
         is_paused: Whether state dicts are left alone: see `paused`.
     """
 
-    def __init__(self, module: nn.Module, groups: MeshGroups, rules: Mapping[str, Shard], device: torch.device) -> None:
+    def __init__(self, module: nn.Module, groups: MeshGroups, inventory: Inventory, device: torch.device) -> None:
         self._state = ParallelState.of(module)
         if self._state.full_states is not None:
             self._state.full_states.remove()
@@ -93,55 +83,50 @@ class FullStates:
         self.meet = MessageOrder(groups.replica)
         if self._pipeline_group.size > 1:
             self._pipeline_group = self._pipeline_group.guarded_by(self.meet)
-        self.rules = rules
         self._device = device
-        self.is_paused = self._is_over = False
+        self.is_paused = False
+        self._is_over = False
         self._hooks: list[Any] = []
         self._at_end: list[Callable[[], None]] = []
-        self._module, self._replica = module, groups.replica
+        self._module = module
+        self._replica = groups.replica
         if self._state.copies is None:
             self._state.copies = ModuleCopies(module)
-        self.adopt(module, groups)
+        self.adopt(module, inventory)
         self._state.copies.watch(self._register)
 
-    def adopt(self, module: nn.Module, groups: MeshGroups) -> None:
-        """Take what `module` has become since; every rank of the replica must call it."""
+    def adopt(self, module: nn.Module, inventory: Inventory) -> None:
+        """Take the present form of `module`; every rank of the replica must call it.
+
+        Args:
+            module: The divided module.
+            inventory: The tensors of the full model now.
+        """
         for hook in self._hooks:
             hook.remove()
         self._hooks.clear()
+        self.inventory = inventory
+        self.trained = inventory.trained
         # By `id`: the hash of a metric changes with its state.
         self._originals: set[int] = set()
-        self._entries: dict[str, dict[str, _Entry]] = {}
-        self._holders: dict[str, int] = {}
-        trained = {name for name, parameter in module.named_parameters() if parameter.requires_grad}
-        self.trained = set().union(*comm.all_gather_object(trained, groups.pipeline_parallel))
-        last_rank = 0 if self._state.engine is None else self._state.engine.last_rank
-        everyone = comm.all_gather_object(_held(module), groups.pipeline_parallel)
-        order = self._state.names
-        for stage, held in enumerate(everyone):
-            for path, own in held.items():
-                entries = self._entries.setdefault(path, {})
-                for key, (shape, dtype, is_buffer, is_saved) in own.items():
-                    # Steps that update a buffer of all stages end on the last one.
-                    if key not in entries or (is_buffer and stage == last_rank):
-                        entries[key] = _Entry(stage, shape, dtype, is_saved)
-        position = {} if order is None else {name: index for index, name in enumerate(order.state)}
-        for path, entries in self._entries.items():
-            names = {f"{path}.{key}" if path else key: key for key in entries}
-            self._holders |= {name: sum(key in held.get(path, {}) for held in everyone) for name, key in names.items()}
-            if all(self._is_whole(name) for name, key in names.items() if entries[key].is_saved):
+        # A state dict has the order of one process, though a stage knows its own tensors first.
+        order = () if self._state.names is None else self._state.names.state
+        position = {name: index for index, name in enumerate(order)}
+        self._keys: dict[str, list[str]] = {}
+        for name in sorted(inventory.tensors, key=lambda name: position.get(name, 0)):
+            path, _, key = name.rpartition(".")
+            self._keys.setdefault(path, []).append(key)
+        for path in self._keys:
+            if all(inventory.is_full(_joined(path, key)) for key in self._saved_keys(path)):
                 continue
-            in_order = sorted(names, key=lambda name: position.get(name, 0))
-            self._entries[path] = {names[name]: entries[names[name]] for name in in_order}
             owner = module.get_submodule(path)
             self._originals.add(id(owner))
             _forget_states(owner)
             self._hooks += self._register(owner, path)
         self._state.copies.mark(module)
 
-    def _is_whole(self, name: str) -> bool:
-        """Whether every rank holds the full tensor."""
-        return name not in self.rules and self._holders[name] == self._pipeline_group.size
+    def _saved_keys(self, path: str) -> list[str]:
+        return [key for key in self._keys[path] if self.inventory.tensors[_joined(path, key)].is_saved]
 
     def _register(self, owner: nn.Module, path: str) -> list[Any]:
         # Functions, since torch marks what it is given, which methods do not allow. Copies of a module have them, too.
@@ -166,16 +151,13 @@ class FullStates:
         """Call `function` when state dicts are made to hold this rank's part again, at the end of a run."""
         self._at_end.append(function)
 
-    def restore_copies(self) -> None:
-        """Give copies of the module their full tensors, after `remove`; every rank of the replica must call it."""
+    def restore_copies(self, is_mine: bool = True) -> None:
+        """Give copies of the module their full tensors, after `remove`; every rank of the replica must call it.
 
-        def fetch(name: str, dtype: torch.dtype, mine: Tensor | None) -> Tensor:
-            path, _, key = name.rpartition(".")
-            if self._is_whole(name) and mine is not None:
-                return mine.detach()
-            return self._full(path, key, self._entries[path][key]._replace(dtype=dtype), mine)
-
-        self._state.copies.restore(self._replica, fetch)
+        Args:
+            is_mine: Whether this rank gets the full tensors.
+        """
+        self._state.copies.restore(self._replica, self.full, is_mine)
 
     def paused(self) -> AbstractContextManager[Any]:
         """Leave state dicts alone inside the block, for code that gathers tensors by itself."""
@@ -201,16 +183,17 @@ class FullStates:
                 " pipeline stage holds only its own part. Move the call into a hook that all ranks run, such as"
                 " `on_train_batch_end`"
             )
-        if path not in self._entries:
+        if path not in self._keys:
             raise RuntimeError(f"This copy holds only a part of `{path}`, which the model no longer has")
-        entries = {key: entry for key, entry in self._entries[path].items() if entry.is_saved}
+        tensors = self.inventory.tensors
+        dtypes = {key: tensors[_joined(path, key)].dtype for key in self._saved_keys(path)}
         own: dict[str, Any] = {**parameters_of(owner), **buffers_of(owner)}
         if id(owner) not in self._originals:
             # A copy may be kept in another precision.
             held = {key: value.dtype for key, value in own.items() if value is not None}
             everyone = comm.all_gather_object(held, self._pipeline_group)
-            entries = {key: entry._replace(dtype=everyone[entry.stage][key]) for key, entry in entries.items()}
-        full = {key: self._full(path, key, entry, own.get(key)) for key, entry in entries.items()}
+            dtypes = {key: everyone[self.inventory.owner(_joined(path, key))][key] for key in dtypes}
+        full = {key: self._gathered(_joined(path, key), dtype, own.get(key)) for key, dtype in dtypes.items()}
         if self._state.watch is not None:
             self._state.watch.note_gathered(
                 path, {key: v for key, v in full.items() if not _has_memory_of(v, own.get(key))}
@@ -223,36 +206,29 @@ class FullStates:
         for key in others:
             state[key] = state.pop(key)
 
-    def full(self, name: str, mine: Tensor | None) -> Tensor:
-        """Return a full tensor, a copy unless all ranks hold it whole; every rank must call it.
+    def full(self, name: str, dtype: torch.dtype, mine: Tensor | None) -> Tensor:
+        """Return a full tensor, a copy unless all ranks hold it in full; every rank must call it.
 
         Args:
-            name: Of a parameter or buffer of the whole model.
-            mine: What this rank holds of it.
+            name: Name of a parameter or buffer of the full model.
+            dtype: Element type of the tensor; copies of the module may have another one than the module.
+            mine: The part of this rank; None if it holds none.
         """
-        path, _, key = name.rpartition(".")
-        entry = self._entries[path][key]
-        if self._is_whole(name) and mine is not None:
+        if mine is not None and self.inventory.is_full(name):
             return mine.detach()
-        return self._full(path, key, entry, mine)
+        return self._gathered(name, dtype, mine)
 
-    def full_shape(self, name: str) -> tuple[torch.Size, torch.dtype]:
-        """Return shape and dtype of a full tensor."""
-        path, _, key = name.rpartition(".")
-        entry = self._entries[path][key]
-        rule = self.rules.get(name)
-        return torch.Size(entry.shape) if rule is None else rule.full_shape(entry.shape), entry.dtype
-
-    def _full(self, path: str, key: str, entry: _Entry, tensor: Tensor | None) -> Tensor:
-        group = self._pipeline_group
+    def _gathered(self, name: str, dtype: torch.dtype, tensor: Tensor | None) -> Tensor:
+        group, owner = self._pipeline_group, self.inventory.owner(name)
         if group.size > 1:
-            is_mine = group.rank == entry.stage and tensor is not None
-            sent = tensor.detach().to(self._device).contiguous().clone() if is_mine and tensor is not None else None
-            if sent is None:
-                sent = torch.empty(entry.shape, dtype=entry.dtype, device=self._device)
-            tensor = comm.broadcast_(sent, group, entry.stage)
+            if group.rank == owner and tensor is not None:
+                sent = tensor.detach().to(self._device).contiguous().clone()
+            else:
+                shape = self.inventory.tensors[name].local_shape
+                sent = torch.empty(shape, dtype=dtype, device=self._device)
+            tensor = comm.broadcast_(sent, group, owner)
         assert tensor is not None
-        rule = self.rules.get(f"{path}.{key}" if path else key)
+        rule = self.inventory.rules.get(name)
         if rule is None:
             return tensor.detach()
         sizes = [rule.local_size(rank) for rank in range(self._tensor_group.size)]
@@ -262,14 +238,12 @@ class FullStates:
     def _load(self, path: str, owner: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
         if self.is_paused:
             return
-        for key, entry in self._entries[path].items():
-            if not entry.is_saved:
-                continue
+        for key in self._saved_keys(path):
             given = state.get(prefix + key)
             if parameters_of(owner).get(key) is None and buffers_of(owner).get(key) is None:
                 state.pop(prefix + key, None)  # on another stage
                 continue
-            rule = self.rules.get(f"{path}.{key}" if path else key)
+            rule = self.inventory.rules.get(_joined(path, key))
             if rule is not None and isinstance(given, Tensor) and given.shape[rule.dim] == rule.full_size:
                 state[prefix + key] = rule.split(given, self._tensor_group.rank)
 
@@ -337,7 +311,7 @@ class OutsideCalls:
             if key not in given:
                 mine = held.get(name)
                 with torch.no_grad():
-                    full = self._empty(name) if without_data else self._states.full(name, mine)
+                    full = self._empty(name) if without_data else self._full(name, mine)
                 found = Fetched.apply(self._anchor, partial(self._keep, name, mine), full) if trains else full.detach()
                 mark_as_parameter(found, True)
                 given[key] = found
@@ -346,7 +320,7 @@ class OutsideCalls:
 
         with torch.inference_mode(False), torch.no_grad():
             names = self._state.whole.buffer_names
-            begun = {n: self._empty(n) if without_data else self._states.full(n, buffers.get(n)) for n in names}
+            begun = {n: self._empty(n) if without_data else self._full(n, buffers.get(n)) for n in names}
             full = {name: value.clone() for name, value in begun.items()}
         with self._state.whole.put_on(parameter, full, keeps=True):
             yield
@@ -357,19 +331,20 @@ class OutsideCalls:
 
     @torch.no_grad()
     def _keep_buffer(self, name: str, mine: Tensor, full: Tensor) -> None:
-        rule = self._states.rules.get(name)
-        mine.copy_(full if rule is None else rule.split(full, self._rank))
+        mine.copy_(self._states.inventory.rules.get(name, REPLICATED).split(full, self._rank))
+
+    def _full(self, name: str, mine: Tensor | None) -> Tensor:
+        return self._states.full(name, self._states.inventory.tensors[name].dtype, mine)
 
     def _empty(self, name: str) -> Tensor:
-        shape, dtype = self._states.full_shape(name)
-        return torch.empty(shape, dtype=dtype, device="meta")
+        inventory = self._states.inventory
+        return torch.empty(inventory.full_shape(name), dtype=inventory.tensors[name].dtype, device="meta")
 
     def _keep(self, name: str, mine: Tensor | None, gradient: Tensor) -> None:
         """Add the gradient of a full parameter to what this rank holds of it; each rank computes all of them."""
         if mine is None:
             return
-        rule = self._states.rules.get(name)
-        part = gradient.detach() if rule is None else rule.split(gradient.detach(), self._rank)
+        part = self._states.inventory.rules.get(name, REPLICATED).split(gradient.detach(), self._rank)
         mine.grad = part.clone() if mine.grad is None else mine.grad + part
 
 
@@ -394,29 +369,16 @@ def _has_memory_of(tensor: Tensor, other: Tensor | None) -> bool:
     return other is not None and tensor.untyped_storage().data_ptr() == other.untyped_storage().data_ptr()
 
 
-_Own = dict[str, tuple[tuple[int, ...], torch.dtype, bool, bool]]
+def _joined(path: str, key: str) -> str:
+    return f"{path}.{key}" if path else key
 
 
-def _held(module: nn.Module) -> dict[str, _Own]:
-    """Return the tensors of each submodule: shape, dtype, whether it is a buffer, whether it is saved."""
-    found: dict[str, _Own] = {}
-    for path, child in module.named_modules():
-        own: _Own = {}
-        for key, parameter in parameters_of(child).items():
-            if parameter is not None:
-                own[key] = (tuple(parameter.shape), parameter.dtype, False, True)
-        for key, buffer in buffers_of(child).items():
-            if buffer is not None:
-                own[key] = (tuple(buffer.shape), buffer.dtype, True, key not in non_persistent_buffers_of(child))
-        if own:
-            found[path] = own
-    return found
-
-
-def open_outside(module: LightningModule, groups: MeshGroups, checkpoints: Checkpoints, patches: Patches) -> None:
-    """Make a divided module whole for code outside of its steps until the run ends; on every rank of the replica."""
+def open_outside(
+    module: LightningModule, groups: MeshGroups, inventory: Inventory, checkpoints: Checkpoints, patches: Patches
+) -> None:
+    """Show the full module to code outside of its steps, until the run ends; every rank of the replica must call it."""
     if groups.replica.size > 1:
-        _open(module, groups, checkpoints.rules, checkpoints.device, patches)
+        _open(module, groups, inventory, checkpoints.device, patches)
     _copy_averages(module.trainer, module, checkpoints, patches)
 
 
@@ -429,9 +391,9 @@ def _forget_states(owner: nn.Module) -> None:
 
 
 def _open(
-    module: LightningModule, groups: MeshGroups, rules: Mapping[str, Shard], device: torch.device, patches: Patches
+    module: LightningModule, groups: MeshGroups, inventory: Inventory, device: torch.device, patches: Patches
 ) -> None:
-    states = FullStates(module, groups, rules, device)
+    states = FullStates(module, groups, inventory, device)
     calls = OutsideCalls(module, states, groups, device)
     engine = ParallelState.of(module).engine
     if engine is not None:
