@@ -4,7 +4,7 @@ from lightning_parallel.checkpoint.distributed import DistributedCheckpoint, is_
 from lightning_parallel.checkpoint.dummies import remove_dummy_parameters, whole_parameters
 from lightning_parallel.checkpoint.folder import Folder, is_sharded_checkpoint, newest_in
 from lightning_parallel.checkpoint.full import Checkpoints, ModelNames, rules_by_name
-from lightning_parallel.checkpoint.inventory import Held, Inventory
+from lightning_parallel.checkpoint.inventory import HeldTensor, Inventory
 from lightning_parallel.checkpoint.reader import SavedCheckpoint, StoredTensor, TensorSource, take_part
 from lightning_parallel.checkpoint.weights import load_weights
 from lightning_parallel.checkpoint.writer import PartialTensor, ShardedWriter, TensorPart, as_parts
@@ -13,7 +13,7 @@ __all__ = [
     "Checkpoints",
     "DistributedCheckpoint",
     "Folder",
-    "Held",
+    "HeldTensor",
     "Inventory",
     "ModelNames",
     "PartialTensor",

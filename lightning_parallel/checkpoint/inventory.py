@@ -15,10 +15,10 @@ from lightning_parallel.compat.torch import buffers_of, non_persistent_buffers_o
 from lightning_parallel.pipeline.placeholder import PlaceholderTensor
 from lightning_parallel.tensor.sharding import REPLICATED, Shard
 
-__all__ = ["Held", "Inventory"]
+__all__ = ["HeldTensor", "Inventory"]
 
 
-class Held(NamedTuple):
+class HeldTensor(NamedTuple):
     """Describes a tensor of the full model.
 
     Attributes:
@@ -51,7 +51,7 @@ class Inventory:
         last_stage: Position of the rank on which steps end.
     """
 
-    tensors: Mapping[str, Held]
+    tensors: Mapping[str, HeldTensor]
     rules: Mapping[str, Shard]
     num_stages: int
     last_stage: int
@@ -59,7 +59,7 @@ class Inventory:
     @classmethod
     def of(cls, module: nn.Module, rules: Mapping[str, Shard], pipeline: Group, last_stage: int = 0) -> Inventory:
         """Gather the inventory of `module`; every rank of the pipeline group must call it."""
-        found: dict[str, Held] = {}
+        found: dict[str, HeldTensor] = {}
         for everyone in comm.all_gather_object(dict(_held(module, pipeline.rank)), pipeline):
             for name, held in everyone.items():
                 known = found.get(name)
@@ -96,15 +96,15 @@ class Inventory:
         return {name for name, held in self.tensors.items() if held.trains}
 
 
-def _held(module: nn.Module, stage: int) -> Iterator[tuple[str, Held]]:
+def _held(module: nn.Module, stage: int) -> Iterator[tuple[str, HeldTensor]]:
     """Yield the tensors on this rank under all their names; a shared module counts under its first path."""
     seen: set[int] = set()
 
-    def described(tensor: Tensor, is_buffer: bool, is_saved: bool) -> Held:
+    def described(tensor: Tensor, is_buffer: bool, is_saved: bool) -> HeldTensor:
         is_alias = id(tensor) in seen
         seen.add(id(tensor))
         trains = tensor.requires_grad and not is_buffer
-        return Held((stage,), tuple(tensor.shape), tensor.dtype, is_buffer, is_saved, trains, is_alias)
+        return HeldTensor((stage,), tuple(tensor.shape), tensor.dtype, is_buffer, is_saved, trains, is_alias)
 
     for path, child in module.named_modules():
         prefix = f"{path}." if path else ""
