@@ -36,7 +36,7 @@ from torchmetrics import Metric
 
 from lightning_parallel import comm
 from lightning_parallel.comm import Group, MeshGroups
-from lightning_parallel.compat import FOREIGN, ParallelState, Patches, patched
+from lightning_parallel.compat import FOREIGN, ParallelState, Patches, is_users, patched
 from lightning_parallel.compat.torch import (
     current_dispatch_mode,
     current_function_mode,
@@ -152,7 +152,7 @@ class HookWatch:
         """Watch the hooks of a run until `patches` are undone; every rank must call it."""
         trainer = self._module.trainer
         self._modules = {id(one) for one in self._module.modules() if not isinstance(one, Metric)}
-        keys = Counter(_key(one) for one in trainer.callbacks if _is_users_class(one))  # type: ignore[attr-defined]
+        keys = Counter(_key(one) for one in trainer.callbacks if is_users(type(one)))  # type: ignore[attr-defined]
         found = comm.all_gather_object(set(keys.items()), self._groups.world)
         self._agreed = frozenset(found[0].intersection(*found[1:]))
         state = ParallelState.of(self._module)
@@ -818,10 +818,6 @@ def _is_users(function: Any) -> bool:
     return callable(function) and _root_of(function) not in FOREIGN
 
 
-def _is_users_class(callback: Any) -> bool:
-    return type(callback).__module__.partition(".")[0] not in FOREIGN
-
-
 def _is_users_hook(callback: Any, name: str) -> bool:
     function = getattr(callback, name, None)
     if function is None or not is_a(callback, Callback):
@@ -830,7 +826,7 @@ def _is_users_hook(callback: Any, name: str) -> bool:
     of_base = getattr(Callback, name, None)
     is_own = getattr(function, "__func__", function) is not of_base and _root_of(function) != ""
     empty = getattr(getattr(function, "__func__", None), "__qualname__", "") == f"Callback.{name}"
-    return _is_users(function) or (_is_users_class(callback) and is_own and not empty)
+    return _is_users(function) or (is_users(type(callback)) and is_own and not empty)
 
 
 def _key(callback: Any) -> str:

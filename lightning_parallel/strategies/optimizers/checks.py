@@ -26,7 +26,7 @@ from torch.optim import LBFGS, Optimizer
 from lightning_parallel import comm
 from lightning_parallel.checkpoint import Inventory, remove_dummy_parameters, whole_parameters
 from lightning_parallel.comm import Group
-from lightning_parallel.compat import FOREIGN, ParallelState, Patches
+from lightning_parallel.compat import ParallelState, Patches, is_users
 from lightning_parallel.optim import TrustRatioOptimizer
 from lightning_parallel.pipeline.random_streams import seed_torch
 from lightning_parallel.strategies.hooks.watch import HookWatch
@@ -259,10 +259,10 @@ def _kept_elsewhere(optimizer: Optimizer) -> str:
             return any(finds(each) for each in value.values())
         if isinstance(value, (list, tuple, set, deque)):
             return any(finds(each) for each in value)
-        is_holder = isinstance(value, Optimizer) or type(value).__module__.partition(".")[0] not in FOREIGN
+        is_holder = isinstance(value, Optimizer) or is_users(type(value))
         return is_holder and any(finds(each) for each in getattr(value, "__dict__", {}).values())
 
-    if type(optimizer).__module__.partition(".")[0] in FOREIGN:
+    if not is_users(type(optimizer)):
         return ""
     for group in optimizer.param_groups:
         for key, value in group.items():
@@ -519,7 +519,7 @@ def _train(
 
 def _other_steps(optimizer: Optimizer) -> list[Callable[[], Any]]:
     """Return further steps of an optimizer, in order, such as `first_step` and `second_step` of a SAM."""
-    own = [kind for kind in reversed(type(optimizer).__mro__) if kind.__module__.partition(".")[0] not in FOREIGN]
+    own = [kind for kind in reversed(type(optimizer).__mro__) if is_users(kind)]
     names = dict.fromkeys(name for kind in own for name in vars(kind) if name.endswith("_step") and name[0] != "_")
     found: list[Callable[[], Any]] = []
     for name in names:

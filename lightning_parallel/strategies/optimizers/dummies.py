@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.optim import Optimizer
 
-from lightning_parallel.compat import FOREIGN, innermost_users_line
+from lightning_parallel.compat import FOREIGN, innermost_users_line, is_users
 from lightning_parallel.compat.torch import TorchDispatchMode, parameters_of, pytree, schema_of
 from lightning_parallel.strategies.hooks.parts import storage_ref
 from lightning_parallel.strategies.whole.copies import MARK
@@ -312,6 +312,6 @@ def _tensors_in(value: Any) -> list[Tensor]:
         entries = value.values()
     elif not isinstance(value, (nn.Module, Optimizer, type, types.ModuleType)) and not callable(value):
         own = getattr(value, "__dict__", None)
-        if isinstance(own, dict) and type(value).__module__.partition(".")[0] not in FOREIGN:
+        if isinstance(own, dict) and is_users(type(value)):
             entries = own.values()
     return [each for each in entries if isinstance(each, Tensor)]

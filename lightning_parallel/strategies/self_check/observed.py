@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_hook
 
-from lightning_parallel.compat import FOREIGN, is_users_object
+from lightning_parallel.compat import is_users, is_users_object
 from lightning_parallel.compat.torch import pytree
 from lightning_parallel.pipeline.microbatch import LeftOutCache
 from lightning_parallel.pipeline.placeholder import PlaceholderTensor
@@ -173,7 +173,7 @@ def counters_of(module: nn.Module) -> dict[str, int | float]:
     return {
         f"{path}.{name}": value
         for path, child in module.named_modules()
-        if path and type(child).__module__.partition(".")[0] not in FOREIGN
+        if path and is_users(type(child))
         for name, value in vars(child).items()
         if type(value) in (int, float)
     }

@@ -19,7 +19,7 @@ from torchmetrics import Metric, MetricCollection
 
 from lightning_parallel import comm
 from lightning_parallel.comm import Group
-from lightning_parallel.compat import FOREIGN, ParallelState, patched
+from lightning_parallel.compat import ParallelState, is_users, patched
 from lightning_parallel.compat.lightning import (
     batch_value_of,
     set_batch_value,
@@ -612,7 +612,7 @@ def side_effects_discarded(module: LightningModule) -> Iterator[None]:
     inside = [
         Snapshot(child, with_buffers=False)
         for child in module.modules()
-        if child is not module and type(child).__module__.partition(".")[0] not in FOREIGN
+        if child is not module and is_users(type(child))
     ]
     try:
         with log_recorded(module, []):
