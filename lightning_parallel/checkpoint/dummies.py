@@ -18,11 +18,11 @@ from lightning_parallel.checkpoint.full import ModelNames
 from lightning_parallel.checkpoint.inventory import Inventory
 from lightning_parallel.compat.torch import parameters_of
 
-__all__ = ["remove_dummy_parameters", "whole_parameters"]
+__all__ = ["remove_dummy_parameters", "dummy_parameters"]
 
 
 @contextmanager
-def whole_parameters(
+def dummy_parameters(
     module: nn.Module, names: ModelNames, inventory: Inventory, device: torch.device
 ) -> Iterator[dict[nn.Parameter, str]]:
     """Register dummies for the parameters of other stages in `module` inside the block, in the usual order.

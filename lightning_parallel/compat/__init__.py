@@ -282,8 +282,8 @@ class ParallelState:
         order: Watches the messages of its layers (`strategies.ranks.order.MessageOrder`).
         engine: Its pipeline (`pipeline.engine.PipelineEngine`).
         names: Names in the whole module, before it was cut (`checkpoint.ModelNames`).
-        whole: The module as it was before it was divided (`strategies.whole.reference.Skeleton`).
-        full_states: Makes its state dicts whole during a run (`strategies.whole.full_state.FullStates`).
+        skeleton: The module before the division, without data (`strategies.whole.skeleton.Skeleton`).
+        full_states: Puts full tensors into its state dicts during a run (`strategies.whole.full_state.FullStates`).
         copies: Knows the copies of its parts (`strategies.whole.copies.ModuleCopies`).
         pending: Parameters that wait for their data (`strategies.deferred.init.PendingInitialization`); a run that was
             refused leaves them to the next one.
@@ -316,7 +316,7 @@ class ParallelState:
     order: Any = None
     engine: Any = None
     names: Any = None
-    whole: Any = None
+    skeleton: Any = None
     full_states: Any = None
     copies: Any = None
     pending: Any = None

@@ -106,7 +106,7 @@ from lightning_parallel.strategies.whole.between_runs import (
     share_tensors,
 )
 from lightning_parallel.strategies.whole.full_state import hold_averages, open_outside
-from lightning_parallel.strategies.whole.saved_modules import holds_modules, put_whole_copies, weakly
+from lightning_parallel.strategies.whole.saved_modules import holds_modules, put_full_copies, weakly
 from lightning_parallel.strategies.whole.skeleton import close_skeleton, keep_skeleton
 from lightning_parallel.tensor.logits import has_divided_logits, whole_logits
 from lightning_parallel.tensor.whole_gradients import give_whole_gradients
@@ -805,7 +805,7 @@ class MeshStrategy(MeshProcesses):
             # Before the file is written: all ranks gather, and rank 0 alone writes.
             run.compression.save(checkpoint, path, run.rules, self.is_sharded)
         if not self.is_sharded:
-            self._put_whole_copies(checkpoint)
+            self._put_full_copies(checkpoint)
             super().save_checkpoint(checkpoint, filepath, storage_options)
             return
         left_out = self._sharded_writer().save(checkpoint, path, storage_options, is_apart)
@@ -837,7 +837,7 @@ class MeshStrategy(MeshProcesses):
             self._writer = ShardedWriter(group, layout, self.async_saves, rank_zero_info)
         return self._writer
 
-    def _put_whole_copies(self, checkpoint: dict[str, Any]) -> None:
+    def _put_full_copies(self, checkpoint: dict[str, Any]) -> None:
         """Replace modules of the hyperparameters by full copies; every rank must call it."""
         run = self.run
         known, run.last_state = dict(run.last_state), weakly({})
@@ -847,7 +847,7 @@ class MeshStrategy(MeshProcesses):
         found = self.together(lambda: writes and holds_modules(checkpoint, self.module))
         if self.broadcast(found):
             gather = run.checkpoints.gather_tensors
-            self.together(lambda: put_whole_copies(checkpoint, self.module, known, gather, writes))
+            self.together(lambda: put_full_copies(checkpoint, self.module, known, gather, writes))
 
     @override
     def save_beside(self, filepath: PathLike) -> None:

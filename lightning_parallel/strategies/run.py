@@ -148,7 +148,7 @@ class Run:
 
     def _step_runs(self) -> StepRuns:
         return StepRuns(
-            self.state.whole,
+            self.state.skeleton,
             self.groups,
             self.rules,
             self.sharding,
@@ -210,8 +210,8 @@ class Run:
                 state.rules.pop(name, None)
             state.rules.update(copies)
             state.sharding = kept.with_copies(originals)
-        if state.whole is not None:
-            state.whole.adopt(lambda child: None if state.copies is None else state.copies.change_of(child))
+        if state.skeleton is not None:
+            state.skeleton.adopt(lambda child: None if state.copies is None else state.copies.change_of(child))
         if state.full_states is not None:
             self.take_inventory()
             state.full_states.adopt(self.module, self.inventory)

@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from torch.optim import LBFGS, Optimizer
 
 from lightning_parallel import comm
-from lightning_parallel.checkpoint import Inventory, remove_dummy_parameters, whole_parameters
+from lightning_parallel.checkpoint import Inventory, dummy_parameters, remove_dummy_parameters
 from lightning_parallel.comm import Group
 from lightning_parallel.compat import ParallelState, Patches, is_users
 from lightning_parallel.optim import TrustRatioOptimizer
@@ -80,7 +80,7 @@ class WholeGroups:
                 return
             names = ParallelState.of(self._module).names
             trace = None
-            with whole_parameters(self._module, names, inventory, self._device) as dummies:
+            with dummy_parameters(self._module, names, inventory, self._device) as dummies:
                 self._fill_in(optimizers())
                 if watch is not None:
                     watch.note_dummies(dummies)

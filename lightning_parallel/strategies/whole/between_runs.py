@@ -46,7 +46,7 @@ def end_run(module: LightningModule, checkpoints: Checkpoints, groups: MeshGroup
         Whether the module holds its full tensors now, on every rank.
     """
     state = ParallelState.of(module)
-    states, skeleton = state.full_states, state.whole
+    states, skeleton = state.full_states, state.skeleton
     if states is not None:
         states.remove()
     if module.trainer.state.status != TrainerStatus.RUNNING:
@@ -115,8 +115,8 @@ def divide_again(module: LightningModule, groups: MeshGroups) -> None:
         ValueError: On every rank, if only some ranks hold the full module.
     """
     state = ParallelState.of(module)
-    is_full = state.whole is not None and state.whole.is_whole
-    is_usable = is_full and state.whole.fits() and _is_for(state, groups)
+    is_full = state.skeleton is not None and state.skeleton.is_restored
+    is_usable = is_full and state.skeleton.fits() and _is_for(state, groups)
     views = comm.all_gather_object((is_full, is_usable), groups.world)
     if not any(full for full, _ in views):
         return
@@ -128,7 +128,7 @@ def divide_again(module: LightningModule, groups: MeshGroups) -> None:
     # The user may have loaded other weights on rank zero only, as a script for one process would.
     replicas.start_equal(module, groups.world)
     if all(usable for _, usable in views):
-        state.whole.divide_again(state.rules, groups.tensor_parallel.rank)
+        state.skeleton.divide_again(state.rules, groups.tensor_parallel.rank)
         if state.copies is not None:
             state.copies.divide_again(state.rules, groups.tensor_parallel.rank)
     else:

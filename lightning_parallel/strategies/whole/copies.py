@@ -24,7 +24,7 @@ from lightning_parallel.compat.lightning import DEVICE_OF_MODULE
 from lightning_parallel.compat.torch import BUFFERS, PARAMETERS, buffers_of, parameters_of
 from lightning_parallel.pipeline.placeholder import PlaceholderTensor
 from lightning_parallel.strategies.whole.saved_modules import forget_watchers
-from lightning_parallel.strategies.whole.skeleton import ModuleChange, fill_whole, strip_division, take_off_whole
+from lightning_parallel.strategies.whole.skeleton import ModuleChange, fill_in_full, strip_division, take_out_full
 from lightning_parallel.tensor.sharding import Shard
 
 __all__ = ["MARK", "ModuleCopies"]
@@ -110,7 +110,9 @@ class ModuleCopies:
         paths = {id(child): path for path, child in module.named_modules()}
         for family in self._families:  # copies that the module has become the owner of
             family.members = {path: one for path, one in family.members.items() if id(one()) not in paths}
-        self._changes = {paths[id(child)]: change for child, change in self._state.whole.changes if id(child) in paths}
+        self._changes = {
+            paths[id(child)]: change for child, change in self._state.skeleton.changes if id(child) in paths
+        }
         for path in self._changes:
             child = module.get_submodule(path)
             vars(child)[MARK] = _Mark(self, path, ref(child))
@@ -218,7 +220,7 @@ class ModuleCopies:
                 mine.data = full.to(mine.device)
             tensors[name] = mine
         for child, change in members if is_mine else ():
-            _make_whole(child, change, vars(child)[MARK], tensors)
+            _restore_copy(child, change, vars(child)[MARK], tensors)
 
     def divide_again(self, rules: Mapping[str, Shard], rank: int) -> None:
         """Divide the copies that are whole, as they were.
@@ -232,7 +234,7 @@ class ModuleCopies:
             mark = vars(child)[MARK]
             kind, divided = mark.divided
             mark.divided = None
-            take_off_whole(child, change, divided)
+            take_out_full(child, change, divided)
             child.__class__ = kind
             for own, names in ((parameters_of(child), change.parameters), (buffers_of(child), change.buffers)):
                 for key, tensor in own.items():
@@ -251,12 +253,12 @@ class ModuleCopies:
                     yield child, _of_copy(child, self._changes[path], mark.divided[1])
 
 
-def _make_whole(child: nn.Module, change: ModuleChange, mark: _Mark, tensors: Mapping[str, Tensor]) -> None:
+def _restore_copy(child: nn.Module, change: ModuleChange, mark: _Mark, tensors: Mapping[str, Tensor]) -> None:
     own = vars(child)
     kept = (*change.added, *change.attributes, *change.lists, *change.entries, PARAMETERS, BUFFERS)
     mark.divided = type(child), {name: own[name] for name in kept if name in own}
     strip_division(child, _of_copy(child, change, own))
-    fill_whole(child, change, tensors)
+    fill_in_full(child, change, tensors)
     forget_watchers(child)
 
 

@@ -301,7 +301,7 @@ class OutsideCalls:
             without_data: Give parameters on the meta device, for code that looks at shapes only; no rank has to wait.
         """
         held: dict[str, Tensor] = dict(self._module.named_parameters())
-        buffers = self._state.whole.buffers()
+        buffers = self._state.skeleton.buffers()
         given: WeakValueDictionary[tuple[str, bool, bool], Tensor] = WeakValueDictionary()
 
         def parameter(name: str) -> Tensor:
@@ -319,10 +319,10 @@ class OutsideCalls:
             return given[key]
 
         with torch.inference_mode(False), torch.no_grad():
-            names = self._state.whole.buffer_names
+            names = self._state.skeleton.buffer_names
             begun = {n: self._empty(n) if without_data else self._full(n, buffers.get(n)) for n in names}
             full = {name: value.clone() for name, value in begun.items()}
-        with self._state.whole.put_on(parameter, full, keeps=True):
+        with self._state.skeleton.put_on(parameter, full, keeps=True):
             yield
         for name, value in full.items():
             # Not by versions, which the kernels of batch normalisation leave alone.

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from lightning_parallel.compat import ParallelState
 
-__all__ = ["forget_watchers", "holds_modules", "put_whole_copies", "weakly"]
+__all__ = ["forget_watchers", "holds_modules", "put_full_copies", "weakly"]
 
 _STATES = ("state_dict", "optimizer_states")
 
@@ -41,7 +41,7 @@ def _entries_with_modules(checkpoint: Mapping[str, Any], module: nn.Module) -> l
     return found
 
 
-def put_whole_copies(
+def put_full_copies(
     checkpoint: dict[str, Any],
     module: nn.Module,
     known: Mapping[str, Tensor],
@@ -75,12 +75,14 @@ def put_whole_copies(
             memo[id(parameters[name])] = parameters[name]
         return parameters[name]
 
-    if state.whole is None:
+    if state.skeleton is None:
         # Each replica has all of it; `zero_stage=2` may have cut it for the step.
         memo.update((id(held), parameter(name)) for name, held in module.named_parameters() if name in full)
         shown: Any = nullcontext()
     else:
-        shown = state.whole.put_on(parameter, {name: full[name] for name in state.whole.buffer_names if name in full})
+        shown = state.skeleton.put_on(
+            parameter, {name: full[name] for name in state.skeleton.buffer_names if name in full}
+        )
     entries = _entries_with_modules(checkpoint, module)
     with shown:
         for key, name in entries:

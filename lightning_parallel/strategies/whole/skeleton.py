@@ -25,10 +25,10 @@ __all__ = [
     "FetchParameter",
     "Skeleton",
     "close_skeleton",
-    "fill_whole",
+    "fill_in_full",
     "keep_skeleton",
     "strip_division",
-    "take_off_whole",
+    "take_out_full",
 ]
 
 FetchParameter = Callable[[str], Tensor]
@@ -165,7 +165,7 @@ class Skeleton:
     # ------------------------------------------------------------------------------------------ whole between runs
 
     @property
-    def is_whole(self) -> bool:
+    def is_restored(self) -> bool:
         """Whether the module is whole now, to be divided again."""
         return bool(self._divided)
 
@@ -194,7 +194,7 @@ class Skeleton:
         self._divided = [(type(child), dict(vars(child))) for child, _ in self.changes]
         for child, change in self.changes:
             strip_division(child, change)
-            fill_whole(child, change, self._restored)
+            fill_in_full(child, change, self._restored)
 
     def fits(self) -> bool:
         """Tell whether the module, which is whole, still has the modules and parameters that were divided."""
@@ -215,7 +215,7 @@ class Skeleton:
             rank: Position on that axis.
         """
         for (child, change), (kind, divided) in zip(self.changes, self._divided):
-            take_off_whole(child, change, divided)
+            take_out_full(child, change, divided)
             child.__class__ = kind
         for name, tensor in [*self.module.named_parameters(), *self.buffers().items()]:
             rule = rules.get(name)
@@ -266,15 +266,15 @@ def _set_since(child: nn.Module, before: Mapping[str, Any]) -> dict[str, Any]:
 def keep_skeleton(module: nn.Module) -> None:
     """Note how `module` is, before it is divided for the first time."""
     state = ParallelState.of(module)
-    if state.whole is None:
-        state.whole = Skeleton(module)
+    if state.skeleton is None:
+        state.skeleton = Skeleton(module)
 
 
 def close_skeleton(module: nn.Module) -> None:
     """Note what has been divided."""
     state = ParallelState.of(module)
-    if state.whole is not None:
-        state.whole.close()
+    if state.skeleton is not None:
+        state.skeleton.close()
 
 
 _GONE = object()
@@ -340,7 +340,7 @@ def strip_division(child: nn.Module, change: ModuleChange) -> None:
             del own[key]
 
 
-def fill_whole(child: nn.Module, change: ModuleChange, tensors: Mapping[str, Any]) -> None:
+def fill_in_full(child: nn.Module, change: ModuleChange, tensors: Mapping[str, Any]) -> None:
     """Register the full tensors of a module in their order, and after them what has been registered since."""
     own = vars(child)
     for name, items in change.lists.items():
@@ -351,7 +351,7 @@ def fill_whole(child: nn.Module, change: ModuleChange, tensors: Mapping[str, Any
         own[registry] = {key: None if name is None else tensors[name] for key, name in names.items()} | since
 
 
-def take_off_whole(child: nn.Module, change: ModuleChange, divided: Mapping[str, Any]) -> None:
+def take_out_full(child: nn.Module, change: ModuleChange, divided: Mapping[str, Any]) -> None:
     """Undo `_put_on` on a module that has been used since, where `divided` are its attributes from before that."""
     own = vars(child)
     for name in (*change.added, *change.attributes, *change.lists):
