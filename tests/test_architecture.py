@@ -5,6 +5,8 @@ each of them sees what it forbids.
 """
 
 import ast
+import re
+import runpy
 from collections import defaultdict
 from functools import cache
 from pathlib import Path
@@ -311,6 +313,35 @@ def test_each_rule_sees_what_it_forbids(rule, path, text, message, tmp_path):
     found = list(rule(root))
     assert len(found) == 1, found
     assert message in found[0]
+
+
+# -- pages about the code ----------------------------------------------------------------------------------------------
+
+ROOT = PACKAGE.parent
+PAGES = [ROOT / "docs/architecture.md", *sorted((ROOT / "docs/internals").glob("*.md"))]
+
+
+def missing_files(text):
+    """Return the paths in a page that name no file or folder of the package or the repository."""
+    names = re.findall(r"[\w/]+/(?:[\w/]+\.(?:py|svg|md))?(?![\w{])|[\w/]+\.py\b", text.replace("](", "] ("))
+    names = {name for name in names if "/" in name.strip("/") or name.endswith((".py", "/"))}
+    places = [PACKAGE, ROOT, ROOT / "docs", ROOT / "docs/internals"]
+    return sorted(name for name in names if not any((place / name.lstrip("/")).exists() for place in places))
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
+def test_pages_about_the_code_name_files_that_exist(page):
+    assert missing_files(page.read_text()) == []
+
+
+def test_a_file_that_moved_is_found_in_a_page():
+    page = "`strategies/steps/` and `strategies/attic/`; pipeline/stage.py and `pipeline/stages.py`"
+    assert missing_files(page) == ["pipeline/stages.py", "strategies/attic/"]
+
+
+def test_the_picture_shows_the_house():
+    drawing = runpy.run_path(str(ROOT / "docs/images/house.py"))
+    assert (ROOT / "docs/images/house.svg").read_text() == drawing["picture"](), "run: python docs/images/house.py"
 
 
 WITHOUT_POSIX = """
