@@ -6,7 +6,7 @@ EXTRAS := cli,transformers,deepspeed,test,lint
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 export TOKENIZERS_PARALLELISM := false
 
-.PHONY: train learn test test-ray test-gpu test-projects docs lint format bench gpu clean
+.PHONY: train learn test test-more test-gpu test-projects docs lint format bench gpu clean
 
 train: .venv/installed
 	@echo "Training a small GPT on 4 processes; after a few steps it says how long that takes here."
@@ -17,13 +17,20 @@ learn: .venv/installed
 	@for lesson in examples/learn/*.py; do echo; echo "=== $$lesson"; \
 		OMP_NUM_THREADS=1 $(BIN)/python $$lesson || exit 1; done
 
-test: .venv/browser .venv/ray
-	@echo "About 3,300 tests, many with 2 to 4 processes each: 18 minutes were measured on 2 quiet cores,"
-	@echo "with Ray, whose processes take 110 seconds of one core."
-	$(BIN)/python -m pytest -q -m "not gpu" -n auto --dist worksteal
+# A test may lose a race on a loaded machine. Failed tests therefore run once more, alone, and must pass then.
+# An internal error or the crash of a worker has another exit status than failed tests, and fails at once.
+PYTEST := $(BIN)/python -m pytest -q
+test: .venv/installed
+	@echo "About 3,300 tests, many with 2 to 4 processes each. For the duration see CONTRIBUTING.md, Tests."
+	@rm -rf .pytest_cache
+	@$(PYTEST) -m "not (gpu or ray or browser)" -n auto --dist worksteal; status=$$?; \
+	[ $$status -eq 1 ] || exit $$status; \
+	echo; echo "These tests failed beside others. They run again, alone:"; \
+	$(PYTEST) -vv -n 0 --last-failed --last-failed-no-failures none
 
-test-ray: .venv/ray
-	$(BIN)/python -m pytest -q -rs tests/integrations/test_ray.py
+# What takes a cluster of Ray or a browser.
+test-more: .venv/browser .venv/ray
+	$(BIN)/python -m pytest -q -rs -m "ray or browser"
 
 test-gpu: .venv/installed
 	$(BIN)/python -m pytest -q -m gpu

@@ -2,6 +2,7 @@
 
 import os
 from collections.abc import Iterator
+from pathlib import Path
 
 import hypothesis
 import pytest
@@ -17,6 +18,26 @@ def pytest_xdist_auto_num_workers() -> int:
     if given:
         return int(given)
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """Spare a run without Ray's tests the imports of Ray, which take seconds in each worker."""
+    _, _, excluded = str(config.getoption("markexpr")).partition("not")
+    return True if collection_path.name == "test_ray.py" and "ray" in excluded else None
+
+
+_crashed: list[object] = []
+
+
+def pytest_testnodedown(node: object, error: object) -> None:
+    """Note a pytest worker that crashed: `make test` repeats failed tests, but a crash must stay a failure."""
+    _crashed.extend([error] if error else [])
+
+
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    """End with the status of an internal error after a crash of a worker."""
+    if _crashed:
+        session.exitstatus = pytest.ExitCode.INTERNAL_ERROR
 
 
 @pytest.fixture(autouse=True)

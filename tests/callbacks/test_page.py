@@ -72,6 +72,7 @@ def widths(page, row, marks="i"):
     )
 
 
+@pytest.mark.browser
 def test_the_bars_of_a_step_are_as_long_as_its_phases(show):
     report = full_report()
     page = show(render(report))
@@ -92,6 +93,7 @@ def test_every_phase_is_drawn():
     assert set(PHASE_LABELS) == set(PHASES)
 
 
+@pytest.mark.browser
 def test_planned_and_measured_pipeline_share_one_time_axis(show):
     report = full_report()
     page = show(render(report))
@@ -144,6 +146,7 @@ PAGES = {
 }
 
 
+@pytest.mark.browser
 @pytest.mark.parametrize("kind", PAGES)
 def test_the_page_fits_every_window_and_text_can_be_read(show, kind):
     page = show(PAGES[kind]())
@@ -202,6 +205,7 @@ CONTRASTS = """() => {
 }"""
 
 
+@pytest.mark.browser
 def test_arrow_keys_walk_through_a_chart_and_say_what_is_shown(show):
     page = show(render(full_report()))
     page.focus("section[aria-labelledby=steps] .bars")
@@ -220,6 +224,7 @@ def test_arrow_keys_walk_through_a_chart_and_say_what_is_shown(show):
     assert page.inner_text("#spoken").startswith("p1, 1F0")
 
 
+@pytest.mark.browser
 def test_only_what_is_wrong_is_red(show):
     report = full_report()
     report["series"]["loss"][-1][1] = None

@@ -23,11 +23,11 @@ EXAMPLE = ROOT / "examples" / "ray"
 
 
 def why_ray_is_missing():
-    """What `make test` has noted when it could not install it."""
+    """What `make test-more` has noted when it could not install it."""
     log = ROOT / ".venv" / "ray.log"
     lines = [line.strip() for line in log.read_text().splitlines() if line.strip()] if log.exists() else []
     errors = [line for line in lines if "ERROR" in line] or lines
-    return f"ray is not installed; {errors[-1] if errors else '`make test-ray` installs it, 600 MB'}"
+    return f"ray is not installed; {errors[-1] if errors else '`make test-more` installs it, 600 MB'}"
 
 
 pytest.importorskip("ray.train", reason=why_ray_is_missing())
@@ -41,6 +41,7 @@ import tune as tune_example  # noqa: E402
 
 from tests.integrations.ray_runs import EPOCHS, STRATEGIES, fits  # noqa: E402
 
+pytestmark = pytest.mark.ray
 RATE = 0.04
 
 
