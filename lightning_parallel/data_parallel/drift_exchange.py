@@ -220,7 +220,8 @@ class DriftExchange:
     def close(self) -> None:
         """End the thread, and let go of the anchor; counts and the outer optimizer are kept."""
         self._session.close()
-        self._anchor, self._fragments = {}, []
+        self._anchor = {}
+        self._fragments = []
 
     # ---------------------------------------------------------------------------------------------------- exchanges
 

@@ -11,6 +11,7 @@ from lightning.pytorch.callbacks import BackboneFinetuning, BaseFinetuning
 from torch import nn
 
 from lightning_parallel import HybridParallelStrategy, comm
+from lightning_parallel.comm import Group
 from lightning_parallel.strategies.hooks.watch import HookError
 from lightning_parallel.strategies.optimizers import checks as optimization
 from tests.harness import distributed
@@ -414,8 +415,7 @@ def test_optimizers_that_cannot_be_tried_are_refused():
     names = {id(parameter): f"layer.{index}" for index, parameter in enumerate(parameters)}
 
     def checks(optimizer):
-        optimization._check_staged([optimizer])
-        optimization._check_sharded([optimizer], names, dict.fromkeys(names.values()))
+        optimization.check_optimizers([optimizer], names, dict.fromkeys(names.values()), True, Group.alone("world"))
 
     with pytest.raises(ValueError, match="`GivenSam` could not be tried .*takes `\\(params, lr=..., ...\\)`"):
         checks(GivenSam(parameters, lambda params: torch.optim.SGD(params, lr=0.1), object()))
@@ -428,3 +428,34 @@ def test_optimizers_that_cannot_be_tried_are_refused():
         Lookahead(torch.optim.SGD(parameters, lr=0.1, momentum=0.9)),
     ):
         checks(optimizer)
+
+
+SPLITS = (optimization._row_halves, optimization._column_halves, optimization._slices)
+KINDS = ["ASGD", "Adadelta", "Adafactor", "Adagrad", "Adam", "AdamW", "Adamax", "LBFGS", "NAdam", "RAdam", "RMSprop"]
+KINDS += ["Rprop", "SGD", "SparseAdam", *(["Muon"] if hasattr(torch.optim, "Muon") else [])]
+OPTIONS = {
+    "Adam": [{"amsgrad": True}, {"weight_decay": 0.1}, {"fused": True}, {"capturable": False, "foreach": True}],
+    "AdamW": [{"amsgrad": True}, {"fused": True}, {"maximize": True}],
+    "SGD": [{"momentum": 0.9, "nesterov": True}, {"fused": True}, {"weight_decay": 0.1}],
+    "RMSprop": [{"centered": True, "momentum": 0.9}],
+    "NAdam": [{"decoupled_weight_decay": True}],
+    "RAdam": [{"decoupled_weight_decay": True}],
+    "Adagrad": [{"fused": True}, {"lr_decay": 0.1}],
+}
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_the_lists_of_torchs_optimizers_say_what_a_trial_says(name):
+    kind = getattr(torch.optim, name)
+    for options in [{}, *OPTIONS.get(name, [])]:
+        optimizer = kind(list(nn.Linear(4, 4, bias=False).parameters()), lr=0.05, **options)
+        (group,) = optimizer.param_groups
+        by_elements, odd = optimization._tried(optimizer, group, SPLITS)
+        by_tensors, _ = optimization._tried(optimizer, group, (optimization._single_tensors,))
+        if name == "SparseAdam":  # refuses the gradients of a trial
+            assert (by_elements, by_tensors) == (None, None)
+            continue
+        assert by_elements == (name in optimization.ELEMENTWISE_OPTIMIZERS), options
+        assert by_tensors == (name != "LBFGS"), options
+        assert odd is None or not by_elements
+        assert by_elements or name in optimization.WHOLE_TENSOR_OPTIMIZERS

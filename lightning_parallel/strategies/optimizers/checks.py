@@ -1,9 +1,9 @@
 """Optimizers over a mesh: parameter groups as of the whole model; which optimizers can be divided.
 
 A rank has shards of tensors, or the tensors of some stages. An optimizer that treats each element by itself steps as in
-one process there; one that takes norms, factors or projections over more than it is given does not. Names do not tell:
-everybody writes a LAMB. So fresh optimizers of the same class and options train a small problem whose gradient has no
-coupling between elements, once as a whole and once in pieces.
+one process there; one that takes norms, factors or projections over several parts does not. The classes of torch are
+known by name. A user's names do not tell: everybody writes a LAMB. So fresh optimizers of the same class and options
+train a small problem whose gradient has no coupling between elements, once in one piece and once in several.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import math
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from lightning.pytorch import LightningModule, Trainer
@@ -21,7 +21,7 @@ from lightning.pytorch.callbacks import BaseFinetuning
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from lightning.pytorch.utilities.seed import isolate_rng
 from torch import Tensor, nn
-from torch.optim import LBFGS, Optimizer
+from torch.optim import Optimizer
 
 from lightning_parallel import comm
 from lightning_parallel.checkpoint import Inventory, dummy_parameters, remove_dummy_parameters
@@ -56,7 +56,10 @@ class WholeGroups:
     """
 
     def __init__(self, module: nn.Module, rules: Mapping[str, Shard], group: Group, device: torch.device) -> None:
-        self._module, self._rules, self._group, self._device = module, rules, group, device
+        self._module = module
+        self._rules = rules
+        self._group = group
+        self._device = device
         self.recorded: dict[Optimizer, list[list[str]]] = {}
 
     @contextmanager
@@ -134,22 +137,49 @@ def finetuning_callbacks(trainer: Trainer) -> list[BaseFinetuning]:
 
 # ---------------------------------------------------------------------------------------------- what optimizers look at
 
-# Optimizers whose update of one element depends on the other elements of the tensor, where they cannot be tried.
-WHOLE_TENSOR_OPTIMIZERS = {"LBFGS", "Adafactor", "Muon"}
+# Classes of torch, by the state that one update of an element depends on: that element, or its tensor. `SparseAdam` is
+# in neither: it takes sparse gradients only, which no reducer divides. Options (`foreach`, `fused`, `capturable`, ...)
+# choose a kernel, never another formula.
+ELEMENTWISE_OPTIMIZERS = {
+    *("SGD", "ASGD", "Adam", "AdamW", "NAdam", "RAdam", "Adamax"),
+    *("Adagrad", "Adadelta", "RMSprop", "Rprop"),
+}
+TENSORWISE_OPTIMIZERS = {"Adafactor", "Muon"}
+# Classes of any library, and their subclasses, that are not tried: the first step of an LBFGS imports torch's compiler.
+WHOLE_TENSOR_OPTIMIZERS = {"LBFGS", *TENSORWISE_OPTIMIZERS}
 
-# Some factor or project only matrices with 128 rows or more.
+# Some optimizers factor or project only matrices with 128 rows or more; some take matrices only.
 _SIZE = 160
-# The second for those that take matrices only.
-_SHAPES: list[list[tuple[int, ...]]] = [[(_SIZE, _SIZE), (_SIZE,)], [(_SIZE, _SIZE), (_SIZE, _SIZE)]]
-# Enough that what looks at norms or distances has left its first step behind.
+_SHAPES = [(_SIZE, _SIZE), (_SIZE, _SIZE)]
+# Enough steps that an optimizer which looks at norms or distances has left its first step behind.
 _STEPS = 12
-# Evaluation of the loss at which a run is looked at for the first time; the first two are of the start.
+# Evaluation of the loss at which a trial is compared for the first time; the first two belong to the start.
 _EARLY = 3
-# Of the largest update. States may be kept in single precision.
+# Of the largest update. An optimizer may keep its state in single precision.
 _TOLERANCE = 1e-4
 _PLAIN = (bool, int, float, str, tuple, list, type(None), type)
 
 Split = Callable[[list[Tensor]], list[list[Tensor]]]
+
+
+class _GroupDivision(NamedTuple):
+    """A way to divide the tensors of a parameter group, and the errors about an optimizer that it changes.
+
+    Attributes:
+        splits: Divide the tensors of a trial likewise.
+        keeps_tensors: Whether each tensor stays in one piece.
+        coupled: Ends the error about an optimizer whose update needs more than one piece.
+        untried: Ends the error about such an optimizer, where a warning is not enough.
+        unmerged: Ends the error about state that cannot be merged into a checkpoint. None: no state is merged.
+        trusted: The package whose optimizers need no trial to succeed.
+    """
+
+    splits: Sequence[Split]
+    keeps_tensors: bool
+    coupled: str
+    untried: str | None = None
+    unmerged: str | None = None
+    trusted: str = ""
 
 
 def check_optimizers(
@@ -167,39 +197,63 @@ def check_optimizers(
     Raises:
         ValueError: On every rank, with the optimizer and one of its parameters.
     """
+
+    def sharded(group: Mapping[str, Any]) -> _GroupDivision | None:
+        found = [name for name in (names.get(id(value), "") for value in group["params"]) if name in rules]
+        if not found:
+            return None
+        replicate = "keep them replicated with `tensor_plan={'...': 'replicate'}`"
+        return _GroupDivision(
+            (_row_halves, _column_halves),
+            keeps_tensors=False,
+            coupled=(
+                f"computes with full tensors, but `{found[0]}` and {len(found) - 1} other parameters are sharded over"
+                " tensor-parallel ranks. Use `lightning_parallel.LARS` or `LAMB`, which take norms over all parts. Or"
+                f" use an elementwise optimizer (SGD, Adam, AdamW, ...) for them, or {replicate} [LP017]"
+            ),
+            unmerged=(
+                f"So the parts of `{found[0]}` and other parameters on other ranks cannot be merged into a checkpoint."
+                f" Use another optimizer for them, or {replicate}"
+            ),
+        )
+
+    staged = _GroupDivision(
+        (_single_tensors,),
+        keeps_tensors=True,
+        coupled=(
+            "computes with all parameters at once, but they are on several pipeline stages. Use an optimizer that"
+            " updates each parameter by itself (SGD, Adam, AdamW, ...)"
+        ),
+    )
     failure: Exception | None = None
     try:
-        _check_sharded(optimizers, names, rules)
+        _check(optimizers, sharded)
         if is_cut:
-            _check_staged(optimizers)
+            _check(optimizers, lambda group: staged)
     except ValueError as error:
         failure = error
-    # A stage without sharded parameters has nothing to refuse, and would wait for those that have.
+    # A stage without sharded parameters has nothing to refuse, and would wait for the stages with some.
     comm.raise_together(failure, world)
 
 
 def check_flattened(optimizers: Sequence[Any], flattener: str) -> None:
-    """Refuse optimizers that need whole tensors where each rank has a part of all parameters in one vector.
+    """Refuse optimizers that need full tensors where each rank has a part of all parameters in one vector.
 
     Raises:
-        ValueError: On every rank alike: no rank has other options than the others.
+        ValueError: On every rank alike: all ranks have the same options.
     """
-    for optimizer in optimizers:
-        tried: set[str] = set()
-        for group in optimizer.param_groups:
-            if not _is_new(group, tried):
-                continue
-            verdict = False if _is_known_to_need_whole_tensors(optimizer) else _is_elementwise(optimizer, group)
-            if verdict is False:
-                raise ValueError(
-                    f"`{type(optimizer).__name__}` computes with full tensors, but {flattener} flattens parameters"
-                    " and gives each rank a part. Use an elementwise optimizer (SGD, Adam, AdamW, ...), DDP, or"
-                    " `lightning_parallel.LARS` or `LAMB` under a tensor- or pipeline-parallel strategy or FSDP2"
-                    " (`CompressedModelParallelStrategy`) [LP017]"
-                )
-            # DeepSpeed's own, some of which take half precision only, are made for its vectors.
-            if verdict is None and type(optimizer).__module__.partition(".")[0] != "deepspeed":
-                _tell_untried(optimizer, "single elements, not with norms or products of full tensors")
+    flattened = _GroupDivision(
+        (_row_halves, _column_halves),
+        keeps_tensors=False,
+        coupled=(
+            f"computes with full tensors, but {flattener} flattens parameters and gives each rank a part. Use an"
+            " elementwise optimizer (SGD, Adam, AdamW, ...), DDP, or `lightning_parallel.LARS` or `LAMB` under a"
+            " tensor- or pipeline-parallel strategy or FSDP2 (`CompressedModelParallelStrategy`) [LP017]"
+        ),
+        # DeepSpeed made its own optimizers for its vectors; some take half precision only, which no trial has.
+        trusted="deepspeed",
+    )
+    _check(optimizers, lambda group: flattened)
 
 
 def check_sliced(optimizers: Sequence[Optimizer], replicas: int) -> None:
@@ -212,36 +266,75 @@ def check_sliced(optimizers: Sequence[Optimizer], replicas: int) -> None:
         "Use an elementwise optimizer (SGD, Adam, AdamW, ..., also fused), or `lightning_parallel.LARS` or `LAMB`, or"
         " `zero_stage=0`"
     )
+    sliced = _GroupDivision(
+        (_slices,),
+        keeps_tensors=False,
+        coupled=(
+            f"computes with full tensors, but with `zero_stage` each of {replicas} replicas updates a slice of every"
+            f" parameter. {way_out} [LP017]"
+        ),
+        untried=f"It may not support updates of a slice of each parameter (1 of {replicas}). {way_out}",
+        unmerged=f"So the slices of {replicas} replicas cannot be merged into a checkpoint. {way_out}",
+    )
     for optimizer in optimizers:
-        name, tried = type(optimizer).__name__, set[str]()
+        _check([optimizer], lambda group: sliced if group["params"] else None)
+        kept = "" if _has_shard_norms(optimizer) else _kept_elsewhere(optimizer)
+        if kept:
+            raise ValueError(
+                f"`{type(optimizer).__name__}` keeps tensors in `{kept}`, but with `zero_stage` each of {replicas}"
+                " replicas updates a slice of every parameter. Keep tensors of a parameter in the optimizer's"
+                f" `state`, which is sharded into slices as well. {way_out}"
+            )
+
+
+def _check(optimizers: Sequence[Any], division_of: Callable[[Mapping[str, Any]], _GroupDivision | None]) -> None:
+    """Refuse optimizers that a division changes.
+
+    Args:
+        optimizers: The optimizers.
+        division_of: Returns how a parameter group is divided; None for a group in one piece.
+
+    Raises:
+        ValueError: With the optimizer.
+    """
+    for optimizer in optimizers:
+        if _has_shard_norms(optimizer):
+            continue
+        name, tried = f"`{type(optimizer).__name__}`", set[str]()
         for group in optimizer.param_groups:
-            knows = isinstance(optimizer, TrustRatioOptimizer) and isinstance(optimizer.norms, ShardNorms)
-            if not group["params"] or not _is_new(group, tried) or knows:
+            division = division_of(group)
+            if division is None or not _is_new(group, tried):
                 continue
-            verdict = not _is_known_to_need_whole_tensors(optimizer) and _is_same(optimizer, group, (_slices,))
-            if verdict is None:
+            is_same, odd_state = _known(optimizer, division) or _tried(optimizer, group, division.splits)
+            if is_same is False:
+                raise ValueError(f"{name} {division.coupled}")
+            if is_same is None and division.untried is not None:
+                raise ValueError(f"{_no_trial(optimizer)} {division.untried}")
+            if is_same is None and type(optimizer).__module__.partition(".")[0] != division.trusted:
+                _tell_untried(optimizer, division.keeps_tensors)
+            if odd_state is not None and division.unmerged is not None:
                 raise ValueError(
-                    f"`{name}` could not be tried on a small problem, because its constructor cannot create another"
-                    f" instance. It may not support updates of a slice of each parameter (1 of {replicas}). {way_out}"
+                    f"{name} keeps `{odd_state}`, which has neither the parameter's shape nor one element."
+                    f" {division.unmerged}"
                 )
-            if not verdict:
-                raise ValueError(
-                    f"`{name}` computes with full tensors, but with `zero_stage` each of {replicas} replicas updates"
-                    f" a slice of every parameter. {way_out} [LP017]"
-                )
-            kept = _kept_elsewhere(optimizer)
-            if kept:
-                raise ValueError(
-                    f"`{name}` keeps tensors in `{kept}`, but with `zero_stage` each of {replicas} replicas updates a"
-                    " slice of every parameter. Keep tensors of a parameter in the optimizer's `state`, which is"
-                    f" sharded into slices as well. {way_out}"
-                )
-            key = _unlike_parameter(optimizer, group)
-            if key is not None:
-                raise ValueError(
-                    f"`{name}` keeps `{key}`, which has neither the parameter's shape nor one element. So the slices of"
-                    f" {replicas} replicas cannot be merged into a checkpoint. {way_out}"
-                )
+
+
+def _has_shard_norms(optimizer: Any) -> bool:
+    """Return whether the optimizer takes its norms over all parts of a parameter."""
+    return isinstance(optimizer, TrustRatioOptimizer) and isinstance(optimizer.norms, ShardNorms)
+
+
+def _known(optimizer: Any, division: _GroupDivision) -> tuple[bool, None] | None:
+    """Return the verdict on a known class, without odd state; None if a trial has to tell."""
+    kind = type(optimizer)
+    # A subclass may override the step, so of torch's names only torch's classes count.
+    if getattr(torch.optim, kind.__name__, None) is kind:
+        known = ELEMENTWISE_OPTIMIZERS | (TENSORWISE_OPTIMIZERS if division.keeps_tensors else set())
+        if kind.__name__ in known:
+            return True, None
+    refused = {"LBFGS"} if division.keeps_tensors else WHOLE_TENSOR_OPTIMIZERS
+    # Names of the bases find subclasses, and implementations outside of torch.
+    return (False, None) if any(base.__name__ in refused for base in kind.__mro__) else None
 
 
 def _kept_elsewhere(optimizer: Optimizer) -> str:
@@ -271,67 +364,8 @@ def _kept_elsewhere(optimizer: Optimizer) -> str:
     return next((name for name, value in vars(optimizer).items() if finds(value)), "")
 
 
-def _slices(tensors: list[Tensor]) -> list[list[Tensor]]:
-    """Cut tensors as `ParameterSlices` does; also into few elements, as some optimizers go by the size of a tensor."""
-    flat = [(tensor.reshape(-1), (-1, *[1] * (tensor.dim() - 1))) for tensor in tensors]
-    bounds = [0, 2, _SIZE // 2 - 1]  # not between rows
-    return [
-        [one[start:stop].view(shape) for one, shape in flat] for start, stop in zip(bounds, [*bounds[1:], _SIZE**2])
-    ]
-
-
-def _check_sharded(optimizers: Sequence[Optimizer], names: Mapping[int, str], rules: Mapping[str, Shard]) -> None:
-    """Refuse optimizers that need whole tensors for sharded parameters."""
-    for optimizer in optimizers:
-        tried: set[str] = set()
-        for group in optimizer.param_groups:
-            sharded = [name for name in (names.get(id(value), "") for value in group["params"]) if name in rules]
-            if not sharded or not _is_new(group, tried):
-                continue
-            # Those that are known are not tried: the first step of an LBFGS imports torch's compiler.
-            if isinstance(optimizer, TrustRatioOptimizer) and isinstance(optimizer.norms, ShardNorms):
-                verdict: bool | None = True
-            else:
-                verdict = False if _is_known_to_need_whole_tensors(optimizer) else _is_elementwise(optimizer, group)
-            if verdict is None:
-                _tell_untried(optimizer, "single elements, not with norms or products of full tensors")
-            elif not verdict:
-                raise ValueError(
-                    f"`{type(optimizer).__name__}` computes with full tensors, but `{sharded[0]}` and"
-                    f" {len(sharded) - 1} other parameters are sharded over tensor-parallel ranks. Use"
-                    " `lightning_parallel.LARS` or `LAMB`, which take norms over all parts. Or use an elementwise"
-                    " optimizer (SGD, Adam, AdamW, ...) for them, or keep them replicated with `tensor_plan={'...':"
-                    " 'replicate'}` [LP017]"
-                )
-            key = _unlike_parameter(optimizer, group)
-            if key is not None:
-                raise ValueError(
-                    f"`{type(optimizer).__name__}` keeps `{key}`, which has neither the parameter's shape nor one"
-                    f" element. So the parts of `{sharded[0]}` and other parameters on other ranks cannot be merged"
-                    " into a checkpoint. Use another optimizer for them, or keep them replicated with"
-                    " `tensor_plan={'...': 'replicate'}`"
-                )
-
-
-def _check_staged(optimizers: Sequence[Optimizer]) -> None:
-    """Refuse optimizers that need all parameters at once: a stage holds only some."""
-    for optimizer in optimizers:
-        tried: set[str] = set()
-        for group in optimizer.param_groups:
-            if not _is_new(group, tried):
-                continue
-            verdict = False if isinstance(optimizer, LBFGS) else _is_tensorwise(optimizer, group)
-            if verdict is False:
-                raise ValueError(
-                    f"`{type(optimizer).__name__}` computes with all parameters at once, but they are on several"
-                    " pipeline stages. Use an optimizer that updates each parameter by itself (SGD, Adam, AdamW, ...)"
-                )
-            if verdict is None:
-                _tell_untried(optimizer, "each parameter by itself")
-
-
 def _is_new(group: Mapping[str, Any], tried: set[str]) -> bool:
-    """Tell whether a parameter group differs in more than its learning rate from those `tried`, and add it to them."""
+    """Return whether a parameter group differs in more than its learning rate from the groups `tried`, and add it."""
     options = {key: value for key, value in group.items() if key not in ("params", "param_names", "lr", "initial_lr")}
     if not all(isinstance(value, _PLAIN) for value in options.values()):
         return True
@@ -342,22 +376,23 @@ def _is_new(group: Mapping[str, Any], tried: set[str]) -> bool:
     return is_new
 
 
-def _is_known_to_need_whole_tensors(optimizer: Optimizer) -> bool:
-    # By name, so that implementations outside of torch are found too, and subclasses.
-    return any(kind.__name__ in WHOLE_TENSOR_OPTIMIZERS for kind in type(optimizer).__mro__)
-
-
-def _tell_untried(optimizer: Optimizer, expected: str) -> None:
-    """Warn of an optimizer of which nothing tells what it computes with; refuse one that has several steps.
-
-    Raises:
-        ValueError: On every rank alike, or within `raise_together`, for steps as of a SAM: these take a norm of all
-            gradients.
-    """
-    text = (
+def _no_trial(optimizer: Optimizer) -> str:
+    return (
         f"`{type(optimizer).__name__}` could not be tried on a small problem, because its constructor cannot create"
         " another instance."
     )
+
+
+def _tell_untried(optimizer: Optimizer, keeps_tensors: bool) -> None:
+    """Warn about an optimizer that no trial judges; refuse such an optimizer with several steps.
+
+    Raises:
+        ValueError: On every rank alike, or within `raise_together`, for steps as of a SAM, which take a norm of all
+            gradients.
+    """
+    text = _no_trial(optimizer)
+    elements = "single elements, not with norms or products of full tensors"
+    expected = "each parameter by itself" if keeps_tensors else elements
     if others := [method.__name__ for method in _other_steps(optimizer)]:
         raise ValueError(
             f"{text} The optimizer must compute with {expected}; got further steps ({', '.join(others)}), as in SAM."
@@ -369,64 +404,61 @@ def _tell_untried(optimizer: Optimizer, expected: str) -> None:
     )
 
 
-def _is_elementwise(optimizer: Optimizer, group: Mapping[str, Any]) -> bool | None:
-    """Tell whether a parameter group updates each element by itself, so that shards of its tensors train alike.
+# --------------------------------------------------------------------------------------------------------------- trials
+
+
+def _row_halves(tensors: list[Tensor]) -> list[list[Tensor]]:
+    matrix, *others = tensors
+    return [[matrix[: _SIZE // 2], *others], [matrix[_SIZE // 2 :], *others]]
+
+
+def _column_halves(tensors: list[Tensor]) -> list[list[Tensor]]:
+    matrix, *others = tensors
+    return [[matrix[:, : _SIZE // 2], *others], [matrix[:, _SIZE // 2 :], *others]]
+
+
+def _single_tensors(tensors: list[Tensor]) -> list[list[Tensor]]:
+    return [[tensor] for tensor in tensors]
+
+
+def _slices(tensors: list[Tensor]) -> list[list[Tensor]]:
+    """Cut tensors as `ParameterSlices` does; also into few elements, as some optimizers go by the size of a tensor."""
+    flat = [(tensor.reshape(-1), (-1, *[1] * (tensor.dim() - 1))) for tensor in tensors]
+    bounds = [0, 2, _SIZE // 2 - 1]  # not between rows
+    return [
+        [one[start:stop].view(shape) for one, shape in flat] for start, stop in zip(bounds, [*bounds[1:], _SIZE**2])
+    ]
+
+
+def _tried(optimizer: Optimizer, group: Mapping[str, Any], splits: Sequence[Split]) -> tuple[bool | None, str | None]:
+    """Train a small problem with fresh optimizers of the same class and options: in one piece, and in pieces.
 
     Args:
         optimizer: The user's, which is only read.
         group: One of its parameter groups.
+        splits: Cut the tensors of the problem into pieces.
 
     Returns:
-        None if no fresh optimizer of the class can be made or stepped.
+        Whether the pieces train as they do together; None if no fresh optimizer can be made or stepped. And the name of
+        a state tensor that has neither its parameter's shape nor no dimension, if there is one.
     """
-
-    def rows(tensors: list[Tensor]) -> list[list[Tensor]]:
-        matrix, *others = tensors
-        return [[matrix[: _SIZE // 2], *others], [matrix[_SIZE // 2 :], *others]]
-
-    def columns(tensors: list[Tensor]) -> list[list[Tensor]]:
-        matrix, *others = tensors
-        return [[matrix[:, : _SIZE // 2], *others], [matrix[:, _SIZE // 2 :], *others]]
-
-    return _is_same(optimizer, group, (rows, columns))
-
-
-def _is_tensorwise(optimizer: Optimizer, group: Mapping[str, Any]) -> bool | None:
-    """Tell whether a parameter group updates each tensor by itself, so that stages with some of them train alike.
-
-    Args, Returns: As for `_is_elementwise`.
-    """
-    return _is_same(optimizer, group, (lambda tensors: [[tensor] for tensor in tensors],))
-
-
-def _is_same(optimizer: Optimizer, group: Mapping[str, Any], splits: Sequence[Split]) -> bool | None:
-    device = _trial_device(group)
-    for shapes in _SHAPES:
+    odd_state = None
+    # The trial draws numbers and seeds; the user's generators must go on where they stood.
+    with isolate_rng():
         try:
-            with isolate_rng():
-                values, targets = _drawn(shapes, device)
-                early, late, _ = _train(optimizer, group, values, targets)
-                return all(_agrees(optimizer, group, values, targets, (early, late), split) for split in splits)
+            values, targets = _drawn(_SHAPES, _trial_device(group))
+            early, late, fresh = _train(optimizer, group, values, targets)
+            odd_state = _odd_state(fresh)
+            return all(_agrees(optimizer, group, values, targets, (early, late), split) for split in splits), odd_state
         except Exception:
-            continue
-    return None
+            return None, odd_state
 
 
-def _unlike_parameter(optimizer: Optimizer, group: Mapping[str, Any]) -> str | None:
-    """Return the name of a tensor in the optimizer's state that has neither its parameter's shape nor no dimension."""
-    device = _trial_device(group)
-    for shapes in _SHAPES:
-        try:
-            with isolate_rng():
-                ones = [torch.ones(shape, dtype=torch.float64, device=device) for shape in shapes]
-                *_, fresh = _train(optimizer, group, ones, [2 * value for value in ones])
-        except Exception:
-            continue
-        for parameter, state in fresh.state.items():
-            for key, value in state.items():
-                if isinstance(value, Tensor) and value.dim() > 0 and value.shape != parameter.shape:
-                    return key
-        return None
+def _odd_state(optimizer: Optimizer) -> str | None:
+    for parameter, state in optimizer.state.items():
+        for key, value in state.items():
+            if isinstance(value, Tensor) and value.dim() > 0 and value.shape != parameter.shape:
+                return key
     return None
 
 

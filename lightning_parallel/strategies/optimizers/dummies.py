@@ -172,7 +172,9 @@ def take_out_dummies(
 
 class _Cleaner:
     def __init__(self, trace: DummyTrace, module: nn.Module, positions: DummyPositions) -> None:
-        self._trace, self._module, self._positions = trace, module, positions
+        self._trace = trace
+        self._module = module
+        self._positions = positions
         trainer = getattr(module, "_trainer", None)
         self._seen: dict[int, Any] = {id(trainer): trainer, id(self): self, id(trace): trace}
         self._defaults: list[Any] = []

@@ -87,16 +87,16 @@ class ReplicaNorm:
 
     def _counted(self, name: str, parameter: nn.Parameter | None, gradient: Tensor) -> Tensor | None:
         """Return the elements of a gradient that this rank counts, None if none; without an owner, it is no shard."""
-        rules, slices, rank = self._rules, self._slices, self.groups.tensor_parallel.rank
-        if slices is None or not slices.holds_gradients:
-            return _counted_part(name, gradient, rules, self.groups, self._counted_by_others)
-        if parameter is not None and slices.is_narrow(parameter):
-            if name in self._counted_by_others or (name not in rules and rank > 0):
-                return None
-            return _counted_slice(slices, parameter, gradient, rules.get(name), rank)
-        if self.groups.data_parallel.rank > 0:
-            return None  # whole on all replicas
-        return _counted_part(name, gradient, rules, self.groups, self._counted_by_others)
+        slices, rank = self._slices, self.groups.tensor_parallel.rank
+        # Replicated gradients count on the first rank of the tensor axis.
+        if name in self._counted_by_others or (name not in self._rules and rank > 0):
+            return None
+        if slices is not None and slices.holds_gradients:
+            if parameter is not None and slices.is_narrow(parameter):
+                return _owned(gradient, self._rules.get(name), rank, slices, parameter)
+            if self.groups.data_parallel.rank > 0:
+                return None  # full on all replicas
+        return _owned(gradient, self._rules.get(name), rank)
 
     def use_everywhere(self, patches: Patches) -> None:
         """Make torch's and Lightning's functions use these norms for the module until `patches` are undone."""
@@ -220,29 +220,23 @@ def _norm_over(parts: Sequence[Tensor], group: Group, norm_type: float, device: 
     return comm.all_reduce_(powers, group).pow(1.0 / norm_type)
 
 
-def _counted_part(
-    name: str,
-    gradient: Tensor,
-    rules: Mapping[str, Shard],
-    groups: MeshGroups,
-    counted_by_others: frozenset[str] = frozenset(),
-) -> Tensor | None:
-    """Return the elements of a gradient that this rank counts, so that the replica counts each once; None if none.
+def _owned(
+    mine: Tensor, rule: Shard | None, rank: int, slices: ParameterSlices | None = None, parameter: Tensor | None = None
+) -> Tensor:
+    """Return the elements of a part of a tensor that no lower rank of the tensor axis holds.
 
-    Sharded gradients count on every rank, without the parts that a lower rank of the tensor axis holds as well; whole
-    ones count on the first rank of the tensor axis.
+    Args:
+        mine: The part that this rank holds.
+        rule: How the tensor is sharded; None if it is replicated.
+        rank: This rank's place in the tensor axis.
+        slices, parameter: Given if `mine` is a slice of the shard of `parameter`.
     """
-    if name in counted_by_others:
-        return None
-    if name in rules:
-        # Shards may overlap, as key and value heads do that several ranks share.
-        return rules[name].owned(gradient, groups.tensor_parallel.rank)
-    return gradient if groups.tensor_parallel.rank == 0 else None
-
-
-def _counted_slice(slices: ParameterSlices, parameter: Tensor, mine: Tensor, rule: Shard | None, rank: int) -> Tensor:
-    """Return the elements of a slice of a narrow parameter's shard that no lower rank of the tensor axis holds."""
-    if rule is None or not rule.replicated:
+    if rule is None:
+        return mine
+    if slices is None or parameter is None:
+        return rule.owned(mine, rank)
+    # Shards may overlap, as key and value heads do that several ranks share. Else a slice counts with all elements.
+    if not rule.replicated:
         return mine
     shape = slices.whole_shape(parameter)
     owned = torch.zeros(shape.numel(), dtype=torch.bool, device=mine.device)
@@ -278,16 +272,16 @@ class ShardNorms(WholeNorms):
     @override
     def groups(self, parameter: Tensor) -> tuple[Group, ...]:
         over_ranks = (self._group,) if id(parameter) in self._rules else ()
-        # Also of those that are whole now: whether they have no gradient is not known to be the same everywhere.
-        is_sliced = self._slices is not None and self._slices.divides(parameter)
-        return (*over_ranks, self._slices.group) if self._slices is not None and is_sliced else over_ranks
+        # Also for a parameter that is full now: ranks need not agree on which parameters have no gradient.
+        if self._slices is not None and self._slices.divides(parameter):
+            return *over_ranks, self._slices.group
+        return over_ranks
 
     @override
     def part(self, parameter: Tensor, shard: Tensor) -> Tensor:
         rule = self._rules.get(id(parameter))
-        if self._slices is not None and self._slices.is_narrow(parameter):
-            return _counted_slice(self._slices, parameter, shard, rule, self._group.rank)
-        return shard if rule is None else rule.owned(shard, self._group.rank)
+        is_narrow = self._slices is not None and self._slices.is_narrow(parameter)
+        return _owned(shard, rule, self._group.rank, self._slices if is_narrow else None, parameter)
 
 
 def give_norms(
