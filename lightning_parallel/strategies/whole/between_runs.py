@@ -1,8 +1,8 @@
 """Gives the module its full parameters again between runs.
 
-The strategy shards the user's module in place. At the end of a run, the module gets back its classes and full tensors.
-The script after `trainer.fit` was written for one process (`torch.save(model.state_dict())`, `model(x)`,
-`load_state_dict`). The next run shards the module as before, without a new plan, and with the user's changes.
+The strategy divides the user's module in place. At the end of a run, the module gets back its classes and full tensors,
+because the script after `trainer.fit` was written for one process (`torch.save(model.state_dict())`, `model(x)`,
+`load_state_dict`). The next run divides the module as before, without a new plan, and with the user's changes.
 """
 
 from __future__ import annotations
@@ -136,7 +136,7 @@ def divide_again(module: LightningModule, groups: MeshGroups) -> None:
 
 
 def forget_division(module: nn.Module) -> None:
-    """Take from a whole module all that the library knows about how it was divided."""
+    """Remove all facts about the division from a restored module."""
     for parameter in module.parameters():
         if hasattr(parameter, "shard_rule"):
             del parameter.shard_rule
@@ -147,7 +147,7 @@ def forget_division(module: nn.Module) -> None:
 
 
 def _is_for(state: ParallelState, groups: MeshGroups) -> bool:
-    """Whether the module was divided for the ranks of these groups."""
+    """Tell whether the module was divided for the ranks of these groups."""
     is_for_tensor = state.sharding is None or state.tensor_ranks == groups.tensor_parallel.ranks
     is_for_pipeline = state.engine is None or state.engine.group.ranks == groups.pipeline_parallel.ranks
     return bool(is_for_tensor and is_for_pipeline)

@@ -1,7 +1,7 @@
-"""Copies of a divided module that code makes during a run (averages, teachers): whole again when the module is.
+"""Restores copies of a divided module that code makes during a run, such as averages and teachers.
 
-A mark in each module that dividing has changed is copied with it, and tells of the copy. Copies that are alive at the
-end of a run get back their classes and full tensors, and are divided again with the module: see `Skeleton`.
+Each submodule that the division has changed carries a mark. `deepcopy` copies the mark, which reports the copy. Copies
+that live at the end of a run get back their classes and full tensors. The next run divides them with the module.
 """
 
 from __future__ import annotations
@@ -32,18 +32,18 @@ __all__ = ["MARK", "ModuleCopies"]
 MARK = "_parallel_mark"
 
 Fetch = Callable[[str, torch.dtype, Tensor | None], Tensor]
-"""Returns a full tensor by its first name, from what this rank holds of it; every rank calls it."""
+"""Returns a full tensor by its first name, its dtype and the part of this rank; every rank calls it."""
 
 
 @dataclass(eq=False)
 class _Mark:
-    """Is in a divided module and in its copies.
+    """Reports copies of the module that carries it.
 
     Attributes:
-        copies: Where copies are noted.
-        path: Of the module that was copied first.
-        owner: The module that it is in.
-        divided: While a copy is whole: its class and attributes when it was divided.
+        copies: Notes the copies.
+        path: Path of the original module.
+        owner: The module that carries the mark.
+        divided: Class and attributes of a divided copy, while the copy is restored; None otherwise.
     """
 
     copies: ModuleCopies
@@ -66,7 +66,7 @@ class _Mark:
 
 @dataclass(eq=False)
 class _CopiedTogether:
-    """Modules that were copied together, by path; the key is equal on all ranks that made the same copy."""
+    """Groups modules of one `deepcopy`, by path. The key is equal on all ranks that made the same copy."""
 
     key: tuple[str, str, int]
     members: dict[str, ref[nn.Module]] = field(default_factory=dict)
@@ -91,7 +91,7 @@ class ModuleCopies:
 
     @property
     def is_noting(self) -> bool:
-        """Whether a copy that is made now is the user's."""
+        """Whether the user makes the copies now, rather than this library."""
         states = self._state.full_states
         return states is not None and not states.is_paused
 
@@ -106,9 +106,10 @@ class ModuleCopies:
                 yield from (tensor for tensor in own if tensor is not None)
 
     def mark(self, module: nn.Module) -> None:
-        """Let what dividing has changed in `module` tell of its copies."""
+        """Mark the submodules that the division has changed, so that their copies are reported."""
         paths = {id(child): path for path, child in module.named_modules()}
-        for family in self._families:  # copies that the module has become the owner of
+        # A copy may have become a part of the module itself.
+        for family in self._families:
             family.members = {path: one for path, one in family.members.items() if id(one()) not in paths}
         self._changes = {
             paths[id(child)]: change for child, change in self._state.skeleton.changes if id(child) in paths
@@ -118,14 +119,14 @@ class ModuleCopies:
             vars(child)[MARK] = _Mark(self, path, ref(child))
 
     def change_of(self, child: nn.Module) -> ModuleChange | None:
-        """Return what dividing has changed in a copy; None if `child` is none."""
+        """Return the changes by the division in a copy; None if `child` is no copy."""
         mark = vars(child).get(MARK)
         if mark is None or mark.owner() is not child or mark.divided is not None or mark.path not in self._changes:
             return None
         return _of_copy(child, self._changes[mark.path], vars(child))
 
     def originals_of(self, modules: Mapping[str, nn.Module]) -> dict[str, str]:
-        """Return which tensors of copies, by their names, were copied from which of the module.
+        """Return the name of the original for the name of each tensor of a copy.
 
         Args:
             modules: Copies and other modules, by path.
@@ -140,12 +141,12 @@ class ModuleCopies:
         return found
 
     def unmark(self, module: nn.Module) -> None:
-        """Let `module` be copied without a mark."""
+        """Remove the marks of `module`."""
         for child in module.modules():
             vars(child).pop(MARK, None)
 
     def note(self, mark: _Mark, memo: dict[int, Any]) -> None:
-        """Take note of a copy that `deepcopy` makes."""
+        """Note a copy that `deepcopy` makes."""
         family = memo.get(id(self))
         if family is None:
             line = (innermost_users_line(), mark.path)
@@ -155,13 +156,13 @@ class ModuleCopies:
         family.members[mark.path] = mark.owner
 
     def watch(self, hook: Callable[[nn.Module, str], None]) -> None:
-        """Call `hook` with the copies of earlier runs and their paths."""
+        """Call `hook` with each copy from earlier runs, and the path of its original."""
         for family in self._families:
             for path, owner in family.alive().items():
                 if path in self._changes:
                     hook(owner, path)
 
-    # -------------------------------------------------------------------------------------------- whole, and back
+    # -------------------------------------------------------------------------------------- restored, and divided
 
     def restore(self, replica: Group, fetch: Fetch, is_mine: bool = True) -> None:
         """Give full tensors to the copies that live on all ranks of the replica; all of these ranks call it.
@@ -180,7 +181,7 @@ class ModuleCopies:
         families = {family.key: family for family in self._families}
         for key, paths in everyone[0][1].items():
             is_everywhere = all(key in alive and made.get(key[:2]) == self._made[key[:2]] for made, alive in everyone)
-            # One rank alone may copy, too: which copy of another is the same cannot be told.
+            # One rank alone may copy, too. Without equal counts, copies of different ranks cannot be matched.
             if is_everywhere and len({made[key[:2]] for made, _ in everyone}) == 1:
                 common = [path for path in paths if all(path in alive[key] for _, alive in everyone)]
                 self._restore(families[key], common, replica, fetch, is_mine)
@@ -201,8 +202,8 @@ class ModuleCopies:
         everyone = comm.all_gather_object(facts, replica)
         described = {name: fact for facts in reversed(everyone) for name, fact in facts.items()}
         wanted = {n for _, c in members for n in (*c.parameters.values(), *c.buffers.values()) if n is not None}
-        if any(name not in described for name in wanted):  # a part was taken out of the copy
-            return
+        if any(name not in described for name in wanted):
+            return  # code has taken a part out of the copy
         tensors: dict[str, Tensor] = {}
         for name in sorted(wanted):
             dtype, device, is_trained = described[name]
@@ -223,14 +224,14 @@ class ModuleCopies:
             _restore_copy(child, change, vars(child)[MARK], tensors)
 
     def divide_again(self, rules: Mapping[str, Shard], rank: int) -> None:
-        """Divide the copies that are whole, as they were.
+        """Divide the restored copies again.
 
         Args:
             rules: How tensors are sharded over the tensor axis, by name.
             rank: Position on that axis.
         """
         seen: set[int] = set()
-        for child, change in self._whole():
+        for child, change in self._restored():
             mark = vars(child)[MARK]
             kind, divided = mark.divided
             mark.divided = None
@@ -245,7 +246,7 @@ class ModuleCopies:
                     tensor.grad = None
                     tensor.data = rule.split(tensor.data, rank).clone()
 
-    def _whole(self) -> Iterator[tuple[nn.Module, ModuleChange]]:
+    def _restored(self) -> Iterator[tuple[nn.Module, ModuleChange]]:
         for family in self._families:
             for path, child in family.alive().items():
                 mark = vars(child).get(MARK)
@@ -263,7 +264,7 @@ def _restore_copy(child: nn.Module, change: ModuleChange, mark: _Mark, tensors: 
 
 
 def _of_copy(child: nn.Module, change: ModuleChange, divided: Mapping[str, Any]) -> ModuleChange:
-    """Return what dividing has changed in a copy, whose attributes are copies, too."""
+    """Return the changes by the division for a copy, whose attributes are copies, too."""
     names = (*change.added, *change.attributes)
     attributes = {name: copy.deepcopy(value) for name, value in change.attributes.items() if name != DEVICE_OF_MODULE}
     after = {name: divided[name] for name in names if name in divided}

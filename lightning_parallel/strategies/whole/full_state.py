@@ -1,4 +1,4 @@
-"""Shows a parallel module to code between its steps as the full module, as in one process.
+"""Shows a divided module as the full module to code between its steps.
 
 *State dicts* of the module, its submodules and copies of them hold full tensors. Code copies weights by them (target
 networks, moving averages, teachers, `torch.save`). It would save or compare a shard without an error.
@@ -68,7 +68,7 @@ class FullStates:
         inventory: The tensors of the full model.
         meet: Waits until all ranks of the replica are about to send the message that it is called with.
         trained: Names of the parameters that require a gradient.
-        is_paused: Whether state dicts are left alone: see `paused`.
+        is_paused: Whether state dicts hold the part of this rank for a while: see `paused`.
     """
 
     def __init__(self, module: nn.Module, groups: MeshGroups, inventory: Inventory, device: torch.device) -> None:
@@ -129,14 +129,14 @@ class FullStates:
         return [key for key in self._keys[path] if self.inventory.tensors[_joined(path, key)].is_saved]
 
     def _register(self, owner: nn.Module, path: str) -> list[Any]:
-        # Functions, since torch marks what it is given, which methods do not allow. Copies of a module have them, too.
+        # Functions, since torch sets an attribute on a hook, and methods do not allow that. `deepcopy` copies hooks.
         return [
             owner.register_state_dict_post_hook(lambda *arguments: self._save(path, *arguments)),
             owner.register_load_state_dict_pre_hook(lambda *arguments: self._load(path, *arguments)),
         ]
 
     def remove(self) -> None:
-        """Let state dicts hold this rank's part again."""
+        """Let state dicts hold the part of this rank again."""
         for hook in self._hooks:
             hook.remove()
         self._hooks.clear()
@@ -148,7 +148,7 @@ class FullStates:
         self._is_over = True
 
     def at_end(self, function: Callable[[], None]) -> None:
-        """Call `function` when state dicts are made to hold this rank's part again, at the end of a run."""
+        """Call `function` in `remove`, at the end of a run."""
         self._at_end.append(function)
 
     def restore_copies(self, is_mine: bool = True) -> None:
@@ -160,7 +160,7 @@ class FullStates:
         self._state.copies.restore(self._replica, self.full, is_mine)
 
     def paused(self) -> AbstractContextManager[Any]:
-        """Leave state dicts alone inside the block, for code that gathers tensors by itself."""
+        """Let state dicts hold the part of this rank inside the block, for code that gathers tensors by itself."""
         return patched(self, "is_paused", True)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> FullStates:
@@ -189,7 +189,7 @@ class FullStates:
         dtypes = {key: tensors[_joined(path, key)].dtype for key in self._saved_keys(path)}
         own: dict[str, Any] = {**parameters_of(owner), **buffers_of(owner)}
         if id(owner) not in self._originals:
-            # A copy may be kept in another precision.
+            # A copy may have another precision than its original.
             held = {key: value.dtype for key, value in own.items() if value is not None}
             everyone = comm.all_gather_object(held, self._pipeline_group)
             dtypes = {key: everyone[self.inventory.owner(_joined(path, key))][key] for key in dtypes}
@@ -198,7 +198,7 @@ class FullStates:
             self._state.watch.note_gathered(
                 path, {key: v for key, v in full.items() if not _has_memory_of(v, own.get(key))}
             )
-        # What a stage lacks would come last: names have the order of one process.
+        # A stage adds tensors of other stages last, but state dicts must have the order of one process.
         others = [key for key in state if key.startswith(prefix) and key[len(prefix) :] not in full]
         for key, value in full.items():
             state.pop(prefix + key, None)
@@ -241,7 +241,7 @@ class FullStates:
         for key in self._saved_keys(path):
             given = state.get(prefix + key)
             if parameters_of(owner).get(key) is None and buffers_of(owner).get(key) is None:
-                state.pop(prefix + key, None)  # on another stage
+                state.pop(prefix + key, None)  # another stage holds it
                 continue
             rule = self.inventory.rules.get(_joined(path, key))
             if rule is not None and isinstance(given, Tensor) and given.shape[rule.dim] == rule.full_size:
@@ -383,7 +383,7 @@ def open_outside(
 
 
 def _forget_states(owner: nn.Module) -> None:
-    """Take from a copy that has become a part of the module the hooks that gather by the path of its original."""
+    """Remove the hooks of a former copy, now a part of the module: they gather by the path of its original."""
     for hooks in state_hooks_of(owner):
         for key, hook in list(hooks.items()):
             if getattr(getattr(hook, "hook", hook), "__module__", "") == __name__:
@@ -415,22 +415,22 @@ def _on_whole(summarize: Callable[[Any, LightningModule], None], calls: OutsideC
 
 
 def hold_averages(trainer: Trainer, patches: Patches) -> None:
-    """Keep callbacks that average weights from copying the module before it is divided, until `open_outside`."""
+    """Keep callbacks that average weights from copying the full module, until `open_outside` makes the copies."""
     for callback in trainer.callbacks:  # type: ignore[attr-defined]
         if isinstance(callback, AVERAGING):
             patches.replace(callback, "setup", lambda *_, **__: None)
 
 
 def averages_of(trainer: Trainer) -> list[nn.Module]:
-    """Return the models in which callbacks collect averages of the weights."""
+    """Return the models that hold averages of the weights for callbacks."""
     found = [averaged_model(callback) for callback in trainer.callbacks if isinstance(callback, AVERAGING)]  # type: ignore[attr-defined]
     return [average for average in found if average is not None]
 
 
 def _copy_averages(trainer: Trainer, module: LightningModule, checkpoints: Checkpoints, patches: Patches) -> None:
-    """Let callbacks that average weights copy the divided module, when its state dicts are whole; on every rank.
+    """Let callbacks that average weights copy the divided module; every rank must call it.
 
-    Each rank averages what it holds, since averages are by element. Checkpoints have the averages of the whole model.
+    Averages are elementwise, so each rank averages its own part. Checkpoints hold the averages of the full model.
 
     Raises:
         ValueError: On every rank, if a callback would change batch normalisation in a pipeline.
@@ -447,7 +447,7 @@ def _copy_averages(trainer: Trainer, module: LightningModule, checkpoints: Check
                     " TensorParallelStrategy"
                 )
             restore_swapped_scheduler(callback, trainer, patches)
-        # In `setup`, `WeightAveraging` makes the layers, which are there by now; twice, they would be whole again.
+        # `WeightAveraging.setup` calls `configure_model`. A second call would build full layers again.
         without = MethodType(LightningModule.configure_model, module)
         with patched(module, "configure_model", without):
             type(callback).setup(callback, trainer, module, stage=trainer.state.fn)
@@ -458,7 +458,7 @@ def _copy_averages(trainer: Trainer, module: LightningModule, checkpoints: Check
 
 
 def _gathered(average: nn.Module, own: Callable[[], Any], checkpoints: Checkpoints, states: FullStates) -> Any:
-    """Return a full state dict as checkpoints have it, with values on the first rank only."""
+    """Return the full state dict of an average for a checkpoint, with values on the first rank only."""
     copied = average.module if isinstance(average, AveragedModel) else average
     with states.paused(), patched(average, "state_dict", own):
         full = replace(checkpoints, module=copied).gather_state()

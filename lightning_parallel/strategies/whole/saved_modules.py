@@ -1,7 +1,7 @@
-"""Modules in a checkpoint, such as a network among the hyperparameters: whole copies take their place.
+"""Puts full copies in place of divided modules in a checkpoint, such as a network among the hyperparameters.
 
-`save_hyperparameters()` keeps the objects that the constructor was given, of which a divided module is made. Who loads
-the file gives them to the constructor again, and expects them as they would be after a run on one process.
+`save_hyperparameters()` keeps the arguments of the constructor. A divided module may contain such an argument. Loading
+the file gives the argument to the constructor again, which expects the full module of one process.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ _STATES = ("state_dict", "optimizer_states")
 
 
 def holds_modules(checkpoint: Mapping[str, Any], module: nn.Module) -> bool:
-    """Tell whether something in a checkpoint besides the states refers to a part of `module`, or to all of it."""
+    """Tell whether an entry of a checkpoint other than the states refers to `module` or one of its submodules."""
     return bool(_entries_with_modules(checkpoint, module))
 
 
 def _entries_with_modules(checkpoint: Mapping[str, Any], module: nn.Module) -> list[tuple[str, Any]]:
-    """Return where such values are: the key in the checkpoint, and that in the dict there, or None."""
+    """Return the places of such entries: the key in the checkpoint, and the key in its dict or None."""
     parts = {id(child) for child in module.modules()}
     found: list[tuple[str, Any]] = []
     for key, value in checkpoint.items():
@@ -48,19 +48,19 @@ def put_full_copies(
     gather: Callable[[], Mapping[str, Tensor]],
     is_written: bool,
 ) -> None:
-    """Replace what `holds_modules` finds by copies in which modules are as they were before they were divided.
+    """Replace the entries that `holds_modules` finds by copies with full modules; every rank calls it.
 
     Args:
-        checkpoint: The checkpoint, changed in place where it is written.
+        checkpoint: The checkpoint. The rank that writes it changes it in place.
         module: The divided module.
-        known: Full tensors of its state dict, which copies share.
-        gather: Returns the full parameters and buffers, values where the checkpoint is written; all ranks call it.
+        known: Full tensors of its state dict, which the copies share.
+        gather: Returns the full parameters and buffers, with values on the rank that writes.
         is_written: Whether this rank writes the checkpoint.
     """
     full = dict(gather())
     if not is_written:
         return
-    # One memory for both, as on one process: the file holds it once.
+    # The copies share memory with the state dict, as on one process, so that the file holds each tensor once.
     full.update((name, known[name]) for name, value in full.items() if _is_alike(known.get(name), value))
     memo: dict[int, Any] = {}
     parameters: dict[str, nn.Parameter] = {}
@@ -76,7 +76,7 @@ def put_full_copies(
         return parameters[name]
 
     if state.skeleton is None:
-        # Each replica has all of it; `zero_stage=2` may have cut it for the step.
+        # Each replica holds the full module, but `zero_stage=2` may have cut a parameter for the step.
         memo.update((id(held), parameter(name)) for name, held in module.named_parameters() if name in full)
         shown: Any = nullcontext()
     else:
@@ -100,7 +100,7 @@ def _is_alike(known: Tensor | None, value: Tensor) -> bool:
 
 
 def forget_watchers(module: nn.Module) -> None:
-    """Take from a copy the hooks that this library has put on the original: nobody could read them from a file."""
+    """Remove the hooks of this library from a copy: a file could not be read without the library."""
     own = vars(module)
     for name in ("_parallel_state", "_pipeline_site"):
         own.pop(name, None)
@@ -121,16 +121,16 @@ def _is_ours(hook: Any) -> bool:
 
 class _WeakTensors(WeakValueDictionary[str, Tensor]):
     def __reduce__(self) -> tuple[Any, ...]:
-        return type(self), ()  # in another process nobody holds them
+        return type(self), ()  # no code of another process holds the tensors
 
 
 def weakly(state: Mapping[str, Any]) -> WeakValueDictionary[str, Tensor]:
-    """Return the tensors of a state dict for as long as somebody else holds them."""
+    """Return the tensors of a state dict, for as long as other code holds them."""
     return _WeakTensors({name: value for name, value in state.items() if isinstance(value, Tensor)})
 
 
 class _Finder(pickle.Pickler):
-    """Looks where a pickle would go, without the data of tensors."""
+    """Walks through the objects that a pickle would contain, without the data of tensors."""
 
     def __init__(self, parts: set[int]) -> None:
         super().__init__(_Nowhere(), pickle.HIGHEST_PROTOCOL)
@@ -151,7 +151,7 @@ class _Finder(pickle.Pickler):
         try:
             finder.dump(value)
         except Exception:
-            # What cannot be pickled is for the writer to say, who names it; but a module may come after it.
+            # The writer names an object that cannot be pickled. A module may have come before that object.
             return finder.found
         return finder.found
 

@@ -1,7 +1,8 @@
-"""A module as it was before it was divided, without its data: its classes and attributes.
+"""Keeps the classes and attributes of a module from before the division, without data.
 
-A divided module can put them on for a while, with data that are fetched when they are read (`put_on`), or get them back
-together with its full tensors, until the next run divides it in the same way (`restore`, `divide_again`).
+A divided module can put the skeleton on for a while: parameters are then fetched when code reads them (`put_on`). After
+a run, the module gets the skeleton and its full tensors back (`restore`). The next run divides the module in the same
+way (`divide_again`).
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ __all__ = [
 ]
 
 FetchParameter = Callable[[str], Tensor]
-"""Returns a parameter of the whole model by its first name."""
+"""Returns a parameter of the full model by its first name."""
 
 
 class _Named(NamedTuple):
@@ -43,18 +44,18 @@ class _Named(NamedTuple):
 
 @dataclass
 class ModuleChange:
-    """What dividing has changed in one module: how it was.
+    """Lists the changes that the division made in one module.
 
     Attributes:
-        kind: Its class.
-        attributes: Attributes that had another value, or are gone.
-        added: Attributes that it did not have.
-        after: What it had for both when it had been divided: what is there later may be the user's.
-        entries: Of dicts among its attributes (hooks, children): entries that had another value, or are gone.
-        added_entries: Of these dicts: keys that they did not have.
-        divided_kind: Its class when it had been divided.
+        kind: Class before the division.
+        attributes: Former values of attributes that the division replaced or deleted.
+        added: Names of attributes that the division added.
+        after: Values of replaced and added attributes right after the division. A later value is the user's.
+        entries: Former entries of dicts among the attributes, such as hooks and children, by attribute.
+        added_entries: Keys that the division added to these dicts, by attribute.
+        divided_kind: Class right after the division.
         parameters, buffers: First name of each own parameter and buffer, by key.
-        lists: Lists with parameters in them, as recurrent layers keep.
+        lists: Former lists with parameters in them, which recurrent layers keep.
     """
 
     kind: type
@@ -70,14 +71,14 @@ class ModuleChange:
 
 
 class Skeleton:
-    """A module as it was before it was divided, without its data.
+    """Keeps the form of a module from before the division.
 
     Args:
-        module: The module, whole; `close` is called when it has been divided.
+        module: The full module. Call `close` after the division.
 
     Attributes:
         module: The module.
-        changes: What dividing has changed, by submodule.
+        changes: The changes by the division, for each submodule.
     """
 
     def __init__(self, module: nn.Module) -> None:
@@ -87,7 +88,7 @@ class Skeleton:
         # Lists and no dicts: the hash of a metric changes with its state.
         self.changes: list[tuple[nn.Module, ModuleChange]] = []
         self._before: list[dict[str, Any]] = []
-        # While the module is whole: how it is when it is divided.
+        # Classes and attributes of the divided module, while the module is restored between runs.
         self._divided: list[tuple[type, dict[str, Any]]] = []
         self._restored: dict[str, Tensor] = {}
         for child in module.modules():
@@ -98,7 +99,7 @@ class Skeleton:
             self._before.append(before)
 
     def close(self) -> None:
-        """Keep only what has been changed since: everything else of the module stays the user's, and alive."""
+        """Note the changes by the division, and forget everything else, which the user may change or delete."""
         for (child, change), before in zip(self.changes, self._before):
             after = {name: self._captured(value) for name, value in _attributes(child).items()}
             change.added = [name for name in after if name not in before]
@@ -118,10 +119,10 @@ class Skeleton:
         self._first.clear()
 
     def adopt(self, change_of: Callable[[nn.Module], ModuleChange | None]) -> None:
-        """Take what the module has become since: what is new in it is not divided, and what is gone is forgotten.
+        """Take the present form of the module: new submodules are not divided, and missing ones are forgotten.
 
         Args:
-            change_of: Returns what dividing has changed in a new module that is a copy of a divided one.
+            change_of: Returns the changes in a new submodule that is a copy of a divided one; None for any other.
         """
         known = {id(child): change for child, change in self.changes}
         named = [*self.module.named_parameters(), *self.module.named_buffers()]
@@ -138,7 +139,7 @@ class Skeleton:
         self._first.clear()
 
     def buffers(self) -> dict[str, Tensor]:
-        """Return the buffers by name, of the module as it is: what it has put in their place, too."""
+        """Return the present buffers by first name, also if the module has replaced them."""
         return {
             name: value
             for child, change in self.changes
@@ -148,7 +149,7 @@ class Skeleton:
 
     @property
     def buffer_names(self) -> list[str]:
-        """First names of all buffers of the whole module."""
+        """First names of all buffers of the full module."""
         found = [name for _, change in self.changes for name in change.buffers.values() if name is not None]
         return list(dict.fromkeys(found))
 
@@ -162,17 +163,17 @@ class Skeleton:
             return [self._captured(item) if isinstance(item, nn.Parameter) else item for item in value]
         return copy.copy(value) if isinstance(value, dict) else value
 
-    # ------------------------------------------------------------------------------------------ whole between runs
+    # --------------------------------------------------------------------------------------- restored between runs
 
     @property
     def is_restored(self) -> bool:
-        """Whether the module is whole now, to be divided again."""
+        """Whether the module holds its full tensors now."""
         return bool(self._divided)
 
     def restore(self, full: Mapping[str, Tensor], trained: Collection[str]) -> None:
         """Give the module its former classes and attributes, and full tensors.
 
-        Parameters that are held here stay the same objects: others refer to them.
+        Parameters that this rank holds stay the same objects, because optimizers and the user's code refer to them.
 
         Args:
             full: All parameters and buffers by first name.
@@ -189,7 +190,7 @@ class Skeleton:
                 mine.grad = None
                 mine.data = value
             elif name not in names:
-                mine.data.copy_(value)  # all stages hold it, and steps end on the last one
+                mine.data.copy_(value)  # every stage has a value of the buffer; the last stage has the final one
             self._restored[name] = mine
         self._divided = [(type(child), dict(vars(child))) for child, _ in self.changes]
         for child, change in self.changes:
@@ -197,7 +198,7 @@ class Skeleton:
             fill_in_full(child, change, self._restored)
 
     def fits(self) -> bool:
-        """Tell whether the module, which is whole, still has the modules and parameters that were divided."""
+        """Tell whether the restored module still has the submodules and parameters of the division."""
         if [id(child) for child in self.module.modules()] != [id(child) for child, _ in self.changes]:
             return False
         return all(
@@ -208,7 +209,7 @@ class Skeleton:
         )
 
     def divide_again(self, rules: Mapping[str, Shard], rank: int) -> None:
-        """Divide the module, which is whole, as it was: what the user has changed in it since stays.
+        """Divide the restored module as in the last run. Changes by the user since then stay.
 
         Args:
             rules: How tensors are sharded over the tensor axis, by name.
@@ -233,12 +234,12 @@ class Skeleton:
 
     @contextmanager
     def put_on(self, parameters: FetchParameter, buffers: Mapping[str, Tensor], keeps: bool = False) -> Iterator[None]:
-        """Give the module its former classes and attributes inside the block; afterwards it is as it was before.
+        """Give the module its former classes and attributes inside the block.
 
         Args:
-            parameters: Returns each parameter when it is read.
-            buffers: All of them, by first name.
-            keeps: Whether attributes that the block sets stay.
+            parameters: Returns each parameter when code reads it.
+            buffers: The full buffers, by first name.
+            keeps: Whether attributes that the block sets stay after it.
         """
         current = [(child, type(child), dict(vars(child))) for child, _ in self.changes]
         begun: list[dict[str, Any]] = []
@@ -246,7 +247,8 @@ class Skeleton:
             for child, change in self.changes:
                 _put_on(child, change, parameters, buffers)
             begun += [dict(vars(child)) if keeps else {} for child, _ in self.changes]
-            with ParallelState.of(self.module).own_parts():  # all that is fetched is whole
+            # Fetched tensors are full already, so state dicts must not gather them.
+            with ParallelState.of(self.module).own_parts():
                 yield
         finally:
             for index, (child, kind, attributes) in enumerate(current):
@@ -258,20 +260,20 @@ class Skeleton:
 
 
 def _set_since(child: nn.Module, before: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the attributes of a module that are new or other objects than before, without its registries."""
+    """Return the attributes of a module that are new or replaced, without its registries of tensors."""
     registries = {PARAMETERS, BUFFERS}
     return {k: v for k, v in vars(child).items() if k not in registries and before.get(k, _GONE) is not v}
 
 
 def keep_skeleton(module: nn.Module) -> None:
-    """Note how `module` is, before it is divided for the first time."""
+    """Make the skeleton of `module`, before its first division."""
     state = ParallelState.of(module)
     if state.skeleton is None:
         state.skeleton = Skeleton(module)
 
 
 def close_skeleton(module: nn.Module) -> None:
-    """Note what has been divided."""
+    """Note the changes by the division in the skeleton."""
     state = ParallelState.of(module)
     if state.skeleton is not None:
         state.skeleton.close()
@@ -305,7 +307,7 @@ def _same(old: Any, new: Any) -> bool:
 
 
 def _put_on(child: nn.Module, change: ModuleChange, parameters: FetchParameter, buffers: Mapping[str, Tensor]) -> None:
-    # A buffer that was empty when the module was divided, or came later, is here only.
+    # A buffer that was empty at the division, or came later, is only in the divided module.
     since = {key: value for key, value in buffers_of(child).items() if not isinstance(value, PlaceholderTensor)}
     strip_division(child, change)
     own = vars(child)
@@ -318,7 +320,7 @@ def _put_on(child: nn.Module, change: ModuleChange, parameters: FetchParameter, 
 
 
 def strip_division(child: nn.Module, change: ModuleChange) -> None:
-    """Take from a module what dividing has given it."""
+    """Undo the changes by the division in a module, except those that the user has overwritten."""
     child.__class__ = change.kind
     own = vars(child)
     for name in change.added:
@@ -328,35 +330,41 @@ def strip_division(child: nn.Module, change: ModuleChange) -> None:
         if not isinstance(value, _Named) and own.get(name, _GONE) is change.after.get(name, _GONE):
             own[name] = value
     for name, entries in change.entries.items():
-        # Not what was there then: the user may have registered more hooks since.
+        # Not the former dict itself: the user may have registered hooks since.
         kept = copy.copy(own[name])
         for key in change.added_entries[name]:
             kept.pop(key, None)
         kept.update(entries)
         own[name] = kept
-    # Freed parameters and buffers are placeholders in attributes, which would hide those of the dicts.
+    # A placeholder of a freed tensor is an ordinary attribute, which would hide the registered tensor.
     for key in (*change.parameters, *change.buffers):
         if isinstance(own.get(key), PlaceholderTensor):
             del own[key]
 
 
 def fill_in_full(child: nn.Module, change: ModuleChange, tensors: Mapping[str, Any]) -> None:
-    """Register the full tensors of a module in their order, and after them what has been registered since."""
+    """Register the full tensors of a module in their order, and later tensors of the user after them."""
     own = vars(child)
     for name, items in change.lists.items():
         own[name] = [tensors[item.name] if isinstance(item, _Named) else item for item in items]
     for registry, names in ((PARAMETERS, change.parameters), (BUFFERS, change.buffers)):
-        # What was empty then may have been set since.
+        # The user may have set a key that was empty at the division.
         since = {key: value for key, value in own[registry].items() if names.get(key) is None}
         own[registry] = {key: None if name is None else tensors[name] for key, name in names.items()} | since
 
 
 def take_out_full(child: nn.Module, change: ModuleChange, divided: Mapping[str, Any]) -> None:
-    """Undo `_put_on` on a module that has been used since, where `divided` are its attributes from before that."""
+    """Take the full form from a module that the user has used since.
+
+    Args:
+        child: The module.
+        change: The changes by the division.
+        divided: The attributes of the divided module.
+    """
     own = vars(child)
     for name in (*change.added, *change.attributes, *change.lists):
         if name in own and own[name] is divided.get(name, _GONE):
-            continue  # the user's: see `strip_division`
+            continue  # the user has set it: see `strip_division`
         own.pop(name, None)
         if name in divided:
             own[name] = divided[name]
@@ -371,7 +379,7 @@ def take_out_full(child: nn.Module, change: ModuleChange, divided: Mapping[str, 
         current, before = own[registry], divided[registry]
         held = {key: current[key] if key in names and key in current else value for key, value in before.items()}
         own[registry] = {**held, **{key: value for key, value in current.items() if key not in names}}
-        # Freed tensors are placeholders in attributes.
+        # Placeholders of freed tensors are ordinary attributes.
         own.update({key: divided[key] for key in names if isinstance(divided.get(key), PlaceholderTensor)})
 
 
@@ -380,7 +388,7 @@ def _is_plain(value: Any) -> bool:
 
 
 def _with_plain_list(child: nn.Module, name: str, forward: Callable[..., Any] | None) -> Callable[..., Any]:
-    """Return a `forward` for a module whose kernel reads a list of parameters in C, as those of recurrent layers do."""
+    """Return a `forward` that gives the kernel a plain list: kernels of recurrent layers read the list in C."""
 
     def call(*args: Any, **kwargs: Any) -> Any:
         fetched = vars(child)[name]
@@ -394,7 +402,7 @@ def _with_plain_list(child: nn.Module, name: str, forward: Callable[..., Any] | 
 
 
 class _FetchedParameters(dict[str, Any]):
-    """The parameters of one module, each fetched when it is read."""
+    """Holds the parameters of one module, and fetches each of them when code reads it."""
 
     def __init__(self, names: Mapping[str, str | None], source: FetchParameter) -> None:
         super().__init__(names)
@@ -421,7 +429,7 @@ class _FetchedParameters(dict[str, Any]):
 
 
 class _FetchedList(list[Any]):
-    """A list with parameters in it, each fetched when it is read from Python."""
+    """Holds a list with parameters, and fetches each of them when Python reads it."""
 
     def __init__(self, items: Sequence[Any], source: FetchParameter) -> None:
         super().__init__(items)
