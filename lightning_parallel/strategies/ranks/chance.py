@@ -1,9 +1,8 @@
-"""The random generators of the ranks of a replica: compared before each batch, and put back if they part.
+"""Compares the random generators of the ranks of a replica before each batch, and makes them equal again.
 
-Code on rank zero alone that draws numbers, such as a callback that samples a picture, moves the generators of that
-rank. From then on masks of activations that all ranks hold would differ, and so would the weights. What has drawn is
-found by what the Trainer's profiler is told: hooks that run once in a while are watched, those of each batch a few
-times only.
+Code on rank zero alone may draw numbers, such as a callback that samples a picture. Then the generators differ, and so
+do dropout masks and replicated weights. The Trainer tells its profiler of each hook, so this module finds the hook that
+has drawn. Rare hooks are watched always, and hooks of each batch only a few times.
 """
 
 from __future__ import annotations
@@ -38,7 +37,7 @@ _REMEDY = (
 
 
 class SharedChance:
-    """Keeps the generators of the ranks of a replica alike.
+    """Keeps the random generators of the ranks of a replica equal.
 
     Args:
         group: The ranks of the replica.
@@ -59,9 +58,9 @@ class SharedChance:
 
         Args:
             trainer: The Trainer.
-            module: Its module, whose own generators count, too.
-            steps_draw_alike: Whether steps draw from the global generators, as without a pipeline.
-            patches: Undoes it.
+            module: The module, which may have own generators.
+            steps_draw_alike: Whether all ranks draw the same numbers in a step, as without a pipeline.
+            patches: The patches of the run.
         """
         self._generators = OwnGenerators(module.modules())
         self._steps_draw_alike = steps_draw_alike
@@ -113,17 +112,17 @@ class SharedChance:
         self._after_step = self.state() if self._steps_draw_alike else 0
 
     def note(self) -> str:
-        """Return what the ranks are to compare."""
+        """Return the states for the comparison: now, and at the end of the last step."""
         return f"{self.state()} {self._after_step}"
 
     def compare(self, notes: Sequence[Sequence[str]]) -> None:
-        """Put the generators back to those of the first rank, with a warning, if they have parted.
+        """Set the generators to the state of the first rank, with a warning, if they differ.
 
         Args:
-            notes: What `note` gave on each rank, split.
+            notes: The result of `note` on each rank, split.
 
         Raises:
-            RuntimeError: On every rank, if they parted inside of a step.
+            RuntimeError: On every rank, if only some ranks have drawn inside a step.
         """
         states, after_steps = zip(*notes)
         drawn, self._drawn = self._drawn, []
@@ -151,7 +150,7 @@ class SharedChance:
         )
 
     def refuse(self, states: Sequence[str]) -> None:
-        """Refuse a step that begins with other generators on some ranks.
+        """Refuse a step that begins with different generators on the ranks.
 
         Raises:
             RuntimeError: On every rank.
@@ -166,7 +165,7 @@ class SharedChance:
 
 
 def _first_that_differs(drawn: Sequence[list[tuple[str, int]]]) -> str:
-    """Name the hook that drew on some ranks only."""
+    """Return the name of the hook that has drawn on some ranks only."""
     for number in range(max(map(len, drawn), default=0)):
         entries = [listed[number] if number < len(listed) else None for listed in drawn]
         if len(set(entries)) > 1:

@@ -1,12 +1,11 @@
-"""The order of the messages of divided layers: all ranks of the tensor axis send the same ones, or none.
+"""Keeps the order of the messages of sharded layers: all ranks of the tensor axis send the same message, or none.
 
-Code that calls the model on rank zero only, to log samples or a graph, would pair its messages with others of the other
-ranks: wrong numbers on both sides, or a wait for ever. So before a message that may be one of rank zero alone there is
-a roll call:
+Code may call the model on rank zero only, for example to log samples or a graph. Its messages would meet other messages
+of the other ranks: both sides would get wrong numbers, or wait for ever. So a roll call comes before such a message:
 
     outside of steps       before each message
-    in a step              before the first message, and before each that did not follow on those before it so far:
-                           the ranks agree on every sequence of messages once, and a step that repeats one is free
+    in a step              before the first message, and before each message of a sequence that is new. The ranks agree
+                           on every sequence of messages once. A step that repeats a sequence needs no roll call.
 """
 
 from __future__ import annotations
@@ -29,11 +28,11 @@ from lightning_parallel.strategies.ranks.chance import SharedChance
 __all__ = ["MessageOrder", "describe_apart", "in_step"]
 
 WAIT_S = 15.0
-"""How long to wait for the other ranks outside of a step: longer than one is late for a hook that all are to reach."""
+"""Deadline of a roll call outside of steps: longer than a rank is late for a hook that all ranks reach."""
 STEP_WAIT_S = 30.0
-"""The same in a step, where one rank may write a picture, or be the first to use a library."""
+"""Deadline in a step, where one rank may write a picture, or load a library first."""
 COMPILING_S = 900.0
-"""The same where modules are compiled: one rank may find in the cache what another one still compiles."""
+"""Deadline for compiled modules: one rank may find a kernel in the cache while another rank still compiles it."""
 _MOST_KNOWN = 1 << 18
 
 P = ParamSpec("P")
@@ -41,7 +40,7 @@ R = TypeVar("R")
 
 
 class MessageOrder:
-    """Lets divided layers send what all ranks are about to send.
+    """Lets sharded layers send a message when all ranks are about to send the same one.
 
     Args:
         group: The tensor-parallel group.
@@ -53,31 +52,31 @@ class MessageOrder:
         self._is_compiled = False
         self._is_first = False
         self._is_paused = False
-        # The messages since the step began, as a number, and all such numbers that the ranks have agreed on.
+        # Hash of the messages since the step began, and all hashes on which the ranks have agreed.
         self._sent = 0
         self._known: set[int] = set()
-        # Compares the random numbers with which a step begins, if it draws from the global generators.
+        # Compares the generators at the start of a step that draws from the global ones.
         self.chance: SharedChance | None = None
         self._state = ""
         self.begin_run()
 
     def begin_run(self) -> None:
-        """Count roll calls anew: a run that failed may have made some on one rank only."""
+        """Count roll calls anew: in a failed run, ranks may have counted differently."""
         self._calls = RollCall(self._group, _CALLS)
 
     def paused(self) -> AbstractContextManager[Any]:
-        """Refuse messages inside the block, while one rank runs the whole model: the ranks' counts would part."""
+        """Refuse messages inside the block, in which one rank alone runs the full model."""
         return patched(self, "_is_paused", True)
 
     @contextmanager
     def step(self, name: str, module: nn.Module) -> Iterator[None]:
-        """Run a part of a step of `module`, which all ranks run: its messages follow on each other."""
+        """Treat the messages inside the block as one sequence, in a part of a step that all ranks run."""
         before = self._block
         if not self._known:
             self._is_compiled = has_compiled_parts(module)
         if not before:
             self._sent = hash(name)
-            # Backward follows on a step in which the ranks were together.
+            # Backward comes after a forward in which the ranks have met.
             self._is_first = name != "backward"
             if self._is_first and self.chance is not None:
                 self._state = str(self.chance.state())
@@ -88,13 +87,13 @@ class MessageOrder:
             self._block = before
 
     def __call__(self, operation: str) -> None:
-        """Wait for the other ranks, if need be; called before each message of a divided layer.
+        """Wait for the other ranks if necessary, before a message of a sharded layer.
 
         Args:
             operation: The name of the collective.
 
         Raises:
-            RuntimeError: If they do not come, or are somewhere else.
+            RuntimeError: If the other ranks do not come in time, or are at another place.
         """
         if self._is_paused:
             raise RuntimeError(
@@ -140,7 +139,7 @@ _CALLS = "messages"
 
 
 def describe_apart(error: ApartError) -> str:
-    """Say where ranks are that wait for each other at different places; the same on all of them."""
+    """Return one text for all ranks that names the place of each rank, where they wait for each other."""
     places = {rank: place or "another place" for rank, place in error.places.items()}
     calling = [rank for rank, purpose in error.purposes.items() if purpose == _CALLS]
     others = [rank for rank in places if rank not in calling]
@@ -159,18 +158,18 @@ def describe_apart(error: ApartError) -> str:
 
 
 def _hook() -> str:
-    """Name the hook that is running."""
+    """Return the name of the running hook."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
         values, module = frame.f_locals, frame.f_globals.get("__name__", "")
         if module.endswith(".trainer.call") and "hook_name" in values:
-            # Whatever the function is called that is the hook.
+            # Lightning knows the name of the hook, whatever the user calls the function.
             owner = values.get("callback") or values["trainer"].lightning_module
             return f"`{type(owner).__name__}.{values['hook_name']}`"
-        # The first argument, whatever its author calls the instance.
+        # The first argument is the instance, whatever its name.
         name, owner = frame.f_code.co_name, values.get(next(iter(frame.f_code.co_varnames), ""))
         is_hook = name.startswith("on_") or name in ("log_graph", "setup", "configure_optimizers")
-        # Loops of Lightning have methods of these names, too.
+        # Loops of Lightning (`_FitLoop`, ...) have methods of these names, too.
         if is_hook and not isinstance(owner, MessageOrder) and not type(owner).__name__.startswith("_"):
             return f"`{type(owner).__name__}.{name}`"
         frame = frame.f_back
@@ -178,7 +177,7 @@ def _hook() -> str:
 
 
 def in_step(method: Callable[P, R]) -> Callable[P, R]:
-    """Make a method of a strategy, which all ranks run, a part of a step."""
+    """Make a method of a strategy a part of a step; all ranks must run it."""
 
     @wraps(method)
     def run_in_step(*args: P.args, **kwargs: P.kwargs) -> R:

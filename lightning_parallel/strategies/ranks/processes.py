@@ -1,4 +1,4 @@
-"""Processes of a mesh: how they start and meet, and how the Trainer communicates between them."""
+"""Starts the processes of a mesh, connects them, and lets the Trainer communicate between them."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ _cached_groups: dict[tuple[Mesh, str, timedelta | None], _CachedGroups] = {}
 
 
 def _as_run(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Run a method of the Trainer; after it the default group is that of all processes again."""
+    """Run a method of the Trainer, and restore the default group of all processes afterwards."""
     with default_group_kept():
         try:
             return function(*args, **kwargs)
@@ -84,7 +84,7 @@ def _as_run(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
             if is_end_of_tuning(error):
                 raise
             told = comm.explained(error)
-            # At once: callbacks that see it next may wait for other ranks.
+            # At once: the next callback that gets the error may wait for other ranks.
             comm.report_failure(told)
             if told is error:
                 raise
@@ -94,14 +94,14 @@ def _as_run(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
 class RunLauncher(ScriptLauncher):
     """Starts processes by running the script again."""
 
-    # The only object of ours that sees a run begin and end: hooks such as `on_fit_end` follow on the teardown.
+    # No other object of ours sees the end of a run: hooks such as `on_fit_end` come after the teardown.
     @override
     def launch(self, function: Callable[..., Any], *args: Any, trainer: Optional[Trainer] = None, **kwargs: Any) -> Any:
         return super().launch(partial(_as_run, function), *args, trainer=trainer, **kwargs)
 
 
 class _Ended(NamedTuple):
-    """How a process ended that has no results: by Ctrl-C, or with a status, as after SIGTERM."""
+    """Says how a process without results ended: by Ctrl-C, or with a status, as after SIGTERM."""
 
     is_interrupted: bool
     code: Any
@@ -115,13 +115,13 @@ def _as_function(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any
 
 
 class EndingLauncher(FunctionLauncher):
-    """Starts processes as functions, and ends as they do, where Lightning's waits for ever for their results."""
+    """Starts processes as functions, and ends when they end. Lightning's launcher would wait for results for ever."""
 
     @override
     def launch(self, function: Callable[..., Any], *args: Any, trainer: Optional[Trainer] = None, **kwargs: Any) -> Any:
         try:
             return super().launch(partial(_as_function, function), *args, trainer=trainer, **kwargs)
-        except NotImplementedError as error:  # raised before a process is started; theirs come in another type
+        except NotImplementedError as error:  # of the launcher itself; errors of processes have another type
             raise RuntimeError(
                 "A Trainer can run `fit` only once where it starts processes as functions, as in a notebook; got a"
                 " second call. Create a new Trainer for it. To continue, pass `ckpt_path=` with a checkpoint of the"
@@ -140,14 +140,14 @@ class EndingLauncher(FunctionLauncher):
 
 
 class SpawnLauncher(EndingLauncher):
-    """Returns the merged state dict to the main process instead of rank 0's shards."""
+    """Returns the full state dict to the main process instead of the shards of rank 0."""
 
-    # Lightning copies `module.state_dict()` of rank 0 back here, and has no hook for a strategy to say otherwise.
+    # Lightning copies `module.state_dict()` of rank 0 here, and gives a strategy no hook to change that.
     @override
     def _collect_rank_zero_results(self, trainer: Trainer, results: Any) -> Any:
         if isinstance(results, _Ended):
             return results
-        # Every rank takes part, though only the first one returns it.
+        # Every rank must gather, though only rank 0 returns the result.
         full = strategy_of(self).full_state_dict()  # type: ignore[attr-defined]
         module = trainer.lightning_module
         with patched(module, "state_dict", lambda *_, **__: full):
@@ -156,7 +156,7 @@ class SpawnLauncher(EndingLauncher):
 
 def announce_rank(rank: int) -> None:
     """Set the rank of this process in both copies of `rank_zero_only`."""
-    # Lightning's loggers and warnings use one, its utilities the other.
+    # Lightning's loggers and warnings use one copy, its utilities use the other.
     for decorator in (rank_zero_only, utilities_rank_zero_only):
         decorator.rank = rank  # type: ignore[attr-defined]
 
@@ -164,22 +164,32 @@ def announce_rank(rank: int) -> None:
 def connect(
     environment: ClusterEnvironment, device: torch.device, backend: str | None, timeout: timedelta | None
 ) -> None:
-    """Start the default process group, if there is none, with the default backend of the device unless one is given."""
+    """Start the default process group, if there is none.
+
+    Args:
+        environment: Source of rank, world size and address.
+        device: Device of this rank.
+        backend: Backend of torch.distributed; None for the default of the device.
+        timeout: Deadline of collectives.
+
+    Raises:
+        RuntimeError: If the processes cannot connect.
+    """
     if backend is None:
-        # Objects, flags and names pass between the hosts: through a GPU, each would wait for what it computes.
+        # gloo for objects and flags, too: through a GPU, they would wait for its queued kernels.
         of_device = dist.Backend.default_device_backend_map.get(device.type, "gloo")
         backend = "gloo" if of_device == "gloo" else f"cpu:gloo,{device.type}:{of_device}"
     store = None
     if comm.may_outlive_attempts() and not dist.is_initialized():
         store = _store_of_attempt(environment, timeout or default_pg_timeout)
-    # NCCL is given the device at once, so that it knows it before the first collective. gloo, given one, would try to
-    # split its groups as NCCL does, and fail.
+    # NCCL needs the device before the first collective. gloo with a device would try to split groups as NCCL does, and
+    # fail.
     try:
         init_process_group(environment, backend, timeout, device if "nccl" in backend else None, store)
     except RuntimeError as error:
         if "gloo" not in backend or "connect" not in str(error).lower():
             raise
-        # gloo takes the address of the host's name, which on some systems is that of the host alone.
+        # gloo takes the address of the host's name, which on some systems is a loopback address.
         raise RuntimeError(
             f"{error}\n"
             "gloo could not connect the processes. If hosts have several networks, or their names resolve to"
@@ -188,7 +198,7 @@ def connect(
 
 
 def _store_of_attempt(environment: ClusterEnvironment, timeout: timedelta) -> dist.Store:
-    """Return a store that processes of an earlier attempt have not used, though the launcher's is the same."""
+    """Return a store without keys of an earlier attempt, though the launcher keeps one store for all attempts."""
     rank, world_size = environment.global_rank(), environment.world_size()
     os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"] = environment.main_address, str(environment.main_port)
     store, _, _ = next(dist.rendezvous("env://", rank, world_size, timeout=timeout))
@@ -197,7 +207,7 @@ def _store_of_attempt(environment: ClusterEnvironment, timeout: timedelta) -> di
 
 
 def process_groups(mesh: Mesh, device_type: str, timeout: timedelta | None) -> tuple[MeshGroups, DeviceMesh]:
-    """Return the groups of `mesh`: those of an earlier fit if every rank still has them, else new ones.
+    """Return the groups of `mesh`. Groups of an earlier fit are reused if every rank still has them.
 
     Every rank must call it at the same point, after `connect`.
     """
@@ -205,9 +215,9 @@ def process_groups(mesh: Mesh, device_type: str, timeout: timedelta | None) -> t
     world = Group.of()
     known = _cached_groups.get(settings)
     if known is not None and known.world is not world.process_group:
-        known = None  # torch.distributed was started anew
-    # Groups are reused on all ranks or on none: making new ones is a collective. A rank that failed in the last fit has
-    # discarded its own, and a token tells groups of the same settings apart.
+        known = None  # torch.distributed was restarted
+    # All ranks reuse their groups or none does, since new groups are a collective. A rank that failed in the last fit
+    # has discarded its groups. The token tells groups of the same settings apart.
     views = comm.all_gather_object((known.token if known else None, uuid4().hex), world)
     tokens = {token for token, _ in views}
     if known is None or tokens != {known.token}:
@@ -221,7 +231,7 @@ def process_groups(mesh: Mesh, device_type: str, timeout: timedelta | None) -> t
 def discard_groups(groups: MeshGroups | None) -> None:
     """Let later fits make new groups: after an error, messages may still be under way in `groups`.
 
-    Those of other meshes and deadlines go as well: the heartbeat of a failed run closes what its processes are in.
+    Groups of other meshes and deadlines go as well, because the heartbeat of a failed run aborts all groups.
     """
     if any(cached.groups is groups for cached in _cached_groups.values()):
         _cached_groups.clear()
@@ -232,10 +242,10 @@ StartMethod = Literal["auto", "popen", "spawn", "fork", "forkserver"]
 
 
 def start_method_here(asked: StartMethod) -> Literal["popen", "spawn", "fork", "forkserver"]:
-    """Return how processes are started: as asked, and by default as this session allows."""
+    """Return the start method: the user's, or by default the best one for this session."""
     if asked != "auto":
         return asked
-    # As Lightning asks. A notebook cannot be run again as a script, and its classes cannot be imported by others.
+    # The same test as in Lightning. A notebook is no script to run again, and no process can import its classes.
     is_interactive = hasattr(sys, "ps1") or bool(sys.flags.interactive)
     return "fork" if is_interactive and "fork" in multiprocessing.get_all_start_methods() else "popen"
 
@@ -274,7 +284,7 @@ class MeshProcesses(SavesFiles):
         self._batches: RollCall | None = None
         self._ends: RollCall | None = None
         self._chance: SharedChance | None = None
-        # Of the batches so far, see `content_of`.
+        # Hash of the batches so far, see `content_of`.
         self._content = 0
 
     # ---------------------------------------------------------------------------------- processes, ranks, groups
@@ -309,7 +319,7 @@ class MeshProcesses(SavesFiles):
         """
         sizes = dict(self._sizes)
         if sizes.get(TENSOR) == "auto" and sizes.get(DATA) == "auto" and num_nodes > 1:
-            sizes[DATA] = num_nodes  # tensor parallelism inside the node, replicas across nodes
+            sizes[DATA] = num_nodes  # tensor parallelism inside each node, replicas across nodes
         return Mesh.resolve(num_processes, sizes)
 
     @property
@@ -351,7 +361,7 @@ class MeshProcesses(SavesFiles):
 
     @property
     def num_processes(self) -> int:
-        """Processes on this node; for the user's code the replicas there, between which it divides batches."""
+        """Number of processes on this node; for the user's code, the replicas there, which divide batches."""
         count = len(self.parallel_devices) if self.parallel_devices is not None else 0
         if not is_read_by_user():
             return count
@@ -360,19 +370,19 @@ class MeshProcesses(SavesFiles):
     @property
     @override
     def world_size(self) -> int:
-        """Number of processes; for the user's code of replicas, as where there are replicas only.
+        """Number of processes. The user's code gets the number of replicas, also by `Trainer.world_size`.
 
-        It scales learning rates and shards data by it. `Trainer.world_size` passes it on.
+        The user's code scales learning rates and shards data by this number, as under DDP.
         """
         return self.mesh.data_parallel if is_read_by_user() else super().world_size
 
     @property
     def process_group_backend(self) -> Optional[str]:
-        """Backend of torch.distributed, if one was given."""
+        """The user's backend of torch.distributed; None for the default of the device."""
         return self._process_group_backend
 
     def forget_processes(self) -> None:
-        """Forget the mesh of the Trainer before, which may have had another number of processes."""
+        """Forget the mesh of the last Trainer, which may have had another number of processes."""
         self._mesh, self._groups, self._device_mesh = None, None, None
 
     def set_world_ranks(self) -> None:
@@ -383,7 +393,7 @@ class MeshProcesses(SavesFiles):
         announce_rank(self.global_rank)
 
     def meet(self) -> None:
-        """Connect the processes before the mesh is known; `choose_mesh` tells it then."""
+        """Connect the processes before the mesh is known. `choose_mesh` sets the mesh afterwards."""
         assert self.accelerator is not None
         assert self.cluster_environment is not None
         self.accelerator.setup_device(self.root_device)
@@ -391,7 +401,7 @@ class MeshProcesses(SavesFiles):
         connect(self.cluster_environment, self.root_device, self._process_group_backend, self._timeout)
 
     def choose_mesh(self, sizes: Mapping[Axis, Size]) -> None:
-        """Set the sizes of the axes, on all ranks alike, before there are groups of the mesh."""
+        """Set the sizes of the axes, equal on all ranks, before the groups of the mesh exist."""
         self._sizes = dict(sizes)
         self._mesh = None
 
@@ -407,7 +417,7 @@ class MeshProcesses(SavesFiles):
     @override
     def setup_environment(self) -> None:
         assert self.cluster_environment is not None
-        # Before a device is looked up by the rank, of which the Trainer then has too few.
+        # First: with too few processes, the Trainer would look up a device that does not exist.
         check_connected(self.cluster_environment)
         super().setup_environment()
         self.set_world_ranks()
@@ -418,11 +428,11 @@ class MeshProcesses(SavesFiles):
                 " `devices` (and `num_nodes`) of the Trainer [LP003]"
             )
         if mesh.data_parallel > 1:
-            reset_seed()  # as under Lightning's DDP: every process begins with the numbers of the global seed
+            reset_seed()  # as in Lightning's DDP: every process starts from the global seed
         if self._groups is None:
             assert self.cluster_environment is not None
             connect(self.cluster_environment, self.root_device, self._process_group_backend, self._timeout)
-            # This run may be one in a hook of another one.
+            # A hook of another run may have started this run, and have another default group.
             with all_processes_as_default():
                 self._groups, self._device_mesh = process_groups(mesh, self.root_device.type, self._timeout)
         start_heartbeat()
@@ -439,13 +449,13 @@ class MeshProcesses(SavesFiles):
     @contextmanager
     @override
     def tensor_init_context(self, empty_init: Optional[bool] = None) -> Generator[None, None, None]:
-        """Build modules deferred: `setup` makes what this rank owns of them, equal to one process with the same seed.
+        """Build modules without data. `setup` gives data to the part of this rank, equal to one process with the seed.
 
         Args:
             empty_init: Without effect, since large tensors get no memory anyway.
         """
         if self._groups is None:
-            # In `trainer.init_module()` there are no groups yet, so ranks may draw different numbers.
+            # `trainer.init_module()` runs before the groups exist, so ranks may draw different numbers.
             self._built_apart = True
         # A rank whose `configure_model` fails would leave the others waiting in the next collective.
         with (
@@ -458,17 +468,17 @@ class MeshProcesses(SavesFiles):
     @override
     def on_exception(self, exception: BaseException) -> None:
         discard_groups(self._groups)
-        # Before the teardown, which ends the heartbeat: the peers that miss this rank look for the reason.
+        # Before the teardown, which ends the heartbeat: peers that miss this rank look for the reason in the store.
         comm.report_failure(exception)
         comm.wait_until_heard()
         super().on_exception(exception)
 
     def keep_together(self, trainer: Trainer, patches: Patches) -> Callable[[], None]:
-        """Let all ranks of a run end on a signal, or on a loader that fails on one of them; see `agree_on_sigterm`."""
+        """Let all ranks end together on a signal or a failed loader of one rank; see `agree_on_sigterm`."""
         agree_on_loaders(trainer, self._raise_on_all, patches)
         if self.groups.replica.size > 1 and self._chance is not None:
             self._chance.follow(trainer, self.module, self.groups.pipeline_parallel.size == 1, patches)
-            # Before loaders draw the order of an epoch.
+            # Before loaders draw the order of an epoch from the generators.
             for loop, name in ((trainer.fit_loop, "setup_data"), (trainer.fit_loop.epoch_loop, "on_run_start")):
                 patches.replace(loop, name, self._met("the start of an epoch (train)", getattr(loop, name)))
         return agree_on_sigterm(trainer, self.begin_batch, patches)
@@ -483,7 +493,7 @@ class MeshProcesses(SavesFiles):
 
     @property
     def replicas_meet(self) -> bool:
-        """Whether replicas wait for each other before this batch."""
+        """Whether replicas wait for each other before the next batch."""
         return True
 
     def _raise_on_all(self, failure: Exception | None) -> None:
@@ -504,14 +514,14 @@ class MeshProcesses(SavesFiles):
         trainer = self.module.trainer
         assert trainer.state.stage is not None
         flag = self._meet_replica(f"a batch of epoch {trainer.current_epoch} ({trainer.state.stage.value})", flag)
-        # In evaluation replicas may have different numbers of batches; each ends by itself.
+        # In evaluation, replicas may have different numbers of batches, and each ends by itself.
         group = self.groups.replica
         if trainer.training and self.groups.data_parallel.size > 1:
             if not self.replicas_meet:
-                return False  # whoever has the flag will ask again
+                return False  # a rank with the flag asks again before the next batch
             flag, group = comm.on_any_rank([flag], self.groups.data_parallel)[0], self.groups.world
         if flag:
-            # The store may end with the first process, which must wait until the others have read there.
+            # The store ends with the first process, which must wait until the other ranks have read their notes.
             comm.barrier(group)
         return flag
 
@@ -519,8 +529,8 @@ class MeshProcesses(SavesFiles):
         """Wait for the other ranks of the replica before a batch; tell whether any of them has the flag.
 
         Raises:
-            RuntimeError: If the others are not about to begin a batch there.
-            ValueError: If they have read other batches so far.
+            RuntimeError: If another rank is not about to begin a batch at this place.
+            ValueError: If another rank has read other batches so far.
         """
         replica = self.groups.replica
         if replica.size == 1:
@@ -547,7 +557,7 @@ class MeshProcesses(SavesFiles):
         return "1" in flags
 
     def meet_at_end(self) -> None:
-        """Wait for all ranks at the end of a run; they are then in the run's last collectives together.
+        """Wait for all ranks at the end of a run, before its last collectives.
 
         Raises:
             RuntimeError: If a hook has failed on another rank, or ranks are at different places.
@@ -561,7 +571,7 @@ class MeshProcesses(SavesFiles):
             raise error.told(describe_apart(error)) from None
 
     def _meet_many(self, flag: bool) -> bool:
-        """Do the same where the store would be asked by too many ranks, but for the batches."""
+        """Meet by a collective, for replicas with too many ranks for the store; batches are not compared."""
         assert self._chance is not None
         note = self._chance.note()
         bits = [bool(zlib.crc32(note.encode()) >> place & 1) for place in range(32)]
@@ -579,7 +589,7 @@ class MeshProcesses(SavesFiles):
         group: Optional[Any] = None,
         reduce_op: Optional[Union[ReduceOp, str]] = "mean",
     ) -> Union[Tensor, Any]:
-        """Reduce over the replicas, unless another `group` is given: the ranks of one replica hold the same value."""
+        """Reduce over the replicas, unless `group` is given: the ranks of a replica hold the same value."""
         if not isinstance(tensor, Tensor):
             return tensor
         if group is None and self.groups.data_parallel.process_group is None:
@@ -588,13 +598,13 @@ class MeshProcesses(SavesFiles):
 
     @override
     def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
-        # Between hosts: they would wait for all that their devices have to do.
+        # Between hosts: a message through devices would wait for their queued kernels.
         return comm.on_any_rank([decision != all], self.groups.world)[0] != all
 
     @override
     def all_gather(self, tensor: Tensor, group: Optional[Any] = None, sync_grads: bool = False) -> Tensor:
-        """Gather over the data-parallel replicas, unless another `group` is given: (replicas, *shape)."""
-        group = None if group is dist.group.WORLD else group  # what `LightningModule.all_gather` passes by default
+        """Gather over the replicas, unless `group` is given; returns the shape (replicas, *shape)."""
+        group = None if group is dist.group.WORLD else group  # the default of `LightningModule.all_gather`
         if group is None and self.groups.data_parallel.process_group is None:
             return tensor.unsqueeze(0) if self.groups.world.size > 1 else tensor
         return super().all_gather(tensor, group or self.groups.data_parallel.process_group, sync_grads)

@@ -1,7 +1,7 @@
-"""What makes the ranks of one replica act as one, and replicas as the copies of one model.
+"""Lets the ranks of a replica act as one process, and the replicas as copies of one model.
 
-The ranks of one replica read the same data, draw the same random numbers and hold parts of the same model; replicas
-start with equal weights and read different data.
+The ranks of a replica read the same data, draw the same random numbers and hold parts of one model. Replicas start with
+equal weights and read different data.
 """
 
 from __future__ import annotations
@@ -43,12 +43,17 @@ __all__ = [
     "synchronize_batch_norm",
 ]
 
+_CONTENT_LEAVES = 8
+"""Number of tensors of a batch that `content_of` looks at."""
+_CONTENT_VALUES = 64
+"""Number of values that `content_of` hashes of each tensor."""
+
 
 def share_random_state(group: Group) -> None:
     """Copy the random state of a replica's first rank to its other ranks, for data, dropout and initialisation."""
     if group.size == 1:
         return
-    # Asked whether CUDA is in use: on a machine with GPUs, a run on CPUs must not make a context on them.
+    # A run on CPUs must not create a CUDA context, even if the machine has GPUs.
     cuda_state = torch.cuda.get_rng_state() if torch.cuda.is_initialized() else None
     state = (torch.get_rng_state(), random.getstate(), numpy.random.get_state(), cuda_state)
     torch_state, python_state, numpy_state, cuda_state = comm.broadcast_object(state, group)
@@ -60,7 +65,7 @@ def share_random_state(group: Group) -> None:
 
 
 def start_equal(module: nn.Module, group: Group) -> None:
-    """Copy parameters and buffers of the first rank of `group` to the others where they differ.
+    """Copy parameters and buffers of the first rank of `group` to ranks with other values.
 
     Raises:
         ValueError: If the names, shapes or dtypes differ between the ranks.
@@ -73,7 +78,7 @@ def start_equal(module: nn.Module, group: Group) -> None:
         [(name, tuple(tensor.shape), str(tensor.dtype)) for name, tensor in tensors.items()],
         group,
     )
-    # Equal seeds make equal models: usually fingerprints are all that is sent.
+    # Equal seeds make equal models, so usually the ranks send nothing but fingerprints.
     prints = comm.all_gather_object(fingerprints(tensors.values()), group)
     for tensor, *values in zip(tensors.values(), *prints):
         if len(set(values)) > 1:
@@ -95,16 +100,16 @@ def _broadcast(tensor: Tensor, group: Group) -> None:
 
 @torch.no_grad()
 def share_buffers(module: nn.Module, group: Group, source: int = 0) -> None:
-    """Copy the buffers of the replica at position `source` to all, such as running statistics of batch normalisation.
+    """Copy buffers of the replica at position `source` to all, such as running statistics of batch normalisation.
 
-    Like torch's DistributedDataParallel, but only buffers that are in checkpoints: the others are constants.
+    As in DistributedDataParallel, but only the buffers in checkpoints: a buffer outside of checkpoints is constant.
     """
     if group.size == 1:
         return
     kinds: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
     for buffer in _saved_buffers(module):
         kinds.setdefault((buffer.dtype, buffer.device), []).append(buffer)
-    # One message for all buffers of a dtype instead of one for each.
+    # One message for all buffers of a dtype, since each message has a latency.
     for buffers in kinds.values():
         flat = comm.broadcast_(torch.cat([buffer.reshape(-1) for buffer in buffers]), group, source)
         for buffer, value in zip(buffers, flat.split([buffer.numel() for buffer in buffers])):
@@ -113,14 +118,14 @@ def share_buffers(module: nn.Module, group: Group, source: int = 0) -> None:
 
 def _saved_buffers(module: nn.Module) -> Iterator[Tensor]:
     for owner in module.modules():
-        # Most modules have none; `named_buffers` would cost milliseconds for thousands of them, in each step.
+        # Most modules have no buffer, and `named_buffers` would take milliseconds for thousands of them in each step.
         for name, buffer in buffers_of(owner).items():
             if buffer is not None and name not in non_persistent_buffers_of(owner):
                 yield buffer
 
 
 def share_finite_buffers(module: nn.Module, groups: MeshGroups) -> None:
-    """Copy the buffers of the first replica whose buffers are finite to all; of the first one if there is none."""
+    """Copy the buffers of the first replica with finite buffers to all replicas; without one, of the first replica."""
     data = groups.data_parallel
     floating = [buffer for buffer in _saved_buffers(module) if buffer.is_floating_point()]
     if data.size == 1 or not comm.on_any_rank([bool(floating)], groups.world)[0]:
@@ -133,9 +138,9 @@ def share_finite_buffers(module: nn.Module, groups: MeshGroups) -> None:
 
 @torch.no_grad()
 def share_means(tensors: Sequence[Tensor], group: Group) -> None:
-    """Replace tensors that differ between the replicas by their means; of those that are finite on some, over these.
+    """Replace tensors that differ between the replicas by their means.
 
-    Those that are not of floating point become the first replica's.
+    A mean leaves out replicas whose tensor is not finite. Tensors of integers become equal to the first replica.
     """
     if group.size == 1 or not tensors:
         return
@@ -150,7 +155,7 @@ def share_means(tensors: Sequence[Tensor], group: Group) -> None:
     for (dtype, device), found in kinds.items():
         finite = torch.stack([tensor.isfinite().all() for tensor in found])
         values = [tensor.where(is_finite, 0).reshape(-1) for tensor, is_finite in zip(found, finite)]
-        # Sums of 16 bits would round, and a loss of range is no loss of numbers.
+        # In 16 bits, sums of the replicas would round and could exceed the range.
         wide = torch.float64 if dtype == torch.float64 else torch.float32
         flat = torch.cat([finite, *values]).to(wide).to(device if device.type != "cpu" else group.host_device)
         flat = comm.all_reduce_(flat, group).to(device)
@@ -175,23 +180,20 @@ def synchronize_batch_norm(module: nn.Module, group: Group) -> None:
 def content_of(batch: Any, before: int) -> int:
     """Hash a few values of each of the first tensors of a batch in the host's memory, and of the batches before."""
     found = before
-    for leaf in pytree.tree_leaves(batch)[:_MOST_LEAVES]:
+    for leaf in pytree.tree_leaves(batch)[:_CONTENT_LEAVES]:
         is_here = isinstance(leaf, Tensor) and leaf.device.type == "cpu" and leaf.layout == torch.strided
         if is_here and leaf.numel() and leaf.is_contiguous() and not leaf.is_complex():
-            few = leaf.detach().view(-1)[:: max(1, leaf.numel() // _FEW)].contiguous()
-            # Not by `fingerprints`: their kernels would take longer than these few values.
+            few = leaf.detach().view(-1)[:: max(1, leaf.numel() // _CONTENT_VALUES)].contiguous()
+            # Not `fingerprints`, whose kernels would take longer for so few values.
             found = zlib.crc32(few.view(torch.uint8).numpy().tobytes(), found)
     return found
 
 
-_MOST_LEAVES, _FEW = 8, 64
-
-
 def seed_workers(dataloader: object, replica: int) -> object:
-    """Under `seed_everything(workers=True)`, seed the loader's workers by replica.
+    """Seed the loader's workers by replica, under `seed_everything(workers=True)`.
 
-    Lightning would seed them by global rank right afterwards, and the ranks of one replica would augment the same
-    sample differently.
+    Lightning seeds workers by global rank right afterwards, if they have no function yet. The ranks of a replica would
+    then augment the same sample differently.
     """
     seeded = int(os.environ.get("PL_SEED_WORKERS", 0))
     if seeded and isinstance(dataloader, DataLoader) and dataloader.worker_init_fn is None:
@@ -214,41 +216,45 @@ def scope_metrics(module: nn.Module, groups: MeshGroups) -> None:
         if not isinstance(metric, Metric) or metric.process_group is not None:
             continue
         if groups.data_parallel.process_group is None:
-            # There is one replica, but the processes are distributed, so the metric would take the world.
+            # With one replica, the metric would find the process group of all ranks and count samples several times.
             metric.distributed_available_fn = _not_distributed
         else:
             metric.process_group = groups.data_parallel.process_group
 
 
 def compute_at_end_of_epochs(trainer: Trainer, group: Group, patches: Patches) -> None:
-    """Compute what is logged for an epoch on every rank, before any hook hears that the epoch has ended.
+    """Compute the logged values of an epoch on every rank, before the hooks at its end.
 
-    Progress bars, on rank zero alone, ask for it in a hook: it would wait there for its replicas, which wait for it
-    behind another hook.
+    A progress bar computes them in a hook on rank zero alone. There it would wait for other replicas, and these already
+    wait for rank zero in another hook.
     """
     if group.size > 1:
         at_end_of_epochs(trainer, lambda: trainer.callback_metrics, patches)
 
 
 def share_plateau_metrics(configs: Sequence[LRSchedulerConfig], group: Group) -> None:
-    """Step `ReduceLROnPlateau` with the mean of the replicas' values, so that all replicas keep one learning rate."""
+    """Step `ReduceLROnPlateau` with the mean over the replicas, so that all replicas keep one learning rate."""
     if group.size == 1:
         return
     for config in configs:
         if config.reduce_on_plateau:
-            # A subclass, since a scheduler's attributes are its state and go into the checkpoint.
+            # A subclass rather than an attribute: attributes of a scheduler go into the checkpoint.
             kind = type(config.scheduler)
             shared = {"group": group, "__module__": kind.__module__}
             config.scheduler.__class__ = type(kind.__name__, (_SharedPlateau, kind), shared)
 
 
 class _SharedPlateau(ReduceLROnPlateau):
-    """Base of the classes that `share_plateau_metrics` makes; `group` are the replicas."""
+    """Is the first base of the classes that `share_plateau_metrics` makes.
+
+    Attributes:
+        group: The data-parallel group.
+    """
 
     group: Group
 
     def step(self, metrics: Any, *args: Any, **kwargs: Any) -> None:  # type: ignore[override]
-        # A number, or a metric that was moved to the CPU, may be what a group that knows GPUs only does not take.
+        # A group of NCCL alone takes no number and no tensor on the CPU.
         value = torch.as_tensor(metrics, dtype=torch.float64)
         total = comm.all_reduce(value if value.device.type != "cpu" else value.to(self.group.host_device), self.group)
         super().step(total / self.group.size, *args, **kwargs)
