@@ -105,7 +105,7 @@ def package_box(package: str, x: float, y: float, width: float) -> tuple[list[st
     end = y + 30 + LINE * len([*lines, *small])
     rooms, doors = boxes_of(package)
     for paths, kind, label in (
-        (doors, "d", "Doors: the Trainer calls them"),
+        (doors, "d", "Doors, and files that all rooms may import"),
         (rooms, "r", "Rooms: each imports rooms before it"),
     ):
         if paths:

@@ -1,4 +1,4 @@
-"""Process groups of a mesh and every collective the library calls.
+"""Process groups of a mesh, and every collective of the library.
 
 All communication passes through this package: each call names its group, can be recorded, and turns the loss of a
 peer into an error that names the lost ranks. A group of one rank communicates nothing and needs no process group.

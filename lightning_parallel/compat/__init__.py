@@ -1,4 +1,4 @@
-"""What is not the library's own: private names of dependencies, patches of their objects, state on the user's module.
+"""Private names of dependencies, patches of their objects, and the state on the user's module.
 
 `lightning`, `torch` and `deepspeed` in this package give each private name of that dependency once, under a public one,
 with the reason why no public name will do; `tests/test_compat.py` holds them against the installed version. `patched`

@@ -1,4 +1,4 @@
-"""Gradient compression: one contract, `reduce_`, that replaces gradients by their (approximate) mean.
+"""Gradient compression: `reduce_` replaces gradients by their approximate mean.
 
     compressor = TopK(0.01) | Quantize(8)
     applied = compressor.reduce_({name: parameter.grad, ...}, group)

@@ -1,4 +1,4 @@
-"""The data-parallel axis: the mean of gradients, or of how far replicas have drifted; slices of parameters."""
+"""The data-parallel axis: means of gradients, means of drifts, and slices of parameters."""
 
 from lightning_parallel.comm import MeanReducer
 from lightning_parallel.data_parallel.bucketed_reducer import GradientReducer

@@ -1,4 +1,4 @@
-"""Optimizers that scale each step by norms of whole parameters, however these are divided."""
+"""Optimizers that scale each step by norms of full parameters, also where the parameters are sharded."""
 
 from lightning_parallel.optim.trust_ratios import LAMB, LARS, TrustRatioOptimizer
 from lightning_parallel.optim.whole_norms import WholeNorms

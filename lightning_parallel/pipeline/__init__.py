@@ -1,4 +1,4 @@
-"""Pipeline parallelism: consecutive layers on consecutive ranks, microbatches flowing through them.
+"""Pipeline parallelism: consecutive layers on consecutive ranks, with microbatches that flow through them.
 
 plan = analyze(model, num_ranks, example=(step, microbatch))
 PipelineEngine(model, plan, group).forward_backward(step, batch)

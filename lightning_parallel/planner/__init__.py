@@ -1,4 +1,4 @@
-"""Planning before training: what a model needs on a cluster that need not be here, and its best layouts."""
+"""Planning before training: the memory and time of a model on a cluster, and its best layouts."""
 
 from lightning_parallel.planner.hardware import Cluster, Device, device_named
 from lightning_parallel.planner.layouts import Layout, StepTime

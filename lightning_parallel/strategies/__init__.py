@@ -1,4 +1,7 @@
-"""Lightning strategies: thin classes, no algorithms. Importing this package registers their names."""
+"""Lightning strategies: doors, which the Trainer calls, and rooms, which keep one promise each.
+
+The import of this package registers their names.
+"""
 
 from collections.abc import Callable
 

@@ -1,4 +1,4 @@
-"""Tensor parallelism: each layer is divided over several ranks.
+"""Tensor parallelism: each layer is sharded over several ranks.
 
 A plan says which module is divided how (`auto_plan`, `plan`), and `apply_plan` divides the module in place. The
 functions exported here are the building blocks, for other code that works on divided tensors: collectives with a

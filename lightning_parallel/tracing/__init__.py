@@ -1,4 +1,4 @@
-"""Spans of time, the recorder that keeps them, and the phases that each step's time is charged to.
+"""Spans of time, the recorder that keeps them, and the phases of a step.
 
 Code that does work names it where it happens; without an active recorder that costs one function call:
 
