@@ -34,9 +34,6 @@ from torch._C import _set_throw_on_mutable_data_ptr as forbid_data_access
 # recurrent layers keep of their weights, and exchanges attributes too.
 from torch._C import _swap_tensor_impl as swap_tensor_impl
 
-# Whether a profiler of torch records in this thread: a second one would be refused, and public names do not tell.
-from torch._C._autograd import _profiler_enabled as is_profiler_running
-
 # Tensors without data on a device that need not be there, with torch's own shape functions: what `torch.export` uses.
 from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensor, FakeTensorMode
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import _CHECKPOINT_PREFIX as CHECKPOINT_PREFIX
@@ -121,7 +118,6 @@ __all__ = [
     "has_unsharded_storage",
     "install_fsdp1_comm_hook",
     "is_backward_running",
-    "is_profiler_running",
     "make_subclass",
     "leave_mode",
     "mark_as_parameter",

@@ -52,7 +52,6 @@ class Recorder:
         add: Keeps a finished span, see `_keep`.
         calls: Collectives issued in each group, by axis, ranks and name; messages also by operation, peer and tag.
         apart: The absorbing phase that runs, if one does.
-        num_apart: How many absorbing phases have begun.
         on_submit: Called where work is given to another thread or stream; tells whether a backward pass waits for it.
         beside: When work that a backward pass waits for was done, in the order in which it ended.
         num_beside: How much of such work has not ended.
@@ -73,7 +72,6 @@ class Recorder:
         self.in_flight: dict[int, InFlight] = {}
         self.calls: dict[tuple[Any, ...], CallCounter] = {} if calls is None else calls
         self.apart: str | None = None
-        self.num_apart = 0
         self.on_submit: Callable[[], bool] | None = None
         self.beside: list[Any] = []
         self.num_beside = 0
@@ -112,7 +110,6 @@ class Recorder:
                 self._num_nested += 1
             elif phase in self._absorbing:
                 self.apart = phase
-                self.num_apart += 1
             if self.clock is None:
                 self._ledger.enter(phase, now)
             else:

@@ -75,7 +75,6 @@ def _rank(rank):
         "coordinate": {"data_parallel": 0, "pipeline_parallel": stage, "tensor_parallel": tensor},
         "wall": sum(parts.values()),
         "communication_hidden": 0.0021,
-        **{"cores": 8, "cores_shared_by": 4, "processor": 0.0511, "processor_wait": 0.0013, "interruptions": 2.5},
         **parts,
     }
 

@@ -238,32 +238,6 @@ def test_an_absent_signal_takes_only_advice_away(callback):
     assert others <= kinds
 
 
-def test_ranks_without_a_processor_come_before_any_link():
-    """Four ranks wait for messages half of the time; on shared cores that says nothing about the link."""
-    waits = {"communication_exposed": 0.05, "pipeline_wait": 0.01}
-    records = [{"axis": "tensor_parallel", "op": "all_reduce", "exposed": 0.05, "count": 1.0}]
-    free = [rank(number, **waits) | {"cores": 8, "cores_shared_by": 4, "processor_wait": 0.002} for number in range(4)]
-    found = diagnose(report(free, CommunicationProfiler={"records": records}))
-    assert "waits for communication" in found[0].title
-    shared = [one | {"cores": 2, "processor_wait": 0.03 + 0.001 * one["rank"]} for one in free]
-    found = diagnose(report(shared, CommunicationProfiler={"records": records}))
-    assert found[0].title == "4 ranks share 2 cores. Rank 3 waits 33 ms of a 100 ms step for a core (33 %)"
-    assert not any("waits for communication" in advice.title for advice in found)
-    assert found[0].gain == pytest.approx(0.6), "forward and backward are 40 %"
-    # The figures of a run: 22 % in forward and backward, so that 92 % of the time cannot be saved.
-    waits = {"communication_exposed": 0.2, "pipeline_wait": 0.106, "optimizer": 0.016}
-    lacking = {"cores": 2, "cores_shared_by": 4, "processor_wait": 0.15}
-    found = diagnose(report([rank(number, wall=0.412, **waits) | lacking for number in range(4)]))
-    assert found[0].title == "4 ranks share 2 cores. Rank 0 waits 150 ms of a 412 ms step for a core (36 %)"
-    assert 0.36 < found[0].gain <= 1 - 0.09 / 0.412 + 1e-9
-    alone = rank(0, wall=0.1, data_wait=0.001) | {"cores": 1, "cores_shared_by": 2, "processor_wait": 0.03}
-    assert diagnose(report([alone]))[0].gain == pytest.approx(0.3), "also in forward"
-    busy = [one | {"cores": 8, "processor_wait": 0.03} for one in free]
-    assert diagnose(report(busy))[0].title.startswith(
-        "Other processes compete for the CPU: the 8 cores are used by them as well. Rank 0 waits"
-    )
-
-
 def test_validation_is_a_part_of_the_run_and_not_of_a_step():
     ranks = [rank(0, wall=0.2, validation=0.1, data_wait=0.02)]
     found = report(ranks)

@@ -2,7 +2,6 @@
 
 import io
 import json
-import os
 import random
 import re
 import time
@@ -30,13 +29,6 @@ from lightning_parallel.callbacks.monitors.step_times import (
     StragglerMonitor,
     hidden_ns,
     union_ns,
-)
-from lightning_parallel.callbacks.recording.processor import (
-    Cores,
-    ProcessorTimes,
-    ProcessorUse,
-    processor_times,
-    queue_file,
 )
 from lightning_parallel.callbacks.recording.session import PHASES
 from lightning_parallel.tracing import Span, Window
@@ -157,8 +149,6 @@ def test_every_rank_has_the_report_of_all(strategy, wait):
     check_sums(report)
     assert all(rank[wait] > 0 for rank in report["ranks"])
     assert all(rank["validation"] > 0 for rank in report["ranks"])
-    assert all(rank["cores_shared_by"] == 2 and 0 < rank["cores"] <= os.cpu_count() for rank in report["ranks"])
-    assert all(0 < rank["processor"] <= rank["wall"] for rank in report["ranks"])
 
 
 # --------------------------------------------------------------------------------------------------- the accumulator
@@ -197,38 +187,6 @@ def test_means_are_per_step_and_unknown_phases_are_other():
     assert rank["communication_exposed"] == 0
     assert accumulator.scalars()["step_breakdown/wall"] == 1.5
     assert accumulator.scalars() == {}
-
-
-def test_the_processor_is_that_of_steps_alone():
-    """Each step runs for 4 ms and waits for 2 ms; those of two validations for far longer."""
-    use = ProcessorUse(Cores("here", 2.0, 1), shared_by=4)
-    assert use.row() == {"cores": 2.0, "cores_shared_by": 4}
-    now = ProcessorTimes(0, 0, 0)
-    validations, asked = 0, []
-    for step in range(40):
-        busy, waiting = (500, 900) if step in (2, 13) else (4, 2)
-        validations += step in (2, 13)
-        now = ProcessorTimes(now.running_ns + busy * MS, now.waiting_ns + waiting * MS, now.interrupted + 3)
-
-        def times(_, now=now, step=step):
-            asked.append(step)
-            return now
-
-        with patch("lightning_parallel.callbacks.recording.processor.processor_times", times):
-            use.end_step(validations)
-    # Runs of 1, 2, 4 and 8 steps; the one of the second validation, from step 10 on, is left out.
-    assert asked == [0, 1, 2, 3, 5, 9, 13, 14, 16, 20, 28, 36]
-    expected = {"processor": 0.004, "processor_wait": 0.002, "interruptions": 3}
-    assert use.row() == {"cores": 2.0, "cores_shared_by": 4, **expected}
-    queue = queue_file()
-    before = processor_times(queue)
-    time.sleep(0.001)
-    sum(range(200_000))
-    after = processor_times(queue)
-    if queue is not None:
-        queue.close()
-    assert after.running_ns > before.running_ns
-    assert (after.waiting_ns or 0) >= (before.waiting_ns or 0)
 
 
 def test_what_all_ranks_of_a_stage_wait_is_told_from_waiting_for_each_other():
@@ -453,7 +411,7 @@ def test_waiting_for_a_slow_rank_is_no_work(strategy):
 
 @pytest.mark.parametrize("width", [80, 120])
 def test_every_column_of_the_table_can_be_told_from_the_others(width):
-    keys = ["wall", *PHASES, "communication_hidden", "processor_wait"]
+    keys = ["wall", *PHASES, "communication_hidden"]
     ranks = [{"rank": rank, **{key: 0.41235 / (at + 1) for at, key in enumerate(keys)}} for rank in range(2)]
     console = Console(width=width, file=io.StringIO())
     console.print(StepBreakdown().table({"ranks": ranks, "steps": 200}))

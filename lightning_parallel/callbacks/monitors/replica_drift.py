@@ -1,4 +1,4 @@
-"""Drift between ranks that must hold equal values: found by hashes, bit for bit, named, and healed if asked for.
+"""Drift between ranks that must hold equal values: found by hashes, bit for bit, and named.
 
 Each rank hashes its replicated state. The values that the same ranks share form a class, and for each class only the
 hash of its hashes is exchanged: a few numbers per rank, whatever the size of the model. Where those differ, the hashes
@@ -9,35 +9,68 @@ from __future__ import annotations
 
 import hashlib
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import inf, isfinite
 from typing import Any, Literal, NamedTuple, Optional
 
 import torch
+import torch.distributed as dist
 from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.strategies import DeepSpeedStrategy, FSDPStrategy
 from lightning.pytorch.utilities import rank_zero_warn
 from rich import box
 from rich.table import Table
-from torch import Tensor
+from torch import Tensor, nn
+from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy
+from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_parallel import comm
-from lightning_parallel.callbacks.monitors.replicated_state import StateEntry, StateKey, collect_state
 from lightning_parallel.callbacks.recording.measuring import Accumulator, MeasuringCallback
 from lightning_parallel.comm import Group, fingerprints
+from lightning_parallel.compat.torch import NormalizationBase
+from lightning_parallel.compat.twins import is_a
+from lightning_parallel.compression.compressor import check_integer
+from lightning_parallel.compression.fsdp import plain_name
+from lightning_parallel.mesh import Mesh
 
-__all__ = ["Disagreement", "DriftAccumulator", "ReplicaDriftMonitor", "disagreements", "shared_classes"]
+__all__ = [
+    "Disagreement",
+    "DriftAccumulator",
+    "ReplicaDriftMonitor",
+    "StateKey",
+    "disagreements",
+    "option_values",
+    "shared_classes",
+]
 
 Ranks = tuple[int, ...]
-DriftAction = Literal["warn", "raise", "heal"]
 GatherValues = Callable[[Any], Optional[list[Any]]]
+ShardOf = Callable[[str], "str | None"]
+"""Name of a parameter or buffer -> the shard that this rank holds (empty: all of it), or None if no rank shares it."""
 
 MAX_COMPARED = 16
-"""Values at most that are sent in order to say by how much they differ; to be healed, all are sent."""
+"""Number of values at most that ranks send, to tell by how much the values differ."""
 
 _KINDS = ("option", "parameter", "buffer", "optimizer")
 """Kinds of state in causal order: drift in an earlier kind causes drift in later ones."""
+
+
+class StateKey(NamedTuple):
+    """Identifies a value; ranks that hold values under equal keys must hold equal values.
+
+    Attributes:
+        kind: `parameter`, `buffer`, `optimizer` or `option`.
+        name: As users know it.
+        shard: Which shard of the whole; empty for all of it.
+    """
+
+    kind: str
+    name: str
+    shard: str = ""
 
 
 class Difference(NamedTuple):
@@ -111,7 +144,6 @@ class DriftAccumulator(Accumulator):
     Args:
         group: All ranks; used for nothing else while a check runs.
         gather: Returns the value of every rank, or None if they do not all answer.
-        action: `heal` overwrites values that differ; otherwise nothing is changed here.
 
     Attributes:
         findings: One for each value that drifted, with its first step.
@@ -119,10 +151,9 @@ class DriftAccumulator(Accumulator):
         classes: Keys by the ranks that share them.
     """
 
-    def __init__(self, group: Group, gather: GatherValues, action: DriftAction = "warn") -> None:
+    def __init__(self, group: Group, gather: GatherValues) -> None:
         self._group = group
         self._gather = gather
-        self._action = action
         self.findings: list[dict[str, Any]] = []
         self.checks = 0
         self.classes: dict[Ranks, list[StateKey]] = {}
@@ -146,7 +177,7 @@ class DriftAccumulator(Accumulator):
     def scalars(self) -> dict[str, float]:
         return {"replica_drift/findings": float(len(self.findings))}
 
-    def check(self, step: int, state: Mapping[StateKey, StateEntry]) -> list[dict[str, Any]]:
+    def check(self, step: int, state: Mapping[StateKey, Any]) -> list[dict[str, Any]]:
         """Compare the state of all ranks; every rank must call it at the same `step`.
 
         Args:
@@ -164,12 +195,9 @@ class DriftAccumulator(Accumulator):
             return []
         self.checks += 1
         new = [disagreement for disagreement in drifted if disagreement not in self._known]
-        if self._action == "heal":
-            details = self._details(new, state)
-        else:
-            # Drift stays until training ends; a healed value that drifts once more is a new finding.
-            self._known |= set(new)
-            details = self._details(new[:MAX_COMPARED], state)
+        # Drift stays until training ends: each value is told once.
+        self._known |= set(new)
+        details = self._details(new[:MAX_COMPARED], state)
         unknown = Difference(0.0, "")
         new.sort(key=lambda drift: (drift.order, -details.get(drift.key, unknown).largest))
         findings = [_finding(step, drift, details.get(drift.key, unknown).text) for drift in new]
@@ -178,7 +206,7 @@ class DriftAccumulator(Accumulator):
 
     # --------------------------------------------------------------------------------------------------- comparing
 
-    def _drifted(self, state: Mapping[StateKey, StateEntry]) -> list[Disagreement] | None:
+    def _drifted(self, state: Mapping[StateKey, Any]) -> list[Disagreement] | None:
         """Find all values that differ, with the same result on all ranks; None if a rank does not answer."""
         answers = self._gather(None if sorted(state) != self._keys else self._digests(state))
         # Classes are agreed on anew when a rank has other keys, such as those of optimizer state after the first step.
@@ -202,7 +230,7 @@ class DriftAccumulator(Accumulator):
         hashes_by_rank = self._gather(_hashes(keys_in_doubt, state))
         return None if hashes_by_rank is None else disagreements(hashes_by_rank)
 
-    def _digests(self, state: Mapping[StateKey, StateEntry]) -> dict[Ranks, bytes]:
+    def _digests(self, state: Mapping[StateKey, Any]) -> dict[Ranks, bytes]:
         """Hash each class of values that this rank shares."""
         mine = {ranks: keys for ranks, keys in self.classes.items() if self._rank in ranks}
         hashes = _hashes([key for keys in mine.values() for key in keys], state)
@@ -211,18 +239,16 @@ class DriftAccumulator(Accumulator):
             for ranks, keys in mine.items()
         }
 
-    # -------------------------------------------------------------------------------------------- by how much, healing
+    # -------------------------------------------------------------------------------------------- -------- by how much
 
     @torch.no_grad()
-    def _details(
-        self, drifted: Sequence[Disagreement], state: Mapping[StateKey, StateEntry]
-    ) -> dict[StateKey, Difference]:
-        """Send the reference's values to the ranks that differ; these compare them, and heal if that is the action."""
+    def _details(self, drifted: Sequence[Disagreement], state: Mapping[StateKey, Any]) -> dict[StateKey, Difference]:
+        """Send the reference's values to the ranks that differ; these ranks compare them."""
         if not drifted:
             return {}
         involved = [drift for drift in drifted if self._rank in (drift.reference, *drift.different)]
-        mine = {drift.key: state[drift.key].value for drift in involved}
-        # Numbers are small enough to be gathered at once; tensors go from the reference to those that differ.
+        mine = {drift.key: state[drift.key] for drift in involved}
+        # Numbers are small enough to be gathered at once; tensors go only to the ranks that differ.
         numbers = {key: value for key, value in mine.items() if not isinstance(value, Tensor)}
         numbers_by_rank = self._gather(numbers)
         if numbers_by_rank is None:
@@ -235,7 +261,7 @@ class DriftAccumulator(Accumulator):
             if isinstance(value, Tensor):
                 reference = self._reference(drift, value)
             if self._rank in drift.different:
-                found[drift.key] = self._compare(drift, state[drift.key], reference)
+                found[drift.key] = difference(value, reference)
         details: dict[StateKey, Difference] = {}
         for differences in self._gather(found) or []:
             details.update(differences)
@@ -251,13 +277,6 @@ class DriftAccumulator(Accumulator):
             return None
         received = torch.empty(value.shape, dtype=value.dtype)
         return comm.irecv(received, self._group, drift.reference).wait()
-
-    def _compare(self, drift: Disagreement, entry: StateEntry, reference: Any) -> Difference:
-        found = difference(entry.value, reference)
-        if self._action != "heal":
-            return found
-        entry.replace(reference)
-        return found._replace(text=f"{found.text}; replaced by the value of rank {drift.reference}")
 
 
 def difference(value: Any, reference: Any) -> Difference:
@@ -282,10 +301,10 @@ def _finding(step: int, drift: Disagreement, text: str) -> dict[str, Any]:
     return {"step": step, "name": drift.key.name, "ranks": list(drift.ranks), "detail": detail}
 
 
-def _hashes(keys: Sequence[StateKey], state: Mapping[StateKey, StateEntry]) -> dict[StateKey, int]:
-    tensors = [key for key in keys if isinstance(state[key].value, Tensor)]
-    hashes = dict(zip(tensors, fingerprints(state[key].value for key in tensors)))
-    return {key: hashes[key] if key in hashes else _number_hash(state[key].value) for key in keys}
+def _hashes(keys: Sequence[StateKey], state: Mapping[StateKey, Any]) -> dict[StateKey, int]:
+    tensors = [key for key in keys if isinstance(state[key], Tensor)]
+    hashes = dict(zip(tensors, fingerprints(state[key] for key in tensors)))
+    return {key: hashes[key] if key in hashes else _number_hash(state[key]) for key in keys}
 
 
 def _number_hash(value: Any) -> int:
@@ -334,8 +353,7 @@ class ReplicaDriftMonitor(MeasuringCallback[DriftAccumulator]):
     Args:
         every_n_steps: Number of optimizer steps between two checks. One more check runs before training, and one after
             it. A check reads all values once.
-        action: `warn` warns. `raise` raises an error on every rank. `heal` overwrites values that differ with the value
-            of the majority. Without a majority, the value of the first rank that holds it counts.
+        action: `warn` warns. `raise` raises an error on every rank.
         dirpath: Folder where rank 0 writes `<name>.json` and `<name>.csv` after training. None writes nothing.
         show_table: Print a table after training, on rank 0.
 
@@ -347,22 +365,21 @@ class ReplicaDriftMonitor(MeasuringCallback[DriftAccumulator]):
     def __init__(
         self,
         every_n_steps: int = 100,
-        action: Literal["warn", "raise", "heal"] = "warn",
+        action: Literal["warn", "raise"] = "warn",
         dirpath: Optional[str] = None,
         show_table: bool = True,
     ) -> None:
         super().__init__(dirpath=dirpath, show_table=show_table)
-        if every_n_steps < 1:
-            raise ValueError(f"`every_n_steps` must be at least 1; got {every_n_steps}")
-        if action not in ("warn", "raise", "heal"):
-            raise ValueError(f"`action` must be 'warn', 'raise' or 'heal'; got {action!r}")
+        check_integer("every_n_steps", every_n_steps, least=1)
+        if action not in ("warn", "raise"):
+            raise ValueError(f"`action` must be 'warn' or 'raise'; got {action!r}")
         self.every_n_steps = every_n_steps
         self.action = action
         self._checked_step = 0
 
     @override
     def accumulate(self, trainer: Trainer, pl_module: LightningModule) -> DriftAccumulator:
-        return DriftAccumulator(self.open_session.group, self.open_session.gather, self.action)
+        return DriftAccumulator(self.open_session.group, self.open_session.gather)
 
     @override
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -412,3 +429,131 @@ class ReplicaDriftMonitor(MeasuringCallback[DriftAccumulator]):
     @override
     def rows(self, report: Mapping[str, Any]) -> list[dict[str, Any]]:
         return list(report["findings"])
+
+
+# ------------------------------------------------------------------------------------------ replicated state
+
+
+def collect_state(trainer: Trainer, module: LightningModule) -> dict[StateKey, Any]:
+    """Collect parameters, buffers, optimizer state and options of the optimizers' parameter groups."""
+    found: dict[StateKey, Any] = {}
+    # Under local SGD replicas differ between two exchanges: then only values that one replica holds twice are compared.
+    differing: frozenset[str] = getattr(trainer.strategy, "differing", frozenset())
+    replica = str(_mesh_place(trainer, "data_parallel")) if differing else ""
+    for key, value in _values(trainer, module):
+        if key.kind in differing:
+            key = key._replace(shard=f"{key.shard} of replica {replica}")
+        # Ranks at the same coordinate of the sharded mesh dimensions hold the same shard.
+        if isinstance(value, DTensor):
+            key = key._replace(shard=f"{key.shard}{_coordinate(value)}")
+            value = value.to_local()
+        # Sparse tensors cannot be hashed by their bytes, and on the meta device there are none.
+        if not isinstance(value, Tensor) or (value.layout == torch.strided and not value.is_meta):
+            found[key] = value
+    return found
+
+
+def _values(trainer: Trainer, module: LightningModule) -> Iterator[tuple[StateKey, Any]]:
+    shard_of = _shards(trainer)
+    strategy = trainer.strategy
+    parameters = {plain_name(name): parameter for name, parameter in module.named_parameters()}
+    for name, parameter in parameters.items():
+        shard = shard_of(name)
+        if shard is not None:
+            yield StateKey("parameter", name, shard), parameter
+    excluded = _unshared_buffers(trainer, module)
+    for name, buffer in module.named_buffers():
+        if name not in excluded:
+            yield StateKey("buffer", name, _rule_shards(trainer)(name) or ""), buffer
+    if is_a(strategy, DeepSpeedStrategy):  # its optimizers work on flattened partitions
+        return
+    # Optimizers know parameters by identity only.
+    names = {id(parameter): name for name, parameter in parameters.items()}
+    for index, optimizer in enumerate(strategy.optimizers):
+        prefix = f"optimizer {index}: " if index else ""
+        for owner, state in optimizer.state.items():
+            name = names.get(id(owner), "")
+            shard = shard_of(name)
+            if not name or shard is None:
+                continue
+            for slot, value in state.items():
+                if isinstance(value, (Tensor, int, float)):
+                    yield StateKey("optimizer", f"{prefix}{slot} of {name}", shard), value
+        yield from option_values(optimizer, prefix, _stage(trainer))
+
+
+def option_values(optimizer: Optimizer, prefix: str, stage: str) -> Iterator[tuple[StateKey, Any]]:
+    """Yield learning rate, momentum and the other options of an optimizer's parameter groups.
+
+    With several groups `stage` becomes part of the keys: group numbers need not mean the same on all stages.
+    """
+    groups = optimizer.param_groups
+    for index, group in enumerate(groups):
+        for option, value in group.items():
+            if option != "params" and isinstance(value, (Tensor, int, float, tuple)):
+                shard = stage if len(groups) > 1 else ""
+                yield StateKey("option", f"{prefix}{option} of group {index}", shard), value
+
+
+# --------------------------------------------------------------------------------------------- which ranks share what
+
+
+def _shards(trainer: Trainer) -> ShardOf:
+    strategy = trainer.strategy
+    model = strategy.model
+    if is_a(strategy, FSDPStrategy) and isinstance(model, FullyShardedDataParallel):
+        if model.sharding_strategy == ShardingStrategy.NO_SHARD:
+            return lambda name: ""
+        # Under a HYBRID strategy the ranks with the same index in their shard groups hold the same shards.
+        shard = f"part {dist.get_rank(model.process_group)} of {dist.get_world_size(model.process_group)}"
+        return lambda name: shard
+    # Under ZeRO-3 every rank holds another partition of each parameter: nothing is there twice.
+    if is_a(strategy, DeepSpeedStrategy) and strategy.zero_stage_3:
+        return lambda name: None
+    return _rule_shards(trainer)
+
+
+def _rule_shards(trainer: Trainer) -> ShardOf:
+    """Return the shards by the shard rules of the tensor axis; under strategies without a mesh, nothing is sharded."""
+    strategy: Any = trainer.strategy
+    if not isinstance(getattr(strategy, "mesh", None), Mesh):
+        return lambda name: ""
+    rules: Mapping[str, Any] = strategy.run.rules
+    rank = strategy.groups.tensor_parallel.rank
+    # By what the shard covers, not by rank: several ranks hold the same one where heads are shared.
+    return lambda name: str(rules[name].ranges[rank]) if name in rules else ""
+
+
+def _stage(trainer: Trainer) -> str:
+    place = _mesh_place(trainer, "pipeline_parallel")
+    return "" if place is None else f"stage {place}"
+
+
+def _mesh_place(trainer: Trainer, axis: str) -> int | None:
+    """Return this rank's position along an axis; None under strategies without a mesh."""
+    mesh = getattr(trainer.strategy, "mesh", None)
+    return getattr(mesh.coordinate(trainer.global_rank), axis) if isinstance(mesh, Mesh) else None
+
+
+def _unshared_buffers(trainer: Trainer, module: LightningModule) -> set[str]:
+    """Return the names of the buffers that may differ between replicas from step to step.
+
+    At each forward, DDP overwrites the buffers of all ranks with the buffers of the first rank. Under strategies
+    without a mesh, ranks have different statistics in normalization layers that are not synchronised.
+    """
+    model = trainer.strategy.model
+    if isinstance(model, DistributedDataParallel) and model.broadcast_buffers:
+        return {name for name, _ in module.named_buffers()}
+    if isinstance(getattr(trainer.strategy, "mesh", None), Mesh):
+        return set()
+    names = set()
+    for path, child in module.named_modules():
+        if isinstance(child, NormalizationBase) and not isinstance(child, nn.SyncBatchNorm):
+            names |= {f"{path}.{name}".lstrip(".") for name, _ in child.named_buffers(recurse=False)}
+    return names
+
+
+def _coordinate(tensor: DTensor) -> list[int]:
+    """Return the coordinate of this rank on the mesh dimensions along which `tensor` is sharded."""
+    coordinate = tensor.device_mesh.get_coordinate() or ()
+    return [index for index, placement in zip(coordinate, tensor.placements) if not placement.is_replicate()]

@@ -2,23 +2,19 @@
 
 from __future__ import annotations
 
-from collections import ChainMap, Counter
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import fmean, median
 from typing import Any, Optional
 
 from lightning.pytorch import LightningModule, Trainer
-from lightning.pytorch.profilers import PyTorchProfiler
 from rich import box
 from rich.table import Table
 from typing_extensions import override
 
-from lightning_parallel.callbacks.monitors.gpu_idle import GpuSampler
 from lightning_parallel.callbacks.recording.measuring import Accumulator, MeasuringCallback, rank_info
-from lightning_parallel.callbacks.recording.processor import ProcessorUse
 from lightning_parallel.callbacks.recording.session import PHASES
-from lightning_parallel.compat.twins import is_a
 from lightning_parallel.mesh import PIPELINE
 from lightning_parallel.tracing import OTHER, Span, StepSampler, Window
 from lightning_parallel.tracing.spans import merge_steps, percent, seconds_text
@@ -49,7 +45,6 @@ _HEADS = {
     "optimizer": "opti-\nmizer",
     "checkpoint": "check-\npoint",
     "validation": "valid-\nation",
-    "processor_wait": "cpu\nwait",
 }
 """Heads of the table: all of its columns fit into 80."""
 
@@ -66,20 +61,10 @@ class BreakdownAccumulator(Accumulator):
     Args:
         rank_info: `rank` and `coordinate` of this process.
         missing: Communication that is not recorded, in sentences; may grow until `summarize`.
-        processor: Adds up what the thread that trains gets of a processor, if anything does.
-        gpu: Looks at what the GPU does in some steps, if anything does.
     """
 
-    def __init__(
-        self,
-        rank_info: Mapping[str, Any],
-        missing: Sequence[str] = (),
-        processor: ProcessorUse | None = None,
-        gpu: GpuSampler | None = None,
-    ) -> None:
+    def __init__(self, rank_info: Mapping[str, Any], missing: Sequence[str] = ()) -> None:
         self._rank_info = dict(rank_info)
-        self._processor = processor
-        self._gpu = gpu
         self._missing = missing
         self._total: Counter[str] = Counter()
         self._steps = 0
@@ -104,8 +89,7 @@ class BreakdownAccumulator(Accumulator):
     @override
     def share(self) -> dict[str, Any]:
         means = self._means(self._total, self._steps) if self._steps else {}
-        others = [one.row() for one in (self._processor, self._gpu) if one is not None and means]
-        return {"row": {**self._rank_info, **means, **dict(ChainMap(*others))}, "waits": dict(self._waits.values)}
+        return {"row": {**self._rank_info, **means}, "waits": dict(self._waits.values)}
 
     @override
     def share_new(self) -> dict[str, Any]:
@@ -162,8 +146,7 @@ class StepBreakdown(MeasuringCallback[BreakdownAccumulator]):
     `report()` returns the common keys and these:
 
         ranks: [{rank, coordinate: {axis: index}, wall, data_wait, forward, backward, communication_exposed,
-                 communication_hidden, pipeline_wait, optimizer, checkpoint, validation, other,
-                 cores, cores_shared_by, processor, processor_wait, interruptions, gpu}]
+                 communication_hidden, pipeline_wait, optimizer, checkpoint, validation, other}]
         communication_least: [seconds]
         missing: [sentence]
 
@@ -171,18 +154,8 @@ class StepBreakdown(MeasuringCallback[BreakdownAccumulator]):
     |---|---|
     | `wall` | sum of the phases |
     | `communication_hidden` | time of collectives in flight while the training thread worked; not part of `wall` |
-    | `processor` | time for which the training thread ran on a processor |
-    | `processor_wait` | time for which the training thread could have run while other threads did |
-    | `interruptions` | number of times per step that the system stopped the training thread |
-    | `cores` | processors that the rank may use |
-    | `cores_shared_by` | number of ranks that share these processors |
-    | `gpu` | work of the GPU, only on CUDA |
 
-    `processor`, `processor_wait` and `interruptions` cover steps without validation and checkpoint. They are left out
-    if the system does not tell. Validation and checkpoints after the last step are distributed over the steps.
-
-    `gpu` covers the `steps` under `torch.profiler`. Its keys are `seconds` of a step, and `busy`. For the time in which
-    no kernel computed, its keys are `collective`, `launch`, `synchronise`, `data` and `other`; see `attribute_idle`.
+    Validation and checkpoints after the last step are distributed over the steps.
 
     `communication_least` has one value for each pipeline stage, if there are several ranks. The value is the time per
     step for which communication blocked every rank of the stage. Beyond this time, a blocked rank waited for late
@@ -209,67 +182,11 @@ class StepBreakdown(MeasuringCallback[BreakdownAccumulator]):
         warmup_batches: Number of first batches that are not counted. The largest value of all callbacks counts.
         dirpath: Folder where rank 0 writes `<name>.json` and `<name>.csv` after training. None writes nothing.
         show_table: Print a table after training, on rank 0.
-        gpu_every_n_batches: On CUDA, run one in this many steps under `torch.profiler`, which tells why the GPU is
-            idle. This step, the step before it and the step after it (which reads the trace) are not counted. None
-            profiles no step. No step is profiled under Lightning's PyTorchProfiler, or while a profiler of torch runs.
-
-    Raises:
-        ValueError: If `gpu_every_n_batches` is below 3.
     """
-
-    def __init__(
-        self,
-        every_n_batches: int = 50,
-        warmup_batches: int = 1,
-        dirpath: Optional[str] = None,
-        show_table: bool = True,
-        gpu_every_n_batches: Optional[int] = 200,
-    ) -> None:
-        super().__init__(every_n_batches, warmup_batches, dirpath, show_table)
-        if gpu_every_n_batches is not None and gpu_every_n_batches < 3:
-            raise ValueError(f"`gpu_every_n_batches` must be at least 3, or None; got {gpu_every_n_batches}")
-        self.gpu_every_n_batches = gpu_every_n_batches
-        self._processor: ProcessorUse | None = None
-        self._gpu: GpuSampler | None = None
 
     @override
     def accumulate(self, trainer: Trainer, pl_module: LightningModule) -> BreakdownAccumulator:
-        session = self.open_session
-        self._processor = ProcessorUse(session.cores, session.cores_shared_by)
-        self._gpu = None
-        if trainer.strategy.root_device.type == "cuda" and self.gpu_every_n_batches is not None:
-            self._gpu = GpuSampler(self.gpu_every_n_batches)
-        return BreakdownAccumulator(rank_info(session), session.missing, self._processor, self._gpu)
-
-    @override
-    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
-        if self._gpu is not None:
-            recorder = self.open_session.active_recorder
-            user_profiles = is_a(trainer.profiler, PyTorchProfiler)  # type: ignore[attr-defined]
-            if self._gpu.begin_step(recorder.step, recorder.num_apart, user_profiles):
-                self.open_session.disturbed.add(recorder.step)
-
-    @override
-    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        if self._gpu is not None:
-            self._gpu.abandon()
-        super().on_train_end(trainer, pl_module)
-
-    @override
-    def _leave(self) -> None:
-        if self._gpu is not None:
-            self._gpu.abandon()
-        super()._leave()
-
-    @override
-    def on_train_batch_end(
-        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
-    ) -> None:
-        recorder = self.open_session.active_recorder
-        # Here: the accumulator gets several steps at once, and later.
-        if self._processor is not None and recorder.step >= self.open_session.warmup_batches:
-            self._processor.end_step(recorder.num_apart)
-        super().on_train_batch_end(trainer, pl_module, outputs, batch, batch_idx)
+        return BreakdownAccumulator(rank_info(self.open_session), self.open_session.missing)
 
     @override
     def table(self, report: Mapping[str, Any]) -> Table | None:
@@ -278,7 +195,7 @@ class StepBreakdown(MeasuringCallback[BreakdownAccumulator]):
             return None
         title = f"Where a step goes: milliseconds, mean of {report['steps']} steps"
         table = Table(title=title, box=box.SIMPLE_HEAD, padding=0)
-        keys = ["wall", *PHASES[:4], HIDDEN, *PHASES[4:], "processor_wait"]
+        keys = ["wall", *PHASES[:4], HIDDEN, *PHASES[4:]]
         # Phases that no rank spent time in are left out.
         shown = [key for key in keys if any(rank.get(key, 0.0) > 0 for rank in ranks)]
         for header in ("rank", *(_HEADS.get(key, key) for key in shown)):

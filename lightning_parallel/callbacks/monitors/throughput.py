@@ -463,8 +463,13 @@ def _dtype(trainer: Trainer, pl_module: LightningModule) -> torch.dtype:
 
 
 def _share_of(peak: PeakFlops, session: Session) -> PeakFlops:
-    """Return what a rank has of a peak that it measured with all the cores that it may use, shared with other ranks."""
-    wanted = session.cores_shared_by * session.cores.threads
-    share = min(1.0, session.cores.number / wanted)
+    """Return the part of a peak that a rank reaches on its share of the processors.
+
+    Each rank measured the peak alone, with all threads that it may use.
+    """
+    threads = torch.get_num_threads()
+    share = min(1.0, session.cores / threads)
     flops, source = peak
-    return (flops, source) if share == 1 else (share * flops, f"{source}, {session.cores.number:g} cores for {wanted}")
+    return (
+        (flops, source) if share == 1 else (share * flops, f"{source}, {session.cores:g} cores for {threads} threads")
+    )

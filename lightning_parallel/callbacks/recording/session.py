@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from datetime import timedelta
 from functools import cache, wraps
+from pathlib import Path
 from typing import Any, Protocol
 from weakref import WeakKeyDictionary
 
@@ -23,7 +25,6 @@ from lightning_parallel.callbacks.recording.collective_tracer import (
     trace_collectives,
     tracer_for,
 )
-from lightning_parallel.callbacks.recording.processor import cores_of_process
 from lightning_parallel.comm import PROFILING, Group, ThreadExecutor
 from lightning_parallel.compat import Patches, patched
 from lightning_parallel.compat.twins import is_a, kinds_of
@@ -102,13 +103,11 @@ class Session:
         group: All ranks, for the callbacks' exchange only; always gloo, even under NCCL.
         recorder: Records this rank's spans; None before training begins.
         calls: Collectives issued in each group, see `Recorder.calls`.
-        cores: The processors of this rank.
-        cores_shared_by: How many ranks use these.
+        cores: The processors of this rank: its share, where several ranks use the same processors.
         clocks: By rank, how far its clock is from that of the first, as of the last exchange; None where all ranks run
             on one host, and read the same clock.
         missing: The communication of the strategy that is not recorded, in sentences.
         steps: Steps counted, without those that warm up.
-        disturbed: Numbers of steps that are not counted, because a measurement made them longer.
         latest: What the ranks shared last: by rank, then by member; empty before the first exchange, or if it fails,
             and until the end of training on all ranks but the first.
         failure: Why the exchange between the ranks ended early, if it did.
@@ -126,17 +125,17 @@ class Session:
         self.warmup_batches = 0
         self.recorder: Recorder | None = None
         self.steps = 0
-        self.disturbed: set[int] = set()
         self.latest: list[list[Any]] = []
         self.failure: str | None = None
         self.bar: dict[str, str] | None = None
         self.device: torch.device = trainer.strategy.root_device
         self.group = self._create_group(trainer)
         self.calls: dict[tuple[Any, ...], CallCounter] = {}
-        self.cores = cores_of_process()
-        places = comm.all_gather_object((clock_id(), self.cores.place), self.group)
+        # The clock tells hosts apart, and the numbers of the processors tell ranks of a host apart.
+        place = clock_id(), processors()
+        places = comm.all_gather_object(place, self.group)
         self.clocks: dict[int, ClockOffset] | None = None if len({clock for clock, _ in places}) == 1 else {}
-        self.cores_shared_by = sum(place == self.cores.place for _, place in places)
+        self.cores = min(len(place[1]), quota_of_container()) / places.count(place)
         self.missing: list[str] = []
         self._windows: list[Window] = []
         self._num_spans = 0
@@ -226,7 +225,7 @@ class Session:
             self._exchange()
 
     def _keep(self, window: Window) -> None:
-        if window.step >= self.warmup_batches and window.step not in self.disturbed:
+        if window.step >= self.warmup_batches:
             self.steps += 1
             self._windows.append(window)
             self._num_spans += len(window.spans)
@@ -359,6 +358,22 @@ def mesh_of(trainer: Trainer) -> Mesh:
         sizes = trainer.strategy.device_mesh
         return Mesh(data_parallel=sizes[DATA].size(), tensor_parallel=sizes[TENSOR].size())
     return Mesh(data_parallel=trainer.world_size)
+
+
+def processors() -> list[int]:
+    """Return the numbers of the processors that this process may use."""
+    if hasattr(os, "sched_getaffinity"):
+        return sorted(os.sched_getaffinity(0))
+    return list(range(os.cpu_count() or 1))
+
+
+def quota_of_container() -> float:
+    """Return the number of processors that the container may use at once; infinity without a limit."""
+    with suppress(OSError, ValueError):
+        most, period = Path("/sys/fs/cgroup/cpu.max").read_text().split()
+        # Without a limit the file holds "max", which is no number.
+        return int(most) / int(period)
+    return float("inf")
 
 
 # ------------------------------------------------------------------------------------------------------------- phases

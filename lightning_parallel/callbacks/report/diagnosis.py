@@ -9,10 +9,9 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from statistics import fmean
 
-from lightning_parallel.callbacks.monitors.gpu_idle import idle_sentence
 from lightning_parallel.callbacks.monitors.memory import HELD
 from lightning_parallel.callbacks.monitors.step_times import training_seconds
-from lightning_parallel.callbacks.report.evidence import WORTH_SAYING, Advice, Evidence, Report, processor_lack
+from lightning_parallel.callbacks.report.evidence import WORTH_SAYING, Advice, Evidence, Report
 from lightning_parallel.tracing.spans import bytes_text, gap_text, percent, seconds_text
 
 __all__ = ["Advice", "diagnose", "verdict"]
@@ -43,9 +42,6 @@ def verdict(report: Report) -> str:
     wall, count = evidence.wall, len(evidence.ranks)
     phases = ("forward", "backward", "optimizer")
     works = [sum(rank.get(name, 0.0) for name in phases) for rank in evidence.ranks]
-    if evidence.run.get("device") == "cpu":
-        # Ranks that share cores wait for them inside of these phases, too.
-        works = [min(work, rank.get("processor", work)) for work, rank in zip(works, evidence.ranks)]
     work = sum(works)
     if work < wall:
         return (
@@ -79,8 +75,7 @@ _MONITORS = {
     "ReplicaDriftMonitor": (
         "Replicas hold different values",
         "The gradients are then averaged over different models. Look for updates outside the optimizer, operations"
-        " that differ between ranks, or a faulty device. `ReplicaDriftMonitor(action='heal')` makes the values equal"
-        " again.",
+        " that differ between ranks, or a faulty device.",
     ),
     "DataShardingMonitor": (
         "The data is not sharded correctly",
@@ -181,39 +176,6 @@ def _pauses(evidence: Evidence) -> Iterator[Advice]:
             )
 
 
-def _few_processors(evidence: Evidence) -> Iterator[Advice]:
-    rank = evidence.lacking
-    if rank is None:
-        return
-    cores, ranks = rank.get("cores", 0), rank.get("cores_shared_by", 1)
-    who = "core is used" if cores == 1 else f"{cores:g} cores are used"
-    if ranks > cores:
-        words = f"{ranks} ranks share {cores:g} core{'' if cores == 1 else 's'}"
-    else:
-        words = f"Other processes compete for the CPU: the {who} by them as well"
-    wall, lack = evidence.wall, rank["processor_wait"]
-    waits = [(one.get("communication_exposed", 0.0) + one.get("pipeline_wait", 0.0)) / wall for one in evidence.ranks]
-    # Of waits for others no more can be saved than what the top of the page leaves to forward and backward.
-    waiting = min(1 - evidence.useful, fmean(waits) + processor_lack(rank) / 2)
-    yield Advice(
-        "slow",
-        f"{words}. Rank {rank['rank']} waits {seconds_text(lack)} of a {seconds_text(wall)} step for a core"
-        f" ({percent(lack / wall)})",
-        "Communication waits are then mostly CPU contention; measured bandwidths do not reflect the link. Start at most"
-        " one rank per core, with `OMP_NUM_THREADS=1`, and stop other programs on this machine. Or measure again on"
-        " the machine on which you will train.",
-        min(1.0, max(lack / wall, waiting)),
-        {"processor_wait": lack, "wall": wall, "cores": cores, "ranks": ranks},
-    )
-
-
-def _idle_gpu(evidence: Evidence) -> Iterator[Advice]:
-    found = [(idle_sentence(rank["gpu"], evidence.wall), rank) for rank in evidence.ranks if "gpu" in rank]
-    (words, remedy, lost), rank = max(found, key=lambda one: one[0][2], default=(("", "", 0.0), {}))
-    if lost >= 0.1:  # what the data and the links take, other rules tell
-        yield Advice("slow", f"The GPU of rank {rank['rank']} {words}", remedy, lost, dict(rank["gpu"]))
-
-
 def _stragglers(evidence: Evidence) -> Iterator[Advice]:
     for straggler in evidence.stragglers if evidence.ranks else ():  # shares are of a step, which ranks tell
         excess = straggler["excess"]
@@ -265,8 +227,6 @@ def _communication(evidence: Evidence) -> Iterator[Advice]:
     least = evidence.of("StepBreakdown").get("communication_least")
     if not least or not evidence.has_all_ranks or min(least) / evidence.wall < WORTH_SAYING:
         return
-    if evidence.lacking is not None:  # nothing is known about the links
-        return
     # One value per stage; their least is held up by nothing but communication, on every rank.
     wait = min(least)
     share = wait / evidence.wall
@@ -313,7 +273,7 @@ _COMPRESSED = {f"{name}Strategy": f"Compressed{name}Strategy" for name in ("DDP"
 def _uneven_ranks(evidence: Evidence) -> Iterator[Advice]:
     """Advise on waits between ranks of one stage beyond those that they share, if no rank is late in most steps."""
     least = evidence.of("StepBreakdown").get("communication_least")
-    if not least or not evidence.has_all_ranks or evidence.stragglers or evidence.lacking:  # these explain the waits
+    if not least or not evidence.has_all_ranks or evidence.stragglers:  # these explain the waits
         return
     stages: dict[int, list[tuple[float, int]]] = {}
     for rank in evidence.ranks:
@@ -427,8 +387,6 @@ def _bubble_growth(evidence: Evidence) -> Iterator[Advice]:
         after = bubble.get(after_key)
         if before is None or after is None or after - before < WORTH_SAYING:
             continue
-        if after_key == "measured" and evidence.lacking is not None:
-            continue
         yield Advice(
             "slow",
             f"{cause} {percent(after - before)} to the pipeline's bubble ({percent(before)} to {percent(after)})",
@@ -510,10 +468,8 @@ RULES: tuple[Rule, ...] = (
     _loss_not_finite,
     _monitors_found,
     _desynchronised,
-    _few_processors,
     _long_phases,
     _pauses,
-    _idle_gpu,
     _stragglers,
     _compressing,
     _communication,

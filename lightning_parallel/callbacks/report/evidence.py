@@ -8,15 +8,12 @@ from typing import Any, Literal
 
 from lightning_parallel.callbacks.monitors.step_times import training_seconds
 
-__all__ = ["WORTH_SAYING", "Advice", "Evidence", "Report", "processor_lack"]
+__all__ = ["WORTH_SAYING", "Advice", "Evidence", "Report"]
 
 Report = Mapping[str, Any]
 
 WORTH_SAYING = 0.03
 """Share of a step from which a loss of time is mentioned."""
-
-LACKS_PROCESSOR = 0.1
-"""Share of a step for which a thread could have run while others did, from which waits say nothing about links."""
 
 
 @dataclass(frozen=True)
@@ -69,12 +66,6 @@ class Evidence:
         return float(useful / sum(map(training_seconds, self.ranks)))
 
     @property
-    def lacking(self) -> Report | None:
-        """Give the rank whose thread that trains waits longest for a processor, if that is a large share of a step."""
-        found = max(self.ranks, key=processor_lack, default=None)
-        return None if found is None or processor_lack(found) < LACKS_PROCESSOR else found
-
-    @property
     def has_all_ranks(self) -> bool:
         """Whether several ranks were measured, and all of them."""
         return len(self.ranks) == self.run.get("world_size", len(self.ranks)) > 1
@@ -87,8 +78,3 @@ class Evidence:
         late = {(one["rank"], one.get("cause")) for one in self.stragglers}
         times = [(rank[phase], rank["rank"]) for rank in self.ranks if phase in rank]
         return max((time for time in times if (time[1], phase) not in late), default=(0.0, 0))
-
-
-def processor_lack(rank: Report) -> float:
-    """Return the share of a step for which a rank's thread that trains waited for a processor; 0 if that is unknown."""
-    return float(rank.get("processor_wait", 0.0)) / training_seconds(rank)

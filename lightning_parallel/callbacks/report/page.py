@@ -212,7 +212,7 @@ def _steps(report: Report) -> dict[str, Any] | None:
         return None
     mesh = _mesh(report)
     present = {name: words for name, words in PHASE_LABELS.items() if any(rank.get(name) for rank in ranks)}
-    names = (*present, "communication_hidden", "wall", "processor_wait")
+    names = (*present, "communication_hidden", "wall")
     # Labels of ranks name axes by a letter, which the page explains where some rank has a coordinate.
     located = any(rank.get("coordinate") for rank in ranks)
     return {
