@@ -470,6 +470,6 @@ def _share_of(peak: PeakFlops, session: Session) -> PeakFlops:
     threads = torch.get_num_threads()
     share = min(1.0, session.cores / threads)
     flops, source = peak
-    return (
-        (flops, source) if share == 1 else (share * flops, f"{source}, {session.cores:g} cores for {threads} threads")
-    )
+    if share == 1:
+        return peak
+    return share * flops, f"{source}, {session.cores:g} cores for {threads} threads"

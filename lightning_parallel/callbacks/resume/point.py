@@ -10,7 +10,7 @@ from lightning.pytorch import Trainer
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 
 from lightning_parallel.callbacks.monitors.global_batch import GlobalBatch, adapt_trainer
-from lightning_parallel.callbacks.monitors.learning_rate import LearningRateScaling, scale_learning_rates
+from lightning_parallel.callbacks.monitors.learning_rate import LearningRateScaling, StepRates
 from lightning_parallel.callbacks.resume.data import ResumableSampler, TrainingData, TrainingLoader
 from lightning_parallel.compat import Patches
 from lightning_parallel.compat.interrupted import (
@@ -40,6 +40,7 @@ class ResumePoint:
         self._patches = Patches()
         self._given_accumulate = trainer.accumulate_grad_batches
         self._first: GlobalBatch | None = None
+        self._rates: StepRates | None = None
         self._saved: dict[str, Any] | None = None
         # Samples that were skipped when the epoch was resumed, and the count of batches at that place.
         self._skipped = self._skipped_batches = 0
@@ -123,8 +124,9 @@ class ResumePoint:
             if then.samples != now.samples and not self._rescale:
                 now = then.kept_by(now.replicas, now.batch_size)
         adapt_trainer(self.trainer, first, now, self._patches)
-        if now.samples != then.samples:
-            self._scale(now.samples / then.samples)
+        # Checkpoints have the plain rates, which were chosen for the first start.
+        if now.samples != first.samples:
+            self._scale(now.samples / first.samples)
         samples = saved["samples"]
         if now.at_once != then.at_once:
             # From the end, so that the epoch has as many batches as are left of it.
@@ -135,14 +137,14 @@ class ResumePoint:
         order.begin(saved["epoch"], samples)
 
     def _scale(self, factor: float) -> None:
-        # That callback knows by how much they are scaled already, and by which rule.
+        # That callback multiplies by a rule of the user.
         if any(isinstance(callback, LearningRateScaling) for callback in self.trainer.callbacks):  # type: ignore[attr-defined]
             return
         rank_zero_warn(
             f"AutoResume: learning rates are multiplied by {factor:g}, because optimizer steps have {factor:g} times as"
             " many samples"
         )
-        scale_learning_rates(self.trainer, factor)
+        self._rates = StepRates(self.trainer, lambda: factor, "AutoResume")
 
     def go_on(self, fetcher: Any, saved: dict[str, Any]) -> None:
         """Begin with the first batch that was not read, of loaders that were prepared.
@@ -206,6 +208,8 @@ class ResumePoint:
 
     def release(self) -> None:
         """Give loaders and trainer what they had."""
+        if self._rates is not None:
+            self._rates.close()
         self._patches.undo()
         self._data.release()
 
