@@ -16,9 +16,15 @@ from torch.utils.data import (
     WeightedRandomSampler,
 )
 
-from lightning_parallel import HybridParallelStrategy, TensorParallelStrategy, comm
-from lightning_parallel.callbacks.monitors.data_sharding import DataShardingMonitor, ShardingAccumulator
-from lightning_parallel.callbacks.monitors.sample_tracking import EpochEnd, ReadReport, TrackedLoader, sample_hashes
+from lightning_parallel import AutoResume, HybridParallelStrategy, TensorParallelStrategy, comm
+from lightning_parallel.callbacks.monitors.data_sharding import (
+    DataShardingMonitor,
+    EpochEnd,
+    ReadReport,
+    ShardingAccumulator,
+    TrackedLoader,
+    sample_hashes,
+)
 from tests.harness import distributed
 from tests.strategies.models import Net, Samples, trainer_for
 from tests.strategies.test_pipeline import Deep
@@ -156,7 +162,7 @@ def test_a_tracked_loader_yields_the_same_batches_and_is_restored():
             places.append(watched.next_indices().tolist())
         assert places == [[0, 1, 2], [3, 4, 5], [6, 7, 8], [9]]
         assert watched.is_exhausted
-    assert watched.coverage() == (10, 0)
+    assert (watched.facts.size, watched.facts.may_drop) == (10, 0)
     watched.release()
     assert type(loader.batch_sampler) is BatchSampler
     unreadable = TrackedLoader(DataLoader(data, batch_sampler=[[0, 1], [2]]))
@@ -164,7 +170,7 @@ def test_a_tracked_loader_yields_the_same_batches_and_is_restored():
 
 
 def test_bad_arguments():
-    with pytest.raises(ValueError, match="`every_n_batches` must be at least 1"):
+    with pytest.raises(ValueError, match="`every_n_batches` must be .* at least 1"):
         DataShardingMonitor(every_n_batches=0)
 
 
@@ -265,6 +271,34 @@ def test_mistakes_are_named(mistake, group):
     assert {name for name, _ in found(report)} == expected
     assert all(ranks == [0, 1] for _, ranks in found(report))
     assert report["known_by"] == known_by
+
+
+@distributed(world_size=2)
+def test_the_findings_are_the_same_beside_auto_resume(group, tmp_path):
+    """`AutoResume` puts a sampler of its own in the place of the user's, whose promises stay."""
+
+    def watched(name, sampler):
+        loader, resume = DataLoader(data, batch_size=4, sampler=sampler), AutoResume(str(tmp_path / name))
+        return fit(loader, group, DDPStrategy(), callbacks=[resume])
+
+    data = Samples()
+    report = watched("wrong rank", DistributedSampler(data, 2, 0))
+    assert {name for name, _ in found(report)} == {"overlap", "missing"}
+    report = watched("drawn", WeightedRandomSampler(torch.rand(32), 32))
+    assert report["findings"] == []
+    assert "known_by" not in report
+
+
+def test_a_loader_that_is_used_in_each_epoch_gets_its_sampler_back():
+    class Kept(Net):
+        loader = DataLoader(Samples(), batch_size=4, shuffle=True)
+
+        def train_dataloader(self):
+            return self.loader
+
+    report = fit(None, module=Kept().double(), reload_dataloaders_every_n_epochs=1, max_epochs=3)
+    assert (report["findings"], report["known_by"]) == ([], "place")
+    assert type(Kept.loader.batch_sampler) is BatchSampler
 
 
 class Wandering(Sampler):

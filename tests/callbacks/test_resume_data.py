@@ -15,14 +15,15 @@ from torch.utils.data import (
     DistributedSampler,
     IterableDataset,
     RandomSampler,
+    SequentialSampler,
     WeightedRandomSampler,
 )
 
 from lightning_parallel import AutoResume, DataShardingMonitor, callbacks
+from lightning_parallel.callbacks.monitors.data_order import LoaderFacts, ResumableSampler
 from lightning_parallel.callbacks.monitors.global_batch import GlobalBatch
-from lightning_parallel.callbacks.resume.data import ResumableSampler, TrainingData
 from lightning_parallel.callbacks.resume.folder import ResumeFolder
-from lightning_parallel.callbacks.resume.point import ResumePoint
+from lightning_parallel.callbacks.resume.point import ResumePoint, TrainingData
 from lightning_parallel.checkpoint.folder import new_key
 from tests.callbacks.test_auto_resume import Dropping, Interrupt, Interruption, assert_equal_weights, fit, loader_of
 from tests.strategies.models import Samples, trainer_for
@@ -299,6 +300,48 @@ def test_the_order_is_that_of_a_distributed_sampler_for_any_number_of_replicas()
         whole = ResumableSampler(RandomSampler(data), 7)
         whole.set_epoch(3)
         assert together[:14] == list(whole)[8:]
+
+
+PROMISES = {
+    "shuffled": (lambda data: RandomSampler(data), LoaderFacts(22, True)),
+    "ascending": (lambda data: SequentialSampler(data), LoaderFacts(22, False)),
+    "own generator": (lambda data: RandomSampler(data, generator=torch.Generator()), LoaderFacts(22)),
+    "own sampler": (lambda data: OwnSampler(data), LoaderFacts(22)),
+    "a part": (lambda data: RandomSampler(data, num_samples=9), LoaderFacts()),
+    "with replacement": (lambda data: RandomSampler(data, replacement=True), LoaderFacts(replaced=True)),
+    "weighted": (lambda data: WeightedRandomSampler(torch.rand(22), 22), LoaderFacts(replaced=True)),
+    "of a replica": (
+        lambda data: DistributedSampler(data, 2, 0, shuffle=False, drop_last=True),
+        LoaderFacts(22, False, divides=True, may_drop=1),
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", PROMISES)
+def test_promises_of_a_sampler_hold_for_the_resumable_one(kind):
+    make, promised = PROMISES[kind]
+    data = Samples(length=22)
+    for drop_last in (False, True):
+        loader = DataLoader(data, 4, sampler=make(data), drop_last=drop_last)
+        expected = promised._replace(may_drop=promised.may_drop + 3 * drop_last)
+        assert LoaderFacts.of(loader) == expected
+        added = TrainingData(0, (2, 1)).add(loader, True, lambda: loader)  # noqa: B023
+        assert isinstance(added.order, ResumableSampler)
+        assert LoaderFacts.of(loader) == expected._replace(divides=True)
+        added.undo()
+
+
+def test_promises_of_batch_samplers():
+    data = Samples(length=22)
+    drawn = BatchSampler(RandomSampler(data, replacement=True), 4, False)
+    assert LoaderFacts.of(DataLoader(data, batch_sampler=drawn)) == LoaderFacts(replaced=True)
+    of_a_replica = BatchSampler(DistributedSampler(data, 2, 1), 4, False)
+    assert LoaderFacts.of(DataLoader(data, batch_sampler=of_a_replica)).divides
+    loader = DataLoader(data, batch_sampler=OwnBatches(range(22), 4, False))
+    before = LoaderFacts.of(loader)
+    TrainingData(0, (1, 0)).add(loader, False, lambda: loader)
+    assert LoaderFacts.of(loader) == before == LoaderFacts(22, False)
+    assert LoaderFacts.of(DataLoader(Stream(), 4)) == LoaderFacts.of([1, 2]) == LoaderFacts()
 
 
 def test_a_replica_that_reads_all_samples_goes_on_after_its_own_batches(tmp_path):

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any, Optional
+from collections import deque
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Sized
+from dataclasses import dataclass, field
+from numbers import Integral
+from typing import Any, Literal, Optional
 
 import numpy
 import torch
@@ -12,23 +15,232 @@ from lightning.pytorch.utilities import rank_zero_warn
 from rich import box
 from rich.table import Table
 from torch import Tensor
+from torch.utils.data import DataLoader, IterableDataset
 from typing_extensions import override
 
-from lightning_parallel.callbacks.monitors.sample_tracking import (
-    NO_SAMPLES,
-    EpochEnd,
-    KnownBy,
-    ReadReport,
-    SampleTracker,
-    TrackedLoader,
-)
+from lightning_parallel.callbacks.monitors.data_order import LoaderFacts
 from lightning_parallel.callbacks.recording.measuring import Accumulator, MeasuringCallback
+from lightning_parallel.comm import fingerprint, fingerprints, row_fingerprints
 from lightning_parallel.compat import Patches
+from lightning_parallel.compat.torch import pytree
+from lightning_parallel.compression.compressor import check_integer
 
-__all__ = ["DataShardingMonitor", "ShardingAccumulator"]
+__all__ = ["DataShardingMonitor", "EpochEnd", "ReadReport", "ShardingAccumulator", "TrackedLoader", "sample_hashes"]
 
 MIN_SHARE = 0.01
 """Share of the samples up to which equal contents are taken for duplicates in the data set itself."""
+
+
+KnownBy = Literal["place", "content", ""]
+"""Way to tell samples apart: by their place in the data set, by their content, or not at all."""
+
+NO_SAMPLES = torch.zeros(0, dtype=torch.int64)
+
+MIN_ORDER = 8
+"""Samples below which the orders of two epochs may be equal by chance."""
+
+
+@dataclass(frozen=True)
+class EpochEnd:
+    """Facts of one rank about an epoch that has ended.
+
+    Attributes:
+        is_whole: Whether the loader was read to its end.
+        order: Hash of the order of its samples, if that looks shuffled.
+        samples: Number of samples of which each should come once; None if the sampler does not promise that.
+        may_drop: How many of them this rank may leave out.
+    """
+
+    is_whole: bool
+    order: int | None
+    samples: int | None
+    may_drop: int
+
+
+@dataclass(frozen=True)
+class ReadReport:
+    """The samples that a rank has read since its last report.
+
+    Attributes:
+        replica: The replica whose part of the data it reads.
+        steps: Step of each batch.
+        samples: Indices in the data set, or hashes of contents.
+        contents: A hash of each batch; empty where no other rank should read the same.
+        end: Set at the end of an epoch.
+    """
+
+    replica: int
+    steps: list[int] = field(default_factory=list)
+    samples: Tensor = NO_SAMPLES
+    contents: list[int] = field(default_factory=list)
+    end: EpochEnd | None = None
+
+
+def sample_hashes(batch: Any) -> Tensor | None:
+    """Hash each sample of a batch: (samples,), from the tensors that have one row per sample.
+
+    None if there is no such tensor. The first one determines the number of samples.
+    """
+    tensors = [leaf for leaf in pytree.tree_leaves(batch) if isinstance(leaf, Tensor) and leaf.dim() > 0]
+    if not tensors:
+        return None
+    rows = [row_fingerprints(tensor) for tensor in tensors if len(tensor) == len(tensors[0])]
+    hashes = torch.zeros_like(rows[0])
+    # An order of tensors is part of the sample: exchanged inputs and labels must not be equal.
+    for row in rows:
+        hashes = hashes * 31 + row.to(hashes.device)
+    return hashes
+
+
+class TrackedLoader:
+    """A training loader whose sampler is observed while it is read, until `release`.
+
+    Args:
+        loader: As the Trainer uses it.
+
+    Attributes:
+        loader: As given.
+        facts: Promises of its sampler.
+    """
+
+    def __init__(self, loader: object) -> None:
+        self._issued: deque[list[Any]] = deque()
+        self._sampler: Any = None
+        self._patches = Patches()
+        self._taken = 0
+        self.loader = loader
+        # Before the sampler is observed, which changes its class.
+        self.facts = LoaderFacts.of(loader)
+        if not isinstance(loader, DataLoader) or isinstance(loader.dataset, IterableDataset):
+            return
+        # A loader with a state may resume in the middle of a pass: its batches do not match the order of the sampler.
+        if not hasattr(loader, "load_state_dict"):
+            self._observe(loader.sampler if loader.batch_sampler is None else loader.batch_sampler)
+
+    def _observe(self, sampler: Any) -> None:
+        kind = type(sampler)
+
+        def iterate(sampler: Any) -> Iterator[Any]:
+            return self.track(kind.__iter__(sampler))
+
+        # A subclass, since a wrapper would hide attributes such as `set_epoch`, and others look at the type.
+        tracked = type(kind.__name__, (kind,), {"__module__": kind.__module__, "__iter__": iterate})
+        try:
+            self._patches.replace(sampler, "__class__", tracked)
+        except TypeError:  # not possible for builtin types, such as a list of batches
+            return
+        self._sampler = sampler
+
+    def release(self) -> None:
+        """Give the sampler its class back."""
+        if self._sampler is not None:
+            self._patches.undo()
+            self._sampler = None
+
+    @property
+    def knows_indices(self) -> bool:
+        """Whether the indices of samples in the data set are known."""
+        return self._sampler is not None
+
+    def track(self, batches: Iterable[Any]) -> Iterator[Any]:
+        """Begin a pass, and keep the indices that the sampler yields in it."""
+        # Workers prefetch: the sampler is ahead of training, and a pass that was stopped leaves indices behind. Hence a
+        # new queue for each pass, which iterators of earlier passes do not write to.
+        issued = self._issued = deque[list[Any]]()
+        self._taken = 0
+
+        def yield_tracked() -> Iterator[Any]:
+            for batch in batches:
+                issued.append(list(batch) if isinstance(batch, (list, tuple)) else [batch])
+                yield batch
+
+        return yield_tracked()
+
+    def next_indices(self) -> Tensor | None:
+        """Take the indices of the next batch: loaders return batches in the order in which the sampler yields them."""
+        indices = self._issued.popleft() if self._issued else [None]
+        self._taken += 1
+        # Samplers may yield keys of any kind.
+        if not all(isinstance(index, Integral) for index in indices):
+            return None
+        return torch.tensor(indices, dtype=torch.int64)
+
+    @property
+    def is_exhausted(self) -> bool:
+        """Whether all batches of a pass were taken."""
+        return isinstance(self._sampler, Sized) and self._taken == len(self._sampler)
+
+
+class SampleTracker:
+    """Collects the samples that this rank reads, until they are reported.
+
+    Args:
+        loader: The training loader, if there is just one.
+        replica: The replica whose part of the data is read.
+        known_by: How all ranks tell samples apart.
+        has_peers: Whether other ranks should read the same batches.
+
+    Attributes:
+        loader: As given; may be replaced between two epochs.
+    """
+
+    def __init__(self, loader: TrackedLoader | None, replica: int, known_by: KnownBy, has_peers: bool) -> None:
+        self.loader = loader
+        self._replica = replica
+        self._known_by = known_by
+        self._has_peers = has_peers
+        self._steps: list[int] = []
+        self._samples: list[Tensor] = []
+        self._contents: list[Tensor] = []
+        self._order: list[Tensor] = []
+        self._has_gaps = False
+
+    @property
+    def batches(self) -> int:
+        """Number of batches since the last report."""
+        return len(self._steps)
+
+    @property
+    def pending(self) -> Tensor:
+        """Samples of these batches."""
+        return torch.cat([NO_SAMPLES, *(samples.cpu() for samples in self._samples)])
+
+    def add(self, step: int, batch: Any) -> None:
+        """Add a batch."""
+        self._steps.append(step)
+        indices = None if self.loader is None else self.loader.next_indices()
+        self._has_gaps |= indices is None
+        if indices is not None:
+            self._order.append(indices)
+        # Hashes read the whole batch, on its device; they are taken only where they are needed.
+        needs_hashes = self._has_peers or self._known_by == "content"
+        hashes = sample_hashes(batch) if needs_hashes else None
+        samples = indices if self._known_by == "place" else hashes
+        if self._known_by and samples is not None:
+            self._samples.append(samples)
+        # Peers need an entry for each batch, also for one without tensors, to be compared step by step.
+        if self._has_peers:
+            self._contents.append(NO_SAMPLES if hashes is None else hashes)
+
+    def take_report(self, epoch_has_ended: bool = False) -> ReadReport:
+        """Report the samples read since the last report."""
+        end = self._end_epoch() if epoch_has_ended else None
+        report = ReadReport(self._replica, self._steps, self.pending, fingerprints(self._contents), end)
+        self._steps = []
+        self._samples = []
+        self._contents = []
+        return report
+
+    def _end_epoch(self) -> EpochEnd:
+        indices = torch.cat([NO_SAMPLES, *self._order])
+        # An order that is filled up from its beginning goes back once without being shuffled.
+        is_shuffled = len(indices) >= MIN_ORDER and int((indices.diff() < 0).sum()) > 1
+        order = fingerprint(indices) if is_shuffled and not self._has_gaps else None
+        is_whole = self.loader is not None and self.loader.is_exhausted and not self._has_gaps
+        facts = LoaderFacts() if self.loader is None else self.loader.facts
+        self._order = []
+        self._has_gaps = False
+        return EpochEnd(is_whole, order, facts.size, facts.may_drop)
 
 
 class ShardingAccumulator(Accumulator):
@@ -278,8 +490,7 @@ class DataShardingMonitor(MeasuringCallback[ShardingAccumulator]):
 
     def __init__(self, every_n_batches: int = 50, dirpath: Optional[str] = None, show_table: bool = True) -> None:
         super().__init__(dirpath=dirpath, show_table=show_table)
-        if every_n_batches < 1:
-            raise ValueError(f"`every_n_batches` must be at least 1; got {every_n_batches}")
+        check_integer("every_n_batches", every_n_batches, least=1)
         self.every_n_batches = every_n_batches
         self._loaders: list[TrackedLoader] = []
         self._tracker: SampleTracker | None = None
@@ -296,18 +507,23 @@ class DataShardingMonitor(MeasuringCallback[ShardingAccumulator]):
         def process_and_track(dataloader: object) -> object:
             dataloader = process(dataloader)
             if trainer.training:
-                self._add(TrackedLoader(dataloader))
+                self._track(dataloader)
             return dataloader
 
         # Lightning has no hook between the creation of a loader and the first pass over it.
         self._patches.replace(trainer.strategy, "process_dataloader", process_and_track)
 
-    def _add(self, loader: TrackedLoader) -> None:
-        if self._tracker is not None and self._tracker.loader is not None:  # a new one for the next epoch
+    def _track(self, loader: object) -> None:
+        # A module may return the same loader for each epoch: its sampler is observed already.
+        if any(known.loader is loader for known in self._loaders):
+            return
+        if self._tracker is not None and self._tracker.loader is not None:  # a new loader for the next epoch
             self._tracker.loader.release()
             self._loaders.clear()
-            self._tracker.loader = loader
-        self._loaders.append(loader)
+            self._tracker.loader = TrackedLoader(loader)
+            self._loaders.append(self._tracker.loader)
+        else:
+            self._loaders.append(TrackedLoader(loader))
 
     @override
     def accumulate(self, trainer: Trainer, pl_module: LightningModule) -> ShardingAccumulator:
@@ -336,9 +552,9 @@ class DataShardingMonitor(MeasuringCallback[ShardingAccumulator]):
             self._resumed = {}
 
     def _known_by(self, loader: TrackedLoader | None) -> KnownBy:
-        if loader is None or loader.has_replacement:
+        if loader is None or loader.facts.replaced:
             return ""
-        is_index_unique = loader.divides or self._replicas == 1
+        is_index_unique = loader.facts.divides or self._replicas == 1
         return "place" if loader.knows_indices and is_index_unique else "content"
 
     def _agreed(self, known_by: KnownBy) -> KnownBy:

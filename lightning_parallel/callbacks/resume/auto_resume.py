@@ -16,9 +16,8 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from typing_extensions import override
 
 from lightning_parallel import comm
-from lightning_parallel.callbacks.resume.data import TrainingData
 from lightning_parallel.callbacks.resume.folder import ResumeFolder, SaveClock
-from lightning_parallel.callbacks.resume.point import ResumePoint
+from lightning_parallel.callbacks.resume.point import ResumePoint, TrainingData
 from lightning_parallel.callbacks.resume.rank_state import rank_state, restore_metrics, restore_random
 from lightning_parallel.comm import Group
 from lightning_parallel.compat import Patches, patched

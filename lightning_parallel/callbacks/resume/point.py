@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import asdict
-from typing import Any
+from dataclasses import asdict, dataclass
+from typing import Any, Literal
 
 from lightning.pytorch import Trainer
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
+from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, IterableDataset
 
+from lightning_parallel.callbacks.monitors.data_order import ResumableBatches, ResumableSampler
 from lightning_parallel.callbacks.monitors.global_batch import GlobalBatch, adapt_trainer
 from lightning_parallel.callbacks.monitors.learning_rate import LearningRateScaling, StepRates
-from lightning_parallel.callbacks.resume.data import ResumableSampler, TrainingData, TrainingLoader
 from lightning_parallel.compat import Patches
 from lightning_parallel.compat.interrupted import (
     batches_done,
@@ -21,7 +22,120 @@ from lightning_parallel.compat.interrupted import (
     set_batches_done,
 )
 
-__all__ = ["ResumePoint"]
+__all__ = ["LoaderKind", "ResumePoint", "TrainingData", "TrainingLoader"]
+
+
+LoaderKind = Literal["samples", "local", "batches", "read", "stateful"]
+"""How a loader goes on: by samples of all replicas, by those of its own, by batches, by reading again, by itself."""
+
+
+@dataclass
+class TrainingLoader:
+    """A training loader, and what decides its order."""
+
+    loader: Any
+    kind: LoaderKind
+    order: ResumableSampler | ResumableBatches | None
+    undo: Callable[[], None]
+
+    @property
+    def batch_size(self) -> int:
+        """Samples of a batch; 1 where batches are made by a batch sampler of the user's, or elsewhere."""
+        return getattr(self.loader, "batch_size", None) or 1
+
+    @property
+    def num_replicas(self) -> int:
+        """Replicas among which its samples are divided."""
+        return self.order.num_replicas if isinstance(self.order, ResumableSampler) else 1
+
+    @property
+    def digest(self) -> str:
+        """Tells orders apart, where the order is known."""
+        return "" if self.order is None else self.order.digest
+
+
+class TrainingData:
+    """The training loaders of a run, with resumable samplers in place of the user's.
+
+    Args:
+        seed: Seed of the run, equal on all ranks.
+        replicas: How many replicas there are, and which of them this is.
+    """
+
+    def __init__(self, seed: int, replicas: tuple[int, int]) -> None:
+        self.seed = seed
+        self.num_replicas, self.replica = replicas
+        self.loaders: list[TrainingLoader] = []
+
+    def add(self, loader: Any, divides: bool, default: Callable[[], Any]) -> TrainingLoader:
+        """Give a loader a sampler that can go on within an epoch.
+
+        Args:
+            loader: The user's loader.
+            divides: Whether its samples are to be divided among the replicas.
+            default: Prepares it as Lightning does.
+        """
+        known = next((added for added in self.loaders if added.loader is loader), None)
+        if known is not None:
+            return known  # it was asked for anew, for another epoch
+        if hasattr(loader, "state_dict") and hasattr(loader, "load_state_dict"):
+            added = TrainingLoader(default(), "stateful", None, _nothing)
+        elif not isinstance(loader, DataLoader) or isinstance(loader.dataset, IterableDataset):
+            added = TrainingLoader(default(), "read", None, _nothing)
+        elif type(loader.batch_sampler) not in (BatchSampler, type(None)):
+            loader = default()
+            added = self._replace(loader, "batches", ResumableBatches(loader.batch_sampler, self.seed))
+        else:
+            added = self._by_samples(loader, divides, default)
+        self.loaders.append(added)
+        return added
+
+    def _by_samples(self, loader: DataLoader, divides: bool, default: Callable[[], Any]) -> TrainingLoader:
+        source: Any = loader.sampler
+        if type(source) is DistributedSampler:
+            order = ResumableSampler(source, self.seed, source.num_replicas, source.rank, source.drop_last)
+            return self._replace(loader, "samples", order)
+        if not hasattr(source, "__len__"):
+            return TrainingLoader(default(), "read", None, _nothing)
+        if isinstance(source, DistributedSampler) or (self.num_replicas > 1 and not divides):
+            return self._replace(loader, "local", ResumableSampler(source, self.seed))
+        place = (self.num_replicas, self.replica) if divides else (1, 0)
+        return self._replace(loader, "samples", ResumableSampler(source, self.seed, *place))
+
+    def _replace(self, loader: Any, kind: LoaderKind, order: ResumableSampler | ResumableBatches) -> TrainingLoader:
+        # In the loader itself: to build another one of a class of the user's may fail. It forbids to set these.
+        own, name = vars(loader), "batch_sampler" if kind == "batches" else "sampler"
+        before, batches = own[name], None if kind == "batches" else own.get("batch_sampler")
+        own[name] = order
+        if batches is not None:
+            batches.sampler = order
+
+        def undo() -> None:
+            own[name] = before
+            if batches is not None:
+                batches.sampler = before
+
+        return TrainingLoader(loader, kind, order, undo)
+
+    def begin_epoch(self, epoch: int, loaders: list[Any]) -> None:
+        """Begin an epoch at its first batch, in the loaders that are in use; the others are let go."""
+        in_use = {id(loader) for loader in loaders}
+        for loader in [added for added in self.loaders if id(added.loader) not in in_use]:
+            self.loaders.remove(loader)
+            loader.undo()
+        for loader in self.loaders:
+            if loader.order is not None and loader.order.epoch != epoch:
+                loader.order.begin(epoch)
+
+    def of(self, loaders: list[Any]) -> list[TrainingLoader]:
+        """Return what was added for the loaders that are in use."""
+        known = {id(added.loader): added for added in self.loaders}
+        return [known.get(id(loader)) or TrainingLoader(loader, "read", None, _nothing) for loader in loaders]
+
+    def release(self) -> None:
+        """Give all loaders their own samplers again."""
+        while self.loaders:
+            self.loaders.pop().undo()
 
 
 class ResumePoint:
@@ -216,3 +330,7 @@ class ResumePoint:
 
 def _num_batches(samples: int, batch_size: int, drop_last: bool) -> int:
     return samples // batch_size if drop_last else -(-samples // batch_size)
+
+
+def _nothing() -> None:
+    pass
