@@ -26,7 +26,6 @@ __all__ = [
     "count_text",
     "expose",
     "gap_text",
-    "merge_steps",
     "percent",
     "printable",
     "rank_label",
@@ -245,7 +244,6 @@ class StepSampler(Generic[T]):
     def __init__(self, most: int) -> None:
         self._most = most
         self._stride = 1
-        self._last_taken = -1
         self.values: dict[int, T] = {}
 
     def add(self, step: int, value: T) -> None:
@@ -256,25 +254,6 @@ class StepSampler(Generic[T]):
         while len(self.values) > self._most:
             self._stride *= 2
             self.values = {step: value for step, value in self.values.items() if step % self._stride == 0}
-
-    def take_new(self) -> dict[str, Any]:
-        """Return what was added since the last call, for `merge_steps`."""
-        new = {step: value for step, value in self.values.items() if step > self._last_taken}
-        self._last_taken = max(new, default=self._last_taken)
-        return {"steps": new, "stride": self._stride}
-
-
-def merge_steps(before: Mapping[int, T], new: Mapping[str, Any]) -> dict[int, T]:
-    """Return the values of a `StepSampler` from those of before and what `take_new` has given since.
-
-    >>> sampler, values = StepSampler[float](most=4), {}
-    >>> for step in range(10):
-    ...     sampler.add(step, 2.0 * step)
-    ...     values = merge_steps(values, sampler.take_new())
-    >>> values == sampler.values
-    True
-    """
-    return {step: value for step, value in {**before, **new["steps"]}.items() if step % new["stride"] == 0}
 
 
 # -------------------------------------------------------------------------------------------------- as people read them

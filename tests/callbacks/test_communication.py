@@ -186,23 +186,6 @@ def test_skew_between_hosts_has_an_uncertainty():
     assert record["latency"] == pytest.approx(210e-9), "that of the rank that waits least needs no clock"
 
 
-def test_the_first_rank_needs_only_what_is_new():
-    calls = {("data_parallel", (0, 1), ""): CallCounter()}
-    accumulator, merged = CommunicationAccumulator(0, None, calls, []), None
-    for step in range(5):
-        for number in range(20):
-            calls["data_parallel", (0, 1), ""].add("all_reduce", 20 * step + number, "float32")
-        spans = [collective(100 * n, 100 * n + 9, sequence=n) for n in range(7 * step, 7 * step + 7)]
-        accumulator.add(window(*spans))
-        new = accumulator.share_new()
-        ((*_, samples),) = new["kinds"].values()
-        assert len(samples) == 7
-        ((*_, recent),) = new["calls"].values()
-        assert len(recent) == 20
-        merged = accumulator.merge(merged, new)
-    assert merged == accumulator.share()
-
-
 def message(op, peer, start_ns, end_ns, blocked_ns):
     facts = {"axis": "pipeline_parallel", "op": op, "bytes": 64, "ranks": (0, 1), "dtype": "float32", "peer": peer}
     return Span("communication", op, start_ns, end_ns, 0, blocked_ns=blocked_ns, sequence=0, tag=1, **facts)

@@ -13,7 +13,7 @@ from rich import box
 from rich.table import Table
 from typing_extensions import override
 
-from lightning_parallel.callbacks.recording.clocks import ClockOffset, uncertainty_of
+from lightning_parallel.callbacks.recording.clocks import NOT_COMPARED, ClockOffset, on_one_clock
 from lightning_parallel.callbacks.recording.measuring import Accumulator, MeasuringCallback
 from lightning_parallel.tracing import CallCounter, Span, Window
 
@@ -81,8 +81,6 @@ class CommunicationAccumulator(Accumulator):
     ) -> None:
         self._rank = rank
         self._clocks = clocks
-        self._shared: Counter[CallKind] = Counter()
-        self._calls_shared: Counter[tuple[Any, ...]] = Counter()
         self._calls = calls
         self._missing = missing
         self._steps = 0
@@ -140,37 +138,10 @@ class CommunicationAccumulator(Accumulator):
         return {"rank": self._rank, "steps": self._steps, "kinds": kinds, "calls": calls, "apart": dict(self._apart)}
 
     @override
-    def share_new(self) -> dict[str, Any]:
-        shared = self.share()
-        for kind, (count, *_, samples) in shared["kinds"].items():
-            new = min(len(samples), count - self._shared[kind])
-            del samples[: len(samples) - new]
-            self._shared[kind] = count
-        for key, (count, _, recent) in shared["calls"].items():
-            del recent[: max(0, len(recent) - (count - self._calls_shared[key]))]
-            self._calls_shared[key] = count
-        return shared
-
-    @override
-    def merge(self, before: Any, new: Any) -> dict[str, Any]:
-        for kind, (*_, samples) in new["kinds"].items():
-            if before is not None and kind in before["kinds"]:
-                samples[:0] = before["kinds"][kind][-1]
-            del samples[:-SAMPLES]
-        for key, (*_, recent) in new["calls"].items():
-            if before is not None and key in before["calls"]:
-                recent[:0] = before["calls"][key][-1]
-            del recent[:-RECENT]
-        merged: dict[str, Any] = new
-        return merged
-
-    @override
     def summarize(self, shared: Sequence[dict[str, Any]]) -> dict[str, Any]:
         if not any(rank["steps"] for rank in shared):
             return {"records": [], "apart": [], "desynchronised": []}
-        uncertainty_ns = uncertainty_of(self._clocks, [rank["rank"] for rank in shared])
-        if self._clocks and uncertainty_ns is not None:
-            shared = [_shifted(rank, self._clocks[rank["rank"]].offset_ns) for rank in shared]
+        shared, uncertainty_ns = on_one_clock(shared, self._clocks, _shifted)
         # One record for each axis, not for each group: the groups along an axis do the same on other data.
         groups: defaultdict[tuple[Any, ...], list[tuple[dict[str, Any], CallKind]]] = defaultdict(list)
         for rank in shared:
@@ -184,7 +155,7 @@ class CommunicationAccumulator(Accumulator):
         report["desynchronised"] = list(_desynchronised(shared))
         missing = [*self._missing]
         if uncertainty_ns is None:
-            missing.append("The ranks run on several hosts, whose clocks were not compared. Skew is left out.")
+            missing.append(f"{NOT_COMPARED} Skew is left out.")
         return {**report, "missing": missing} if missing else report
 
     @override
@@ -389,7 +360,7 @@ def _matched(found: Iterable[tuple[dict[str, Any], CallKind]]) -> list[list[Call
 
 
 def _shifted(rank: dict[str, Any], offset_ns: int) -> dict[str, Any]:
-    """Express the times of a rank by another clock."""
+    """Move the times of a rank to another clock."""
     kinds = {
         kind: (
             *sums,

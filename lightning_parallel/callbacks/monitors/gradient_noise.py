@@ -84,28 +84,16 @@ class GradientNoiseAccumulator(Accumulator):
         self._mesh, self._rank, self._decay, self._latest = mesh, rank, decay, latest
         self._missing = list(missing)
         self._points: deque[NoisePoint] = deque(maxlen=_MOST_POINTS)
-        self._new: list[NoisePoint] = []
 
     def keep(self, point: NoisePoint) -> None:
         """Add a measured step; one whose gradients are not finite is left out."""
         # A rank leaves out what the others keep where it alone has met infinity: such steps are not complete.
         if isfinite(point.small) and isfinite(point.big):
             self._points.append(point)
-            self._new.append(point)
 
     @override
     def share(self) -> dict[str, Any]:
         return {"rank": self._rank, "points": list(self._points)}
-
-    @override
-    def share_new(self) -> dict[str, Any]:
-        new, self._new = self._new, []
-        return {"rank": self._rank, "points": new}
-
-    @override
-    def merge(self, before: Any, new: Any) -> Any:
-        points = [*(before["points"] if before else ()), *new["points"]]
-        return {"rank": new["rank"], "points": points[-_MOST_POINTS:]}
 
     @override
     def summarize(self, shared: Sequence[dict[str, Any]]) -> dict[str, Any]:

@@ -12,7 +12,7 @@ from rich import box
 from rich.table import Table
 from typing_extensions import override
 
-from lightning_parallel.callbacks.recording.clocks import ClockOffset, uncertainty_of
+from lightning_parallel.callbacks.recording.clocks import NOT_COMPARED, ClockOffset, on_one_clock
 from lightning_parallel.callbacks.recording.measuring import Accumulator, MeasuringCallback
 from lightning_parallel.mesh import PIPELINE, Mesh
 from lightning_parallel.pipeline.engine import PipelineEngine
@@ -62,7 +62,6 @@ class PipelineAccumulator(Accumulator):
         self._schedule = schedule
         self._clocks = clocks
         self._predicted_s = predicted_s
-        self._last_shared = -1
         row = schedule.rows[mesh.coordinate(rank).pipeline_parallel] if schedule is not None else ()
         self._actions = {str(action): action for action in row}  # spans are named by the text of their action
         self._count: Counter[tuple[int, Kind]] = Counter()
@@ -103,22 +102,12 @@ class PipelineAccumulator(Accumulator):
         return {"rank": self._rank, "costs": costs, "steps": list(self._steps), "last": last}
 
     @override
-    def share_new(self) -> dict[str, Any]:
-        new = [times for times in self._steps if times.step > self._last_shared]
-        self._last_shared = max((times.step for times in new), default=self._last_shared)
-        return {**self.share(), "steps": new}
-
-    @override
-    def merge(self, before: Any, new: Any) -> dict[str, Any]:
-        return {**new, "steps": [*([] if before is None else before["steps"]), *new["steps"]][-STEPS:]}
-
-    @override
     def summarize(self, shared: Sequence[dict[str, Any]]) -> dict[str, Any]:
         schedule = self._schedule
         if schedule is None:
             return {"missing": ["The strategy has no pipeline, so there is no timeline."]}
         # Only pipelines of which all ranks have answered: a bubble is that of the whole.
-        shared, uncertainty_ns = _on_one_clock(shared, self._clocks)
+        shared, uncertainty_ns = on_one_clock(shared, self._clocks, _shifted)
         by_rank = {rank["rank"]: rank for rank in shared}
         pipelines = [ranks for ranks in self._mesh.peers(PIPELINE) if all(_ran(by_rank.get(rank)) for rank in ranks)]
         if not pipelines:
@@ -134,10 +123,8 @@ class PipelineAccumulator(Accumulator):
         seconds = {} if self._predicted_s is None else {"predicted": self._predicted_s}
         seconds["simulated"] = planned.makespan_s
         if uncertainty_ns is None:
-            sentence = (
-                "The ranks run on several hosts, whose clocks were not compared. The measured bubble is left out."
-            )
-            return {**report, "bubble": bubble, "seconds": seconds, "missing": [sentence]}
+            missing = [f"{NOT_COMPARED} The measured bubble is left out."]
+            return {**report, "bubble": bubble, "seconds": seconds, "missing": missing}
         matched = [_common_steps([by_rank[rank] for rank in ranks]) for ranks in pipelines]
         bubble["measured"] = fmean(_bubble(step) for steps in matched for step in steps)
         lengths = [_length_ns(step) for steps in matched for step in steps]
@@ -371,19 +358,10 @@ def _length_ns(step: Sequence[StepTimes]) -> int:
     return max(times.end_ns for times in step) - min(times.start_ns for times in step)
 
 
-def _on_one_clock(
-    shared: Sequence[dict[str, Any]], clocks: Mapping[int, ClockOffset] | None
-) -> tuple[Sequence[dict[str, Any]], int | None]:
-    """Express the times of all ranks by the clock of the first; returns how far they may be off, None if unknown."""
-    uncertainty_ns = uncertainty_of(clocks, [rank["rank"] for rank in shared])
-    if clocks is None or uncertainty_ns is None:
-        return shared, uncertainty_ns
-    aligned = []
-    for rank in shared:
-        offset = clocks[rank["rank"]].offset_ns
-        steps = [
-            times._replace(start_ns=times.start_ns + offset, end_ns=times.end_ns + offset) for times in rank["steps"]
-        ]
-        last = [(name, start_ns + offset, end_ns + offset) for name, start_ns, end_ns in rank["last"]]
-        aligned.append({**rank, "steps": steps, "last": last})
-    return aligned, uncertainty_ns
+def _shifted(rank: dict[str, Any], offset_ns: int) -> dict[str, Any]:
+    """Move the times of a rank to another clock."""
+    steps = [
+        times._replace(start_ns=times.start_ns + offset_ns, end_ns=times.end_ns + offset_ns) for times in rank["steps"]
+    ]
+    last = [(name, start_ns + offset_ns, end_ns + offset_ns) for name, start_ns, end_ns in rank["last"]]
+    return {**rank, "steps": steps, "last": last}

@@ -17,7 +17,7 @@ from lightning_parallel.callbacks.recording.measuring import Accumulator, Measur
 from lightning_parallel.callbacks.recording.session import PHASES
 from lightning_parallel.mesh import PIPELINE
 from lightning_parallel.tracing import OTHER, Span, StepSampler, Window
-from lightning_parallel.tracing.spans import merge_steps, percent, seconds_text
+from lightning_parallel.tracing.spans import percent, seconds_text
 
 __all__ = [
     "BreakdownAccumulator",
@@ -90,14 +90,6 @@ class BreakdownAccumulator(Accumulator):
     def share(self) -> dict[str, Any]:
         means = self._means(self._total, self._steps) if self._steps else {}
         return {"row": {**self._rank_info, **means}, "waits": dict(self._waits.values)}
-
-    @override
-    def share_new(self) -> dict[str, Any]:
-        return {**self.share(), "waits": self._waits.take_new()}
-
-    @override
-    def merge(self, before: Any, new: Any) -> dict[str, Any]:
-        return {**new, "waits": merge_steps({} if before is None else before["waits"], new["waits"])}
 
     def _means(self, total_ns: Mapping[str, int], steps: int) -> dict[str, float]:
         """Return seconds per step; `wall` is the sum of the phases."""
@@ -361,14 +353,6 @@ class StragglerAccumulator(Accumulator):
     @override
     def share(self) -> dict[str, Any]:
         return {**self._rank_info, "steps": dict(self._steps.values)}
-
-    @override
-    def share_new(self) -> dict[str, Any]:
-        return {**self._rank_info, "steps": self._steps.take_new()}
-
-    @override
-    def merge(self, before: Any, new: Any) -> dict[str, Any]:
-        return {**new, "steps": merge_steps({} if before is None else before["steps"], new["steps"])}
 
     @override
     def summarize(self, shared: Sequence[dict[str, Any]]) -> dict[str, Any]:

@@ -71,7 +71,6 @@ class ThroughputAccumulator(Accumulator):
         self._seconds = 0.0
         self._points: list[CurvePoint] = []
         self._stride = 1
-        self._num_final = 0  # points that were shared and have not changed since
         self._logged = (0, 0, 0.0)
         self.flops: tuple[float, int] | None = None
         self.uncounted: list[str] = []
@@ -110,7 +109,6 @@ class ThroughputAccumulator(Accumulator):
             pairs = zip(self._points[::2], self._points[1::2])
             self._points = [_merged(*pair) for pair in pairs] + self._points[len(self._points) // 2 * 2 :]
             self._stride *= 2
-            self._num_final = 0
 
     @override
     def share(self) -> dict[str, Any]:
@@ -124,17 +122,6 @@ class ThroughputAccumulator(Accumulator):
             "peak": self._peak,
             "uncounted": self.uncounted,
         }
-
-    @override
-    def share_new(self) -> dict[str, Any]:
-        final = self._num_final
-        self._num_final = max(0, len(self._points) - 1)  # further steps may be added to the last one
-        return {**self.share(), "points": self._points[final:], "points_before": final}
-
-    @override
-    def merge(self, before: Any, new: Any) -> dict[str, Any]:
-        points = [] if before is None else before["points"]
-        return {**new, "points": points[: new["points_before"]] + new["points"]}
 
     @override
     def summarize(self, shared: Sequence[dict[str, Any]]) -> dict[str, Any]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import platform
 from collections import defaultdict
-from collections.abc import Callable, Collection, Hashable, Mapping
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from pathlib import Path
 from time import perf_counter_ns, time_ns
 from typing import Any, NamedTuple
@@ -14,7 +14,7 @@ import torch
 from lightning_parallel import comm
 from lightning_parallel.comm import Group
 
-__all__ = ["ClockOffset", "CudaClock", "clock_id", "compare_clocks", "uncertainty_of"]
+__all__ = ["NOT_COMPARED", "ClockOffset", "CudaClock", "clock_id", "compare_clocks", "on_one_clock"]
 
 PINGS = 16
 ANCHOR_MS = 1000.0
@@ -128,13 +128,33 @@ def compare_clocks(group: Group, clock_id: str, now: Callable[[], int] = perf_co
     return ClockOffset(offset, uncertainty, time_ns() - perf_counter_ns())
 
 
-def uncertainty_of(clocks: Mapping[int, ClockOffset] | None, ranks: Collection[int]) -> int | None:
-    """Return by how many nanoseconds a time between two of `ranks` may be off; None if their clocks are not known."""
+NOT_COMPARED = "The ranks run on several hosts, whose clocks were not compared."
+"""The reason why a report lacks times between ranks; see `on_one_clock`."""
+
+
+def on_one_clock(
+    shared: Sequence[dict[str, Any]],
+    clocks: Mapping[int, ClockOffset] | None,
+    shift: Callable[[dict[str, Any], int], dict[str, Any]],
+) -> tuple[Sequence[dict[str, Any]], int | None]:
+    """Express the times of all ranks by the clock of the first rank.
+
+    Args:
+        shared: Data of each rank, with its `rank`.
+        clocks: See `Session.clocks`; None if all ranks read one clock.
+        shift: Adds nanoseconds to all times in the data of a rank.
+
+    Returns:
+        The data, and the nanoseconds by which a time between two ranks may be off. These are None if a clock is
+        unknown; the times are then unchanged.
+    """
     if clocks is None:
-        return 0
-    if not clocks.keys() >= set(ranks):
-        return None
-    return sum(sorted(clocks[rank].uncertainty_ns for rank in ranks)[-2:])
+        return shared, 0
+    if not clocks.keys() >= {rank["rank"] for rank in shared}:
+        return shared, None
+    # Two ranks are involved in a time between ranks: at worst the two least certain ones.
+    uncertainties = sorted(clocks[rank["rank"]].uncertainty_ns for rank in shared)
+    return [shift(rank, clocks[rank["rank"]].offset_ns) for rank in shared], sum(uncertainties[-2:])
 
 
 def _ask(group: Group, now: Callable[[], int]) -> tuple[int, int]:

@@ -68,19 +68,6 @@ class Accumulator(ABC):
     def share(self) -> Any:
         """Return the data that the other ranks need so far: picklable and small."""
 
-    def share_new(self) -> Any:
-        """Return the value of `share`, or only its news since the last call if `merge` can work with them."""
-        return self.share()
-
-    def merge(self, before: Any, new: Any) -> Any:
-        """Return the shared data of a rank, from the values of `share_new` on that rank.
-
-        Args:
-            before: What this method has returned for that rank last; None at first.
-            new: What has come since.
-        """
-        return new
-
     @abstractmethod
     def summarize(self, shared: Sequence[Any]) -> dict[str, Any]:
         """Return the keys of the report from the shared data of the ranks, without signals that no rank has."""

@@ -80,12 +80,6 @@ class Member(Protocol):
     def share(self) -> Any:
         """Return the data that the other ranks need so far: picklable and small."""
 
-    def share_new(self) -> Any:
-        """Return the data that the first rank needs beyond earlier values of this method."""
-
-    def merge(self, before: Any, new: Any) -> Any:
-        """Return what a rank would `share`, from what it has shared before and what is new."""
-
 
 class Session:
     """Recording of one `fit`, and exchange of results between the ranks.
@@ -285,23 +279,12 @@ class Session:
         return self._wait()
 
     def _exchange(self, with_all: bool = False) -> None:
-        """Send the news to the first rank, or everything to all ranks."""
+        """Send the shared data of all members to the first rank, or to all ranks."""
         self.hand_out()
+        self._submit([member.share() for member in self.members], self._keep_latest, to_first=not with_all)
 
-        def keep(values: list[list[Any]]) -> None:
-            before = self.latest or [[None] * len(self.members)] * len(values)
-            self.latest = [
-                [member.merge(old, new) for member, old, new in zip(self.members, *both)]
-                for both in zip(before, values)
-            ]
-
-        def replace(values: list[list[Any]]) -> None:
-            self.latest = values
-
-        if with_all:
-            self._submit([member.share() for member in self.members], replace)
-        else:
-            self._submit([member.share_new() for member in self.members], keep, to_first=True)
+    def _keep_latest(self, values: list[list[Any]]) -> None:
+        self.latest = values
 
     def _submit(self, value: Any, keep: Callable[[list[Any]], None], to_first: bool = False) -> None:
         if self.failure is not None:
