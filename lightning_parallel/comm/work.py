@@ -8,7 +8,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from typing import Any, NoReturn
 
 import torch
@@ -34,10 +34,6 @@ __all__ = [
 
 PROFILING = "profiling"
 """Axis of the group in which ranks exchange their measurements; communication along it is not recorded."""
-
-ARRIVAL_NS = 300_000
-"""A wait that blocks longer than this ends when the communication does. After a shorter wait, the communication may
-have completed long before, while the thread was computing."""
 
 
 class _ThreadState(threading.local):
@@ -152,26 +148,10 @@ class Pending:
             return self
         # Its tensors stay alive with it: torch keeps them only until something waits, which may be a recorder.
         self._call = call
-        if flight is not _UNRECORDED:
-            self._watch_completion(flight)
+        # Handles of messages between hosts are left out: they have no future, and are used up by one wait.
+        if self._on_device or (self._peer is None and self._group.backend == "gloo"):
+            flight.watch(self._work, self._on_device)
         return self
-
-    def _watch_completion(self, flight: InFlight | _Unrecorded) -> None:
-        """Let the backend note when the communication is over, which may be long before `wait` is called."""
-        if flight.clock is not None:
-            if not self._on_device:
-                return  # a host would wait here, and a second time for a handle that is used up
-            # Messages from and to a peer do not complete in the order of their start.
-            lane = (self._group.name, self._op, self._peer)
-            flight.complete = flight.clock.completion(self._work, lane)
-        # The handles of this package, such as the all-reduce between two ranks, have no future: `wait` completes them.
-        elif self._peer is None and self._group.backend == "gloo" and hasattr(self._work, "get_future"):
-            with suppress(RuntimeError):  # some operations have no future
-                self._work.get_future().add_done_callback(self._note_completion)
-
-    def _note_completion(self, _: Any) -> None:
-        # Runs on a thread of gloo. It must do nothing that takes long: that thread also completes other collectives.
-        self._flight.complete = time.perf_counter_ns()
 
     def wait(self) -> Any:
         """Wait for the communication and return its result; calling it again returns the same.
@@ -190,10 +170,7 @@ class Pending:
             except RuntimeError as error:
                 raise_explained(error, self._op, self._group)
             self._call = None
-            if flight is not _UNRECORDED and flight.complete is None and flight.clock is None:
-                end_ns = time.perf_counter_ns()
-                if end_ns - start_ns > ARRIVAL_NS:
-                    flight.complete = end_ns
+            flight.note_wait(start_ns, time.perf_counter_ns())
             flight.finish()
         return self._result() if callable(self._result) else self._result
 
@@ -211,8 +188,6 @@ class Done(Pending):
 class _Unrecorded:
     """Takes the place of an `InFlight` where nothing is recorded, so that callers need not ask."""
 
-    complete: Any = None
-    clock = None
     op = ""
     bytes: int | None = 0
     dtype: str | None = ""
@@ -221,6 +196,12 @@ class _Unrecorded:
         pass
 
     def __exit__(self, *_: object) -> None:
+        pass
+
+    def watch(self, work: Any, on_device: bool) -> None:
+        pass
+
+    def note_wait(self, begin: Any, end: Any) -> None:
         pass
 
     def finish(self) -> None:

@@ -3,10 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
+from contextlib import suppress
 from threading import get_ident
+from time import perf_counter_ns
 from typing import Any, Protocol
 
 __all__ = ["DeviceClock", "InFlight"]
+
+ARRIVAL_NS = 300_000
+"""A wait that blocks longer than this ends when the communication does. After a shorter wait, the communication may
+have been complete long before, while the thread was computing."""
 
 
 class DeviceClock(Protocol):
@@ -105,6 +111,32 @@ class InFlight:
         """Read the recorder's clock."""
         return self._recorder.now()
 
+    def watch(self, work: Any, on_device: bool) -> None:
+        """Let the backend note when `work` is complete, which may be long before anything waits for it.
+
+        Args:
+            work: Torch's handle.
+            on_device: Whether a device carries the communication, whose streams wait instead of the host.
+        """
+        clock = self.clock
+        if clock is not None:
+            if on_device:
+                # A lane for each peer: messages from and to a peer do not complete in the order of their start.
+                self.complete = clock.completion(work, (self.group, self.op, self.peer))
+        elif not on_device:
+            # Not every operation has a future, and not every handle is torch's.
+            with suppress(AttributeError, RuntimeError):
+                work.get_future().add_done_callback(self._note_completion)
+
+    def _note_completion(self, _: Any) -> None:
+        # Runs on a thread of gloo. It must do nothing that takes long: that thread also completes other collectives.
+        self.complete = perf_counter_ns()
+
+    def note_wait(self, begin: Any, end: Any) -> None:
+        """Note a wait from `begin` to `end`, which tells when the communication was complete if nothing else does."""
+        if self.complete is None and self.clock is None and end - begin > ARRIVAL_NS:
+            self.complete = end
+
     @property
     def has_ended(self) -> bool:
         """Whether the device is known to have completed it."""
@@ -145,9 +177,8 @@ class InFlight:
         blocked = self._blocked
         if end is None:
             end = blocked[-1] if blocked else recorder.now()
-        what = "communication", self.op, recorder.step, None, None, self.axis, self.op, self.bytes
-        who = self.ranks, self.peer, self.dtype, get_ident()
-        fields = (*what, *who, self.sequence, self.tag, self.group, self._exposes, self.apart)
+        call = recorder.step, None, None, self.axis, self.op, self.bytes, self.ranks, self.peer, self.dtype
+        facts = (*call, get_ident(), self.sequence, self.tag, self.group, self.apart)
         if recorder.clock is None:
             self.tensors = ()  # a device may still read them: they stay until it has passed the completion
-        recorder.add(fields, self.start, end, self.complete, *blocked)
+        recorder.add("communication", self.op, facts, self._exposes, self.start, end, self.complete, *blocked)

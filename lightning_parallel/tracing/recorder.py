@@ -26,8 +26,8 @@ __all__ = [
     "waiting",
 ]
 
-SpanFields = tuple[Any, ...]
-"""The fields of a `Span` in their order, without those that are times."""
+SpanFacts = tuple[Any, ...]
+"""The fields of a `Span` from `step` to `apart`, in their order."""
 
 Write = tuple[Callable[..., Any], tuple[Any, ...], tuple[Any, ...]]
 """A function, its arguments, and the marks of a device clock whose times it takes after them."""
@@ -157,7 +157,7 @@ class Recorder:
 
     def add_wait(self, name: str, start: Any, end: Any) -> None:
         """Keep a wait of the thread that trains, which something else has charged."""
-        self.add(_plain_fields(("wait", name, self.step, None, None)), start, end)
+        self.add("wait", name, _plain_facts(self.step), False, start, end)
 
     # -------------------------------------------------------------------------------------------------------- spans
 
@@ -191,35 +191,51 @@ class Recorder:
         return [span for span in list(self.spans) if span.step > first]
 
     def _keep(
-        self, fields: SpanFields, start_ns: int, end_ns: int, complete_ns: int | None = None, *blocked_ns: int
+        self,
+        category: str,
+        name: str,
+        facts: SpanFacts,
+        exposes: bool,
+        start_ns: int,
+        end_ns: int,
+        complete_ns: int | None = None,
+        *blocked_ns: int,
     ) -> None:
         """Keep a finished span.
 
         Args:
-            fields: See `SpanFields`.
+            category: See `Span`.
+            name: See `Span`.
+            facts: See `SpanFacts`.
+            exposes: Whether the thread that trains was blocked, and no other thread.
             start_ns: When it began.
             end_ns: When it ended.
             complete_ns: When a communication was complete, if that is known.
             blocked_ns: Begin and end of each time for which the calling thread was blocked.
         """
-        (category, name, step, stage, microbatch, axis, op, size, ranks, peer, dtype, thread, *rest) = fields
-        number, tag, group, exposes, apart = rest
         # Nearly always: one call that blocks, or one wait.
         if len(blocked_ns) == 2:
             total_ns = blocked_ns[1] - blocked_ns[0]
         else:
             total_ns = sum(max(0, end - begin) for begin, end in zip(blocked_ns[::2], blocked_ns[1::2]))
         in_flight = None if complete_ns is None else complete_ns - start_ns
-        what = category, name, start_ns, end_ns, step, stage, microbatch, axis, op, size
         exposed_ns = total_ns if exposes else 0
-        span = _new_span(
-            (*what, total_ns, ranks, peer, dtype, thread, in_flight, number, tag, group, exposed_ns, apart)
-        )
+        span = _new_span((category, name, start_ns, end_ns, *facts, total_ns, in_flight, exposed_ns))
         self.spans.append(span)
         self._ended.append(span)
 
-    def _keep_later(self, fields: SpanFields, start: Any, end: Any, complete: Any = None, *blocked: Any) -> None:
-        self._unread.append((self._keep, (fields,), (start, end, complete, *blocked)))
+    def _keep_later(
+        self,
+        category: str,
+        name: str,
+        facts: SpanFacts,
+        exposes: bool,
+        start: Any,
+        end: Any,
+        complete: Any = None,
+        *blocked: Any,
+    ) -> None:
+        self._unread.append((self._keep, (category, name, facts, exposes), (start, end, complete, *blocked)))
 
     # ------------------------------------------------------------------------------------------------------ windows
 
@@ -318,7 +334,7 @@ def span(
     """Record the block as a span, and charge its time to `phase` where one is given."""
     if _active is None:
         return _NOTHING
-    return _RecordedSpan(_active, phase, (category, name, _active.step, stage, microbatch))
+    return _RecordedSpan(_active, phase, category, name, _plain_facts(_active.step, stage, microbatch))
 
 
 class OpenSpan(AbstractContextManager["OpenSpan"]):
@@ -336,12 +352,14 @@ class OpenSpan(AbstractContextManager["OpenSpan"]):
 
 
 class _RecordedSpan(OpenSpan):
-    __slots__ = ("_fields", "_phase", "_recorder", "_start")
+    __slots__ = ("_category", "_facts", "_name", "_phase", "_recorder", "_start")
 
-    def __init__(self, recorder: Recorder, phase: str | None, fields: SpanFields) -> None:
+    def __init__(self, recorder: Recorder, phase: str | None, category: str, name: str, facts: SpanFacts) -> None:
         self._recorder = recorder
         self._phase = phase
-        self._fields = fields
+        self._category = category
+        self._name = name
+        self._facts = facts
 
     def __enter__(self) -> OpenSpan:
         self._start = self._recorder.now() if self._phase is None else self._recorder.enter(self._phase)
@@ -354,19 +372,19 @@ class _RecordedSpan(OpenSpan):
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         end = self._recorder.now() if self._phase is None else self._recorder.leave()
-        self._recorder.add(_plain_fields(self._fields), self._start, end)
+        self._recorder.add(self._category, self._name, self._facts, False, self._start, end)
 
 
-def _plain_fields(first: SpanFields) -> SpanFields:
-    """Complete the first fields of a span that is no communication, in the order in which `_keep` unpacks them."""
-    return (*first, None, None, None, (), None, None, get_ident(), None, None, "", False, None)
+def _plain_facts(step: int, stage: int | None = None, microbatch: int | None = None) -> SpanFacts:
+    """Return the facts of a span that is no communication."""
+    return step, stage, microbatch, None, None, None, (), None, None, get_ident(), None, None, "", None
 
 
 def waiting(what: str) -> OpenSpan:
     """Record that the thread that trains waits in the block for work that it gave to another thread or stream."""
     if _active is None or not _active.is_computing():
         return _NOTHING
-    return _RecordedSpan(_active, "communication_exposed", ("wait", what, _active.step, None, None))
+    return _RecordedSpan(_active, "communication_exposed", "wait", what, _plain_facts(_active.step))
 
 
 _NOTHING = OpenSpan()

@@ -54,42 +54,44 @@ class Span(NamedTuple):
         microbatch: Microbatch within the step.
         axis: Mesh axis of a communication.
         op: Operation of a communication, in torch's names.
-        bytes: Payload of a communication; None where it is not known.
-        blocked_ns: How long the calling thread was blocked, by the call and by the wait for it.
+        bytes: Payload of a communication; None if it is not known.
         ranks: Global ranks of the group.
         peer: Global rank at the other end of a point-to-point message.
         dtype: Element type of the payload.
         thread: Identifier of the thread that reported it.
-        in_flight: Nanoseconds from the start to the completion, where the calling thread noticed the end only later.
-        sequence: How many calls this rank had made in that group (with that peer, operation and tag) before this one.
+        sequence: Number of calls of this rank in that group (with that peer, operation and tag) before this one.
         tag: Of a point-to-point message; messages of one tag arrive in the order in which they were sent.
         group: Name of the group, the same on all its ranks; several groups may have the same ranks.
-        exposed_ns: How long the thread that trains stood still for it: as long as it was blocked, where that thread
-            made the call; where another one did, as long as the first waited for that one meanwhile.
         apart: The phase aside from the steps in which it began, such as validation.
+        blocked_ns: Nanoseconds for which the calling thread was blocked, by the call and by the wait for it.
+        in_flight: Nanoseconds from the start to the completion, if the calling thread noticed the end only later.
+        exposed_ns: Nanoseconds for which the thread that trains stood still for it. If that thread made the call, these
+            are `blocked_ns`. If another thread made the call, the first thread waited for that one meanwhile.
     """
 
     category: str
     name: str
     start_ns: int
     end_ns: int
+    # From here to `apart`: the `SpanFacts` of the recorder, in this order.
     step: int
     stage: int | None = None
     microbatch: int | None = None
     axis: str | None = None
     op: str | None = None
     bytes: int | None = None
-    blocked_ns: int = 0
     ranks: tuple[int, ...] = ()
     peer: int | None = None
     dtype: str | None = None
     thread: int = 0
-    in_flight: int | None = None
     sequence: int | None = None
     tag: int | None = None
     group: str = ""
-    exposed_ns: int = 0
     apart: str | None = None
+    # Computed from the times of a communication.
+    blocked_ns: int = 0
+    in_flight: int | None = None
+    exposed_ns: int = 0
 
     @property
     def complete_ns(self) -> int:

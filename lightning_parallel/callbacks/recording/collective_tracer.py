@@ -35,9 +35,6 @@ __all__ = ["CollectiveTracer", "blind_spots", "trace_collectives", "tracer_for"]
 
 EXPOSED = "communication_exposed"
 
-ARRIVAL_NS = 300_000
-"""A wait that blocks longer than this ends when the communication does, see `comm.work`."""
-
 
 class CollectiveTracer:
     """Names the groups of communication that others issue, and keeps what has not ended.
@@ -127,16 +124,8 @@ class CollectiveTracer:
         """Note when `work` completes, until something waits for it."""
         # Whoever issued it may let go of them: torch keeps them only until something waits, which may be our clock.
         flight.tensors = tensors
-        if active.clock is None:
-
-            def note_completion(_: Any) -> None:  # on a thread of gloo
-                flight.complete = flight.now()
-
-            with suppress(AttributeError, RuntimeError):  # not every operation has a future
-                work.get_future().add_done_callback(note_completion)
-        # On CUDA work has no callback when it completes, only a stream that can wait for it; on the host it would.
-        elif on_device and tensors and tensors[0].is_cuda:
-            flight.complete = active.clock.completion(work, (flight.group, flight.op, flight.peer))
+        # On CUDA work has no callback at its completion, only a stream that can wait for it.
+        flight.watch(work, on_device and bool(tensors) and tensors[0].is_cuda)
         with self._lock:
             self._open[work] = flight
         opened = getattr(self._thread, "opened", None)
@@ -161,9 +150,12 @@ class CollectiveTracer:
         begin = active.now()
         with flight if active.is_computing() else nullcontext():
             result = call()
-        if flight.complete is None and active.clock is None:
+        if active.clock is None:
             end = active.now()
-            flight.complete = end if following is not None or end - begin > ARRIVAL_NS else None
+            # Torch waited at once, so that the end of the wait is the end of the communication.
+            if following is not None and flight.complete is None:
+                flight.complete = end
+            flight.note_wait(begin, end)
         flight.tensors = ()  # as torch, which lets go of them here
         # Where another stream waits the host goes on, and so does the stream that computes.
         flight.finish(flight.complete if active.clock is not None and not active.is_computing() else None)
