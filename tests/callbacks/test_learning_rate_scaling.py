@@ -160,7 +160,9 @@ def test_groups_that_share_a_rate():
             return Net.training_step(self, batch, index)
 
     module = Shared().double()
-    trainer_for(callbacks=[LearningRateScaling(base_batch_size=4)], limit_train_batches=2).fit(module, loader())
+    trainer_for(callbacks=[LearningRateScaling(base_batch_size=4)], limit_train_batches=2, max_epochs=1).fit(
+        module, loader()
+    )
     assert module.seen == pytest.approx([0.2, 0.2])
     assert float(module.trainer.optimizers[0].param_groups[1]["lr"]) == pytest.approx(0.1)
 

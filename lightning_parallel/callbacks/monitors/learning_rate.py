@@ -97,8 +97,8 @@ class StepRates:
                     group["lr"] = plain * factor
                     self._held.append((group, plain, group["lr"], factor))
 
-    def release(self) -> None:
-        """Give the optimizers their plain rates."""
+    def release(self) -> bool:
+        """Give the optimizers their plain rates; returns whether the rates were multiplied."""
         held, self._held = self._held, []
         for group, plain, multiplied, factor in held:
             rate = group["lr"]
@@ -110,6 +110,7 @@ class StepRates:
                 rate.copy_(plain)
             else:
                 group["lr"] = plain
+        return bool(held)
 
     def _warn(self, multiplied: float, rate: float, factor: float) -> None:
         if self._has_warned:
@@ -202,15 +203,22 @@ class LearningRateScaling(Callback):
         # `global_step` at the first step of the warm-up.
         self._began: int | None = None
         self._rates: StepRates | None = None
+        self._is_saving = False  # between two hooks of a checkpoint that is saved within a step
 
     # ---------------------------------------------------------------------------------------------------- checkpoint
 
     @override
     def state_dict(self) -> dict[str, Any]:
-        # Lightning asks callbacks before optimizers: a checkpoint that is saved within a step has plain rates, too.
-        if self._rates is not None:
-            self._rates.release()
+        # Lightning asks callbacks before optimizers, so a checkpoint that is saved within a step has plain rates, too.
+        self._is_saving = self._rates is not None and self._rates.release()
         return {"began": self._began}
+
+    @override
+    def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
+        # The states of the optimizers are collected by now: the step goes on with multiplied rates.
+        if self._is_saving and self._rates is not None:
+            self._rates.hold()
+        self._is_saving = False
 
     @override
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:

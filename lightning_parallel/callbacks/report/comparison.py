@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from statistics import fmean
-from typing import Any, NamedTuple
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
-from lightning_parallel.callbacks.monitors.memory import HELD
-from lightning_parallel.callbacks.monitors.step_times import training_seconds
 from lightning_parallel.callbacks.report.charts import Bar, Curve, LineChart, line_chart
+from lightning_parallel.callbacks.report.figures import Figures, Report
 from lightning_parallel.callbacks.report.page import (
     CURVES,
     PHASE_LABELS,
@@ -22,7 +20,6 @@ from lightning_parallel.tracing.spans import bytes_text, count_text, gap_text, p
 
 __all__ = ["Change", "changes", "render_comparison"]
 
-Report = Mapping[str, Any]
 Write = Callable[[float], str]
 
 
@@ -81,48 +78,29 @@ _COMPARED: tuple[tuple[str, str, str, Write], ...] = (
 
 def changes(first: Report, second: Report) -> list[Change]:
     """List the figures by which the runs can be compared, without those that neither has, or that are 0 in both."""
-    before = _figures(first)
-    after = _figures(second)
+    before = _compared_figures(Figures(first))
+    after = _compared_figures(Figures(second))
     found = [Change(words, before.get(key), after.get(key), better, write) for key, words, better, write in _COMPARED]
     return [change for change in found if change.first or change.second]
 
 
-def _figures(report: Report) -> dict[str, float]:
-    """Read the figures of a run that `_COMPARED` names, as far as they were measured."""
-    reports = report.get("reports", {})
+def _compared_figures(run: Figures) -> dict[str, float]:
+    """Return the figures of a run that `_COMPARED` names, as far as they were measured."""
     found: dict[str, float] = {}
-    ranks = reports.get("StepBreakdown", {}).get("ranks", [])
-    if ranks:
-        # A step takes as long as its slowest rank.
-        found["step"] = max(map(training_seconds, ranks))
-        found |= _mean_phases(ranks)
-    throughput = reports.get("Throughput", {})
+    if run.ranks:
+        found["step"] = run.step
+        found |= run.mean_phases(PHASE_LABELS)
     for name in ("samples_per_second", "tokens_per_second", "model_flops_utilisation"):
-        if throughput.get(name) is not None:
-            found[name] = throughput[name]
-    bubble = reports.get("PipelineTimeline", {}).get("bubble", {}).get("measured")
-    if bubble is not None:
-        found["bubble"] = bubble
-    held = reports.get("MemoryProfiler", {}).get("ranks", [])
-    if held:
+        if run.throughput.get(name) is not None:
+            found[name] = run.throughput[name]
+    if run.bubble.get("measured") is not None:
+        found["bubble"] = run.bubble["measured"]
+    if run.held:
         # The fullest rank decides whether a run fits.
-        found["memory"] = max(sum(rank.get(name) or 0 for name in HELD) for rank in held)
-    records = reports.get("CommunicationProfiler", {}).get("records", [])
-    if records:
-        # Records are of one call, `count` of the calls in a step.
-        found["sent"] = sum((record.get("wire_bytes") or 0) * record["count"] for record in records)
+        found["memory"], _ = max(run.held)
+    if run.records:
+        found["sent"] = sum(run.sent.values())
     return found
-
-
-def _mean_phases(ranks: Sequence[Report]) -> dict[str, float]:
-    """Average each phase over the ranks that measured it; seconds."""
-    means = {}
-    for name in PHASE_LABELS:
-        # A phase that a rank has not measured is no phase of zero seconds.
-        times = [rank[name] for rank in ranks if name in rank]
-        if times:
-            means[name] = fmean(times)
-    return means
 
 
 # ---------------------------------------------------------------------------------------------------------------- page
@@ -193,9 +171,8 @@ def _bars(reports: Sequence[Report], names: Sequence[str]) -> list[Bar]:
     """Make a bar of each run's phases, mean over its ranks."""
     bars = []
     for name, report in zip(names, reports):
-        ranks = report.get("reports", {}).get("StepBreakdown", {}).get("ranks")
-        if ranks:
-            means = _mean_phases(ranks)
+        means = Figures(report).mean_phases(PHASE_LABELS)
+        if means:
             # The mean phases add up to less than the step of the slowest rank, hence a total of their own.
             bars.append(phase_bar({**means, "wall": sum(means.values())}, name))
     return bars

@@ -7,14 +7,41 @@ sentence rests on a figure of the report: a signal that was not measured gives n
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass, field
 from statistics import fmean
+from typing import Any, Literal
 
-from lightning_parallel.callbacks.monitors.memory import HELD
 from lightning_parallel.callbacks.monitors.step_times import training_seconds
-from lightning_parallel.callbacks.report.evidence import WORTH_SAYING, Advice, Evidence, Report
+from lightning_parallel.callbacks.report.figures import Figures, Report
 from lightning_parallel.tracing.spans import bytes_text, gap_text, percent, seconds_text
 
 __all__ = ["Advice", "diagnose", "verdict"]
+
+WORTH_SAYING = 0.03
+"""Share of a step from which a loss of time is mentioned."""
+
+
+@dataclass(frozen=True)
+class Advice:
+    """One finding of the diagnosis, and the remedy.
+
+    Attributes:
+        kind: `wrong` (results cannot be trusted), `slow` (time is lost), `note`, or `good`.
+        title: The finding, with its figure.
+        text: The remedy.
+        gain: Share of the step's time that can be saved at most; None where no time is lost.
+        figures: The numbers that the sentences rest on.
+    """
+
+    kind: Literal["wrong", "slow", "note", "good"]
+    title: str
+    text: str
+    gain: float | None = None
+    figures: dict[str, float] = field(default_factory=dict)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return a form that JSON can hold."""
+        return asdict(self)
 
 
 def diagnose(report: Report) -> list[Advice]:
@@ -23,11 +50,11 @@ def diagnose(report: Report) -> list[Advice]:
     Args:
         report: `reports` by callback name, with the keys of each callback's `report()`; `run` with facts of the run.
     """
-    evidence = Evidence(report)
-    found = [advice for rule in RULES for advice in rule(evidence)]
+    figures = Figures(report)
+    found = [advice for rule in RULES for advice in rule(figures)]
     found.sort(key=lambda advice: (advice.kind != "wrong", -(advice.gain or 0.0)))
-    notes = [advice for rule in REMARKS for advice in rule(evidence)]
-    return [*found, *_completeness(evidence, bool(found)), *notes]
+    notes = [advice for rule in REMARKS for advice in rule(figures)]
+    return [*found, *_completeness(figures, bool(found)), *notes]
 
 
 def verdict(report: Report) -> str:
@@ -36,12 +63,12 @@ def verdict(report: Report) -> str:
     All the work of the ranks, one after the other, is what one process would do at most: some of it is repeated on
     several ranks. So the ratio is an upper bound of the gain.
     """
-    evidence = Evidence(report)
-    if not evidence.has_all_ranks:
+    figures = Figures(report)
+    if not figures.has_all_ranks:
         return ""
-    wall, count = evidence.wall, len(evidence.ranks)
+    wall, count = figures.step, len(figures.ranks)
     phases = ("forward", "backward", "optimizer")
-    works = [sum(rank.get(name, 0.0) for name in phases) for rank in evidence.ranks]
+    works = [sum(rank.get(name, 0.0) for name in phases) for rank in figures.ranks]
     work = sum(works)
     if work < wall:
         return (
@@ -57,17 +84,18 @@ def verdict(report: Report) -> str:
 # --------------------------------------------------------------------------------------------------------------- wrong
 
 
-def _loss_not_finite(evidence: Evidence) -> Iterator[Advice]:
-    gap = gap_text(evidence.loss)
+def _loss_not_finite(figures: Figures) -> Iterator[Advice]:
+    loss = figures.series.get("loss", [])
+    gap = gap_text(loss)
     # Single steps that overflow are usual with a gradient scaler, which skips them; a loss that stays so is not.
     if gap:
         yield Advice(
-            "wrong" if evidence.loss[-1][1] is None else "note",
+            "wrong" if loss[-1][1] is None else "note",
             f"The loss is {gap}",
             "The model learns nothing in such steps. Lower the learning rate or warm it up, clip gradients"
             " (`gradient_clip_val`), or use `bf16-mixed` instead of `16-mixed`. `Trainer(detect_anomaly=True)` names"
             " the operation.",
-            figures={"points": len(evidence.loss), "not_finite": sum(value is None for _, value in evidence.loss)},
+            figures={"points": len(loss), "not_finite": sum(value is None for _, value in loss)},
         )
 
 
@@ -85,9 +113,9 @@ _MONITORS = {
 }
 
 
-def _monitors_found(evidence: Evidence) -> Iterator[Advice]:
+def _monitors_found(figures: Figures) -> Iterator[Advice]:
     for callback, (title, text) in _MONITORS.items():
-        findings = evidence.of(callback).get("findings", [])
+        findings = figures.of(callback).get("findings", [])
         if findings:
             # The first is shown; later ones may only be its consequences.
             first = findings[0]
@@ -97,8 +125,8 @@ def _monitors_found(evidence: Evidence) -> Iterator[Advice]:
             yield Advice("wrong", full_title, text, figures={"findings": len(findings)})
 
 
-def _desynchronised(evidence: Evidence) -> Iterator[Advice]:
-    for group in evidence.of("CommunicationProfiler").get("desynchronised", []):
+def _desynchronised(figures: Figures) -> Iterator[Advice]:
+    for group in figures.of("CommunicationProfiler").get("desynchronised", []):
         yield Advice(
             "wrong",
             f"Ranks {group['group']} did not issue the same collectives along {group['axis'].replace('_', ' ')}:"
@@ -130,19 +158,19 @@ _PHASES = {
 """Phases that may take too long: words, share of a step from which they do, remedy."""
 
 
-def _long_phases(evidence: Evidence) -> Iterator[Advice]:
+def _long_phases(figures: Figures) -> Iterator[Advice]:
     # The slowest rank counts, not the mean: the others wait for it.
     for phase, (words, threshold, remedy) in _PHASES.items():
-        seconds, rank = evidence.longest(phase)
-        share = seconds / evidence.wall if seconds else 0.0
+        seconds, rank = figures.longest(phase)
+        share = seconds / figures.step if seconds else 0.0
         if share >= threshold:
             yield Advice(
                 "slow",
-                f"{words} takes {seconds_text(seconds)} of a {seconds_text(evidence.wall)} step ({percent(share)}, rank"
+                f"{words} takes {seconds_text(seconds)} of a {seconds_text(figures.step)} step ({percent(share)}, rank"
                 f" {rank})",
                 remedy,
                 share,
-                {phase: seconds, "wall": evidence.wall},
+                {phase: seconds, "wall": figures.step},
             )
 
 
@@ -159,12 +187,12 @@ _PAUSES = {
 """Phases between steps: words, remedy."""
 
 
-def _pauses(evidence: Evidence) -> Iterator[Advice]:
+def _pauses(figures: Figures) -> Iterator[Advice]:
     # Not of a step: nothing about a step would make it shorter.
-    steps = evidence.of("StepBreakdown").get("steps") or evidence.run.get("steps") or 1
+    steps = figures.of("StepBreakdown").get("steps") or figures.run.get("steps") or 1
     for phase, (words, remedy) in _PAUSES.items():
-        seconds, rank = evidence.longest(phase)
-        wall = max((one["wall"] for one in evidence.ranks), default=0.0)
+        seconds, rank = figures.longest(phase)
+        wall = max((one["wall"] for one in figures.ranks), default=0.0)
         if seconds and seconds / wall >= 0.1:
             yield Advice(
                 "slow",
@@ -176,12 +204,12 @@ def _pauses(evidence: Evidence) -> Iterator[Advice]:
             )
 
 
-def _stragglers(evidence: Evidence) -> Iterator[Advice]:
-    for straggler in evidence.stragglers if evidence.ranks else ():  # shares are of a step, which ranks tell
+def _stragglers(figures: Figures) -> Iterator[Advice]:
+    for straggler in figures.stragglers if figures.ranks else ():  # shares are of a step, which ranks tell
         excess = straggler["excess"]
         cause = straggler.get("cause") or "unattributed"
         remedy = _CAUSES.get(cause, "Compare its row in the trace with the row of a peer.")
-        share = excess / evidence.wall
+        share = excess / figures.step
         if share >= WORTH_SAYING:
             yield Advice(
                 "slow",
@@ -189,7 +217,7 @@ def _stragglers(evidence: Evidence) -> Iterator[Advice]:
                 f" ({percent(share)}; cause: {cause.replace('_', ' ')})",
                 f"The other ranks wait for it. {remedy}",
                 share,
-                {"excess": excess, "wall": evidence.wall},
+                {"excess": excess, "wall": figures.step},
             )
 
 
@@ -203,13 +231,13 @@ _CAUSES = {
 }
 
 
-def _compressing(evidence: Evidence) -> Iterator[Advice]:
-    monitor = evidence.of("CompressionMonitor")
-    if not evidence.ranks or not all(key in monitor for key in ("encode", "decode", "wire")):
+def _compressing(figures: Figures) -> Iterator[Advice]:
+    monitor = figures.of("CompressionMonitor")
+    if not figures.ranks or not all(key in monitor for key in ("encode", "decode", "wire")):
         return
     # Where coding takes longer than sending, compression is the bottleneck rather than the link.
     coding = monitor["encode"] + monitor["decode"]
-    share = coding / evidence.wall
+    share = coding / figures.step
     if coding > monitor["wire"] and share >= WORTH_SAYING:
         yield Advice(
             "slow",
@@ -222,33 +250,29 @@ def _compressing(evidence: Evidence) -> Iterator[Advice]:
         )
 
 
-def _communication(evidence: Evidence) -> Iterator[Advice]:
+def _communication(figures: Figures) -> Iterator[Advice]:
     """Advise on the waits that all ranks share; waits of some ranks beyond that are the lateness of others."""
-    least = evidence.of("StepBreakdown").get("communication_least")
-    if not least or not evidence.has_all_ranks or min(least) / evidence.wall < WORTH_SAYING:
+    least = figures.of("StepBreakdown").get("communication_least")
+    if not least or not figures.has_all_ranks or min(least) / figures.step < WORTH_SAYING:
         return
     # One value per stage; their least is held up by nothing but communication, on every rank.
     wait = min(least)
-    share = wait / evidence.wall
-    by_axis: dict[str, float] = {}
-    for record in evidence.of("CommunicationProfiler").get("records", []):
-        axis = record["axis"]
-        # Along the pipeline a rank waits for a stage rather than for the link: the rules on the bubble speak of it.
-        if "exposed" in record and axis != "pipeline_parallel":
-            by_axis[axis] = by_axis.get(axis, 0.0) + record["exposed"] * record["count"]
+    share = wait / figures.step
+    # Along the pipeline a rank waits for a stage rather than for the link: the rules on the bubble speak of it.
+    by_axis = {axis: seconds for axis, seconds in figures.exposed.items() if axis != "pipeline_parallel"}
     axis = max(by_axis, key=lambda name: by_axis[name], default="")
     of_axis = f", most of it along {axis.replace('_', ' ')}" if axis else ""
     yield Advice(
         "slow",
-        f"Every rank waits for communication for at least {seconds_text(wait)} of a {seconds_text(evidence.wall)} step"
+        f"Every rank waits for communication for at least {seconds_text(wait)} of a {seconds_text(figures.step)} step"
         f" ({percent(share)}{of_axis})",
-        _less_communication(axis, evidence),
+        _less_communication(axis, figures),
         share,
-        {"communication_exposed": wait, "wall": evidence.wall},
+        {"communication_exposed": wait, "wall": figures.step},
     )
 
 
-def _less_communication(axis: str, evidence: Evidence) -> str:
+def _less_communication(axis: str, figures: Figures) -> str:
     if axis == "tensor_parallel":
         return (
             "Each layer waits for the all-reduces of its tensor-parallel ranks. Use a smaller `tensor_parallel_size`"
@@ -259,8 +283,8 @@ def _less_communication(axis: str, evidence: Evidence) -> str:
         "Use a larger batch per rank, or `accumulate_grad_batches`: with 4 instead of 1, the gradient all-reduce runs a"
         " quarter as often."
     ]
-    if "CompressionMonitor" not in evidence.reports and not evidence.run.get("compression"):
-        name = _COMPRESSED.get(evidence.run.get("strategy", ""))
+    if "CompressionMonitor" not in figures.reports and not figures.run.get("compression"):
+        name = _COMPRESSED.get(figures.run.get("strategy", ""))
         where = f"`{name}(Cast('bf16'))`" if name else "`compression=Cast('bf16')`"
         steps.append(f"Or compress gradients: {where} sends half the bytes, `PowerSGD(rank=4)` a small part.")
     return " ".join(steps)
@@ -270,13 +294,13 @@ _COMPRESSED = {f"{name}Strategy": f"Compressed{name}Strategy" for name in ("DDP"
 """Replacements of Lightning's own strategies, which take no `compression`."""
 
 
-def _uneven_ranks(evidence: Evidence) -> Iterator[Advice]:
+def _uneven_ranks(figures: Figures) -> Iterator[Advice]:
     """Advise on waits between ranks of one stage beyond those that they share, if no rank is late in most steps."""
-    least = evidence.of("StepBreakdown").get("communication_least")
-    if not least or not evidence.has_all_ranks or evidence.stragglers:  # these explain the waits
+    least = figures.of("StepBreakdown").get("communication_least")
+    if not least or not figures.has_all_ranks or figures.stragglers:  # these explain the waits
         return
     stages: dict[int, list[tuple[float, int]]] = {}
-    for rank in evidence.ranks:
+    for rank in figures.ranks:
         stage = rank.get("coordinate", {}).get("pipeline_parallel", 0)
         if "communication_exposed" in rank:
             stages.setdefault(stage, []).append((rank["communication_exposed"], rank["rank"]))
@@ -285,33 +309,33 @@ def _uneven_ranks(evidence: Evidence) -> Iterator[Advice]:
     if not lost:
         return
     worst = max(lost, key=lambda stage: lost[stage])
-    share = lost[worst] / evidence.wall
+    share = lost[worst] / figures.step
     if share < WORTH_SAYING:
         return
     fewest, waited_for = min(stages[worst])  # the last to come waits least
     most, waiter = max(stages[worst])
-    if "StragglerMonitor" not in evidence.reports:
+    if "StragglerMonitor" not in figures.reports:
         text = "Add `StragglerMonitor()`, which names ranks that are slow in most steps."
     else:
-        missing = evidence.of("StragglerMonitor").get("missing", ["No rank is slow in most steps."])
+        missing = figures.of("StragglerMonitor").get("missing", ["No rank is slow in most steps."])
         text = f"{' '.join(missing)} Look for inputs of unequal length, and for other load on the machines."
     yield Advice(
         "slow",
-        f"Ranks wait for each other for {seconds_text(lost[worst])} of a {seconds_text(evidence.wall)} step: rank"
+        f"Ranks wait for each other for {seconds_text(lost[worst])} of a {seconds_text(figures.step)} step: rank"
         f" {waiter} waits {seconds_text(most)}, rank {waited_for} {seconds_text(fewest)}, and all ranks at once"
         f" {seconds_text(least[worst])}",
         text,
         share,
-        {"lost": lost[worst], "most": most, "fewest": fewest, "least": least[worst], "wall": evidence.wall},
+        {"lost": lost[worst], "most": most, "fewest": fewest, "least": least[worst], "wall": figures.step},
     )
 
 
 # ------------------------------------------------------------------------------------------------------------ pipeline
 
 
-def _unexplained_waits(evidence: Evidence) -> Iterator[Advice]:
-    waits = [rank["pipeline_wait"] / training_seconds(rank) for rank in evidence.ranks if "pipeline_wait" in rank]
-    if evidence.of("PipelineTimeline").get("bubble") or not waits or fmean(waits) < WORTH_SAYING:
+def _unexplained_waits(figures: Figures) -> Iterator[Advice]:
+    waits = [rank["pipeline_wait"] / training_seconds(rank) for rank in figures.ranks if "pipeline_wait" in rank]
+    if figures.bubble or not waits or fmean(waits) < WORTH_SAYING:
         return
     yield Advice(
         "slow",
@@ -323,8 +347,8 @@ def _unexplained_waits(evidence: Evidence) -> Iterator[Advice]:
     )
 
 
-def _schedule_bubble(evidence: Evidence) -> Iterator[Advice]:
-    bubble = evidence.of("PipelineTimeline").get("bubble", {})
+def _schedule_bubble(figures: Figures) -> Iterator[Advice]:
+    bubble = figures.bubble
     measured = bubble.get("measured")
     ideal = bubble.get("ideal")
     if measured is None or ideal is None or ideal < WORTH_SAYING:
@@ -336,8 +360,8 @@ def _schedule_bubble(evidence: Evidence) -> Iterator[Advice]:
         "slow",
         f"Pipeline ranks are idle for {percent(measured)} of the time in the pipeline; the schedule alone causes"
         f" {percent(ideal)}",
-        _smaller_bubble(halved, evidence.run),
-        _pipeline_share(evidence) * (1 - (1 - ideal) / (1 - halved)),
+        _smaller_bubble(halved, figures.run),
+        _pipeline_share(figures) * (1 - (1 - ideal) / (1 - halved)),
         {"measured": measured, "ideal": ideal},
     )
 
@@ -380,8 +404,8 @@ _BUBBLE_GROWTH = (
 """Bubble without a cause, bubble with it, the cause, and a remedy."""
 
 
-def _bubble_growth(evidence: Evidence) -> Iterator[Advice]:
-    bubble = evidence.of("PipelineTimeline").get("bubble", {})
+def _bubble_growth(figures: Figures) -> Iterator[Advice]:
+    bubble = figures.bubble
     for before_key, after_key, cause, remedy in _BUBBLE_GROWTH:
         before = bubble.get(before_key)
         after = bubble.get(after_key)
@@ -391,27 +415,27 @@ def _bubble_growth(evidence: Evidence) -> Iterator[Advice]:
             "slow",
             f"{cause} {percent(after - before)} to the pipeline's bubble ({percent(before)} to {percent(after)})",
             remedy,
-            _pipeline_share(evidence) * (1 - (1 - after) / (1 - before)),
+            _pipeline_share(figures) * (1 - (1 - after) / (1 - before)),
             {before_key: before, after_key: after},
         )
 
 
-def _pipeline_share(evidence: Evidence) -> float:
+def _pipeline_share(figures: Figures) -> float:
     """Estimate the share of the step in which the pipeline runs; all of it where that was not measured."""
     inside = ("forward", "backward", "communication_exposed", "pipeline_wait")
-    shares = [sum(rank.get(phase, 0.0) for phase in inside) / training_seconds(rank) for rank in evidence.ranks]
+    shares = [sum(rank.get(phase, 0.0) for phase in inside) / training_seconds(rank) for rank in figures.ranks]
     return max(shares, default=1.0)
 
 
 # ------------------------------------------------------------------------------------------------------------- remarks
 
 
-def _completeness(evidence: Evidence, found_any: bool) -> Iterator[Advice]:
+def _completeness(figures: Figures, found_any: bool) -> Iterator[Advice]:
     """Say that ranks are missing, or that nothing holds the run back."""
-    ranks = evidence.ranks
+    ranks = figures.ranks
     if not ranks:
         return
-    expected = evidence.run.get("world_size", len(ranks))
+    expected = figures.run.get("world_size", len(ranks))
     # Waits of some ranks are explained by other ranks: without all of them, a clean bill would be a guess.
     if len(ranks) < expected:
         known = ", ".join(str(rank["rank"]) for rank in ranks)
@@ -422,7 +446,7 @@ def _completeness(evidence: Evidence, found_any: bool) -> Iterator[Advice]:
             figures={"ranks": len(ranks), "expected": expected},
         )
     elif not found_any:
-        share = evidence.useful
+        share = figures.useful
         yield Advice(
             "good",
             f"No bottleneck was found: {percent(share)} of the time is forward and backward",
@@ -432,8 +456,8 @@ def _completeness(evidence: Evidence, found_any: bool) -> Iterator[Advice]:
         )
 
 
-def _learning_rate(evidence: Evidence) -> Iterator[Advice]:
-    replicas, batch, rate = (evidence.run.get(key) for key in ("replicas", "global_batch", "learning_rate"))
+def _learning_rate(figures: Figures) -> Iterator[Advice]:
+    replicas, batch, rate = (figures.run.get(key) for key in ("replicas", "global_batch", "learning_rate"))
     # Always said, as no figure can show whether the rate was found with this batch.
     if not replicas or not batch or rate is None or replicas < 2:
         return
@@ -447,9 +471,8 @@ def _learning_rate(evidence: Evidence) -> Iterator[Advice]:
     )
 
 
-def _uneven_memory(evidence: Evidence) -> Iterator[Advice]:
-    ranks = evidence.of("MemoryProfiler").get("ranks", [])
-    held = [(sum(rank.get(key, 0) for key in HELD), rank["rank"]) for rank in ranks]
+def _uneven_memory(figures: Figures) -> Iterator[Advice]:
+    held = figures.held
     mean = fmean(total for total, _ in held) if held else 0.0
     most, rank = max(held, default=(0, 0))
     if most > 1.25 * mean > 0:
@@ -462,7 +485,7 @@ def _uneven_memory(evidence: Evidence) -> Iterator[Advice]:
         )
 
 
-Rule = Callable[[Evidence], Iterator[Advice]]
+Rule = Callable[[Figures], Iterator[Advice]]
 
 RULES: tuple[Rule, ...] = (
     _loss_not_finite,

@@ -6,7 +6,7 @@ Python decides on rows and lengths, the template has the markup. A section witho
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import cache
 from typing import Any
 
@@ -14,9 +14,9 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 
 from lightning_parallel.callbacks.monitors.gradient_noise import noise_rows
 from lightning_parallel.callbacks.monitors.memory import HELD
-from lightning_parallel.callbacks.monitors.step_times import training_seconds
 from lightning_parallel.callbacks.report.charts import Bar, Curve, Segment, line_chart
 from lightning_parallel.callbacks.report.diagnosis import verdict
+from lightning_parallel.callbacks.report.figures import Figures, Report
 from lightning_parallel.pipeline.plot import draw_svg
 from lightning_parallel.pipeline.simulate import Timeline
 from lightning_parallel.tracing.spans import bytes_text, count_text, gap_text, percent, rank_label, seconds_text
@@ -32,8 +32,6 @@ __all__ = [
     "render_template",
     "run_line",
 ]
-
-Report = Mapping[str, Any]
 
 PHASE_LABELS = {
     "forward": "forward",
@@ -72,7 +70,7 @@ def render(report: Report) -> str:
         charts=_charts(report),
         findings=_findings(report),
         compression=_compression(report),
-        noise=noise_rows(_of_callback(report, "GradientNoiseScale")),
+        noise=noise_rows(Figures(report).of("GradientNoiseScale")),
         missing=_missing(report),
         trace=report.get("trace"),
         versions=", ".join(f"{name} {version}" for name, version in _versions(run).items()),
@@ -107,12 +105,6 @@ def _code_spans(text: str) -> list[tuple[bool, str]]:
     # Splitting by a pattern with a group gives text and code alternately; a single back-tick remains text.
     parts: list[str] = re.split(r"`([^`]+)`", text)
     return [(index % 2 == 1, part) for index, part in enumerate(parts)]
-
-
-def _of_callback(report: Report, callback: str) -> Report:
-    """Give the report of a callback; empty if the run did not have it."""
-    found: Report = report.get("reports", {}).get(callback) or {}
-    return found
 
 
 def _mesh(report: Report) -> Report:
@@ -163,28 +155,23 @@ def _counted(number: float, noun: str) -> str:
 
 def key_figures(report: Report) -> list[tuple[str, str]]:
     """Choose the numbers at the top: (value, words)."""
-    ranks = _of_callback(report, "StepBreakdown").get("ranks", [])
-    throughput = _of_callback(report, "Throughput")
-    bubble = _of_callback(report, "PipelineTimeline").get("bubble", {}).get("measured")
+    found = Figures(report)
     figures = []
-    if ranks:
-        # A step takes as long as its slowest rank; the share of useful time is that of all ranks together. The steps of
-        # `Throughput` are those that samples per second are of: the two figures give the batch.
-        steps = [training_seconds(rank) for rank in ranks]
-        computing = sum(rank.get("forward", 0.0) + rank.get("backward", 0.0) for rank in ranks)
-        pauses = max(rank.get("validation", 0.0) + rank.get("checkpoint", 0.0) for rank in ranks)
-        wall = max(rank["wall"] for rank in ranks)
+    if found.ranks:
+        pauses = max(rank.get("validation", 0.0) + rank.get("checkpoint", 0.0) for rank in found.ranks)
+        wall = max(rank["wall"] for rank in found.ranks)
         with_pauses = f" ({seconds_text(wall)} with validation and checkpoints)" if pauses else ""
-        step = seconds_text(throughput.get("seconds_per_step", max(steps)))
+        # `Throughput` measures samples per second in the same steps: the two figures give the batch.
+        step = seconds_text(found.throughput.get("seconds_per_step", found.step))
         figures.append((step, f"per step{with_pauses}"))
-        figures.append((percent(computing / sum(steps)), "of the steps in forward and backward"))
+        figures.append((percent(found.useful), "of the steps in forward and backward"))
         if pauses:
             figures.append((percent(pauses / wall), "of the run in validation and checkpoints"))
     for key, words in (("samples_per_second", "samples per second"), ("tokens_per_second", "tokens per second")):
-        if throughput.get(key) is not None:
-            figures.append((count_text(throughput[key]), words))
-    utilisation = throughput.get("model_flops_utilisation")
-    for share, words in ((utilisation, "of peak FLOP/s"), (bubble, "pipeline bubble")):
+        if found.throughput.get(key) is not None:
+            figures.append((count_text(found.throughput[key]), words))
+    utilisation = found.throughput.get("model_flops_utilisation")
+    for share, words in ((utilisation, "of peak FLOP/s"), (found.bubble.get("measured"), "pipeline bubble")):
         if share is not None:
             figures.append((percent(share), words))
     return figures
@@ -207,7 +194,7 @@ def advice_parts(report: Report) -> tuple[list[Report], list[Report]]:
 
 def _steps(report: Report) -> dict[str, Any] | None:
     """Gather where the time of a step went: bars and table, one row per rank."""
-    ranks = _of_callback(report, "StepBreakdown").get("ranks")
+    ranks = Figures(report).of("StepBreakdown").get("ranks")
     if not ranks:
         return None
     mesh = _mesh(report)
@@ -244,7 +231,7 @@ _DRAWING_WIDTH = 1120
 
 def _pipeline(report: Report) -> dict[str, Any] | None:
     """Draw the pipeline as planned above the measured one, on one time axis, and its bubble."""
-    found = _of_callback(report, "PipelineTimeline")
+    found = Figures(report).of("PipelineTimeline")
     step = found.get("timeline") or {}
     titles = {"planned": "Planned", "measured": f"Measured in step {step.get('step', 0)}"}
     timelines = [(title, Timeline.from_dict(step[name])) for name, title in titles.items() if step.get(name)]
@@ -305,16 +292,17 @@ _SKEW = [key for key, _ in _CALL_COLUMNS].index("skew")
 
 def _communication(report: Report) -> dict[str, Any] | None:
     """Gather time and bytes of communication by mesh axis, and every kind of call."""
-    found = _of_callback(report, "CommunicationProfiler")
-    by_axis: dict[str, list[Report]] = {}
-    for record in found.get("records") or ():
-        by_axis.setdefault(record["axis"], []).append(record)
-    if not by_axis:
+    figures = Figures(report)
+    if not figures.records:
         return None
+    sent = figures.sent
+    # Calls of one axis stand together, in the order of the axes' bars.
+    axes = list(sent)
+    records = sorted(figures.records, key=lambda record: axes.index(record["axis"]))
     return {
-        "bars": [_axis_bar(axis, records) for axis, records in by_axis.items()],
-        "rows": [_call_row(record) for records in by_axis.values() for record in records],
-        "desynchronised": found.get("desynchronised", []),
+        "bars": [_axis_bar(axis, seconds, sent[axis]) for axis, seconds in figures.exposed.items()],
+        "rows": [_call_row(record) for record in records],
+        "desynchronised": figures.of("CommunicationProfiler").get("desynchronised", []),
     }
 
 
@@ -326,10 +314,7 @@ def _call_row(record: Report) -> list[str]:
     return [*call, count_text(record["count"]), *measured]
 
 
-def _axis_bar(axis: str, records: Sequence[Report]) -> Bar:
-    # Records are of one call; bars are of a step.
-    exposed = sum((record.get("exposed") or 0.0) * record["count"] for record in records)
-    sent = sum((record.get("wire_bytes") or 0) * record["count"] for record in records)
+def _axis_bar(axis: str, exposed: float, sent: float) -> Bar:
     segment = Segment("communication_exposed", exposed, seconds_text(exposed))
     return Bar(axis.replace("_", " "), [segment], f"{seconds_text(exposed)}, {bytes_text(sent)}")
 
@@ -339,7 +324,7 @@ _HELD_LABELS = {"compression": "compression state", "activations_peak": "activat
 
 def _memory(report: Report) -> dict[str, Any] | None:
     """Gather what each rank's memory holds: bars and table."""
-    ranks = _of_callback(report, "MemoryProfiler").get("ranks")
+    ranks = Figures(report).of("MemoryProfiler").get("ranks")
     if not ranks:
         return None
     mesh = _mesh(report)
@@ -384,7 +369,7 @@ _MOST_FINDINGS = 50
 
 def _findings(report: Report) -> dict[str, Any]:
     """Gather the findings of the monitors; a monitor that the run did not have is left out."""
-    monitor = _of_callback(report, "StragglerMonitor")
+    monitor = Figures(report).of("StragglerMonitor")
     stragglers = monitor.get("stragglers")
     slow = [
         [f"rank {one['rank']}", (one.get("cause") or "unattributed").replace("_", " "), seconds_text(one["excess"])]
@@ -394,7 +379,7 @@ def _findings(report: Report) -> dict[str, Any]:
     compared = stragglers is not None and not monitor.get("missing")
     tables: dict[str, Any] = {}
     for callback in ("ReplicaDriftMonitor", "DataShardingMonitor"):
-        found = _of_callback(report, callback).get("findings")
+        found = Figures(report).of(callback).get("findings")
         if found is not None:
             rows = [[str(f["step"]), f["name"], ", ".join(map(str, f["ranks"])), f["detail"]] for f in found]
             good = _all_equal(report, callback)
@@ -412,7 +397,7 @@ def _all_equal(report: Report, callback: str) -> str:
         return "Each sample went to one replica. The ranks of a replica read the same batches."
     if not is_alone:
         return "All values that must be equal between replicas were equal."
-    count = sum(_of_callback(report, callback).get("compared", {}).values())
+    count = sum(Figures(report).of(callback).get("compared", {}).values())
     if not count:
         return "There is one replica, so there was nothing to compare."
     return f"There is one replica. The {count} values that several of its ranks hold were equal."
@@ -434,7 +419,7 @@ _COMPRESSION: tuple[tuple[str, str, Callable[[float], str]], ...] = (
 
 
 def _compression(report: Report) -> list[list[str]]:
-    monitor = _of_callback(report, "CompressionMonitor")
+    monitor = Figures(report).of("CompressionMonitor")
     return [[words, write(monitor[key])] for key, words, write in _COMPRESSION if monitor.get(key) is not None]
 
 
