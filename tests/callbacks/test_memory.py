@@ -17,9 +17,14 @@ from lightning_parallel import (
     TensorParallelStrategy,
     TopK,
 )
-from lightning_parallel.callbacks.monitors.memory import MemoryProfiler, held_bytes
+from lightning_parallel.callbacks.monitors.memory import (
+    ActivationMeter,
+    MemoryProfiler,
+    StorageSet,
+    held_bytes,
+    tensors_in,
+)
 from lightning_parallel.callbacks.monitors.replica_drift import ReplicaDriftMonitor
-from lightning_parallel.callbacks.monitors.storages import ActivationMeter, StorageSet, tensors_in
 from tests.callbacks.conftest import place_rank
 from tests.callbacks.test_replica_drift import PlainFSDP
 from tests.harness import distributed

@@ -11,8 +11,13 @@ from torch.utils.data import DataLoader, DistributedSampler
 
 from lightning_parallel import HybridParallelStrategy, PowerSGD
 from lightning_parallel.callbacks import Throughput
-from lightning_parallel.callbacks.monitors.model_flops import ModelFlops
-from lightning_parallel.callbacks.monitors.throughput import POINTS, BatchCounts, ThroughputAccumulator, num_tokens
+from lightning_parallel.callbacks.monitors.throughput import (
+    POINTS,
+    BatchCounts,
+    ModelFlops,
+    ThroughputAccumulator,
+    num_tokens,
+)
 from lightning_parallel.mesh import Mesh
 from lightning_parallel.tracing import Window
 from tests.callbacks.conftest import place_rank

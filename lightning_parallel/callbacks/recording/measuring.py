@@ -18,7 +18,7 @@ import csv
 import json
 import warnings
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from math import isfinite
 from pathlib import Path
@@ -31,14 +31,13 @@ from rich.table import Table
 from typing_extensions import override
 
 from lightning_parallel import comm
-from lightning_parallel.callbacks.recording.session import Session
+from lightning_parallel.callbacks.recording.session import Accumulator, Session
 from lightning_parallel.checkpoint.folder import replacing
 from lightning_parallel.comm import Group
 from lightning_parallel.compat.lightning import logged_step, should_update_logs
 from lightning_parallel.compat.twins import Callback
 from lightning_parallel.compression.compressor import check_integer
 from lightning_parallel.mesh import AXES
-from lightning_parallel.tracing import Window
 from lightning_parallel.tracing.spans import show
 
 __all__ = [
@@ -53,28 +52,6 @@ __all__ = [
 
 VERSION = 1
 """Version of the keys of all reports; changes when the meaning of a key does."""
-
-
-class Accumulator(ABC):
-    """Adds up the measurements of one callback on one rank. Holds plain numbers only, and communicates nothing."""
-
-    def add(self, window: Window) -> None:  # noqa: B027 callbacks that look at something else than time need no spans
-        """Add a step; does nothing by default."""
-
-    def end(self, window: Window) -> None:  # noqa: B027 few have a use for it
-        """Add the time after the last step, such as its validation and its checkpoint; does nothing by default."""
-
-    @abstractmethod
-    def share(self) -> Any:
-        """Return the data that the other ranks need so far: picklable and small."""
-
-    @abstractmethod
-    def summarize(self, shared: Sequence[Any]) -> dict[str, Any]:
-        """Return the keys of the report from the shared data of the ranks, without signals that no rank has."""
-
-    def scalars(self) -> dict[str, float]:
-        """Return values to log, of this rank, over the steps since the last call."""
-        return {}
 
 
 A = TypeVar("A", bound=Accumulator)
@@ -128,7 +105,6 @@ class MeasuringCallback(Callback, ABC, Generic[A]):
         self.dirpath = dirpath
         self.show_table = show_table
         self.session: Session | None = None
-        self._led: Session | None = None  # the session, on the callback that leads it
         self._accumulator: A | None = None
         self._report: dict[str, Any] | None = None
 
@@ -251,14 +227,18 @@ class MeasuringCallback(Callback, ABC, Generic[A]):
         self._report = None
         self._accumulator = None
         self.session = session = Session.of(trainer)
-        # As long as nobody has joined, whoever fails below has to close it.
-        self._led = session if session.is_led_by(None) else None
         if self.dirpath is not None:
             create_folder(Path(self.dirpath), self.session.group)
         # Creating it may communicate, so all ranks must get here in the order of their callbacks.
         self._accumulator = self.accumulate(trainer, pl_module)
         session.join(self._accumulator, self._every_n_batches, self.warmup_batches)
-        self._led = session if session.is_led_by(self._accumulator) else None
+
+    @property
+    def _led(self) -> Session | None:
+        """Return the session if this callback leads it: the callback of the first member, or any without a member."""
+        # As long as nobody has joined, a callback that fails in `on_fit_start` has to close the session.
+        session = self.session
+        return session if session is not None and session.is_led_by(self._accumulator) else None
 
     @override
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -324,7 +304,7 @@ class MeasuringCallback(Callback, ABC, Generic[A]):
             self._report = self._summarize(self.session)
         if self._led is not None:
             self._led.close()
-        self.session = self._led = None
+        self.session = None
 
     @rank_zero_only
     def _publish(self) -> None:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from datetime import timedelta
 from functools import cache, wraps
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
@@ -33,6 +34,7 @@ from lightning_parallel.tracing import OTHER, CallCounter, OpenSpan, Recorder, W
 
 __all__ = [
     "PHASES",
+    "Accumulator",
     "Session",
     "mesh_of",
     "phase_of",
@@ -68,17 +70,26 @@ _ACTIONS = {
 _OWNERS = ("[Strategy]", "[LightningModule]", "[_TrainingEpochLoop]")
 
 
-class Member(Protocol):
-    """A participant of a session: the accumulator of a callback."""
+class Accumulator(ABC):
+    """Adds up the measurements of one callback on one rank. Holds plain numbers only, and communicates nothing."""
 
-    def add(self, window: Window) -> None:
-        """Add a step."""
+    def add(self, window: Window) -> None:  # noqa: B027 callbacks that look at something else than time need no spans
+        """Add a step; does nothing by default."""
 
-    def end(self, window: Window) -> None:
-        """Add the time after the last step."""
+    def end(self, window: Window) -> None:  # noqa: B027 few have a use for it
+        """Add the time after the last step, such as its validation and its checkpoint; does nothing by default."""
 
+    @abstractmethod
     def share(self) -> Any:
         """Return the data that the other ranks need so far: picklable and small."""
+
+    @abstractmethod
+    def summarize(self, shared: Sequence[Any]) -> dict[str, Any]:
+        """Return the keys of the report from the shared data of the ranks, without signals that no rank has."""
+
+    def scalars(self) -> dict[str, float]:
+        """Return values to log, of this rank, over the steps since the last call."""
+        return {}
 
 
 class Session:
@@ -114,7 +125,7 @@ class Session:
     def __init__(self, trainer: Trainer) -> None:
         self.mesh = mesh_of(trainer)
         self.rank = trainer.global_rank
-        self.members: list[Member] = []
+        self.members: list[Accumulator] = []
         self.every_n_batches = 0
         self.warmup_batches = 0
         self.recorder: Recorder | None = None
@@ -156,7 +167,7 @@ class Session:
             _sessions[trainer] = cls(trainer)
         return _sessions[trainer]
 
-    def join(self, member: Member, every_n_batches: int, warmup_batches: int) -> None:
+    def join(self, member: Accumulator, every_n_batches: int, warmup_batches: int) -> None:
         """Add a member, which gets every step after the first `warmup_batches`.
 
         Smallest `every_n_batches` of all members, steps between two exchanges, and the largest `warmup_batches` count.
@@ -165,7 +176,7 @@ class Session:
         self.every_n_batches = min(every_n_batches, self.every_n_batches or every_n_batches)
         self.warmup_batches = max(warmup_batches, self.warmup_batches)
 
-    def is_led_by(self, member: Member | None) -> bool:
+    def is_led_by(self, member: Accumulator | None) -> bool:
         """Return whether `member` says when a step ends; None leads as long as there is no member."""
         return next(iter(self.members), None) is member
 
