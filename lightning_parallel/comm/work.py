@@ -38,7 +38,7 @@ PROFILING = "profiling"
 
 class _ThreadState(threading.local):
     skips_communication = False
-    # The call of this module that the thread is in: what torch issues for it is no other call.
+    # The call of this module that the thread is in: operations that torch issues for it belong to it.
     call: InFlight | _Unrecorded | None = None
 
 
@@ -70,7 +70,7 @@ class Pending:
         op: Name of the operation in torch's terms (`all_reduce`, `send`, ...).
         group: The group.
         num_bytes: Payload: the full tensor for all_reduce and broadcast, the gathered total for all_gather and
-            reduce_scatter, what this rank sends for all_to_all, the message for send and recv.
+            reduce_scatter, the bytes that this rank sends for all_to_all, the message for send and recv.
         dtype: Element type of the payload.
         result: What `wait` returns, or a function that makes it.
         peer: Global rank at the other end of a message; None for a collective.
@@ -212,7 +212,7 @@ _UNRECORDED = _Unrecorded()
 
 
 class _as_call:
-    """Let `current_call` return `flight` during the block, and a helper say whose ranks it may be waiting for."""
+    """Let `current_call` return `flight` during the block, and a helper know the ranks for which it may wait."""
 
     # Entered twice for each call of a step: `contextmanager` would take three times as long.
     __slots__ = ("_before", "_flight", "_group", "_helper")
@@ -237,7 +237,7 @@ class _as_call:
 def current_call() -> InFlight | _Unrecorded | None:
     """Return the call of this module that the calling thread issues or waits for, None if it does neither.
 
-    It is recorded, or left out, by itself: whoever sees what torch does for it must not record that again.
+    This call is recorded, or left out, by itself: an observer of torch must not record its operations again.
     """
     return _thread.call
 
@@ -282,7 +282,7 @@ def raise_explained(error: RuntimeError, op: str, group: Group) -> NoReturn:
     """Raise the failure of a call again, with the ranks that are gone."""
     helper = current_helper()
     if helper is not None and helper.is_interrupted:
-        raise error  # by this rank, at its end, whose own error is not to be replaced by this one
+        raise error  # this rank interrupted the helper at its end: its own error must not be replaced
     raise RuntimeError(describe_failure(f"{op} along {group.axis}", group.ranks, error)) from error
 
 

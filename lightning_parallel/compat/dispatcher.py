@@ -2,8 +2,8 @@
 
 All process groups of torch, whatever calls them (DDP's reducer, FSDP, DTensor, compiled code, `torch.distributed`),
 issue their operations as operators of the namespace `c10d`, in torch 2.6 to 2.13. Inside `intercepted_collectives` a
-kernel runs before that of the backend. Waits pass through `Work.wait`, which C++ does not call by that way: what C++
-waits for is seen by `on_graph_end`, and by the arguments of `intercepted_collectives`.
+kernel runs before that of the backend. Waits pass through `Work.wait`, which C++ calls in another way:
+`on_graph_end` sees the waits of C++, and by the arguments of `intercepted_collectives`.
 """
 
 from __future__ import annotations
@@ -60,10 +60,10 @@ class Collective(NamedTuple):
 
 
 class Interceptor(Protocol):
-    """Sees operations and waits; each method must call what it is given, once, and return what that returns."""
+    """Sees operations and waits; each method must run its `call` once, and return its result."""
 
     def is_listening(self) -> bool:
-        """Return whether it wants to see what the thread issues or waits for now; asked before anything else."""
+        """Return whether it wants to see the present call of the thread; asked before anything else."""
 
     def issue(self, collective: Collective, call: Callable[[], Any]) -> None:
         """Run `call`, which issues the operation and returns torch's handle; None where nothing is to wait for."""
@@ -140,8 +140,8 @@ def intercepted_collectives(interceptor: Interceptor) -> Iterator[None]:
 
 
 def _register() -> None:
-    # This key comes after those of autograd, which tensors of inference mode lack, and before those of all backends; it
-    # is there whatever the tensors are.
+    # This key comes after the keys of autograd, which tensors of inference mode lack, and before the keys of all
+    # backends. All tensors have it.
     key = "BackendSelect"
     after = torch._C._dispatch_keyset_full_after(torch._C.DispatchKey.BackendSelect)
     collectives = torch.library.Library("c10d", "IMPL")
@@ -160,7 +160,7 @@ def _register() -> None:
 
 
 def _kernel(name: str, after: Any) -> Callable[..., Any]:
-    """Make the kernel of one operator: its work is done by those of the keys in `after`."""
+    """Make the kernel of one operator: kernels of the keys in `after` do its work."""
     operator = getattr(torch.ops.c10d, name).default
     redispatch = operator.redispatch
     facts = _Operator.of(name, [argument.name for argument in operator._schema.arguments])
@@ -202,7 +202,7 @@ class _Operator(NamedTuple):
 
 
 def _describe(facts: _Operator, given: Sequence[Any]) -> Collective:
-    """Say what an operator is about to do, from its arguments: tensors before the group, numbers after it."""
+    """Describe the call of an operator from its arguments: tensors before the group, numbers after it."""
     op = facts.op
     group = dist.ProcessGroup.unbox(given[facts.group])
     is_waited_for = not _given(given, facts.async_op, True)
@@ -283,13 +283,13 @@ def is_coalescing(process_group: Any) -> bool:
 
 
 def groups_past_dispatcher() -> list[str]:
-    """Name the classes of groups that are implemented in Python, whose operations do not pass through here."""
+    """Name the classes of groups that are implemented in Python: their operations do not pass the dispatcher."""
     groups = dist.distributed_c10d._world.pg_map
     return sorted({type(group).__qualname__ for group in groups if type(group) is not dist.ProcessGroup})
 
 
 def on_graph_end(call: Callable[[], None]) -> None:
-    """Run `call` when the backward pass that is running has no node left, before what is asked for later than this.
+    """Run `call` when the backward pass that is running has no node left, before calls that are queued later.
 
     DDP and FSDP wait for gradients in such a call of their own. Only the engine's private object has this.
     """

@@ -28,7 +28,7 @@ class DeviceClock(Protocol):
         """Return whether `stream` is that queue."""
 
     def completion(self, work: Any, lane: Hashable) -> Any:
-        """Make a mark that is passed when `work` is complete; what is on other lanes does not hold it up."""
+        """Make a mark that is passed when `work` is complete; work on other lanes does not hold it up."""
 
     def passed(self, mark: Any) -> bool:
         """Return whether the device has passed `mark`."""

@@ -76,7 +76,7 @@ class Recorder:
         self.beside: list[Any] = []
         self.num_beside = 0
         self._absorbing = frozenset(absorbing)
-        self._num_nested = 0  # phases that began inside of `apart`
+        self._num_nested = 0  # phases that began within `apart`
         self._ledger = Ledger(perf_counter_ns(), absorbing)
         self._start_ns = self._ledger.last_ns
         self._ended: list[Span] = []
@@ -96,7 +96,7 @@ class Recorder:
         return isinstance(threading.current_thread(), threading._DummyThread)
 
     def is_computing(self) -> bool:
-        """Return whether the time of what the caller does is charged to phases: it trains, in the stream of that."""
+        """Return whether the time of the caller is charged to phases: it trains, in the stream that computes."""
         if get_ident() != self.main_thread and not self.is_main_thread():
             return False
         return self.clock is None or self.clock.is_on_main_stream()
@@ -309,7 +309,7 @@ _suspended = False
 
 
 def is_suspended() -> bool:
-    """Tell whether what runs now is not of the run that is measured."""
+    """Tell whether the code that runs now is no part of the measured run."""
     return _suspended
 
 

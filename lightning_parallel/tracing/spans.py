@@ -203,7 +203,7 @@ class Ledger:
     def close(self, now_ns: int) -> dict[str, int]:
         """End the window and begin the next; returns nanoseconds by phase, which add up to its length."""
         self._charge(now_ns)
-        # Open phases go on in the next window; only what was charged to them is taken.
+        # Open phases go on in the next window; only their charged time is taken.
         charged = dict(self._charged)
         self._charged.clear()
         return charged
@@ -214,7 +214,7 @@ class Ledger:
 
 
 def expose(spans: list[Span]) -> list[Span]:
-    """Give communication of other threads the time for which the thread that trains waited for those meanwhile.
+    """Give communication of other threads the time for which the training thread waited for these threads meanwhile.
 
     >>> lane = Span("communication", "all_reduce", 0, 90, 0, blocked_ns=50)
     >>> expose([lane, Span("wait", "backward", 70, 100, 0)])[0].exposed_ns

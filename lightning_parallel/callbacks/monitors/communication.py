@@ -67,7 +67,7 @@ class CommunicationAccumulator(Accumulator):
 
     Args:
         rank: Global rank of this process.
-        clocks: By rank, how far its clock is from that of the first, see `Session.clocks`; None where all read one.
+        clocks: See `Session.clocks`; None if all ranks read one clock.
         calls: Collectives issued in each group, see `Recorder.calls`.
         missing: Communication that is not recorded, in sentences; may grow until `summarize`.
     """
@@ -351,7 +351,7 @@ def _record(
 
 
 def _matched(found: Iterable[tuple[dict[str, Any], CallKind]]) -> list[list[CallSample]]:
-    """Group the samples by collective; of each, those of the ranks that still have it."""
+    """Group the samples by collective: for each one, the samples of the ranks that still have it."""
     calls: defaultdict[tuple[Any, ...], list[CallSample]] = defaultdict(list)
     for rank, kind in found:
         for sample in rank["kinds"][kind][-1]:

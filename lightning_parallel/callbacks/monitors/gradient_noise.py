@@ -63,14 +63,14 @@ def noise_estimates(small: float, big: float, small_samples: float, big_samples:
 
 
 class GradientNoiseAccumulator(Accumulator):
-    """Keeps what this rank knows of measured steps; the ranks' sums are taken where reports are made.
+    """Keeps the measured steps of this rank; a report adds up all ranks.
 
     Args:
         mesh: The mesh of all ranks.
         rank: Of this process.
         decay: Of the exponential means of both estimates.
-        latest: Gives what the ranks have shared last, by rank; nothing before the first exchange.
-        missing: Sentences on what is not measured.
+        latest: Returns the data that the ranks shared last, by rank; nothing before the first exchange.
+        missing: Sentences on parts that are not measured.
     """
 
     def __init__(
@@ -86,8 +86,8 @@ class GradientNoiseAccumulator(Accumulator):
         self._points: deque[NoisePoint] = deque(maxlen=_MOST_POINTS)
 
     def keep(self, point: NoisePoint) -> None:
-        """Add a measured step; one whose gradients are not finite is left out."""
-        # A rank leaves out what the others keep where it alone has met infinity: such steps are not complete.
+        """Add a measured step; a step without finite gradients is left out."""
+        # If one rank alone has met infinity, it leaves out a step that other ranks keep: such steps are not complete.
         if isfinite(point.small) and isfinite(point.big):
             self._points.append(point)
 
@@ -107,7 +107,7 @@ class GradientNoiseAccumulator(Accumulator):
         series = []
         for point in steps:
             one = noise_estimates(point.small, point.big, point.small_samples, point.samples)
-            # Means of both, since that of their quotient would be biased; and of as many as there are so far.
+            # Means of both, since the mean of their quotient would be biased, over all steps so far.
             square = self._decay * square + (1 - self._decay) * one[0]
             variance = self._decay * variance + (1 - self._decay) * one[1]
             weight = self._decay * weight + (1 - self._decay)
@@ -374,7 +374,7 @@ class GradientNoiseScale(MeasuringCallback[GradientNoiseAccumulator]):
         if batches != trainer.accumulate_grad_batches or len(set(self._sizes)) > 1:
             return
         scaler = getattr(trainer.precision_plugin, "scaler", None)
-        scale = 1.0 if scaler is None else float(scaler.get_scale())  # those of the step are unscaled by now
+        scale = 1.0 if scaler is None else float(scaler.get_scale())  # the gradients of the step are unscaled by now
         total = float(sum(self._sizes))
         self.accumulator.keep(NoisePoint(trainer.global_step, small / scale**2, big, total / parts, total))
 

@@ -187,7 +187,7 @@ class MemoryProfiler(MeasuringCallback[MemoryAccumulator]):
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         super().on_train_start(trainer, pl_module)
         if trainer.strategy.root_device.type == "cuda":
-            # The peak of training, not that of its setup.
+            # The peak of training, without its setup.
             torch.cuda.reset_peak_memory_stats(trainer.strategy.root_device)
 
     @override
@@ -323,7 +323,7 @@ def _bucket_bytes(strategy: Any) -> dict[str, int]:
 
 
 def _predicted(trainer: Trainer, module: LightningModule) -> dict[str, int] | None:
-    """Return what this rank was to hold, in bytes by key; None under strategies without a mesh."""
+    """Return the predicted bytes of this rank, by key; None under strategies without a mesh."""
     strategy: Any = trainer.strategy
     if not isinstance(getattr(strategy, "mesh", None), Mesh):
         return None
@@ -396,13 +396,13 @@ def _outside_bytes(device: torch.device) -> int:
 
 
 class StorageSet:
-    """A set of storages, which counts the bytes of those that are added."""
+    """A set of storages, which counts the bytes of added storages."""
 
     def __init__(self) -> None:
         self._seen: dict[int, Any] = {}
 
     def add(self, tensors: Iterable[Tensor]) -> int:
-        """Add the storages of `tensors`; returns the bytes of those that are new. Views of one storage count once."""
+        """Add the storages of `tensors`; returns the bytes of new storages. Views of one storage count once."""
         num_bytes = 0
         for tensor in tensors:
             storage = _storage(tensor)
@@ -469,7 +469,7 @@ class ActivationMeter:
 
     def _pack(self, tensor: Tensor) -> _SavedTensor:
         storage = _storage(tensor)
-        # `_unpack` is given whatever is returned here, so tensors that do not count are wrapped, too.
+        # `_unpack` gets the value returned here, so tensors that do not count are wrapped, too.
         if storage is None or storage in self._held or tracing.is_suspended():
             return _SavedTensor(tensor)
         return _CountedTensor(tensor, self, storage_address(storage), storage.nbytes())
@@ -513,7 +513,7 @@ class _CountedTensor(_SavedTensor):
         self.key = key
         meter.keep(key, num_bytes)
 
-    # Autograd drops what it saved without calling a hook: freeing is the only sign.
+    # Autograd drops its saved tensors without calling a hook: freeing is the only sign.
     def __del__(self) -> None:
         self.meter.release(self.key)
 

@@ -119,7 +119,7 @@ def _gradients(module: LightningModule) -> Iterator[tuple[str, Any]]:
 
 
 def _described(found: list[tuple[bool, str]]) -> str:
-    """Say on which ranks what is not finite: those whose own loss is not before those that have it from others."""
+    """Name ranks and values that are not finite: ranks with such a loss first, then ranks that got it by reduction."""
     by_loss = [str(rank) for rank, (is_finite, _) in enumerate(found) if not is_finite]
     by_name: dict[str, list[str]] = {}
     for rank, (_, name) in enumerate(found):

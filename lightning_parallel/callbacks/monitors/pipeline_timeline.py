@@ -1,4 +1,4 @@
-"""Timeline of a pipeline: when its stages did what, compared with the schedule as planned."""
+"""Timeline of a pipeline: the times of its actions, compared with the planned schedule."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class PipelineAccumulator(Accumulator):
         rank: Global rank of this process.
         mesh: The mesh of all ranks.
         schedule: Of a full step; a step on fewer microbatches is not counted. None without a pipeline.
-        clocks: By rank, how far its clock is from that of the first, see `Session.clocks`; None where all read one.
+        clocks: See `Session.clocks`; None if all ranks read one clock.
         predicted_s: Seconds of a step by the plan.
     """
 
@@ -74,7 +74,7 @@ class PipelineAccumulator(Accumulator):
         if not self._actions:
             return
         spans = [span for span in window.spans if span.category == "pipeline"]
-        # Spans before those of the step are of a validation that ran through the pipeline.
+        # Earlier spans are of a validation that ran through the pipeline.
         training = spans[-len(self._actions) :]
         # The last batch of an epoch may have fewer microbatches: its bubble is another one.
         if {span.name for span in training} != self._actions.keys():
@@ -89,7 +89,7 @@ class PipelineAccumulator(Accumulator):
             self._total_ns[stage, kind] += end_ns - start_ns
         # The actions of a rank run one after the other, so their times add up.
         busy = sum(end_ns - start_ns for _, start_ns, end_ns in self._last)
-        # Messages that ended before are those of a validation.
+        # Messages that ended before belong to a validation.
         messages = [span for span in window.spans if span.peer is not None and span.end_ns > since_ns]
         receive = sum(span.blocked_ns for span in messages if span.op == "recv")
         send = sum(span.blocked_ns for span in messages if span.op == "send")
@@ -106,7 +106,7 @@ class PipelineAccumulator(Accumulator):
         schedule = self._schedule
         if schedule is None:
             return {"missing": ["The strategy has no pipeline, so there is no timeline."]}
-        # Only pipelines of which all ranks have answered: a bubble is that of the whole.
+        # Only pipelines of which all ranks have answered: a bubble belongs to the full pipeline.
         shared, uncertainty_ns = on_one_clock(shared, self._clocks, _shifted)
         by_rank = {rank["rank"]: rank for rank in shared}
         pipelines = [ranks for ranks in self._mesh.peers(PIPELINE) if all(_ran(by_rank.get(rank)) for rank in ranks)]

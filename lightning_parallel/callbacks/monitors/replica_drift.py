@@ -1,8 +1,8 @@
 """Drift between ranks that must hold equal values: found by hashes, bit for bit, and named.
 
 Each rank hashes its replicated state. The values that the same ranks share form a class, and for each class only the
-hash of its hashes is exchanged: a few numbers per rank, whatever the size of the model. Where those differ, the hashes
-of all values follow, and where these differ, the values.
+hash of its hashes is exchanged: a few numbers per rank for a model of any size. If these hashes differ, the hashes
+of all values follow. If a hash of a value differs, ranks exchange the value.
 """
 
 from __future__ import annotations
@@ -103,7 +103,7 @@ class Disagreement:
 
     @property
     def order(self) -> tuple[Any, ...]:
-        """Sort key, likely causes first: certain ones before the others, then in causal order."""
+        """Sort key, likely causes first: certain drift before uncertain drift, then in causal order."""
         return not self.is_certain, _KINDS.index(self.key.kind)
 
 
@@ -114,7 +114,7 @@ def shared_classes(keys_by_rank: Sequence[Sequence[StateKey]]) -> dict[Ranks, li
         for key in keys:
             holders.setdefault(key, []).append(rank)
     classes: dict[Ranks, list[StateKey]] = {}
-    # Sorted, so that all ranks have the same order, whatever that of their own keys.
+    # Sorted, so that all ranks have the same order.
     for key in sorted(holders):
         if len(holders[key]) > 1:
             classes.setdefault(tuple(holders[key]), []).append(key)
@@ -209,7 +209,7 @@ class DriftAccumulator(Accumulator):
     def _drifted(self, state: Mapping[StateKey, Any]) -> list[Disagreement] | None:
         """Find all values that differ, with the same result on all ranks; None if a rank does not answer."""
         answers = self._gather(None if sorted(state) != self._keys else self._digests(state))
-        # Classes are agreed on anew when a rank has other keys, such as those of optimizer state after the first step.
+        # Classes are agreed on anew when a rank has other keys, such as keys of optimizer state after the first step.
         if answers is not None and None in answers:
             self._keys = sorted(state)
             keys = self._gather(self._keys)
@@ -270,7 +270,7 @@ class DriftAccumulator(Accumulator):
     def _reference(self, drift: Disagreement, value: Tensor) -> Tensor | None:
         """Send or receive the reference's tensor; None on the rank that sends it."""
         if self._rank == drift.reference:
-            # The group is on gloo, whatever the device.
+            # The group is on gloo with any device.
             sent = value.detach().cpu().contiguous()
             for pending in [comm.isend(sent, self._group, rank) for rank in drift.different]:
                 pending.wait()
@@ -520,7 +520,7 @@ def _rule_shards(trainer: Trainer) -> ShardOf:
         return lambda name: ""
     rules: Mapping[str, Any] = strategy.run.rules
     rank = strategy.groups.tensor_parallel.rank
-    # By what the shard covers, not by rank: several ranks hold the same one where heads are shared.
+    # By the range of the shard, not by rank: several ranks hold the same shard if heads are shared.
     return lambda name: str(rules[name].ranges[rank]) if name in rules else ""
 
 

@@ -102,7 +102,7 @@ class BreakdownAccumulator(Accumulator):
     def summarize(self, shared: Sequence[dict[str, Any]]) -> dict[str, Any]:
         # A rank that ended no step has no means to show.
         report: dict[str, Any] = {"ranks": [rank["row"] for rank in shared if rank["waits"]]}
-        # With a rank missing, the shortest wait of the others would be no bound.
+        # With a rank missing, the shortest wait of the known ranks would be no bound.
         if len(report["ranks"]) == len(shared) > 1:
             report["communication_least"] = _least_waits(shared)
         return {**report, "missing": list(self._missing)} if self._missing else report
@@ -258,7 +258,7 @@ def union_ns(intervals: Iterable[tuple[int, int]]) -> int:
 # --------------------------------------------------------------------------------------------------------- stragglers
 
 WORK = ("data_wait", "forward", "backward", "optimizer", OTHER)
-"""Phases in which a rank works. In the others it waits for ranks, or does what its peers need not do."""
+"""Phases in which a rank works. In other phases it waits for ranks, or has work that its peers need not do."""
 
 MIN_STEPS = 20
 """Steps below which nothing is concluded."""
@@ -300,7 +300,7 @@ def compare_peers(
     Args:
         ranks: The peers, at least two.
         steps: Each rank's times in the steps that all of them have.
-        threshold: Share of the step's time by which a late rank exceeds the median of the others.
+        threshold: Share of the step's time by which a late rank exceeds the median of its peers.
     """
     found = []
     # Of the whole step, with its waits: that is about as long on all peers.
@@ -308,7 +308,7 @@ def compare_peers(
     for rank in ranks:
         excesses = [_excess(step, rank, WORK) for step in steps]
         late = sum(excess > limit for excess, limit in zip(excesses, limits)) / len(steps)
-        # Medians: a few steps that are far slower, such as those of a checkpoint, must not make a straggler.
+        # Medians: a few steps that are far slower, such as steps with a checkpoint, must not make a straggler.
         typical = median(excesses)
         by_phase = {phase: median(_excess(step, rank, [phase]) for step in steps) for phase in WORK}
         cause = max(by_phase, key=lambda phase: by_phase[phase])
@@ -320,8 +320,8 @@ def compare_peers(
 
 
 def _excess(step: Mapping[int, WorkTimes], rank: int, phases: Sequence[str]) -> float:
-    """Return the seconds by which `rank` exceeds the median of the others."""
-    # Without the rank itself: among two peers it would be half of its own reference.
+    """Return the seconds by which `rank` exceeds the median of its peers."""
+    # Without the rank itself, which would be half of its reference among two peers.
     others = [_work(times, phases) for other, times in step.items() if other != rank]
     return _work(step[rank], phases) - median(others)
 

@@ -90,16 +90,16 @@ class ThroughputAccumulator(Accumulator):
         return self._tokens is not None
 
     def count(self, step: int, batch: BatchCounts) -> None:
-        """Add the batch of `step`, whose time comes later by `add`."""
+        """Add the batch of `step`; `add` gives its time later."""
         self._batches[step] = batch
 
     @override
     def add(self, window: Window) -> None:
-        # Validation and checkpoints are as rare as the user wants: the rate is that of training.
+        # The rate is the rate of training: validation and checkpoints are as rare as the user wants.
         paused_ns = window.phases.get("validation", 0) + window.phases.get("checkpoint", 0)
         seconds = (window.wall_ns - paused_ns) / 1e9
         batch = self._batches.pop(window.step, BatchCounts(None, None))
-        # Of steps that were skipped or are not counted no window comes.
+        # No window comes for steps that were skipped or are not counted.
         while self._batches and (earliest := next(iter(self._batches))) < window.step:
             del self._batches[earliest]
         self._seconds += seconds
@@ -181,7 +181,7 @@ class ThroughputAccumulator(Accumulator):
         return {**known, "model_flops_utilisation": rate / peak}, []
 
     def _replicas(self, shared: Sequence[dict[str, Any]]) -> list[list[dict[str, Any]]]:
-        """Group the ranks by replica: those of one work on the same samples."""
+        """Group the ranks by replica: ranks of one replica work on the same samples."""
         by_replica: dict[int, list[dict[str, Any]]] = {}
         for rank in shared:
             by_replica.setdefault(self._mesh.coordinate(rank["rank"]).data_parallel, []).append(rank)
@@ -286,7 +286,7 @@ class Throughput(MeasuringCallback[ThroughputAccumulator]):
         self.peak_flops = peak_flops
         self._counter: ModelFlops | None = None
         self._hooks: tuple[RemovableHandle, ...] = ()
-        self._depth = 0  # of optimizer steps that run: one may call that of its superclass
+        self._depth = 0  # of nested optimizer steps: a step may call the step of its superclass
 
     @override
     def accumulate(self, trainer: Trainer, pl_module: LightningModule) -> ThroughputAccumulator:
@@ -437,10 +437,10 @@ def _merged(first: CurvePoint, second: CurvePoint) -> CurvePoint:
 
 
 def _series(replicas: Sequence[Sequence[Mapping[str, Any]]]) -> dict[str, list[list[float]]]:
-    """Draw curves over the steps, from those of one rank of each replica."""
+    """Draw curves over the steps, from the curves of one rank of each replica."""
     series: dict[str, list[list[float]]] = {"samples_per_second": [], "step_seconds": []}
     for points in zip(*(replica[0]["points"] for replica in replicas)):
-        # Replicas end their steps together; a rate is that of the slowest.
+        # Replicas end their steps together: the slowest sets the rate.
         seconds = max(point.seconds for point in points)
         series["samples_per_second"].append([points[0].step, sum(point.samples for point in points) / seconds])
         series["step_seconds"].append([points[0].step, seconds / points[0].steps])

@@ -1,4 +1,4 @@
-"""Clocks: that of a CUDA device beside the host's, and those of hosts beside each other."""
+"""Clocks: the clock of a CUDA device beside the host clock, and the clocks of several hosts beside each other."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class CudaClock:
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._main = torch.cuda.current_stream(device)
-        # A stream for each lane: in one stream, a mark would be passed only after those of all communication before it.
+        # A stream for each lane: in one stream, a mark would be passed only after all communication before it.
         self._lanes: defaultdict[Hashable, torch.cuda.Stream] = defaultdict(lambda: torch.cuda.Stream(device))
         torch.cuda.synchronize(device)
         self._anchor = self.mark()
@@ -90,12 +90,12 @@ class CudaClock:
 
 
 class ClockOffset(NamedTuple):
-    """Difference between the clock of one rank and that of rank 0, in nanoseconds.
+    """Difference between the clock of one rank and the clock of rank 0, in nanoseconds.
 
     Attributes:
-        offset_ns: What to add to `perf_counter_ns()` here to get that of rank 0.
-        uncertainty_ns: How far that may be off.
-        unix_ns: What to add to `perf_counter_ns()` here to get `time_ns()` here.
+        offset_ns: Added to `perf_counter_ns()` of this rank, it gives `perf_counter_ns()` of rank 0.
+        uncertainty_ns: Possible error of `offset_ns`.
+        unix_ns: Added to `perf_counter_ns()` of this rank, it gives `time_ns()` of this rank.
     """
 
     offset_ns: int
@@ -104,7 +104,7 @@ class ClockOffset(NamedTuple):
 
 
 def compare_clocks(group: Group, clock_id: str, now: Callable[[], int] = perf_counter_ns) -> ClockOffset:
-    """Compare the clocks of all ranks of `group` with that of its first; every rank must call it.
+    """Compare the clocks of all ranks of `group` with the clock of its first rank; every rank must call it.
 
     Ranks with the same `clock_id` read the same clock. For every other clock, one rank exchanges 16 messages with the
     first rank. The fastest round trip bounds the offset best: the answer was given at some moment within it.
@@ -115,7 +115,7 @@ def compare_clocks(group: Group, clock_id: str, now: Callable[[], int] = perf_co
         now: Reads it.
     """
     ids = comm.all_gather_object(clock_id, group)
-    # One rank for each clock: the others on its host read the same one.
+    # One rank for each clock: other ranks on its host read the same clock.
     representatives = [ids.index(each) for each in dict.fromkeys(ids) if each != ids[0]]
     mine = (0, 0)
     for representative in representatives:
@@ -158,7 +158,7 @@ def on_one_clock(
 
 
 def _ask(group: Group, now: Callable[[], int]) -> tuple[int, int]:
-    """Ask the first rank for its time; returns what to add to this rank's, and how far off that may be."""
+    """Ask the first rank for its time; returns the offset of its clock, and the possible error."""
     answer = torch.zeros(1, dtype=torch.int64)
     trips = []
     for _ in range(PINGS):
@@ -181,7 +181,7 @@ def _answer(group: Group, asker: int, now: Callable[[], int]) -> None:
 
 
 def clock_id() -> str:
-    """Identify the clock that `perf_counter_ns` reads: that of one boot of one host, in one time namespace."""
+    """Identify the clock that `perf_counter_ns` reads: one boot of one host, in one time namespace."""
     boot = Path("/proc/sys/kernel/random/boot_id")
     namespace = Path("/proc/self/ns/time")
     # Containers on one host share its clock unless they have a time namespace; elsewhere than on Linux the name serves.

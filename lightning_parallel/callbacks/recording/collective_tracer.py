@@ -40,7 +40,7 @@ class CollectiveTracer:
     """Names the groups of communication that others issue, and keeps what has not ended.
 
     Args:
-        axes: Mesh axis of groups by their ranks; the others are called `world`.
+        axes: Mesh axis of groups by their ranks; other groups are called `world`.
         default: Name of the default group.
     """
 
@@ -48,7 +48,7 @@ class CollectiveTracer:
         self._axes = dict(axes)
         self._default = default
         self._groups: dict[Any, tuple[str, tuple[int, ...], str, bool]] = {}
-        # By handle, in the order of their issue. Autograd's threads begin what the thread that trains ends. A handle
+        # By handle, in the order of their issue. Threads of autograd begin calls, the training thread ends them. A handle
         # that is kept here is the same object when others ask for it, and keeps its tensors no longer than they do.
         self._open: dict[Any, InFlight] = {}
         self._lock = threading.Lock()
@@ -72,10 +72,10 @@ class CollectiveTracer:
         axis = self._default if process_group is all_processes() else self._axes.get(ranks, "world")
         return axis, ranks, getattr(process_group, "group_name", ""), "nccl" in backend
 
-    # --------------------------------------------------------------------------------------------- what is intercepted
+    # --------------------------------------------------------------------------------------------- what intercepted calls
 
     def is_listening(self) -> bool:
-        """Return whether something records, and `comm` does not record by itself what the thread is at."""
+        """Return whether something records, and `comm` does not record the present call of the thread by itself."""
         if tracing.active() is None:
             return False
         known = comm.current_call()
@@ -92,7 +92,7 @@ class CollectiveTracer:
             call()
             return
         axis, ranks, name, on_device = self.group(collective.process_group)
-        if len(ranks) == 1:  # what the user's code says to the only replica
+        if len(ranks) == 1:  # the user's code speaks to the only replica
             call()
             return
         self.note_backward()
@@ -122,7 +122,7 @@ class CollectiveTracer:
         self, active: Recorder, flight: InFlight, work: Any, tensors: Sequence[Tensor], on_device: bool
     ) -> None:
         """Note when `work` completes, until something waits for it."""
-        # Whoever issued it may let go of them: torch keeps them only until something waits, which may be our clock.
+        # The caller may let go of them: torch keeps them only until something waits, which may be our clock.
         flight.tensors = tensors
         # On CUDA work has no callback at its completion, only a stream that can wait for it.
         flight.watch(work, on_device and bool(tensors) and tensors[0].is_cuda)
@@ -236,14 +236,14 @@ class CollectiveTracer:
         self._graph_end = active.now()
 
     def finish_pending(self, active: Recorder, source: str | None = None) -> None:
-        """End what is complete, and charge what a backward pass waited for since it had no node left to run.
+        """End complete operations, and charge the waits of a backward pass since it had no node left to run.
 
-        What C++ waits for there, nobody else has waited for: DDP's buckets, and what its communication hooks have given
-        to other threads and streams.
+        Only C++ has waited for these operations: the buckets of DDP, and work that its communication hooks gave to
+        other threads and streams.
 
         Args:
             active: The recorder.
-            source: The phase in which it waited; the innermost one, where that still runs.
+            source: The phase in which it waited; by default the innermost phase.
         """
         begin, self._graph_end = self._graph_end, None
         with self._lock:
@@ -282,7 +282,7 @@ class CollectiveTracer:
         return flights[-1].complete
 
     def end_step(self, active: Recorder) -> None:
-        """End what is complete, and what nobody has waited for since the last step."""
+        """End complete operations, and operations of earlier steps for which nothing waited."""
         self.finish_pending(active, source="forward")
         with self._lock:
             old = [work for work, flight in self._open.items() if flight.step < active.step]
@@ -292,8 +292,8 @@ class CollectiveTracer:
 
 
 def _is_complete(work: Any, flight: InFlight) -> bool:
-    """Tell whether an operation is over; on the host, from now on its flight has a time for that."""
-    # Who waits in C++ goes on before the note of the completion has been taken on gloo's thread.
+    """Tell whether an operation is over; on the host, its flight then has the time of its completion."""
+    # A wait in C++ ends before the thread of gloo has noted the completion.
     if flight.complete is None and flight.clock is None:
         with suppress(AttributeError, RuntimeError):  # not every operation has a future
             if work.get_future().done():
@@ -302,7 +302,7 @@ def _is_complete(work: Any, flight: InFlight) -> bool:
 
 
 def blind_spots() -> list[str]:
-    """Return what is communicated and not recorded, in sentences."""
+    """Describe communication that is not recorded, in sentences."""
     return [f"What goes through groups of the class {name} is not seen." for name in groups_past_dispatcher()]
 
 
@@ -318,7 +318,7 @@ def tracer_for(trainer: Trainer, mesh: Mesh) -> CollectiveTracer:
 
 @contextmanager
 def trace_collectives(tracer: CollectiveTracer, recorder: Recorder) -> Iterator[None]:
-    """Inside the block, record what others communicate while a recorder is active; that of steps is `recorder`."""
+    """Record the communication of other code in the block; `recorder` is the recorder of the steps."""
     recorder.on_submit = tracer.note_backward
     try:
         with intercepted_collectives(tracer):

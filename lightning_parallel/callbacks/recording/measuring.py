@@ -191,7 +191,7 @@ class MeasuringCallback(Callback, ABC, Generic[A]):
         session.hand_out()
         accumulator = self.accumulator
         position = session.members.index(accumulator)
-        # Before the first exchange, and after one that failed, this rank reports what it knows.
+        # Before the first exchange, and after a failed one, this rank reports its own figures.
         shared = [values[position] for values in session.latest] or [accumulator.share()]
         report = {
             "version": VERSION,
@@ -274,7 +274,7 @@ class MeasuringCallback(Callback, ABC, Generic[A]):
             session.bar |= self.bar_items(self._summarize(session))
         if trainer.loggers and should_update_logs(trainer):
             session.hand_out()
-            # Straight to the loggers: what is logged by `log` of the module becomes a metric of the module, too.
+            # Straight to the loggers: values that `log` of the module gets become metrics of the module, too.
             scalars = self.accumulator.scalars()
             for logger in trainer.loggers if scalars else ():
                 logger.log_metrics(scalars, step=logged_step(trainer))
@@ -299,7 +299,7 @@ class MeasuringCallback(Callback, ABC, Generic[A]):
         self._leave()
 
     def _leave(self) -> None:
-        # After an error there was no `on_train_end`; what was exchanged until then is the report.
+        # After an error there was no `on_train_end`; the report holds the values exchanged until then.
         if self.session is not None and self._accumulator is not None and self._report is None:
             self._report = self._summarize(self.session)
         if self._led is not None:
@@ -332,7 +332,7 @@ def create_folder(path: Path, group: Group) -> Path:
     """Create the folder `path` of the first rank of `group`, and return it on all; every rank must call it.
 
     Raises:
-        ValueError: If that rank cannot write to it; RuntimeError on the others.
+        ValueError: If the first rank cannot write to it; RuntimeError on other ranks.
     """
 
     def make() -> Path:

@@ -1,4 +1,4 @@
-"""What the callbacks of one Trainer share: one recorder, one clock of steps and ranks, one exchange between ranks."""
+"""The session of the callbacks of a Trainer: one recorder, one clock of steps and ranks, one exchange of the ranks."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ PHASES = (
 """Every nanosecond of a step belongs to one of these."""
 
 ABSORBING = ("checkpoint", "validation")
-"""Phases that keep the time of what runs in them: the forward of a validation step is validation."""
+"""Phases that keep the time of phases inside them: the forward of a validation step is validation."""
 
 # The names come with their owner, such as `[Strategy]DDPStrategy.training_step`: which strategy it is does not matter.
 _ACTIONS = {
@@ -66,7 +66,7 @@ _ACTIONS = {
     "optimizer_zero_grad": "optimizer",
     "save_checkpoint": "checkpoint",
 }
-# Callbacks are announced, too, and may have methods of the same names: their time is that of the phase around them.
+# Callbacks are announced, too, and may have methods of the same names: their time belongs to the phase around them.
 _OWNERS = ("[Strategy]", "[LightningModule]", "[_TrainingEpochLoop]")
 
 
@@ -95,7 +95,7 @@ class Accumulator(ABC):
 class Session:
     """Recording of one `fit`, and exchange of results between the ranks.
 
-    The first member that joins leads: it says when a step ends. Ranks exchange what their members share in a group and
+    The first member that joins leads: it says when a step ends. Ranks exchange the data of their members in a group and
     on a thread used for nothing else, so that training never waits. A rank that does not answer within the deadline
     ends the exchange, not the training; `failure` then says why reports are incomplete.
 
@@ -109,11 +109,11 @@ class Session:
         recorder: Records this rank's spans; None before training begins.
         calls: Collectives issued in each group, see `Recorder.calls`.
         cores: The processors of this rank: its share, where several ranks use the same processors.
-        clocks: By rank, how far its clock is from that of the first, as of the last exchange; None where all ranks run
-            on one host, and read the same clock.
+        clocks: By rank, the offset of its clock to the clock of the first rank, as of the last exchange; None if all
+            ranks run on one host, and read the same clock.
         missing: The communication of the strategy that is not recorded, in sentences.
-        steps: Steps counted, without those that warm up.
-        latest: What the ranks shared last: by rank, then by member; empty before the first exchange, or if it fails,
+        steps: Steps counted, without the warm-up.
+        latest: The last shared data: by rank, then by member; empty before the first exchange, or if it fails,
             and until the end of training on all ranks but the first.
         failure: Why the exchange between the ranks ended early, if it did.
         bar: Figures that the members add to the progress bar; None where there is no bar.
@@ -211,16 +211,16 @@ class Session:
             self.missing += blind_spots()
 
     def after_backward(self) -> None:
-        """Charge what a backward pass has waited for at its end: the gradients are there."""
+        """Charge the waits at the end of a backward pass: the gradients are there."""
         if self.recorder is not None and self._tracer is not None:
             self._tracer.finish_pending(self.recorder)
 
     def end_step(self) -> None:
-        """End a step, which the members get soon, see `hand_out`; every n steps exchange what they share."""
+        """End a step, which the members get soon, see `hand_out`; every n steps exchange their data."""
         recorder = self.active_recorder
         if self._tracer is not None:
             self._tracer.end_step(recorder)
-        # Where a device computes these are earlier steps: it is behind the host.
+        # With a device these are earlier steps: the device is behind the host.
         for window in recorder.close_step():
             self._keep(window)
         if len(self._windows) >= self.MOST_WINDOWS or self._num_spans >= self.MOST_SPANS:
@@ -254,7 +254,7 @@ class Session:
         for window in steps:
             self._keep(window)
         self.hand_out()
-        # Without a step that counts there is none to which the time after the last one could be added.
+        # Without a counted step, no step could take the time after the last one.
         if self.steps:
             for member in self.members:
                 member.end(tail)
@@ -304,7 +304,7 @@ class Session:
             self._worker = ThreadExecutor(torch.device("cpu"))
 
         def call() -> list[Any] | None:
-            # After a failure ranks no longer issue the same calls, so that what was submitted since must not run.
+            # After a failure ranks no longer issue the same calls: calls that were submitted since must not run.
             if self.failure is not None:
                 return None
             try:

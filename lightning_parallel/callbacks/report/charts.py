@@ -1,4 +1,4 @@
-"""Bars and curves as plain data, which the page's template draws: what they show, and where each point lies."""
+"""Bars and curves as plain data, which the page's template draws: values, words, and the place of each point."""
 
 from __future__ import annotations
 
@@ -137,7 +137,7 @@ def _stretches(points: Sequence[tuple[float, float | None]]) -> list[list[tuple[
 
 
 def _description(title: str, curves: Sequence[Curve], notes: Sequence[str]) -> str:
-    """Say where each curve begins and ends."""
+    """Describe the first and the last value of each curve."""
     ends = []
     for curve in curves:
         values = [y for _, y in curve.points if y is not None]

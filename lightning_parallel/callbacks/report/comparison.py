@@ -1,4 +1,4 @@
-"""Comparison of two runs: what got faster, what slower, as figures and as a page."""
+"""Comparison of two runs: faster and slower parts, as figures and as a page."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ _COMPARED: tuple[tuple[str, str, str, Write], ...] = (
 
 
 def changes(first: Report, second: Report) -> list[Change]:
-    """List the figures by which the runs can be compared, without those that neither has, or that are 0 in both."""
+    """List the figures by which the runs can be compared; figures that are missing or 0 in both are left out."""
     before = _compared_figures(Figures(first))
     after = _compared_figures(Figures(second))
     found = [Change(words, before.get(key), after.get(key), better, write) for key, words, better, write in _COMPARED]

@@ -1,4 +1,4 @@
-"""Diagnosis of a run from the reports of the other callbacks: what holds it back, and what to do about it.
+"""Diagnosis of a run from the reports of the other callbacks: the causes of lost time, and remedies.
 
 A table of rules (`RULES`), each of which reads some figures and gives advice where they pass a threshold. Every
 sentence rests on a figure of the report: a signal that was not measured gives no advice.
@@ -45,7 +45,7 @@ class Advice:
 
 
 def diagnose(report: Report) -> list[Advice]:
-    """Read a gathered report and say what to do: wrong results first, then losses of time by their gain, then remarks.
+    """Read a gathered report and give advice: wrong results first, then losses of time by their gain, then remarks.
 
     Args:
         report: `reports` by callback name, with the keys of each callback's `report()`; `run` with facts of the run.
@@ -58,7 +58,7 @@ def diagnose(report: Report) -> list[Advice]:
 
 
 def verdict(report: Report) -> str:
-    """Say in a sentence what the ranks are worth against one process; empty where steps were not broken down.
+    """Compare the ranks with one process, in a sentence; empty if steps were not broken down.
 
     All the work of the ranks, one after the other, is what one process would do at most: some of it is repeated on
     several ranks. So the ratio is an upper bound of the gain.
@@ -159,7 +159,7 @@ _PHASES = {
 
 
 def _long_phases(figures: Figures) -> Iterator[Advice]:
-    # The slowest rank counts, not the mean: the others wait for it.
+    # The slowest rank counts, not the mean: other ranks wait for it.
     for phase, (words, threshold, remedy) in _PHASES.items():
         seconds, rank = figures.longest(phase)
         share = seconds / figures.step if seconds else 0.0
@@ -295,7 +295,7 @@ _COMPRESSED = {f"{name}Strategy": f"Compressed{name}Strategy" for name in ("DDP"
 
 
 def _uneven_ranks(figures: Figures) -> Iterator[Advice]:
-    """Advise on waits between ranks of one stage beyond those that they share, if no rank is late in most steps."""
+    """Advise on waits between ranks of one stage beyond their shared waits, if no rank is late in most steps."""
     least = figures.of("StepBreakdown").get("communication_least")
     if not least or not figures.has_all_ranks or figures.stragglers:  # these explain the waits
         return

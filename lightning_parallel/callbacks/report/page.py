@@ -88,7 +88,7 @@ def render_template(kind: str, **context: Any) -> str:
 
 @cache
 def _environment() -> Environment:
-    # Names, errors and findings come from the user's run: the template escapes whatever it prints.
+    # Names, errors and findings come from the user's run: the template escapes all that it prints.
     environment = Environment(
         loader=PackageLoader("lightning_parallel.callbacks.report", package_path=""),
         autoescape=True,
@@ -267,7 +267,7 @@ _PIPELINE_SECONDS = (
     ("simulated", "simulated with the measured stages", "other load, or waits within stages"),
     ("measured", "measured (median)", "communication and jitter"),
 )
-"""Key in `seconds` of `PipelineTimeline`, words, what makes the difference to the one before."""
+"""Key in `seconds` of `PipelineTimeline`, words, the cause of the difference to the row before."""
 
 
 # --------------------------------------------------------------------------------------------- communication and memory
@@ -388,7 +388,7 @@ def _findings(report: Report) -> dict[str, Any]:
 
 
 def _all_equal(report: Report, callback: str) -> str:
-    """Say what a monitor without findings has seen to be in order, which is little where there is one replica."""
+    """Describe the values that a monitor without findings compared: few if there is one replica."""
     run = report["run"]
     is_alone = run.get("replicas", 2) == 1
     if callback == "DataShardingMonitor":
@@ -438,7 +438,7 @@ _SIGNALS = {
 
 
 def _missing(report: Report) -> list[tuple[str, str]]:
-    """List what the page cannot tell, and which callback could."""
+    """List the parts that the page lacks, and the callbacks that measure them."""
     reports = report.get("reports", {})
     items = [(_SIGNALS[name], f"add `{name}()`") for name in _applicable(report["run"]) if name not in reports]
     for name, found in reports.items():
@@ -450,7 +450,7 @@ def _missing(report: Report) -> list[tuple[str, str]]:
 
 def _applicable(run: Report) -> Iterator[str]:
     """Name the callbacks that have something to measure in such a run."""
-    # A section that a run cannot have is no gap in what was measured.
+    # A section that a run cannot have is no gap in the measurements.
     needs_peers = ("CommunicationProfiler", "StragglerMonitor", "ReplicaDriftMonitor", "DataShardingMonitor")
     for name in _SIGNALS:
         if name == "PipelineTimeline" and (run.get("mesh") or {}).get("pipeline_parallel", 1) == 1:

@@ -106,7 +106,7 @@ def build_report(
             "steps": len({event["name"] for event in trace["traceEvents"] if event.get("cat") == "step"}),
             "uncertainty": max((clock["uncertainty_ns"] for clock in clocks), default=0) / 1e9,
         }
-    # Before the diagnosis, which sees the same figures as that of a report that was written and read again.
+    # Before the diagnosis, which then sees the same figures as after a report was written and read again.
     report = finite(report)
     report["diagnosis"] = [advice.to_dict() for advice in diagnose(report)]
     return report
@@ -188,14 +188,14 @@ def _rebuilt(folder: Path, report: Mapping[str, Any], kineto: Sequence[Path]) ->
         for file in kineto:
             add_kineto(trace, read_trace(file))
     rebuilt = build_report(run, report["reports"], report["series"].get("loss", []), trace)
-    # Without a trace to write, the one that is there stays, and so does what the report says about it.
+    # Without a trace to write, an earlier trace stays, and so do its facts in the report.
     write_files(folder, rebuilt if trace is not None else {**report, **rebuilt}, trace)
     return folder / PAGE
 
 
 def first_error(parts: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Find the earliest error among the ranks, of which those of the others are the consequence; empty without any."""
-    # On one clock: a rank that fails makes the others fail a little later.
+    """Find the earliest error among the ranks, the cause of later errors; empty without any."""
+    # On one clock: a rank that fails makes other ranks fail a little later.
     failed = [(part["failed_ns"] + part["clock"]["offset_ns"], part) for part in parts if "error" in part]
     if not failed:
         return {}
@@ -236,7 +236,7 @@ LOSSES = 1000
 """Steps whose losses are drawn at most; they are read from the device when training has ended."""
 NOT_WRITTEN = "the profile could not be written"
 PATIENCE_S = 5.0
-"""Seconds that rank 0 waits for the others' part of the trace after an error."""
+"""Seconds that rank 0 waits for the trace of other ranks after an error."""
 
 
 class ProfileReport(MeasuringCallback):

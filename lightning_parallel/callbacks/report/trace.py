@@ -1,8 +1,8 @@
 """One trace of all ranks, in the Chrome trace format, which Perfetto opens.
 
 A process of the trace is a rank; its rows are computation, data, optimizer, communication along each axis. Arrows lead
-from the sending of each message to its receipt. Times are those of rank 0's clock; how far the others may be off is in
-`otherData`. Traces of `torch.profiler` can be added on the same clock.
+from the sending of each message to its receipt. Times are on the clock of rank 0; `otherData`
+holds the possible error of other clocks. Traces of `torch.profiler` can be added on the same clock.
 
 Source: Trace Event Format, https://docs.google.com/document/d/1CvAClvFfyA5R-PhYUmn5OOQtYMH4h6I0nSsKchNAySU
 """
@@ -31,7 +31,7 @@ Part = Mapping[str, Any]
 """One rank's contribution to the trace, see `TraceAccumulator.part`."""
 
 _ROWS = ("steps", "compute", "data", "optimizer", "compression", "other")
-"""Rows of a rank from top to bottom; those of communication come after the optimizer's."""
+"""Rows of a rank from top to bottom; rows of communication come after the optimizer."""
 _ROW_OF = {
     "forward": "compute",
     "backward": "compute",
@@ -73,7 +73,7 @@ class TraceAccumulator(Accumulator):
         return {}
 
     def part(self, clock: ClockOffset | None, unfinished: Sequence[Span] = ()) -> dict[str, Any]:
-        """Give what this rank contributes to the trace, in a form that JSON can hold.
+        """Return the part of this rank in the trace, in a form that JSON can hold.
 
         Args:
             clock: None where the clocks of the ranks could not be compared.
@@ -92,7 +92,7 @@ def chrome_trace(parts: Sequence[Part], mesh: Mapping[str, int]) -> dict[str, An
     """Merge the parts of the ranks.
 
     Args:
-        parts: Of any ranks; those whose clock could not be compared are left out, and named in `otherData`.
+        parts: Of any ranks. Parts without a compared clock are left out, and `otherData` names their ranks.
         mesh: Size of each axis.
     """
     parts = [part for part in parts if part["steps"]]
@@ -143,7 +143,7 @@ class _Rank:
         return span.start_ns, min(end, self.received_ns.get(index, end))
 
     def names(self) -> Iterator[Event]:
-        """Yield the name of the process, and its place among the others."""
+        """Yield the name of the process, and its place among the ranks."""
         yield _metadata("process_name", self.rank, 0, name=self.name)
         yield _metadata("process_sort_index", self.rank, 0, sort_index=self.rank)
 
@@ -233,7 +233,7 @@ def _outside(start: int, end: int, inner: Iterable[tuple[int, int]]) -> Iterator
 
 
 def _without_overlap(pieces: Iterable[tuple[int, int, int]]) -> Iterator[tuple[tuple[int, int, int], int]]:
-    """Yield each (start, end, index) with the first row in which it is apart from the others, or nested in one.
+    """Yield each (start, end, index) with the first row in which it is apart from other spans, or nested in one.
 
     Viewers draw nested spans on top of each other, but not spans that overlap only in part.
     """

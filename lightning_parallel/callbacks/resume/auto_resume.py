@@ -139,7 +139,7 @@ class AutoResume(Callback):
             return
         if sum(isinstance(callback, AutoResume) for callback in trainer.callbacks) > 1:  # type: ignore[attr-defined]
             raise ValueError("A Trainer must have one `AutoResume`; got several, but a run resumes from one checkpoint")
-        # After the processes have met: all take what the first one finds.
+        # After the processes have met: all take the checkpoints that the first process finds.
         self._folder, self._found = comm.broadcast_from(lambda: self._look(trainer), _world())
         path = self._folder.path
         if path.resolve() in _ended and self._found:
@@ -198,7 +198,7 @@ class AutoResume(Callback):
         return self._found[0] if self._found else None
 
     def _restore_modules(self, restore: Callable[[Any], None], given: Any) -> None:
-        """Restore modules and callbacks from the newest checkpoint that can be read, else from what the user gave."""
+        """Restore modules and callbacks from the newest readable checkpoint, else from the path of the user."""
         self._restore, self._given = restore, given
         while True:
             self._state = None
@@ -232,7 +232,7 @@ class AutoResume(Callback):
                 found = load(*args, **kwargs)
             except _UNREADABLE as error:
                 failure = error
-            # A rank that cannot read its file must not leave the others waiting where they restore modules.
+            # A rank that cannot read its file must not leave other ranks waiting where they restore modules.
             comm.raise_together(failure, _world())
             return found
 
@@ -352,7 +352,7 @@ class AutoResume(Callback):
         self._clock.restart(self._saved_step)
 
     def _drop_later(self, trainer: Trainer, place: Path) -> None:
-        """Remove old checkpoints once that at `place` is written: strategies keep the order of what they are told."""
+        """Remove old checkpoints after the write to `place`: strategies keep the order of their tasks."""
         if not trainer.is_global_zero:
             return
         older = [path for path in self._folder.found() if path != place]
@@ -361,7 +361,7 @@ class AutoResume(Callback):
 
     @override
     def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
-        # Those of others are saved at other places of the loop, and are restored as Lightning does.
+        # Checkpoints of other callbacks are saved at other places of the loop, and Lightning restores them.
         if self._is_saving:
             assert self._point is not None
             ranks = comm.all_gather_object(rank_state(trainer, pl_module), _world())
@@ -411,5 +411,5 @@ def _layout(trainer: Trainer) -> list[int]:
 
 
 def _world() -> Group:
-    """Return the group of all processes, also while that of the replicas is torch's default."""
+    """Return the group of all processes, also while the group of the replicas is torch's default."""
     return Group.of(all_processes())

@@ -26,7 +26,7 @@ __all__ = ["LoaderKind", "ResumePoint", "TrainingData", "TrainingLoader"]
 
 
 LoaderKind = Literal["samples", "local", "batches", "read", "stateful"]
-"""How a loader goes on: by samples of all replicas, by those of its own, by batches, by reading again, by itself."""
+"""How a loader goes on: by samples of all replicas, by samples of this rank, by batches, by a new pass, by itself."""
 
 
 @dataclass
@@ -118,7 +118,7 @@ class TrainingData:
         return TrainingLoader(loader, kind, order, undo)
 
     def begin_epoch(self, epoch: int, loaders: list[Any]) -> None:
-        """Begin an epoch at its first batch, in the loaders that are in use; the others are let go."""
+        """Begin an epoch at its first batch, in the loaders that are in use; forget other loaders."""
         in_use = {id(loader) for loader in loaders}
         for loader in [added for added in self.loaders if id(added.loader) not in in_use]:
             self.loaders.remove(loader)
@@ -128,7 +128,7 @@ class TrainingData:
                 loader.order.begin(epoch)
 
     def of(self, loaders: list[Any]) -> list[TrainingLoader]:
-        """Return what was added for the loaders that are in use."""
+        """Return the training loaders for the loaders that are in use."""
         known = {id(added.loader): added for added in self.loaders}
         return [known.get(id(loader)) or TrainingLoader(loader, "read", None, _nothing) for loader in loaders]
 
@@ -264,7 +264,7 @@ class ResumePoint:
         """Begin with the first batch that was not read, of loaders that were prepared.
 
         Raises:
-            ValueError: If the data are not those of the interrupted run, or cannot be continued.
+            ValueError: If the interrupted run had other data, or if the data cannot be continued.
         """
         loaders, self._saved = self._loaders(), None
         self._check(loaders, saved)
@@ -321,7 +321,7 @@ class ResumePoint:
         self._data.begin_epoch(self._epoch, loaders_of(self.trainer)[0])
 
     def release(self) -> None:
-        """Give loaders and trainer what they had."""
+        """Give the loaders their samplers and the trainer its numbers again."""
         if self._rates is not None:
             self._rates.close()
         self._patches.undo()
