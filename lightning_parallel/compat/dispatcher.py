@@ -2,8 +2,8 @@
 
 All process groups of torch, whatever calls them (DDP's reducer, FSDP, DTensor, compiled code, `torch.distributed`),
 issue their operations as operators of the namespace `c10d`, in torch 2.6 to 2.13. Inside `intercepted_collectives` a
-kernel runs before that of the backend. Waits pass through `Work.wait`, which C++ calls in another way:
-`on_graph_end` sees the waits of C++, and by the arguments of `intercepted_collectives`.
+kernel runs before the kernel of the backend. Waits pass through `Work.wait`, but the waits of C++ do not:
+`on_graph_end` and `Interceptor.finish` see these.
 """
 
 from __future__ import annotations

@@ -48,8 +48,8 @@ class CollectiveTracer:
         self._axes = dict(axes)
         self._default = default
         self._groups: dict[Any, tuple[str, tuple[int, ...], str, bool]] = {}
-        # By handle, in the order of their issue. Threads of autograd begin calls, the training thread ends them. A handle
-        # that is kept here is the same object when others ask for it, and keeps its tensors no longer than they do.
+        # By handle, in the order of their issue. Threads of autograd begin calls, and the training thread ends them. A
+        # kept handle is the same object when its caller asks for it, and keeps its tensors no longer than the caller.
         self._open: dict[Any, InFlight] = {}
         self._lock = threading.Lock()
         self._thread = threading.local()
@@ -72,7 +72,7 @@ class CollectiveTracer:
         axis = self._default if process_group is all_processes() else self._axes.get(ranks, "world")
         return axis, ranks, getattr(process_group, "group_name", ""), "nccl" in backend
 
-    # --------------------------------------------------------------------------------------------- what intercepted calls
+    # ------------------------------------------------------------------------------------------------ intercepted calls
 
     def is_listening(self) -> bool:
         """Return whether something records, and `comm` does not record the present call of the thread by itself."""
