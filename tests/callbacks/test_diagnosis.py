@@ -210,6 +210,7 @@ def test_a_learning_rate_that_does_not_follow_the_batch_is_remarked():
     assert (advice.kind, advice.gain) == ("note", None)
     assert "0.8" in advice.text
     assert "0.283" in advice.text
+    assert not any("scaled" in one.title for one in diagnose(report([rank(0)], run | {"scales_learning_rate": True})))
 
 
 def test_the_fullest_rank_is_remarked():

@@ -1,7 +1,16 @@
-"""Records communication issued by others: by Lightning, DDP, FSDP, DeepSpeed, DTensor, the user's own code.
+"""Records communication of other code: Lightning, DDP, FSDP, DeepSpeed, DTensor, the user.
 
-Inside `trace_collectives` all that passes through PyTorch's dispatcher is recorded, from C++ as from Python, and so is
-each time for which the thread that trains, or the stream that computes, stands still for it.
+Inside `trace_collectives`, all operations that pass through the dispatcher of PyTorch are recorded, from C++ as from
+Python. So is each time for which the thread that trains, or the stream that computes, stands still for communication:
+
+```
+ the wait is                          seen by           charged by                      the call ends
+ in the call, or `Work.wait`          issue, wait       the flight, as the block ends   with the wait
+ in C++, in one call (DDP's buffers)  finish            a phase around the call         with its completion
+ in C++, as backward ends (buckets)   finish_pending    reassigned to the wait          with its completion
+ of a stream, on CUDA                 wait_event        a span "stream" around it       -
+ nowhere                              end_step          nobody                          in the next step
+```
 """
 
 from __future__ import annotations

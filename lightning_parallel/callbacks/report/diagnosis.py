@@ -458,8 +458,8 @@ def _completeness(figures: Figures, found_any: bool) -> Iterator[Advice]:
 
 def _learning_rate(figures: Figures) -> Iterator[Advice]:
     replicas, batch, rate = (figures.run.get(key) for key in ("replicas", "global_batch", "learning_rate"))
-    # Always said, as no figure can show whether the rate was found with this batch.
-    if not replicas or not batch or rate is None or replicas < 2:
+    # Said without `LearningRateScaling`, as no figure can show whether the rate was found with this batch.
+    if not replicas or not batch or rate is None or replicas < 2 or figures.run.get("scales_learning_rate"):
         return
     yield Advice(
         "note",

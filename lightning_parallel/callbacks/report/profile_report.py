@@ -29,6 +29,7 @@ from torch.distributed.tensor import DTensor
 from typing_extensions import override
 
 from lightning_parallel import comm
+from lightning_parallel.callbacks.monitors.learning_rate import LearningRateScaling
 from lightning_parallel.callbacks.recording.clocks import ClockOffset, clock_id, compare_clocks
 from lightning_parallel.callbacks.recording.measuring import (
     VERSION,
@@ -443,6 +444,7 @@ def _run_facts(trainer: Trainer, pl_module: LightningModule, session: Session) -
     compression = getattr(strategy, "compression", None)
     samples = getattr(trainer.train_dataloader, "batch_size", None)
     device = strategy.root_device
+    scales = any(isinstance(one, LearningRateScaling) for one in trainer.callbacks)  # type: ignore[attr-defined]
     facts = {
         "model": type(pl_module).__name__,
         "strategy": type(strategy).__name__,
@@ -462,6 +464,7 @@ def _run_facts(trainer: Trainer, pl_module: LightningModule, session: Session) -
         "replica_batch": samples,
         "global_batch": samples and samples * mesh.data_parallel * trainer.accumulate_grad_batches,
         "learning_rate": _learning_rate(trainer),
+        "scales_learning_rate": scales or None,
         "versions": installed_versions("lightning-parallel", "lightning", "torch"),
     }
     return {name: fact for name, fact in facts.items() if fact is not None}
