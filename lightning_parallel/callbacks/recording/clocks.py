@@ -102,6 +102,11 @@ class ClockOffset(NamedTuple):
     uncertainty_ns: int
     unix_ns: int
 
+    @classmethod
+    def none(cls) -> ClockOffset:
+        """Return no offset: this rank reads the clock of rank 0."""
+        return cls(0, 0, time_ns() - perf_counter_ns())
+
 
 def compare_clocks(group: Group, clock_id: str, now: Callable[[], int] = perf_counter_ns) -> ClockOffset:
     """Compare the clocks of all ranks of `group` with the clock of its first rank; every rank must call it.

@@ -111,6 +111,7 @@ class Session:
         cores: The processors of this rank: its share, where several ranks use the same processors.
         clocks: By rank, the offset of its clock to the clock of the first rank, as of the last exchange; None if all
             ranks run on one host, and read the same clock.
+        clock: The offset of the clock of this rank, as of the last exchange.
         missing: The communication of the strategy that is not recorded, in sentences.
         steps: Steps counted, without the warm-up.
         latest: The last shared data: by rank, then by member; empty before the first exchange, or if it fails,
@@ -139,7 +140,9 @@ class Session:
         # The clock tells hosts apart, and the numbers of the processors tell ranks of a host apart.
         place = clock_id(), processors()
         places = comm.all_gather_object(place, self.group)
-        self.clocks: dict[int, ClockOffset] | None = None if len({clock for clock, _ in places}) == 1 else {}
+        is_one_clock = len({clock for clock, _ in places}) == 1
+        self.clocks: dict[int, ClockOffset] | None = None if is_one_clock else {}
+        self.clock = ClockOffset.none() if is_one_clock else compare_clocks(self.group, clock_id())
         self.cores = min(len(place[1]), quota_of_container()) / places.count(place)
         self.missing: list[str] = []
         self._windows: list[Window] = []
@@ -322,13 +325,14 @@ class Session:
 
     def _gather_clocks_and(self, value: Any, to_first: bool) -> list[Any] | None:
         # Clocks of several hosts drift: compared again for the times that are shared now.
-        clock = None if self.clocks is None else compare_clocks(self.group, clock_id())
+        if self.clocks is not None:
+            self.clock = compare_clocks(self.group, clock_id())
         gather = comm.gather_object if to_first else comm.all_gather_object
-        found = gather((clock, value), self.group)
+        found = gather((self.clock, value), self.group)
         if found is None:
             return None
         if self.clocks is not None:
-            self.clocks.update({rank: offset for rank, (offset, _) in enumerate(found) if offset is not None})
+            self.clocks.update({rank: offset for rank, (offset, _) in enumerate(found)})
         return [shared for _, shared in found]
 
     def _wait(self) -> list[Any] | None:

@@ -30,7 +30,6 @@ from typing_extensions import override
 
 from lightning_parallel import comm
 from lightning_parallel.callbacks.monitors.learning_rate import LearningRateScaling
-from lightning_parallel.callbacks.recording.clocks import ClockOffset, clock_id, compare_clocks
 from lightning_parallel.callbacks.recording.measuring import (
     VERSION,
     MeasuringCallback,
@@ -297,7 +296,6 @@ class ProfileReport(MeasuringCallback):
         self._run: dict[str, Any] = {}
         self._loss = StepSampler[Tensor](LOSSES)
         self._parts: Sequence[Mapping[str, Any]] = ()
-        self._clock: ClockOffset | None = None
         self._began_s = 0.0
         self._step = 0
 
@@ -311,7 +309,6 @@ class ProfileReport(MeasuringCallback):
         self._run = {"started": comm.all_gather_object(started, session.group)[0]}
         self._loss = StepSampler(LOSSES)
         self._parts = ()
-        self._clock = compare_clocks(session.group, clock_id())
         return TraceAccumulator(rank_info(session), self.trace_steps)
 
     @override
@@ -340,16 +337,12 @@ class ProfileReport(MeasuringCallback):
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         super().on_train_end(trainer, pl_module)
         session = self.open_session
-        if session.failure is None:
-            # Clocks of several hosts drift: compared again near the last steps, which the trace holds.
-            try:
-                self._clock = compare_clocks(session.group, clock_id())
-            except RuntimeError as error:
-                session.failure = str(error)  # a rank does not answer; training has ended well nevertheless
-            self._parts = session.gather(self.accumulator.part(self._clock)) or ()
+        # The last exchange has compared clocks of several hosts near the last steps, which the trace holds.
+        part = self.accumulator.part(session.clock)
+        self._parts = session.gather(part) or ()
         if not self._parts:
             with errors_as_warnings(NOT_WRITTEN):
-                self._leave_part(self.accumulator.part(self._clock))
+                self._leave_part(part)
 
     @override
     def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -366,7 +359,7 @@ class ProfileReport(MeasuringCallback):
         super().on_exception(trainer, pl_module, exception)
         if session is None or session.recorder is None:
             return  # before training began, or not in `fit`
-        part = self.accumulator.part(self._clock, session.recorder.last_steps(1))
+        part = self.accumulator.part(session.clock, session.recorder.last_steps(1))
         self._run["error"] = f"{type(exception).__name__}: {exception}"
         part |= {"error": self._run["error"], "failed_ns": time.perf_counter_ns()}
         with errors_as_warnings(NOT_WRITTEN):  # a failure must not take the place of `exception`
