@@ -29,7 +29,7 @@ _MOST_POINTS = 1000
 
 
 class NoisePoint(NamedTuple):
-    """What one rank knows of one step, of the elements that it counts.
+    """Figures of one rank on one step, of the elements that this rank counts.
 
     Attributes:
         step: The optimizer step.
@@ -49,7 +49,7 @@ class NoisePoint(NamedTuple):
 def noise_estimates(small: float, big: float, small_samples: float, big_samples: float) -> tuple[float, float]:
     """Return unbiased estimates of the squared norm of the true gradient, and of the trace of its covariance.
 
-    The latter is that of the gradient of one sample.
+    The covariance is the one of the gradient of one sample.
 
     Args:
         small: Mean squared norm of gradients over `small_samples` samples.
@@ -81,7 +81,10 @@ class GradientNoiseAccumulator(Accumulator):
         latest: Callable[[], Sequence[Any]],
         missing: Sequence[str] = (),
     ) -> None:
-        self._mesh, self._rank, self._decay, self._latest = mesh, rank, decay, latest
+        self._mesh = mesh
+        self._rank = rank
+        self._decay = decay
+        self._latest = latest
         self._missing = list(missing)
         self._points: deque[NoisePoint] = deque(maxlen=_MOST_POINTS)
 
@@ -182,7 +185,8 @@ class _BatchGradients:
     """
 
     def __init__(self, trainer: Trainer, module: LightningModule) -> None:
-        self._trainer, self._module = trainer, module
+        self._trainer = trainer
+        self._module = module
         self._handles: list[RemovableHandle] = []
         self._squares: list[Tensor] = []
 
@@ -328,7 +332,8 @@ class GradientNoiseScale(MeasuringCallback[GradientNoiseAccumulator]):
         self.samples = samples or num_samples
         self._gradients: _BatchGradients | _ReplicaGradients | None = None
         self._sizes: list[int] = []
-        self._is_measuring, self._begins = False, True
+        self._is_measuring = False
+        self._begins = True
         self._seen_step = -1
 
     @override
@@ -342,7 +347,9 @@ class GradientNoiseScale(MeasuringCallback[GradientNoiseAccumulator]):
                 missing.append("Parameters that several stages share were left out.")
         else:
             self._gradients = _BatchGradients(trainer, pl_module)
-        self._is_measuring, self._begins, self._seen_step = False, True, -1
+        self._is_measuring = False
+        self._begins = True
+        self._seen_step = -1
         session = self.open_session
 
         def latest() -> list[Any]:

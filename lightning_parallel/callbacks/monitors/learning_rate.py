@@ -291,7 +291,8 @@ class LearningRateScaling(Callback):
 
     def _global_batch(self, trainer: Trainer) -> tuple[GlobalBatch, str]:
         """Return the parts of a step, and a remark on the replicas."""
-        replicas, reason = mesh_of(trainer).data_parallel, ""
+        replicas = mesh_of(trainer).data_parallel
+        reason = ""
         if getattr(trainer.strategy, "steps_between_reductions", 1) > 1:
             reason = f"; the {replicas} replicas do not count, because each takes local steps"
             replicas = 1

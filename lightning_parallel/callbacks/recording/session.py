@@ -121,7 +121,8 @@ class Session:
     """
 
     DEADLINE = timedelta(seconds=60)
-    MOST_WINDOWS, MOST_SPANS = 32, 4096
+    MOST_WINDOWS = 32
+    MOST_SPANS = 4096
 
     def __init__(self, trainer: Trainer) -> None:
         self.mesh = mesh_of(trainer)

@@ -44,8 +44,10 @@ _ROW_SPACING = 100
 """Distance between the numbers of rows: spans that overlap with others of their row get further rows below it."""
 _FIRST_KINETO_ROW = 100_000
 """Rows of `torch.profiler` lie below ours."""
-_SMALL, _MOST_INFLATED = 1 << 26, 50
-"""Bytes that any file may hold, and how many times its size others: traces have up to 30 times, a bomb 1000 times."""
+_SMALL = 1 << 26
+"""Bytes that any file may hold."""
+_MOST_INFLATED = 50
+"""Ratio of bytes to the size of larger files: traces have up to 30, a bomb 1000."""
 
 
 class TraceAccumulator(Accumulator):

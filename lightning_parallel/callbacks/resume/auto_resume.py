@@ -199,7 +199,8 @@ class AutoResume(Callback):
 
     def _restore_modules(self, restore: Callable[[Any], None], given: Any) -> None:
         """Restore modules and callbacks from the newest readable checkpoint, else from the path of the user."""
-        self._restore, self._given = restore, given
+        self._restore = restore
+        self._given = given
         while True:
             self._state = None
             failure = self._attempt(lambda: restore(self._path or given))

@@ -104,8 +104,10 @@ class TrainingData:
 
     def _replace(self, loader: Any, kind: LoaderKind, order: ResumableSampler | ResumableBatches) -> TrainingLoader:
         # In the loader itself: to build another one of a class of the user's may fail. It forbids to set these.
-        own, name = vars(loader), "batch_sampler" if kind == "batches" else "sampler"
-        before, batches = own[name], None if kind == "batches" else own.get("batch_sampler")
+        own = vars(loader)
+        name = "batch_sampler" if kind == "batches" else "sampler"
+        before = own[name]
+        batches = None if kind == "batches" else own.get("batch_sampler")
         own[name] = order
         if batches is not None:
             batches.sampler = order
@@ -247,7 +249,8 @@ class ResumePoint:
             left = _num_batches(len(order) * now.replicas - samples, now.at_once, added.loader.drop_last)
             done = len(added.loader) - left if samples else 0
             set_batches_done(self.trainer, done, then.at_once / now.at_once)
-        self._skipped, self._skipped_batches = samples, batches_done(self.trainer)
+        self._skipped = samples
+        self._skipped_batches = batches_done(self.trainer)
         order.begin(saved["epoch"], samples)
 
     def _scale(self, factor: float) -> None:
@@ -280,7 +283,8 @@ class ResumePoint:
                 f"The training data must be read by {[entry['kind'] for entry in before]}, as in the interrupted run;"
                 f" got {kinds}. Give this run the same loaders and samplers"
             )
-        then, now = saved["batch"]["replicas"], self._now(loaders[0] if loaders else None).replicas
+        then = saved["batch"]["replicas"]
+        now = self._now(loaders[0] if loaders else None).replicas
         if now != then and kinds != ["samples"] and kinds != ["stateful"] * len(kinds):
             raise ValueError(
                 f"The interrupted run had {then} replicas, and this run has {now}: `AutoResume` cannot distribute the"
