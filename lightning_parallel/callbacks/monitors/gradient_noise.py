@@ -49,7 +49,7 @@ class NoisePoint(NamedTuple):
 def noise_estimates(small: float, big: float, small_samples: float, big_samples: float) -> tuple[float, float]:
     """Return unbiased estimates of the squared norm of the true gradient, and of the trace of its covariance.
 
-    The covariance is the one of the gradient of one sample.
+    The covariance is taken over gradients of single samples.
 
     Args:
         small: Mean squared norm of gradients over `small_samples` samples.

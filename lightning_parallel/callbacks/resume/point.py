@@ -261,6 +261,9 @@ class ResumePoint:
             f"AutoResume: learning rates are multiplied by {factor:g}, because optimizer steps have {factor:g} times as"
             " many samples"
         )
+        # A loader may be prepared twice before the first batch: factors must not multiply.
+        if self._rates is not None:
+            self._rates.close()
         self._rates = StepRates(self.trainer, lambda: factor, "AutoResume")
 
     def go_on(self, fetcher: Any, saved: dict[str, Any]) -> None:
