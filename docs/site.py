@@ -76,7 +76,7 @@ def _yours(value: Any) -> str:
 
 TYPES = {
     "strategies": (
-        "compressed.state_files.KeptState",
+        "compressed.memory.KeptState",
         "compressed.nodes.Hierarchical",
         "optimizers.zero.ZeroStage",
         "parallel.ScheduleName",

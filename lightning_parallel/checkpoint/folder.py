@@ -374,7 +374,7 @@ def state_beside(path: str | os.PathLike[str]) -> str:
     Its own name is not that of the checkpoint, as Lightning looks for `last` in all names beside a checkpoint.
     """
     parent, _, name = str(path).rstrip("/").rpartition("/")
-    return f"{parent}/compression-state/{name}" if parent or str(path).startswith("/") else f"compression-state/{name}"
+    return f"{parent}/rank-state/{name}" if parent or str(path).startswith("/") else f"rank-state/{name}"
 
 
 def new_key() -> str:

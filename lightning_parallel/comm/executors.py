@@ -5,7 +5,7 @@
     StreamExecutor    in the calling thread, on a second CUDA stream
 
 All run calls in the order of submission, so ranks that submit the same calls in the same order issue their
-collectives in the same order. Calls that overlap with other communication need a group that nobody else uses.
+collectives in the same order. Calls that overlap with other communication need a group without other messages.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class Executor(Protocol):
     overlaps_host: bool
 
     def submit(self, call: Callable[[], T]) -> Callable[[], T]:
-        """Run `call` after everything submitted before; it sees what the current stream has done so far.
+        """Run `call` after everything submitted before; it sees the results of the current stream so far.
 
         Returns:
             A function that waits for this call alone and returns its result, or raises its error. Executors that run
@@ -94,7 +94,7 @@ class ThreadExecutor:
         """Run `call` on the thread; the stream of the caller waits for it when its result is taken."""
         future: Future[tuple[T, torch.cuda.Event | None]] = Future()
         stream = self._stream
-        # The event orders the call after what the caller has enqueued: its kernels may not have run yet.
+        # The event orders the call after the kernels that the caller has enqueued: they may not have run yet.
         ready = None if stream is None else torch.cuda.current_stream(stream.device).record_event()
         self._calls.put(partial(self._run, _noted(call), future, ready))
 
@@ -126,7 +126,7 @@ class ThreadExecutor:
             torch.cuda.current_stream(self._stream.device).wait_stream(self._stream)
 
     def close(self) -> None:
-        """End the thread when it has run what was submitted; what it still waits for after some seconds, fails."""
+        """End the thread when it has run all calls; a call that still waits after some seconds fails."""
         end_helpers(self._helpers)
 
     def _work(self) -> None:
@@ -152,7 +152,7 @@ class ThreadExecutor:
             self._stream.wait_event(ready)
             with torch.cuda.stream(self._stream):
                 value = call()
-            # Of this call: who takes its result must not wait for the calls after it.
+            # An event of this call: the stream that takes its result must not wait for later calls.
             future.set_result((value, self._stream.record_event()))
         except BaseException as error:
             # Nobody may ask for the result, as in a hook of DDP: `wait` then raises the error.
@@ -207,7 +207,7 @@ def _noted(call: Callable[[], T]) -> Callable[[], T]:
 
 
 def _taken_over(value: T, done: torch.cuda.Event, stream: torch.cuda.Stream | None) -> T:
-    """Return what a call has computed on `stream` until `done`, for use on the current stream."""
+    """Return the value that a call computed on `stream` until `done`, for use on the current stream."""
     assert stream is not None
     current = torch.cuda.current_stream(stream.device)
     current.wait_event(done)

@@ -29,7 +29,7 @@ from lightning_parallel.comm.groups import Group
 __all__ = ["GradientSession", "MeanReducer", "MeanStep", "Phases", "fill_buckets"]
 
 Phases = Generator[Callable[[], None], None, None]
-"""A reduction in phases: each yields what waits for its messages, on any thread, before the next one begins."""
+"""A reduction in phases: each yields a function that waits for its messages, on any thread."""
 
 FIRST_BUCKET_BYTES = 1 << 20  # small, so that communication starts early in backward
 
@@ -53,7 +53,7 @@ class MeanStep(Protocol):
     def phases(
         self, named_gradients: Mapping[str, Tensor], group: Group, shards: Mapping[str, int] | None = None
     ) -> Phases:
-        """Do what `reduce_` does, in phases whose messages `group` carries, and no other group any."""
+        """Reduce like `reduce_`, in phases; `group` carries all messages."""
 
     def watch(self, received: Tensor) -> None:
         """Check at the end of the step that `received`, which is equal on all ranks, is finite."""
@@ -74,8 +74,8 @@ class MeanReducer(Protocol):
 
     Attributes:
         scale: The loss scale: the number that the gradients are multiplied by.
-        expects_rollback: Whether steps are dropped as a matter of routine; it may do without a second copy of what it
-            remembers where they are not.
+        expects_rollback: Whether the run drops steps as a routine. Otherwise the reducer may do without a second copy
+            of its memory.
     """
 
     scale: float
@@ -85,7 +85,7 @@ class MeanReducer(Protocol):
         """Start a step over `group`."""
 
     def leave_device(self) -> None:
-        """Keep what it remembers on the CPU until the next step."""
+        """Keep the memory on the CPU until the next step."""
 
 
 _Done = Callable[[Optional[BaseException]], None]
@@ -96,19 +96,19 @@ class _BucketsInFlight:
 
     Bucket k communicates in group k modulo their number, and begins when the one before it there has ended. So a group
     carries the messages of one bucket after another, in the order in which buckets were added, which is the same on all
-    ranks. What a rank computes first, and in which group it goes on first, depends on what arrives first; neither
-    changes that order, and there is none between groups.
+    ranks. The first message to arrive decides which bucket a rank computes first. It changes no order within a group,
+    and no order between groups is needed.
 
-    Nor can ranks wait for each other in a circle. The thread never waits for the messages of one bucket alone, but for
-    those of any. Take the first bucket, by the order of adding, that does not end somewhere: the ones before it have
-    ended everywhere, so every rank begins it as soon as it has its gradients, and answers all of its messages.
+    Ranks cannot wait for each other in a circle. The thread waits for the next message of any bucket, never of one
+    bucket alone. Take the first bucket, by the order of adding, that does not end on some rank. All buckets before it
+    have ended everywhere. So every rank begins this bucket once it has the gradients, and answers all its messages.
 
-    After bucket k has failed, k + 1 goes on, and none from k + 2 on begins until `forget`. So where it failed on all
-    ranks, all of them run the same buckets, however far they were; where it failed on some, the others get no message
-    of a later bucket in place of one of k, and wait for k until the connection is closed. `finish` raises the error.
+    After bucket k has failed, k + 1 goes on, and no bucket from k + 2 on begins until `forget`. If k failed on all
+    ranks, all ranks therefore run the same buckets. If k failed on some ranks, the other ranks get no message of a
+    later bucket in place of a message of k. They wait for k until the connection is closed. `finish` raises the error.
 
     Args:
-        groups: Of the same ranks; nobody else uses them while something is in flight.
+        groups: Groups of the same ranks, which carry nothing else while buckets are in flight.
         executor: The thread.
     """
 
@@ -136,7 +136,7 @@ class _BucketsInFlight:
         self._advance(place)
 
     def proceed(self) -> None:
-        """Go on with those whose messages have come."""
+        """Go on with the buckets whose messages have come."""
         while True:
             try:
                 arrived = self._arrived.get_nowait()
@@ -145,10 +145,10 @@ class _BucketsInFlight:
             self._advance(*arrived)
 
     def finish(self) -> None:
-        """Finish all of them.
+        """Finish all buckets.
 
         Raises:
-            BaseException: That of the first bucket that has failed since `forget`, when nothing is in flight any more.
+            BaseException: The error of the first bucket that has failed since `forget`, when no bucket is in flight.
         """
         while self._buckets:
             self._advance(*self._arrived.get())
@@ -163,7 +163,7 @@ class _BucketsInFlight:
 
     @torch.no_grad()
     def _advance(self, place: int, error: BaseException | None = None) -> None:
-        """Go on with one of them, whose messages have come or failed."""
+        """Go on with one bucket, whose messages have come or failed."""
         number, phases, done = self._buckets[place]
         try:
             if error is not None:
@@ -212,8 +212,8 @@ class GradientSession:
         executor: Runs the reduction; `InlineExecutor` when omitted. If it overlaps with other communication of the same
             ranks, `group` must be an extra one.
         loss_scale: Returns the loss scale when a step begins; if omitted, whoever owns the reducer sets its `scale`.
-        verdict_group: Ranks that must all agree that a step was finite: those with other parts of the model, or other
-            shards of the means. None if all ranks of `group` see the same numbers and there is nobody else.
+        verdict_group: Ranks that must all agree that a step was finite, because they hold other parts of the model or
+            other shards of the means. None if all ranks see the same numbers.
         device: Device of the verdict's tensor before any gradient was added.
         second_group: Another group like `group`. With it, and a thread for gradients on the CPU, two buckets are in
             flight at once.
@@ -257,7 +257,7 @@ class GradientSession:
         Args:
             named_gradients: Gradients by parameter name, overwritten with the mean.
             shards: Elements of each rank's part of a flattened gradient, where a rank needs no more than its part.
-            copy: Leave the gradients as they are and reduce copies, made on the executor.
+            copy: Leave the gradients unchanged and reduce copies, made on the executor.
 
         Returns:
             A function that waits for the means and returns them by name.
@@ -280,7 +280,7 @@ class GradientSession:
             Exception: The first error of the executor; the step is then dropped.
         """
         try:
-            # Buckets of a failed step are missing: the others must not be committed.
+            # Buckets of a failed step are missing: the rest must not be committed.
             if self._in_flight is not None:
                 self.executor.submit(self.drain)
             self.executor.wait()
@@ -301,7 +301,7 @@ class GradientSession:
             Exception: The first error of the executor.
         """
         self.wait()
-        # A step that ended since the last call, by a parameter that came again, has told nobody its verdict yet.
+        # A step may have ended since the last call, by a parameter that came again: its verdict counts, too.
         self.applied = self.end_step() and self._earlier_applied
         self._earlier_applied = True
         return self.applied
@@ -401,8 +401,8 @@ class GradientSession:
         self._added.clear()
         if step is None:
             return self.applied
-        # Agreed on before the commit: a rank of another part of the model may have found what is not seen here. The
-        # host reads the verdict of all ranks only, for which it has to wait once.
+        # Agreed on before the commit: a rank with another part of the model may have found a NaN that is not here. The
+        # host reads only the verdict of all ranks, so it waits once.
         finite = None
         if self._verdict_group is not None:
             verdict = step.verdict.to(self._device, torch.uint8)
@@ -438,7 +438,7 @@ def fill_buckets(
     Args:
         sizes: Bytes of each gradient by parameter name, in the order in which gradients are expected.
         bucket_bytes: Size at which a bucket is full.
-        kind: Returns what all gradients of a bucket must have in common, such as the dtype.
+        kind: Returns a property that the gradients of a bucket must share, such as the dtype.
 
     Returns:
         The names in each bucket; buckets are in the order of their first name.

@@ -1,7 +1,7 @@
 """Private names of DeepSpeed that the library cannot do without, each with the reason.
 
 DeepSpeed has no public hook for the communication of gradients: it averages them in one method per kind of optimizer,
-and that method is replaced on the object. The names are those of DeepSpeed 0.19.
+and this module replaces that method on the object. The names belong to DeepSpeed 0.19.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ __all__ = [
 
 
 def is_zero_optimizer(optimizer: Any) -> bool:
-    """Return whether `optimizer` is that of ZeRO 1 and 2, which fills buckets while backward runs."""
+    """Return whether `optimizer` belongs to ZeRO 1 or 2, which fills buckets while backward runs."""
     return hasattr(optimizer, "gradient_reduction_w_predivide")
 
 
 def has_overflow_check(optimizer: Any) -> bool:
-    """Return whether `optimizer` is one of DeepSpeed's, which skip steps whose gradients are not finite."""
+    """Return whether `optimizer` belongs to DeepSpeed, and so skips steps whose gradients are not finite."""
     return hasattr(optimizer, "overflow")
 
 
@@ -51,7 +51,7 @@ def replace_bucket_reduction(
     optimizer = engine.optimizer
     patches.replace(optimizer, "reduce_scatter", False)  # each rank would get the mean of its partition only
     patches.replace(optimizer, "gradient_reduction_w_predivide", reduce_bucket)
-    patches.replace(optimizer, "check_grad_overflow", True)  # so that it skips the steps that were not applied
+    patches.replace(optimizer, "check_grad_overflow", True)  # the optimizer then skips the steps that were not applied
 
 
 def replace_fallback_reduction(
@@ -91,14 +91,14 @@ def gradients_of_engine(engine: Any) -> Iterator[tuple[Tensor, Tensor]]:
             yield parameter, parameter.grad
 
 
-# -- strategies: what DeepSpeed does around training -------------------------------------------------------------------
+# -- strategies: DeepSpeed's work around training ----------------------------------------------------------------------
 
 
 def disable_shared_memory_kernel() -> None:
     """Say that the kernel for communication in shared memory, on CPU, cannot be compiled.
 
     DeepSpeed compiles it when training starts, although only inference uses it, and a machine without a compiler
-    cannot. What can be compiled is a table that has no setter.
+    cannot. DeepSpeed reads a table of what it can compile, and has no setter for it.
     """
     from deepspeed import ops
 

@@ -5,24 +5,28 @@
 
 From the outside in:
 
-* `Reducer` (`reducer.py`) is what strategies and training loops hold: `reduce_`, `begin`, `wire_bytes`, `state_dict`.
+* `Reducer` (`reducer.py`) belongs to a strategy or a training loop: `reduce_`, `begin`, `wire_bytes`, `state_dict`.
   A *step* is a transaction over any number of buckets: it ends in `commit`, which keeps the new state if every gradient
   on every rank was finite and drops it otherwise.
 * `Compressor` (`compressor.py`) is a reducer with one method for all tensors; `Policy` chooses one by name.
   Error feedback (`feedback.py`) surrounds the method: the method gets a work tensor, and leaves the unsent part in it.
 * A method is a generator of requests (`wire.py`): it yields a tensor to be summed, gathered or exchanged and is sent
   the answer. All methods of a bucket run in lockstep and share their collectives.
-* The gradients come through a `comm.GradientSession`: from `DistributedDataParallel` (`whole_gradients.py`: `HookState`
+* The gradients come through a `comm.GradientSession`: from `DistributedDataParallel` (`ddp_hook.py`: `HookState`
   with `compression_hook`), DeepSpeed (`deepspeed_session.py`), FSDP1 and FSDP2 (`fsdp.py`: `compress_fsdp`,
   `compress_fully_shard`), or the hooks of `data_parallel`. A `HierarchicalReducer` (`hierarchical.py`) in between sums
   them inside a node, and gives each rank a part of them to compress.
 * State lives in a `Memory` (`compressor_state.py`), by parameter name: in two buffers, so that rolling back is free, or
-  in one. A plan (`planning.py`) says what to do with gradients of one kind; `thin_products.py`, `rowwise.py` compute.
+  in one. A plan (`planning.py`) says how to reduce gradients of one kind. `thin_products.py`, `rowwise.py` compute.
 
 A step that is dropped leaves non-finite gradients on every rank and makes `reduce_` return False.
 """
 
 from lightning_parallel.compression.compressor import Compressor, Dense, StepValue
+from lightning_parallel.compression.ddp_hook import (
+    HookState,
+    compression_hook,
+)
 from lightning_parallel.compression.deepspeed_session import DeepSpeedSession, compress_deepspeed
 from lightning_parallel.compression.fsdp import (
     ShardedSession,
@@ -36,10 +40,6 @@ from lightning_parallel.compression.powersgd import PowerSGD
 from lightning_parallel.compression.quantizers import Cast, Quantize, Sign
 from lightning_parallel.compression.reducer import Reducer, ReductionStep, check_reducer
 from lightning_parallel.compression.sparsifiers import BlockTopK, RandomK, TopK
-from lightning_parallel.compression.whole_gradients import (
-    HookState,
-    compression_hook,
-)
 
 __all__ = [
     "BlockTopK",

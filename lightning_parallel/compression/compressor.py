@@ -1,6 +1,6 @@
-"""Compressors: reducers with one method for all tensors, and the plain mean for those not worth compressing.
+"""Compressors: reducers with one method for all tensors, and the plain mean for small tensors.
 
-Here too is what users construct them with: checked numbers, values that change with the step, seeded random numbers.
+The helpers of their constructors are here, too: checked numbers, values that change with the step, random numbers.
 """
 
 from __future__ import annotations
@@ -213,7 +213,7 @@ _LAST_ARGUMENTS = ("feedback", "decay", "momentum", "start_step", "min_numel", "
 class Compressor(Reducer, Method):
     """Treats all tensors the same way: the base class of the compressors.
 
-    `a | b` encodes the values that `a` selects with `b`. The error feedback is that of `a`.
+    `a | b` encodes the values that `a` selects with `b`. `a` sets the error feedback.
 
     Args:
         feedback: Error feedback. `classic` adds the unsent part (the residual) to the next gradient, and suits most
@@ -232,7 +232,7 @@ class Compressor(Reducer, Method):
 
     # By name, since the classes of encodings are derived from this one.
     codecs: ClassVar[tuple[str, ...]] = ()  # names of the classes allowed after `|`
-    method_slots: ClassVar[frozenset[str]] = frozenset()  # in memory, besides those of the feedback
+    method_slots: ClassVar[frozenset[str]] = frozenset()  # of the method, besides the slots of the feedback
     # Where it does not suit optimizers that scale each element by its own history: the loss of the example GPT after
     # 600 steps of AdamW, see `benchmarks/convergence.py`.
     loss_under_adam: ClassVar[str] = ""
@@ -303,9 +303,9 @@ class Compressor(Reducer, Method):
         return composed
 
     def _encode_values(self, values: Codec) -> None:
-        """Send what is selected encoded by `values`."""
+        """Send the selected values encoded by `values`."""
         allowed = f"one of {', '.join(self.codecs)}" if self.codecs else "nothing"
-        # Compressors that cannot encode values pass here: the next check says what could follow instead.
+        # Compressors that cannot encode values pass here: the next check names the classes that may follow.
         if not isinstance(values, (Codec, Compressor)):
             raise TypeError(f"`{type(self).__name__} | ...` must be followed by {allowed}; got {values!r}")
         if type(values).__name__ not in self.codecs:
@@ -358,7 +358,7 @@ class Compressor(Reducer, Method):
 
 
 def _defaults(compressor: type[Compressor]) -> dict[str, Any]:
-    """Return the default of each constructor argument; those of all compressors come last."""
+    """Return the default of each constructor argument; the arguments of all compressors come last."""
     found = {name: parameter.default for name, parameter in inspect.signature(compressor).parameters.items()}
     first = [name for name in found if name not in _LAST_ARGUMENTS]
     return {name: found[name] for name in (*first, *_LAST_ARGUMENTS) if name in found}
@@ -367,9 +367,9 @@ def _defaults(compressor: type[Compressor]) -> dict[str, Any]:
 class Dense(Reducer, Method):
     """The plain mean, by all-reduce. Exact, linear and unbiased.
 
-    Gradients are sent and summed in their own dtype, those of 16 bits divided before, so that their sum stays in range:
-    as by `DistributedDataParallel` without a hook. The same holds for those gradients of a compressor that are small,
-    or come before its `start_step`.
+    Gradients are sent and summed in their own dtype, as by `DistributedDataParallel` without a hook. Gradients of 16
+    bits are divided before the sum, so the sum stays in range. Compressors use this method for small gradients, and for
+    all gradients before their `start_step`.
 
     Args:
         momentum: Applied to the mean here, where an optimizer without momentum expects it done (momentum correction).
@@ -396,7 +396,7 @@ class Dense(Reducer, Method):
 
     @property
     def scatters(self) -> bool:
-        """True without momentum, whose velocity is that of the whole mean."""
+        """True without momentum: the velocity needs the whole mean."""
         return not self.feedback.momentum
 
     def requests(self, block: GradientBlock, step: StepContext) -> Requests:

@@ -1,31 +1,27 @@
-"""The state of a reducer: tensors by slot and parameter name, as a transaction, and on its way to a checkpoint.
+"""The memory of a compressor, changed in transactions: tensors by slot and parameter name, and their checkpoints.
 
-What a step writes replaces the old values at `commit` only. Parameters of one shape are kept in one stacked tensor, so
-that methods work on a batch. Each stack has two buffers: a step reads the current one and writes the other, and
-committing exchanges them. Nothing is copied, and dropping a step restores every bit, at the price of a second buffer.
-What is held (`Memory.hold`) has one buffer, changed in place: a dropped step leaves zeros there.
+A step stages new values, and `commit` replaces the old values by them. The parameters of one shape share one stacked
+tensor, so methods work on a batch. Each stack has two buffers: a step reads the current buffer and writes the spare
+one, and `commit` exchanges them. Nothing is copied, and a dropped step restores every bit, at the price of a second
+buffer. A held stack (`Memory.hold`) has one buffer, changed in place: a dropped step sets it to zero.
 
-In a checkpoint a state is `{"version", "layout", "step", "world_size", slot: {parameter: tensor}, ...}`:
-
-    layout      made by           what a slot holds per parameter
-    local       state_dict()      this rank's tensor
-    stacked     gather_state()    (ranks, *shape); replicated slots as they are
-    mean        gather_state()    the mean over the ranks; replicated slots as they are
+In a checkpoint, the state of one rank is `{"version", "step", "world_size", slot: {parameter: tensor}, ...}`. A reducer
+continues from the state of its own rank, or from the states of all ranks. If the number of ranks has changed, each rank
+continues from their mean, which keeps the sum of what the ranks have not sent, relative to the mean gradient.
 """
 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, NamedTuple, Optional
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple, Optional, Union
 
 import torch
 from torch import Tensor
 
-from lightning_parallel import comm
 from lightning_parallel.comm import Group
 
-__all__ = ["Memory", "gather_state", "gather_states", "local_state", "values_for"]
+__all__ = ["Memory", "SavedStates", "joined", "mean_of", "slots_for", "state_of", "without_memory"]
 
 
 class _StackKey(NamedTuple):
@@ -34,7 +30,7 @@ class _StackKey(NamedTuple):
 
 
 class _Stack(NamedTuple):
-    """The tensors of several parameters in one, (names, *shape), and its rows."""
+    """One tensor for several parameters, (names, *shape), and its rows."""
 
     tensor: Tensor
     rows: tuple[Tensor, ...]
@@ -45,7 +41,7 @@ class _Stack(NamedTuple):
         return cls(tensor, tensor.unbind())
 
     def fits(self, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> bool:
-        """Return whether it is of `shape`, all of it, and so on."""
+        """Return whether the stack has this shape, dtype and device."""
         return self.tensor.shape == shape and self.tensor.dtype == dtype and self.tensor.device == device
 
 
@@ -55,20 +51,20 @@ class Memory:
     def __init__(self) -> None:
         self._current: dict[str, dict[str, Tensor]] = {}
         self._buffers: dict[_StackKey, list[_Stack]] = {}  # [current] or [spare, current]
-        self._complete: set[_StackKey] = set()  # those whose current rows are what `_current` has, all of them
+        self._complete: set[_StackKey] = set()  # stacks whose current rows are all in `_current`
         self._staged: dict[_StackKey, _Stack] = {}
         self._held: dict[_StackKey, _Stack] = {}  # in this step
         self._discarded: list[_StackKey] = []
 
     def holds(self, slot: str, name: str) -> bool:
-        """Return whether there is a committed tensor."""
+        """Return whether the slot has a committed tensor of this name."""
         return name in self._current.get(slot, {})
 
     def read(self, slot: str, name: str, device: torch.device, shape: Sequence[int | None]) -> Tensor | None:
         """Return the committed tensor, on `device`; None if there is none yet.
 
         Args:
-            shape: The expected one; None stands for any extent.
+            shape: The expected shape; None stands for any extent.
 
         Raises:
             ValueError: If it has another shape.
@@ -85,7 +81,7 @@ class Memory:
     def read_stack(
         self, slot: str, names: tuple[str, ...], shape: Sequence[int], dtype: torch.dtype, device: torch.device
     ) -> Tensor | None:
-        """Return the committed tensors (names, *shape) where they lie in one; None if they do not: `read` them."""
+        """Return the committed stack (names, *shape); None if the tensors lie apart, to be read one by one."""
         key = _StackKey(slot, names)
         if key not in self._complete:
             return None
@@ -149,16 +145,22 @@ class Memory:
             self._install(key, [*self._buffers.get(key, [])[-1:], stack])
         if new:
             self._forget_regrouped(new)
-        self._staged, self._held, self._discarded = {}, {}, []
+        self._end_step()
 
     def rollback(self) -> None:
-        """Keep the old values, and the staged tensors as spare buffers; what was held becomes zero."""
+        """Keep the old values, and the staged tensors as spare buffers; held stacks become zero."""
         for key, stack in self._staged.items():
             if key in self._buffers:
                 self._buffers[key] = [stack, self._buffers[key][-1]]
+        # Held values were changed in place, and there is no copy: zeros are the only state that is right.
         for stack in self._held.values():
             stack.tensor.zero_()
-        self._staged, self._held, self._discarded = {}, {}, []
+        self._end_step()
+
+    def _end_step(self) -> None:
+        self._staged = {}
+        self._held = {}
+        self._discarded = []
 
     def _install(self, key: _StackKey, stacks: list[_Stack]) -> None:
         """Keep `stacks`, and the rows of the last one as the values."""
@@ -167,8 +169,8 @@ class Memory:
         self._complete.add(key)
 
     def _forget_regrouped(self, new: Sequence[_StackKey]) -> None:
-        """Drop stacks whose names are now in `new` ones, with others, as after buckets were rebuilt."""
-        # Their rows are no longer read; kept, they would be as large as the memory itself.
+        """Drop stacks with a name of a `new` stack, as after buckets were rebuilt."""
+        # Nobody reads their rows any more, and together they are as large as the memory itself.
         taken = {(key.slot, name) for key in new for name in key.names}
         stale = [
             key for key in self._buffers if key not in new and any((key.slot, name) in taken for name in key.names)
@@ -185,6 +187,7 @@ class Memory:
 
     def load(self, values: dict[str, dict[str, Tensor]]) -> None:
         """Replace everything by copies of `values`."""
+        # A stale stack would hide the loaded tensors: `read_stack` looks there first.
         self._forget_stacks()
         self._current = {
             slot: {name: tensor.detach().clone() for name, tensor in named.items()} for slot, named in values.items()
@@ -197,7 +200,9 @@ class Memory:
             named.update((name, tensor.cpu()) for name, tensor in named.items())
 
     def _forget_stacks(self) -> None:
-        self._buffers, self._complete, self._staged, self._held, self._discarded = {}, set(), {}, {}, []
+        self._buffers = {}
+        self._complete = set()
+        self._end_step()
 
     @property
     def num_bytes(self) -> int:
@@ -213,184 +218,135 @@ def _fits(shape: Sequence[int], wanted: Sequence[int | None]) -> bool:
 
 
 VERSION = 1
-LAYOUTS = ("local", "stacked", "mean")
-COMBINED = ("mesh", "parts", "pieces")  # of several states, by the strategies that cut models
 REPLICATED = {"left", "right", "mean_estimate"}  # equal on all ranks by construction
-CHUNKED = {"server_residual"}  # rank r holds part r of the flattened parameter: an addition to the mean of `residual`
+CHUNKED = {"server_residual"}  # rank r holds part r of a flattened parameter, to be added to the mean of `residual`
 
 Slots = dict[str, dict[str, Tensor]]
-_Layout = tuple[Sequence[int], torch.dtype]
+State = Mapping[str, Any]
+SavedStates = Union[State, Sequence[State]]
+"""The state of one rank, or the states of all ranks in their order."""
 
 
-def local_state(memory: Memory, step: int, world_size: int) -> dict[str, Any]:
+def state_of(memory: Memory, step: int, world_size: int) -> dict[str, Any]:
     """Return a copy of this rank's state."""
-    state = _header("local", step, world_size)
+    state: dict[str, Any] = {"version": VERSION, "step": step, "world_size": world_size}
     for slot, name, tensor in memory.items():
         state.setdefault(slot, {})[name] = tensor.detach().clone()
     return state
 
 
-def gather_state(memory: Memory, step: int, group: Group, exact: bool) -> dict[str, Any]:
-    """Return the state of all ranks, on the first one, with its tensors on the CPU."""
-    first = group.rank == 0
-    state = _header("stacked" if exact else "mean", step, group.size)
-    # Otherwise the messages below would pair up different parameters, or wait forever.
-    comm.agree("the parameters of the compression state", [(slot, name) for slot, name, _ in memory.items()], group)
-    folded: Slots = {}
-    # Tensor by tensor, and between hosts where they can: the state of many ranks is larger than a device.
-    for slot, name, tensor in memory.items():
-        if slot in REPLICATED:
-            value = tensor.detach().to("cpu", copy=True) if first else tensor
-        elif exact or slot in CHUNKED:
-            rows = [row for row in _gather_on_host(tensor, group) if row is not None]
-            value = torch.stack(rows) if first else tensor
-        else:
-            value = tensor.detach().to(group.host_device, copy=True)
-            value = comm.all_reduce_(value, group, between_hosts=group.host_device == "cpu").div_(group.size).cpu()
-        target = folded if slot in CHUNKED and not exact else state
-        if first:
-            target.setdefault(slot, {})[name] = value
-    # Without residuals, as in `ef21`, what the parts hold belongs to nobody once there are other ranks.
-    _fold_chunks(state, folded if "residual" in state else {})
-    return state if first else {}
+def without_memory(step: int) -> dict[str, Any]:
+    """Return a state that holds the number of steps alone; it loads with any number of ranks."""
+    return {"version": VERSION, "step": int(step), "world_size": 1}
 
 
-def gather_states(state: Mapping[str, Any], group: Group) -> list[dict[str, Any]]:
-    """Gather a state, or an empty dict, per rank of `group` on the first, tensors on the CPU; the others get nothing.
-
-    Tensor by tensor: pickled, they would pass through the memory of every rank's device, and of all ranks at once.
-    """
-    tensors = {
-        (slot, name): tensor
-        for slot, named in state.items()
-        if isinstance(named, Mapping)
-        for name, tensor in named.items()
-    }
-    others = {key: value for key, value in state.items() if not isinstance(value, Mapping)}
-    layouts = {key: (tuple(tensor.shape), tensor.dtype) for key, tensor in tensors.items()}
-    everyone = comm.all_gather_object((others, layouts), group)
-    gathered: list[dict[str, Any]] = [dict(found) for found, _ in everyone] if group.rank == 0 else []
-    for slot, name in sorted(set().union(*(found for _, found in everyone))):
-        # A rank may be without this tensor: that of another stage of a pipeline.
-        key = (slot, name)
-        rows = _gather_on_host(tensors.get(key), group, [found.get(key) for _, found in everyone])
-        for found, row in zip(gathered, rows):
-            if row is not None:
-                found.setdefault(slot, {})[name] = row
-    return gathered
+def joined(parts: Iterable[State]) -> dict[str, Any]:
+    """Join states of different parameters to one state."""
+    whole: dict[str, Any] = {}
+    for part in parts:
+        for key, value in part.items():
+            whole[key] = {**whole.get(key, {}), **value} if isinstance(value, Mapping) else value
+    return whole
 
 
-def _gather_on_host(
-    tensor: Optional[Tensor], group: Group, layouts: Optional[Sequence[Optional[_Layout]]] = None
-) -> list[Optional[Tensor]]:
-    """Gather one tensor per rank on the CPU of the first, by position; the others get nothing.
-
-    On a device it takes no memory where hosts can exchange messages, and that of one more tensor elsewhere.
-
-    Args:
-        tensor: This rank's, on any device; None if it has none.
-        group: The group.
-        layouts: Shape and dtype of each rank's, None for ranks without one; where they are not all alike.
-    """
-    is_host = group.host_device == "cpu"
-    mine = None if tensor is None else tensor.detach().contiguous()
-    if group.rank > 0:
-        if mine is not None:
-            comm.isend(mine.to(group.host_device), group, 0, between_hosts=is_host).wait()
-        return []
-    if layouts is None:
-        assert mine is not None
-        layouts = [(mine.shape, mine.dtype)] * group.size
-    gathered = [None if mine is None else mine.to("cpu", copy=True)]
-    # One after the other: the first rank holds what it keeps, and what it receives.
-    for source in range(1, group.size):
-        layout = layouts[source]
-        if layout is None:
-            gathered.append(None)
-            continue
-        received = torch.empty(tuple(layout[0]), dtype=layout[1], device=group.host_device)
-        gathered.append(comm.irecv(received, group, source, between_hosts=is_host).wait().cpu())
-    return gathered
+def mean_of(values: Iterable[Tensor]) -> Tensor:
+    """Return the mean of one or more tensors; integers, such as counts, have no mean: return the first tensor."""
+    total, *others = values
+    if not total.is_floating_point():
+        return total
+    for value in others:
+        total = total + value
+    return total / (1 + len(others))
 
 
-def values_for(state: Mapping[str, Any], group: Group, wanted: Optional[frozenset[str]] = None) -> Slots:
+def slots_for(saved: SavedStates, group: Group, wanted: Optional[frozenset[str]] = None) -> Slots:
     """Return the slots that this rank of `group` continues with.
 
     Args:
-        wanted: The slots that the reducer uses, which may be another one than the one that saved them; None for all.
+        saved: This rank's state among as many ranks, or the states of all ranks of any number.
+        group: The ranks that continue.
+        wanted: The slots of the reducer, which may be another one than before; None stands for all slots.
 
     Raises:
-        ValueError: If `state` was not made by this module, or is damaged.
+        ValueError: If a state is damaged, or belongs to another number of ranks.
     """
-    _check(state)
-    if state["layout"] in COMBINED:
-        _warn(f"The compression state belongs to a sharded or split model (`{state['layout']}`)", group)
+    is_alone = isinstance(saved, Mapping)
+    states: list[Any] = [saved] if is_alone or not saved else list(saved)
+    for state in states:
+        _check(state)
+    everyone: list[Slots] = [
+        {slot: dict(named) for slot, named in state.items() if isinstance(named, Mapping)} for state in states
+    ]
+    if not any(everyone):
         return {}
-    slots: Slots = {slot: dict(named) for slot, named in state.items() if isinstance(named, Mapping)}
-    same = state["world_size"] == group.size
-    if state["layout"] == "local" and not same:
-        raise ValueError(
-            f"The number of ranks must be {state['world_size']}, as when this compression state was saved; got"
-            f" {group.size}. A state of `gather_state()` loads with any number of ranks"
-        )
-    stacked = state["layout"] == "stacked"
-    unused = set() if wanted is None else slots.keys() - wanted
-    # A part belongs to the rank that owns it: among other ranks, or in a compressor without parts, it has no owner and
-    # is added to the residuals instead.
-    folds = wanted is not None and "residual" in wanted
-    chunks: Slots = {}
-    for slot in slots.keys() & CHUNKED:
-        if stacked and (not same or (slot in unused and folds)):
-            chunks[slot] = slots[slot]
-    for slot in slots.keys() - REPLICATED - chunks.keys() if stacked else ():
-        slots[slot] = {name: rows[group.rank] if same else rows.mean(0) for name, rows in slots[slot].items()}
-    for slot in chunks.keys() | unused:
-        del slots[slot]
-    _fold_chunks(slots, chunks if "residual" in slots else {})
-    lost = unused - REPLICATED - chunks.keys()
-    if lost:
+    size = states[0]["world_size"]
+    if is_alone:
+        _check_ranks(size, group.size, ". A list with the states of all ranks loads with any number of ranks")
+    else:
+        _check_ranks(size, len(states), " states")
+    is_same = size == group.size
+    own = everyone[0] if is_alone else everyone[group.rank % size]
+    taken = [(group.rank, own)] if is_same else list(enumerate(everyone))
+    unused = set() if wanted is None else own.keys() - wanted
+    for slot in CHUNKED & own.keys():
+        # A chunk has an owner only among as many ranks, in a compressor with chunks.
+        if not is_same or (slot in unused and wanted is not None and "residual" in wanted):
+            for rank, slots in taken:
+                _add_chunks(slots.get("residual", {}), slots.pop(slot), rank, size)
+            unused.discard(slot)
+    slots = own if is_same else _mean([slots for _, slots in taken])
+    lost = unused - REPLICATED
+    if lost and group.rank == 0:
         listed = ", ".join(f"`{slot}`" for slot in sorted(lost))
-        _warn(f"The compression state holds {listed}, which this compressor does not use", group)
-    return slots
+        warnings.warn(
+            f"The compression state holds {listed}, which this compressor does not use. Gradients that were not sent"
+            " yet are lost.",
+            stacklevel=2,
+        )
+    return {slot: named for slot, named in slots.items() if slot not in unused}
 
 
-def _warn(what: str, group: Group) -> None:
-    if group.rank == 0:
-        warnings.warn(f"{what}. Gradients that were not sent yet are lost.", stacklevel=2)
+def _mean(everyone: Sequence[Slots]) -> Slots:
+    first = everyone[0]
+    return {
+        slot: {
+            name: value if slot in REPLICATED else mean_of(slots[slot][name] for slots in everyone)
+            for name, value in named.items()
+        }
+        for slot, named in first.items()
+    }
 
 
-def _check(state: Mapping[str, Any]) -> None:
-    if isinstance(state, Mapping) and state.get("layout") in COMBINED:
-        return
+def _add_chunks(residuals: dict[str, Tensor], chunks: Mapping[str, Tensor], rank: int, size: int) -> None:
+    """Add this rank's chunks to its residuals, so that the mean of the residuals over `size` ranks contains them."""
+    # `ef21` has no residuals: the chunks belong to nobody once the ranks have changed.
+    for name in chunks.keys() & residuals.keys():
+        chunk, residual = chunks[name], residuals[name].clone(memory_format=torch.contiguous_format)
+        own = residual.view(-1)[rank * len(chunk) :][: len(chunk)]
+        # A chunk is a part of the mean, and no other rank has it: the mean divides it by the number of ranks.
+        own.add_(chunk[: len(own)], alpha=size)
+        residuals[name] = residual
+
+
+def _check(state: object) -> None:
     if not isinstance(state, Mapping) or state.get("version") != VERSION:
         found = state.get("version") if isinstance(state, Mapping) else state
         raise ValueError(f"The compression state must have version {VERSION}; got {found!r}")
-    missing = {"layout", "step", "world_size"} - state.keys()
-    if missing or state["layout"] not in LAYOUTS:
+    numbers = state.get("step"), state.get("world_size")
+    if not all(isinstance(number, int) for number in numbers):
         raise ValueError(
-            f"The compression state must have `step`, `world_size`, and a `layout` of {', '.join(LAYOUTS)}; got the "
-            f"layout {state.get('layout')!r} and the keys {sorted(map(str, state))}"
+            "The compression state must have `step` and `world_size`; got the keys"
+            f" {', '.join(sorted(map(str, state)))}"
         )
     for slot, named in state.items():
         for name, tensor in named.items() if isinstance(named, Mapping) else ():
-            # Error feedback would add it to every later gradient: no step would ever be applied again.
-            if not tensor.isfinite().all():
+            # Error feedback would add NaN to every later gradient: no step would ever be applied again.
+            if not isinstance(tensor, Tensor) or not tensor.isfinite().all():
                 raise ValueError(f"`{slot}` of `{name}` in the compression state must be finite; got NaN or infinity")
-            ranks = len(tensor) if tensor.dim() else 0
-            if state["layout"] == "stacked" and slot not in REPLICATED and ranks != state["world_size"]:
-                raise ValueError(
-                    f"`{slot}` of `{name}` in the compression state must hold a row for each of the "
-                    f"{state['world_size']} ranks; got {ranks}"
-                )
 
 
-def _fold_chunks(slots: dict[str, Any], chunks: Slots) -> None:
-    """Add each parameter's `chunks`, (ranks, chunk), to its residual."""
-    for named in chunks.values():
-        for name, parts in named.items():
-            residual = slots["residual"][name]
-            slots["residual"][name] = residual + parts.flatten()[: residual.numel()].view_as(residual)
-
-
-def _header(layout: str, step: int, world_size: int) -> dict[str, Any]:
-    return {"version": VERSION, "layout": layout, "step": step, "world_size": world_size}
+def _check_ranks(saved: int, found: int, hint: str) -> None:
+    if saved != found:
+        raise ValueError(
+            f"The number of ranks must be {saved}, as when this compression state was saved; got {found}{hint}"
+        )

@@ -83,7 +83,7 @@ class DeepSpeedSession(GradientSession):
             nothing.
         """
         applied = super().finish()
-        # Optimizers of torch leave parameters without a gradient as they are; those of DeepSpeed find the infinity.
+        # Optimizers of torch skip parameters without a gradient; the optimizers of DeepSpeed find the infinity.
         if not applied and not has_overflow_check(self._engine.optimizer):
             for parameter in self._names:
                 parameter.grad = None
@@ -100,7 +100,7 @@ def compress_deepspeed(engine: Any, compressor: Reducer) -> DeepSpeedSession:
     """Compress the gradients of a DeepSpeed engine; call it before the first backward pass.
 
     Args:
-        engine: What `deepspeed.initialize` returned first, with ZeRO 0, 1 or 2.
+        engine: First value of `deepspeed.initialize`, with ZeRO 0, 1 or 2.
         compressor: Computes the mean of the gradients.
 
     Raises:

@@ -1,8 +1,8 @@
 """Blocks of gradients, the method that reduces a block, the record of its outcome, and error feedback.
 
-Error feedback adds what a compressor did not send to the next gradient.
+Error feedback adds the part that a compressor did not send to the next gradient.
 
-g is this rank's gradient (unscaled), e its memory, M the tensor that is compressed, C(M) what the method sent of it
+g is this rank's gradient (unscaled), e its memory, M the tensor to compress, C(M) the part that the method sent
 and mean(.) the mean over the ranks:
 
     none      M = g        out = mean(C(M))
@@ -65,7 +65,7 @@ FeedbackName = Literal["classic", "decayed", "fading", "ef21"]
 
 def working_dtype(dtype: torch.dtype) -> torch.dtype:
     """Return the dtype in which gradients of `dtype` are compressed and remembered: fp64 stays, others are fp32."""
-    # A residual adds up what many steps have left: in 16 bits small rests would be lost in the sum.
+    # A residual adds up the rests of many steps: in 16 bits the sum would lose small rests.
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
@@ -138,7 +138,7 @@ class GradientBlock:
         """Copy the outputs to the gradients, times the loss scale."""
         for gradient, output in zip(self.gradients, self.outputs):
             if output is not gradient:
-                # Scaled before the cast: the mean without its scale may be below what fp16 can hold.
+                # Scaled before the cast: the mean without its scale may be below the smallest number of fp16.
                 gradient.copy_(output if scale == 1 else output * scale)
             elif scale != 1:
                 gradient.mul_(scale)
@@ -146,7 +146,7 @@ class GradientBlock:
 
 @dataclass(frozen=True)
 class Feedback:
-    """Error feedback: adds the residual to the gradients, and keeps what was not sent for the next step.
+    """Error feedback: adds the residual to the gradients, and keeps the unsent part for the next step.
 
     Computes M from the gradients and the memory, and the new memory from M - C(M): see the table of the module.
 
@@ -154,7 +154,7 @@ class Feedback:
         kind: None, `classic`, `decayed`, `fading` or `ef21`.
         decay: beta of `decayed` and `fading`.
         momentum: m of the momentum that is applied before; 0 for none.
-        averages: Whether the momentum is a mean of gradients, as that of ef21, and not their sum.
+        averages: Whether the momentum is a mean of gradients, as in ef21, rather than their sum.
     """
 
     kind: Optional[FeedbackName] = None
@@ -169,7 +169,7 @@ class Feedback:
         return frozenset(kept | ({"velocity"} if self.momentum else set()))
 
     def begin(self, block: GradientBlock, memory: Memory, scale: float, in_place: bool) -> tuple[Tensor, Sum]:
-        """Return the work tensor of classic feedback, and what it is yet to be filled with; allocate the outputs."""
+        """Return the work tensor of classic feedback, and the sum to fill it with; allocate the outputs."""
         block.allocate_outputs()
         block.keep_rest = True
         if in_place:
@@ -209,7 +209,7 @@ class Feedback:
             work = _hold(block, memory, "residual")
             add_all_(work.unbind(), gradients, factor)
             return work
-        # M is built where the new residual belongs: what the method leaves of it, M - C(M), is that residual already.
+        # M is built in the place of the new residual: the method leaves M - C(M) there, which is the residual.
         work = _stage(block, memory, "residual")
         for row, old, gradient in zip(work, _read(block, memory, "residual"), gradients):
             if old is None:
@@ -276,7 +276,7 @@ class Feedback:
 
 
 def _stage(block: GradientBlock, memory: Memory, slot: str) -> Tensor:
-    # A step reads one buffer and writes the other: what is staged never overwrites what `_read` returns.
+    # A step reads one buffer and writes the other: a staged tensor never overwrites a tensor of `_read`.
     return memory.stage(slot, block.names, block.shape, block.dtype, block.device)
 
 
@@ -298,7 +298,7 @@ def _scaled(gradient: Tensor, factor: float, out: Tensor) -> None:
 class CompressionError:
     """The error of compressed means in one step: their distance from the true means, by parameter.
 
-    The true mean is that of this step's gradients; what error feedback adds from earlier steps counts as error.
+    The true mean is the mean of this step's gradients; the residuals of earlier steps count as error.
     """
 
     def __init__(self) -> None:
@@ -308,7 +308,7 @@ class CompressionError:
     def true_means(named_gradients: Mapping[str, Tensor], group: Group) -> dict[str, Tensor]:
         """Return the exact means, in new tensors, by one all-reduce per tensor."""
         means: dict[str, Tensor] = {}
-        # One collective per name, so all ranks need the same order, whatever that of their own dicts.
+        # One collective per name, so all ranks need the same order; their dicts may have different orders.
         for name, gradient in sorted(named_gradients.items()):
             # A copy, since the gradient itself is yet to be compressed.
             total = gradient.detach().to(working_dtype(gradient.dtype), copy=True).contiguous()
@@ -347,8 +347,8 @@ class Method(abc.ABC):
     """The way in which a reducer takes the mean of one block of gradients.
 
     Attributes:
-        batched: True if gradients of one shape are computed together however large they are. Otherwise only small ones
-            are, as it costs a copy.
+        batched: True if gradients of one shape are computed together however large they are. Otherwise only small
+            gradients are, because joining costs a copy.
     """
 
     batched: ClassVar[bool] = False
@@ -367,19 +367,19 @@ class Method(abc.ABC):
         return False
 
     def effective_steps(self, names: Sequence[str], number: int, memory: Memory) -> Union[int, list[int]]:
-        """Return the step number by which `names` go in step `number`, or that of each where they differ.
+        """Return the step number by which `names` go in step `number`, one for all or one for each name.
 
-        Parameters in one block share it.
+        Parameters in one block share their number.
         """
         return number
 
     @abc.abstractmethod
     def requests(self, block: GradientBlock, step: StepContext) -> Requests:
-        """Replace the block's gradients by their mean: a generator of requests, which watches what it receives."""
+        """Replace the block's gradients by their mean: a generator of requests, which watches the answers."""
 
 
 class ReducedBlock(NamedTuple):
-    """A record of what one step did with gradients of one shape.
+    """A record of how one step reduced gradients of one shape.
 
     Attributes:
         sent_bytes: Bytes that this rank has sent.
@@ -408,7 +408,7 @@ class Outcome(NamedTuple):
     Attributes:
         seconds: Where the time of the step went.
         compression_error: The error of the means, in the steps in which it was measured.
-        inside_bytes: Bytes that this rank has sent inside its node, if the blocks are of what nodes have sent.
+        inside_bytes: Bytes that this rank has sent inside its node, if the blocks count the bytes between nodes.
     """
 
     blocks: list[ReducedBlock]

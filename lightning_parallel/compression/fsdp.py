@@ -11,21 +11,17 @@ compressed inside its hook: while backward runs on CUDA, where FSDP gives it a s
 
     without replicas    the mean is taken whole, parameter by parameter, as low-rank methods and top-k need it;
                         residuals are as large as the model
-    with replicas       (hybrid sharding, for slow links between replicas) gradients are summed over the shards as they
-                        are, and this rank's part is compressed between the replicas; residuals are as large as a shard
+    with replicas       (hybrid sharding, for slow links between replicas) gradients are summed over the shards without
+                        compression, and this rank's part is compressed between the replicas; residuals are as large
+                        as a shard
 
-FSDP1's shards begin and end inside of rows: whole rows are compressed under the name of their parameter, the rest of
+FSDP1's shards begin and end within rows: whole rows are compressed under the name of their parameter, the parts of
 rows at both ends as vectors. `fully_shard` over a mesh of two dimensions has no place for a compressor, because its
 hook runs after the sum over the replicas: give it the shards' dimension only.
-
-Groups of ranks with different shards keep different residuals. A checkpoint holds one state for each:
-
-    {"layout": "pieces", "step": int, "pieces": [state of `gather_state()`, ...]}      where there is more than one
 """
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from functools import partial
@@ -53,7 +49,6 @@ from lightning_parallel.compat.torch import (
     install_fsdp1_comm_hook,
     is_backward_running,
 )
-from lightning_parallel.compression.compressor_state import gather_states
 from lightning_parallel.compression.reducer import Reducer, scale_reader
 
 __all__ = ["ShardedSession", "compress_fsdp", "compress_fully_shard", "plain_name", "shard_ranks"]
@@ -102,45 +97,10 @@ class ShardedSession(GradientSession):
         self.on_close.close()
         super().close()
 
-    def gather_state(self, exact: bool = True) -> dict[str, Any]:
-        """Return the state of all ranks, for one checkpoint file, on the first; every rank must call it.
-
-        Args:
-            exact: Keep every rank's memory; otherwise the mean of each piece.
-        """
-        self.finish()
-        # A step is open until the next forward pass unless `finish` ends it, and what it leaves belongs to the state.
-        state = self.compressor.gather_state(self.group, exact)
-        if self.group.size == self.everyone.size:
-            return state
-        # The first rank of each group has the state of its piece, the others an empty dict.
-        pieces = gather_states(state, self.everyone)
-        if self.everyone.rank > 0:
-            return {}
-        return {"layout": "pieces", "step": self.compressor.step, "pieces": [piece for piece in pieces if piece]}
-
     def place(self) -> tuple[int, int]:
-        """Return this rank's position in its group, and the number of the group; every rank must call it."""
+        """Return this rank's position in its group, and the position of the group; every rank must call it."""
         firsts = sorted(set(comm.all_gather_object(self.group.ranks[0], self.everyone)))
         return self.group.rank, firsts.index(self.group.ranks[0])
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue from `gather_state()`. If the model is sharded differently now, residuals are lost."""
-        self.finish()
-        # Groups are told apart by their first rank, whose order is also that of the pieces in the file.
-        firsts = sorted(set(comm.all_gather_object(self.group.ranks[0], self.everyone)))
-        pieces = state["pieces"] if state.get("layout") == "pieces" else [state]
-        if len(pieces) == len(firsts):
-            self.compressor.load_state_dict(pieces[firsts.index(self.group.ranks[0])], self.group)
-            return
-        # Schedules and warm-up go on, even where residuals are lost.
-        self.compressor.step = int(state["step"])
-        if self.everyone.rank == 0:
-            warnings.warn(
-                f"The compression state belongs to a model of {len(pieces)} shards; this model has {len(firsts)}."
-                " Gradients that were not sent yet are lost.",
-                stacklevel=2,
-            )
 
 
 def plain_name(name: str) -> str:
@@ -184,7 +144,7 @@ class _Fsdp1Unit:
 
 
 def _rows(name: str, run: Tensor, offset: int, extent: int) -> Iterator[tuple[str, Tensor]]:
-    """Yield the rows of a run of a flattened parameter, and what is left of rows at its ends.
+    """Yield the rows of a run of a flattened parameter, and the parts of rows at its ends.
 
     Args:
         offset: Element of the parameter at which the run begins.
@@ -284,7 +244,7 @@ class _Fsdp2Unit:
         # Only shards along the first dimension are runs of the flattened gradient.
         shards = {name: parameter.padded_shard_size.numel() for name, parameter, _ in places if parameter.dim == 0}
         self.session.add(whole, shards)
-        # A shard may be shorter than its padded place, whose end must not hold what was in memory before.
+        # A shard may be shorter than its padded place, whose end must not hold old numbers of the memory.
         output.zero_()
         for name, parameter, start in places:
             size = parameter.padded_shard_size
@@ -318,7 +278,7 @@ def _joined(rows: Tensor, parameter: FullyShardedParameter) -> Tensor:
 
 
 class _CompressedReduceScatter:
-    """Replaces the reduce-scatter of FSDP2; the methods are those that torch's protocol asks for."""
+    """Replaces the reduce-scatter of FSDP2, with the methods of torch's protocol."""
 
     def __init__(self, unit: _Fsdp2Unit) -> None:
         self._unit = unit
@@ -377,7 +337,7 @@ def compress_fully_shard(
         unit = _Fsdp2Unit(session, [(names[id(p.tensor)], p) for p in parameters.parameters], shards)
         _install(sharded[name], parameters, unit, replicas is not None)
     for name, module in sharded.items():
-        # Only the outermost modules: the others are also called in the middle of a forward pass.
+        # Only the outermost modules: inner modules are also called in the middle of a forward pass.
         inside = any(name.startswith(f"{other}." if other else "") for other in sharded if other != name)
         if not inside:
             session.follow(module)
@@ -403,7 +363,7 @@ def shard_ranks(model: nn.Module) -> Optional[tuple[int, ...]]:
 
 
 def _groups_by_module(model: nn.Module) -> dict[str, FullyShardedGroup]:
-    """Return what `fully_shard` communicates together, by the name of the module that it was given."""
+    """Return the groups of parameters that `fully_shard` communicates together, by the name of their module."""
     found: dict[str, FullyShardedGroup] = {}
     for name, module in model.named_modules():
         if isinstance(module, FSDPModule):
@@ -462,7 +422,7 @@ def _group_of(replicas: Union[dist.ProcessGroup, DeviceMesh]) -> Group:
 
 @torch.no_grad()
 def _make_equal(model: nn.Module, replicas: Group) -> None:
-    """Copy the values of the first replica to the others."""
+    """Copy the values of the first replica to all replicas."""
     for tensor in (*model.parameters(), *model.buffers()):
         local = tensor.to_local() if hasattr(tensor, "to_local") else tensor
         # Ranks with an empty shard skip it together: replicas hold equal shards.

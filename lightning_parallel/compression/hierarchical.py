@@ -5,12 +5,12 @@
     rank 1   a b | c d          rank 3   a b | c d
 
     1. inside    each parameter is summed on its owner: a, b on the first rank of each node, c, d on the second
-    2. across    rank 0 and 2 compress the means of a, b; rank 1 and 3 those of c, d
+    2. across    rank 0 and 2 compress the means of a, b; rank 1 and 3 the means of c, d
     3. inside    owners give their parts to the rest of their node
 
-What is encoded, remembered and sent between nodes is divided by the ranks of a node. Owners are balanced by size, in
-whole parameters: low-rank methods need matrices. To the compressor a node is one rank, so the state in a checkpoint is
-that of as many ranks as there are nodes, which any reducer continues from. It has one entry more:
+The ranks of a node divide the encoding, the memory and the messages between nodes. Owners are balanced by size, in
+whole parameters: low-rank methods need matrices. To the compressor a node is one rank, so a checkpoint holds the states
+of as many ranks as there are nodes, and any reducer continues from them. A state has one more entry:
 
     "owners"     [parameters of the first rank of a node, of the second, ...]
 """
@@ -26,7 +26,7 @@ from torch import Tensor
 
 from lightning_parallel import comm
 from lightning_parallel.comm import Group, NodeGroups, Phases
-from lightning_parallel.compression.compressor_state import gather_states
+from lightning_parallel.compression.compressor_state import SavedStates
 from lightning_parallel.compression.feedback import working_dtype
 from lightning_parallel.compression.reducer import GroupLike, Reducer, ReductionStep, as_group
 
@@ -34,7 +34,7 @@ __all__ = ["HierarchicalReducer", "HierarchicalStep", "assign_owners"]
 
 
 def assign_owners(sizes: Mapping[str, int], owners: dict[str, int], total: list[int]) -> None:
-    """Give each of these parameters that has no owner to the rank that has least of them, and least in total.
+    """Give each parameter without an owner to the rank with the fewest elements of `sizes`, then of all.
 
     Args:
         sizes: Elements by name.
@@ -44,7 +44,7 @@ def assign_owners(sizes: Mapping[str, int], owners: dict[str, int], total: list[
     load = [0] * len(total)
     for name in sizes.keys() & owners.keys():
         load[owners[name]] += sizes[name]
-    # The largest first, as the small ones even out what these leave; in an order that is the same on all ranks.
+    # The largest first, because the small ones even out the differences; in one order on all ranks.
     for name in sorted(sizes.keys() - owners.keys(), key=lambda name: (-sizes[name], name)):
         place = min(range(len(total)), key=lambda place: (load[place], total[place], place))
         owners[name] = place
@@ -58,7 +58,7 @@ class _Part:
 
     Attributes:
         owner: Position of the rank in the node.
-        flat: Them, in the working dtype; one that is in it and contiguous lies there itself.
+        flat: The gradients in the working dtype; a lone contiguous gradient of this dtype is its own `flat`.
     """
 
     owner: int
@@ -124,7 +124,7 @@ class HierarchicalReducer:
         self.reducer.expects_rollback = expects
 
     def begin(self, group: GroupLike = None) -> HierarchicalStep:
-        """Start a step; `group` is that of the nodes, or another unused group of the same ranks."""
+        """Start a step; `group` is the group of all ranks, or another unused group of the same ranks."""
         return HierarchicalStep(self, self.nodes.whole if group is None else as_group(group))
 
     def owned(self, named_gradients: Mapping[str, Tensor]) -> list[dict[str, Tensor]]:
@@ -149,36 +149,35 @@ class HierarchicalReducer:
         """Return a copy of this rank's state: of the parameters that it owns."""
         return {**self.reducer.state_dict(), "owners": self._names_by_owner()}
 
-    def gather_state(self, group: GroupLike = None, exact: bool = True) -> dict[str, Any]:
-        """Return the state of all ranks on the first, see `Reducer.gather_state`; every rank must call it."""
-        state = self.reducer.gather_state(self.nodes.across, exact)
-        if self.nodes.across.rank > 0:
-            return {}
-        found = gather_states(state, self.nodes.inside)
-        merged: dict[str, Any] = {}
-        for part in found:
-            for key, value in part.items():
-                merged[key] = {**merged.get(key, {}), **value} if isinstance(value, Mapping) else value
-        return {**merged, "owners": self._names_by_owner()} if found else {}
+    def load_state_dict(self, state: SavedStates, group: GroupLike = None) -> None:
+        """Continue from `state_dict()` of the same rank, or from the whole states of all nodes, of any number.
 
-    def load_state_dict(self, state: Mapping[str, Any], group: GroupLike = None) -> None:
-        """Continue from `state_dict()`, or from what `gather_state()` of this or another reducer has returned."""
-        slots = {key: value for key, value in state.items() if isinstance(value, Mapping)}
-        saved = state.get("owners", ())
+        The whole states may be of another reducer.
+        """
+        states = [state] if isinstance(state, Mapping) else list(state)
+        saved = states[0].get("owners", ())
         owners = self.reducer.owners = {}
         self._total = [0] * len(self._total)
         if len(saved) == len(self._total):
             owners.update((name, place) for place, names in enumerate(saved) for name in names)
         sizes: dict[str, int] = {}
-        for named in slots.values():
-            for name, tensor in named.items():
-                sizes[name] = max(sizes.get(name, 0), tensor.numel())
+        for one in states:
+            for named in one.values():
+                for name, tensor in named.items() if isinstance(named, Mapping) else ():
+                    sizes[name] = max(sizes.get(name, 0), tensor.numel())
         assign_owners(sizes, owners, self._total)
-        mine = {
-            slot: {name: tensor for name, tensor in named.items() if owners[name] == self.nodes.inside.rank}
-            for slot, named in slots.items()
+        mine = [self._owned_state(one) for one in states]
+        self.reducer.load_state_dict(mine[0] if isinstance(state, Mapping) else mine, self.nodes.across)
+
+    def _owned_state(self, state: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the entries of `state` for the parameters that this rank owns."""
+        rank, owners = self.nodes.inside.rank, self.reducer.owners
+        return {
+            key: {name: tensor for name, tensor in value.items() if owners[name] == rank}
+            if isinstance(value, Mapping)
+            else value
+            for key, value in state.items()
         }
-        self.reducer.load_state_dict({**state, **mine}, self.nodes.across)
 
     def _names_by_owner(self) -> list[list[str]]:
         names: list[list[str]] = [[] for _ in self._total]
@@ -196,7 +195,7 @@ class HierarchicalStep:
         self._nodes = reducer.nodes
         self._device = torch.device("cpu")
         self._verdict: Optional[Tensor] = None
-        # Reduces nothing. Made first, as it drops what an earlier step has left.
+        # It reduces nothing. Made first, because it drops the rests of an earlier step.
         self._all_ranks = ReductionStep(reducer.reducer, group)
         self._across = reducer.reducer.begin(reducer.nodes.across)
 
@@ -206,7 +205,7 @@ class HierarchicalStep:
 
     def reduce_(self, named_gradients: Mapping[str, Tensor], shards: Optional[Mapping[str, int]] = None) -> None:
         """Replace some of the gradients by their mean, also where a rank needs no more than its shard."""
-        # Across nodes only ranks at the same place would find out, and the others would wait for them.
+        # Across nodes only ranks at the same place would find a difference, and all other ranks would wait for them.
         self._all_ranks.agree(named_gradients)
         for gradient in named_gradients.values():
             self._device = gradient.device
@@ -244,8 +243,8 @@ class HierarchicalStep:
                 self._across.reduce_(means)
         except Exception as error:
             failure = error
-        # An owner may be the only one to fail, and the others would wait for it. After the first time no more than
-        # what can happen to any process: it ends, and its heartbeat.
+        # An owner may fail alone, and the rest of the node would wait for it. Errors in settings show in the first
+        # step; later a process can only die, and the heartbeat tells the other ranks.
         if names not in self._reducer.tried:
             comm.raise_together(failure, self._group)
             self._reducer.tried.add(names)
@@ -272,7 +271,7 @@ class HierarchicalStep:
     def verdict(self) -> Tensor:
         """Whether every gradient was finite on every rank; the first to ask communicates, and all ranks must."""
         if self._verdict is None:
-            # Owners at the same place of all nodes have seen the same, those of one node have seen everything.
+            # Owners at the same place of all nodes have seen the same numbers; the owners of one node have seen all.
             mine = self._across.verdict.to(self._device, torch.uint8)
             self._verdict = comm.all_reduce(mine, self._nodes.inside, "min").bool()
         return self._verdict

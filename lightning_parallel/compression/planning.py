@@ -1,4 +1,4 @@
-"""What a reducer does with gradients of certain names and shapes: found once, used in each step."""
+"""Plans: how a reducer reduces gradients of certain names and shapes, found once and used in each step."""
 
 from __future__ import annotations
 
@@ -28,10 +28,10 @@ class PlannedBlock(NamedTuple):
 
 
 class ReductionPlan(NamedTuple):
-    """What to do with gradients of one kind.
+    """How to reduce gradients of one kind.
 
     Attributes:
-        signature: Their names, shapes, dtypes and layouts, sorted by name.
+        signature: Names, shapes, dtypes and layouts of the gradients, sorted by name.
         digest: 63 bits of the signature, which fit into a signed integer.
         blocks: The blocks, in an order that is equal on all ranks.
     """
@@ -64,6 +64,7 @@ class ReductionPlan(NamedTuple):
             seen.add(gradient)
             method = choose(name, gradient.shape)
             shard = shards.get(name) if method.scatters else None
+            # A large gradient alone is summed in its own memory; in a block it would be copied twice.
             large = not method.batched and goes_alone(gradient)
             separate_name = name if large or method.separate else None
             key = (id(method), gradient.shape, gradient.dtype, gradient.device, shard, separate_name)
@@ -78,7 +79,7 @@ class ReductionPlan(NamedTuple):
         return cls(signature, int.from_bytes(digest, "little") >> 1, blocks)
 
     def blocks_of(self, gradients: Sequence[Tensor], number: int, memory: Memory) -> list[tuple[Method, GradientBlock]]:
-        """Return the blocks of step `number`; those whose parameters go by different step numbers are divided."""
+        """Return the blocks of step `number`; a block whose parameters have different step numbers is divided."""
         blocks: list[tuple[Method, GradientBlock]] = []
         for method, names, positions, shard in self.blocks:
             mine = [gradients[position] for position in positions]
@@ -94,7 +95,7 @@ class ReductionPlan(NamedTuple):
 
 
 def kind_of(named_gradients: Mapping[str, Tensor], shards: Mapping[str, int]) -> tuple[Any, ...]:
-    """Return what is the same for gradients for which one plan does: all that `ReductionPlan.of` looks at."""
+    """Return a key that gradients with the same plan share: everything that `ReductionPlan.of` reads."""
     gradients = named_gradients.values()
     identities = [id(gradient) for gradient in gradients]
     # Which names share a tensor, if any do.

@@ -1,4 +1,4 @@
-"""A reducer that chooses a compressor by parameter name; what binds reducers to the module whose names these are."""
+"""A reducer that chooses a compressor by parameter name, and the binding of reducers to modules."""
 
 from __future__ import annotations
 

@@ -142,11 +142,13 @@ class PowerSGD(Compressor):
         """Return numbers of the parity for which each parameter's last step has left a factor."""
         if not self.alternate:
             return number
+        # Not by the step alone: a parameter that skipped a step still holds the factor of its last one.
         numbers = [number + (number % 2 != memory.holds("left", name)) for name in names]
         return numbers[0] if min(numbers) == max(numbers) else numbers
 
     def requests(self, block: GradientBlock, step: StepContext) -> Requests:
         """Replace the block's gradients by their mean, with error feedback around it."""
+        # Without rollbacks a second copy of the residuals, as large as the model, is saved.
         exact = step.expects_rollback if self.exact_rollback is None else self.exact_rollback
         if self.feedback.kind == "classic" and works_in_cache(block.gradients[0]):
             work, late = self.feedback.begin(block, step.memory, step.scale, in_place=not exact)
@@ -171,7 +173,7 @@ class PowerSGD(Compressor):
     def _factors(
         self, matrices: Tensor, late: Optional[Sum], block: GradientBlock, step: StepContext
     ) -> Generator[Request, Tensor, _Factors]:
-        """Return the mean's factors P^T (names, rank, n) and Q^T (names, rank, m), and those of what this rank sent."""
+        """Return the factors P^T (names, rank, n) and Q^T (names, rank, m) of the mean, and this rank's factors."""
         keep = block.keep_rest
         if self.alternate and block.effective_step % 2:
             left = orthonormal(self._basis("left", block, step, matrices.shape))

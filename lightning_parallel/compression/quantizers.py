@@ -41,13 +41,13 @@ from lightning_parallel.compression.wire import (
 __all__ = ["Cast", "Quantize", "Sign"]
 
 _GROUP = 512  # elements that share a scale, at most
-_WHOLE_RANKS = 2  # up to which sending everything to the others takes no more bytes than the two phases
+_WHOLE_RANKS = 2  # up to this number an all-gather of everything takes no more bytes than the two phases
 _ALIGNED = 8  # numbers to which groups are filled up, so that the scales behind them are aligned
 DTYPES: dict[str, torch.dtype] = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
 
 class Quantizer(Compressor, Codec):
-    """A compressor of whole tensors that can also encode what another one sends."""
+    """A compressor of whole tensors that can also encode the values of another compressor."""
 
     @property
     def scatters(self) -> bool:
@@ -68,13 +68,13 @@ class Quantizer(Compressor, Codec):
 
 
 class _Source(NamedTuple):
-    """What to encode, and how.
+    """Numbers to encode, and how.
 
     Attributes:
         rows: Numbers (rows, n).
         noise: Draws the numbers of stochastic rounding; None to round to the nearest.
-        rest: Leave in `rows` what was not sent.
-        late: What `rows`, one contiguous row, is yet to be filled with.
+        rest: Leave the unsent part in `rows`.
+        late: The sum to fill `rows`, one contiguous row, with.
     """
 
     rows: Tensor
@@ -255,7 +255,7 @@ class Quantize(Quantizer):
         block.write_shard(mine, block.shard, step.group.rank)
 
     def mean(self, rows: Tensor, step: StepContext, purpose: object, keep: bool) -> MeanRequests:
-        # `_mean` leaves in its rows what was not sent: what was sent is the difference to a copy.
+        # `_mean` leaves the unsent part in its rows: the sent part is the difference to a copy.
         rest = rows.clone() if keep else rows
         mean = torch.empty_like(rows)
         yield from self._mean(self._source(rest, step, purpose, keep), step, mean)
@@ -332,7 +332,7 @@ class Quantize(Quantizer):
         count, n = rows.shape
         packed = rows.new_empty(count, parts, groups * self._group_bytes(chunk), dtype=torch.uint8)
         flat = packed.view(-1, self._group_bytes(chunk))
-        # One row of whole groups lies as it is to be encoded; others have gaps between their parts, or at their ends.
+        # One row of whole groups is encoded in place; other rows have gaps between their parts, or at their ends.
         if rows.is_contiguous() and (n == parts * groups * extent or (count == 1 and chunk == groups * extent)):
             encode_rows(rows.view(-1), flat, self.bits, noise, rest, late)
             return packed
@@ -444,7 +444,7 @@ class Sign(Compressor):
         """Encode this rank's part (names, chunk) of the mean, with its residual."""
         chunk = part.shape[1]
         valid = min(max(n - step.group.rank * chunk, 0), chunk)
-        # The last parts may be short: what was decoded beyond the tensor must not enter the scale.
+        # The last parts may be short: numbers decoded beyond the tensor must not enter the scale.
         part[:, valid:] = 0
         if block.keep_rest:
             held = [step.memory.read("server_residual", name, block.device, (chunk,)) for name in block.names]
@@ -463,11 +463,11 @@ class Sign(Compressor):
 
 
 def _mean_of_messages(messages: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return the mean of what the ranks have sent, (ranks, names, packed), decoded and added up in their order."""
+    """Return the mean of the messages of the ranks, (ranks, names, packed), decoded and added up in their order."""
     if launches_kernels(messages):
         return _decode(messages, dtype).sum(0).div_(len(messages))
     total = _decode(messages[0], dtype)
-    for message in messages[1:] if not messages.is_meta else ():  # the shape does not depend on the others
+    for message in messages[1:] if not messages.is_meta else ():  # the shape does not depend on further messages
         total.add_(_decode(message, dtype))
     return total.div_(len(messages))
 

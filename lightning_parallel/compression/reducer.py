@@ -19,7 +19,7 @@ from torch import Tensor
 
 from lightning_parallel import comm
 from lightning_parallel.comm import Group, Phases
-from lightning_parallel.compression.compressor_state import Memory, gather_state, local_state, values_for
+from lightning_parallel.compression.compressor_state import Memory, SavedStates, slots_for, state_of
 from lightning_parallel.compression.feedback import (
     CompressionError,
     Method,
@@ -44,7 +44,7 @@ __all__ = [
 GroupLike = Union[Group, dist.ProcessGroup, None]
 LATE = 1 << 40  # a step at which every warm-up and schedule has ended; even, as the alternating methods count in twos
 
-_MAX_PLANS = 1 << 12  # kept at once: one for each bucket in each phase, as long as buckets stay what they are
+_MAX_PLANS = 1 << 12  # kept at once: one for each bucket in each phase, while the buckets do not change
 _CACHED = 1 << 19  # elements that stay in a CPU's cache from one operation to the next
 
 
@@ -106,7 +106,7 @@ class Reducer(abc.ABC):
     def phase(self, step: int) -> Optional[Hashable]:
         """Return a value that is the same in all steps in which `method` returns the same methods; None if unknown.
 
-        Within a phase, what to do with gradients is planned once per set of names.
+        Within a phase, a reducer plans once per set of names.
         """
         return None
 
@@ -175,36 +175,21 @@ class Reducer(abc.ABC):
     # ------------------------------------------------------------------------------------------------ state
 
     def state_dict(self) -> dict[str, Any]:
-        """Return a copy of this rank's state: tensors by slot and parameter name, ints and strings.
+        """Return a copy of this rank's state: tensors by slot and parameter name, and numbers."""
+        return state_of(self.memory, self.step, self._group_size)
 
-        A reducer that loads it continues bit for bit.
-        """
-        return local_state(self.memory, self.step, self._group_size)
+    def load_state_dict(self, state: SavedStates, group: GroupLike = None) -> None:
+        """Continue from `state_dict()` of the same rank, bit for bit, or from a list with the states of all ranks.
 
-    def gather_state(self, group: GroupLike = None, exact: bool = True) -> dict[str, Any]:
-        """Return the state of all ranks, for one checkpoint file; every rank must call it. It loads at any world size.
-
-        Args:
-            exact: Keep every rank's memory, so that as many ranks resume bit for bit. Otherwise only their mean is
-                kept, one tensor per parameter: exact in exact arithmetic for linear reducers, an approximation for
-                the others.
-
-        Returns:
-            The state on the group's first rank, an empty dict on the others.
-        """
-        return gather_state(self.memory, self.step, as_group(group), exact)
-
-    def load_state_dict(self, state: Mapping[str, Any], group: GroupLike = None) -> None:
-        """Continue from `state_dict()` of the same rank of as many ranks, or from `gather_state()` of any number.
-
-        From the state of another compressor this takes the slots it uses, and warns about the others.
+        As many ranks as in the list continue bit for bit, too. Any other number of ranks continues from the mean of the
+        states. From the state of another compressor this takes the slots it uses, and warns about the rest.
 
         Raises:
-            ValueError: If `state` is that of one rank among a different number of ranks, of another version or damaged.
+            ValueError: If `state` has another version, is damaged, or is one of a different number of states.
         """
         group = as_group(group)
-        self.memory.load(values_for(state, group, self.slots))
-        self.step = int(state["step"])
+        self.memory.load(slots_for(state, group, self.slots))
+        self.step = int((state if isinstance(state, Mapping) else state[0])["step"])
         self._group_size = group.size
 
     @property
@@ -275,15 +260,15 @@ class ReductionStep:
 
         Args:
             shards: Elements of a rank's part of the flattened gradient, for parameters of which each rank needs no
-                more than its part; the rest may then hold anything. As ranks then see different means, `finite` is
-                only what this rank can tell.
+                more than its part; the rest may then hold anything. Ranks then see different means, so
+                `verdict` covers the numbers of this rank alone.
         """
         for wait in self.phases(named_gradients, self.group, shards):
             wait()
 
     def overlaps(self, named_gradients: Mapping[str, Tensor]) -> bool:
-        """Tell whether the phases of these gradients may come between those of others, on all ranks alike."""
-        # The first time ranks compare them, and for an error they take the true means, as a whole.
+        """Tell, on all ranks alike, whether the phases of these gradients may alternate with another bucket's."""
+        # In their first step ranks compare the gradients, and for an error they take the true means: both as a whole.
         if self._error:
             return False
         plan = self._plan(named_gradients, {})
@@ -293,7 +278,7 @@ class ReductionStep:
     def phases(
         self, named_gradients: Mapping[str, Tensor], group: Group, shards: Optional[Mapping[str, int]] = None
     ) -> Phases:
-        """Do what `reduce_` does, in phases: yield what waits for the messages of each.
+        """Reduce like `reduce_`, in phases: yield a function that waits for the messages of the phase.
 
         Args:
             group: The group that carries the messages, of the same ranks; see `overlaps`.
@@ -311,7 +296,7 @@ class ReductionStep:
         # Before any collective: ranks with different gradients would pair up different tensors, or wait forever.
         self._agree(named_gradients, plan)
         true = CompressionError.true_means(named_gradients, self.group) if self._error else {}
-        # Autograd must not see what happens to them.
+        # Autograd must not see the changes in place.
         gradients = [gradient.detach() if gradient.requires_grad else gradient for gradient in named_gradients.values()]
         blocks = plan.blocks_of(gradients, self.number, self.memory)
         sent = yield from run_phases([method.requests(block, self) for method, block in blocks], group, self._seconds)
@@ -406,7 +391,7 @@ class ReductionStep:
             for name, gradient in named_gradients.items()
             if gradient.layout != torch.strided or not gradient.dtype.is_floating_point
         }
-        # Raised on all ranks at once: one that raised alone would leave the others in the next collective.
+        # Raised on all ranks at once: a rank that raised alone would leave its peers in the next collective.
         error = TypeError(f"Gradients must be dense and of a floating-point dtype; got {refused}")
         comm.raise_together(error if refused else None, self.group)
         # Compressors of different settings ask for different collectives; steps apart draw different random numbers.
@@ -433,10 +418,10 @@ def scale_reader(scaler: Optional[Any]) -> Callable[[], float]:
 
 
 def check_reducer(compression: object) -> None:
-    """Check what was given as `compression`.
+    """Check the argument `compression`.
 
     Raises:
-        TypeError: If it is no compressor.
+        TypeError: If `compression` is no compressor.
     """
     if not isinstance(compression, Reducer):
         hint = f"; did you mean {compression.__name__}()?" if isinstance(compression, type) else ""

@@ -3,10 +3,9 @@
     8 bits     | q, one byte each | scale, fp32 | bias, fp32 |                 x = q scale + bias
     4 bits     | q, two in a byte | scale, fp16 | bias, fp16 | peak, fp32 |    x = (q scale + bias) peak
 
-Both begin with what torch's fused kernels for embedding tables write, on CPUs several times faster than single
-operations. Elsewhere (on devices, in fp64, with stochastic rounding) operations do the same, in fp32 with the same
-bits, so that ranks may mix; the mean over ranks, `decode_mean`, may differ in the last bit. Two things these kernels
-cannot do are done around them:
+torch's fused kernels for embedding tables write the first parts of both, on CPUs several times faster than single
+operations. Elsewhere (on devices, in fp64, with stochastic rounding) operations give the same bits in fp32, so ranks
+may mix; the mean over ranks, `decode_mean`, may differ in the last bit. The kernels have two gaps, closed here:
 
     They add 1e-8 to the width of a group, and many gradients are smaller than that: they are given 2^56 times the
     numbers. For 4 bits, whose scale has the small range of fp16, numbers are divided by the largest magnitude.
@@ -43,7 +42,7 @@ def packed_bytes(extent: int, bits: int) -> int:
 
 
 def scales(packed: Tensor, bits: int) -> Tensor:
-    """Return what of `packed` (..., bytes) is not finite if a number of the group was not."""
+    """Return the numbers in `packed` (..., bytes) that are not finite if a number of the group was not."""
     return from_bytes(packed[..., -8:] if bits == 8 else packed[..., -4:], torch.float32)
 
 
@@ -59,8 +58,8 @@ def encode_rows(
 
     Args:
         noise: Draws the numbers of stochastic rounding; None to round to the nearest.
-        rest: Leave in `numbers` what the encoding has lost.
-        late: What to fill `numbers` with before: one contiguous gradient and its residual.
+        rest: Leave the loss of the encoding in `numbers`.
+        late: The sum to fill `numbers` with before: one contiguous gradient and its residual.
     """
     if numbers.is_meta:  # only the size of `packed` is asked for
         return
@@ -167,7 +166,7 @@ def _encode(rows: Tensor, packed: Tensor, bits: int, noise: Optional[torch.Gener
     """Encode rows (groups, extent), all of them at once.
 
     Returns:
-        The sum of all numbers, if scales and biases are yet to be divided by what they were enlarged by.
+        The sum of all numbers, if scales and biases still have the factor of the enlarged numbers.
     """
     is_fused = _FUSED and noise is None and rows.dtype == torch.float32 and not launches_kernels(rows)
     if is_fused and bits == 8:

@@ -1,4 +1,4 @@
-"""Sparsifiers: send some elements now and keep the others for later."""
+"""Sparsifiers: send some elements now and keep the rest for later."""
 
 from __future__ import annotations
 
@@ -346,7 +346,7 @@ class BlockTopK(Sparsifier):
             padded.scatter_(1, positions, values - sent)
             if padded is not rows:
                 rows.copy_(padded[:, :n])
-        block.sent = positions.clamp_max(n - 1)  # what is clamped belongs to the last block, which was sent
+        block.sent = positions.clamp_max(n - 1)  # clamped positions belong to the last block, which was sent
         for output, where, some in zip(block.outputs, positions, mean):
             flat = output.view(-1)
             whole = flat if extent == n else flat.new_empty(extent)  # with the padding of the last block
@@ -391,7 +391,7 @@ def largest(rows: Tensor, k: int) -> Tensor:
     NaN and infinity count as largest. Of equal magnitudes at the boundary the first are taken on the CPU.
 
     On the CPU this is several passes over pieces that stay in the cache: a threshold from a sample, the candidates
-    above it, and a partition of those alone.
+    above it, and a partition of these elements alone.
     """
     if launches_kernels(rows) or rows.is_meta:
         return rows.abs().topk(k, dim=1, sorted=False).indices.sort(dim=1).values

@@ -1,4 +1,4 @@
-"""Products of matrices (matrices, n, m) and thin factors: P = M Q and Q = M^T P, and P Q^T, with what goes along.
+"""Products of matrices (matrices, n, m) and thin factors: P = M Q and Q = M^T P, and P Q^T, and the sums beside them.
 
 Factors lie transposed, P^T (matrices, rank, n) and Q^T (matrices, rank, m): P^T M takes less than a tenth of the time
 of M^T P.
@@ -28,17 +28,17 @@ _CACHED = 1 << 17  # numbers in a piece of a tensor; pieces of two or three tens
 _PRODUCTS = 1 << 18  # multiplications up to which no library divides a product among threads
 _LINE_BYTES = 64  # that a cache loads at once, or more
 
-_Array = Any  # of numpy, whose types are not those of the type checker
+_Array = Any  # of numpy, whose types the type checker does not know
 _Some = Union[int, slice]  # of the matrices
 
 
 class Sum(NamedTuple):
-    """What matrices are yet to be filled with: the residuals and the gradients.
+    """The residuals and the gradients whose sum is to fill matrices.
 
     Attributes:
-        old: The residuals (matrices, *shape); the matrices themselves where they hold them already, None for zeros.
+        old: The residuals (matrices, *shape), which may be the matrices themselves; None for zeros.
         gradients: One to a matrix, of any floating-point dtype and layout.
-        factor: What to multiply the gradients by.
+        factor: Factor of the gradients.
     """
 
     old: Optional[Tensor]
@@ -47,7 +47,7 @@ class Sum(NamedTuple):
 
 
 def works_in_cache(tensor: Tensor) -> bool:
-    """Return whether matrices on the device of `tensor` are worked on in pieces; a `Sum` is only for those."""
+    """Return whether matrices on the device of `tensor` are worked on in pieces; only such matrices take a `Sum`."""
     return not (tensor.is_meta or launches_kernels(tensor))
 
 
@@ -92,7 +92,7 @@ def write_product(
 
     Args:
         rest: Matrices to subtract the product from; none of them may lie where an output does.
-        taken: The factors of what to subtract, if they are others.
+        taken: The factors of the product to subtract, if they differ.
     """
     n, m = left.shape[2], right.shape[2]
     if not works_in_cache(right):
@@ -165,7 +165,7 @@ def _filled(matrices: Tensor, rank: int, late: Optional[Sum]) -> Iterator[tuple[
 
 
 def _load(piece: _Array) -> None:
-    """Bring a piece into the cache: a product reads across rows, too far apart for what a processor loads ahead."""
+    """Bring a piece into the cache: a product reads across rows, too far apart for the prefetching of a processor."""
     piece.reshape(-1)[:: _LINE_BYTES // piece.itemsize].max()
 
 
@@ -189,7 +189,7 @@ def orthonormal(rows: Tensor) -> Tensor:
 
 
 def _reflected(rows: Tensor) -> Tensor:
-    """Return what QR gives, of all matrices at once: by Householder reflections.
+    """Return the result of QR for all matrices at once, by Householder reflections.
 
     Like QR, and unlike Gram-Schmidt, it gives an orthonormal basis whatever the rows: equal ones, or zeros.
     """
@@ -199,7 +199,7 @@ def _reflected(rows: Tensor) -> Tensor:
     rest = rows / rows.abs().amax(2, keepdim=True).clamp_min_(tiny)
     normals: list[Tensor] = []
     for index in range(rank):
-        # Reflect at `normal` what is left of a row, x, so that only its first element is not zero. The normal is
+        # Reflect the rest of a row, x, at `normal`, so that only its first element is not zero. The normal is
         # x / |x| with 1 added to the magnitude of its first element: a row of zeros has the first axis as normal.
         x = rest[:, index, index:]
         unit = x / torch.linalg.vector_norm(x, dim=1, keepdim=True).clamp_min_(tiny)

@@ -106,7 +106,7 @@ class ReduceScatterRequest(NamedTuple):
     tensor: Tensor
 
 
-# What is gathered or exchanged are bytes: numbers and scales of any dtype share a message, and gloo takes no int16.
+# Ranks gather and exchange bytes: numbers and scales of any dtype share a message, and gloo takes no int16.
 class AllGatherRequest(NamedTuple):
     """Send this rank's `tensor`, bytes (n,), to every rank; the answer is (ranks, n)."""
 
@@ -144,10 +144,10 @@ def bytes_sent(kind: type[Request], payload_bytes: float, world_size: int) -> fl
 class Seconds:
     """Time of the host: before the first collective, in collectives, after each.
 
-    Buckets may overlap: what they spend is added up.
+    Buckets may overlap: their times are added up.
 
     Attributes:
-        counts: False where the gradients are on a device: the host then only launches what takes the time.
+        counts: False if the gradients are on a device: the host then only launches the work.
     """
 
     encode: float = 0.0
@@ -165,8 +165,7 @@ def run_phases(
         seconds: Increased by the time spent.
 
     Yields:
-        What waits for the collectives of a phase, all of which have begun: to be called before going on, on any
-        thread.
+        A function that waits for the collectives of a phase. Call it, on any thread, before going on.
 
     Returns:
         The bytes that this rank has sent for each method.
@@ -203,7 +202,7 @@ def estimate_bytes(method: Requests, world_size: int) -> float:
     while requests:
         request = requests.pop(0)
         total += bytes_sent(type(request), _num_bytes(request.tensor), world_size)
-        # On the meta device only the shape of an answer counts: that of a sum is that of its parts.
+        # On the meta device only the shape of an answer counts: a sum has the shape of its parts.
         answer = request.tensor
         if isinstance(request, AllGatherRequest):
             answer = answer.new_empty(world_size, len(answer))
@@ -223,9 +222,9 @@ def _advance(methods: Sequence[Requests], index: int, answer: Tensor | None, req
 
 
 def launches_kernels(tensor: Tensor) -> bool:
-    """Tell whether every operation on `tensor` costs the launch of a kernel: few should then work on as much as can be.
+    """Tell whether every operation on `tensor` launches a kernel: few operations on large tensors are best then.
 
-    On a CPU many that work on pieces are faster, as these stay in its cache.
+    On a CPU many operations on pieces are faster, because the pieces stay in its cache.
     """
     return tensor.device.type not in ("cpu", "meta")
 
@@ -252,7 +251,7 @@ class _Phase:
         self.answers: dict[int, Tensor] = {}
         self._start = time.perf_counter()
         self.seconds = 0.0
-        # Collectives are started in the order of insertion, which is that of the methods and so the same on all ranks.
+        # Collectives begin in the order of insertion: the order of the methods, which is the same on all ranks.
         joint: dict[tuple[type[Request], torch.dtype, int], list[int]] = {}
         # A large sum goes alone, without the copies that joining takes.
         for index, request in requests.items():
@@ -305,12 +304,12 @@ def _all_to_all(tensors: list[Tensor], group: Group) -> _Finish:
 
 
 def _has_handle(tensor: Tensor) -> bool:
-    """Tell whether something is to be waited for: a collective on a device takes its place in the stream instead."""
+    """Tell whether the host has to wait: a collective on a device takes its place in the stream instead."""
     return tensor.device.type == "cpu"
 
 
 def _waiting(begun: Any) -> Callable[[], Tensor]:
-    """Return what waits for a collective."""
+    """Return a function that waits for a collective and returns its result."""
     return begun.wait if isinstance(begun, Pending) else lambda: begun
 
 
@@ -353,13 +352,13 @@ class Codec(abc.ABC):
             keep: Return this rank's contribution as well.
 
         Returns:
-            The mean, and what this rank contributed to it. The mean of all ranks' contributions is the returned mean,
+            The mean, and this rank's contribution to it. The mean of all ranks' contributions is the returned mean,
             up to rounding in the working dtype and, for casts, in the sum.
         """
 
 
 class Exact(Codec):
-    """Sends numbers as they are."""
+    """Sends numbers without encoding."""
 
     def pack(self, rows: Tensor, noise: Optional[torch.Generator] = None) -> Tensor:
         return as_bytes(rows)

@@ -36,8 +36,8 @@ from lightning_parallel.planner.links import MOST_RANKS_MEASURED, fitted_link, g
 from lightning_parallel.planner.plan_report import plan_text
 from lightning_parallel.planner.plans import LayoutPlan, optimizers_of, plan
 from lightning_parallel.planner.rehearsal import without_data
+from lightning_parallel.strategies.compressed.memory import KeptState
 from lightning_parallel.strategies.compressed.nodes import Hierarchical
-from lightning_parallel.strategies.compressed.state_files import KeptState
 from lightning_parallel.strategies.optimizers.checks import check_sliced
 from lightning_parallel.strategies.optimizers.zero import ZeroStage
 from lightning_parallel.strategies.options import CheckpointFormat, memory_limit, named, spelled
@@ -88,8 +88,7 @@ class AutoParallelStrategy(HybridParallelStrategy):
             samples, or of tokens if the loss is a mean over tokens.
         compression: Compressor of the gradient all-reduce between replicas. None sends full gradients.
         compressor_state: How a checkpoint of one file stores the compressor's state. `local` writes one file per rank
-            beside it. `exact` stores the states of all ranks in it, `mean` stores their mean, `none` stores nothing. A
-            sharded checkpoint always stores the state of each rank.
+            beside it, `none` stores nothing. A sharded checkpoint stores the state of each rank as tensors of it.
         hierarchical: Sum full gradients inside a node, and compress between nodes only. True groups the replicas by
             host. A number sets the replicas per node.
         zero_stage: ZeRO stage over the replicas. 1 shards the optimizer state. 2 also shards the gradients between

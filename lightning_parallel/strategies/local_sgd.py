@@ -42,10 +42,10 @@ from lightning_parallel.mesh import DATA
 from lightning_parallel.pipeline.pipeline_plan import PipelinePlan
 from lightning_parallel.strategies.checkpoints.files import LOCAL_STEPS
 from lightning_parallel.strategies.compressed.advice import warn_of_misfits
+from lightning_parallel.strategies.compressed.memory import KeptState
 from lightning_parallel.strategies.compressed.mesh import gradient_reducer
 from lightning_parallel.strategies.compressed.nodes import Hierarchical
 from lightning_parallel.strategies.compressed.replica_optimizers import ReplicaOptimizers
-from lightning_parallel.strategies.compressed.state_files import KeptState
 from lightning_parallel.strategies.optimizers.checks import check_optimizers
 from lightning_parallel.strategies.optimizers.norms import give_norms
 from lightning_parallel.strategies.optimizers.zero import ZeroStage, refuse_zero_stage
@@ -81,6 +81,7 @@ class LocalSteps:
         meets: Whether replicas wait for each other before the next batch.
         has_agreed: Whether the replicas have been equal since the last step.
         checkpoint: The entry of the checkpoint that the run resumes from.
+        checkpoint_path: The path of that checkpoint.
         is_closed: Whether the run has ended.
     """
 
@@ -92,6 +93,7 @@ class LocalSteps:
     meets: bool = True
     has_agreed: bool = False
     checkpoint: Mapping[str, Any] = field(default_factory=dict)
+    checkpoint_path: PathLike = ""
     is_closed: bool = False
 
 
@@ -166,8 +168,7 @@ class LocalSGDStrategy(HybridParallelStrategy):
         pipeline_plan: A `PipelinePlan` or its file, made by an earlier run. It replaces the pipeline arguments above.
         zero_stage: Must be 0, because replicas have different optimizer states.
         compressor_state: How a checkpoint of one file stores the compressor's state. `local` writes one file per rank
-            beside it. `exact` stores the states of all ranks in it, `mean` stores their mean, `none` stores nothing. A
-            sharded checkpoint always stores the state of each rank.
+            beside it, `none` stores nothing. A sharded checkpoint stores the state of each rank as tensors of it.
         hierarchical: Sum full gradients inside a node, and compress between nodes only. True groups the replicas by
             host. A number sets the replicas per node.
         checkpoint_format: `full` writes one ordinary Lightning checkpoint. `sharded` writes a folder with one file per
@@ -490,15 +491,15 @@ class LocalSGDStrategy(HybridParallelStrategy):
     @override
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: PathLike, storage_options: Any = None) -> None:
         if "optimizer_states" in checkpoint and self._local is not None:
-            checkpoint[LOCAL_STEPS] = self._state(self._local)
+            checkpoint[LOCAL_STEPS] = self._state(self._local, self.path_of_parts(filepath)[0])
         super().save_checkpoint(checkpoint, filepath, storage_options)
 
-    def _state(self, local: LocalSteps) -> dict[str, Any]:
+    def _state(self, local: LocalSteps, path: PathLike) -> dict[str, Any]:
         exchange = local.exchange
         scaler = getattr(self.precision_plugin, "scaler", None)
         scalers = comm.all_gather_object(None if scaler is None else scaler.state_dict(), self.groups.data_parallel)
         counts = {"steps": local.count, "local_steps": exchange.counted, "exchanges": exchange.exchanged}
-        state: dict[str, Any] = {**counts, "scalers": scalers, **self._replica_optimizers.save(self.is_sharded)}
+        state: dict[str, Any] = {**counts, "scalers": scalers, **self._replica_optimizers.save(path, self.is_sharded)}
         if exchange.outer is not None:
             state["outer"] = self._saved.gather_optimizer(exchange.outer)
         return state
@@ -514,6 +515,8 @@ class LocalSGDStrategy(HybridParallelStrategy):
         checkpoint = super().load_checkpoint(checkpoint_path, weights_only)
         if self._exchange is not None and "optimizer_states" in checkpoint:
             self.local.checkpoint = checkpoint.get(LOCAL_STEPS, {})
+            # Ranks may name the best checkpoint after the metric of their own replica: all read beside the first one.
+            self.local.checkpoint_path = self.broadcast(checkpoint_path)
             if not self.local.checkpoint:
                 tell("The checkpoint is from another strategy; local steps start at step 0.")
         return checkpoint
@@ -523,12 +526,14 @@ class LocalSGDStrategy(HybridParallelStrategy):
         super().load_optimizer_state_dict(checkpoint)
         if self._exchange is None or not self.local.checkpoint:
             return
-        # A rank whose part does not fit must not leave the others waiting in the next collective.
+        # Ranks communicate when they read the files of each rank, so this stays outside the block.
+        found = self._replica_optimizers.read(self.local.checkpoint, self.local.checkpoint_path)
+        # A rank whose part does not fit must not leave its peers waiting in the next collective.
         with comm.failing_together(self.groups.world):
-            self._restore(self.local, self.local.checkpoint)
+            self._restore(self.local, self.local.checkpoint, found)
         self._check_shared_parts()
 
-    def _restore(self, local: LocalSteps, state: Mapping[str, Any]) -> None:
+    def _restore(self, local: LocalSteps, state: Mapping[str, Any], found: Any) -> None:
         exchange, replica = local.exchange, self.groups.data_parallel.rank
         local.count = local.restored_count = int(state["steps"])
         exchange.counted = int(state["local_steps"])
@@ -542,7 +547,7 @@ class LocalSGDStrategy(HybridParallelStrategy):
         scalers, scaler = state["scalers"], getattr(self.precision_plugin, "scaler", None)
         if scaler is not None and replica < len(scalers) and scalers[replica] is not None:
             scaler.load_state_dict(scalers[replica])
-        self._replica_optimizers.restore(state)
+        self._replica_optimizers.restore(state, found)
 
     @property
     def _replica_optimizers(self) -> ReplicaOptimizers:

@@ -66,9 +66,10 @@ from lightning_parallel.pipeline.pipeline_plan import PipelinePlan
 from lightning_parallel.planner.rank_memory import optimizer_copies
 from lightning_parallel.strategies import checks
 from lightning_parallel.strategies.compressed.advice import tell_costs, warn_of_misfits
+from lightning_parallel.strategies.compressed.memory import KeptState, check_kept_state
 from lightning_parallel.strategies.compressed.mesh import MeshCompression, gradient_reducer
 from lightning_parallel.strategies.compressed.nodes import Hierarchical, check_hierarchical
-from lightning_parallel.strategies.compressed.state_files import KeptState, check_kept_state, remove_compression
+from lightning_parallel.strategies.compressed.rank_files import remove_rank_files
 from lightning_parallel.strategies.deferred.init import deferred_init, materialize_owned, move_to_meta
 from lightning_parallel.strategies.deferred.tensor import is_deferred
 from lightning_parallel.strategies.hooks.changes import ModelWatch
@@ -448,8 +449,7 @@ class MeshStrategy(MeshProcesses):
         checkpoint = self._open_folder(str(path), kind) if kind else super().load_checkpoint(path, weights_only)
         compression = None if self._run is None else self._run.compression
         if compression is not None:
-            with comm.failing_together(self.groups.world):
-                compression.restore(checkpoint, path, self.run.rules)
+            compression.restore(checkpoint, path, self.run.rules)
             self._check_shared_parts()
         return checkpoint
 
@@ -802,7 +802,7 @@ class MeshStrategy(MeshProcesses):
             run.hook_watch.check_saved(checkpoint)
         path, is_apart = self.path_of_parts(filepath)
         if run.compression is not None:
-            # Before the file is written: all ranks gather, and rank 0 alone writes.
+            # Before the checkpoint, which rank 0 may write alone: every rank writes its state beside it.
             run.compression.save(checkpoint, path, run.rules, self.is_sharded)
         if not self.is_sharded:
             self._put_full_copies(checkpoint)
@@ -866,7 +866,7 @@ class MeshStrategy(MeshProcesses):
 
     @override
     def remove_beside(self, filepath: PathLike) -> None:
-        remove_compression(filepath)
+        remove_rank_files(filepath)
 
     def end_saves(self) -> None:
         """Wait for the background writer, at the end of a run.

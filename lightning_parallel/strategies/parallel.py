@@ -20,8 +20,8 @@ from lightning.pytorch.plugins.precision import Precision
 from lightning_parallel.compression import Reducer
 from lightning_parallel.mesh import DATA, PIPELINE, TENSOR
 from lightning_parallel.pipeline.pipeline_plan import PipelinePlan
+from lightning_parallel.strategies.compressed.memory import KeptState
 from lightning_parallel.strategies.compressed.nodes import Hierarchical
-from lightning_parallel.strategies.compressed.state_files import KeptState
 from lightning_parallel.strategies.mesh_strategy import MeshStrategy
 from lightning_parallel.strategies.optimizers.zero import ZeroStage
 from lightning_parallel.strategies.options import CheckpointFormat, PipelineOptions, TensorOptions, named, spelled
@@ -64,8 +64,7 @@ class TensorParallelStrategy(MeshStrategy):
             reads them. Set this if only some ranks read them.
         compression: Compressor of the gradient all-reduce between replicas. None sends full gradients.
         compressor_state: How a checkpoint of one file stores the compressor's state. `local` writes one file per rank
-            beside it. `exact` stores the states of all ranks in it, `mean` stores their mean, `none` stores nothing. A
-            sharded checkpoint always stores the state of each rank.
+            beside it, `none` stores nothing. A sharded checkpoint stores the state of each rank as tensors of it.
         hierarchical: Sum full gradients inside a node, and compress between nodes only. True groups the replicas by
             host. A number sets the replicas per node.
         zero_stage: ZeRO stage over the replicas. 1 shards the optimizer state. 2 also shards the gradients between
@@ -165,8 +164,7 @@ class PipelineParallelStrategy(MeshStrategy):
         pipeline_plan: A `PipelinePlan` or its file, made by an earlier run. It replaces the pipeline arguments above.
         compression: Compressor of the gradient all-reduce between replicas. None sends full gradients.
         compressor_state: How a checkpoint of one file stores the compressor's state. `local` writes one file per rank
-            beside it. `exact` stores the states of all ranks in it, `mean` stores their mean, `none` stores nothing. A
-            sharded checkpoint always stores the state of each rank.
+            beside it, `none` stores nothing. A sharded checkpoint stores the state of each rank as tensors of it.
         hierarchical: Sum full gradients inside a node, and compress between nodes only. True groups the replicas by
             host. A number sets the replicas per node.
         zero_stage: ZeRO stage over the replicas. 1 shards the optimizer state. 2 also shards the gradients between
@@ -282,8 +280,7 @@ class HybridParallelStrategy(MeshStrategy):
         pipeline_plan: A `PipelinePlan` or its file, made by an earlier run. It replaces the pipeline arguments above.
         compression: Compressor of the gradient all-reduce between replicas. None sends full gradients.
         compressor_state: How a checkpoint of one file stores the compressor's state. `local` writes one file per rank
-            beside it. `exact` stores the states of all ranks in it, `mean` stores their mean, `none` stores nothing. A
-            sharded checkpoint always stores the state of each rank.
+            beside it, `none` stores nothing. A sharded checkpoint stores the state of each rank as tensors of it.
         hierarchical: Sum full gradients inside a node, and compress between nodes only. True groups the replicas by
             host. A number sets the replicas per node.
         zero_stage: ZeRO stage over the replicas. 1 shards the optimizer state. 2 also shards the gradients between

@@ -180,7 +180,7 @@ def test_what_lives_in_the_folder_stays(tmp_path):
         tmp_path / f".partial-{elsewhere}",
     ]
     dead = [tmp_path / f".partial-{dead_key}", tmp_path / ".partial-step-00000010.ckpt"]
-    dead.append(tmp_path / "compression-state" / f".partial-{dead_key}")
+    dead.append(tmp_path / "rank-state" / f".partial-{dead_key}")
     for path in (*living, *dead):
         path.mkdir(parents=True)
         (path / "some.file").write_text("half")

@@ -34,7 +34,7 @@ from lightning_parallel.comm import Group
 from lightning_parallel.pipeline.analysis import analyze
 from lightning_parallel.pipeline.pipeline_plan import PipelinePlan
 from lightning_parallel.strategies.checkpoints.files import SafeCheckpointIO, check_file
-from lightning_parallel.strategies.compressed.state_files import Place, read_compression, write_compression
+from lightning_parallel.strategies.compressed.rank_files import Place, RankFiles
 from tests.callbacks.sample import sample_report
 from tests.pipeline.models import built
 
@@ -186,11 +186,14 @@ def read_plain(folder):
     SafeCheckpointIO().load_checkpoint(folder / "plain.ckpt")
 
 
+BESIDE = RankFiles("compression", "the compressors' state", "It is lost")
+
+
 def read_beside(folder):
     saved = json.loads((folder / "entry.json").read_text())
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        read_compression(saved, Place(0, 0), folder / "plain.ckpt", ALONE)
+        BESIDE.read(saved, Place(0, 0), folder / "plain.ckpt", ALONE)
 
 
 def read_resume_folder(folder):
@@ -238,7 +241,7 @@ def write_report(folder):
 
 def write_beside(folder):
     write_plain(folder)
-    entry = write_compression({"step": 3, "residual": {"w": torch.ones(4)}}, Place(0, 0), folder / "plain.ckpt", ALONE)
+    entry = BESIDE.write({"step": 3, "residual": {"w": torch.ones(4)}}, Place(0, 0), folder / "plain.ckpt", ALONE)
     (folder / "entry.json").write_text(json.dumps(entry))
 
 
@@ -296,7 +299,7 @@ READERS = {
     "compare": (write_report, {"report.json": changed_json}, command("report", "--", "", "")),
     "compression": (
         write_beside,
-        {"entry.json": changed_entry, "compression-state/plain.ckpt/*.pt": changed_bytes},
+        {"entry.json": changed_entry, "rank-state/plain.ckpt/*.pt": changed_bytes},
         read_beside,
     ),
     "plan": (

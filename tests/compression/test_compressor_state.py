@@ -8,8 +8,7 @@ import torch
 
 from lightning_parallel import Policy, PowerSGD, Quantize, Sign, TopK, comm
 from lightning_parallel.compression import Cast, Reducer
-from lightning_parallel.compression.compressor_state import gather_states
-from tests.harness import distributed, recorded_communication
+from tests.harness import distributed
 
 SMALL = {"min_numel": 1}
 ALONE = comm.Group.alone("alone")
@@ -27,7 +26,7 @@ def trained(compressor: Reducer, steps=3):
 
 
 def state_of(compressor: Reducer):
-    return trained(compressor).gather_state(ALONE)
+    return trained(compressor).state_dict()
 
 
 def with_entry(state, slot, name, change):
@@ -44,17 +43,15 @@ STATE = state_of(PowerSGD(2, **SMALL))
 DAMAGED = {
     "none": (None, "compression state must have version 1; got None"),
     "version": ({**STATE, "version": 7}, "have version 1; got 7"),
-    "no layout": (without(STATE, "layout"), "`layout` of local, stacked, mean; got the layout None"),
-    "layout": ({**STATE, "layout": "bogus"}, "got the layout 'bogus'"),
     "no step": (without(STATE, "step"), "must have `step`"),
     "nan": (
         with_entry(STATE, "residual", "a", lambda tensor: tensor * float("nan")),
         "`residual` of `a`.*must be finite",
     ),
-    "ranks": (
-        with_entry(STATE, "residual", "b", lambda tensor: tensor.repeat(5, 1, 1)),
-        "`residual` of `b`.*1 ranks; got 5",
-    ),
+    "no tensor": (with_entry(STATE, "residual", "b", lambda _: {}), "`residual` of `b`.*must be finite"),
+    "no states": ([], r"have version 1; got \[\]"),
+    "ranks": ([STATE, STATE], "ranks must be 1, .*got 2 states"),
+    "one of two": ([STATE, with_entry(STATE, "residual", "a", lambda tensor: tensor * float("nan"))], "must be finite"),
 }
 
 
@@ -79,17 +76,8 @@ def test_shapes_of_another_model_are_named(slot):
         compressor.reduce_(gradients(0), ALONE)
 
 
-@pytest.mark.parametrize("layout", ["mesh", "pieces"])
-def test_states_of_cut_models_leave_the_step(layout):
-    compressor = TopK(0.1, **SMALL)
-    with pytest.warns(UserWarning, match=f"sharded or split model .`{layout}`.*are lost"):
-        compressor.load_state_dict({"layout": layout, "step": 5, "positions": []}, ALONE)
-    assert compressor.step == 5
-    assert compressor.residual_norm == 0
-
-
 def test_another_compressor_takes_what_it_understands():
-    residual = STATE["residual"]["a"][0]
+    residual = STATE["residual"]["a"]
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         for other in (TopK(0.1, **SMALL), Policy({"*": Quantize(4, feedback="classic", **SMALL)})):
@@ -108,7 +96,7 @@ def test_both_residuals_of_signs_go_into_one():
     other.load_state_dict(state, ALONE)
     server = state["server_residual"]["a"].flatten()[: 24 * 16].view(24, 16)
     assert server.any()
-    torch.testing.assert_close(other.state_dict()["residual"]["a"], state["residual"]["a"][0] + server)
+    torch.testing.assert_close(other.state_dict()["residual"]["a"], state["residual"]["a"] + server)
 
 
 @pytest.mark.parametrize("make", [lambda: TopK(0.1, momentum=0.5), lambda: PowerSGD(2, alternate=True), Sign])
@@ -126,61 +114,37 @@ def test_memory_that_left_the_device_goes_on_bit_for_bit(make):
     assert reducers[1].memory.num_bytes < reducers[0].memory.num_bytes, "no second buffers"
 
 
-@pytest.mark.parametrize("exact", [True, False])
 @distributed(world_size=2)
-def test_a_state_is_gathered_between_hosts_tensor_by_tensor(exact, group):
-    compressor = Sign(**SMALL)
+def test_other_ranks_and_compressors_go_on_from_the_mean_with_the_chunks_of_all_ranks(group):
+    signs = Sign(**SMALL)
     for step in range(2):
-        compressor.reduce_(gradients(10 * step + group.rank), group)
-    mine = compressor.state_dict()
-    expected = {name: comm.all_gather(tensor[None].clone(), group) for name, tensor in mine["residual"].items()}
-    parts = {name: comm.all_gather(tensor[None].clone(), group) for name, tensor in mine["server_residual"].items()}
-    with recorded_communication() as calls:
-        state = compressor.gather_state(group, exact)
-    assert {call.name for call in calls} <= ({"send", "recv"} if exact else {"send", "recv", "all_reduce"})
-    assert max(call.bytes for call in calls) == 24 * 16 * 4, "one tensor, not those of all ranks"
-    if group.rank > 0:
-        assert state == {}
-        return
+        signs.reduce_(gradients(10 * step + group.rank), group)
+    states = comm.all_gather_object(signs.state_dict(), group)
+    mean = {}
     for name in ("a", "b"):
-        if exact:
-            assert torch.equal(state["residual"][name], expected[name])
-            assert torch.equal(state["server_residual"][name], parts[name])
-        else:
-            whole = parts[name].flatten()[: 24 * 16].view(24, 16)
-            torch.testing.assert_close(state["residual"][name], expected[name].mean(0) + whole)
-
-
-@distributed(world_size=3)
-def test_states_of_different_parts_of_a_model_are_gathered_on_the_first_rank(group):
-    def made(rank):
-        generator = torch.Generator().manual_seed(rank)
-        held = {
-            f"stage{rank}": torch.randn(rank + 2, 3, generator=generator),
-            "tied": torch.ones(rank + 1).double(),
-        }
-        return {"version": 1, "step": rank, "choice": "x", "residual": held} if rank != 1 else {}
-
-    with recorded_communication() as calls:
-        states = gather_states(made(group.rank), group)
-    assert {call.name for call in calls} <= {"send", "recv"}
-    if group.rank > 0:
-        assert states == []
-        return
-    for rank, state in enumerate(states):
-        expected = made(rank)
-        assert {key: value for key, value in state.items() if key != "residual"} == {
-            key: value for key, value in expected.items() if key != "residual"
-        }
-        for name, tensor in expected.get("residual", {}).items():
-            assert torch.equal(state["residual"][name], tensor)
-            assert state["residual"][name].dtype == tensor.dtype
+        chunks = torch.cat([state["server_residual"][name] for state in states]).flatten()[: 24 * 16]
+        mean[name] = sum(state["residual"][name] for state in states) / 2 + chunks.view(24, 16)
+    alone = Sign(**SMALL)
+    alone.load_state_dict(states, ALONE)
+    torch.testing.assert_close(alone.state_dict()["residual"], mean)
+    assert "server_residual" not in alone.state_dict()
+    # Among as many ranks each keeps its own, and a compressor without chunks takes them into its residuals.
+    for saved in (states[group.rank], states):
+        same, other = Sign(**SMALL), TopK(0.1, **SMALL)
+        same.load_state_dict(saved, group)
+        assert same.state_dict().keys() == signs.state_dict().keys()
+        torch.testing.assert_close(same.state_dict()["residual"], states[group.rank]["residual"], rtol=0, atol=0)
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            other.load_state_dict(saved, group)
+        for name, residual in other.state_dict()["residual"].items():
+            torch.testing.assert_close(comm.all_reduce(residual, group) / 2, mean[name])
 
 
 @distributed(world_size=2)
-def test_a_mean_state_without_residuals_forgets_what_parts_hold(group):
-    compressor = Sign(feedback="ef21", **SMALL)
+def test_a_mean_without_residuals_forgets_the_chunks(group):
+    compressor, alone = Sign(feedback="ef21", **SMALL), Sign(feedback="ef21", **SMALL)
     compressor.reduce_(gradients(group.rank), group)
-    state = compressor.gather_state(group, exact=False)
-    assert group.rank > 0 or {"estimate", "mean_estimate"} <= state.keys()
-    assert "server_residual" not in state
+    alone.load_state_dict(comm.all_gather_object(compressor.state_dict(), group), ALONE)
+    assert {"estimate", "mean_estimate"} <= alone.state_dict().keys()
+    assert "server_residual" not in alone.state_dict()

@@ -91,7 +91,7 @@ def test_strategies_train_in_rays_workers_and_serve_what_they_trained(cluster, t
             for rank in (0, 1):
                 noted = json.loads((tmp_path / name / f"rank{rank}").read_text())
                 assert (noted["equal"], noted["steps"], noted["world"]) == (True, 4, 2), name
-                memory = [file for file in noted["files"] if file.startswith("compression-state/checkpoint.ckpt/")]
+                memory = [file for file in noted["files"] if file.startswith("rank-state/checkpoint.ckpt/")]
                 assert [file[-5:] for file in memory] == [f"-{rank}.pt"], name
 
     with subtests.test("a killed worker is replaced, and the run ends as that of one process"):

@@ -38,7 +38,7 @@ from lightning_parallel.compat import patched
 from lightning_parallel.compat.lightning import innermost_io
 from lightning_parallel.strategies.checkpoints import files as checkpoint_files
 from lightning_parallel.strategies.checkpoints.files import SafeCheckpointIO, StagedFile, check_file
-from lightning_parallel.strategies.compressed.state_files import Place, read_compression, write_compression
+from lightning_parallel.strategies.compressed.rank_files import Place, RankFiles
 from tests.harness import distributed, run_script, start_script
 from tests.strategies.models import Net, fit_single, loader, trainer_for
 
@@ -478,19 +478,19 @@ def test_no_file_runs_code_unless_the_user_says_so(tmp_path, monkeypatch):
 
 def test_the_files_beside_a_checkpoint_are_those_beside_it(tmp_path):
     """What a checkpoint says of them may be anybody's: a key is no path."""
-    world, place = Group.alone("world"), Place(0, 0)
-    saved = write_compression({"step": 3, "residual": {"w": torch.ones(2)}}, place, tmp_path / "a.ckpt", world)
-    assert read_compression(saved, place, tmp_path / "a.ckpt", world)["step"] == 3
-    written = tmp_path / "compression-state" / "a.ckpt" / f"{saved['key']}-0.pt"
+    world, place, files = Group.alone("world"), Place(0, 0), RankFiles("kind", "states", "They are lost")
+    saved = files.write({"step": 3, "residual": {"w": torch.ones(2)}}, place, tmp_path / "a.ckpt", world)
+    assert files.read(saved, place, tmp_path / "a.ckpt", world)["step"] == 3
+    written = tmp_path / "rank-state" / "a.ckpt" / f"kind-{saved['key']}-0.pt"
     (tmp_path / "elsewhere").mkdir()
     for key in (f"../../elsewhere/{saved['key']}", str(tmp_path / "elsewhere" / saved["key"]), "..", 3, None):
         content = {**torch.load(written), "key": key}
         torch.save(content, tmp_path / "elsewhere" / written.name)
         with pytest.raises(ValueError, match="a.ckpt is damaged"):
-            read_compression({**saved, "key": key}, place, tmp_path / "a.ckpt", world)
+            files.read({**saved, "key": key}, place, tmp_path / "a.ckpt", world)
     for places in (3, None, [3], [[0]], [["0", 0, 0, ""]], [[0, 0, 0, "", 5]]):
         with pytest.raises(ValueError, match="a.ckpt is damaged"):
-            read_compression({**saved, "places": places}, place, tmp_path / "a.ckpt", world)
+            files.read({**saved, "places": places}, place, tmp_path / "a.ckpt", world)
 
 
 def test_files_without_checksums_pass(tmp_path):

@@ -17,11 +17,13 @@ from lightning_parallel import CompressedDDPStrategy, LocalSGDStrategy, Policy, 
 from lightning_parallel.compat import patched
 from lightning_parallel.compression import Dense, HookState, compression_hook
 from lightning_parallel.strategies.checkpoints import files as checkpoint_files
-from lightning_parallel.strategies.compressed.state_files import Place, read_compression, write_compression
+from lightning_parallel.strategies.compressed.memory import CompressorMemory
+from lightning_parallel.strategies.compressed.rank_files import Place, RankFiles
 from tests.harness import distributed, run
 from tests.strategies.models import Net, loader, trainer_for
 
 SMALL = {"min_numel": 16}
+FILES = RankFiles("optimizers", "states", "They are lost")
 EXACT = {"exact_rollback": True, **SMALL}
 TWO_BUCKETS = {"bucket_cap_mb": 0.001}
 COMPRESSORS = {
@@ -312,7 +314,7 @@ def restores(group, path):
 
 
 def test_what_checkpoints_keep_of_residuals(tmp_path):
-    for state in ("local", "exact", "mean", "none"):
+    for state in ("local", "none"):
         path = tmp_path / state / "last.ckpt"
         kept = [residual for residual, _ in run(keeps, 2, path=path, state=state)]
         mean = torch.stack(kept).mean(0)
@@ -322,14 +324,17 @@ def test_what_checkpoints_keep_of_residuals(tmp_path):
                 if state == "none":
                     assert found is None
                 else:
-                    torch.testing.assert_close(found, mean if state == "mean" else residual, rtol=0, atol=1e-15)
-        beside = path.parent / "compression-state" / "last.ckpt"
+                    torch.testing.assert_close(found, residual, rtol=0, atol=1e-15)
+        beside = path.parent / "rank-state" / "last.ckpt"
         assert [file.suffix for file in beside.iterdir()] == [".pt"] * 2 if state == "local" else not beside.exists()
+    for unknown in ("exact", "mean", None):
+        with pytest.raises(ValueError, match="`compressor_state` must be 'local' or 'none'; got"):
+            CompressedDDPStrategy(TopK(0.1), compressor_state=unknown)
     # Saved again and again under one name, the files are those of the latest; without them nothing is invented.
     path = tmp_path / "local" / "last.ckpt"
     for _ in range(3):
         run(keeps, 2, path=path, state="local")
-    beside = path.parent / "compression-state" / "last.ckpt"
+    beside = path.parent / "rank-state" / "last.ckpt"
     assert len(list(beside.iterdir())) == 4
     for file in beside.iterdir():
         file.unlink()
@@ -343,14 +348,14 @@ def test_files_that_are_not_those_of_a_save_are_not_taken(group, tmp_path):
     def save(name="last.ckpt"):
         nonlocal written
         written += 1
-        state = {"layout": "local", "step": written, "residual": {"a": torch.full((100,), float(group.rank))}}
-        return write_compression(state, place, strategy.path_of_parts(tmp_path / name)[0], group)
+        state = {"step": written, "residual": {"a": torch.full((100,), float(group.rank))}}
+        return FILES.write(state, place, strategy.path_of_parts(tmp_path / name)[0], group)
 
     def read(saved, name="last.ckpt", at=place):
-        return read_compression(saved, at, tmp_path / name, group)
+        return FILES.read(saved, at, tmp_path / name, group)
 
     def own(saved, rank=group.rank):
-        return tmp_path / "compression-state" / "last.ckpt" / f"{saved['key']}-{rank}.pt"
+        return tmp_path / "rank-state" / "last.ckpt" / f"optimizers-{saved['key']}-{rank}.pt"
 
     def flipped(file):
         content = bytearray(file.read_bytes())
@@ -393,6 +398,16 @@ def test_files_that_are_not_those_of_a_save_are_not_taken(group, tmp_path):
     assert own(before).exists()
     assert own(saved).exists()
     assert len(list(own(saved).parent.glob(f"*-{group.rank}.pt"))) == 2
+
+
+def test_a_state_of_a_sharded_checkpoint_leaves_the_step():
+    compressor, alone = TopK(0.1, **SMALL), comm.Group.alone("alone")
+    compressor.reduce_({"w": torch.randn(8, 8)}, alone)
+    saved = {"layout": "parts", "step": 5, "by_name": {}}
+    with pytest.warns(UserWarning, match="sharded or split model. Residuals.*are lost"):
+        CompressorMemory(compressor, Place(0, 0), alone, alone).restore(saved, "a.ckpt")
+    assert compressor.step == 5
+    assert compressor.residual_norm == 0
 
 
 @contextlib.contextmanager
@@ -439,7 +454,7 @@ def test_files_of_a_checkpoint_go_with_it(group, tmp_path):
     strategy = CompressedDDPStrategy(TopK(0.1, **SMALL))
     fit(Net().double(), strategy, group, callbacks=[saves], enable_checkpointing=True)
     comm.barrier(group)
-    beside = tmp_path / "compression-state"
+    beside = tmp_path / "rank-state"
     assert [path.name for path in beside.iterdir()] == [path.name for path in tmp_path.glob("*.ckpt")]
 
 

@@ -316,6 +316,6 @@ def _norm_of(norms: Mapping[str, float], names: Iterable[str]) -> Numbers:
 
 
 def _mean(rows: Sequence[Numbers]) -> Numbers:
-    """Average each number over the rows that have it; the ratio is that of the means."""
+    """Average each number over the rows that have it; the ratio is the ratio of the means."""
     keys = dict.fromkeys(key for row in rows for key in row)
     return _with_ratio({key: fmean(row[key] for row in rows if key in row) for key in keys})

@@ -19,18 +19,19 @@ __all__ = ["tell_costs", "warn_of_misfits"]
 
 
 def tell_costs(reducer: Reducer, module: nn.Module, replicas: int, owners: int = 1, steps: int = 1) -> None:
-    """Print, on rank zero, what one rank sends per optimizer step with and without compression, and what it keeps.
+    """Print, on rank zero, the bytes that one rank sends per optimizer step with and without compression, and keeps.
 
     Args:
         reducer: The compressor.
-        module: Of which this rank holds a part, perhaps.
-        replicas: Ranks that hold the same.
-        owners: Ranks of a replica, a node, that divide the parameters among them.
+        module: The module, or this rank's part of it.
+        replicas: Ranks that hold the same parameters.
+        owners: Ranks of a node that divide the parameters among them.
         steps: Optimizer steps between two reductions.
     """
     trained = {name: value for name, value in module.named_parameters() if value.requires_grad}
     if replicas < 2 or not trained:
         return
+    # Per dtype: gradients are sent in their own dtype, and `wire_bytes` takes one.
     kinds = {value.dtype for value in trained.values()}
     sent = dense = 0.0
     for dtype in kinds:
@@ -78,7 +79,7 @@ def _misfits(method: Any, group: Mapping[str, Any]) -> Iterator[tuple[str, str]]
             " it, so every gradient is accelerated twice. Give the optimizer no momentum (`momentum=0`, `betas=(0,"
             " ...)`), or leave `momentum` out of the compressor.",
         )
-    # Those that divide by the history of each element.
+    # Adam and its relatives divide by the history of each element, and call a setting `eps`.
     loss = getattr(method, "loss_under_adam", "")
     if loss and betas and "eps" in group:
         yield (

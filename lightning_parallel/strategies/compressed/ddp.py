@@ -1,16 +1,13 @@
-"""Gradient compression in strategies: the base classes, between replicas of a mesh, and under Lightning's DDP.
+"""Gradient compression in strategies: the base classes of all, and compression under Lightning's DDP.
 
-On a mesh, every rank of a replica compresses its own gradients, so each position in the replica has a state.
-Under `compression`, a checkpoint holds the state of the only position, as `gather_state()` returns it, or
-
-    {"layout": "mesh", "model": [pipeline, tensor], "step": int, "positions": [state, ...]}
-
-For sharded checkpoints see `compression_parts`. For a file of each rank see `compression_files`.
+On a mesh, every rank of a replica compresses its own gradients, so each position in the replica has a state. `memory`
+writes the states to checkpoints of one file, `parts` to sharded checkpoints.
 """
 
 from __future__ import annotations
 
 from collections.abc import Collection
+from dataclasses import replace
 from datetime import timedelta
 from typing import Any, Optional, Union
 
@@ -58,6 +55,13 @@ from lightning_parallel.compression import (
 )
 from lightning_parallel.strategies.checkpoints.files import SavesFiles
 from lightning_parallel.strategies.compressed.advice import tell_costs, warn_of_misfits
+from lightning_parallel.strategies.compressed.memory import (
+    KEY,
+    CompressorMemory,
+    KeptState,
+    check_kept_state,
+    is_memory_of,
+)
 from lightning_parallel.strategies.compressed.nodes import (
     Hierarchical,
     between_nodes,
@@ -65,18 +69,7 @@ from lightning_parallel.strategies.compressed.nodes import (
     hosts_of,
     size_of_node,
 )
-from lightning_parallel.strategies.compressed.state_files import (
-    KEY,
-    KeptState,
-    Place,
-    check_kept_state,
-    is_memory_of,
-    read_compression,
-    refers_to_files,
-    remove_compression,
-    without_memory,
-    write_compression,
-)
+from lightning_parallel.strategies.compressed.rank_files import Place, remove_rank_files
 from lightning_parallel.strategies.options import named, spelled
 from lightning_parallel.strategies.ranks.processes import EndingLauncher, StartMethod, connect, start_method_here
 
@@ -111,7 +104,7 @@ def warn_of_dropped_step(module: LightningModule) -> None:
 
 
 def _connect(strategy: Any) -> None:
-    """Connect the processes of a strategy where its launcher's store may know those of an earlier attempt."""
+    """Connect the processes of a strategy if its launcher's store may know the processes of an earlier attempt."""
     # DeepSpeed connects them by itself.
     if may_outlive_attempts() and not isinstance(strategy, DeepSpeedStrategy):
         strategy.set_world_ranks()
@@ -121,7 +114,7 @@ def _connect(strategy: Any) -> None:
 
 
 class SavesCompression(SavesFiles):
-    """Base class that saves the state of `compression` in Lightning's checkpoints, next to that of the optimizers.
+    """Base class that saves the state of `compression` with Lightning's checkpoints.
 
     It also runs the heartbeat, by which the error of a failed collective can name the ranks that are gone.
     """
@@ -129,6 +122,18 @@ class SavesCompression(SavesFiles):
     compression: Reducer
     kept_state: KeptState = "local"
     _patches: Patches | None = None
+
+    def compress_by(self, compression: Reducer, compressor_state: KeptState) -> None:
+        """Set the compressor, and what checkpoints keep of its memory.
+
+        Raises:
+            TypeError: If `compression` is no compressor.
+            ValueError: If `compressor_state` is unknown.
+        """
+        check_reducer(compression)
+        check_kept_state(compressor_state)
+        self.compression = compression
+        self.kept_state = compressor_state
 
     @override
     def setup_environment(self) -> None:
@@ -183,13 +188,13 @@ class SavesCompression(SavesFiles):
         self, checkpoint: dict[str, Any], filepath: PathLike, storage_options: Optional[Any] = None
     ) -> None:
         if "optimizer_states" in checkpoint:  # missing if only weights are saved
-            # Before the rank check in Lightning: all ranks have to gather, rank 0 writes.
-            checkpoint[KEY] = self._state_of_compression(filepath)
+            # Before the rank check in Lightning, which lets rank 0 alone go on: every rank writes its state.
+            checkpoint[KEY] = self._memory().save(self.path_of_parts(filepath)[0])
         super().save_checkpoint(checkpoint, filepath, storage_options)
 
     @override
     def remove_beside(self, filepath: PathLike) -> None:
-        remove_compression(filepath)
+        remove_rank_files(filepath)
 
     @override
     def load_checkpoint(self, checkpoint_path: PathLike, weights_only: Optional[bool] = None) -> dict[str, Any]:
@@ -199,45 +204,15 @@ class SavesCompression(SavesFiles):
         # Only a fit goes on with compression, and has a session to load its state into.
         if self.lightning_module.trainer.state.fn == TrainerFn.FITTING:
             if KEY in checkpoint and is_memory_of(checkpoint, drifts=False):
-                self._restore_compression(checkpoint[KEY], checkpoint_path)
+                self._memory().restore(checkpoint[KEY], checkpoint_path)
             elif KEY not in checkpoint and "optimizer_states" in checkpoint:
                 tell("The checkpoint has no compression state; compression starts at step 0.")
         return checkpoint
 
-    def _state_of_compression(self, path: PathLike) -> dict[str, Any]:
-        """Return what a checkpoint holds of the compressor; every rank must call it."""
-        if self.kept_state == "none":
-            return without_memory(self.compression)
-        if self.kept_state == "local":
-            return write_compression(*self._own_compression(), self.path_of_parts(path)[0], self.every_rank)
-        return self._gather_compression(exact=self.kept_state == "exact")
-
-    def _restore_compression(self, state: dict[str, Any], path: PathLike) -> None:
-        """Continue from what `_state_of_compression` returned; every rank must call it."""
-        if not refers_to_files(state):
-            self._load_compression(state)
-            return
-        found = read_compression(state, self._own_compression()[1], path, self.every_rank)
-        if found is None:
-            self.compression.step = int(state["step"])
-        else:
-            self.together(lambda: self._load_own(found))
-
-    def _own_compression(self) -> tuple[dict[str, Any], Place]:
-        """Return this rank's state, and which one that is."""
-        return self.compression.state_dict(), Place(self.every_rank.rank, 0)
-
-    def _load_own(self, state: dict[str, Any]) -> None:
-        """Load this rank's state, or those of all replicas."""
-        self.compression.load_state_dict(state)
-
-    def _gather_compression(self, exact: bool) -> dict[str, Any]:
-        """Gather the state of all ranks, or their mean, on the first; every rank must call it."""
-        return self.compression.gather_state(exact=exact)
-
-    def _load_compression(self, state: dict[str, Any]) -> None:
-        """Load a state that `_gather_compression` returned."""
-        self.compression.load_state_dict(state)
+    def _memory(self) -> CompressorMemory:
+        """Return the compressor's way to checkpoints; every rank must call it."""
+        world = self.every_rank
+        return CompressorMemory(self.compression, Place(world.rank, 0), None, world, self.kept_state)
 
     def _skip_step(self, names: Optional[Collection[str]] = None) -> None:
         """Drop the gradients of `names`, or all: optimizers skip parameters without a gradient."""
@@ -251,25 +226,12 @@ class SavesShardedCompression(SavesCompression):
     _state: ShardedSession | None = None
 
     @override
-    def _own_compression(self) -> tuple[dict[str, Any], Place]:
+    def _memory(self) -> CompressorMemory:
         assert self._state is not None
+        # A step stays open until the next forward pass, and its residuals belong to the state.
         self._state.finish()
-        return self.compression.state_dict(), Place(*self._state.place())
-
-    @override
-    def _load_own(self, state: dict[str, Any]) -> None:
-        assert self._state is not None
-        self.compression.load_state_dict(state, self._state.group)
-
-    @override
-    def _gather_compression(self, exact: bool) -> dict[str, Any]:
-        assert self._state is not None
-        return self._state.gather_state(exact)
-
-    @override
-    def _load_compression(self, state: dict[str, Any]) -> None:
-        assert self._state is not None
-        self._state.load_state_dict(state)
+        place, replicas = Place(*self._state.place()), self._state.group
+        return CompressorMemory(self.compression, place, replicas, self.every_rank, self.kept_state)
 
     @override
     def teardown(self) -> None:
@@ -298,13 +260,12 @@ class CompressedDDPStrategy(SavesCompression, DDPStrategy):
     Args:
         compression: Compressor of the gradient all-reduce.
         compressor_state: How a checkpoint of one file stores the compressor's state. `local` writes one file per rank
-            beside it. `exact` stores the states of all ranks in it, `mean` stores their mean, `none` stores nothing. A
-            sharded checkpoint always stores the state of each rank.
+            beside it, `none` stores nothing. A sharded checkpoint stores the state of each rank as tensors of it.
         hierarchical: Sum full gradients inside a node, and compress between nodes only. True groups the replicas by
             host. A number sets the replicas per node.
         broadcast_buffers: Broadcast the buffers of the first rank before each forward pass.
         init_sync: Broadcast parameters and buffers of the first rank when the module is wrapped.
-        bucket_cap_mb: Size of a gradient bucket, in MiB. By default that of `DistributedDataParallel`.
+        bucket_cap_mb: Size of a gradient bucket, in MiB. By default the size of `DistributedDataParallel`.
         find_unused_parameters: Search for parameters without a gradient after each forward pass.
         gradient_as_bucket_view: Let `.grad` be a view of its bucket, which saves a copy.
         static_graph: Promise that the same parameters are used in every step.
@@ -354,12 +315,9 @@ class CompressedDDPStrategy(SavesCompression, DDPStrategy):
         start_method = start_method_here(start_method)
         own = named(locals(), DDPStrategy.__init__)
         wrapping = named(locals(), DistributedDataParallel.__init__, CompressedDDPStrategy.__init__)
-        check_reducer(compression)
-        check_kept_state(compressor_state)
-        check_hierarchical(hierarchical, compression)
         super().__init__(**own, **wrapping)
-        self.compression = compression
-        self.kept_state = compressor_state
+        self.compress_by(compression, compressor_state)
+        check_hierarchical(hierarchical, compression)
         self.hierarchical = hierarchical
         self._between_nodes: HierarchicalReducer | None = None
         self._hook_state: HookState | None = None
@@ -387,7 +345,7 @@ class CompressedDDPStrategy(SavesCompression, DDPStrategy):
 
     @property
     def _means(self) -> Union[Reducer, HierarchicalReducer]:
-        """What takes the means."""
+        """The reducer that takes the means."""
         return self.compression if self._between_nodes is None else self._between_nodes
 
     @override
@@ -399,23 +357,13 @@ class CompressedDDPStrategy(SavesCompression, DDPStrategy):
             tell_costs(self.compression, module, nodes.across.size, nodes.inside.size)
 
     @override
-    def _own_compression(self) -> tuple[dict[str, Any], Place]:
+    def _memory(self) -> CompressorMemory:
+        memory = super()._memory()
         if self._between_nodes is None:
-            return super()._own_compression()
+            return memory
         nodes = self._between_nodes.nodes
-        return self._between_nodes.state_dict(), Place(nodes.across.rank, 0, nodes.inside.rank)
-
-    @override
-    def _load_own(self, state: dict[str, Any]) -> None:
-        self._means.load_state_dict(state)
-
-    @override
-    def _gather_compression(self, exact: bool) -> dict[str, Any]:
-        return self._means.gather_state(exact=exact)
-
-    @override
-    def _load_compression(self, state: dict[str, Any]) -> None:
-        self._means.load_state_dict(state)
+        place = Place(nodes.across.rank, 0, nodes.inside.rank)
+        return replace(memory, means=self._between_nodes, place=place)
 
     @override
     def _register_ddp_hooks(self) -> None:
@@ -437,7 +385,8 @@ class CompressedDDPStrategy(SavesCompression, DDPStrategy):
         self._wrap_unfrozen()
 
     def _wrap_unfrozen(self) -> None:
-        """Wrap the module again if more parameters are trained: DDP reduces those that it found when it wrapped it."""
+        """Wrap the module again if more parameters are trained."""
+        # DDP reduces only the parameters that required gradients when it wrapped the module.
         module = self.lightning_module
         wrapper = self.model
         assert module is not None

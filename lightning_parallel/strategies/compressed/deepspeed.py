@@ -22,10 +22,10 @@ from typing_extensions import override
 
 from lightning_parallel.compat.deepspeed import disable_shared_memory_kernel, remove_accumulation_hooks
 from lightning_parallel.compat.lightning import PathLike, init_deepspeed_distributed, train_dataloader_of
-from lightning_parallel.compression import Reducer, check_reducer
+from lightning_parallel.compression import Reducer
 from lightning_parallel.compression.deepspeed_session import DeepSpeedSession, compress_deepspeed
 from lightning_parallel.strategies.compressed.ddp import SavesCompression, warn_of_dropped_step
-from lightning_parallel.strategies.compressed.state_files import KeptState, check_kept_state
+from lightning_parallel.strategies.compressed.memory import KeptState, check_kept_state
 from lightning_parallel.strategies.optimizers.checks import check_flattened
 from lightning_parallel.strategies.options import named, spelled
 
@@ -55,8 +55,7 @@ class CompressedDeepSpeedStrategy(SavesCompression, DeepSpeedStrategy):
     Args:
         compression: Compressor of the gradient all-reduce. None leaves it to DeepSpeed.
         compressor_state: How a checkpoint of one file stores the compressor's state. `local` writes one file per rank
-            beside it. `exact` stores the states of all ranks in it, `mean` stores their mean, `none` stores nothing. A
-            sharded checkpoint always stores the state of each rank.
+            beside it, `none` stores nothing. A sharded checkpoint stores the state of each rank as tensors of it.
         communication_data_type: DeepSpeed's own compression: type of the gradients on the wire.
         quantized_gradients: DeepSpeed's own compression under stage 3 on CUDA: gradients in 4 bits (ZeRO++,
             arXiv:2306.10209).
@@ -171,21 +170,23 @@ class CompressedDeepSpeedStrategy(SavesCompression, DeepSpeedStrategy):
         cluster_environment: Optional[ClusterEnvironment] = None,
         precision_plugin: Optional[Precision] = None,
     ) -> None:
-        if compression is not None:
-            check_reducer(compression)
-        check_kept_state(compressor_state)
-        if not _SUPPORTED:
-            raise ModuleNotFoundError(f"{_SUPPORTED}. Install it with `pip install 'lightning-parallel[deepspeed]'`.")
-        if not CUDAAccelerator.is_available():
-            os.environ.setdefault("DS_ACCELERATOR", "cpu")  # otherwise DeepSpeed takes MPS where it finds it
+        _check_installed()
         super().__init__(**named(locals(), DeepSpeedStrategy.__init__))
-        self.compression = compression
-        self.kept_state = compressor_state
+        self._configure(compression, compressor_state, communication_data_type, quantized_gradients)
+
+    def _configure(
+        self, compression: Optional[Reducer], state: KeptState, wire_type: str | None, to_4bits: bool
+    ) -> None:
+        if compression is not None:
+            self.compress_by(compression, state)
+        else:
+            check_kept_state(state)
+            self.compression = None
         self._state: DeepSpeedSession | None = None
         assert self.config is not None
-        if communication_data_type is not None:
-            self.config["communication_data_type"] = communication_data_type
-        if quantized_gradients:
+        if wire_type is not None:
+            self.config["communication_data_type"] = wire_type
+        if to_4bits:
             self.config.setdefault("zero_optimization", {})["zero_quantized_gradients"] = True
         self._check()
 
@@ -262,7 +263,7 @@ class CompressedDeepSpeedStrategy(SavesCompression, DeepSpeedStrategy):
         if self.root_device.type != "cpu":
             super().setup_distributed()
             return
-        # What Lightning's method does after it has checked the indices of CUDA devices.
+        # Lightning's method does the same, after a check of the indices of CUDA devices.
         reset_seed()
         self.set_world_ranks()
         init_deepspeed_distributed(self)
@@ -314,7 +315,7 @@ class CompressedDeepSpeedStrategy(SavesCompression, DeepSpeedStrategy):
             )
         super()._initialize_deepspeed_train(model)
         if self._stage > 0 and self.world_size > 1:
-            # The user's, inside of that which divides.
+            # The user's optimizer, inside the wrapper that divides its state.
             check_flattened([getattr(one, "optimizer", one) for one in self.optimizers], "DeepSpeed's ZeRO")
         if self.compression is not None:
             self._state = compress_deepspeed(self.deepspeed_engine, self.compression)
@@ -337,7 +338,7 @@ class CompressedDeepSpeedStrategy(SavesCompression, DeepSpeedStrategy):
         super().post_backward(closure_loss)
         if self._state is None or not self.deepspeed_engine.is_gradient_accumulation_boundary():
             return
-        # The session has made DeepSpeed skip the step; what is left is the warning.
+        # The session has made DeepSpeed skip the step; the warning is left to do.
         if not self._state.finish():
             assert self.lightning_module is not None
             warn_of_dropped_step(self.lightning_module)
@@ -368,6 +369,13 @@ class CompressedDeepSpeedStrategy(SavesCompression, DeepSpeedStrategy):
         if self.compression is None:
             return DeepSpeedStrategy.load_checkpoint(self, checkpoint_path, weights_only)
         return super().load_checkpoint(checkpoint_path, weights_only)
+
+
+def _check_installed() -> None:
+    if not _SUPPORTED:
+        raise ModuleNotFoundError(f"{_SUPPORTED}. Install it with `pip install 'lightning-parallel[deepspeed]'`.")
+    if not CUDAAccelerator.is_available():
+        os.environ.setdefault("DS_ACCELERATOR", "cpu")  # otherwise DeepSpeed takes MPS where it finds it
 
 
 def _describe(device: torch.device) -> str:

@@ -40,13 +40,12 @@ from lightning_parallel.compat.torch import fsdp1_synchronizes
 from lightning_parallel.compression import (
     Reducer,
     ShardedSession,
-    check_reducer,
     compress_fsdp,
     compress_fully_shard,
     shard_ranks,
 )
 from lightning_parallel.strategies.compressed.ddp import SavesShardedCompression
-from lightning_parallel.strategies.compressed.state_files import KeptState, check_kept_state
+from lightning_parallel.strategies.compressed.memory import KeptState
 from lightning_parallel.strategies.optimizers.checks import check_flattened
 from lightning_parallel.strategies.options import named, spelled
 
@@ -77,8 +76,7 @@ class CompressedFSDPStrategy(SavesShardedCompression, FSDPStrategy):
     Args:
         compression: Compressor of the gradient all-reduce.
         compressor_state: How a checkpoint of one file stores the compressor's state. `local` writes one file per rank
-            beside it. `exact` stores the states of all ranks in it, `mean` stores their mean, `none` stores nothing. A
-            sharded checkpoint always stores the state of each rank.
+            beside it, `none` stores nothing. A sharded checkpoint stores the state of each rank as tensors of it.
         cpu_offload: Keep parameters and gradients in CPU memory.
         mixed_precision: Types of parameters, reductions and buffers. By default from `precision`.
         auto_wrap_policy: Module classes, or a policy, to wrap into an FSDP unit each.
@@ -138,12 +136,9 @@ class CompressedFSDPStrategy(SavesShardedCompression, FSDPStrategy):
         checkpoint_io: Optional[CheckpointIO] = None,
         precision_plugin: Optional[Precision] = None,
     ) -> None:
-        check_reducer(compression)
-        check_kept_state(compressor_state)
         wrapping = named(locals(), FullyShardedDataParallel.__init__, CompressedFSDPStrategy.__init__)
         super().__init__(**{**wrapping, **named(locals(), FSDPStrategy.__init__)})
-        self.compression = compression
-        self.kept_state = compressor_state
+        self.compress_by(compression, compressor_state)
         self._wrapped: Any = None
 
     @override
@@ -307,8 +302,7 @@ class CompressedModelParallelStrategy(SavesShardedCompression, ModelParallelStra
     Args:
         compression: Compressor of the gradient all-reduce.
         compressor_state: How a checkpoint of one file stores the compressor's state. `local` writes one file per rank
-            beside it. `exact` stores the states of all ranks in it, `mean` stores their mean, `none` stores nothing. A
-            sharded checkpoint always stores the state of each rank.
+            beside it, `none` stores nothing. A sharded checkpoint stores the state of each rank as tensors of it.
         data_parallel_size: Ranks along the data-parallel axis.
         tensor_parallel_size: Ranks along the tensor-parallel axis.
         save_distributed_checkpoint: Write a folder with one file per rank. False writes one file.
@@ -332,11 +326,8 @@ class CompressedModelParallelStrategy(SavesShardedCompression, ModelParallelStra
         process_group_backend: Optional[str] = None,
         timeout: Optional[timedelta] = default_pg_timeout,
     ) -> None:
-        check_reducer(compression)
-        check_kept_state(compressor_state)
         super().__init__(**named(locals(), ModelParallelStrategy.__init__))
-        self.compression = compression
-        self.kept_state = compressor_state
+        self.compress_by(compression, compressor_state)
         self._synchronizes = True
 
     @property

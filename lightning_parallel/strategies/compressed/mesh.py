@@ -13,27 +13,19 @@ from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import nn
 
+from lightning_parallel import comm
 from lightning_parallel.comm import Group, MeshGroups, NodeGroups
 from lightning_parallel.compat import ParallelState
 from lightning_parallel.compat.lightning import PathLike
 from lightning_parallel.compression import HierarchicalReducer, Reducer, bind_to_module
-from lightning_parallel.compression.compressor_state import gather_states
 from lightning_parallel.data_parallel import GradientReducer, ParameterSlices, ScatteringReducer
 from lightning_parallel.data_parallel.bucketed_reducer import BUCKET_BYTES
 from lightning_parallel.mesh import DATA
 from lightning_parallel.strategies.compressed.ddp import drop_gradients
+from lightning_parallel.strategies.compressed.memory import KEY, CompressorMemory, KeptState, is_memory_of
 from lightning_parallel.strategies.compressed.nodes import Hierarchical, between_nodes, hosts_of, size_of_node
 from lightning_parallel.strategies.compressed.parts import PARTS, assemble_state, divide_state
-from lightning_parallel.strategies.compressed.state_files import (
-    KEY,
-    KeptState,
-    Place,
-    is_memory_of,
-    read_compression,
-    refers_to_files,
-    without_memory,
-    write_compression,
-)
+from lightning_parallel.strategies.compressed.rank_files import Place
 from lightning_parallel.tensor.plan import Sharding
 from lightning_parallel.tensor.sharding import Shard, reduce_partial_
 
@@ -48,9 +40,9 @@ class MeshCompression:
         reducer: The user's compressor.
         module: The user's module.
         groups: The mesh's groups.
-        means: What takes the means: `reducer`, or what divides its work among the replicas of a node.
+        means: `reducer`, or the hierarchical reducer that divides its work among the replicas of a node.
         kept: What checkpoints keep of its memory.
-        drifts: Whether it averages drifts of parameters instead, for somebody else.
+        drifts: Whether it averages drifts of parameters for `LocalSGDStrategy` rather than gradients.
     """
 
     reducer: Reducer
@@ -89,7 +81,7 @@ class MeshCompression:
         shapes = {name: parameter.shape for name, parameter in module.named_parameters()}
         for name in shapes.keys() & rules.keys():
             shapes[name] = rules[name].full_shape(shapes[name])
-        # Tensor ranks have the same owners: those of one divide what they share with the others in the same way.
+        # The full sizes give all tensor ranks the same owners, so they compress replicated parameters alike.
         sizes = {name: math.prod(shape) for name, shape in shapes.items()}
         return cls(reducer, module, groups, between_nodes(reducer, nodes, sizes), kept, drifts)
 
@@ -114,15 +106,15 @@ class MeshCompression:
         inside = 1 if self.nodes is None else self.nodes.inside.size
         return {
             "compression": self.means,
-            "bucket_bytes": BUCKET_BYTES * inside,  # each of them compresses its part
-            # Its own group, since it communicates while backward still uses the others.
+            "bucket_bytes": BUCKET_BYTES * inside,  # each rank of a node compresses its part
+            # An extra group, because compression communicates while backward still uses the groups of the mesh.
             "side_group": self.groups.extra(DATA, "compression"),
             "second_group": self._second_group(),
             "replica_group": self.groups.replica,
         }
 
     def _second_group(self) -> Group | None:
-        # It costs threads and sockets: only where buckets overlap, see `GradientSession` and `HierarchicalStep`.
+        # It costs threads and sockets, so only buckets that overlap get it: see `GradientSession`, `HierarchicalStep`.
         is_of_use = self.nodes is None and "nccl" not in self.groups.data_parallel.backend
         return self.groups.extra(DATA, "the compression of the next bucket") if is_of_use else None
 
@@ -141,62 +133,31 @@ class MeshCompression:
         """Add the compressor's state to a checkpoint that holds more than weights; every rank must call it."""
         if "optimizer_states" not in checkpoint:
             return
-        if self.kept == "none":
-            checkpoint[KEY] = without_memory(self.reducer)
-            return
-        if is_sharded:
+        if is_sharded and self.kept != "none":
             checkpoint[KEY] = divide_state(self.means.state_dict(), self.module, rules, self.groups, self.nodes)
-            return
-        if self.kept == "local":
-            checkpoint[KEY] = write_compression(self.means.state_dict(), self._place, path, self.groups.world)
-            return
-        state = self.means.gather_state(self.groups.data_parallel, exact=self.kept == "exact")
-        if self.groups.replica.size > 1:
-            positions = gather_states(state, self.groups.replica)
-            state = {"layout": "mesh", "model": self._sizes, "step": self.reducer.step, "positions": positions}
-        checkpoint[KEY] = state
+        else:
+            checkpoint[KEY] = self._memory.save(path)
 
     def restore(self, checkpoint: dict[str, Any], path: PathLike, rules: Mapping[str, Shard]) -> None:
-        """Continue from the compressor's state in `checkpoint`, read at `path`, if it has one."""
+        """Continue from the compressor's state in `checkpoint`, read at `path`, if it has one.
+
+        Every rank must call it, and an error of one rank is raised on all.
+        """
         if KEY not in checkpoint or not is_memory_of(checkpoint, self.drifts):
             return
         state = checkpoint[KEY]
-        if refers_to_files(state):
-            found = read_compression(state, self._place, path, self.groups.world)
-            if found is None:
-                self.reducer.step = int(state["step"])
-            else:
-                self.means.load_state_dict(found, self.groups.data_parallel)
-            return
         if state.get("layout") == PARTS:
-            assembled = assemble_state(state, self.module, rules, self.groups, self.nodes)
-            self.means.load_state_dict(assembled, self.groups.data_parallel)
-            return
-        is_mesh = state.get("layout") == "mesh"
-        # A state without positions is of replicas of one rank each.
-        saved = state["model"] if is_mesh else [1, 1]
-        if saved == self._sizes:
-            mine = state["positions"][self.groups.replica.rank] if is_mesh else state
-            self.means.load_state_dict(mine, self.groups.data_parallel)
-            return
-        rank_zero_warn(
-            f"The checkpoint holds compression state of {saved[0]} pipeline x {saved[1]} tensor ranks per replica,"
-            f" but this run has {' x '.join(map(str, self._sizes))}. Residuals that were not sent yet are lost."
-        )
-        # Residuals belong to shards that no longer exist. The step goes on: it decides what warm-up and schedules do.
-        self.reducer.step = int(state["step"])
+            # Each rank reads other parts, and one of them may be damaged.
+            with comm.failing_together(self.groups.world):
+                state = assemble_state(state, self.module, rules, self.groups, self.nodes)
+        self._memory.restore(state, path)
 
     @property
-    def _place(self) -> Place:
-        # As of strategies that do not cut models.
-        cut = "" if self.groups.replica.size == 1 else "{} pipeline x {} tensor".format(*self._sizes)
-        if self.nodes is not None:
-            return Place(self.nodes.across.rank, self.groups.replica.rank, self.nodes.inside.rank, cut)
-        return Place(self.groups.data_parallel.rank, self.groups.replica.rank, cut=cut)
-
-    @property
-    def _sizes(self) -> list[int]:
-        return [self.groups.pipeline_parallel.size, self.groups.tensor_parallel.size]
+    def _memory(self) -> CompressorMemory:
+        place, nodes = Place.of(self.groups), self.nodes
+        if nodes is not None:
+            place = place._replace(replica=nodes.across.rank, part=nodes.inside.rank)
+        return CompressorMemory(self.means, place, self.groups.data_parallel, self.groups.world, self.kept)
 
 
 def gradient_reducer(
@@ -208,9 +169,9 @@ def gradient_reducer(
     options: Any,
     slices: ParameterSlices | None = None,
 ) -> GradientReducer:
-    """Return what reduces the module's gradients over `data`, for one `fit`, to `slices` if there are some.
+    """Return the reducer of the module's gradients over `data` for one `fit`, to `slices` if there are some.
 
-    `options` are of its compression.
+    `options` are the arguments of its compression.
     """
     names = frozenset() if sharding is None else sharding.partial
     # Gradients of whole parameters inside a divided region are sums over the tensor axis.

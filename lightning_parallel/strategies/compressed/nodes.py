@@ -20,7 +20,7 @@ Hierarchical = Union[bool, int]
 
 
 def check_hierarchical(value: Hierarchical, compression: Optional[Reducer]) -> None:
-    """Check what was given as `hierarchical`.
+    """Check the argument `hierarchical`.
 
     Raises:
         TypeError: If it is neither True, False, nor an integer.
@@ -35,8 +35,8 @@ def check_hierarchical(value: Hierarchical, compression: Optional[Reducer]) -> N
 
 
 def hosts_of(world: Group, node_rank: int) -> dict[int, str]:
-    """Return what tells the nodes of a run apart, by global rank; every rank must call it."""
-    # Both: containers on one machine may have a name each, and machines may all have the same.
+    """Return a name for the node of each global rank; every rank must call it."""
+    # Both: containers on one machine may have different names, and machines may share a name.
     mine = f"{socket.gethostname()} (node {node_rank})"
     return dict(zip(world.ranks, comm.all_gather_object(mine, world)))
 
@@ -49,7 +49,7 @@ def size_of_node(hierarchical: Hierarchical) -> int | None:
 def between_nodes(
     reducer: Reducer, nodes: NodeGroups, sizes: Optional[Mapping[str, int]] = None
 ) -> HierarchicalReducer:
-    """Return what compresses by `reducer` between `nodes`; say so where that is of no use."""
+    """Return a reducer that compresses by `reducer` between `nodes`; warn if that is of no use."""
     if nodes.across.size == 1:
         rank_zero_warn(
             f"`hierarchical` has no effect: all {nodes.whole.size} replicas are on one node. Inside a node,"

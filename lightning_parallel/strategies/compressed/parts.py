@@ -11,7 +11,7 @@ shape, such as the factors of PowerSGD, fit only the same layout of the model. O
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -21,35 +21,36 @@ from torch import Tensor, nn
 from lightning_parallel import comm
 from lightning_parallel.checkpoint import PartialTensor, StoredTensor, TensorPart, take_part
 from lightning_parallel.comm import Group, MeshGroups, NodeGroups
-from lightning_parallel.compression.compressor_state import CHUNKED, REPLICATED
+from lightning_parallel.compression.compressor_state import CHUNKED, REPLICATED, joined, mean_of
 from lightning_parallel.tensor.sharding import Shard
 
-__all__ = ["PARTS", "assemble_state", "divide_state", "mean_of"]
+__all__ = ["PARTS", "assemble_state", "divide_state"]
 
 PARTS = "parts"
+_OWN_KEYS = ("layout", "model", "replicas", "by_name", "by_position")
 State = Mapping[str, Any]
 
 
 def divide_state(
     state: State, module: nn.Module, rules: Mapping[str, Shard], groups: MeshGroups, nodes: NodeGroups | None = None
 ) -> dict[str, Any]:
-    """Return what a sharded checkpoint holds of the states of all ranks; every rank must call it.
+    """Return the entry of a sharded checkpoint for the states of all ranks; every rank must call it.
 
     Args:
-        state: This rank's, with its tensors.
+        state: The state of this rank.
         module: The divided module.
         rules: How its parameters are sharded.
         groups: The mesh's groups.
-        nodes: Of ranks among which a node's state is divided; the replicas are then the nodes.
+        nodes: The nodes, if the ranks of a node share its state; each node counts as a replica.
     """
     replicas, inside = _replicas(groups, nodes)
-    slots = {key: value for key, value in state.items() if _is_slot(value)}
+    slots = {key: value for key, value in state.items() if isinstance(value, Mapping)}
     mine = {
         slot: {name: _described(name, tensor, module, rules, groups) for name, tensor in named.items()}
         for slot, named in slots.items()
     }
-    # The ranks of a replica hold different parameters; those at the same position of others hold the same.
-    mine = _joined(comm.all_gather_object(mine, inside))
+    # The ranks of a replica hold different parameters; ranks at one position of all replicas hold the same ones.
+    mine = joined(comm.all_gather_object(mine, inside))
     everyone = comm.all_gather_object(mine, groups.replica)
     _fill_in(slots if inside.rank == 0 else {}, mine, everyone, module, rules, groups)
     divided: dict[str, Any] = {key: value for key, value in state.items() if key not in slots}
@@ -57,13 +58,14 @@ def divide_state(
         divided["owners"] = comm.all_gather_object(divided["owners"], groups.replica)
     divided |= {"layout": PARTS, "model": _sizes(groups), "replicas": replicas.size, "by_name": {}}
     divided["by_position"] = [{} for _ in everyone]
+    # Every rank must describe every tensor, also without data: the writer joins the descriptions of all ranks.
     for position, theirs in enumerate(everyone):
         held = slots if position == groups.replica.rank else {}
         for slot, named in theirs.items():
             for name, (shape, dtype, is_elementwise) in named.items():
                 tensor = held.get(slot, {}).get(name)
                 first = next(other for other, found in enumerate(everyone) if name in found.get(slot, {}))
-                # Of a tied parameter the stages keep their own: the first one's is that of the parameter.
+                # The stages of a tied parameter keep a tensor each: the tensor of the first stage goes under the name.
                 if is_elementwise and first // groups.tensor_parallel.size == position // groups.tensor_parallel.size:
                     rows = divided["by_name"].setdefault(slot, {})
                     if tensor is not None or name not in rows:
@@ -82,7 +84,7 @@ def _fill_in(
     rules: Mapping[str, Shard],
     groups: MeshGroups,
 ) -> None:
-    """Add zeros for shards without a value, where those of other ranks have one: by its shape a shard is sent whole."""
+    """Add zeros for shards without a value if the shards of other ranks have one: a full tensor needs all shards."""
     parameters, width = dict(module.named_parameters()), groups.tensor_parallel.size
     stage = groups.replica.rank // width
     for theirs in everyone[stage * width : (stage + 1) * width]:
@@ -100,22 +102,10 @@ def _fill_in(
 
 
 def _replicas(groups: MeshGroups, nodes: NodeGroups | None) -> tuple[Group, Group]:
-    """Return the ranks that each have a state of this one's parameters, and those among which each is divided."""
+    """Return the ranks with states of this rank's parameters, and the ranks that share one such state."""
     if nodes is None:
         return groups.data_parallel, Group.alone("node")
     return nodes.across, nodes.inside
-
-
-def _joined(described: list[dict[str, Any]]) -> dict[str, Any]:
-    joined: dict[str, Any] = {}
-    for found in described:
-        for slot, named in found.items():
-            joined.setdefault(slot, {}).update(named)
-    return joined
-
-
-def _is_slot(value: Any) -> bool:
-    return isinstance(value, Mapping) and all(isinstance(entry, Tensor) for entry in value.values())
 
 
 def _sizes(groups: MeshGroups) -> list[int]:
@@ -143,7 +133,7 @@ def _rows(
     groups: MeshGroups,
     data: Group,
 ) -> list[Tensor]:
-    """Return one full tensor for each replica; this rank writes its part of that of its own."""
+    """Return one full tensor for each replica; this rank writes its part of the tensor of its replica."""
     rank, part = groups.tensor_parallel.rank, TensorPart()
     if tensor is not None and rule is not None:
         part = TensorPart(rule.owned(tensor, rank), rule.dim % tensor.dim(), rule.owned_ranges(rank))
@@ -157,6 +147,7 @@ def _rows(
 def _stacked(tensor: Tensor | None, slot: str, shape: tuple[int, ...], dtype: torch.dtype, data: Group) -> Tensor:
     """Return the tensors of all replicas as one, (replicas, *shape), of which this rank writes its row."""
     if slot in REPLICATED:
+        # Equal on all replicas, so the first one writes it alone.
         return PartialTensor.of(shape, dtype, TensorPart(tensor if data.rank == 0 else None))
     part = TensorPart() if tensor is None else TensorPart(tensor.unsqueeze(0), 0, ((data.rank, data.rank + 1),))
     return PartialTensor.of((data.size, *shape), dtype, part)
@@ -165,16 +156,17 @@ def _stacked(tensor: Tensor | None, slot: str, shape: tuple[int, ...], dtype: to
 def assemble_state(
     divided: State, module: nn.Module, rules: Mapping[str, Shard], groups: MeshGroups, nodes: NodeGroups | None = None
 ) -> dict[str, Any]:
-    """Return the state that this rank continues with, from what `divide_state` gave in any layout."""
+    """Return the state that this rank continues with, from an entry of `divide_state` in any layout."""
     (data, _), rank = _replicas(groups, nodes), groups.tensor_parallel.rank
     replicas, is_same_model = divided["replicas"], divided["model"] == _sizes(groups)
     names = {name for name, _ in module.named_parameters()}
-    state = {key: value for key, value in divided.items() if key not in ("model", "replicas", "by_name", "by_position")}
-    state |= {"layout": "local", "world_size": data.size}
+    state = {key: value for key, value in divided.items() if key not in _OWN_KEYS}
+    state["world_size"] = data.size
     if "owners" in state:
         state["owners"] = divided["owners"][groups.replica.rank] if is_same_model else ()
     for slot, named in divided["by_name"].items():
         for name in names & named.keys():
+            # As many replicas take their own row, bit for bit; others take the mean of all rows.
             rows = named[name] if replicas != data.size else [named[name][data.rank]]
             state.setdefault(slot, {})[name] = mean_of(_part(row, rules.get(name), rank) for row in rows)
     positions = divided["by_position"]
@@ -193,19 +185,9 @@ def assemble_state(
             elif replicas == data.size:
                 row = Shard.even(0, replicas, replicas)
                 state.setdefault(slot, {})[name] = _part(tensor, row, data.rank)[0]
-            elif slot not in CHUNKED:
+            elif slot not in CHUNKED:  # a chunk has no owner among other replicas
                 state.setdefault(slot, {})[name] = mean_of(_part(tensor, None, 0))
     return state
-
-
-def mean_of(values: Iterable[Tensor]) -> Tensor:
-    """Return the mean of what replicas have, one or more; of counts and codes, which have none, the first."""
-    total, *others = values
-    if not total.is_floating_point():
-        return total
-    for value in others:
-        total = total + value
-    return total / (1 + len(others))
 
 
 def _part(tensor: Tensor, rule: Shard | None, rank: int) -> Tensor:

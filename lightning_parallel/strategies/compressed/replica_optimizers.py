@@ -1,8 +1,8 @@
 """State of the optimizers of replicas that take steps of their own, in a checkpoint.
 
     "are_new"        [whether each replica's optimizers have no state yet]
-    "optimizers"     in one file      {"layout": [replicas, pipeline, tensor], "ranks": [slots of each rank]}
-                     in a folder      what `compression_parts.divide_state` gives of the slots
+    "optimizers"     in one file      the entry of `RankFiles`: each rank writes its slots beside the checkpoint
+                     in a folder      the entry of `parts.divide_state`
 
 A slot is an optimizer and a key of its state, "0.exp_avg", and holds tensors by parameter.
 """
@@ -14,29 +14,36 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_parallel import comm
 from lightning_parallel.comm import MeshGroups
-from lightning_parallel.compression.compressor_state import gather_states
-from lightning_parallel.strategies.compressed.parts import assemble_state, divide_state, mean_of
+from lightning_parallel.compat.lightning import PathLike
+from lightning_parallel.compression.compressor_state import mean_of
+from lightning_parallel.strategies.compressed.parts import assemble_state, divide_state
+from lightning_parallel.strategies.compressed.rank_files import Place, RankFiles
 from lightning_parallel.tensor.sharding import Shard
 
 __all__ = ["ReplicaOptimizers"]
 
+_FILES = RankFiles(
+    "optimizers",
+    "the optimizer state of each replica",
+    "All replicas start with the optimizer state of the first replica",
+)
+
 
 @dataclass(frozen=True)
 class ReplicaOptimizers:
-    """Saves and restores what the optimizers of each replica remember; every rank must call each method.
+    """Saves and restores the optimizer state of each replica; every rank must call each method.
 
     Attributes:
         module: The module, of which this rank holds a part.
         groups: The mesh's groups.
         rules: How its parameters are sharded, by name.
-        optimizers: Those of this rank.
-        device: Where their state is.
+        optimizers: The optimizers of this rank.
+        device: The device of their state.
     """
 
     module: nn.Module
@@ -45,29 +52,41 @@ class ReplicaOptimizers:
     optimizers: Sequence[Optimizer]
     device: torch.device
 
-    def save(self, is_sharded: bool) -> dict[str, Any]:
-        """Return what a checkpoint holds of all replicas, on rank zero; in a folder, what this rank writes."""
-        data, mine = self.groups.data_parallel, self._slots()
-        are_new = comm.all_gather_object(not mine, data)
+    def save(self, path: PathLike, is_sharded: bool) -> dict[str, Any]:
+        """Return the entries of a checkpoint at `path`, which is sharded or one file with files beside it."""
+        mine = self._slots()
+        # Zeros are no state: an optimizer with zeros would skip its corrections of the first steps.
+        are_new = comm.all_gather_object(not mine, self.groups.data_parallel)
         mine = self._filled(mine)
         if is_sharded:
-            return {"are_new": are_new, "optimizers": divide_state(mine, self.module, self.rules, self.groups)}
-        # The first replica's are those of `optimizer_states`.
-        everyone = gather_states(mine if data.rank > 0 else {}, self.groups.world)
-        return {"are_new": are_new, "optimizers": {"layout": self._sizes, "ranks": everyone}}
-
-    def restore(self, state: Mapping[str, Any]) -> None:
-        """Continue from what `save` has returned, once all have loaded the state of the first replica."""
-        data, saved = self.groups.data_parallel, state["optimizers"]
-        if "by_name" in saved:
-            same_division = saved["model"] == self._sizes[1:]
-            saved = saved if same_division else {**saved, "by_position": []}
-            mine = assemble_state(saved, self.module, self.rules, self.groups)
+            entry = divide_state(mine, self.module, self.rules, self.groups)
         else:
-            mine = self._part_of(saved["layout"], saved["ranks"])
+            entry = _FILES.write(mine, Place.of(self.groups), path, self.groups.world)
+        return {"are_new": are_new, "optimizers": entry}
+
+    def read(self, state: Mapping[str, Any], path: PathLike) -> Any:
+        """Read the files beside a checkpoint at `path`, for `restore`; None if there are none, or not all."""
+        saved = state["optimizers"]
+        if not RankFiles.are_in(saved):
+            return None
+        return _FILES.read(saved, Place.of(self.groups), path, self.groups.world)
+
+    def restore(self, state: Mapping[str, Any], found: Any) -> None:
+        """Continue from the entries of `save` and the result of `read`; no communication.
+
+        All ranks already have the state of the first replica, and keep it if the files are lost.
+        """
+        data, saved = self.groups.data_parallel, state["optimizers"]
+        if not RankFiles.are_in(saved):
+            same_division = saved["model"] == [self.groups.pipeline_parallel.size, self.groups.tensor_parallel.size]
+            saved = saved if same_division else {**saved, "by_position": []}
+            found = assemble_state(saved, self.module, self.rules, self.groups)
+        elif found is None:
+            return
         if len(state["are_new"]) == data.size and state["are_new"][data.rank]:
             self.clear()
             return
+        mine = _mean(found) if isinstance(found, list) else found
         parameters = dict(self.module.named_parameters())
         for slot, named in mine.items():
             number, _, key = slot.partition(".")
@@ -96,7 +115,7 @@ class ReplicaOptimizers:
         return slots
 
     def _filled(self, mine: dict[str, dict[str, Tensor]]) -> dict[str, dict[str, Tensor]]:
-        """Add zeros for what other replicas have: a checkpoint has a row of each of them."""
+        """Add zeros for slots that only other replicas have: a checkpoint has a row of each replica."""
         described = {
             slot: {name: (tuple(value.shape), value.dtype) for name, value in named.items()}
             for slot, named in mine.items()
@@ -111,27 +130,10 @@ class ReplicaOptimizers:
                     filled.setdefault(slot, {}).setdefault(name, value)
         return filled
 
-    @property
-    def _sizes(self) -> list[int]:
-        groups = self.groups
-        return [groups.data_parallel.size, groups.pipeline_parallel.size, groups.tensor_parallel.size]
 
-    def _part_of(self, layout: list[int], ranks: list[dict[str, Any]]) -> dict[str, Any]:
-        """Return the state of this rank's optimizers from that of all ranks, which the first replica's lack."""
-        data, replica = self.groups.data_parallel, self.groups.replica
-        if layout == self._sizes:
-            return ranks[data.rank * replica.size + replica.rank]
-        if layout[1:] != self._sizes[1:]:
-            rank_zero_warn(
-                f"The checkpoint is from replicas of {' x '.join(map(str, layout[1:]))} ranks (pipeline x tensor)."
-                " This run has another layout, so all replicas start with the optimizer state of the first replica."
-            )
-            return {}
-        first, others = self._slots(), [ranks[r * replica.size + replica.rank] for r in range(1, layout[0])]
-        return {
-            slot: {
-                name: mean_of([value, *(other[slot][name].to(value) for other in others)])
-                for name, value in named.items()
-            }
-            for slot, named in first.items()
-        }
+def _mean(replicas: list[dict[str, Any]]) -> dict[str, Any]:
+    """Return the mean over the replicas of every slot."""
+    return {
+        slot: {name: mean_of([replica[slot][name] for replica in replicas]) for name in named}
+        for slot, named in replicas[0].items()
+    }

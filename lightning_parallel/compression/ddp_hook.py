@@ -15,8 +15,8 @@ therefore chosen here, by the order of the module's parameters alone, so that eq
     DDP's buckets     [ f e d ][ c b ][ a ]        in the order of the first backward pass
     our buckets       [ f e ][ d c ][ b a ]        in reverse order of the parameters
 
-A bucket of ours is compressed as soon as all its gradients have come, and a bucket of DDP is given back as soon as all
-of ours that hold a gradient of it are done.
+A bucket of ours is compressed as soon as all its gradients have come. A bucket of DDP is given back as soon as our
+buckets that hold its gradients are done.
 """
 
 # No `from __future__ import annotations`: DDP compares the annotations of a hook with its own classes.
@@ -37,6 +37,7 @@ from lightning_parallel import comm
 from lightning_parallel.comm import GradientSession, Group, fill_buckets, overlapping_executor
 from lightning_parallel.compat.default_group import all_processes
 from lightning_parallel.compat.torch import ddp_ignored_names
+from lightning_parallel.compression.compressor_state import SavedStates
 from lightning_parallel.compression.hierarchical import HierarchicalReducer
 from lightning_parallel.compression.reducer import Reducer, check_reducer, scale_reader
 
@@ -44,22 +45,22 @@ __all__ = ["HookState", "compression_hook"]
 
 
 class _DdpBucket:
-    """A bucket of DDP: done when all of our buckets that hold a gradient of it are.
+    """A bucket of DDP: done when our buckets that hold its gradients are done.
 
     Attributes:
-        waits_for: Those of our buckets, by index.
-        future: Holds `buffer` when the bucket is done, or raises the error. DDP can only read an error from what `then`
-            returns: with `set_exception` it fails on the exception object itself.
+        is_last: Whether it is the last bucket of the backward pass; it is done when the step has ended, too.
+        waits_for: The indices of our buckets that hold its gradients.
+        future: Holds `buffer` when the bucket is done, or raises the error.
     """
 
-    def __init__(self, buffer: Tensor, names: list[str], first: bool, last: bool) -> None:
+    def __init__(self, buffer: Tensor, names: list[str], is_last: bool) -> None:
         self.buffer = buffer
         self.names = names
-        self.first = first
-        self.last = last
+        self.is_last = is_last
         self.waits_for: set[int] = set()
         self._error: BaseException | None = None
         self._end: Future[Tensor] = Future(devices=[] if buffer.device.type == "cpu" else [buffer.device])
+        # DDP reads an error only from a future of `then`; with `set_exception` it fails on the exception object itself.
         self.future: Future[Tensor] = self._end.then(self._result)
 
     def end(self, error: Optional[BaseException] = None) -> None:
@@ -71,6 +72,44 @@ class _DdpBucket:
         if self._error is not None:
             raise self._error
         return end.value()
+
+
+class _BackwardPass:
+    """One backward pass on its way through the hook.
+
+    Attributes:
+        seen: The parameters in the buckets of DDP so far. The thread of backward writes it; the rest belongs to the
+            executor.
+        arrived: The gradients of our buckets that are not full, by index and name.
+        waiting: The buckets of DDP that were not given back.
+        failure: The error that has ended the pass.
+    """
+
+    def __init__(self) -> None:
+        self.seen: set[str] = set()
+        self.arrived: dict[int, dict[str, Tensor]] = {}
+        self.waiting: list[_DdpBucket] = []
+        self.failure: BaseException | None = None
+
+    def fail(self, error: BaseException) -> None:
+        """End all buckets that wait, with the error."""
+        # All futures must end, or DDP would wait forever; the error reaches the user through each of them.
+        self.failure = error
+        for bucket in self.waiting:
+            bucket.end(error)
+        self.waiting = []
+
+    def is_reduced(self, index: int) -> None:
+        """Note that the bucket `index` of ours is reduced."""
+        for bucket in self.waiting:
+            bucket.waits_for.discard(index)
+        self.give_back(with_last=False)
+
+    def give_back(self, with_last: bool) -> None:
+        """Give the buckets that are done back to DDP, the last one only if the step has ended."""
+        for done in [one for one in self.waiting if not one.waits_for and (with_last or not one.is_last)]:
+            self.waiting.remove(done)
+            done.end()
 
 
 class HookState:
@@ -140,13 +179,11 @@ class HookState:
         self._names: dict[int, str] = {}
         self._buckets: list[list[str]] = []
         self._bucket_of: dict[str, int] = {}
-        # While backward runs, in its thread:
-        self._seen: set[str] = set()
+        # The thread of backward uses these two.
+        self._arriving: _BackwardPass | None = None
         self._with_gradient: set[str] = set()
-        # On the executor:
-        self._arrived: dict[int, dict[str, Tensor]] = {}
-        self._waiting: list[_DdpBucket] = []
-        self._failure: BaseException | None = None
+        # The executor uses the rest.
+        self._reducing: _BackwardPass | None = None
         self._used: set[str] = set()
         self.reduced: set[str] = set()
         self._gradient_hooks: list[RemovableHandle] = []
@@ -168,49 +205,55 @@ class HookState:
         buffer = bucket.buffer()
         # Before the session makes its group, which all ranks do together: a refusal here would leave peers connecting.
         names = [self._name(parameter) for parameter in bucket.parameters()]
-        first = not self._seen.isdisjoint(names) or not self._seen
-        self._seen = set(names) if first else self._seen.union(names)
-        # DDP does not count its buckets where it reduces all at once, as in the first step of a static graph.
-        last = bucket.is_last() or (bucket.index() == 0 and self._seen >= self._bucket_of.keys())
-        if last:
-            self._seen = set()
+        backward = self._arriving
+        # A parameter that comes again begins a new pass: an error has ended the old one before its last bucket.
+        if backward is None or not backward.seen.isdisjoint(names):
+            backward = _BackwardPass()
+        backward.seen.update(names)
+        # DDP does not count its buckets if it reduces all at once, as in the first step of a static graph.
+        is_last = bucket.is_last() or (bucket.index() == 0 and backward.seen >= self._bucket_of.keys())
+        self._arriving = None if is_last else backward
         session = self._open_session(buffer.device)
-        taken = _DdpBucket(buffer, names, first, last)
+        taken = _DdpBucket(buffer, names, is_last)
         gradients: dict[str, Tensor] = {}
         for name, gradient, parameter in zip(names, bucket.gradients(), bucket.parameters()):
             gradients[name] = _with_layout_of(parameter, gradient)
         with_gradient = self._with_gradient & gradients.keys()
         self._with_gradient -= with_gradient
-        session.executor.submit(partial(self._process, session, taken, gradients, with_gradient))
+        session.executor.submit(partial(self._process, session, backward, taken, gradients, with_gradient))
         return taken.future
 
     @torch.no_grad()
     def _process(
-        self, session: GradientSession, bucket: _DdpBucket, gradients: Mapping[str, Tensor], with_gradient: set[str]
+        self,
+        session: GradientSession,
+        backward: _BackwardPass,
+        bucket: _DdpBucket,
+        gradients: Mapping[str, Tensor],
+        with_gradient: set[str],
     ) -> None:
-        if bucket.first:
-            self._arrived = {}
-            self._waiting = []
-            self._failure = None
-            self.reduced = set()
-        self._waiting.append(bucket)
+        is_first = self._reducing is not backward
+        self._reducing = backward
+        backward.waiting.append(bucket)
         try:
-            if self._failure is not None:
-                raise self._failure
-            if bucket.first:
-                session.end_step()
-            self._compress(session, gradients, with_gradient, bucket)
+            if backward.failure is not None:
+                raise backward.failure
+            if is_first:
+                session.end_step()  # of the last pass, if nobody has called `finish`
+                self.reduced = set()
+            self._compress(session, backward, bucket, gradients, with_gradient)
         except BaseException as error:
-            # All futures must end, or DDP would wait forever; the error reaches the user through each of them.
-            self._failure = error
             session.discard()
-            for waiting in self._waiting:
-                waiting.end(error)
-            self._waiting = []
+            backward.fail(error)
             raise
 
     def _compress(
-        self, session: GradientSession, gradients: Mapping[str, Tensor], with_gradient: set[str], bucket: _DdpBucket
+        self,
+        session: GradientSession,
+        backward: _BackwardPass,
+        bucket: _DdpBucket,
+        gradients: Mapping[str, Tensor],
+        with_gradient: set[str],
     ) -> None:
         if bucket.buffer.layout != torch.strided:  # no compressor takes it, and DDP shows none of its gradients
             session.drain()
@@ -219,40 +262,31 @@ class HookState:
             self.reduced |= set(bucket.names)
         for name, gradient in gradients.items():
             index = self._bucket_of[name]
-            self._arrived.setdefault(index, {})[name] = gradient
+            backward.arrived.setdefault(index, {})[name] = gradient
             bucket.waits_for.add(index)
         self._used |= with_gradient
-        for index in sorted(self._arrived):
-            # The last bucket also completes those of which DDP was told to ignore a parameter.
-            if not bucket.last and len(self._arrived[index]) < len(self._buckets[index]):
+        for index in sorted(backward.arrived):
+            # The last bucket also completes our buckets with a parameter that DDP was told to ignore.
+            if not bucket.is_last and len(backward.arrived[index]) < len(self._buckets[index]):
                 continue
-            arrived = self._arrived.pop(index)
+            arrived = backward.arrived.pop(index)
             used = self._used_anywhere(arrived, session) if self._unused_parameters else arrived
-            session.start(used, partial(self._take_means, index))
-        if bucket.last and session.executor.overlaps_host:
+            session.start(used, partial(self._take_means, backward, index))
+        if bucket.is_last and session.executor.overlaps_host:
             session.end_step()  # on a stream the verdict would block the host until the kernels are done
-        self._end_waiting(with_last=bucket.last)
+        backward.give_back(with_last=bucket.is_last)
 
-    def _take_means(self, index: int, means: Mapping[str, Tensor], error: Optional[BaseException]) -> None:
-        """Note that the bucket `index` of ours is reduced."""
+    def _take_means(
+        self, backward: _BackwardPass, index: int, means: Mapping[str, Tensor], error: Optional[BaseException]
+    ) -> None:
         if error is not None:
             return  # it is raised at the end of the step
         self.reduced |= means.keys()
-        for waiting in self._waiting:
-            waiting.waits_for.discard(index)
-        self._end_waiting(with_last=False)
-
-    def _end_waiting(self, with_last: bool) -> None:
-        """Give the buckets that are done back to DDP, the last one when the step has ended."""
-        for done in [one for one in self._waiting if not one.waits_for and (with_last or not one.last)]:
-            self._waiting.remove(done)
-            done.end()
+        backward.is_reduced(index)
 
     def _used_anywhere(self, gradients: Mapping[str, Tensor], session: GradientSession) -> dict[str, Tensor]:
-        """Return the gradients that came on some rank since the last step.
-
-        For the others DDP brings zeros, or an old mean, on which error feedback would spend its residuals.
-        """
+        """Return the gradients that came on some rank since the last step."""
+        # For other parameters DDP brings zeros, or an old mean, and error feedback would spend its residuals on them.
         session.drain()
         shared = comm.on_any_rank([name in self._used for name in gradients], session.group)
         self._used -= gradients.keys()
@@ -330,8 +364,8 @@ class HookState:
         self.finish()
         return self.compressor.state_dict()
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue from `state_dict()` of the same rank, or from the compressor's `gather_state()`."""
+    def load_state_dict(self, state: SavedStates) -> None:
+        """Continue from `state_dict()` of the same rank, or from a list with the states of all ranks."""
         self.finish()
         self.compressor.load_state_dict(state, self._process_group)
 
