@@ -295,11 +295,9 @@ class ParallelState:
             weighted by something else, and whether its `batch_size` is that of the whole batch.
         metric_numbers: By the argument of a metric: whether the number of a batch is the `mean`, `sum`, `max` or `min`
             of the numbers of its microbatches.
-        merging: By step, and by name of a number, tensor, list or buffer that it changes in the module, such as `seen`,
-            `stats['n']` or `layers.0.calls`: `mean`, if one step leaves the mean of what microbatches leave that each
-            begin with the value before the batch (also a count of batches, and a running mean), `samples`, if it is
-            their mean by samples although they are weighted by something else, or a kind of `pipeline.Merging`, also
-            of what the step returns; empty, if what microbatches leave one after another is what one step leaves.
+        merging: By step, and by name of a result or changed attribute, such as `return['preds']`, `seen` or
+            `losses[0]`: the kind of `pipeline.Merging` by which microbatches are merged. The kind is empty for a value
+            that the microbatches leave one after another as a single step does.
         whole_batches: Steps for evaluation that are run as one microbatch, since several do not give the same.
         doubt: Two microbatches together, and what the loss of a sketch of the model is on them, if that is not the mean
             of their losses.

@@ -28,7 +28,6 @@ from lightning_parallel.compat import is_users_object
 from lightning_parallel.compat.torch import pytree
 
 __all__ = [
-    "MEANS",
     "RETURNED",
     "UNCOUNTED",
     "WHOLE_BATCHES",
@@ -327,16 +326,13 @@ def _rebuilt(value: Any, change: Callable[[Any], Any]) -> Any:
     return value
 
 
-MEANS = {"mean", "samples"}
-"""The rules of `ParallelState.merging` by which each microbatch begins with the value before the batch."""
-
 _NUMBER = re.compile(r"\[-?\d+\]")
 
 
 def rule_of(rules: Mapping[str, str], label: str) -> str:
     """Return how the values of microbatches under a name are merged, as the self-check has found.
 
-    One under a new number, as in `self.steps[self.current_epoch] += 1`, is merged like those under other numbers.
+    A new number in the name changes nothing: `self.outputs[self.current_epoch]` has one rule in all epochs.
     """
     found = rules.get(label)
     if found is None and label.endswith("]"):
@@ -372,14 +368,17 @@ class Merging:
         weights: Sequence[float],
         is_strict: bool = False,
     ) -> None:
-        self.rules, self.samples, self.weights, self.is_strict = rules, samples, weights, is_strict
+        self.rules = rules
+        self.samples = samples
+        self.weights = weights
+        self.is_strict = is_strict
         self.found: dict[str, str] = {}
 
     def kind(self, key: str, default: str) -> str:
         """Return how what is under a key is merged."""
         rule = rule_of(self.rules, key)
         # A list may be where others beside it, or earlier ones, were tensors.
-        is_fitting = rule not in MEANS and (" " in rule) == (" " in default)
+        is_fitting = (" " in rule) == (" " in default)
         self.found[key] = rule if rule and is_fitting else default
         return self.found[key].partition(" ")[0]
 
@@ -426,6 +425,8 @@ def other_kinds(kind: str) -> list[str]:
     if not dims:
         return ["rows" if word == "entries" else "entries"]
     rows = [f"rows {int(dims)}"] if int(dims) else []
+    if word == "last":  # a tensor that an attribute holds: no microbatch knows a sum or mean of all microbatches
+        return [*rows, f"rows {int(dims) + 1}"]
     others = [*rows, f"rows {int(dims) + 1}", *(f"{other} {dims}" for other in ("sum", "entries", "last", "first"))]
     return [other for other in others if other != kind]
 

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils.data import DataLoader
 
-from lightning_parallel import PipelineParallelStrategy
+from lightning_parallel import PipelineParallelStrategy, SelfCheckError
 from lightning_parallel.compat.torch import pytree
 from tests.harness import distributed
 from tests.pipeline.other_models import Block
@@ -103,19 +103,18 @@ def test_results_in_containers(verify, schedule):
 
 
 class Averaging(Block):
-    """Counts its calls, and keeps a running mean; `power` 2 makes it one that is no mean over microbatches."""
+    """Updates buffers and a number of its own in each call, if asked."""
 
-    def __init__(self, width, power=1):
+    def __init__(self, width):
         super().__init__(width)
-        self.register_buffer("calls", torch.zeros((), dtype=torch.long))
         self.register_buffer("average", torch.zeros((), dtype=torch.float64))
-        self.count, self.power = 0, power
+        self.calls, self.updates = 0, ""
 
     def forward(self, x):
-        if self.training:
+        if self.training and self.updates == "average":
+            self.average.mul_(0.9).add_(0.1 * x.detach().mean())
+        if self.training and self.updates == "calls":
             self.calls += 1
-            self.count += 1
-            self.average.mul_(0.9).add_(0.1 * x.detach().mean() ** self.power)
         return super().forward(x)
 
 
@@ -124,55 +123,46 @@ class Tracker(nn.Module):
 
     def __init__(self):
         super().__init__()
-        self.register_buffer("average", torch.zeros(5, dtype=torch.float64))
         self.values, self.shown = [], 0
 
     def forward(self, loss, logits):
         self.values.extend([loss.item(), 2 * loss.item()])
-        self.shown += 1
-        self.average.mul_(0.9).add_(0.1 * logits.detach().mean(0))
+        self.shown += len(logits)
 
 
 class Updating(Deep):
-    """Updates buffers and counters in a step, in its layers, and in a module that collects."""
+    """Counts samples, which is the same in microbatches, and changes something else with them."""
 
-    def __init__(self, power=1):
+    def __init__(self, change=lambda self, loss: None):
         super().__init__()
         torch.manual_seed(3)
-        self.blocks = nn.ModuleList(Averaging(8, power) for _ in range(4)).double()
+        self.blocks = nn.ModuleList(Averaging(8) for _ in range(4)).double()
         self.trackers = nn.ModuleDict({"first": Tracker()})
-        self.register_buffer("batches", torch.zeros((), dtype=torch.long))
         self.register_buffer("average", torch.zeros((), dtype=torch.float64))
-        self.counted, self.largest, self.stats = 0, -1e9, {"batches": 0, "right": 0}
-        self.by_epoch = defaultdict(int)
-        self.total = np.zeros(12)
+        self.counted, self.largest, self.stats, self.least = 0, -1e9, {"batches": 0, "right": 0}, []
+        self.total, self.classes, self.change = np.zeros(12), 0, change
 
     def training_step(self, batch, index):
         x, y = batch
-        self.batches += 1
-        self.counted += 1
         self.seen += len(x)
-        self.by_epoch[self.current_epoch] += 1
         self.total += x.sum(0).numpy()
-        self.average.mul_(0.9).add_(0.1 * x.mean())
         logits = self(x)
         loss = F.cross_entropy(logits, y)
         self.trackers["first"](loss, logits)
         self.largest = max(self.largest, logits.max().item())
-        self.stats["batches"] += 1
         self.stats["right"] += int((logits.argmax(-1) == y).sum())
+        self.classes = logits.shape[1]
+        self.change(self, loss.detach())
         return {"loss": loss, "logits": logits.detach()}
 
     def kept(self):
         tracker = self.trackers["first"]
-        kept = [self.batches, self.counted, self.seen, self.average, self.largest, *self.stats.values(), *self.total]
-        kept += [*self.by_epoch.values(), *tracker.values, tracker.shown, *tracker.average]
-        kept += [number for block in self.blocks for number in (block.calls, block.count, block.average)]
-        return [float(number) for number in kept]
+        kept = [self.seen, self.largest, *self.stats.values(), *self.total, *tracker.values, tracker.shown]
+        return [float(number) for number in (*kept, self.classes)]
 
 
 @distributed(world_size=2)
-def test_counters_and_running_means():
+def test_counts_of_samples():
     expected, module = Updating(), Updating()
     options = {"max_epochs": 2, "num_sanity_val_steps": 0, "limit_val_batches": 0}
     fit(expected, "auto", 1, **options)
@@ -181,11 +171,33 @@ def test_counters_and_running_means():
     assert module.kept() == pytest.approx(expected.kept(), rel=1e-10)
 
 
+def updating_blocks(name):
+    def change(self, loss):
+        for block in self.blocks:
+            block.updates = name
+
+    return change
+
+
+KEPT_BY_HAND = {
+    "attribute `counted`": lambda self, loss: setattr(self, "counted", self.counted + 1),
+    "attribute `last`": lambda self, loss: setattr(self, "last", loss.item()),
+    "attribute `latest`": lambda self, loss: setattr(self, "latest", loss),
+    r"attribute `stats\['batches'\]`": lambda self, loss: self.stats.update(batches=self.stats["batches"] + 1),
+    "(attribute|buffer) `average`": lambda self, loss: self.average.mul_(0.9).add_(0.1 * loss),
+    "attribute `least`": lambda self, loss: self.least.append(min([loss.item(), *self.least])),
+    # From the second comparison on, in which blocks are told to.
+    r"buffer `blocks\.\d\.average`": updating_blocks("average"),
+    r"buffer `blocks\.\d\.calls`": updating_blocks("calls"),
+}
+
+
 @distributed(world_size=2)
 def test_what_microbatches_cannot_leave_is_refused():
-    strategy = PipelineParallelStrategy(pipeline_parallel_size=2, num_microbatches=2, verify="always")
-    with pytest.raises(RuntimeError, match=r"buffer `blocks\.\d\.average` (.|\n)*num_microbatches=1"):
-        fit(Updating(power=2), strategy, 2, max_epochs=1, num_sanity_val_steps=0, limit_val_batches=0)
+    for named, change in KEPT_BY_HAND.items():
+        strategy = PipelineParallelStrategy(pipeline_parallel_size=2, num_microbatches=2, verify="always")
+        with pytest.raises(SelfCheckError, match=named + r"(.|\n)*on_train_batch_end`(.|\n)*num_microbatches=1"):
+            fit(Updating(change), strategy, 2, max_epochs=1, num_sanity_val_steps=0, limit_val_batches=0)
 
 
 class Named(Samples):

@@ -35,7 +35,6 @@ from lightning_parallel.compat import ParallelState
 from lightning_parallel.compat.lightning import tell
 from lightning_parallel.compat.torch import BatchNormalization
 from lightning_parallel.pipeline.microbatch import (
-    MEANS,
     RETURNED,
     chosen_samples,
     few_samples,
@@ -59,7 +58,6 @@ from lightning_parallel.strategies.self_check.observed import (
     tolerance_of,
 )
 from lightning_parallel.strategies.self_check.runs import DividedRun, StepCall, StepRuns, Way, WholeRun
-from lightning_parallel.strategies.steps.state import Snapshot, complete_rules
 from lightning_parallel.strategies.steps.weights import FEW_COPIES, copies_of_two
 from lightning_parallel.strategies.whole.pinned import SEED, ReferenceRunError
 from lightning_parallel.strategies.whole.reference import Blame
@@ -85,6 +83,10 @@ _MICROBATCHES = (
     " over samples, a pipeline minimizes another loss: count tokens with `microbatch_weight` for a mean over tokens;"
     " divide a sum by the number of samples. Logged, returned or kept values must have the samples in their first"
     " dimension. If the samples of a batch depend on each other, set `num_microbatches=1`."
+)
+_KEPT_BY_HAND = (
+    "A pipeline runs the step once per microbatch, so `self.{0}` differs from a single-process run. Append the values"
+    " to a list, update `self.{0}` in `on_train_batch_end`, or set `num_microbatches=1`."
 )
 _OUR_FAILURE = (
     "The self-check of `{}` must run the step on the full model; that run failed, although the step runs {} ({})."
@@ -222,12 +224,10 @@ class FirstBatches:
             if runs.steps is None or runs.steps.goes_in_stages(name, args, kwargs):
                 StepProof(runs).prove(name, args, kwargs, why)
                 if runs.steps is not None and name == "training_step" and not why:
-                    # Found in a batch before which there was nothing: a minimum of losses is a mean of them then.
-                    # The same batch shows the difference, as losses of its parts lie on both sides of its loss.
-                    rules = ParallelState.of(runs.module).merging.get(name, {}).items()
-                    is_left = any(
-                        rule in MEANS or (" " in rule and not key.startswith(RETURNED)) for key, rule in rules
-                    )
+                    # The first batch finds empty attributes: a running minimum in a list may be right by chance then.
+                    # The same batch again shows the difference: the losses of its parts lie on both sides of its loss.
+                    rules = ParallelState.of(runs.module).merging.get(name, {})
+                    is_left = any(not key.startswith(RETURNED) for key in rules)
                     if any(comm.all_gather_object(is_left, self._groups.world)):
                         self._again = (args, kwargs)
 
@@ -531,8 +531,8 @@ class _Comparison:
                 self.way = replace(self.way, draws=fixed.recorded if fixed.draws else None)
                 self.limits.append(_FIXED_NORM)
                 self._compare(fixed)
-        names = [*whole.effects.attributes, *whole.effects.counters]
-        complete_rules(self._rules, names, Snapshot(self.runs.module))
+        for name in (*whole.effects.attributes, *whole.effects.counters):
+            self._rules.setdefault(name, "")
 
     @property
     def _rules(self) -> dict[str, str]:
@@ -789,8 +789,8 @@ class _Comparison:
         can_split = self.runs.engine is not None and way.splits
         if can_split and not self.anywhere(self._found(whole, self._sharded(one))):
             if self._draws_alike(divided):
-                self.hint = _MICROBATCHES
-                self._learn_kinds(way, whole, self._learn_means(way, whole) or divided)
+                self._learn_kinds(way, whole, divided)
+                self.hint = self._kept_by_hand() or _MICROBATCHES
             elif self.call.name == "training_step":
                 self.differences = []
             if self.call.name != "training_step" and self.anywhere(self.differences):
@@ -844,23 +844,6 @@ class _Comparison:
             for key, kind in divided.merged.items():
                 self._rules.setdefault(key, kind)
 
-    def _learn_means(self, way: Way, whole: WholeRun) -> DividedRun | None:
-        """Find out which values one step leaves are means of those that microbatches leave; return the last run."""
-        rules, divided = self._rules, None
-        names = self._kept_names()
-        for rule in ("mean", "samples"):
-            if names:
-                rules.update(dict.fromkeys(sorted(names), rule))
-                divided = self._sharded(way)
-                self.differences = self._found(whole, divided)
-                names &= self._kept_names()
-        for name in names:
-            del rules[name]
-        if names:
-            divided = self._sharded(way)
-            self.differences = self._found(whole, divided)
-        return divided
-
     def _use_whole_batches(self) -> None:
         """Run a step for evaluation as one microbatch, which is equal: there are no gradients to be kept for."""
         name = self.call.name
@@ -872,10 +855,13 @@ class _Comparison:
         self.differences, self.hint = [], ""
         self.way = replace(self.way, splits=False)
 
-    def _kept_names(self) -> set[str]:
-        """Return the names of attributes and buffers that differ on any rank of the replica."""
-        mine = {entry.name for entry in self.differences if entry.kind in ("attribute", "buffer")}
-        return {name for theirs in comm.all_gather_object(mine, self.replica) for name in theirs}
+    def _kept_by_hand(self) -> str:
+        """Say how to keep a value of the step, if attributes and buffers alone differ in microbatches."""
+        mine = [(entry.kind, entry.name) for entry in self.differences]
+        found = sorted({each for theirs in comm.all_gather_object(mine, self.replica) for each in theirs})
+        if not found or any(kind not in ("attribute", "buffer") for kind, _ in found):
+            return ""
+        return _KEPT_BY_HAND.format(found[0][1])
 
     def _varying(self, one: WholeRun, two: WholeRun) -> set[tuple[str, str]]:
         """Return what two runs on one process do not agree in, as kinds and names."""

@@ -17,8 +17,6 @@ from lightning.pytorch import LightningModule
 from torch import Tensor, nn
 from torchmetrics import Metric, MetricCollection
 
-from lightning_parallel import comm
-from lightning_parallel.comm import Group
 from lightning_parallel.compat import ParallelState, is_users, patched
 from lightning_parallel.compat.lightning import (
     batch_value_of,
@@ -27,13 +25,11 @@ from lightning_parallel.compat.lightning import (
 )
 from lightning_parallel.compat.torch import BatchNormalization, pytree, version_of
 from lightning_parallel.pipeline.microbatch import (
-    MEANS,
     Merging,
     merge_entries,
     merge_outputs,
     microbatch_under_way,
     reduce_logged,
-    rule_of,
 )
 from lightning_parallel.pipeline.placeholder import in_dry_run, missing, reveal
 from lightning_parallel.pipeline.unknown_value import require_known
@@ -55,7 +51,6 @@ from lightning_parallel.strategies.steps.state import (
     is_container,
     label_of,
     put,
-    refuse_unknown,
 )
 
 __all__ = ["LogCall", "StepEffects", "buffers_kept", "log_recorded", "side_effects_discarded", "to_device"]
@@ -65,6 +60,7 @@ BatchStates = tuple[Metric, dict[str, Any]]
 """A metric, and its states of one microbatch."""
 LogCall = tuple[str, Any, dict[str, Any]]
 """Name, value, other arguments of a call of `self.log`; a metric is the path of its module."""
+_STATISTICS = ("num_batches_tracked", "running_mean", "running_var")
 
 
 class StepEffects:
@@ -83,17 +79,12 @@ class StepEffects:
         self._of_trainer: list[dict[tuple[str, str], Any]] = []
         self._attributes = {path: dict(vars(holder)) for path, holder in self._start.modules()}
         self._rules = ParallelState.of(module).merging.setdefault(name, {})
+        self._statistics = _BatchStatistics.of(module) if name == "training_step" else []
         self._history: list[dict[Path, Edit]] = []
         self.metrics = MetricCalls(module)
-        # Sums and rows of what each microbatch leaves count where it leaves what was there, too: the size of a batch.
-        totals = (label for label, rule in self._rules.items() if rule.startswith(("sum ", "rows ")))
-        self._totals = [name for name in totals if isinstance(self._start.original((name,)), (int, float, Tensor))]
-        followed = {label_of((*path, "")) for path in self._attributes if path}
-        self._counters = [
-            _Counter(module, name, rule)
-            for name, rule in {**self._rules, **(_rules_of_norms(module) if name == "training_step" else {})}.items()
-            if f"{name.rpartition('.')[0]}." not in followed and _is_inside(module, name)
-        ]
+        # A microbatch may leave the tensor that was there; its rows are part of the result all the same.
+        with_rows = (label for label, rule in self._rules.items() if rule.startswith("rows "))
+        self._with_rows = [name for name in with_rows if isinstance(self._start.original((name,)), Tensor)]
 
     @contextmanager
     def step(self) -> Iterator[None]:
@@ -103,16 +94,8 @@ class StepEffects:
         """
         microbatch = microbatch_under_way()
         calls: list[LogCall] = []
-        # One process has the value before the batch for all of its samples.
-        for path in self._start.paths() if MEANS & set(self._rules.values()) else ():
-            if rule_of(self._rules, label_of(path)) in MEANS:
-                self._start.put_back(path)
-        for path, edit in self._history[-1].items() if self._history else ():
-            is_new = isinstance(edit, Value) and edit.before is MISSING
-            if is_new and rule_of(self._rules, label_of(path)) in MEANS:
-                _remove(self._start.holder(path), path[-1])
-        for counter in self._counters:
-            counter.reset(microbatch)
+        for statistics in self._statistics:
+            statistics.reset(microbatch)
         before = Snapshot(self.module)
         state = ParallelState.of(self.module)
         state.batch_states = {}
@@ -126,8 +109,8 @@ class StepEffects:
         finally:
             state.batch_states = None
             if microbatch is not None:
-                for counter in self._counters:
-                    counter.note(microbatch)
+                for statistics in self._statistics:
+                    statistics.note(microbatch)
             # One process decides once for all samples; the last stage is the only one to run a step to its end.
             of_trainer = self._trainer.changes()
             self._trainer.restore()
@@ -135,7 +118,7 @@ class StepEffects:
         self.logged.append(calls)
         # What has come from an earlier stage, such as features that a forward hook keeps, as the data themselves.
         edits = {path: reveal(edit) for path, edit in before.changes().items()}
-        for name in self._totals:
+        for name in self._with_rows:
             edits.setdefault((name,), Value(before.original((name,)), before.entries_of(self.module)[name], False))
         self._history.append(edits)
 
@@ -164,19 +147,11 @@ class StepEffects:
         return _merge_calls(self.logged, merging.samples, merging.weights, known, self.metrics), changes
 
     @torch.no_grad()
-    def settle(self, samples: Sequence[int], weights: Sequence[float], group: Group) -> None:
-        """Set what layers keep to what one step on the whole batch would have left there, numbers on every rank."""
+    def settle(self, samples: Sequence[int]) -> None:
+        """Set the statistics of batch normalizations as after one step on the whole batch."""
         with torch.inference_mode(False):
-            for counter in self._counters:
-                counter.settle(samples, weights)
-        numbers = [counter for counter in self._counters if not counter.is_tensor]
-        # All ranks have the same rules, and numbers stay where parameters are freed.
-        if numbers:
-            mine = {counter.label: counter.value for counter in numbers if counter.has_moved}
-            for theirs in comm.all_gather_object(mine, group):
-                for counter in numbers:
-                    if counter.label in theirs and not counter.has_moved:
-                        counter.value = theirs[counter.label]
+            for statistics in self._statistics:
+                statistics.settle(samples)
 
     def repeat(self, calls: Sequence[LogCall], changes: Sequence[Change], device: torch.device) -> None:
         """Log and remember on this rank what the last stage logged and remembered."""
@@ -194,96 +169,55 @@ class StepEffects:
             self.module.log(name, to_device(value, device), **arguments)
 
 
-class _Counter:
-    """A number, or buffer, that a submodule updates once in each step: see `ParallelState.merging`."""
+class _BatchStatistics:
+    """The statistics of a batch normalization: the mean of the statistics of the microbatches, counted as one batch."""
 
-    def __init__(self, module: nn.Module, name: str, rule: str) -> None:
-        self.label = name
-        path, _, self._name = name.rpartition(".")
-        self._holder = module.get_submodule(path)
-        self._rule = rule
-        self._before = self.value
-        self.is_tensor = isinstance(self._before, Tensor)
-        # One that the steps do not write into: autograd may have saved those.
-        self._start = self._original = self._copied()
-        # What batch normalisation counts tells whether its statistics have moved, without a look at their data.
-        self._is_of_norm = isinstance(self._holder, BatchNormalization) and rule in MEANS
+    def __init__(self, norm: nn.Module) -> None:
+        self._norm = norm
+        self._buffers: dict[str, Tensor] = {name: getattr(norm, name) for name in _STATISTICS}
+        # Copies: autograd may have saved the buffers, and the microbatches write into them.
+        self._before = {name: buffer.detach().clone() for name, buffer in self._buffers.items()}
+        self._after: dict[int, dict[str, Tensor]] = {}
         self._mark()
-        self._after: dict[int, Any] = {}
 
-    @property
-    def value(self) -> Any:
-        """What it is now."""
-        return getattr(self._holder, self._name)
-
-    @value.setter
-    def value(self, value: Any) -> None:
-        put(self._holder, self._name, value)
-
-    @property
-    def has_moved(self) -> bool:
-        """Whether steps on this rank have changed it."""
-        return bool(self._after)
-
-    def _copied(self) -> Any:
-        return self._before.detach().clone() if isinstance(self._before, Tensor) else self._before
+    @staticmethod
+    def of(module: nn.Module) -> list[_BatchStatistics]:
+        """Return the statistics of all batch normalizations that this rank holds."""
+        norms = [child for child in module.modules() if isinstance(child, BatchNormalization)]
+        buffers = {norm: [getattr(norm, name, None) for name in _STATISTICS] for norm in norms}
+        return [
+            _BatchStatistics(norm)
+            for norm, found in buffers.items()
+            if all(isinstance(buffer, Tensor) and not missing(buffer) for buffer in found)
+        ]
 
     def reset(self, microbatch: int | None) -> None:
-        """Give the next microbatch the value before the batch, or what its own steps have left."""
-        if self._rule not in MEANS:
-            return
-        self._start = self._original if microbatch is None else self._after.get(microbatch, self._original)
-        put(self._holder, self._name, self._start.clone() if isinstance(self._start, Tensor) else self._start)
+        """Give the next microbatch the statistics before the batch, or the statistics after its own earlier calls."""
+        found = self._before if microbatch is None else self._after.get(microbatch, self._before)
+        for name, value in found.items():
+            put(self._norm, name, value.clone())
         self._mark()
 
     def _mark(self) -> None:
-        self._count = self._holder.num_batches_tracked if self._is_of_norm else None
-        self._version = version_of(self._count) if isinstance(self._count, Tensor) else 0
+        self._count: Any = self._norm.num_batches_tracked
+        self._version = version_of(self._count)
 
     def note(self, microbatch: int) -> None:
-        """Keep what a microbatch has left, if it came by."""
-        value = self.value
-        if isinstance(self._count, Tensor):
-            count = self._holder.num_batches_tracked
-            same = count is self._count and version_of(count) == self._version
-        else:
-            same = torch.equal(value, self._start) if isinstance(value, Tensor) else value == self._start
-        if not same:
-            self._after[microbatch] = value
+        """Keep the statistics that a microbatch leaves, if it ran the layer."""
+        # The version of the count tells it without a look at data, for which the host would wait on a GPU.
+        count: Any = self._norm.num_batches_tracked
+        if count is not self._count or version_of(count) != self._version:
+            self._after[microbatch] = {name: getattr(self._norm, name) for name in _STATISTICS}
 
-    def settle(self, samples: Sequence[int], weights: Sequence[float]) -> None:
-        """Set the mean; the same object stays."""
-        if self._rule not in MEANS:
-            return
-        value: Any = self._original
-        if self._after:
-            value = _mean(value, self._after, _shares(self._rule, samples, weights))
-        if isinstance(self._before, Tensor):
-            value = self._before.copy_(value) if self._before.shape == value.shape else value
-        put(self._holder, self._name, value)
-
-
-def _rules_of_norms(module: nn.Module) -> dict[str, str]:
-    """Return the rules by which batch normalisation updates its statistics once in each step.
-
-    The self-check cannot find them out: it runs the layers as one microbatch, or with fixed statistics. Counts come
-    first, as the other counters look at them.
-    """
-    norms = [path for path, child in module.named_modules() if path and isinstance(child, BatchNormalization)]
-    kinds = {"num_batches_tracked": "mean", "running_mean": "samples", "running_var": "samples"}
-    return {f"{path}.{name}": rule for name, rule in kinds.items() for path in norms}
-
-
-def _is_inside(module: nn.Module, name: str) -> bool:
-    """Tell whether a name is that of a buffer or number of a submodule that this rank holds."""
-    path, _, key = name.rpartition(".")
-    if not path or "[" in path:
-        return False
-    try:
-        value = getattr(module.get_submodule(path), key)
-    except AttributeError:
-        return False
-    return isinstance(value, (int, float, Tensor)) and not missing(value)
+    def settle(self, samples: Sequence[int]) -> None:
+        """Set the mean over the microbatches by samples; the buffers stay the same objects."""
+        for name, buffer in self._buffers.items():
+            value: Any = self._before[name]
+            if self._after:
+                every = [self._after.get(number, self._before)[name] for number in range(len(samples))]
+                value = sum(count / sum(samples) * each for count, each in zip(samples, every))
+                value = value if buffer.is_floating_point() else value.round()
+            put(self._norm, name, buffer.copy_(value))
 
 
 def to_device(value: Any, device: torch.device) -> Any:
@@ -516,57 +450,28 @@ def _merge_entries_of(path: Path, found: Sequence[tuple[int, Any]], merging: Mer
 
 
 def _merge_values(path: Path, found: Sequence[tuple[int, Value]], merging: Merging) -> Change:
-    """Return what one step on the whole batch would leave in a number, tensor or array.
-
-    That is the mean where the self-check has found so; each microbatch has begun with the value before the batch then.
-    Else it is what the last one left, but tensors with a row per sample are concatenated.
-    """
-    values = [edit.after for _, edit in found]
-    before, after = found[0][1].before, values[-1]
-    label, rules, samples = label_of(path), merging.rules, merging.samples
-    refuse_unknown(rules, label)
-    rule = rule_of(rules, label)
-    if rule in MEANS and isinstance(after, (bool, int, float, Tensor, np.ndarray, np.generic)):
-        shares = _shares(rule, samples, merging.weights)
-        after = _mean(before, {number: edit.after for number, edit in found}, shares)
-    elif ends := _ends(found, len(samples)):
-        is_number = not isinstance(ends[0], (Tensor, np.ndarray))
-        # A running mean may have as many rows by chance.
-        is_running = isinstance(before, type(values[0])) and np.shape(before) == np.shape(values[0])
-        are_rows = not is_number and merging.is_per_sample(ends) and not is_running
-        if merging.kind(label, f"{'rows' if are_rows else 'last'} {0 if is_number else ends[0].ndim}") != "last":
+    """Return the value of the last microbatch; tensors with a row per sample are concatenated."""
+    after = found[-1][1].after
+    ends = _ends(found, len(merging.samples))
+    if ends:
+        label, before = label_of(path), found[0][1].before
+        # A running mean may have as many rows as a microbatch has samples, by chance.
+        is_running = isinstance(before, type(ends[0])) and np.shape(before) == np.shape(ends[0])
+        are_rows = merging.is_per_sample(ends) and not is_running
+        if merging.kind(label, f"{'rows' if are_rows else 'last'} {ends[0].ndim}") == "rows":
             merged = merge_outputs(ends, merging, label)
             # A list of tensors that do not fit together is no buffer.
-            after = merged if is_number or isinstance(merged, type(after)) else after
+            after = merged if isinstance(merged, type(after)) else after
     return path, "write" if found[0][1].in_place else "set", after
 
 
 def _ends(found: Sequence[tuple[int, Value]], count: int) -> list[Any]:
-    """Return the numbers, or tensors, that each of several microbatches has left; nothing if one has left another."""
+    """Return the tensor or array that each of several microbatches has left; nothing if one has left another value."""
     edits = {number: edit.after for number, edit in found}
     ends = [found[0][1].before]
     for number in range(count):
         ends.append(edits.get(number, ends[-1]))
-    kinds = [(int, float), (Tensor, np.ndarray)]
-    is_one = any(all(isinstance(end, kind) and not isinstance(end, bool) for end in ends[1:]) for kind in kinds)
-    return ends[1:] if is_one and count > 1 else []
-
-
-def _shares(rule: str, samples: Sequence[int], weights: Sequence[float]) -> Sequence[float]:
-    return [count / sum(samples) for count in samples] if rule == "samples" else weights
-
-
-def _mean(before: Any, values: Mapping[int, Any], shares: Sequence[float]) -> Any:
-    after = next(iter(values.values()))
-    # A microbatch that left the value alone has the old one.
-    every = [values.get(number, 0 if before is MISSING else before) for number in range(len(shares))]
-    total = sum(share * value for share, value in zip(shares, every))
-    if isinstance(after, Tensor):
-        total = torch.as_tensor(total, device=after.device)
-        return (total if after.is_floating_point() or after.is_complex() else total.round()).to(after.dtype)
-    if isinstance(after, np.ndarray):
-        return (np.round(total) if after.dtype.kind in "iu" else np.asarray(total)).astype(after.dtype)
-    return round(total) if isinstance(after, (int, np.integer)) else total
+    return ends[1:] if count > 1 and all(isinstance(end, (Tensor, np.ndarray)) for end in ends[1:]) else []
 
 
 def _apply(module: LightningModule, start: Snapshot, changes: Sequence[Change], device: torch.device) -> None:

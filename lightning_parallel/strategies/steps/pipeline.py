@@ -399,7 +399,7 @@ class PipelineSteps:
             found, self.engine.group, self.engine.last_rank, self.device
         )
         effects.repeat(calls, changes, self.device)
-        effects.settle(samples, result.weights, self.engine.group)
+        effects.settle(samples)
         return to_device(output, self.device), is_new
 
     def gradient_scale(self) -> float | Tensor:

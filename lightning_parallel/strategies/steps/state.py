@@ -12,7 +12,7 @@ import copy
 import dataclasses
 import operator
 from collections import deque
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
@@ -24,7 +24,6 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from lightning_parallel.compat import FOREIGN
 from lightning_parallel.compat.torch import buffers_of, version_of
-from lightning_parallel.pipeline.microbatch import MEANS
 from lightning_parallel.pipeline.placeholder import PlaceholderTensor, missing
 
 __all__ = [
@@ -41,11 +40,9 @@ __all__ = [
     "Value",
     "Whole",
     "emptied",
-    "complete_rules",
     "is_container",
     "label_of",
     "put",
-    "refuse_unknown",
 ]
 
 Path = tuple[Any, ...]
@@ -135,27 +132,6 @@ def label_of(path: Path) -> str:
         label += f".{key}" if isinstance(holder, _Child) else f"[{key!r}]"
         holder = key
     return label
-
-
-def refuse_unknown(rules: Mapping[str, str], label: str) -> None:
-    """Raise a ValueError for a value under a name that was not there in the proof, if others beside it need a rule."""
-    beside = f"{label.rpartition('[')[0]}['"
-    is_new = label.endswith("']") and label not in rules
-    if is_new and any(rule in MEANS for name, rule in rules.items() if name.startswith(beside)):
-        raise ValueError(
-            f"`self.{label}` must exist at the self-check; got it later. Its neighbours are averaged over"
-            f" microbatches, and it is not known whether this holds for `self.{label}`. Create it before the run,"
-            " such as in `__init__`, or set `num_microbatches=1`"
-        )
-
-
-def complete_rules(rules: dict[str, str], changed: Iterable[str], snapshot: Snapshot) -> None:
-    """Note that values need no rule: those that a step has changed, and others under names beside what needs one."""
-    alike = {name.rpartition("['")[0] for name, rule in rules.items() if rule in MEANS and name.endswith("']")}
-    labels = map(label_of, snapshot.paths())
-    beside = [label for label in labels if label.endswith("']") and label.rpartition("['")[0] in alike]
-    for name in (*changed, *beside):
-        rules.setdefault(name, "")
 
 
 def is_container(value: Any) -> bool:
@@ -356,12 +332,6 @@ class Snapshot:
             for key in range(len(items)) if isinstance(items, list) else items:
                 items[key] = self._as_it_was((*path, key), items[key], in_place)
             self._refill(holder, items, removes)
-
-    def put_back(self, path: Path) -> None:
-        """Put back what was at one path, if it was there."""
-        value = self.original(path)
-        if value is not MISSING:
-            put(self.holder(path), path[-1], self._as_it_was(path, value))
 
     def _as_it_was(self, path: Path, value: Any, in_place: bool = False) -> Any:
         before = self._kept.get(path)
