@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import dis
 import hashlib
 import inspect
 import io
@@ -242,33 +241,15 @@ def check_pipeline_module(module: LightningModule) -> None:
 
 
 def output_is_read(module: LightningModule, step: str) -> bool:
-    """Tell whether a hook reads what a step returns: `on_train_batch_end` of the module or a callback, and so on.
-
-    Those of Lightning and of this package do not. Where code cannot be looked into, it may.
-    """
+    """Tell whether a hook of the user may read the output of a step, such as `on_train_batch_end` of a callback."""
     if step == "predict_step":
         return True
     hook = f"on_{step.removesuffix('_step').replace('training', 'train')}_batch_end"
-    found = [getattr(holder, hook) for holder in (module, *module.trainer.callbacks)]  # type: ignore[attr-defined]
-    return any(_reads_outputs(method) for method in found)
-
-
-def _reads_outputs(method: Callable[..., Any]) -> bool:
-    function = inspect.unwrap(getattr(method, "__func__", method))
-    if str(getattr(function, "__module__", "")).partition(".")[0] in (
-        "lightning",
-        "pytorch_lightning",
-        __name__.partition(".")[0],
-    ):
-        return False
-    code = getattr(function, "__code__", None)
-    if code is None or "outputs" not in inspect.signature(function).parameters:
-        return True  # under another name, or among `*args`
-    return any(
-        instruction.argval == "outputs" or (isinstance(instruction.argval, tuple) and "outputs" in instruction.argval)
-        for instruction in dis.get_instructions(code)
-        if instruction.opname.startswith("LOAD")
-    )
+    methods = [getattr(holder, hook) for holder in (module, *module.trainer.callbacks)]  # type: ignore[attr-defined]
+    functions = [inspect.unwrap(getattr(method, "__func__", method)) for method in methods]
+    # Hooks of Lightning and of this package do not read outputs.
+    ours = {"lightning", "pytorch_lightning", "lightning_parallel"}
+    return any(str(getattr(each, "__module__", "")).partition(".")[0] not in ours for each in functions)
 
 
 def positional_arguments(method: Callable[..., Any]) -> int:
