@@ -4,9 +4,9 @@
     parallel      all ranks run it on the same samples as the run will: in shards and stages, in two microbatches
     compared      loss, gradients by name, logged values, outputs, attributes and buffers that changed
 
-Dropout is off in the first comparison, because ranks draw other numbers in sharded layers than one process does. With
-dropout, a pipeline is compared once more, by the streams of its stages. For sharded layers, the ranks are compared with
-each other. The one-process run records the numbers that the step itself draws. Each microbatch gets its samples' part.
+Dropout is off, because ranks draw other masks in sharded layers than one process does. With dropout, the ranks of
+sharded layers are compared with each other. The one-process run records the numbers that the step itself draws. Each
+microbatch gets its samples' part.
 
 The self-check examines a difference before it reports it. It leaves out values that differ from run to run on one
 process, such as times. Then it finds whether microbatches cause the difference, which code uses shards, or which module
@@ -547,7 +547,7 @@ class _Comparison:
             self._explain(self.way, whole, divided)
         else:
             self._keep_kinds(divided)
-            if whole.dropout and not self.way.fixed_norm:
+            if whole.dropout and not self.way.fixed_norm and self.runs.groups.tensor_parallel.size > 1:
                 self._compare_dropout()
         if self.way.splits and self.way.draws is not None and not self.anywhere(self.differences):
             alike = self._draws_alike(divided)
@@ -728,19 +728,8 @@ class _Comparison:
     # ------------------------------------------------------------------------------------------------- dropout
 
     def _compare_dropout(self) -> None:
-        """Compare once more with dropout: with one process, or the ranks of divided layers with each other."""
-        way = replace(self.way, dropout=True, splits=False)
-        tensor_group = self.runs.groups.tensor_parallel
-        if tensor_group.size == 1:
-            whole = self.runs.whole(self.call, way)
-            if not whole.failure:
-                self.differences = self._found(whole, self._sharded(way))
-                self.hint = (
-                    "The results differ only with dropout: the stages draw other random numbers than a"
-                    " single-process run."
-                )
-            return
-        self._compare_ranks(self._sharded(way))
+        """Compare the ranks of sharded layers once more, with dropout: their replicated layers draw alike."""
+        self._compare_ranks(self._sharded(replace(self.way, dropout=True, splits=False)))
         self.hint = (
             "With dropout, replicated layers must draw the same random numbers on all ranks. Use the same seed on"
             " all ranks, and draw on all ranks or none."

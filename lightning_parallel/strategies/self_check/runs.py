@@ -90,7 +90,7 @@ class Way:
     """How both steps are run.
 
     Attributes:
-        dropout: Whether it is on.
+        dropout: Whether it is on in the sharded step. It is always off in the step on the whole model.
         splits: Whether a pipeline cuts the samples into microbatches.
         traces: Whether the outputs of modules are recorded.
         double: Whether it computes in double precision, whatever the run does.
@@ -277,7 +277,7 @@ class StepRuns:
         with ExitStack() as stack:
             if way.double:
                 stack.enter_context(in_double(self.module, with_parameters=False))
-            quiet = None if way.dropout else stack.enter_context(without_dropout(self.module))
+            quiet = stack.enter_context(without_dropout(self.module))
             if way.fixed_norm:
                 stack.enter_context(with_fixed_norm(self.module))
             if self.engine is None:
@@ -292,7 +292,7 @@ class StepRuns:
             draws.check()
         drawn = recorder.found if draws.found else RecordedDraws()
         drawn.is_complete &= not draws.others
-        return effects, draws.found, quiet is not None and quiet.found, trace, drawn
+        return effects, draws.found, quiet.found, trace, drawn
 
     @contextmanager
     def _alone(self) -> Iterator[None]:
