@@ -1,7 +1,8 @@
 """Find the weights of microbatches by which their losses, and so their gradients, are those of the whole batch.
 
-A mean over samples needs their numbers of samples. A mean over tokens, as with `ignore_index` or a mask, needs its own
-counts, and of those many can be read off the batch: each is tried on a few microbatches together and one by one.
+A mean over samples needs the numbers of samples. A mean over tokens, as with `ignore_index=-100` or a mask, needs the
+numbers of tokens. Each of these counts is tried on a few microbatches together and one by one. If no count fits, the
+self-check raises an error that names `microbatch_weight`.
 
     f(whole) = (n1 f(part 1) + n2 f(part 2)) / (n1 + n2)
 
@@ -52,40 +53,35 @@ from lightning_parallel.strategies.whole.pinned import doubled, in_double
 
 __all__ = ["FEW_COPIES", "RowCount", "TokenCount", "copies_of_two", "find_microbatch_weight"]
 
-_IGNORED = (-100, -1, 0)
-"""Labels that are left out: torch's default, and two that people choose; 0 in masks, too."""
+_IGNORED_LABEL = -100
+"""The label that `cross_entropy` leaves out by default."""
 
 
 @dataclass(frozen=True)
 class TokenCount:
-    """A weight of microbatches: how many entries of a tensor in the batch count.
+    """A weight of microbatches: the number of entries of a tensor of labels, or of a mask, that count.
 
     Attributes:
-        key: Where in the batch.
-        start, stop: Columns left out at the beginning and the end, as a causal loss shifts its labels by one.
-        ignored: The entry that does not count; None for the sum of all entries, as of lengths.
+        key: The place of the tensor in the batch.
+        ignored: The entry that does not count: -100 in labels, 0 in a mask.
+        is_shifted: Whether the first column does not count, as in a causal loss that shifts its labels by one.
     """
 
     key: str
-    start: int = 0
-    stop: int = 0
-    ignored: float | None = None
+    ignored: int
+    is_shifted: bool = False
 
     def __call__(self, microbatch: Any) -> float:
         """Count; a microbatch without the tensor, as in evaluation, counts its samples."""
         value = _entry(microbatch, self.key)
         if value is None:
             return float(num_samples(microbatch))
-        if self.start or self.stop:
-            value = value[:, self.start : value.shape[1] - self.stop]
-        return float(value.sum() if self.ignored is None else (value != self.ignored).sum())
+        value = value[:, 1:] if self.is_shifted else value
+        return float((value != self.ignored).sum())
 
     def __str__(self) -> str:
-        columns = {(0, 0): "", (1, 0): "[:, 1:]", (0, 1): "[:, :-1]"}[self.start, self.stop]
-        entries = f"`{self.key or 'batch'}{columns}`"
-        return (
-            f"the sum of {entries}" if self.ignored is None else f"the entries of {entries} other than {self.ignored:g}"
-        )
+        columns = "[:, 1:]" if self.is_shifted else ""
+        return f"the entries of `{self.key or 'batch'}{columns}` other than {self.ignored}"
 
 
 @dataclass(frozen=True)
@@ -132,29 +128,14 @@ def _row_counts(batch: Any) -> list[RowCount]:
 
 
 def _candidates(batch: Any) -> Iterator[TokenCount]:
-    """Yield the counts that a batch offers, the most usual first."""
-    tensors = _tensors(batch)
-    for ignored in _IGNORED:
-        for key, value in tensors:
-            is_mask = value.is_floating_point() and bool(((value == 0) | (value == 1)).all())
-            if not value.dim() or value.is_complex() or (value.is_floating_point() and not is_mask):
-                continue
-            if bool((value == ignored).any()):
-                yield TokenCount(key, 0, 0, ignored)
+    """Yield the counts of tokens that a batch offers: by labels of -100, and by masks of zeros and ones."""
+    for ignored in (_IGNORED_LABEL, 0):
+        for key, value in _tensors(batch):
+            is_mask = bool(((value == 0) | (value == 1)).all())
+            if value.dim() and bool((value == ignored).any()) and is_mask == (ignored == 0):
+                yield TokenCount(key, ignored)
                 if value.dim() > 1:
-                    yield TokenCount(key, 1, 0, ignored)
-                    yield TokenCount(key, 0, 1, ignored)
-            if ignored == 0 and (value.dtype == torch.bool or is_mask):
-                yield TokenCount(key, 0, 0, 1)  # a mask of what is left out
-    for key, value in tensors:
-        if value.dim() == 1 and not value.is_floating_point() and not value.is_complex() and bool((value > 0).all()):
-            yield TokenCount(key)
-    for key, value in tensors:
-        # The label of padding is the tokenizer's, and what samples end with.
-        if value.dim() > 1 and value.numel() and not value.is_floating_point() and not value.is_complex():
-            for padding in sorted(set(value[:, -1].flatten().tolist()))[:3]:
-                if padding not in _IGNORED:
-                    yield from (TokenCount(key, 0, 0, padding), TokenCount(key, 1, 0, padding))
+                    yield TokenCount(key, ignored, is_shifted=True)
 
 
 # -------------------------------------------------------------------------------------------------------- comparison
