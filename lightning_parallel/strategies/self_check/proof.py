@@ -20,7 +20,7 @@ import math
 import re
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Literal, TypeVar
 
@@ -30,7 +30,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import Tensor
 
 from lightning_parallel import comm
-from lightning_parallel.comm import MeshGroups, RollCall
+from lightning_parallel.comm import Group, MeshGroups, RollCall
 from lightning_parallel.compat import ParallelState
 from lightning_parallel.compat.lightning import tell
 from lightning_parallel.compat.torch import BatchNormalization
@@ -62,6 +62,7 @@ from lightning_parallel.strategies.steps.weights import FEW_COPIES, copies_of_tw
 from lightning_parallel.strategies.whole.pinned import SEED, ReferenceRunError
 from lightning_parallel.strategies.whole.reference import Blame
 from lightning_parallel.tensor.audit import StepAudit
+from lightning_parallel.tensor.verify import SMALL
 
 __all__ = ["FirstBatches", "SelfCheckError", "StepProof", "Verify"]
 
@@ -75,9 +76,6 @@ _ALIKE_S = 15.0
 
 _SHOWN = 6
 
-_SMALL = 1e-4
-"""A gradient this far below the largest one is compared as if it were this large: zero up to rounding."""
-
 _MICROBATCHES = (
     "Without microbatches the results match, so splitting the batch causes the difference. If the loss is not a mean"
     " over samples, a pipeline minimizes another loss: count tokens with `microbatch_weight` for a mean over tokens;"
@@ -85,8 +83,8 @@ _MICROBATCHES = (
     " dimension. If the samples of a batch depend on each other, set `num_microbatches=1`."
 )
 _KEPT_BY_HAND = (
-    "A pipeline runs the step once per microbatch, so `self.{0}` differs from a single-process run. Append the values"
-    " to a list, update `self.{0}` in `on_train_batch_end`, or set `num_microbatches=1`."
+    "A pipeline runs the step once per microbatch, so `self.{0}` differs from a single-process run. Append values of"
+    " the current batch alone to a list, update `self.{0}` in `on_train_batch_end`, or set `num_microbatches=1`."
 )
 _OUR_FAILURE = (
     "The self-check of `{}` must run the step on the full model; that run failed, although the step runs {} ({})."
@@ -270,37 +268,32 @@ class StepProof:
             state.merging[name] = {}
         state.whole_batches.discard(name)
         with self.runs.nothing_left():
-            verdict = _Comparison(self.runs, call, batch, self.calls)
-            differs = not self.runs.fits_in_double and verdict.anywhere(verdict.differences)
+            verdict = compare_step(self.runs, call, batch, self.calls)
+            differs = not self.runs.fits_in_double and _on_any(verdict.differences, self.replica)
             if (verdict.failure or differs) and call.batch is not batch and verdict.may_go_on:
                 # Some steps are made for one size of batch, or take another path for a single sample.
-                verdict = _Comparison(self.runs, replace(call, batch=batch), batch, self.calls)
+                verdict = compare_step(self.runs, replace(call, batch=batch), batch, self.calls)
             blames = comm.all_gather_object(verdict.blame, self.runs.groups.world)
             if verdict.may_go_on and any(blame in ("unknown", "user") for blame in blames):
                 # On all replicas, whose steps may talk to each other.
-                verdict.judge()
-            of_copies = self._on_copies(verdict, why)
+                verdict = _judge(self.runs, verdict, batch, self.calls)
+            of_copies = self._on_copies(verdict, batch, why)
         if name == "training_step":
             state.doubt = state.copies_in_doubt = None
         if of_copies is not None:
             verdict, why = of_copies, _OF_COPIES
         self._report(verdict, time.perf_counter() - begun_s, why)
 
-    def _on_copies(self, first: _Comparison, why: str) -> _Comparison | None:
-        """Return what differs on copies of two samples, for a loss that may be one of some samples.
+    def _on_copies(self, first: Verdict, full: Any, why: str) -> Verdict | None:
+        """Return the verdict on copies of two samples, if the step differs on them.
 
-        That fits the first comparison by chance: see `copies_of_two`.
+        A loss of some samples may be right in the first comparison by chance: see `copies_of_two`.
         """
         call, steps, state = first.call, self.runs.steps, ParallelState.of(self.module)
         is_cut = steps is not None and steps.options.split_batch is split_batch and self.runs.microbatches > 1
         varies = bool({"loss", "gradient"} & {kind for kind, _ in first.ignored})
         is_told = first.failure or first.error or first.differences or varies
-        if (
-            call.name != "training_step"
-            or not is_cut
-            or why == _FROM_BEFORE
-            or first.anywhere([is_told] if is_told else [])
-        ):
+        if call.name != "training_step" or not is_cut or why == _FROM_BEFORE or _on_any(is_told, self.replica):
             return None
         assert steps is not None
         batches = None if why else state.copies_in_doubt
@@ -308,14 +301,14 @@ class StepProof:
             try:
                 half = num_samples(call.batch) // 2
                 half = max(half, FEW_COPIES) if self.runs.fits_in_double else half
-                batches = copies_of_two(first.full, half, steps.engine.microbatch_weight) if half > 1 else []
+                batches = copies_of_two(full, half, steps.engine.microbatch_weight) if half > 1 else []
             except ValueError:
                 return None
         rules = state.merging.get(call.name, {})
         for batch in batches:
-            found = _Comparison(self.runs, replace(call, batch=batch), batch, self.calls)
+            found = compare_step(self.runs, replace(call, batch=batch), batch, self.calls)
             wrong = [entry for entry in found.differences if entry.kind in ("loss", "gradient")]
-            if found.anywhere(wrong) or not found.may_go_on:
+            if _on_any(wrong, self.replica) or not found.may_go_on:
                 return found
             # What is merged of copies tells little of other samples.
             state.merging[call.name] = dict(rules)
@@ -344,7 +337,7 @@ class StepProof:
         except ValueError:
             return batch
 
-    def _report(self, verdict: _Comparison, seconds: float, why: str) -> None:
+    def _report(self, verdict: Verdict, seconds: float, why: str) -> None:
         """Raise or warn on all ranks together; print what was verified."""
         # Of the sharded run, as it would be raised in the step itself.
         comm.raise_together(verdict.error, self.runs.groups.world)
@@ -405,21 +398,78 @@ def _message(call: StepCall, found: Sequence[StepDifference], hint: str, why: st
 # --------------------------------------------------------------------------------------------------- one comparison
 
 
-class _Comparison:
-    """Runs a step both ways and compares.
+@dataclass(frozen=True)
+class Verdict:
+    """The result of one comparison of a step with one process, on this rank.
 
     Attributes:
-        failure: Why they could not be compared.
-        blame: Whose fault that is: see `reference.Blame`.
-        error: What the sharded run raised on this rank, or on another one; all ranks have one then.
-        checked: What was compared instead, as a part of a sentence.
-        differences: What differs on this rank.
-        hint: Why, and what to do.
+        call: The step.
+        way: How both runs computed.
+        failure: Why the two runs could not be compared.
+        blame: Whose fault the failure is: see `reference.Blame`.
+        error: The error of the sharded run, on this rank or on another one; all ranks have one then.
+        checked: The part of a sentence that tells what was compared instead.
+        differences: The values that differ on this rank.
+        hint: The cause of the differences, and what to do.
         summary: What was compared.
-        varying: What was left out, as runs on one process do not agree in it.
-        limits: Why the run's microbatches do not give what was compared as one microbatch.
-        ignored: Kinds and names of what was left out.
+        varying: The values that were left out, because runs on one process do not agree in them.
+        limits: Why the step was compared as one microbatch.
+        ignored: Kinds and names of the values that were left out.
     """
+
+    call: StepCall
+    way: Way
+    failure: str
+    blame: Blame
+    error: Exception | None
+    checked: str
+    differences: tuple[StepDifference, ...]
+    hint: str
+    summary: str
+    varying: tuple[str, ...]
+    limits: tuple[str, ...]
+    ignored: frozenset[tuple[str, str]]
+
+    @property
+    def may_go_on(self) -> bool:
+        """Whether further runs may be made: the messages of stages that failed are still on their way."""
+        return self.error is None
+
+
+def compare_step(runs: StepRuns, call: StepCall, full: Any, calls: RollCall) -> Verdict:
+    """Run a step both ways and compare; all ranks of the replica call this.
+
+    Args:
+        runs: Runs the step both ways.
+        call: The step, on a few samples.
+        full: The full batch.
+        calls: Lets a rank that fails in the sharded run tell the other ranks.
+    """
+    comparison = _Comparison(runs, call, full, calls)
+    try:
+        comparison.run()
+    except _ShardedError as failed:
+        comparison.end(failed)
+    return comparison.verdict()
+
+
+def _judge(runs: StepRuns, verdict: Verdict, full: Any, calls: RollCall) -> Verdict:
+    """Return the verdict with the fault of a failed run on the whole model; all ranks of the replica call this."""
+    comparison = _Comparison(runs, verdict.call, full, calls)
+    comparison.way = verdict.way
+    comparison.failure = verdict.failure
+    comparison.blame = verdict.blame
+    comparison.judge()
+    return comparison.verdict()
+
+
+def _on_any(found: Any, replica: Group) -> bool:
+    """Tell on all ranks of the replica whether one of them has found anything."""
+    return any(comm.all_gather_object(bool(found), replica))
+
+
+class _Comparison:
+    """The state of a comparison while its runs follow each other; `verdict` is its result, see `Verdict`."""
 
     def __init__(self, runs: StepRuns, call: StepCall, full: Any, calls: RollCall) -> None:
         self.runs = runs
@@ -438,17 +488,25 @@ class _Comparison:
         self.way = Way()
         self.limits: list[str] = []
         self.ignored: set[tuple[str, str]] = set()
-        try:
-            self._run()
-        except _ShardedError as failed:
-            self._end(failed)
 
-    @property
-    def may_go_on(self) -> bool:
-        """Whether further runs may be made: stages that failed have messages on their way."""
-        return self.error is None
+    def verdict(self) -> Verdict:
+        """Return the result so far."""
+        return Verdict(
+            call=self.call,
+            way=self.way,
+            failure=self.failure,
+            blame=self.blame,
+            error=self.error,
+            checked=self.checked,
+            differences=tuple(self.differences),
+            hint=self.hint,
+            summary=self.summary,
+            varying=tuple(self.varying),
+            limits=tuple(self.limits),
+            ignored=frozenset(self.ignored),
+        )
 
-    def _end(self, failed: _ShardedError) -> None:
+    def end(self, failed: _ShardedError) -> None:
         """Find out why the sharded run failed after the one on the whole model did not."""
         self.differences = []
         if self.runs.engine is None and failed.is_users:
@@ -507,7 +565,12 @@ class _Comparison:
             failure = RuntimeError(f"{other.partition(': ')[2]}\n(found on rank {rank})")
         raise _ShardedError(failure, is_users=all(texts) and not any(text.startswith(_OURS) for text in texts))
 
-    def _run(self) -> None:
+    def run(self) -> None:
+        """Run the step both ways in the best precision that it works in, and compare.
+
+        Raises:
+            _ShardedError: If the sharded run fails.
+        """
         for way in self.runs.precisions():
             whole = self.runs.whole(self.call, way)
             if not whole.failure:
@@ -622,7 +685,7 @@ class _Comparison:
 
     def anywhere(self, differences: Sequence[Any]) -> bool:
         """Tell on all ranks of the replica whether one of them has found any."""
-        return any(comm.all_gather_object(bool(differences), self.replica))
+        return _on_any(differences, self.replica)
 
     # ------------------------------------------------------------------------------------------------- differences
 
@@ -670,7 +733,7 @@ class _Comparison:
 
     def _gradient_differences(self, whole: WholeRun, divided: DividedRun, tolerance: float) -> list[StepDifference]:
         mine = self._alike(lambda: max(filter(math.isfinite, map(largest_of, whole.gradients.values())), default=0.0))
-        floor = _SMALL * max(comm.all_gather_object(mine, self.replica))
+        floor = SMALL * max(comm.all_gather_object(mine, self.replica))
         return self._alike(lambda: compare_gradients(divided.gradients, whole.gradients, floor, tolerance))
 
     def _value_differences(self, whole: WholeRun, divided: DividedRun, tolerance: float) -> list[StepDifference]:
@@ -850,7 +913,7 @@ class _Comparison:
         found = sorted({each for theirs in comm.all_gather_object(mine, self.replica) for each in theirs})
         if not found or any(kind not in ("attribute", "buffer") for kind, _ in found):
             return ""
-        return _KEPT_BY_HAND.format(found[0][1])
+        return _KEPT_BY_HAND.format(found[0][1].partition("[")[0])
 
     def _varying(self, one: WholeRun, two: WholeRun) -> set[tuple[str, str]]:
         """Return what two runs on one process do not agree in, as kinds and names."""
@@ -913,7 +976,7 @@ def _second_differences(runs: Sequence[WholeRun], weights: Sequence[float]) -> l
         for name in set.intersection(*(set(each) for each in values)):
             ab, ba, aa, bb = (each[name].double() for each in values)
             difference = largest_of(ab + ba - of_a * aa - of_b * bb)
-            if difference > tolerance * max(largest, _SMALL):  # not where it is no number
+            if difference > tolerance * max(largest, SMALL):  # not where it is no number
                 found.append(name)
     return found
 

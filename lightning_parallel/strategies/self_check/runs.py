@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
@@ -52,7 +52,7 @@ from lightning_parallel.strategies.steps.gradient_hooks import (
     refused_leaving,
     run_gradient_hooks,
 )
-from lightning_parallel.strategies.steps.pipeline import PipelineSteps
+from lightning_parallel.strategies.steps.pipeline import PipelineSteps, step_context
 from lightning_parallel.strategies.steps.state import Snapshot, TrainerState
 from lightning_parallel.strategies.whole.pinned import (
     SEED,
@@ -401,7 +401,8 @@ class StepRuns:
         step = getattr(module, call.name)
         batch = copied(call.batch, way.double)
         callbacks = None if self.engine is None else LeftInCallbacks(module)
-        with log_recorded(module, calls), self._manual(model), self._precision(way), self._context(call.name)():
+        context = step_context(self.precision, call.name)
+        with log_recorded(module, calls), self._manual(model), self._precision(way), context:
             # Logits that are divided are gathered on all ranks; only one compares them.
             output = whole_logits((step if around is None else around(step))(batch, *call.rest, **call.kwargs))
         loss = None
@@ -595,15 +596,6 @@ class StepRuns:
             trainer.restore()
             hooked.restore()
             state.restore()
-
-    def _context(self, name: str) -> Callable[[], AbstractContextManager[Any]]:
-        contexts: dict[str, Callable[[], AbstractContextManager[Any]]] = {
-            "training_step": self.precision.train_step_context,
-            "validation_step": self.precision.val_step_context,
-            "test_step": self.precision.test_step_context,
-            "predict_step": self.precision.predict_step_context,
-        }
-        return contexts[name]
 
     @contextmanager
     def _manual(self, model: WholeModel | None) -> Iterator[None]:

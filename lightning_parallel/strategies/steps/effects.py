@@ -172,7 +172,7 @@ class StepEffects:
 class _BatchStatistics:
     """The statistics of a batch normalization: the mean of the statistics of the microbatches, counted as one batch."""
 
-    def __init__(self, norm: nn.Module) -> None:
+    def __init__(self, norm: Any) -> None:
         self._norm = norm
         self._buffers: dict[str, Tensor] = {name: getattr(norm, name) for name in _STATISTICS}
         # Copies: autograd may have saved the buffers, and the microbatches write into them.
@@ -199,13 +199,13 @@ class _BatchStatistics:
         self._mark()
 
     def _mark(self) -> None:
-        self._count: Any = self._norm.num_batches_tracked
+        self._count = self._norm.num_batches_tracked
         self._version = version_of(self._count)
 
     def note(self, microbatch: int) -> None:
         """Keep the statistics that a microbatch leaves, if it ran the layer."""
         # The version of the count tells it without a look at data, for which the host would wait on a GPU.
-        count: Any = self._norm.num_batches_tracked
+        count = self._norm.num_batches_tracked
         if count is not self._count or version_of(count) != self._version:
             self._after[microbatch] = {name: getattr(self._norm, name) for name in _STATISTICS}
 

@@ -54,7 +54,7 @@ from lightning_parallel.tensor.audit import StepAudit
 from lightning_parallel.tensor.logits import whole_logits
 from lightning_parallel.tensor.sequence_regions import refused_between
 
-__all__ = ["LossKinds", "PipelineSteps", "SharedMetrics"]
+__all__ = ["LossKinds", "PipelineSteps", "SharedMetrics", "step_context"]
 
 _TRAINING = STEPS[TrainerFn.FITTING]
 
@@ -309,7 +309,6 @@ class PipelineSteps:
     def _step(self, name: str, rest: tuple[Any, ...], kwargs: dict[str, Any]) -> Callable[[Any], Any]:
         """Return the module's own step, for one microbatch."""
         method = getattr(self.module, name)
-        context = self._context(name)
         if name not in self._positional:
             self._positional[name] = positional_arguments(method)
         # `example` passes a batch index, which the step need not take.
@@ -317,18 +316,11 @@ class PipelineSteps:
 
         def step(microbatch: Any) -> Any:
             # Else each microbatch would cast all parameters, and keep a copy of them until its backward.
-            with context(), kept_casts() if name == _TRAINING else nullcontext(), _parts_told(self.module):
+            casts = kept_casts() if name == _TRAINING else nullcontext()
+            with step_context(self.precision, name), casts, _parts_told(self.module):
                 return method(microbatch, *rest, **kwargs)
 
         return step
-
-    def _context(self, name: str) -> Callable[[], AbstractContextManager[Any]]:
-        return {
-            "training_step": self.precision.train_step_context,
-            "validation_step": self.precision.val_step_context,
-            "test_step": self.precision.test_step_context,
-            "predict_step": self.precision.predict_step_context,
-        }[name]
 
     def _keeps(self, name: str, is_asked: bool | None) -> bool:
         if is_asked is None:
@@ -390,7 +382,7 @@ class PipelineSteps:
             output: Any = merge_outputs(result.outputs, merging)
             if name == _TRAINING:
                 output = {**output, "loss": result.loss} if isinstance(output, Mapping) else result.loss
-            with self._context(name)(), self.alone():  # values of metrics are computed again
+            with step_context(self.precision, name), self.alone():  # values of metrics are computed again
                 merged = effects.merged(merging)
             is_new = name == _TRAINING and self.loss_kinds.end_step(self.is_compared)
             return (output, *merged, merging.found if self.is_compared else {}, is_new)
@@ -408,6 +400,13 @@ class PipelineSteps:
         share = 1.0 / self.module.trainer.accumulate_grad_batches
         scaler = getattr(self.precision, "scaler", None)
         return share if scaler is None else scaler.scale(torch.full((), share, device=self.device))
+
+
+def step_context(precision: Precision, name: str) -> AbstractContextManager[Any]:
+    """Return the context in which Lightning runs a step, such as autocast."""
+    kind = {"training_step": "train", "validation_step": "val"}.get(name, name.removesuffix("_step"))
+    context: AbstractContextManager[Any] = getattr(precision, f"{kind}_step_context")()
+    return context
 
 
 @contextmanager
