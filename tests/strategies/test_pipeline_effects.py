@@ -279,7 +279,7 @@ def test_what_later_steps_compute_otherwise_is_compared_as_well():
     for way in ("step", "data"):
         with pytest.raises(RuntimeError, match="of a step whose loss used other operations than the earlier steps"):
             fit(Turning(way), strategy(), 2, max_epochs=2, verifies=True)
-    with pytest.raises(RuntimeError, match="attribute `least`(.|\n)*Append the values"):
+    with pytest.raises(RuntimeError, match="attribute `least`(.|\n)*Append values"):
         fit(Turning("attribute"), strategy(), 2, max_epochs=1, verifies=True)
 
 

@@ -185,7 +185,7 @@ KEPT_BY_HAND = {
     "attribute `latest`": lambda self, loss: setattr(self, "latest", loss),
     r"attribute `stats\['batches'\]`": lambda self, loss: self.stats.update(batches=self.stats["batches"] + 1),
     "(attribute|buffer) `average`": lambda self, loss: self.average.mul_(0.9).add_(0.1 * loss),
-    r"first batch again(.|\n)*attribute `least\[0\]`": lambda self, loss: self.least.append(min([loss.item(), *self.least])),
+    r"again(.|\n)*attribute `least\[0\]`": lambda self, loss: self.least.append(min([loss.item(), *self.least])),
     # The first step of the check tells the blocks to update them.
     r"buffer `blocks\.\d\.average`": updating_blocks("average"),
     r"buffer `blocks\.\d\.calls`": updating_blocks("calls"),
