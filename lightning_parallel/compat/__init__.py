@@ -34,6 +34,7 @@ __all__ = [
     "module_that_asks",
     "is_read_by_user",
     "is_users",
+    "is_power_of_two",
     "is_users_object",
     "patched",
     "users_line",
@@ -162,6 +163,11 @@ FOREIGN |= {"builtins", "torchmetrics", "numpy"}
 def is_users(kind: type) -> bool:
     """Tell whether a class is the user's own, rather than one of a known package."""
     return kind.__module__.partition(".")[0] not in FOREIGN
+
+
+def is_power_of_two(number: int) -> bool:
+    """Tell whether a number is 1, 2, 4, 8 and so on: for checks that become rare as a run goes on."""
+    return number.bit_count() == 1
 
 
 def is_users_object(value: Any) -> bool:

@@ -25,9 +25,9 @@ from lightning_parallel.strategies.steps.state import (
     Elsewhere,
     Fresh,
     Members,
+    Replaced,
     Snapshot,
     Value,
-    Whole,
     label_of,
 )
 
@@ -143,7 +143,7 @@ def changed_attributes(before: Snapshot) -> tuple[dict[str, Any], frozenset[str]
         elif isinstance(edit, Members):
             # In an order that is the same everywhere.
             value = sorted(edit.added, key=lambda member: (str(type(member)), str(member)))
-        elif isinstance(edit, (Fresh, Whole)):
+        elif isinstance(edit, (Fresh, Replaced)):
             value = edit.value
         leaves, _ = pytree.tree_flatten_with_path(value)
         unknown |= {label + pytree.keystr(where) for where, leaf in leaves if _is_unknown(leaf)}

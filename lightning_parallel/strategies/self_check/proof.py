@@ -31,7 +31,7 @@ from torch import Tensor
 
 from lightning_parallel import comm
 from lightning_parallel.comm import Group, MeshGroups, RollCall
-from lightning_parallel.compat import ParallelState
+from lightning_parallel.compat import ParallelState, is_power_of_two
 from lightning_parallel.compat.lightning import tell
 from lightning_parallel.compat.torch import BatchNormalization
 from lightning_parallel.pipeline.microbatch import (
@@ -186,7 +186,7 @@ class FirstBatches:
         """
         data = self._groups.data_parallel
         # Replicas ask each other in some steps only.
-        is_due = data.size == 1 or self._epoch != epoch or not self._steps & (self._steps - 1)
+        is_due = data.size == 1 or self._epoch != epoch or self._steps == 0 or is_power_of_two(self._steps)
         self._steps += 1
         if self._epoch != epoch:
             check_same_batch((args, kwargs), self._groups.replica)

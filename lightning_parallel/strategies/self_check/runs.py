@@ -57,7 +57,7 @@ from lightning_parallel.strategies.steps.state import Snapshot, TrainerState
 from lightning_parallel.strategies.whole.pinned import (
     SEED,
     Draws,
-    KeptState,
+    ModuleSnapshot,
     StageStreams,
     blamed_on_us,
     doubled,
@@ -165,6 +165,9 @@ class DividedRun:
     merged: Mapping[str, str] = field(default_factory=dict)
 
 
+_LOSS = ("", "['loss']")
+"""The keys under which a training step returns its loss."""
+
 _DOUBLE_BYTES = 64 << 20
 """Parameters of a rank up to this size, in double precision, are converted to double precision for the proof."""
 
@@ -255,16 +258,16 @@ class StepRuns:
         comm.raise_together(failure, self.groups.replica)
         effects, draws, dropout, trace, drawn = found.result or (ObservedStep(), False, False, None, RecordedDraws())
         return WholeRun(
-            found.failure,
-            found.blame,
-            replace(effects, output=output),
-            found.gradients,
-            found.values,
-            found.precisions,
-            draws,
-            dropout,
-            trace,
-            drawn,
+            failure=found.failure,
+            blame=found.blame,
+            effects=replace(effects, output=output),
+            gradients=found.gradients,
+            values=found.values,
+            precisions=found.precisions,
+            draws=draws,
+            dropout=dropout,
+            trace=trace,
+            recorded=drawn,
         )
 
     def _run_whole(
@@ -371,13 +374,13 @@ class StepRuns:
             written = [key for key, value in parameters.items() if version_of(value) != versions[key]]
             changed.update((key, parameters[key].detach().clone()) for key in written)
         return DividedRun(
-            effects,
-            gradients,
-            changed,
-            RandomRegion.draws > drawn,
-            trace,
-            replayed[0] if replayed else None,
-            {} if self.steps is None else self.steps.merged,
+            effects=effects,
+            gradients=gradients,
+            values=changed,
+            draws_apart=RandomRegion.draws > drawn,
+            trace=trace,
+            replayed=replayed[0] if replayed else None,
+            merged={} if self.steps is None else self.steps.merged,
         )
 
     def _run_step(
@@ -440,14 +443,15 @@ class StepRuns:
             attributes.update(numbers_in(value, f"{label}[{key!r}]"))
         counters = {name: value for name, value in counters_of(self.module).items() if value != before[1].get(name)}
         outputs = numbers_in(without_caches(output), "")
+        elsewhere = {name for name, value in vars(self.module).items() if isinstance(value, PlaceholderTensor)}
         return ObservedStep(
-            None if loss is None else float(loss.detach()),
-            logged,
-            {key: value for key, value in outputs.items() if loss is None or key not in _LOSS},
-            attributes,
-            unknown | {name for name, value in vars(self.module).items() if isinstance(value, PlaceholderTensor)},
-            counters,
-            flags_of(before[0]),
+            loss=None if loss is None else float(loss.detach()),
+            logged=logged,
+            output={key: value for key, value in outputs.items() if loss is None or key not in _LOSS},
+            attributes=attributes,
+            unknown=unknown | elsewhere,
+            counters=counters,
+            flags=flags_of(before[0]),
         )
 
     def _kept(self) -> tuple[Snapshot, dict[str, Any], TrainerState]:
@@ -583,7 +587,7 @@ class StepRuns:
     @contextmanager
     def _state_kept(self) -> Iterator[None]:
         """Put back what a run of the step changes, gradients included."""
-        state, trainer, hooked = KeptState(self.module), TrainerState(self.module), HookedState.of(self.module)
+        state, trainer, hooked = ModuleSnapshot(self.module), TrainerState(self.module), HookedState.of(self.module)
         gradients = {parameter: parameter.grad for parameter in self.module.parameters()}
         for parameter in gradients:
             parameter.grad = None
@@ -671,10 +675,6 @@ class _Inert:
 
     def zero_grad(self, *_: Any, **__: Any) -> None:
         """Let gradients add up over the whole step."""
-
-
-# Where a training step returns its loss.
-_LOSS = ("", "['loss']")
 
 
 def copied(batch: Any, double: bool) -> Any:

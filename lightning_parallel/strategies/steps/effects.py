@@ -42,11 +42,11 @@ from lightning_parallel.strategies.steps.state import (
     Fresh,
     Gone,
     Members,
-    Path,
+    Replaced,
     Snapshot,
+    StatePath,
     TrainerState,
     Value,
-    Whole,
     emptied,
     is_container,
     label_of,
@@ -80,7 +80,7 @@ class StepEffects:
         self._attributes = {path: dict(vars(holder)) for path, holder in self._start.modules()}
         self._rules = ParallelState.of(module).merging.setdefault(name, {})
         self._statistics = _BatchStatistics.of(module) if name == "training_step" else []
-        self._history: list[dict[Path, Edit]] = []
+        self._history: list[dict[StatePath, Edit]] = []
         self.metrics = MetricCalls(module)
         # A microbatch may leave the tensor that was there; its rows are part of the result all the same.
         with_rows = (label for label, rule in self._rules.items() if rule.startswith("rows "))
@@ -342,7 +342,7 @@ def _value_of_all(values: Sequence[_MetricAt | _BatchValue]) -> Any:
 # --------------------------------------------------------------------------------------------------------- attributes
 
 
-Change = tuple[Path, str, Any]
+Change = tuple[StatePath, str, Any]
 """What to do where: `set`, `write` into what is there, `create`, `extend`, `join`, `fill`, `remove`, `trainer`."""
 
 
@@ -364,12 +364,12 @@ def _agreed(found: Sequence[dict[tuple[str, str], Any]]) -> dict[tuple[str, str]
     return found[-1]
 
 
-def _merge_changes(history: Sequence[dict[Path, Edit]], merging: Merging) -> list[Change]:
+def _merge_changes(history: Sequence[dict[StatePath, Edit]], merging: Merging) -> list[Change]:
     """Return the changes that one step on the whole batch would have made, containers before what is inside."""
     history = [dict(edits) for edits in history]
     paths = list(dict.fromkeys(path for edits in history for path in edits))
     merged: list[Change] = []
-    settled: set[Path] = set()
+    settled: set[StatePath] = set()
     for path in paths:  # grows inside
         found = [(number, edits[path]) for number, edits in enumerate(history) if path in edits]
         if any(path[:length] in settled for length in range(1, len(path))):
@@ -389,7 +389,7 @@ def _merge_changes(history: Sequence[dict[Path, Edit]], merging: Merging) -> lis
         elif anew := _lists_anew([each for _, each in found], len(merging.samples)):
             settled.add(path)
             merged.append((path, "fill", merge_entries(anew, merging, label_of(path))))
-        elif any(isinstance(each, Whole) for _, each in found):
+        elif any(isinstance(each, Replaced) for _, each in found):
             settled.add(path)
             merged += [(path, "create", emptied(edit.value)) for _, edit in fresh]
             merged.append((path, "fill", _filled([each for _, each in found])))
@@ -415,7 +415,7 @@ def _lists_anew(edits: Sequence[Edit], count: int) -> list[list[Any]]:
     """
     found = [edit.entries if isinstance(edit, Added) else edit.value for edit in edits if not isinstance(edit, _OTHERS)]
     lists = [list(each) for each in found]
-    are_anew = len(lists) == count > 1 and all(isinstance(edit, Whole) for edit in edits[1:])
+    are_anew = len(lists) == count > 1 and all(isinstance(edit, Replaced) for edit in edits[1:])
     if not are_anew or not all(isinstance(entry, Tensor) for each in lists for entry in each):
         return []
     seen = {id(entry) for each in lists for entry in each}
@@ -426,7 +426,7 @@ def _filled(edits: Sequence[Edit]) -> list[Any] | set[Any]:
     """Return what a list or set holds after changes one after the other, of which one has changed it as a whole."""
     value: Any = []
     for edit in edits:
-        if isinstance(edit, (Whole, Fresh)):
+        if isinstance(edit, (Replaced, Fresh)):
             value = set(edit.value) if isinstance(edit.value, set) else list(edit.value)
         elif isinstance(edit, Added):
             value.extend(edit.entries)
@@ -439,7 +439,7 @@ def _first(value: Any) -> Edit:
     return Fresh(value) if is_container(value) else Value(MISSING, value, False)
 
 
-def _merge_entries_of(path: Path, found: Sequence[tuple[int, Any]], merging: Merging) -> list[Change]:
+def _merge_entries_of(path: StatePath, found: Sequence[tuple[int, Any]], merging: Merging) -> list[Change]:
     """Return how what microbatches added to a list, deque or set is added at once."""
     values = [edit.value if isinstance(edit, Fresh) else edit[0] for _, edit in found]
     if isinstance(values[0], set):
@@ -449,7 +449,7 @@ def _merge_entries_of(path: Path, found: Sequence[tuple[int, Any]], merging: Mer
     return [(path, "extend", merge_entries([list(value) for value in values], merging, label_of(path)))]
 
 
-def _merge_values(path: Path, found: Sequence[tuple[int, Value]], merging: Merging) -> Change:
+def _merge_values(path: StatePath, found: Sequence[tuple[int, Value]], merging: Merging) -> Change:
     """Return the value of the last microbatch; tensors with a row per sample are concatenated."""
     after = found[-1][1].after
     ends = _ends(found, len(merging.samples))

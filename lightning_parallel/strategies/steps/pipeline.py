@@ -163,7 +163,7 @@ class PipelineSteps:
         end_stage = self._end_of_stages(None if self._is_accumulating() else reducer, earlier)
         skips = self._skips_of(_TRAINING, args, kwargs)
         frozen = FrozenParameters(self.module) if self._copies.looks else None
-        with self._hooks.held(self.module.current_epoch), _variation_told(_TRAINING):
+        with self._hooks.held(self.module.current_epoch), _explain_missing_data(_TRAINING):
             output = self._run(_TRAINING, args, kwargs, audit, skips, keeps_output, end_stage)
             self._hooks.end_step(earlier)
         if frozen is not None:
@@ -250,7 +250,7 @@ class PipelineSteps:
         skips = self._skips_of(name, args, kwargs)
         if skips is None:
             return self._run_whole(name, args, kwargs)
-        with _variation_told(name):
+        with _explain_missing_data(name):
             return self._run(name, args, kwargs, None, skips, keeps_output)
 
     def alone(self) -> AbstractContextManager[Any]:
@@ -440,8 +440,8 @@ def _users_place(error: Exception) -> str:
 
 
 @contextmanager
-def _variation_told(name: str) -> Iterator[None]:
-    """Say of data that are missing inside the block that the step which was planned for did without them."""
+def _explain_missing_data(name: str) -> Iterator[None]:
+    """Add to an error of missing data inside the block that the first batch did not need the data."""
     try:
         yield
     except PlaceholderError as error:

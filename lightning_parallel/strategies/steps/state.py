@@ -34,18 +34,18 @@ __all__ = [
     "Fresh",
     "Gone",
     "Members",
-    "Path",
+    "StatePath",
     "Snapshot",
     "TrainerState",
     "Value",
-    "Whole",
+    "Replaced",
     "emptied",
     "is_container",
     "label_of",
     "put",
 ]
 
-Path = tuple[Any, ...]
+StatePath = tuple[Any, ...]
 """Name of an attribute, then keys, positions and fields inside of it."""
 
 _PLAIN = (bool, int, float, complex, str, bytes, type(None), np.generic)
@@ -106,7 +106,7 @@ class Fresh(NamedTuple):
     value: Any
 
 
-class Whole(NamedTuple):
+class Replaced(NamedTuple):
     """All of a container that was changed in another way."""
 
     value: Any
@@ -116,7 +116,7 @@ class Gone(NamedTuple):
     """Removed."""
 
 
-Edit = Value | Added | Members | Fresh | Whole | Gone
+Edit = Value | Added | Members | Fresh | Replaced | Gone
 
 
 class _Child(str):
@@ -125,7 +125,7 @@ class _Child(str):
     __slots__ = ()
 
 
-def label_of(path: Path) -> str:
+def label_of(path: StatePath) -> str:
     """Return a path as code has it behind `self.`."""
     label, holder = str(path[0]), path[0]
     for key in path[1:]:
@@ -162,23 +162,23 @@ class Snapshot:
         self.module = module
         self._with_buffers, self._is_exact = with_buffers, is_exact
         self._packages = {kind.__module__.partition(".")[0] for kind in type(module).__mro__} - FOREIGN
-        self._holders: dict[Path, Any] = {}
-        self._items: dict[Path, Any] = {}
-        self._kept: dict[Path, Any] = {}
+        self._holders: dict[StatePath, Any] = {}
+        self._items: dict[StatePath, Any] = {}
+        self._kept: dict[StatePath, Any] = {}
         self._seen: set[int] = set()
         state = vars(module).get("_parallel_state")
         self._rules = {name for rules in getattr(state, "merging", {}).values() for name in rules}
         self._parts = {id(module.get_submodule(name)) for name in getattr(state, "followed", ())}
         self._visit((), module, _COPIED_BYTES)
 
-    def original(self, path: Path) -> Any:
+    def original(self, path: StatePath) -> Any:
         """Return the object that was at `path`; `MISSING` if there was none."""
         items = self._items.get(path[:-1])
         if isinstance(items, list):
             return items[path[-1]] if path[-1] < len(items) else MISSING
         return MISSING if items is None else items.get(path[-1], MISSING)
 
-    def paths(self) -> list[Path]:
+    def paths(self) -> list[StatePath]:
         """Return where numbers, tensors and other single values were."""
         found = []
         for path, items in self._items.items():
@@ -187,11 +187,11 @@ class Snapshot:
                 found += [(*path, key) for key in keys if (*path, key) not in self._holders]
         return found
 
-    def modules(self) -> list[tuple[Path, nn.Module]]:
+    def modules(self) -> list[tuple[StatePath, nn.Module]]:
         """Return the modules that are followed, by path."""
         return [(path, holder) for path, holder in self._holders.items() if isinstance(holder, nn.Module)]
 
-    def holder(self, path: Path) -> Any:
+    def holder(self, path: StatePath) -> Any:
         """Return the container, object or module that holds what is at `path`, as it is now."""
         found: Any = self.module
         for key in path[:-1]:
@@ -229,7 +229,7 @@ class Snapshot:
             return list(holder)
         return dict(holder if isinstance(holder, Mapping) else vars(holder))
 
-    def _visit(self, path: Path, holder: Any, most: int) -> None:
+    def _visit(self, path: StatePath, holder: Any, most: int) -> None:
         if id(holder) in self._seen:
             return
         self._seen.add(id(holder))
@@ -242,7 +242,7 @@ class Snapshot:
                 return
             most = _COPIED_ENTRY_BYTES
         for key, value in enumerate(items) if isinstance(items, list) else items.items():
-            place: Path = (*path, key)
+            place: StatePath = (*path, key)
             if isinstance(value, _PLAIN):
                 continue
             if isinstance(value, set):
@@ -255,19 +255,19 @@ class Snapshot:
 
     # -------------------------------------------------------------------------------------------------- changes
 
-    def changes(self) -> dict[Path, Edit]:
+    def changes(self) -> dict[StatePath, Edit]:
         """Return what has changed since, by path."""
-        edits: dict[Path, Edit] = {}
+        edits: dict[StatePath, Edit] = {}
         self._compare((), self.module, edits)
         return edits
 
-    def _compare(self, path: Path, holder: Any, edits: dict[Path, Edit]) -> None:
+    def _compare(self, path: StatePath, holder: Any, edits: dict[StatePath, Edit]) -> None:
         before, now = self._items[path], self.entries_of(holder)
         if isinstance(before, list):
             is_limited = isinstance(holder, deque) and holder.maxlen is not None
             shift = _shift(before, now, len(before) if is_limited else 0)
             if shift is None:
-                edits[path] = Whole(_frozen(holder))
+                edits[path] = Replaced(_frozen(holder))
                 return
             if len(now) > len(before) - shift:
                 edits[path] = Added(now[len(before) - shift :])
@@ -292,7 +292,7 @@ class Snapshot:
             if not is_there and not isinstance(key, _Child):
                 edits[place] = Gone()
 
-    def _compare_container(self, path: Path, old: Any, value: Any, edits: dict[Path, Edit]) -> None:
+    def _compare_container(self, path: StatePath, old: Any, value: Any, edits: dict[StatePath, Edit]) -> None:
         # `self.found = self.found + [x]` is `self.found.append(x)`.
         if type(value) is list and type(old) is list and old and path in self._items:
             before = self._items[path]
@@ -302,7 +302,7 @@ class Snapshot:
                 return
         edits[path] = Fresh(_frozen(value))
 
-    def _compare_same(self, path: Path, value: Any, edits: dict[Path, Edit]) -> None:
+    def _compare_same(self, path: StatePath, value: Any, edits: dict[StatePath, Edit]) -> None:
         """Compare an object with what it was."""
         if path in self._holders:
             self._compare(path, value, edits)
@@ -313,7 +313,7 @@ class Snapshot:
             elif before <= value:
                 edits[path] = Members(value - before)
             else:
-                edits[path] = Whole(set(value))
+                edits[path] = Replaced(set(value))
 
     # -------------------------------------------------------------------------------------------------- restoring
 
@@ -333,7 +333,7 @@ class Snapshot:
                 items[key] = self._as_it_was((*path, key), items[key], in_place)
             self._refill(holder, items, removes)
 
-    def _as_it_was(self, path: Path, value: Any, in_place: bool = False) -> Any:
+    def _as_it_was(self, path: StatePath, value: Any, in_place: bool = False) -> Any:
         before = self._kept.get(path)
         if before is None or _is_equal(before, value):
             return value

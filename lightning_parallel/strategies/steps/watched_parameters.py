@@ -8,6 +8,7 @@ from __future__ import annotations
 from torch import nn
 
 from lightning_parallel import comm
+from lightning_parallel.compat import is_power_of_two
 from lightning_parallel.pipeline.engine import PipelineEngine
 
 __all__ = ["FrozenParameters", "WatchedCopies"]
@@ -29,7 +30,7 @@ class WatchedCopies:
     def looks(self) -> bool:
         """Whether this step is one to look at: often at first, as averages may begin late."""
         # Steps in pairs: 1 and 2, 2 and 3, 4 and 5, 8 and 9, ...
-        return not (self._steps & (self._steps - 1) and (self._steps - 1) & (self._steps - 2))
+        return self._steps < 2 or is_power_of_two(self._steps) or is_power_of_two(self._steps - 1)
 
     def check(self) -> None:
         """Look at the copies before a step.

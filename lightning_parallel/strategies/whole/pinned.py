@@ -35,7 +35,7 @@ from lightning_parallel.tensor.verify import DropoutOff
 __all__ = [
     "SEED",
     "Draws",
-    "KeptState",
+    "ModuleSnapshot",
     "RefusedCalls",
     "ReferenceRunError",
     "StageStreams",
@@ -57,7 +57,7 @@ _FOLLOWED_ITEMS = 10_000
 """Longer containers, such as data sets, are copied as they are, without what is in them."""
 
 
-class KeptState:
+class ModuleSnapshot:
     """All that a step may change in a module, to put it back: every module's attributes, buffers, parameters.
 
     Attributes that are containers, and objects of the user's classes, are followed inside.
