@@ -1,6 +1,6 @@
-"""What the steps of one batch leave besides their results: calls of `self.log`, and attributes that they change.
+"""Records the calls of `self.log` and the changed attributes of a step, for each microbatch on the last stage.
 
-They are recorded for each microbatch on the last stage, merged into those of one step, and repeated on every rank.
+Merges them into the calls and changes of one step on the whole batch, and repeats these on every rank.
 """
 
 from __future__ import annotations
@@ -64,11 +64,11 @@ _STATISTICS = ("num_batches_tracked", "running_mean", "running_var")
 
 
 class StepEffects:
-    """Records what the steps of one batch log and remember on this rank.
+    """Records the logged values and changed attributes of the microbatches of one batch, on this rank.
 
     Args:
         module: The user's module.
-        name: Of the step.
+        name: The name of the step, such as `training_step`.
     """
 
     def __init__(self, module: LightningModule, name: str) -> None:
@@ -88,9 +88,9 @@ class StepEffects:
 
     @contextmanager
     def step(self) -> Iterator[None]:
-        """Record one microbatch inside the block: it counts if the step runs to its end, else leaves no trace.
+        """Record one microbatch inside the block; undo its changes if the step does not run to its end.
 
-        A rank with several stages runs the step of a microbatch several times: each goes on from what layers keep.
+        A rank with several stages runs the step of a microbatch once per stage.
         """
         microbatch = microbatch_under_way()
         calls: list[LogCall] = []
@@ -103,7 +103,7 @@ class StepEffects:
             with self.metrics.recording(), log_recorded(self.module, calls, self.metrics):
                 yield
         except BaseException:
-            # On other stages than the last. Hooks of backward may read what is new.
+            # A stage before the last ends the step early. New attributes stay: hooks of backward may read them.
             before.restore(removes=False)
             raise
         finally:
@@ -111,12 +111,12 @@ class StepEffects:
             if microbatch is not None:
                 for statistics in self._statistics:
                     statistics.note(microbatch)
-            # One process decides once for all samples; the last stage is the only one to run a step to its end.
+            # A single process sets the trainer once per batch, so the changes are made once, after the last microbatch.
             of_trainer = self._trainer.changes()
             self._trainer.restore()
         self._of_trainer.append(of_trainer)
         self.logged.append(calls)
-        # What has come from an earlier stage, such as features that a forward hook keeps, as the data themselves.
+        # An attribute may hold a placeholder whose data came from an earlier stage: the data count.
         edits = {path: reveal(edit) for path, edit in before.changes().items()}
         for name in self._with_rows:
             edits.setdefault((name,), Value(before.original((name,)), before.entries_of(self.module)[name], False))
@@ -127,13 +127,13 @@ class StepEffects:
         return Merging(self._rules, samples, weights, is_strict)
 
     def merged(self, merging: Merging) -> tuple[list[LogCall], list[Change]]:
-        """Return calls of `self.log`, and changes, as one step on the whole batch would have made them."""
+        """Return the calls of `self.log` and the changes of one step on the whole batch."""
         for name, value, _ in (call for calls in self.logged for call in calls):
             require_known(value, f"`self.log({name!r}, ...)`")
         changes = _merge_changes(self._history, merging)
         for path, _, value in changes:
             require_known(value, f"`self.{label_of(path)}`")
-        # Refused where it is used after the step: most such attributes are read inside of it only.
+        # Code after the step may not read data of other stages; most such attributes are read in the step only.
         for path, holder in self._start.modules():
             before = self._attributes[path]
             for name, value in vars(holder).items():
@@ -154,7 +154,7 @@ class StepEffects:
                 statistics.settle(samples)
 
     def repeat(self, calls: Sequence[LogCall], changes: Sequence[Change], device: torch.device) -> None:
-        """Log and remember on this rank what the last stage logged and remembered."""
+        """Log the values of the last stage on this rank, and set the attributes that it changed."""
         with torch.inference_mode(False):
             self._start.restore(removes=False)
             _apply(self.module, self._start, [change for change in changes if change[1] != "trainer"], device)
@@ -204,7 +204,7 @@ class _BatchStatistics:
 
     def note(self, microbatch: int) -> None:
         """Keep the statistics that a microbatch leaves, if it ran the layer."""
-        # The version of the count tells it without a look at data, for which the host would wait on a GPU.
+        # The kernels leave the versions of the statistics alone; to read data, the host would wait for the GPU.
         count = self._norm.num_batches_tracked
         if count is not self._count or version_of(count) != self._version:
             self._after[microbatch] = {name: getattr(self._norm, name) for name in _STATISTICS}
@@ -212,12 +212,11 @@ class _BatchStatistics:
     def settle(self, samples: Sequence[int]) -> None:
         """Set the mean over the microbatches by samples; the buffers stay the same objects."""
         for name, buffer in self._buffers.items():
-            value: Any = self._before[name]
             if self._after:
                 every = [self._after.get(number, self._before)[name] for number in range(len(samples))]
-                value = sum(count / sum(samples) * each for count, each in zip(samples, every))
-                value = value if buffer.is_floating_point() else value.round()
-            put(self._norm, name, buffer.copy_(value))
+                value: Any = sum(count / sum(samples) * each for count, each in zip(samples, every))
+                buffer.copy_(value if buffer.is_floating_point() else value.round())
+            put(self._norm, name, buffer)
 
 
 def to_device(value: Any, device: torch.device) -> Any:
@@ -239,7 +238,7 @@ class _MetricAt:
 
 
 class _BatchValue(NamedTuple):
-    """What a torchmetrics object returned, in a call of `self.log`."""
+    """The value of a torchmetrics object, in a call of `self.log`."""
 
     cache: Tensor
     batch: BatchStates | None
@@ -248,7 +247,7 @@ class _BatchValue(NamedTuple):
 
 @contextmanager
 def log_recorded(module: LightningModule, calls: list[LogCall], metrics: MetricCalls | None = None) -> Iterator[None]:
-    """Add the calls of `self.log` inside the block to `calls` instead; `metrics` tells where values come from."""
+    """Add the calls of `self.log` inside the block to `calls` instead; `metrics` tells the source of a value."""
 
     def log(*args: Any, **kwargs: Any) -> None:
         batches = ParallelState.of(module).batch_states or {}
@@ -263,10 +262,10 @@ def log_recorded(module: LightningModule, calls: list[LogCall], metrics: MetricC
                 raise ValueError(f"The metric logged as {name!r} must be an attribute of the module; make it one")
             value = _MetricAt(path, batch_value_of(value), value, batches.get(id(value)))
         elif in_dry_run():
-            # In a real step the last stage refuses it when all are there to hear of it: see `StepEffects.merged`.
+            # In a real step `StepEffects.merged` refuses the value, when all ranks hear of the error.
             require_known(value, f"`self.log({name!r}, ...)`")
         elif isinstance(value, Tensor):
-            # What is logged is kept until the batch ends, and must not keep a microbatch's graph alive.
+            # Logged values live until the batch ends; without `detach` they would keep the microbatch's graph.
             batch = next((each for each in batches.values() if batch_value_of(each[0]) is value), None)
             place = None if metrics is None else metrics.place_of(value)
             is_plain = batch is None and place is None
@@ -329,9 +328,9 @@ def _merge_call(
 
 
 def _value_of_all(values: Sequence[_MetricAt | _BatchValue]) -> Any:
-    """Return the value of a metric for a batch whose microbatches it has seen; None if it cannot be put together.
+    """Return the value of a metric for a batch from its states of the microbatches; None if they do not combine.
 
-    A mean over classes, a quotient or a rank is no mean over microbatches.
+    The states are combined, not the values: a mean over classes, a quotient or a rank is no mean over microbatches.
     """
     batches = [value.batch for value in values if value.batch is not None]
     if not len(batches) == len(values) > 1 or any(metric is not batches[0][0] for metric, _ in batches):
@@ -343,14 +342,14 @@ def _value_of_all(values: Sequence[_MetricAt | _BatchValue]) -> Any:
 
 
 Change = tuple[StatePath, str, Any]
-"""What to do where: `set`, `write` into what is there, `create`, `extend`, `join`, `fill`, `remove`, `trainer`."""
+"""Path, action, value. Actions: `set`, `write` (in place), `create`, `extend`, `join`, `fill`, `remove`, `trainer`."""
 
 
 def _agreed(found: Sequence[dict[tuple[str, str], Any]]) -> dict[tuple[str, str], Any]:
-    """Return what every microbatch has set in the trainer.
+    """Return the changes of the trainer that all microbatches have made.
 
     Raises:
-        ValueError: If one has set something else than another.
+        ValueError: If two microbatches have set different values.
     """
     for label, key in dict.fromkeys(place for each in found for place in each):
         values = [each.get((label, key), "nothing") for each in found]
@@ -365,7 +364,7 @@ def _agreed(found: Sequence[dict[tuple[str, str], Any]]) -> dict[tuple[str, str]
 
 
 def _merge_changes(history: Sequence[dict[StatePath, Edit]], merging: Merging) -> list[Change]:
-    """Return the changes that one step on the whole batch would have made, containers before what is inside."""
+    """Return the changes of one step on the whole batch, containers before their entries."""
     history = [dict(edits) for edits in history]
     paths = list(dict.fromkeys(path for edits in history for path in edits))
     merged: list[Change] = []
@@ -377,7 +376,7 @@ def _merge_changes(history: Sequence[dict[StatePath, Edit]], merging: Merging) -
         fresh = [(number, edit) for number, edit in found if isinstance(edit, Fresh)]
         edit = found[-1][1]
         if len(fresh) > 1:
-            # A container of each microbatch's own.
+            # Each microbatch has made a container.
             settled.add(path)
             merged.append((path, "set", merge_outputs([edit.value for _, edit in fresh], merging, label_of(path))))
         elif isinstance(edit, Gone):
@@ -409,9 +408,9 @@ _OTHERS = (Value, Members, Gone)
 
 
 def _lists_anew(edits: Sequence[Edit], count: int) -> list[list[Any]]:
-    """Return the lists of tensors that all microbatches have made in place of the one before; empty if they have not.
+    """Return the lists of tensors that all microbatches have made anew; empty if one has not.
 
-    Such as the outputs of layers, in a list that each step clears first.
+    An example is a list of the outputs of layers, which each step clears first.
     """
     found = [edit.entries if isinstance(edit, Added) else edit.value for edit in edits if not isinstance(edit, _OTHERS)]
     lists = [list(each) for each in found]
@@ -423,7 +422,7 @@ def _lists_anew(edits: Sequence[Edit], count: int) -> list[list[Any]]:
 
 
 def _filled(edits: Sequence[Edit]) -> list[Any] | set[Any]:
-    """Return what a list or set holds after changes one after the other, of which one has changed it as a whole."""
+    """Return the entries of a list or set after all changes, of which at least one has replaced them."""
     value: Any = []
     for edit in edits:
         if isinstance(edit, (Replaced, Fresh)):
@@ -440,7 +439,7 @@ def _first(value: Any) -> Edit:
 
 
 def _merge_entries_of(path: StatePath, found: Sequence[tuple[int, Any]], merging: Merging) -> list[Change]:
-    """Return how what microbatches added to a list, deque or set is added at once."""
+    """Return the change that adds the entries of all microbatches to a list, deque or set."""
     values = [edit.value if isinstance(edit, Fresh) else edit[0] for _, edit in found]
     if isinstance(values[0], set):
         return [(path, "join", set().union(*values))]
@@ -475,7 +474,7 @@ def _ends(found: Sequence[tuple[int, Value]], count: int) -> list[Any]:
 
 
 def _apply(module: LightningModule, start: Snapshot, changes: Sequence[Change], device: torch.device) -> None:
-    """Change what a module keeps, which is as it was in `start`."""
+    """Make changes in a module, whose attributes have the values of `start` again."""
     for path, action, value in changes:
         holder, key = start.holder(path), path[-1]
         value = pytree.tree_map_only(Elsewhere, lambda unknown: unknown.placeholder(device), to_device(value, device))
@@ -488,7 +487,7 @@ def _apply(module: LightningModule, start: Snapshot, changes: Sequence[Change], 
         elif action == "write":
             original = start.original(path)
             if isinstance(original, Tensor) and original.shape == value.shape and original.dtype == value.dtype:
-                # Others may hold the tensor, which is the same one after the step.
+                # Other code may hold the tensor: a step that writes in place leaves the same object.
                 with torch.no_grad(), torch.inference_mode(original.is_inference()):
                     original.copy_(value)
                 value = original
@@ -510,7 +509,7 @@ def _remove(holder: Any, key: Any) -> None:
 
 @contextmanager
 def side_effects_discarded(module: LightningModule) -> Iterator[None]:
-    """Drop what steps log, remember and count inside the block."""
+    """Undo the changes of attributes, metrics and the trainer inside the block, and log nothing."""
     metrics = [MetricSnapshot(child) for child in module.modules() if isinstance(child, (Metric, MetricCollection))]
     before = Snapshot(module, with_buffers=False)
     trainer = TrainerState(module)
@@ -526,7 +525,7 @@ def side_effects_discarded(module: LightningModule) -> Iterator[None]:
         for metric in metrics:
             metric.restore()
         trainer.restore()
-        # In place: the module as it was before the block is known by its objects, see `skeleton`.
+        # In place: the skeleton knows the undivided module by its objects.
         before.restore(in_place=True)
         # Tensors of other stages are freed inside the block, or moved to the device.
         for child in inside:
@@ -535,7 +534,7 @@ def side_effects_discarded(module: LightningModule) -> Iterator[None]:
 
 @contextmanager
 def buffers_kept(module: nn.Module) -> Iterator[None]:
-    """Put back at the end of the block what buffers held, in place: layers and the user's code may refer to them."""
+    """Restore the values of buffers after the block, in place: layers and the user's code may refer to them."""
     before = {n: b.detach().clone() for n, b in module.named_buffers() if type(b) is Tensor and not b.is_meta}
     try:
         yield
