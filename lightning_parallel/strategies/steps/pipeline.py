@@ -2,7 +2,7 @@
 
 training_step(batch)
 |  split -> each stage runs the user's `training_step` on each microbatch, forward and backward (engine)
-|  what it returned, logged and remembered on the last stage is merged, and repeated on every rank
+|  outputs, logged values and attributes of the last stage are merged, and repeated on every rank
 |  gradients are taken away: Lightning sets them to zero next
 backward(loss)
 the gradients come back, and are reduced over the replicas
@@ -60,17 +60,17 @@ _TRAINING = STEPS[TrainerFn.FITTING]
 
 
 class PipelineSteps:
-    """The steps of a module that is run in stages.
+    """Runs the steps of a module in stages.
 
     Args:
         module: The user's module.
         options: The strategy's arguments.
-        precision: Gives the context that Lightning runs each step in.
-        device: Where this rank computes.
+        precision: The precision plugin, whose contexts Lightning enters for each step.
+        device: The device of this rank.
 
     Attributes:
-        is_compared: Whether steps are run to be compared with one process.
-        merged: How the microbatches of the last one that was compared were merged, see `Merging.found`.
+        is_compared: Whether the self-check runs the steps.
+        merged: How the microbatches of the last compared step were merged, see `Merging.found`.
     """
 
     def __init__(
@@ -149,16 +149,16 @@ class PipelineSteps:
             args, kwargs: Of the module's `training_step`.
             audit: Watches the step, on the first batch of a run with divided layers.
             reducer: Begins to reduce gradients over the replicas once no further microbatch adds to them.
-            keeps_output: Whether more of what the step returns than its loss is brought to every rank; by default
-                where a hook reads it.
+            keeps_output: Whether the whole output of the step is sent to every rank, and not its loss alone; by default
+                if a hook of the user may read it.
         """
         self._copies.check()
         parameters = [parameter for parameter in self.module.parameters() if parameter.requires_grad]
-        # Of the step before: in one process they are set to zero after `training_step`, which would need memory twice.
+        # A single process sets old gradients to zero after `training_step`; here both would need memory at once.
         held = {parameter: parameter.grad for parameter in parameters} if self._gradients_are_needed() else {}
         for parameter in parameters:
             parameter.grad = None
-        # What accumulates with earlier batches is reduced as their sum, in `backward`.
+        # Accumulated gradients are reduced once, as the sum over batches, in `backward`.
         earlier = held if self._is_accumulating() else {}
         end_stage = self._end_of_stages(None if self._is_accumulating() else reducer, earlier)
         skips = self._skips_of(_TRAINING, args, kwargs)
@@ -176,7 +176,7 @@ class PipelineSteps:
     def _end_of_stages(
         self, reducer: GradientReducer | None, earlier: Mapping[nn.Parameter, Tensor | None]
     ) -> Callable[[int], None]:
-        """Return what to call when a stage of this rank has run its last backward: hooks, and the reduction."""
+        """Return a function for the end of a stage's last backward: it runs hooks, and starts the reduction."""
         left, ended = set(self.engine.stages), set[str]()
         if reducer is not None:
             reducer.cancel()
@@ -192,16 +192,16 @@ class PipelineSteps:
         return end_stage
 
     def _gradients_are_needed(self) -> bool:
-        """Tell whether anybody sees the gradients of earlier batches after `training_step`."""
+        """Tell whether code may read the gradients of earlier batches after `training_step`."""
         return self._is_accumulating() or self._gradients_are_watched
 
     def _is_accumulating(self) -> bool:
-        """Tell whether the gradients of this batch are added to those of earlier ones."""
+        """Tell whether the gradients of this batch are added to the gradients of earlier batches."""
         trainer = self.module.trainer
         return trainer.fit_loop.epoch_loop.batch_idx % trainer.accumulate_grad_batches > 0
 
     def _hooks_see_gradients(self) -> bool:
-        """Tell whether a hook of the user runs while gradients of the step before are still there in one process."""
+        """Tell whether a hook of the user runs before a single process sets the last gradients to zero."""
         trainer = self.module.trainer
         hooks = [callback for callback in trainer.callbacks if isinstance(callback, Callback)]  # type: ignore[attr-defined]
         return (
@@ -212,7 +212,7 @@ class PipelineSteps:
 
     def deliver_gradients(self, reducer: GradientReducer) -> None:
         """Add the gradients of the last step to `.grad`, and tell the reducer of the replicas that they are there."""
-        # Not those without a gradient: marked, they would be reduced as zeros, which weight decay does not ignore.
+        # A parameter without a gradient is not marked: its gradient would become zeros, and weight decay would act.
         fresh = {parameter: gradient for parameter, gradient in self._step_gradients.items() if gradient is not None}
         for parameter in self._summed_before(self._step_gradients):
             parameter.grad = None
@@ -224,9 +224,9 @@ class PipelineSteps:
         reducer.mark(fresh, changed=sums)
 
     def _summed_before(self, parameters: Iterable[nn.Parameter]) -> list[nn.Parameter]:
-        """Return tied parameters whose `.grad` is a sum over their owners already, on all owners but the first.
+        """Return tied parameters whose `.grad` is already a sum over their owners, on all owners but the first.
 
-        It was kept for another step, as by an `optimizer_zero_grad` that clears every second batch.
+        An example is an `optimizer_zero_grad` that clears gradients every second batch.
         """
         engine = self.engine
         are_summed, engine.tied_are_summed = engine.tied_are_summed, False
@@ -237,7 +237,7 @@ class PipelineSteps:
         return [parameter for parameter in parameters if id(parameter) in others]
 
     def restore_gradients(self) -> None:
-        """Put the gradients of the last step into `.grad`, alone."""
+        """Set `.grad` to the gradients of the last step."""
         for parameter, gradient in self._step_gradients.items():
             parameter.grad = gradient
         self._hooks.after_accumulation({one for one, gradient in self._step_gradients.items() if gradient is not None})
@@ -254,7 +254,7 @@ class PipelineSteps:
             return self._run(name, args, kwargs, None, skips, keeps_output)
 
     def alone(self) -> AbstractContextManager[Any]:
-        """Let metrics give their value on this rank inside the block, as in a step: no other rank asks for it."""
+        """Let metrics compute on this rank alone inside the block, as in a step."""
         return patched(self, "_is_running", True)
 
     def goes_in_stages(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
@@ -268,7 +268,7 @@ class PipelineSteps:
             ValueError: If it is a `training_step` that cannot be run in stages.
         """
         batch, *rest = args
-        # By the loader, too: a step may do something else with each.
+        # By the loader, too: a step may treat loaders differently.
         kind = (name, *rest[1:], *kwargs.values())
         if kind in self._skips:
             return self._skips[kind]
@@ -278,7 +278,7 @@ class PipelineSteps:
             self._skips[kind] = plan.skips
             return plan.skips
         failure = None
-        # As in a step, so that metrics do not wait for other ranks.
+        # As in a step: metrics must not wait for other ranks.
         self._is_running = True
         with side_effects_discarded(self.module), buffers_kept(self.module), torch.set_grad_enabled(name == _TRAINING):
             try:
@@ -315,7 +315,7 @@ class PipelineSteps:
         rest = rest[: self._positional[name] - 1]
 
         def step(microbatch: Any) -> Any:
-            # Else each microbatch would cast all parameters, and keep a copy of them until its backward.
+            # Without kept casts, each microbatch would cast all parameters, and keep the copies until its backward.
             casts = kept_casts() if name == _TRAINING else nullcontext()
             with step_context(self.precision, name), casts, _parts_told(self.module):
                 return method(microbatch, *rest, **kwargs)
@@ -351,8 +351,8 @@ class PipelineSteps:
         if self._metrics is not None:
             self._metrics.are_shared = False
             self._metrics.adopt(effects.metrics.holders)
-        # The layers draw nothing from the global generator, so it stays where it is: the order of shuffled data in the
-        # next epoch would be another than in one process.
+        # A step in stages draws from seeded streams. The global generator keeps its state, which decides the order of
+        # shuffled data in the next epoch.
         state = torch.get_rng_state()
         try:
             if name == _TRAINING:
@@ -374,7 +374,7 @@ class PipelineSteps:
         return output
 
     def _shared(self, name: str, result: StepResult, effects: StepEffects) -> tuple[Any, bool]:
-        """Bring what the last stage found to every rank of the pipeline."""
+        """Send the merged output, logged values and changes of the last stage to every rank of the pipeline."""
         samples = [count_samples(microbatch) for microbatch in result.microbatches]
 
         def found() -> tuple[Any, Any, Any, dict[str, str], bool]:
@@ -395,8 +395,8 @@ class PipelineSteps:
         return to_device(output, self.device), is_new
 
     def gradient_scale(self) -> float | Tensor:
-        """Return what gradients are multiplied by: the share of a batch in an accumulated one, and the loss scale."""
-        # Lightning divides the loss in its closure, after `training_step`, when the gradients are there already.
+        """Return the factor of gradients: the share of a batch in an accumulated batch, times the loss scale."""
+        # Lightning divides the loss after `training_step`, when a pipeline has computed the gradients already.
         share = 1.0 / self.module.trainer.accumulate_grad_batches
         scaler = getattr(self.precision, "scaler", None)
         return share if scaler is None else scaler.scale(torch.full((), share, device=self.device))
@@ -411,7 +411,7 @@ def step_context(precision: Precision, name: str) -> AbstractContextManager[Any]
 
 @contextmanager
 def _parts_told(module: nn.Module) -> Iterator[None]:
-    """Say of errors of shapes inside the block that parts of sequences are between blocks, if they are."""
+    """Add to an error about shapes that activations between blocks are shards of the sequence, if they are."""
     try:
         yield
     except (RuntimeError, ValueError, IndexError) as error:
@@ -461,9 +461,9 @@ _MOST_PROOFS = 3
 
 
 class LossKinds:
-    """Notices that steps begin to compute their loss in another way than in those that were compared with one process.
+    """Notices a step whose loss is computed in another way than in the steps that the self-check compared.
 
-    What counts is which operations are last in the graph behind the loss, and not how often.
+    Two losses are of one kind if the last operations of their graphs are the same, in any number.
 
     Attributes:
         unproven: On every rank, the arguments of a step of a new kind since the last self-check.
@@ -476,7 +476,7 @@ class LossKinds:
         self._steps = self._told = 0
 
     def see(self, output: Any) -> None:
-        """Look at what a step returned for a microbatch, before its backward."""
+        """Look at the output of a microbatch, before its backward."""
         loss = output.get("loss") if isinstance(output, Mapping) else output
         if self._told < _MOST_PROOFS and isinstance(loss, Tensor) and loss.grad_fn is not None:
             self._seen.add(_operations_behind(loss))
@@ -491,7 +491,7 @@ class LossKinds:
         if is_compared:
             self._proven |= seen
             return False
-        # In the precision of the run, whose casts the self-check may have left out.
+        # The self-check may have left out autocast, so the first step of the run may have other operations.
         is_other_precision = self._steps == 0 and not seen & self._proven
         is_new = not is_other_precision and not seen <= self._proven
         self._proven |= seen
@@ -515,7 +515,7 @@ def _operations_behind(loss: Tensor) -> frozenset[str]:
 
 
 class _GradientsRead(TorchFunctionMode):
-    """Refuses steps that read gradients of parameters: a microbatch would see those of the ones before."""
+    """Refuses steps that read gradients of parameters: a microbatch would see the gradients of earlier microbatches."""
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -555,7 +555,7 @@ class _StageStep:
             self.kinds.see(output)
         if self.keeps_output:
             return without_caches(whole_logits(output))
-        # Logits of all microbatches would be kept at once, for nobody.
+        # Nothing reads the output, and the logits of all microbatches would be in memory at once.
         if self.kinds is None:
             return None
         return {"loss": output["loss"]} if isinstance(output, Mapping) and "loss" in output else output
@@ -563,10 +563,10 @@ class _StageStep:
     def _audited(self, microbatch: Any, audit: StepAudit) -> Any:
         try:
             output = self.step(microbatch)
-        # So a step ends on all stages but the last: with what it has to send.
+        # On all stages but the last, a step ends by this exception, which carries the tensors to send.
         except StageExit as exit_:
             for value in exit_.end.leaves:
-                # Placeholders stand for what other stages hold: there are no data to check.
+                # Placeholders stand for tensors of other stages, and have no data to check.
                 if isinstance(value, Tensor) and not isinstance(value, PlaceholderTensor):
                     audit.check_sent(value)
             raise
@@ -577,7 +577,7 @@ class _StageStep:
 
 
 def _outside_of(module: nn.Module, intercepted: Sequence[str]) -> tuple[str, ...]:
-    """Return the paths of modules whose own code runs on every stage, and of those that they are in."""
+    """Return the paths of modules whose own code runs on every stage, and of the modules around them."""
     found: dict[str, None] = {}
     inside = tuple(f"{name}." for name in intercepted)
     for path, child in module.named_modules():
@@ -596,7 +596,7 @@ _SHARED = "_is_shared"
 
 
 class SharedMetrics:
-    """Lets torchmetrics objects, which are updated on the last stage, give their value on every rank.
+    """Lets torchmetrics objects compute on every rank, although the last stage alone updates them.
 
     Args:
         module: The user's module.
@@ -605,7 +605,7 @@ class SharedMetrics:
         is_running: Tells whether a step is running, in which only the last stage may ask for a value.
 
     Attributes:
-        are_shared: Whether every rank has had their states since the last step, and may ask for values alone.
+        are_shared: Whether every rank has the states since the last step, and may compute values alone.
     """
 
     def __init__(self, module: LightningModule, group: Group, source: int, is_running: Callable[[], bool]) -> None:
@@ -622,13 +622,13 @@ class SharedMetrics:
         at_end_of_epochs(self._module.trainer, self.share, patches)
 
     def adopt(self, modules: Iterable[nn.Module]) -> None:
-        """Share also those that were made during the run, such as by a `MetricTracker`."""
+        """Share metrics that were made during the run, such as by a `MetricTracker`."""
         for metric in modules:
             if isinstance(metric, Metric) and not hasattr(metric.compute, _SHARED):
                 self._patches.replace(metric, "compute", self._shared_compute(metric, metric.compute))
 
     def share(self) -> None:
-        """Bring the states of all metrics to every rank: then rank zero alone may ask, as its progress bar does."""
+        """Send the states of all metrics to every rank, so that rank zero alone may read them for its progress bar."""
         if not self.are_shared:
             self._bring([each for each in self._module.modules() if isinstance(each, Metric)])
             self.are_shared = True
@@ -647,7 +647,7 @@ class SharedMetrics:
 
         def shared(*args: Any, **kwargs: Any) -> Any:
             if state.batch_states is not None:
-                # In `forward` its states are those of the microbatch alone.
+                # Inside `forward` the metric holds the states of the microbatch alone.
                 states = {name: list(v) if isinstance(v, list) else v for name, v in states_of(metric).items()}
                 state.batch_states[id(metric)] = metric, states
             elif not self._is_running() and not self.are_shared:

@@ -1,4 +1,4 @@
-"""What a module keeps: attributes, buffers of its own, and what is inside of lists, dicts, sets, arrays and objects.
+"""Snapshots of the state of a module: attributes, buffers, and the entries of containers, arrays and objects.
 
 before = Snapshot(module)
 step(batch)                    # self.outputs[0].append({"loss": loss}); self.seen += len(x)
@@ -46,15 +46,18 @@ __all__ = [
 ]
 
 StatePath = tuple[Any, ...]
-"""Name of an attribute, then keys, positions and fields inside of it."""
+"""The name of an attribute, then keys, positions and fields inside the attribute."""
 
 _PLAIN = (bool, int, float, complex, str, bytes, type(None), np.generic)
 
 _FLAT = frozenset((bool, int, float, str, type(None)))
 
-_COPIED_BYTES = 16 << 20  # larger tensors and arrays are not copied before each step: what it writes into them stays
-_COPIED_ENTRY_BYTES = 4 << 10  # the same for entries of lists: those that steps have collected are many, and stay
-_FOLLOWED_ITEMS = 10_000  # longer containers, such as data sets, are not followed inside
+_COPIED_BYTES = 16 << 20
+"""Larger tensors and arrays are not copied before each step: a write into them is not seen and not undone."""
+_COPIED_ENTRY_BYTES = 4 << 10
+"""The same limit for entries of lists: steps collect many entries, and hardly ever write into them later."""
+_FOLLOWED_ITEMS = 10_000
+"""The entries of longer containers, such as data sets, are not followed."""
 
 # Copies of tensors that have not changed since, by tensor: most buffers are constants.
 _copies = WeakTensorKeyDictionary()
@@ -65,11 +68,12 @@ class _Missing:
         return "MISSING"  # one object in every process
 
 
-MISSING = _Missing()  # stands for a value that is not there
+MISSING = _Missing()
+"""Stands for a value that does not exist."""
 
 
 class Elsewhere:
-    """A value that the last stage does not know; on other ranks it is that of one microbatch."""
+    """A value that the last stage does not know; other ranks have the value of one microbatch."""
 
     def __init__(self, placeholder: PlaceholderTensor) -> None:
         self.shape, self.dtype = placeholder.signature
@@ -126,7 +130,7 @@ class _Child(str):
 
 
 def label_of(path: StatePath) -> str:
-    """Return a path as code has it behind `self.`."""
+    """Return a path in the form of code after `self.`, such as `stats['n']`."""
     label, holder = str(path[0]), path[0]
     for key in path[1:]:
         label += f".{key}" if isinstance(holder, _Child) else f"[{key!r}]"
@@ -135,7 +139,7 @@ def label_of(path: StatePath) -> str:
 
 
 def is_container(value: Any) -> bool:
-    """Tell whether a value is a list, deque, dict or set, in which steps collect."""
+    """Tell whether a value is a list, deque, dict or set."""
     return isinstance(value, (list, deque, dict, set))
 
 
@@ -149,18 +153,19 @@ def _is_foreign(name: str) -> bool:
 
 
 class Snapshot:
-    """What a module keeps at one time.
+    """The state of a module at one time.
 
     Args:
-        module: The module; of the modules inside of it, those whose code all stages of a pipeline run, see
-            `ParallelState.followed`.
-        with_buffers: Whether their own buffers count.
-        is_exact: Whether to see writes into the `.data` of all tensors, and not only of those that have a rule.
+        module: The module. Of its submodules, the snapshot follows those of `ParallelState.followed`.
+        with_buffers: Whether buffers count.
+        is_exact: Whether to see writes into the `.data` of all tensors; else only of tensors that the self-check saw
+            change.
     """
 
     def __init__(self, module: nn.Module, with_buffers: bool = True, is_exact: bool = False) -> None:
         self.module = module
-        self._with_buffers, self._is_exact = with_buffers, is_exact
+        self._with_buffers = with_buffers
+        self._is_exact = is_exact
         self._packages = {kind.__module__.partition(".")[0] for kind in type(module).__mro__} - FOREIGN
         self._holders: dict[StatePath, Any] = {}
         self._items: dict[StatePath, Any] = {}
@@ -179,7 +184,7 @@ class Snapshot:
         return MISSING if items is None else items.get(path[-1], MISSING)
 
     def paths(self) -> list[StatePath]:
-        """Return where numbers, tensors and other single values were."""
+        """Return the paths of numbers, tensors and other single values."""
         found = []
         for path, items in self._items.items():
             if len(items) <= _FOLLOWED_ITEMS:
@@ -192,7 +197,7 @@ class Snapshot:
         return [(path, holder) for path, holder in self._holders.items() if isinstance(holder, nn.Module)]
 
     def holder(self, path: StatePath) -> Any:
-        """Return the container, object or module that holds what is at `path`, as it is now."""
+        """Return the container, object or module that now holds the value at `path`."""
         found: Any = self.module
         for key in path[:-1]:
             found = self.entries_of(found)[key]
@@ -217,7 +222,7 @@ class Snapshot:
         return isinstance(value, (*_PLAIN, np.ndarray)) or is_container(value) or self._is_object(value)
 
     def entries_of(self, holder: Any) -> Any:
-        """Return what a holder has: a dict by key or name, or a list."""
+        """Return the entries of a holder: a dict by key or name, or a list."""
         if isinstance(holder, nn.Module):
             found = {k: v for k, v in vars(holder).items() if not _is_foreign(k) and self._is_followed(v)}
             buffers = buffers_of(holder).items() if self._with_buffers else ()
@@ -287,7 +292,7 @@ class Snapshot:
                 edits[place] = Value(self._kept.get((*path, key), old), _leaf(value), False)
         for key in before.keys() - now.keys():
             place = (*path, key)
-            # What is a placeholder now is refused where it is read.
+            # A placeholder has taken the value's place: a read of it raises an error, so nothing is removed.
             is_there = isinstance(holder, nn.Module) and (key in vars(holder) or key in buffers_of(holder))
             if not is_there and not isinstance(key, _Child):
                 edits[place] = Gone()
@@ -303,7 +308,7 @@ class Snapshot:
         edits[path] = Fresh(_frozen(value))
 
     def _compare_same(self, path: StatePath, value: Any, edits: dict[StatePath, Edit]) -> None:
-        """Compare an object with what it was."""
+        """Compare an object with its earlier contents."""
         if path in self._holders:
             self._compare(path, value, edits)
         elif path in self._kept and not _is_equal(self._kept[path], value):
@@ -318,12 +323,14 @@ class Snapshot:
     # -------------------------------------------------------------------------------------------------- restoring
 
     def restore(self, removes: bool = True, tensors: bool = True, in_place: bool = False) -> None:
-        """Put back what was there, tensors that were changed as copies: autograd may have saved what was changed.
+        """Restore the state.
+
+        A changed tensor is replaced by a copy of its earlier values: autograd may have saved the changed one.
 
         Args:
             removes: Whether to remove new attributes of the module.
-            tensors: Whether to put back its tensors, too.
-            in_place: Whether tensors and arrays stay the same objects, as nothing will go backward.
+            tensors: Whether to restore tensors of modules, too.
+            in_place: Whether tensors and arrays stay the same objects; only where no backward pass follows.
         """
         for path, holder in self._holders.items():
             items = copy.copy(self._items[path])
@@ -369,10 +376,10 @@ class Snapshot:
 
 
 class TrainerState:
-    """What a step may set in its trainer: `should_stop`, options of optimizers such as rates, and their schedulers.
+    """The values that a step may set in its trainer: `should_stop`, options of optimizers, and schedulers.
 
     Args:
-        module: The module of a run; outside of one there is nothing to see.
+        module: The module of a run; a module without a trainer has no such values.
     """
 
     def __init__(self, module: LightningModule) -> None:
@@ -387,7 +394,7 @@ class TrainerState:
         self._before = {label: _options(label, holder) for label, holder in self._holders.items()}
 
     def changes(self) -> dict[tuple[str, str], Any]:
-        """Return what is other than before, by where it is and its name."""
+        """Return the changed values, by holder and name."""
         found: dict[tuple[str, str], Any] = {}
         for label, holder in self._holders.items():
             before, now = self._before[label], _options(label, holder)
@@ -401,7 +408,7 @@ class TrainerState:
             self._holders[label][key] = copy.copy(value)
 
     def restore(self) -> None:
-        """Put back what was there."""
+        """Restore the values."""
         for label, key in self.changes():
             if key in self._before[label]:
                 self._holders[label][key] = copy.copy(self._before[label][key])
@@ -449,7 +456,7 @@ def _known_copy(tensor: Tensor) -> Tensor | None:
 
 
 def _state_of(tensor: Tensor) -> tuple[int, int]:
-    """Return what changes when a tensor is written into or gets other memory, but not by writes into its `.data`."""
+    """Return values that change when a tensor is written or gets other memory; a write into `.data` changes none."""
     return version_of(tensor), tensor.data_ptr()
 
 
@@ -466,7 +473,7 @@ def _is_same(old: Any, new: Any) -> bool:
 
 
 def _shift(before: list[Any], now: list[Any], most: int) -> int | None:
-    """Return how many of the first entries are gone, up to `most`, as a deque loses them; None if others are."""
+    """Return how many of the first entries have left, up to `most`, as from a deque; None if other entries changed."""
     if len(now) < len(before):
         return None
     if all(map(operator.is_, before, now)):
@@ -479,7 +486,7 @@ def _leaf(value: Any) -> Any:
 
 
 def _frozen(value: Any) -> Any:
-    """Return a container with copies of the containers inside; what other stages hold is marked."""
+    """Return a container with copies of the containers inside; values of other stages become `Elsewhere`."""
     if isinstance(value, dict):
         items: Any = {key: _frozen(item) for key, item in value.items()}
     elif isinstance(value, (list, deque)):

@@ -1,6 +1,6 @@
-"""Parameters that a training step must leave as they are: what a stage does not hold, it could not change alike.
+"""Refuses training steps of a pipeline that write into parameters: a stage holds other parameters than the next one.
 
-They are compared by hashes of their bits, for which the host waits once, in a few steps of a run only.
+Parameters are compared by hashes of their bits. The host waits for the hashes, so a few steps of a run are checked.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ __all__ = ["FrozenParameters", "WatchedCopies"]
 
 
 class WatchedCopies:
-    """Refuses a run that changes a copy of the model, such as a teacher, of which a stage has other parameters.
+    """Refuses a run that changes a copy of the model, such as a teacher, if the copy is split in another way.
 
     Args:
         engine: The pipeline.
@@ -28,7 +28,7 @@ class WatchedCopies:
 
     @property
     def looks(self) -> bool:
-        """Whether this step is one to look at: often at first, as averages may begin late."""
+        """Whether to check this step: often at first, then rarely, since an average may begin late."""
         # Steps in pairs: 1 and 2, 2 and 3, 4 and 5, 8 and 9, ...
         return self._steps < 2 or is_power_of_two(self._steps) or is_power_of_two(self._steps - 1)
 
@@ -44,7 +44,7 @@ class WatchedCopies:
         failure = None
         for path, original in self._engine.unpaired.items():
             both = [self._engine.module.get_submodule(name) for name in (path, original)]
-            # Not by versions, which `.data` leaves alone. What is trained changes in the optimizer.
+            # By bits, since a write into `.data` leaves the version. The optimizer changes trained parameters.
             frozen = [value for each in both for value in each.parameters() if not value.requires_grad]
             found = comm.fingerprints(frozen)
             before, self._before[path] = self._before.get(path, found), found
@@ -59,9 +59,9 @@ class WatchedCopies:
 
 
 class FrozenParameters:
-    """Finds steps that write into parameters that are not trained, such as those of a teacher.
+    """Finds steps that write into frozen parameters, such as the parameters of a teacher.
 
-    What its first batch writes the dry run has seen; an average may begin later.
+    The dry run has seen the writes of the first batch. An average may begin later.
 
     Args:
         module: The user's module.
@@ -72,7 +72,7 @@ class FrozenParameters:
         self._before = comm.fingerprints(self._values.values())
 
     def failure(self) -> RuntimeError | None:
-        """Return why such a step is refused, after it; None if it wrote nothing."""
+        """Return the error for a step that wrote into a frozen parameter; None if it wrote into none."""
         for name, before, after in zip(self._values, self._before, comm.fingerprints(self._values.values())):
             if before != after:
                 return RuntimeError(
