@@ -1,4 +1,4 @@
-"""Find the weights of microbatches by which their losses, and so their gradients, are those of the whole batch.
+"""Find the weights of microbatches, by which the mean of their losses and gradients is exact.
 
 A mean over samples needs the numbers of samples. A mean over tokens, as with `ignore_index=-100` or a mask, needs the
 numbers of tokens. Each of these counts is tried on a few microbatches together and one by one. If no count fits, the
@@ -6,11 +6,11 @@ self-check raises an error that names `microbatch_weight`.
 
     f(whole) = (n1 f(part 1) + n2 f(part 2)) / (n1 + n2)
 
-holds for the loss `f`, and for its gradients after the layers. These tell weights apart that the losses of an untrained
-model, which are nearly equal for all samples, do not.
+holds for the loss `f`, and for its gradients after the layers. An untrained model has nearly equal losses for all
+samples, which fit any weights; its gradients do not.
 
-A loss of some samples, such as of the worst half, fits by chance: these may be one of each part. On copies of two
-samples it never fits. What is found on them is for the self-check to compare.
+A loss of some samples, such as of the worst half, may fit by chance: each part may have one of these samples. On copies
+of two samples such a loss never fits. The self-check compares the step on these copies.
 """
 
 from __future__ import annotations
@@ -55,6 +55,29 @@ __all__ = ["FEW_COPIES", "RowCount", "TokenCount", "copies_of_two", "find_microb
 
 _IGNORED_LABEL = -100
 """The label that `cross_entropy` leaves out by default."""
+
+_SINGLE = 1e-5
+"""Tolerance in double precision: many models compute norms and their loss in single precision all the same."""
+_LOOSE = 5e-3
+"""Tolerance where layers may compute in half precision."""
+
+FEW_COPIES = 4
+"""Copies of each sample at least, where there is room: of fewer copies a loss selects all or none."""
+_COPIES_BYTES = 64 << 20
+"""Outputs of modules for more copies than two microbatches."""
+_OF_EACH_SIZE = 4
+"""Batches of copies that the self-check runs: the sketch may show a difference in another batch than the full model."""
+_MOST_SINGLE = 64
+"""Samples whose weights are computed."""
+_MOST_PAIRS = 16
+"""Further pairs of microbatches on which weights other than samples are tried."""
+
+_DOUBT = (
+    "The loss must be a mean over samples; got {1:.6g} for {0} microbatches together, but {2:.6g} as the mean of"
+    " their losses. A pipeline therefore trains on another loss than a single-process run. Count tokens with"
+    " `microbatch_weight` for a mean over tokens; divide a sum by the number of samples. If the samples of a batch"
+    " depend on each other, set `num_microbatches=1`. [LP023]"
+)
 
 
 @dataclass(frozen=True)
@@ -119,7 +142,7 @@ def _tensors(batch: Any) -> list[tuple[str, Tensor]]:
 
 
 def _row_counts(batch: Any) -> list[RowCount]:
-    """Return the counts of rows in a batch, those of few rows first: samples are no more than what they are made of."""
+    """Return the counts of rows in a batch, small counts first: samples are fewer than their nodes."""
     rows: dict[int, str] = {}
     for key, value in _tensors(batch):
         if value.dim():
@@ -178,14 +201,14 @@ class _Probe(TruncatedModel):
 
 @dataclass
 class _Seen:
-    """What a step gave for several microbatches together, and for each.
+    """The results of a step for several microbatches together, and for each of them.
 
     Attributes:
         parts: The microbatches.
         values: Loss and gradients of all together, then of each.
-        tolerance: How far rounding goes, relative to the largest value.
-        logged: What it logged, for all together and for each.
-        numbers: What numbers it gave to metrics, for all together and for each.
+        tolerance: The largest difference that rounding explains, relative to the largest value.
+        logged: The logged values, for all together and for each.
+        numbers: The numbers that metrics were given, for all together and for each.
     """
 
     parts: Sequence[Any]
@@ -199,7 +222,7 @@ class _Seen:
         try:
             shares = torch.tensor([float(weight(part)) for part in self.parts], dtype=torch.float64)
         except ValueError:
-            return False  # of a class whose samples nobody can count
+            return False  # the samples of this class of batches cannot be counted
         if not bool((shares >= 0).all()) or not 0 < float(shares.sum()) < float("inf"):
             return False
         shares = shares / shares.sum()
@@ -218,16 +241,20 @@ class _Seen:
 class _MeanCheck:
     """Runs steps of a truncated model on a few microbatches.
 
-    In evaluation mode; and in double precision if the step can do that, since half precision hides small differences.
+    The model is in evaluation mode. It is in double precision if possible, since half precision hides differences.
 
     Attributes:
-        num_bytes: What modules have returned for the microbatches that were seen first, together.
+        num_bytes: The size of all outputs of modules in the first run on two microbatches together.
     """
 
     def __init__(
         self, module: nn.Module, plan: PipelinePlan, device: torch.device, step: Callable[[Any], Any], split: SplitBatch
     ) -> None:
-        self.module, self.plan, self.device, self.step, self.split = module, plan, device, step, split
+        self.module = module
+        self.plan = plan
+        self.device = device
+        self.step = step
+        self.split = split
         self.num_bytes = 0
 
     def see(self, pair: Any, world: Group) -> _Seen | None:
@@ -239,16 +266,16 @@ class _MeanCheck:
                 seen = self._see(pair, parts, double)
             except Exception as error:
                 failure = error
-            # Together: the step may communicate, in divided layers or by itself.
+            # All ranks go on to the next precision together: the step may communicate.
             if not any(comm.all_gather_object(failure is not None, world)):
                 return seen
-        return None  # the analysis, or the first step, tells what is wrong with it
+        return None  # the analysis, or the first step, raises the error of the step
 
     def _see(self, pair: Any, parts: Sequence[Any], double: bool) -> _Seen | None:
         recorder = DrawRecorder()
         with self._counted():
             runs = [self._run(pair, double, recorder)]
-        # Each gets what was drawn for its samples.
+        # Each microbatch gets the random numbers that the run on both drew for its samples.
         sizes = [count_samples(part) for part in parts]
         replayed = ReplayedDraws(recorder.found, sizes if min(sizes) > 0 else ())
         for number, part in enumerate(parts):
@@ -314,34 +341,6 @@ class _MeanCheck:
         return probe
 
 
-_SINGLE = 1e-5
-"""Many models compute norms and their loss in single precision, whatever they are in."""
-_LOOSE = 5e-3
-"""Layers may compute in half precision."""
-
-_COPIES_BYTES = 64 << 20
-"""What modules may return for copies of samples that are more than two microbatches."""
-
-FEW_COPIES = 4
-"""Copies of each sample at least, where there is room: of fewer copies a loss selects all or none."""
-
-_OF_EACH_SIZE = 4
-"""Batches of copies, of which the step on the whole model may show a difference in another one than the sketch does."""
-
-_MOST_SINGLE = 64
-"""Samples whose weights are seen."""
-
-_MOST_PAIRS = 16
-"""Further microbatches, two by two, on which other weights than samples are tried."""
-
-_DOUBT = (
-    "The loss must be a mean over samples; got {1:.6g} for {0} microbatches together, but {2:.6g} as the mean of"
-    " their losses. A pipeline therefore trains on another loss than a single-process run. Count tokens with"
-    " `microbatch_weight` for a mean over tokens; divide a sum by the number of samples. If the samples of a batch"
-    " depend on each other, set `num_microbatches=1`. [LP023]"
-)
-
-
 def find_microbatch_weight(
     module: nn.Module,
     plan: PipelinePlan,
@@ -352,27 +351,27 @@ def find_microbatch_weight(
     weight: Callable[[Any], float],
     world: Group,
 ) -> Callable[[Any], float]:
-    """Return the weight by which the loss of a batch is the mean over those of its microbatches.
+    """Return the weight by which the loss of a batch is the mean of the losses of its microbatches.
 
-    That is `weight` where it is right, or was given by the user; else a `TokenCount`, or a `RowCount`. Where none is
-    right, `weight`, and `ParallelState.doubt` has what that was seen on.
+    Returns `weight` if it is right or comes from the user, else a `TokenCount` or `RowCount`. If no weight is right,
+    returns `weight` and sets `ParallelState.doubt`.
 
     Args:
-        module: The user's module, whole.
-        plan: How it is divided.
-        device: Where to run.
+        module: The user's module, before it is split.
+        plan: The plan of the split.
+        device: The device for the runs.
         step: Runs a step.
         batch: The first batch.
-        split: Splits a batch into so many parts.
-        weight: Gives the share of each.
+        split: Splits a batch into a given number of parts.
+        weight: Gives the weight of a part.
         world: The ranks that call this.
 
     Raises:
-        ValueError: If nothing tells how many samples a microbatch has.
+        ValueError: If no weight counts the samples of a microbatch.
     """
     ParallelState.of(module).copies_in_doubt = None
     check, given = _MeanCheck(module, plan, device, step, split), weight
-    # Two at a time: a device that is to train on one may not have room for the whole batch.
+    # Two microbatches at a time: a device that trains on one may not have room for the whole batch.
     pairs = split_by(split, batch, plan.schedule.num_microbatches // 2)
     found = _seen_pairs(check, pairs, batch, weight, world)
     known = [(pair, seen) for pair, seen in found if seen is not None]
@@ -388,7 +387,7 @@ def find_microbatch_weight(
         return weight
     names = ["samples" if rule is num_samples else "given" if rule is given else str(rule) for rule in rules]
     fitting = [name for name, rule in zip(names, rules) if all(seen.fits(rule) for _, seen in known)]
-    # Replicas see other samples: what fits all of them counts, and all choose alike.
+    # Replicas see other samples, and must choose alike: a weight counts if it fits on all ranks.
     everyone = comm.all_gather_object(fitting, world)
     chosen = next((rule for name, rule in zip(names, rules) if all(name in theirs for theirs in everyone)), None)
     _learn_effects(module, [seen for _, seen in known], chosen or weight)
@@ -418,15 +417,15 @@ def _seen_pairs(
 
 
 def copies_of_two(batch: Any, half: int, weight: Callable[[Any], float], with_few: bool = False) -> list[Any]:
-    """Return batches of copies of two samples, in whose halves no loss of some samples has the mean of both.
+    """Return batches of copies of two samples, on which a loss of some samples differs from the mean of the halves.
 
-    The worst half of (a, a, b, b) is one of them, but both in the mean over (a, a) and (b, b). A median, or a mean
-    without the extremes, is that of both; not so in (a, a, a, b). An outlier is one of many.
+    The worst half of (a, a, b, b) is (b, b), while the mean over (a, a) and (b, b) has both samples. A median, or a
+    mean without extremes, is wrong only on (a, a, a, b). An outlier must be one of many.
 
     Args:
-        batch: Where the samples are from.
+        batch: The source of the samples.
         half: The size of a half.
-        weight: Gives the share of samples; those without one are not chosen.
+        weight: Gives the weight of samples; a sample without weight is not chosen.
         with_few: Whether to return batches with a single copy of a sample as well.
 
     Raises:
@@ -445,9 +444,9 @@ def copies_of_two(batch: Any, half: int, weight: Callable[[Any], float], with_fe
 def _copies_in_doubt(
     check: _MeanCheck, batch: Any, pair: Any, weight: Callable[[Any], float], world: Group
 ) -> list[Any] | None:
-    """Return copies of samples on which the mean by `weight` is not the whole; None where that cannot be seen.
+    """Return copies of samples on which the mean by `weight` is not exact; None if the sketch cannot run.
 
-    Of few samples, or of as many as the batch has: a loss of the worst sixteen is that of all of a smaller batch.
+    Some batches have as many copies as the batch has samples: a loss of the worst sixteen is exact on fewer.
     """
     tried: list[Any] = []
     if all(comm.all_gather_object(check.split is split_batch, world)):
@@ -490,7 +489,7 @@ _Logged = dict[str, tuple[Tensor, int | None]]
 
 
 def _learn_effects(module: nn.Module, known: Sequence[_Seen], weight: Callable[[Any], float]) -> None:
-    """Find out how logged values, and numbers for metrics, of microbatches combine to the value of the batch."""
+    """Learn how logged values and numbers for metrics of microbatches combine to the value of the batch."""
     for seen in known:
         shares = [float(weight(part)) for part in seen.parts]
         _learn_logged(module, seen.logged[0], seen.logged[1:], shares, seen.parts)
@@ -500,7 +499,7 @@ def _learn_effects(module: nn.Module, known: Sequence[_Seen], weight: Callable[[
 def _learn_logged(
     module: nn.Module, whole: _Logged, parts: Sequence[_Logged], shares: Sequence[float], microbatches: Sequence[Any]
 ) -> None:
-    """Find out how what a step logs in microbatches gives what it logs for the batch: see `ParallelState.logged`."""
+    """Learn how the logged values of microbatches give the logged value of the batch: see `ParallelState.logged`."""
     try:
         samples = [float(num_samples(part)) for part in microbatches]
     except ValueError:  # a `split_batch` may share tensors between its parts
@@ -509,13 +508,13 @@ def _learn_logged(
         found = [part[name] for part in parts if name in part]
         is_constant = size is not None and {size} == {other for _, other in found}
         if len(found) < len(parts) or (size is not None and not is_constant):
-            continue  # with sizes of its own it is weighted by these
+            continue  # `batch_size` gives the weights
         values = torch.stack([part for part, _ in found])
 
         def error(weights: Sequence[float], value: Tensor = value, values: Tensor = values) -> Tensor:
             return (torch.tensor(weights).to(values) @ values / sum(weights) - value).abs()
 
-        # Both are right where the parts are alike; where neither is, it is no mean.
+        # With equal parts both weights are right; if neither is right, the value is no mean.
         is_by_samples = bool(100 * error(samples) < error(shares))
         if is_constant or is_by_samples:
             ParallelState.of(module).logged[name] = (is_by_samples, is_constant)
