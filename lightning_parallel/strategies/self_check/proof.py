@@ -72,7 +72,7 @@ Verify = Literal["auto", "always", "off"]
 _Result = TypeVar("_Result")
 
 _ALIKE_S = 15.0
-"""How long a rank that fails in the sharded run waits for the others to fail as well."""
+"""The wait of a rank that fails in the sharded run, for the other ranks to fail as well."""
 
 _SHOWN = 6
 
@@ -106,12 +106,12 @@ _DRAWS = (
     " number of samples. If all samples must be drawn together, set `num_microbatches=1`."
 )
 _MOST_KINDS = 16
-"""Runs in which it is found out how microbatches are merged."""
+"""Runs in which the self-check looks for the way to merge microbatches."""
 _ANOTHER_WAY = "of a step whose loss used other operations than the earlier steps"
 _FROM_BEFORE = "of the first batch again, with the attributes that it set"
 _OF_COPIES = "with copies of two samples of the first batch"
 _MIXED = 8
-"""Samples on which it is seen whether a step that draws numbers mixes them."""
+"""Samples on which the self-check tests whether a step that draws numbers mixes samples."""
 _USERS_FAILURE = (
     "Self-check of `{}` skipped: {}. The run continues without it{}. For a self-check, leave this out of the first"
     " step, or compare with a single-process run yourself. [LP027]"
@@ -149,7 +149,7 @@ class SelfCheckError(RuntimeError):
 
 
 class FirstBatches:
-    """Looks at the first batches of a run: equal on all ranks of a replica, and each step proven once.
+    """Checks the first batches of a run: equal batches on all ranks of a replica, and one self-check of each step.
 
     Args:
         groups: The mesh's groups.
@@ -174,18 +174,18 @@ class FirstBatches:
         epoch: int,
         unproven: tuple[tuple[Any, ...], dict[str, Any]] | None = None,
     ) -> bool:
-        """Look at a batch of training: once an epoch whether it is the same on all ranks.
+        """Check a batch of training: once an epoch, that it is the same on all ranks.
 
         Args:
-            args, kwargs: Of the step.
-            epoch: The current one.
-            unproven: Of an earlier step of this replica that was computed in a way that was not compared yet.
+            args, kwargs: The arguments of the step.
+            epoch: The current epoch.
+            unproven: The arguments of an earlier step of this replica whose kind of loss was not compared yet.
 
         Returns:
-            Whether that step was looked at.
+            Whether the earlier step was compared.
         """
         data = self._groups.data_parallel
-        # Replicas ask each other in some steps only.
+        # Replicas exchange this in a few steps only, since it costs a message.
         is_due = data.size == 1 or self._epoch != epoch or self._steps == 0 or is_power_of_two(self._steps)
         self._steps += 1
         if self._epoch != epoch:
@@ -204,11 +204,11 @@ class FirstBatches:
         return True
 
     def begin_evaluation(self) -> None:
-        """Look at the first batch of each loader again."""
+        """Check the first batch of each loader again."""
         self._loaders.clear()
 
     def see_evaluation(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], loader: int) -> None:
-        """Look at a batch of evaluation: once for each loader whether it is the same on all ranks."""
+        """Check a batch of evaluation: once for each loader, that it is the same on all ranks."""
         if (name, loader) not in self._loaders:
             check_same_batch((args, kwargs), self._groups.replica)
             self._loaders.add((name, loader))
@@ -218,7 +218,7 @@ class FirstBatches:
         if name not in self._seen and self._verify != "off" and self._groups.replica.size > 1:
             self._seen.add(name)
             runs = self._make_runs()
-            # What every rank runs on the whole model is what one process runs.
+            # A step that does not run in stages runs on the full model on every rank, as on one process.
             if runs.steps is None or runs.steps.goes_in_stages(name, args, kwargs):
                 StepProof(runs).prove(name, args, kwargs, why)
                 if runs.steps is not None and name == "training_step" and not why:
@@ -231,7 +231,7 @@ class FirstBatches:
 
 
 class StepProof:
-    """Compares steps of a divided module with those on the whole module.
+    """Compares steps of a divided module with the same steps on the full module.
 
     All ranks of all replicas construct it, and call `prove`, at the same points.
 
@@ -247,19 +247,19 @@ class StepProof:
         self.calls = RollCall(self.replica, "self-check")
 
     def prove(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], why: str = "") -> None:
-        """Compare the step `name` on the first samples of its first batch; prints what was verified.
+        """Compare the step `name` on the first samples of its first batch; print the compared values.
 
         Args:
             name: `training_step`, `validation_step`, `test_step` or `predict_step`.
-            args, kwargs: Of the step.
-            why: Why it is compared later than in the first batch.
+            args, kwargs: The arguments of the step.
+            why: The reason for a comparison after the first one.
 
         Raises:
-            SelfCheckError: On every rank, if it differs from that of one process.
+            SelfCheckError: On every rank, if the step differs from a single-process run.
         """
         begun_s = time.perf_counter()
         batch, *rest = args
-        # The sample that makes a difference may be anywhere.
+        # In a later comparison any sample of the batch may make the difference.
         self.runs.cuts_fully = bool(why)
         samples = batch if why else self._first_samples(name, batch)
         call = StepCall(name, samples, tuple(rest), kwargs)
@@ -297,7 +297,7 @@ class StepProof:
             return None
         assert steps is not None
         batches = None if why else state.copies_in_doubt
-        if batches is None:  # it was not seen whether they are
+        if batches is None:  # the sketch could not run
             try:
                 half = num_samples(call.batch) // 2
                 half = max(half, FEW_COPIES) if self.runs.fits_in_double else half
@@ -310,15 +310,15 @@ class StepProof:
             wrong = [entry for entry in found.differences if entry.kind in ("loss", "gradient")]
             if _on_any(wrong, self.replica) or not found.may_go_on:
                 return found
-            # What is merged of copies tells little of other samples.
+            # The way to merge copies tells little about other samples.
             state.merging[call.name] = dict(rules)
         return None
 
     def _first_samples(self, name: str, batch: Any) -> Any:
-        """Return two samples; in a pipeline two microbatches, of two samples if the run's have several.
+        """Return two samples; in a pipeline two microbatches, with two samples each if the run's have several.
 
-        Of one sample where the model is large: a step for which one sample is different, fails or has another loss,
-        and is then compared on the whole batch.
+        A large model gets one sample per microbatch. If the step fails or differs on one sample, the self-check
+        compares it on the whole batch.
         """
         steps, state = self.runs.steps, ParallelState.of(self.module)
         try:
@@ -332,14 +332,14 @@ class StepProof:
             if steps.options.split_batch is split_batch:
                 most = 2 if self.runs.fits_in_double else 1
                 return few_samples(batch, 2 * min(most, max(1, num_samples(batch) // parts)))
-            # A function of the user's: what it makes two microbatches of.
+            # The user's function splits the batch; the first of its parts becomes two microbatches.
             return split_by(steps.options.split_batch, batch, max(1, parts // 2))[0]
         except ValueError:
             return batch
 
     def _report(self, verdict: Verdict, seconds: float, why: str) -> None:
-        """Raise or warn on all ranks together; print what was verified."""
-        # Of the sharded run, as it would be raised in the step itself.
+        """Raise or warn on all ranks together; print the compared values."""
+        # An error of the sharded run is raised unchanged, as the step itself would raise it.
         comm.raise_together(verdict.error, self.runs.groups.world)
         mine = (verdict.failure, verdict.blame, verdict.differences, verdict.hint, verdict.varying, verdict.checked)
         everyone = comm.all_gather_object(mine, self.runs.groups.world)
@@ -371,7 +371,7 @@ class StepProof:
 
 
 def _is_in(name: str, key: str) -> bool:
-    """Tell whether a value is, or is inside of, what is under a key."""
+    """Tell whether a name is a key, or an entry of the value under the key."""
     return name.startswith(key) and name[len(key) :][:1] in ("", "[", ".")
 
 
@@ -507,7 +507,7 @@ class _Comparison:
         )
 
     def end(self, failed: _ShardedError) -> None:
-        """Find out why the sharded run failed after the one on the whole model did not."""
+        """Find out why the sharded run failed although the full model ran the step."""
         self.differences = []
         if self.runs.engine is None and failed.is_users:
             again = self.runs.whole(self.call, self.way)
@@ -516,12 +516,12 @@ class _Comparison:
                 self.blame = "user"
                 return
             text = raised_in_shards(self.call.name, failed.error)
-            if text:  # what does not fit the parts of weights
+            if text:  # the step computes with shards of weights
                 failed.error = SelfCheckError(text)
         self.error = failed.error
 
     def judge(self) -> None:
-        """Find out whose fault it is that the whole model could not run the step, and check what can be."""
+        """Find out why the full model could not run the step; compare the tensor-parallel ranks instead."""
         stages = self.runs.engine is not None
         if stages and self.blame == "user":
             return
@@ -530,7 +530,7 @@ class _Comparison:
         except _ShardedError as failed:
             self.failure = self.failure and f"{self.failure}, as did the sharded run of the self-check ({failed.error})"
             self.blame = self.blame and "user"
-            # In stages there are messages on their way; on some ranks only, others may wait for them.
+            # Stages that fail leave messages on their way, and a failure on some ranks leaves other ranks waiting.
             self.error = None if failed.is_users and not stages else failed.error
             return
         if self.blame == "unknown":
@@ -540,7 +540,7 @@ class _Comparison:
             self.checked = "; the tensor-parallel ranks agree in the loss and in replicated gradients"
 
     def _sharded(self, way: Way) -> DividedRun:
-        """Run the step in shards; a failure on one rank is one on all ranks of the replica."""
+        """Run the step in shards; a failure on one rank raises on all ranks of the replica."""
         failure: Exception | None = None
         divided: DividedRun | None = None
         try:
@@ -548,12 +548,12 @@ class _Comparison:
         except Exception as error:
             failure = error
         text = "" if failure is None else f"{type(failure).__name__}: {failure}"
-        # The others fail alike within moments, or wait in the step for this rank.
+        # Other ranks fail alike within moments, or wait in the step for this rank.
         patience_s = default_pg_timeout.total_seconds() if failure is None else _ALIKE_S
         try:
             notes = self.calls.meet("self-check", patience_s, json.dumps(text))
         except RuntimeError as error:
-            # Others wait in the step for messages of this rank, or are gone.
+            # Other ranks wait in the step for messages of this rank, or are gone.
             raise _ShardedError(failure or error, is_users=False) from error
         texts = [json.loads(note) for note in notes]
         if not any(texts):
@@ -587,7 +587,7 @@ class _Comparison:
         self.summary = self._counted(whole)
         if has_norm:
             self.limits.append(_NORM)
-            # The rest of the step has to be right in microbatches all the same.
+            # With fixed statistics, the rest of the step must be right in microbatches all the same.
             self.way = replace(self.way, splits=True, fixed_norm=True)
             fixed = None if self.anywhere(self.differences) else self.runs.whole(self.call, self.way)
             if fixed is not None and not fixed.failure:
@@ -599,7 +599,7 @@ class _Comparison:
 
     @property
     def _rules(self) -> dict[str, str]:
-        """How what microbatches leave is merged."""
+        """How values of microbatches are merged, by name."""
         return ParallelState.of(self.runs.module).merging.setdefault(self.call.name, {})
 
     def _compare(self, whole: WholeRun) -> None:
@@ -621,7 +621,7 @@ class _Comparison:
                 self.limits.append(_DRAWS)
 
     def _divided(self, whole: WholeRun) -> DividedRun:
-        """Run the sharded step with the draws of the whole one, whose order for several rows per sample is tried."""
+        """Run the sharded step with the draws of the full one; try both orders of several rows per sample."""
         divided = self._sharded(self.way)
         has_views = divided.replayed is not None and divided.replayed.has_views
         if self.anywhere([has_views]) and self.anywhere(self._found(whole, divided)):
@@ -630,7 +630,7 @@ class _Comparison:
         return divided
 
     def _draws_alike(self, divided: DividedRun) -> bool:
-        """Tell whether the microbatches have drawn what the whole step has drawn for their samples."""
+        """Tell whether the microbatches used the draws of the full step for their samples."""
         replayed = divided.replayed
         found = None if replayed is None else (replayed.missed, replayed.counts())
         everyone = comm.all_gather_object(found, self.replica)
@@ -645,14 +645,14 @@ class _Comparison:
         return counts == {(stream, each): expected[stream] for stream in expected for each in microbatches}
 
     def _mixing(self, alike: bool) -> list[StepDifference]:
-        """Return what depends on which samples come together; the same on all ranks.
+        """Return a difference if the loss of a sample depends on the other samples; the same on all ranks.
+
+        A mean over samples has L(a, b) + L(b, a) = L(a, a) + L(b, b) for two halves of the samples, by their weights.
+        The test needs no draws of microbatches, as all four runs draw the same.
 
         Args:
-            alike: Whether microbatches are equal to the whole with its draws; then an order of samples alone is missing
-                that has left them in their microbatches by chance.
-
-        A mean over samples does not: L(a, b) + L(b, a) = L(a, a) + L(b, b) for two halves of them, by their weights.
-        That needs no draws of microbatches, as all four runs draw the same.
+            alike: Whether microbatches with the draws of the full step are equal to it. Then the step can only shuffle
+                samples, and has left them in their microbatches by chance; fewer tries are enough.
         """
         if self.call.name != "training_step" or self.runs.engine is None:
             return []
@@ -684,7 +684,7 @@ class _Comparison:
         return any(isinstance(child, BatchNormalization) and child.training for child in self.runs.module.modules())
 
     def anywhere(self, differences: Sequence[Any]) -> bool:
-        """Tell on all ranks of the replica whether one of them has found any."""
+        """Tell on all ranks of the replica whether one of them has found differences."""
         return _on_any(differences, self.replica)
 
     # ------------------------------------------------------------------------------------------------- differences
@@ -698,7 +698,7 @@ class _Comparison:
         return [entry for entry in differences if (entry.kind, entry.name) not in self.ignored]
 
     def _alike(self, compute: Callable[[], _Result]) -> _Result:
-        """Return what `compute` gives on this rank; raise on all ranks of the replica if it fails on one."""
+        """Return the result of `compute` on this rank; raise on all ranks of the replica if it fails on one."""
         failure: Exception | None = None
         result: Any = None
         try:
@@ -709,7 +709,7 @@ class _Comparison:
         return result
 
     def _leave_out_caches(self, whole: WholeRun, divided: DividedRun) -> None:
-        """Leave out buffers that have another shape only, as caches for a batch or for a part of a layer have."""
+        """Leave out buffers of another shape if nothing else differs: caches for a batch or a shard are like that."""
         others = [entry for entry in self.differences if entry.kind != "buffer" or not math.isinf(entry.relative)]
         if self.anywhere(others):
             return
@@ -737,7 +737,7 @@ class _Comparison:
         return self._alike(lambda: compare_gradients(divided.gradients, whole.gradients, floor, tolerance))
 
     def _value_differences(self, whole: WholeRun, divided: DividedRun, tolerance: float) -> list[StepDifference]:
-        """Compare what the step wrote; where several stages hold a buffer or a number, one of them has to be right."""
+        """Compare buffers, parameters and numbers; if several stages hold one, one of them has to be right."""
         parameters = dict(self.runs.module.named_parameters())
         held: dict[str, Tensor] = {**dict(self.runs.module.named_buffers()), **parameters}
 
@@ -752,7 +752,7 @@ class _Comparison:
             return found
 
         found = self._alike(compared)
-        # Modules of other stages count when they are run for the shapes of their outputs.
+        # Modules of other stages change numbers too, when they run for the shapes of their outputs.
         elsewhere = self.runs.elsewhere()
         here = {path for path, child in self.runs.module.named_modules() if id(child) not in elsewhere}
         found = {name: relative for name, relative in found.items() if name.rpartition(".")[0] in here}
@@ -799,7 +799,7 @@ class _Comparison:
         )
 
     def _compare_ranks(self, divided: DividedRun) -> None:
-        """Compare the ranks of sharded layers with each other: loss and gradients of what they all hold."""
+        """Compare the ranks of sharded layers with each other: loss and gradients of replicated parameters."""
         tensor_group = self.runs.groups.tensor_parallel
         mine = {
             name: float(gradient.double().abs().sum())
@@ -817,13 +817,13 @@ class _Comparison:
     # ------------------------------------------------------------------------------------------------- explanations
 
     def _explain(self, way: Way, whole: WholeRun, divided: DividedRun) -> None:
-        """Leave out what differs from run to run anyway, and find out what makes the rest differ."""
+        """Leave out values that differ from run to run, and find the cause of the other differences."""
         varying = self.ignored = self._varying(whole, self.runs.whole(self.call, self.way))
         self.differences = [entry for entry in self.differences if (entry.kind, entry.name) not in varying]
         self.varying = sorted(name if kind == "loss" else f"{kind} `{name}`" for kind, name in varying)
         self._warn_of_pieces()
         if any(kind in ("loss", "gradient") for kind, _ in varying):
-            # The runs of the first rank alone may have moved something on that the ranks have each for themselves.
+            # The full runs, on the first rank alone, may have advanced state outside of the module.
             self._compare_ranks(self._sharded(way))
             if self.anywhere(self.differences):
                 self.hint = _UNSTEADY
@@ -851,7 +851,7 @@ class _Comparison:
         self.hint = self._audited() or self._first_module(replace(one, traces=True))
 
     def _warn_of_pieces(self) -> None:
-        """Leave out attributes in which hooks keep what divided layers compute, with a warning."""
+        """Leave out attributes in which hooks keep outputs of sharded layers, with a warning."""
         if self.runs.sharding is None:
             return
         pieces = {entry.name for entry in self.differences if entry.kind == "attribute" and math.isinf(entry.relative)}
@@ -864,12 +864,12 @@ class _Comparison:
             )
 
     def _learn_kinds(self, way: Way, whole: WholeRun, divided: DividedRun) -> None:
-        """Find out how what microbatches return and leave becomes what one step does: see `Merging`."""
+        """Learn how outputs and lists of microbatches are merged into the values of one step: see `Merging`."""
         rules, left = self._rules, dict[str, list[str]]()
         for _ in range(_MOST_KINDS):
             changed: dict[str, str] = {}
             for name in sorted(self._named_differences()):
-                # From the inside out; another kind of a list may show what is inside of its entries.
+                # From the inside out: a list that is merged in another way may have other entries inside.
                 for key in sorted((key for key in divided.merged if _is_in(name, key)), key=len, reverse=True):
                     kind = divided.merged[key]
                     ways = left.setdefault(key, [*other_kinds(kind), kind])
@@ -885,19 +885,19 @@ class _Comparison:
         self._keep_kinds(divided)
 
     def _named_differences(self) -> set[str]:
-        """Return the names of attributes, and of what the step returned, that differ on any rank of the replica."""
+        """Return the names of attributes and outputs that differ on any rank of the replica."""
         mine = {entry.name for entry in self.differences if entry.kind in ("attribute", "buffer")}
         mine |= {f"{RETURNED}{entry.name}" for entry in self.differences if entry.kind == "output"}
         return {name for theirs in comm.all_gather_object(mine, self.replica) for name in theirs}
 
     def _keep_kinds(self, divided: DividedRun) -> None:
-        """Merge microbatches later as here, also where their sizes would tell another way by chance."""
+        """Keep the way in which microbatches were merged: by chance, later sizes could suggest another way."""
         if self.way.splits:
             for key, kind in divided.merged.items():
                 self._rules.setdefault(key, kind)
 
     def _use_whole_batches(self) -> None:
-        """Run a step for evaluation as one microbatch, which is equal: there are no gradients to be kept for."""
+        """Run a step for evaluation as one microbatch, which is equal: without gradients there is room for it."""
         name = self.call.name
         kinds = sorted(
             {str(each) for theirs in comm.all_gather_object(self.differences, self.replica) for each in theirs}
@@ -916,7 +916,7 @@ class _Comparison:
         return _KEPT_BY_HAND.format(found[0][1].partition("[")[0])
 
     def _varying(self, one: WholeRun, two: WholeRun) -> set[tuple[str, str]]:
-        """Return what two runs on one process do not agree in, as kinds and names."""
+        """Return the values that differ between two runs on one process, as kinds and names."""
         if two.failure:
             return set()
         tolerance = tolerance_of(one.precisions)
@@ -927,7 +927,7 @@ class _Comparison:
         return {entry for theirs in comm.all_gather_object(found, self.replica) for entry in theirs}
 
     def _audited(self) -> str:
-        """Return what the audit of divided layers has to say about the step."""
+        """Return the error of the audit of sharded layers; empty without one."""
         if self.runs.sharding is None or self.runs.engine is not None:
             return ""
         audit = StepAudit(self.runs.module, self.runs.sharding)
@@ -947,7 +947,7 @@ class _Comparison:
             return ""
         path, text = first_difference(whole.trace, traces, tolerance_of(whole.precisions))
         if not path:
-            # Outputs and their gradients agree: a gradient goes astray on its way to a parameter.
+            # Outputs and their gradients agree, so a gradient is lost between an output and a parameter.
             names = [entry.name for entry in self.differences if entry.kind == "gradient"]
             names = [name for theirs in comm.all_gather_object(names, self.replica) for name in theirs]
             first = next((name for name, _ in self.runs.module.named_parameters() if name in names), "")
@@ -966,7 +966,7 @@ class _Comparison:
 
 
 def _second_differences(runs: Sequence[WholeRun], weights: Sequence[float]) -> list[str]:
-    """Return which values are no mean over samples in runs on the halves (a, b), (b, a), (a, a), (b, b)."""
+    """Return the names of values that are no mean over samples in runs on the halves (a, b), (b, a), (a, a), (b, b)."""
     tolerance = max(10 * tolerance_of(runs[0].precisions), 1e-8)
     losses = [{"loss": torch.tensor(run.effects.loss or 0.0, dtype=torch.float64)} for run in runs]
     of_a, of_b = (2 * weight / sum(weights) for weight in weights)
@@ -976,7 +976,7 @@ def _second_differences(runs: Sequence[WholeRun], weights: Sequence[float]) -> l
         for name in set.intersection(*(set(each) for each in values)):
             ab, ba, aa, bb = (each[name].double() for each in values)
             difference = largest_of(ab + ba - of_a * aa - of_b * bb)
-            if difference > tolerance * max(largest, SMALL):  # not where it is no number
+            if difference > tolerance * max(largest, SMALL):  # false for NaN
                 found.append(name)
     return found
 
@@ -985,8 +985,8 @@ class _ShardedError(Exception):
     """The sharded run failed, on all ranks of the replica alike or on some.
 
     Attributes:
-        error: What to raise on this rank.
-        is_users: Whether it failed in the user's code on all of them, so that none waits for another.
+        error: The error to raise on this rank.
+        is_users: Whether the user's code failed on all ranks, so that no rank waits for another.
     """
 
     def __init__(self, error: Exception, is_users: bool) -> None:
