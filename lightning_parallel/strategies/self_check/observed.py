@@ -1,4 +1,4 @@
-"""What a step gave, and how the results of two runs differ: loss, logged values, outputs, attributes, modules."""
+"""The results of a step, and the differences of two runs: loss, logged values, outputs, attributes, modules."""
 
 from __future__ import annotations
 
@@ -51,11 +51,11 @@ __all__ = [
 ]
 
 _TOLERANCES = {torch.float64: 1e-9, torch.float32: 1e-4}
-"""Of the largest value, by the precision in which a step computes; what is less precise has `HALF`."""
+"""The largest difference, relative to the largest value, by the precision in which a step computes."""
 HALF = 5e-2
+"""The largest difference in less precise steps."""
 _MIXED = 1e-5
-"""In double precision with single precision somewhere inside, as in the norms of many transformers."""
-
+"""The largest difference in double precision with single precision somewhere inside, as in norms of transformers."""
 
 _PIECE = 1 << 22
 """Elements of large tensors that are compared at a time."""
@@ -73,18 +73,18 @@ def tolerance_of(precisions: set[torch.dtype]) -> float:
 
 @dataclass
 class ObservedStep:
-    """What one run of a step gave.
+    """The results of one run of a step.
 
     Attributes:
-        loss: None where it returned none, and in evaluation.
+        loss: The loss; None if the step returned none, and in evaluation.
         logged: Name and value of each call of `self.log`.
-        output: Numbers and tensors among what it returned, by key.
-        attributes: Those of the module that it changed.
-        unknown: Attributes whose value is on another stage; to read one raises an error.
-        counters: Numbers that submodules of the user's keep, and that it changed.
+        output: Numbers and tensors in the output, by key.
+        attributes: The attributes of the module that changed.
+        unknown: Attributes whose value is on another stage; a read of one raises an error.
+        counters: The numbers that changed in the user's submodules.
         flags: Attributes that were true or false before.
-        left_by_backward: Name of something that its backward pass has changed.
-        left_in_callback: Name of something that it has changed in a callback, as a forward hook may.
+        left_by_backward: The name of a value that the backward pass has changed.
+        left_in_callback: The name of a value that the step has changed in a callback, as by a forward hook.
     """
 
     loss: float | None = None
@@ -128,9 +128,9 @@ def numbers_in(value: Any, name: str) -> dict[str, Any]:
 
 
 def changed_attributes(before: Snapshot) -> tuple[dict[str, Any], frozenset[str]]:
-    """Return numbers and tensors that are new or other than before, and the names of those that are unknown here.
+    """Return new and changed numbers and tensors, and the names of values that this rank does not know.
 
-    Of lists and sets these are the entries that were added.
+    Of lists and sets, returns the entries that were added.
     """
     changed: dict[str, Any] = {}
     unknown: set[str] = set()
@@ -141,7 +141,7 @@ def changed_attributes(before: Snapshot) -> tuple[dict[str, Any], frozenset[str]
         elif isinstance(edit, Added):
             value = edit.entries
         elif isinstance(edit, Members):
-            # In an order that is the same everywhere.
+            # In an order that is the same on all ranks.
             value = sorted(edit.added, key=lambda member: (str(type(member)), str(member)))
         elif isinstance(edit, (Fresh, Replaced)):
             value = edit.value
@@ -158,18 +158,18 @@ def flags_of(snapshot: Snapshot) -> dict[str, bool]:
 
 
 def comparable_attributes(found: ObservedStep, expected: ObservedStep) -> dict[str, Any]:
-    """Return the attributes that one run changed, without those that cannot be compared with another run."""
+    """Return the attributes that one run changed and that can be compared with another run."""
     return {
         name: value
         for name, value in expected.attributes.items()
-        # What a first call sets, such as that hooks are there, the analysis has left as it has left the hooks.
+        # A first call sets flags, such as "hooks are registered". The analysis was that call, and its hooks stay.
         if name not in found.unknown
         and not (isinstance(value, Tensor) and value.dtype == torch.bool and found.flags.get(name) is bool(value.all()))
     }
 
 
 def counters_of(module: nn.Module) -> dict[str, int | float]:
-    """Return the numbers that modules of the user's inside of `module` keep, by name."""
+    """Return the numbers in attributes of the user's submodules of `module`, by name."""
     return {
         f"{path}.{name}": value
         for path, child in module.named_modules()
@@ -202,7 +202,7 @@ def _is_same(old: Any, new: Any) -> bool:
 
 @dataclass(frozen=True)
 class StepDifference:
-    """A value that is not what one process computes.
+    """A value that differs from one process.
 
     Attributes:
         kind: `loss`, `gradient`, `logged value`, `output`, `attribute` or `buffer`.
@@ -233,7 +233,7 @@ def relative_difference(found: Tensor, expected: Tensor, floor: float) -> float:
     if not (found.is_floating_point() or found.is_complex()):
         return float((found != expected.to(found.dtype)).double().mean())
     if found.dtype == expected.dtype:
-        # Few passes over large gradients; what is not finite is looked at below.
+        # Few passes over large gradients; values that are not finite are compared below.
         expected = expected.detach().to(found.device)
         # In pieces: beside parameters and gradients there may be no room for another tensor of the largest size.
         pieces = zip(found.detach().reshape(-1).split(_PIECE), expected.reshape(-1).split(_PIECE))
@@ -251,7 +251,7 @@ def relative_difference(found: Tensor, expected: Tensor, floor: float) -> float:
 
 
 def largest_of(value: Tensor) -> float:
-    """Return the largest absolute value; not a number if there is one that is none, 0 of no values."""
+    """Return the largest absolute value; NaN if one value is NaN, 0 without values."""
     if not value.numel():
         return 0.0
     if value.is_complex():
@@ -308,7 +308,7 @@ def _two_numbers(found: float, expected: float) -> str:
 def compare_gradients(
     found: Mapping[str, Tensor | None], expected: Mapping[str, Tensor], floor: float, tolerance: float
 ) -> list[StepDifference]:
-    """Compare gradients by name; one that is not there and one of zeros are the same."""
+    """Compare gradients by name; a missing gradient equals a gradient of zeros."""
     differences = []
     for name, mine in found.items():
         theirs = expected.get(name)
@@ -335,7 +335,7 @@ class ModuleTrace:
 
     Args:
         module: The module whose submodules are traced.
-        left_out: Those whose outputs here are not theirs, such as modules of other stages.
+        left_out: The `id` of modules that do not compute their outputs here, such as modules of other stages.
 
     Attributes:
         outputs, gradients: By the path of the module and the number of its call, in the order of the forward pass.

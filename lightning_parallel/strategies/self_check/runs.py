@@ -1,4 +1,4 @@
-"""The two runs that the proof compares: a step on the whole model, and as the run will do it. Neither leaves a trace.
+"""The two runs that the self-check compares: a step on the full model, and in shards or stages. Both are undone.
 
 whole       on the first rank of the replica, with the module as it was before it was divided (see `reference`)
 divided     on all ranks: in shards, and in stages on one or several microbatches
@@ -77,7 +77,7 @@ __all__ = ["DividedRun", "StepCall", "StepRuns", "Way", "WholeRun"]
 
 @dataclass(frozen=True)
 class StepCall:
-    """A step: its name, and what it is called with."""
+    """A step: its name and its arguments."""
 
     name: str
     batch: Any
@@ -93,13 +93,13 @@ class Way:
         dropout: Whether it is on in the sharded step. It is always off in the step on the whole model.
         splits: Whether a pipeline cuts the samples into microbatches.
         traces: Whether the outputs of modules are recorded.
-        double: Whether it computes in double precision, whatever the run does.
-        plain: Whether it computes in the precision of its parameters, without autocast.
-        fixed_norm: Whether batch normalisation uses its running statistics.
-        seed: Of what the step on the whole model draws.
-        hooks: Whether the user's hooks for gradients see those of the step on the whole model.
-        draws: What a step on all samples has drawn, of which microbatches get their rows.
-        by_views: How several rows per sample lie, see `ReplayedDraws`.
+        double: Whether the steps compute in double precision, whatever the run does.
+        plain: Whether the steps compute in the precision of their parameters, without autocast.
+        fixed_norm: Whether batch normalization uses its running statistics.
+        seed: The seed of the step on the full model.
+        hooks: Whether the user's gradient hooks run on the gradients of the step on the full model.
+        draws: The random numbers of a step on all samples; microbatches get their rows.
+        by_views: The order of several rows per sample, see `ReplayedDraws`.
     """
 
     dropout: bool = False
@@ -116,18 +116,19 @@ class Way:
 
 @dataclass
 class WholeRun:
-    """What the step gave on the whole model, on every rank of the replica.
+    """The results of the step on the full model, on every rank of the replica.
 
     Attributes:
-        failure: Why it could not be run; empty if it was.
-        blame: Whose fault that is.
-        effects: What it gave; its output on the first rank only.
-        gradients, values: Of what this rank holds: gradients of its parts, buffers and parameters that it wrote into.
-        precisions: In what it computed.
-        draws: Whether it drew random numbers.
-        dropout: Whether there was dropout to turn off.
-        trace: What its modules returned, if it was asked for.
-        recorded: What it drew in a pipeline, as far as it is known.
+        failure: Why the step could not run; empty if it ran.
+        blame: Whose fault the failure is.
+        effects: The results; the output on the first rank only.
+        gradients: The gradients of the parameters of this rank, cut to its shards.
+        values: The buffers and parameters of this rank that the step wrote into.
+        precisions: The precisions in which the step computed.
+        draws: Whether the step drew random numbers.
+        dropout: Whether the model has dropout, which was off.
+        trace: The outputs of modules, if `Way.traces`.
+        recorded: The random numbers of the step in a pipeline, as far as they are known.
     """
 
     failure: str
@@ -144,16 +145,16 @@ class WholeRun:
 
 @dataclass
 class DividedRun:
-    """What the divided step gave on this rank.
+    """The results of the sharded or split step on this rank.
 
     Attributes:
-        effects: What it gave.
-        gradients: Of all parameters here that are trained; None for those that the step did not use.
-        values: Buffers that it changed, and parameters that it wrote into.
-        draws_apart: Whether random numbers were drawn inside divided layers, where each rank has its own.
-        trace: What its modules returned, if it was asked for.
-        replayed: What its microbatches were given as their draws; None where each has drawn for itself.
-        merged: How they were merged, by key; see `Merging.found`.
+        effects: The results.
+        gradients: The gradients of all trained parameters of this rank; None if the step did not use the parameter.
+        values: Buffers and parameters that the step changed.
+        draws_apart: Whether sharded layers drew random numbers, which differ between ranks.
+        trace: The outputs of modules, if `Way.traces`.
+        replayed: The random numbers that microbatches were given; None if they drew their own.
+        merged: How microbatches were merged, by key; see `Merging.found`.
     """
 
     effects: ObservedStep
@@ -176,14 +177,14 @@ class StepRuns:
     """Runs steps of a module whole and divided; all ranks of a replica call its methods at the same points.
 
     Args:
-        skeleton: The module as it was.
+        skeleton: The undivided module.
         groups: The mesh's groups.
         rules: How tensors are sharded over the tensor axis, by name.
-        sharding: What was divided how.
-        steps: The module's steps in a pipeline; None without one.
-        reducer: Of the gradients over the replicas, during `fit`.
-        precision: Gives the context in which Lightning runs each step.
-        device: Where this rank computes.
+        sharding: The sharded layers.
+        steps: The module's steps in a pipeline; None without a pipeline.
+        reducer: Reduces gradients over the replicas, during `fit`.
+        precision: The precision plugin, whose contexts Lightning enters for each step.
+        device: The device of this rank.
 
     Attributes:
         cuts_fully: Whether stages run as many microbatches as in the run, and not two.
@@ -220,7 +221,7 @@ class StepRuns:
 
     @property
     def microbatches(self) -> int:
-        """Into how many microbatches a pipeline cuts the samples: two, or as many as its schedule can do only."""
+        """The number of microbatches in a pipeline: two, or the number of the run if its schedule needs it."""
         if self.engine is None:
             return 1
         count = self.engine.schedule.num_microbatches
@@ -235,7 +236,7 @@ class StepRuns:
 
         def run(model: WholeModel) -> tuple[ObservedStep, bool, bool, ModuleTrace | None, RecordedDraws]:
             effects, draws, dropout, trace, drawn = self._run_whole(call, way, model)
-            # It may be large, and is compared on this rank only.
+            # The output may be large, and is compared on this rank only.
             output.update(effects.output)
             return replace(effects, output={}), draws, dropout, trace, drawn
 
@@ -246,12 +247,12 @@ class StepRuns:
                 found = run_reference(self.skeleton, owners, run, way.double, keeps)
             if found.failure and self.engine is None:
                 with self._state_kept(), self._whole_copies() as are_there:
-                    if are_there:  # which the step may have called
+                    if are_there:  # the step may have called a copy
                         found = run_reference(self.skeleton, owners, run, way.double, keeps)
             if way.hooks and not found.failure and call.name == "training_step":
                 with self._state_kept():
                     run_gradient_hooks(self.module, found.gradients, self.engine is not None)
-        except Exception as error:  # what it wrote cannot be put back, on this rank only
+        except Exception as error:  # a write on this rank cannot be undone
             failure = error
         if failure is None and found.result:
             failure = refused_leaving(call.name, found.result[0].left_by_backward, found.result[0].left_in_callback)
@@ -299,7 +300,7 @@ class StepRuns:
 
     @contextmanager
     def _alone(self) -> Iterator[None]:
-        """Let norms of gradients and metrics be those of this rank, which has the whole model."""
+        """Let norms of gradients and metrics be computed on this rank alone, which has the full model."""
         state = ParallelState.of(self.module)
         with ExitStack() as stack:
             if self.steps is not None:
@@ -324,7 +325,7 @@ class StepRuns:
             yield True
         finally:
             state.copies.divide_again(self.rules, self.groups.tensor_parallel.rank)
-            # What the step has written into them was for the self-check.
+            # Undo the writes of the self-check's step.
             for tensor, part, value in before.values():
                 tensor.data = part.copy_(value)
 
@@ -406,12 +407,12 @@ class StepRuns:
         callbacks = None if self.engine is None else LeftInCallbacks(module)
         context = step_context(self.precision, call.name)
         with log_recorded(module, calls), self._manual(model), self._precision(way), context:
-            # Logits that are divided are gathered on all ranks; only one compares them.
+            # All ranks gather sharded logits, although one rank alone compares them.
             output = whole_logits((step if around is None else around(step))(batch, *call.rest, **call.kwargs))
         loss = None
         if call.name == "training_step" and module.automatic_optimization and output is not None:
             loss = loss_of(output)
-        # Before backward, which may free what they refer to.
+        # Before backward, which may free tensors that attributes refer to.
         with blamed_on_us("to record the results of the step"):
             effects = self._effects(calls, output, loss, before)
         effects.left_in_callback = "" if callbacks is None else callbacks.name()
@@ -430,7 +431,7 @@ class StepRuns:
     ) -> ObservedStep:
         logged: dict[str, Any] = {}
         for name, value, arguments in calls:
-            # A metric object stands for its value of this batch, which nobody sees where only the epoch's is logged.
+            # A metric object stands for its value of this batch; with `on_epoch` alone, no code reads that value.
             on_step = arguments.get("on_step")
             if hasattr(value, "cache") and not (loss is not None if on_step is None else on_step):
                 continue
@@ -488,7 +489,7 @@ class StepRuns:
             return self._effects(calls, output, loss, before)
 
     def _complete_gradients(self, parameters: Mapping[str, nn.Parameter]) -> None:
-        """Sum partial gradients over the tensor axis, and those of tied parameters over the stages."""
+        """Sum partial gradients over the tensor axis, and gradients of tied parameters over the stages."""
         if not self._are_complete:
             self._sum_partial(parameters)
         if self.engine is not None:
@@ -508,7 +509,7 @@ class StepRuns:
                 reduce_partial_(gradients, self.rules, group)
 
     def _backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
-        """Run a backward pass after which gradients are complete, as the strategy does: the step may read them."""
+        """Run a backward pass and complete the gradients, as the strategy does: the step may read them."""
         partial = frozenset() if self.sharding is None else self.sharding.partial
         mine = {name: p for name, p in self.module.named_parameters() if name in partial}
         before = {name: p.grad for name, p in mine.items()}
@@ -523,7 +524,7 @@ class StepRuns:
         self._are_complete = True
 
     def elsewhere(self) -> set[int]:
-        """Return the modules, by `id`, of which this rank has a stub only."""
+        """Return the `id` of modules of which this rank has a stub only."""
         if self.engine is None:
             return set()
         plan = self.engine.plan
@@ -541,7 +542,7 @@ class StepRuns:
 
     @contextmanager
     def nothing_left(self) -> Iterator[None]:
-        """Run steps inside the block that nobody counts, records, or waits for the gradients of."""
+        """Keep steps inside the block out of random states, gradient reduction, profilers and compiled code."""
         with ExitStack() as stack:
             stack.enter_context(random_state_kept())
             if self.reducer is not None:
@@ -549,7 +550,7 @@ class StepRuns:
             # Profilers see operators and spans of time.
             stack.enter_context(dispatch_modes_suspended())
             stack.enter_context(tracing.suspended())
-            # Compiled code computes the same, and cannot be compiled for a module in another shape.
+            # Compiled code computes the same, and does not fit the undivided module.
             stack.enter_context(torch.compiler.set_stance("force_eager"))
             yield
         if self.device.type == "cuda":
@@ -559,7 +560,7 @@ class StepRuns:
     def _precision(self, way: Way) -> Iterator[None]:
         patches = Patches()
         if way.plain or way.double:
-            # What autocast rounds would hide differences.
+            # The rounding of autocast would hide differences.
             patches.replace(self.precision, "forward_context", nullcontext)
         try:
             yield
@@ -568,13 +569,13 @@ class StepRuns:
 
     @cached_property
     def fits_in_double(self) -> bool:
-        """Whether all ranks of the replica, who ask together, may hold their parameters in double precision."""
+        """Whether all ranks of the replica have room for double precision; a collective, once."""
         num_bytes = sum(value.numel() * 8 for value in self.module.parameters() if value.is_floating_point())
         everyone = comm.all_gather_object(num_bytes, self.groups.replica)
         return self.device.type != "mps" and max(everyone) <= _DOUBLE_BYTES
 
     def precisions(self) -> list[Way]:
-        """Return in which precisions to run, the best first; a step may not work in all of them."""
+        """Return the precisions to try, the best first; a step may not work in all of them."""
         parameters = [value for value in self.module.parameters() if value.is_floating_point()]
         is_double = all(value.dtype == torch.float64 for value in parameters)
         ways = []
@@ -586,7 +587,7 @@ class StepRuns:
 
     @contextmanager
     def _state_kept(self) -> Iterator[None]:
-        """Put back what a run of the step changes, gradients included."""
+        """Undo the changes of a run of the step, gradients included."""
         state, trainer, hooked = ModuleSnapshot(self.module), TrainerState(self.module), HookedState.of(self.module)
         gradients = {parameter: parameter.grad for parameter in self.module.parameters()}
         for parameter in gradients:
@@ -603,10 +604,10 @@ class StepRuns:
 
     @contextmanager
     def _manual(self, model: WholeModel | None) -> Iterator[None]:
-        """Let a module that optimizes manually compute its gradients, but take no step.
+        """Let a module with manual optimization compute its gradients, but take no optimizer step.
 
         Args:
-            model: The whole parameters, which optimizers are to show instead of this rank's parts.
+            model: The full parameters, which optimizers show instead of this rank's shards.
         """
         module = self.module
         if module.automatic_optimization or not module.trainer.training:
@@ -636,7 +637,7 @@ def _own_backward(loss: Tensor, *args: Any, **kwargs: Any) -> None:
 
 
 def _toggling(own: Callable[..., Any], model: WholeModel | None) -> Callable[..., Any]:
-    """Return a method that chooses whose parameters are trained, for optimizers whose steps do nothing."""
+    """Return `toggle_optimizer` or `untoggle_optimizer` for optimizers whose steps do nothing."""
 
     def toggle(optimizer: Any) -> None:
         own(optimizer.inner if isinstance(optimizer, _Inert) else optimizer)
@@ -650,8 +651,8 @@ class _Inert:
     """An optimizer, or scheduler, whose steps do nothing.
 
     Args:
-        inner: What stands behind it.
-        whole: Returns what to show instead of a parameter.
+        inner: The real optimizer or scheduler.
+        whole: Returns the tensor to show instead of a parameter.
     """
 
     def __init__(self, inner: Any, whole: Callable[[Tensor], Tensor] | None = None) -> None:
@@ -667,7 +668,7 @@ class _Inert:
         return _Inert(found, self._whole) if name == "optimizer" else found
 
     def step(self, closure: Any = None, *_: Any, **__: Any) -> Any:
-        """Only compute what the closure does."""
+        """Run the closure alone."""
         if callable(closure):
             with torch.enable_grad():
                 return closure()
