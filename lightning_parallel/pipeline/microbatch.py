@@ -425,9 +425,9 @@ def other_kinds(kind: str) -> list[str]:
     if not dims:
         return ["rows" if word == "entries" else "entries"]
     rows = [f"rows {int(dims)}"] if int(dims) else []
-    if word == "last":  # a tensor that an attribute holds: no microbatch knows a sum or mean of all microbatches
-        return [*rows, f"rows {int(dims) + 1}"]
-    others = [*rows, f"rows {int(dims) + 1}", *(f"{other} {dims}" for other in ("sum", "entries", "last", "first"))]
+    # "last" is the kind of attributes: their means are refused, as a microbatch may read the value of another one.
+    words = ("sum",) if word == "last" else ("sum", "entries", "last", "first")
+    others = [*rows, f"rows {int(dims) + 1}", *(f"{other} {dims}" for other in words)]
     return [other for other in others if other != kind]
 
 

@@ -140,7 +140,7 @@ class Updating(Deep):
         self.trackers = nn.ModuleDict({"first": Tracker()})
         self.register_buffer("average", torch.zeros((), dtype=torch.float64))
         self.counted, self.largest, self.stats, self.least = 0, -1e9, {"batches": 0, "right": 0}, []
-        self.total, self.classes, self.change = np.zeros(12), 0, change
+        self.total, self.classes, self.size, self.change = np.zeros(12), 0, 0, change
 
     def training_step(self, batch, index):
         x, y = batch
@@ -151,7 +151,7 @@ class Updating(Deep):
         self.trackers["first"](loss, logits)
         self.largest = max(self.largest, logits.max().item())
         self.stats["right"] += int((logits.argmax(-1) == y).sum())
-        self.classes = logits.shape[1]
+        self.classes, self.size = logits.shape[1], len(x)
         if callable(self.change):
             self.change(self, loss.detach())
         return {"loss": loss, "logits": logits.detach()}
@@ -159,7 +159,7 @@ class Updating(Deep):
     def kept(self):
         tracker = self.trackers["first"]
         kept = [self.seen, self.largest, *self.stats.values(), *self.total, *tracker.values, tracker.shown]
-        return [float(number) for number in (*kept, self.classes)]
+        return [float(number) for number in (*kept, self.classes, self.size)]
 
 
 @distributed(world_size=2)

@@ -82,9 +82,9 @@ class StepEffects:
         self._statistics = _BatchStatistics.of(module) if name == "training_step" else []
         self._history: list[dict[StatePath, Edit]] = []
         self.metrics = MetricCalls(module)
-        # A microbatch may leave the tensor that was there; its rows are part of the result all the same.
-        with_rows = (label for label, rule in self._rules.items() if rule.startswith("rows "))
-        self._with_rows = [name for name in with_rows if isinstance(self._start.original((name,)), Tensor)]
+        # A microbatch may leave the value that was there; it is part of the rows or the sum all the same.
+        totals = (label for label, rule in self._rules.items() if rule.startswith(("sum ", "rows ")))
+        self._totals = [name for name in totals if isinstance(self._start.original((name,)), (int, float, Tensor))]
 
     @contextmanager
     def step(self) -> Iterator[None]:
@@ -118,7 +118,7 @@ class StepEffects:
         self.logged.append(calls)
         # An attribute may hold a placeholder whose data came from an earlier stage: the data count.
         edits = {path: reveal(edit) for path, edit in before.changes().items()}
-        for name in self._with_rows:
+        for name in self._totals:
             edits.setdefault((name,), Value(before.original((name,)), before.entries_of(self.module)[name], False))
         self._history.append(edits)
 
@@ -449,15 +449,18 @@ def _merge_entries_of(path: StatePath, found: Sequence[tuple[int, Any]], merging
 
 
 def _merge_values(path: StatePath, found: Sequence[tuple[int, Value]], merging: Merging) -> Change:
-    """Return the value of the last microbatch; tensors with a row per sample are concatenated."""
+    """Return the value of the last microbatch, or what the self-check has found: the rows, or the sum, of all.
+
+    A sum is the size of a batch, such as the key of a cache.
+    """
     after = found[-1][1].after
     ends = _ends(found, len(merging.samples))
     if ends:
-        label, before = label_of(path), found[0][1].before
+        label, before, dims = label_of(path), found[0][1].before, np.ndim(ends[0])
         # A running mean may have as many rows as a microbatch has samples, by chance.
         is_running = isinstance(before, type(ends[0])) and np.shape(before) == np.shape(ends[0])
-        are_rows = merging.is_per_sample(ends) and not is_running
-        if merging.kind(label, f"{'rows' if are_rows else 'last'} {ends[0].ndim}") == "rows":
+        are_rows = dims > 0 and merging.is_per_sample(ends) and not is_running
+        if merging.kind(label, f"{'rows' if are_rows else 'last'} {dims}") in ("rows", "sum"):
             merged = merge_outputs(ends, merging, label)
             # A list of tensors that do not fit together is no buffer.
             after = merged if isinstance(merged, type(after)) else after
@@ -465,12 +468,14 @@ def _merge_values(path: StatePath, found: Sequence[tuple[int, Value]], merging: 
 
 
 def _ends(found: Sequence[tuple[int, Value]], count: int) -> list[Any]:
-    """Return the tensor or array that each of several microbatches has left; nothing if one has left another value."""
+    """Return the numbers, or tensors, that the microbatches have left; empty if one has left a value of another kind."""
     edits = {number: edit.after for number, edit in found}
     ends = [found[0][1].before]
     for number in range(count):
         ends.append(edits.get(number, ends[-1]))
-    return ends[1:] if count > 1 and all(isinstance(end, (Tensor, np.ndarray)) for end in ends[1:]) else []
+    kinds = [(int, float), (Tensor, np.ndarray)]
+    is_one = any(all(isinstance(end, kind) and not isinstance(end, bool) for end in ends[1:]) for kind in kinds)
+    return ends[1:] if is_one and count > 1 else []
 
 
 def _apply(module: LightningModule, start: Snapshot, changes: Sequence[Change], device: torch.device) -> None:
