@@ -468,7 +468,7 @@ def _merge_values(path: StatePath, found: Sequence[tuple[int, Value]], merging: 
 
 
 def _ends(found: Sequence[tuple[int, Value]], count: int) -> list[Any]:
-    """Return the numbers, or tensors, that the microbatches have left; empty if one has left a value of another kind."""
+    """Return the numbers, or tensors, that the microbatches have left; empty if their kinds differ."""
     edits = {number: edit.after for number, edit in found}
     ends = [found[0][1].before]
     for number in range(count):

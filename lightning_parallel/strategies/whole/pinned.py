@@ -1,4 +1,4 @@
-"""Run a step several times alike: what it changes is put back, dropout is off, its random numbers are the same."""
+"""Run a step several times alike: undo its changes, turn dropout off, and seed its random numbers."""
 
 from __future__ import annotations
 
@@ -48,19 +48,20 @@ __all__ = [
 ]
 
 SEED = 20_240_229
-"""Of the steps that are compared."""
+"""The seed of the steps that are compared."""
 
 _COPY_BYTES = 64 << 20
-"""Parameters up to this size are copied, so that a step that writes into them is undone; larger ones are watched."""
+"""Parameters up to this size are copied, so that writes into them are undone; larger parameters are watched."""
 
 _FOLLOWED_ITEMS = 10_000
-"""Longer containers, such as data sets, are copied as they are, without what is in them."""
+"""Longer containers, such as data sets, are copied without a look at their entries."""
 
 
 class ModuleSnapshot:
-    """All that a step may change in a module, to put it back: every module's attributes, buffers, parameters.
+    """Holds all state of a module that a step may change: attributes, buffers and parameters of every submodule.
 
-    Attributes that are containers, and objects of the user's classes, are followed inside.
+    Containers and objects of the user's classes are followed inside. `steps.state.Snapshot` has fewer values, by path,
+    and is made for each microbatch; this snapshot is made for each run of the self-check.
     """
 
     def __init__(self, module: nn.Module) -> None:
@@ -102,7 +103,7 @@ class ModuleSnapshot:
             self._keep(vars(value))
 
     def _keep_elsewhere(self, module: nn.Module) -> None:
-        """Keep a module that is no part of the tree, such as a teacher in a list."""
+        """Keep a module that is not registered, such as a teacher in a list."""
         parameters = {name: value for name, value in module.named_parameters() if id(value) not in self._seen}
         if sum(value.numel() * value.element_size() for value in parameters.values()) > _COPY_BYTES:
             self._watched += [(name, value, version_of(value)) for name, value in parameters.items()]
@@ -116,7 +117,7 @@ class ModuleSnapshot:
         """Put everything back, in place.
 
         Raises:
-            RuntimeError: If a parameter was changed of which there is no copy.
+            RuntimeError: If a parameter without a copy was changed.
         """
         for name, value, version in self._watched:
             if version_of(value) != version:
@@ -142,7 +143,7 @@ class ModuleSnapshot:
 
 
 def doubled(value: Tensor) -> Tensor:
-    """Return a floating-point tensor in double precision, others as they are."""
+    """Return a tensor in double precision; an integer tensor unchanged."""
     return value.double() if value.is_floating_point() else value
 
 
@@ -150,7 +151,7 @@ def doubled(value: Tensor) -> Tensor:
 def in_double(module: nn.Module, with_parameters: bool) -> Iterator[None]:
     """Hold floating-point buffers and tensors of `module`, and parameters, in double precision inside the block.
 
-    What the block changes in them is lost.
+    Changes of these tensors inside the block are lost.
     """
     parameters = []
     if with_parameters:
@@ -182,7 +183,7 @@ def in_double(module: nn.Module, with_parameters: bool) -> Iterator[None]:
 
 @contextmanager
 def without_dropout(module: nn.Module) -> Iterator[DropoutOff]:
-    """Turn dropout off inside the block; recurrent layers have theirs in C."""
+    """Turn dropout off inside the block; recurrent layers compute dropout in C, and have an attribute for it."""
     patches = Patches()
     mode = DropoutOff()
     for child in module.modules():
@@ -199,7 +200,7 @@ def without_dropout(module: nn.Module) -> Iterator[DropoutOff]:
 
 @contextmanager
 def with_fixed_norm(module: nn.Module) -> Iterator[None]:
-    """Let batch normalisation use its running statistics inside the block, or none where it keeps none."""
+    """Let batch normalization use its running statistics inside the block; without statistics it only scales."""
     patches = Patches()
     try:
         for child in module.modules():
@@ -220,11 +221,11 @@ def _scaled(norm: Any, value: Tensor) -> Tensor:
 
 
 class Draws:
-    """Tells whether random numbers were drawn, though generators may be seeded in between.
+    """Tells whether random numbers were drawn, even if generators are seeded in between.
 
     Attributes:
-        found: Whether there were any, up to the last `check`.
-        others: Whether there were any from other generators than those of torch.
+        found: Whether any number was drawn, up to the last `check`.
+        others: Whether a generator outside torch was used.
     """
 
     def __init__(self, generators: OwnGenerators) -> None:
@@ -233,11 +234,11 @@ class Draws:
         self.mark()
 
     def mark(self) -> None:
-        """Note the states from which numbers would be drawn."""
+        """Note the states of all generators."""
         self._state = self._states()
 
     def check(self) -> None:
-        """See whether the states have moved since `mark`."""
+        """Compare the states with the states at `mark`."""
         state = self._states()
         self.found |= state != self._state
         self.others |= state[2:4] != self._state[2:4] or any(
@@ -258,13 +259,13 @@ class Draws:
 
 
 class StageStreams:
-    """Seeds a step on the whole model as a pipeline seeds one microbatch: see `microbatch` and `runtime`.
+    """Seeds a step on the full model as a pipeline seeds one microbatch: see `random_streams` and `runtime`.
 
     Args:
         engine: The pipeline.
-        draws: Tells whether any are drawn.
-        recorder: Records them.
-        seed: Of the step.
+        draws: Tells whether numbers are drawn.
+        recorder: Records the numbers.
+        seed: The seed of the step.
     """
 
     def __init__(self, engine: PipelineEngine, draws: Draws, recorder: DrawRecorder, seed: int = SEED) -> None:
@@ -314,7 +315,7 @@ class StageStreams:
 
         def enter(*_: Any) -> None:
             if is_backward_running():
-                # Computed again by an activation checkpoint: it draws what it has drawn before.
+                # An activation checkpoint computes the layer again, with the same numbers as before.
                 if len(numbers) == 1:
                     seed_torch(layer_seed(self._step_seed, numbers[0]))
                 return
@@ -335,12 +336,12 @@ class StageStreams:
 
 
 class ReferenceRunError(RuntimeError):
-    """The self-check itself has failed, and not the step that it runs."""
+    """Reports a failure of the self-check itself."""
 
 
 @contextmanager
 def blamed_on_us(what: str) -> Iterator[None]:
-    """Let errors inside the block, which runs none of the user's code, be those of the self-check."""
+    """Turn errors inside the block, which runs no code of the user, into a ReferenceRunError."""
     try:
         yield
     except Exception as error:
@@ -349,7 +350,7 @@ def blamed_on_us(what: str) -> Iterator[None]:
 
 @dataclass
 class RefusedCalls:
-    """What has tried to communicate with ranks that do not run the step, in words.
+    """The calls that tried to communicate with ranks that do not run the step, in words.
 
     Attributes:
         users: The first call of the user's code.
@@ -389,9 +390,9 @@ def communication_refused(others: set[int], is_ours: Callable[[], bool], calls: 
     """Refuse communication with ranks that do not run the step: they would never answer.
 
     Args:
-        others: The global ranks that do not.
-        is_ours: Tells whether what brings the parameters is communicating.
-        calls: Notes what was refused.
+        others: The global ranks that do not run the step.
+        is_ours: Tells whether the current call fetches parameters or sends gradients.
+        calls: Notes the refused calls.
     """
 
     def guarded(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
@@ -399,7 +400,7 @@ def communication_refused(others: set[int], is_ours: Callable[[], bool], calls: 
             group = kwargs.get("group") or next((value for value in args if isinstance(value, dist.ProcessGroup)), None)
             group = group or dist.group.WORLD
             ranks = set(dist.get_process_group_ranks(group))
-            # With other replicas, too: each looks into a difference by itself, and runs steps that they do not.
+            # Also with other replicas: a replica that looks into a difference runs steps alone.
             if not is_ours() and (ranks & others or (group is dist.group.WORLD and len(ranks) > 1)):
                 line = innermost_users_line()
                 text = f"the step communicates by itself (`torch.distributed.{name}`{f', in {line}' if line else ''})"
@@ -427,7 +428,7 @@ _USERS_CALLS = {"all_gather", "reduce", "barrier", "broadcast", "reduce_boolean_
 
 
 def _is_called_by_user() -> bool:
-    """Tell whether the user's code communicates, by torch or by Lightning, and not this library for its own sake."""
+    """Tell whether the user's code communicates, by torch or by Lightning, and not this library."""
     frame: FrameType | None = sys._getframe(2)
     is_ours = False
     while frame is not None:

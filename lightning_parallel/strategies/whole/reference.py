@@ -1,7 +1,9 @@
-"""Run a step on the whole model while the model is divided: the reference of the proof.
+"""Run a step on the full model while the model is sharded or split: the reference of the self-check.
 
-No rank holds the whole model. The first rank of a replica runs the user's step on the module as it was before it was
-divided. Parameters come from their owners when the step asks for them; gradients go to their owners as they appear.
+No rank holds the full model. The first rank of a replica runs the user's step on the undivided module. It fetches
+parameters from their owners when the step reads them, and sends gradients to their owners as they appear. The other
+ranks serve. If all ranks ran the step, they would share the cores of a host: the self-check would take half as long
+again.
 
     first rank                                      the other ranks
     the step asks for `layers.3.weight`
@@ -9,12 +11,12 @@ divided. Parameters come from their owners when the step asks for them; gradient
       merges them, goes on
     backward: 32 MiB of gradients are there
       ("take", their names)          ----------->   receive their shards of them
-    ("end", what the step gave)      ----------->   return it
+    ("end", the results)             ----------->   return them
 
-Before data travel, all ranks say whether they have them: an error on one of them is one on all.
+Before each transfer, all ranks tell whether they are ready: an error on one rank raises on all.
 
-Autograd keeps no parameter: what it would save of one is saved by name, and fetched again in backward. The gradients
-and activations of a large model wait in a temporary file: the reference needs no more memory than the step it checks.
+Autograd keeps no parameter: a view of a parameter is saved by name, and fetched again in backward. The gradients and
+activations of a large model wait in a temporary file: the reference needs no more memory than the step itself.
 """
 
 from __future__ import annotations
@@ -45,7 +47,7 @@ from lightning_parallel.tensor.sharding import Shard
 __all__ = ["Blame", "Fetched", "Owners", "WholeModel", "run_reference"]
 
 Blame = Literal["", "user", "check", "unknown"]
-"""Why the step could not be run on the whole model: it talks to other ranks by itself, or the self-check has failed."""
+"""Whose fault a failed run on the full model is: the step communicates by itself, or the self-check has failed."""
 
 _CHUNK_BYTES = 32 << 20
 """Parameters that travel together, so that a small model needs few messages."""
@@ -54,7 +56,7 @@ _CACHE_BYTES = 256 << 20
 """A model up to this size is fetched once, and stays in memory with its gradients and activations."""
 
 _ROOM_BYTES = 64 << 20
-"""Full parameters of a larger model that are kept after they were used: backward begins with these."""
+"""Full parameters of a larger model that are kept after use: backward begins with the last ones."""
 
 _SPOOLED_BYTES = 1 << 20
 """Tensors from this size on wait in a file, if the model is larger than the cache."""
@@ -62,7 +64,7 @@ _SPOOLED_BYTES = 1 << 20
 _LEAF_BYTES = 64 << 20
 """Models up to this size have their gradients in `.grad`, as in one process."""
 
-# Of no other message: stages use 1 and 2, the measurement of links 900, tied parameters 1000 and more.
+# Stages use the tags 1 and 2, the measurement of links 900, tied parameters 1000 and more.
 _TAG = 950
 
 
@@ -70,7 +72,7 @@ _TAG = 950
 
 
 class _SpoolPlace(NamedTuple):
-    """Where a tensor is in the file, and what it was."""
+    """The place of a tensor in the file, and its properties."""
 
     offset: int
     shape: torch.Size
@@ -79,10 +81,10 @@ class _SpoolPlace(NamedTuple):
 
 
 class Spool:
-    """Holds tensors in a temporary file, which goes with the last reference to it.
+    """Holds tensors in a temporary file, which is deleted with the last reference to this object.
 
-    A file that is read and written piece by piece is no memory of the process, as one that is mapped would be. Where
-    there is no room on the disk, tensors stay in memory.
+    The file is read and written, not mapped: a mapped file would count as memory of the process. If the disk is full,
+    tensors stay in memory.
     """
 
     def __init__(self) -> None:
@@ -90,7 +92,7 @@ class Spool:
         self._end = 0
 
     def put(self, tensor: Tensor) -> _SpoolPlace | Tensor:
-        """Return what `get` needs to give the tensor back: a place, or the tensor itself."""
+        """Return a handle for `get`: a place in the file, or the tensor itself."""
         is_plain = (
             type(tensor) is Tensor and tensor.layout == torch.strided and not (tensor.is_conj() or tensor.is_neg())
         )
@@ -133,7 +135,7 @@ def _bytes_of(tensor: Tensor) -> memoryview:
 
 
 class SpooledTensors(MutableMapping[str, Tensor]):
-    """Tensors by name, in a `Spool`; each access reads one of them."""
+    """Tensors by name, in a `Spool`; each access reads one tensor."""
 
     def __init__(self) -> None:
         self._spool = Spool()
@@ -144,7 +146,7 @@ class SpooledTensors(MutableMapping[str, Tensor]):
 
     def __setitem__(self, name: str, tensor: Tensor) -> None:
         held = self._spool.put(tensor)
-        # A small one may be a view of all that came with it.
+        # A small tensor may be a view of a large message.
         self._held[name] = held.clone() if isinstance(held, Tensor) else held
 
     def __delitem__(self, name: str) -> None:
@@ -161,11 +163,11 @@ class SpooledTensors(MutableMapping[str, Tensor]):
 
 
 _OWN_REFERENCES = 2
-"""References to a tensor that nobody holds but a dict, as an argument of `sys.getrefcount`."""
+"""References to a tensor that only a dict holds, as an argument of `sys.getrefcount`."""
 
 
 class _Facts(NamedTuple):
-    """What a rank holds of a tensor."""
+    """Properties of a rank's shard of a tensor."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -173,22 +175,22 @@ class _Facts(NamedTuple):
 
 
 class Owners:
-    """Where the tensors of the whole model are, and the messages that bring them to the first rank and back.
+    """Knows the ranks that hold each tensor of the full model, and exchanges tensors with the first rank.
 
-    Every rank of the replica constructs it at the same point.
+    Every rank of the replica constructs it at the same point, since the constructor communicates.
 
     Args:
         module: The divided module.
         rules: How its tensors are sharded over the tensor axis, by name.
         groups: The mesh's groups.
-        device: Where messages are.
+        device: The device of messages.
 
     Attributes:
         replica: The ranks that hold the model together.
-        taken: On every rank, what came back for each tensor that it holds: sums of gradients.
-        values: On every rank, the new values of what the step wrote into: buffers and parameters.
-        is_talking: Whether the first rank is sending or receiving, which its user's code may not.
-        failure: Why the ranks could not exchange what they hold; the user's code may catch the error itself.
+        taken: The gradients of this rank's shards, by name.
+        values: The new values of this rank's shards of buffers and parameters that the step wrote into, by name.
+        is_talking: Whether the first rank is sending or receiving; the user's code may not.
+        failure: Why the ranks could not exchange tensors. It is kept, as the user's code may catch the error.
     """
 
     def __init__(self, module: nn.Module, rules: Mapping[str, Shard], groups: MeshGroups, device: torch.device) -> None:
@@ -215,7 +217,7 @@ class Owners:
         self.parameter_names = [name for name in self._facts if name not in set(self.buffer_names)]
 
     def is_large(self) -> bool:
-        """Tell whether the parameters of the whole model are more than may stay in memory."""
+        """Tell whether the parameters of the full model are too large to stay in memory."""
         sizes = (self.shape(name).numel() * self._facts[name].dtype.itemsize for name in self.parameter_names)
         return sum(sizes) > _CACHE_BYTES
 
@@ -226,7 +228,7 @@ class Owners:
         return torch.Size(shape) if rule is None else rule.full_shape(shape)
 
     def facts(self, name: str) -> _Facts:
-        """Return what the first of its holders holds."""
+        """Return the properties of the shard of the first holder."""
         return self._facts[name]
 
     def requires_grad(self, name: str) -> bool:
@@ -247,13 +249,13 @@ class Owners:
         return full if rule is None else rule.local_shape(full, position % self._width)
 
     def _rule(self, name: str, full: torch.Size) -> Shard | None:
-        """Return how a tensor of this shape is sharded; one that the step has made anew may have another shape."""
+        """Return how a tensor of this shape is sharded; None if the step has made a tensor of another shape."""
         return self.rules.get(name) if full == self.shape(name) else None
 
     # ------------------------------------------------------------------------------------------ on the first rank
 
     def fetch(self, names: Sequence[str]) -> dict[str, Tensor]:
-        """Return full tensors, as copies; only on the first rank, while the others `serve`."""
+        """Return full tensors, as copies; only on the first rank, while the other ranks `serve`."""
         with self._talking():
             return self._fetch(names)
 
@@ -286,18 +288,18 @@ class Owners:
             if rule is not None:
                 full[name] = rule.merge(in_order)
             else:
-                # Each with memory of its own: what was received alone has it.
+                # Each tensor gets its own memory; a message with one tensor has it already.
                 part = in_order[0]
                 is_alone = 0 not in parts[name] and part.untyped_storage().nbytes() == part.nbytes
                 full[name] = part if is_alone else part.clone()
         return full
 
     def give_back(self, tensors: Mapping[str, Tensor], are_values: bool = False) -> None:
-        """Give parts of full tensors to their owners; only on the first rank.
+        """Send the shards of full tensors to their owners; only on the first rank.
 
         Args:
-            tensors: Gradients, which are added to those that came before, or what the step wrote.
-            are_values: Whether they are what the step wrote.
+            tensors: Gradients, which are added to earlier gradients, or new values.
+            are_values: Whether the tensors are new values of buffers and parameters.
         """
         with self._talking():
             self._give_back(tensors, are_values)
@@ -314,7 +316,7 @@ class Owners:
             self.is_talking = False
 
     def _agree(self, prepare: Callable[[], None]) -> None:
-        """Prepare on every rank what is sent or received next; raise on all of them if one cannot."""
+        """Prepare the next transfer on every rank; raise on all ranks if one cannot."""
         error: Exception | None = None
         try:
             if self.failure:
@@ -346,7 +348,7 @@ class Owners:
         for name in names:
             if 0 in self._holders[name]:
                 part = self._part(name, tensors[name], 0)
-                # A view would keep all of the full tensor.
+                # A view would keep the full tensor in memory.
                 self._add(name, part.clone() if name in self.rules else part, are_values)
 
     def end(self, result: Any) -> str:
@@ -367,7 +369,7 @@ class Owners:
     # ------------------------------------------------------------------------------------------- on the other ranks
 
     def serve(self) -> tuple[Any, str]:
-        """Do what the first rank asks for, until it ends; returns its result, and why a rank could not serve."""
+        """Obey the first rank until it ends; return its result, and why a rank could not serve."""
         nothing: tuple[str, Any] = ("", None)
         while True:
             command, argument = comm.broadcast_object(nothing, self.replica)
@@ -379,7 +381,7 @@ class Owners:
                 else:
                     self._take(*argument)
             except Exception as error:
-                # The first rank is told with the next command: it has what it asked for, or has raised as well.
+                # The first rank hears of the error with the next command; it has its tensors, or has raised as well.
                 self.failure = self.failure or f"{type(error).__name__}: {error}"
 
     def _send(self, names: Sequence[str]) -> None:
@@ -418,7 +420,7 @@ class Owners:
                 self._add(name, piece.view(shape), are_values)
 
     def _add(self, name: str, part: Tensor, is_value: bool) -> None:
-        # In the host's memory: the device has to hold those of the divided step beside the parameters.
+        # In the host's memory: the device has to hold the gradients of the divided step beside the parameters.
         part = part.cpu()
         if is_value:
             self.values[name] = part
@@ -434,7 +436,7 @@ class Owners:
 
 
 def _joined(tensors: Sequence[Tensor]) -> Tensor:
-    """Return the values of tensors of one dtype one after the other; those of one without a copy, where it can be."""
+    """Return the values of tensors of one dtype in one tensor; a single tensor is not copied if possible."""
     # The gradient of a sum is one number, expanded.
     flat = [tensor.reshape(-1) for tensor in tensors]
     return flat[0].contiguous() if len(flat) == 1 else torch.cat(flat)
@@ -444,7 +446,7 @@ def _joined(tensors: Sequence[Tensor]) -> Tensor:
 
 
 class _Saved(NamedTuple):
-    """What autograd saves of a parameter: a view of it."""
+    """A view of a parameter that autograd saves."""
 
     name: str
     size: torch.Size
@@ -453,17 +455,17 @@ class _Saved(NamedTuple):
 
 
 class WholeModel:
-    """The parameters of the whole model on the first rank: fetched when they are read, and let go after it.
+    """Gives the parameters of the full model to the first rank: fetches a parameter for a read, and frees it later.
 
-    Each is one tensor for the whole run: code compares parameters by identity, and asks for gradients by them.
+    A parameter is one tensor for the whole run: code compares parameters by identity, and asks for gradients by them.
 
     Args:
-        owners: Where they are.
+        owners: Exchanges tensors with their owners.
         double: Whether floating-point parameters are converted to double precision.
-        keeps: Whether all are kept, with their gradients: a step under manual optimization may read and change these.
+        keeps: Whether all parameters and gradients are kept: a step with manual optimization may read and change them.
 
     Attributes:
-        precisions: In what the step has computed, as far as autograd saw it.
+        precisions: The precisions in which the step has computed, as far as autograd saw them.
     """
 
     def __init__(self, owners: Owners, double: bool, keeps: bool = False) -> None:
@@ -519,14 +521,14 @@ class WholeModel:
         return given
 
     def whole(self, parameter: Tensor) -> Tensor:
-        """Return the whole of a parameter of which this rank holds a part; another tensor as it is."""
+        """Return the full parameter for this rank's shard; another tensor unchanged."""
         if not self._by_id:
             self._by_id = {id(value): name for name, value in self._owners.parameters.items()}
         name = self._by_id.get(id(parameter))
         return parameter if name is None else self.parameter(name)
 
     def train_as_owned(self) -> None:
-        """Let those require gradients that do on this rank, as when an optimizer is toggled."""
+        """Set `requires_grad` of full parameters as of this rank's shards, after an optimizer was toggled."""
         for (name, _), given in self._given.items():
             if self._has_leaves and name in self._owners.parameters:
                 given.requires_grad_(self._owners.parameters[name].requires_grad)
@@ -550,16 +552,16 @@ class WholeModel:
         for name in list(self._data):
             if self._num_bytes <= self._room_bytes:
                 return
-            # What the step has changed, such as a target network, is nowhere else.
+            # A parameter that the step has changed, such as of a target network, cannot be fetched again.
             if name not in kept and version_of(self._data[name]) == 0 and self._let_go(name):
                 full = self._data.pop(name)
                 self._num_bytes -= full.nbytes
                 del self._names[full.untyped_storage().data_ptr()]
 
     def _let_go(self, name: str) -> bool:
-        """Take the data from the tensors that were given for a parameter, unless somebody holds one of them."""
+        """Free the data of the tensors that were given for a parameter, unless other code holds one of them."""
         keys = [key for key in ((name, True), (name, False)) if key in self._given]
-        # Held by the dict, and as the argument: what the step keeps of it comes on top.
+        # The dict and the argument hold the tensor; more references come from the step or from autograd.
         if any(sys.getrefcount(self._given[key]) > _OWN_REFERENCES or version_of(self._given[key]) for key in keys):
             return False
         for key in keys:
@@ -570,7 +572,7 @@ class WholeModel:
         return True
 
     def written(self) -> dict[str, Tensor]:
-        """Return the parameters that the step has changed, as they are now."""
+        """Return the parameters that the step has changed."""
         found = {}
         for (name, _), given in self._given.items():
             data = self._data.get(name)
@@ -579,7 +581,7 @@ class WholeModel:
         return found
 
     def close(self) -> None:
-        """Let everything go: the tensors that were given are held in a circle."""
+        """Free all tensors: reference cycles would keep them until the next garbage collection."""
         self._given.clear()
         self._data.clear()
         self._gradients.clear()
@@ -623,7 +625,7 @@ class WholeModel:
 
     @torch.no_grad()
     def deliver(self, is_last: bool = False) -> None:
-        """Give the gradients that are there to their owners; those in `.grad` at last."""
+        """Send the gradients so far to their owners; at the end also the gradients in `.grad`."""
         if is_last and self._has_leaves:
             for (name, _), given in self._given.items():
                 if given.grad is not None:
@@ -654,15 +656,15 @@ class Fetched(Function):
 
 @dataclass
 class Reference:
-    """What the reference gave, on every rank.
+    """The results of the reference, on every rank.
 
     Attributes:
-        result: What the step gave, as `run` returned it; only what can be pickled, and only small values.
-        failure: Why there is none.
-        blame: Whose fault that is.
-        precisions: In what it was computed.
-        gradients: Of the parts of parameters that this rank holds.
-        values: Of what the step wrote into, of this rank's: buffers and parameters.
+        result: The small values that `run` returned, which travel by pickle.
+        failure: Why there is no result.
+        blame: Whose fault the failure is.
+        precisions: The precisions of the run.
+        gradients: The gradients of this rank's shards.
+        values: This rank's shards of buffers and parameters that the step wrote into.
     """
 
     result: Any
@@ -674,7 +676,7 @@ class Reference:
 
 
 class _Outcome(NamedTuple):
-    """What the first rank tells the others in the end."""
+    """The last message of the first rank to the other ranks."""
 
     result: Any = None
     failure: str = ""
@@ -688,9 +690,9 @@ def run_reference(
     """Run `run` on the whole model on the first rank of the replica; all its ranks call this.
 
     Args:
-        skeleton: The module as it was.
-        owners: Where its tensors are.
-        run: Runs the step, forward and backward, and returns what is to be compared.
+        skeleton: The undivided module.
+        owners: Exchanges tensors with their owners.
+        run: Runs the step, forward and backward, and returns the values to compare.
         double: Whether floating-point parameters and buffers are in double precision.
         keeps: See `WholeModel`.
     """
@@ -718,7 +720,7 @@ def _store(owners: Owners) -> MutableMapping[str, Tensor]:
 
 
 def _sendable(outcome: _Outcome) -> _Outcome:
-    """Return what can be sent: an error while it is sent would leave the other ranks waiting."""
+    """Return an outcome that can be pickled: an error during the message would leave the other ranks waiting."""
     try:
         pickle.dumps(outcome)
     except Exception as error:
@@ -731,7 +733,7 @@ def _sendable(outcome: _Outcome) -> _Outcome:
 def _run_alone(
     skeleton: Skeleton, owners: Owners, run: Callable[[WholeModel], Any], double: bool, keeps: bool
 ) -> _Outcome:
-    # Gradients of parameters that the user's code holds by other ways than the module.
+    # The user's code may reach shards in other ways than by the module; their gradients show it afterwards.
     known = {name: parameter.grad for name, parameter in owners.parameters.items()}
     for parameter in owners.parameters.values():
         parameter.grad = None
@@ -759,7 +761,7 @@ def _run_alone(
         _deliver(owners, model, {n: value for n, value in buffers.items() if not _equal(value, before[n])})
         return _Outcome(result, precisions=frozenset(model.precisions))
     except Exception as error:
-        # The user's code on a few samples, or a limit of this way to run it: the caller finds out.
+        # Either the user's code fails on a few samples, or the self-check has a limit: the caller finds out.
         blame: Blame = "unknown" if is_users else "check"
         if owners.failure or calls.ours or isinstance(error, ReferenceRunError):
             blame = "check"
@@ -774,7 +776,7 @@ def _run_alone(
 
 
 def _deliver(owners: Owners, model: WholeModel, buffers: Mapping[str, Tensor]) -> None:
-    """Give their owners all gradients that are left, and what the step has written."""
+    """Send the last gradients, and changed buffers and parameters, to their owners."""
     model.deliver(is_last=True)
     strays = {name: p.grad for name, p in owners.parameters.items() if p.grad is not None}
     if any(name in owners.rules for name in strays):
@@ -785,7 +787,7 @@ def _deliver(owners: Owners, model: WholeModel, buffers: Mapping[str, Tensor]) -
 
 @contextmanager
 def _threads_of(ranks: int) -> Iterator[None]:
-    """Compute with the threads of `ranks` processes inside the block: the others wait, with theirs idle."""
+    """Compute with the threads of `ranks` processes inside the block: the other ranks wait, with idle threads."""
     before = torch.get_num_threads()
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     torch.set_num_threads(max(before, min(ranks * before, cores)))
@@ -796,5 +798,5 @@ def _threads_of(ranks: int) -> Iterator[None]:
 
 
 def _equal(one: Tensor, two: Tensor) -> bool:
-    # Changed, if one of them has a NaN: it is compared with that of the divided step all the same.
+    # A buffer with a NaN counts as changed, and is compared with the buffer of the divided step.
     return one.shape == two.shape and torch.equal(one, two)
