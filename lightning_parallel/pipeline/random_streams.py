@@ -1,9 +1,9 @@
 """Random numbers of a step in stages: seeds for each microbatch, and the generators that modules keep.
 
 Every stage runs the user's step on every microbatch. A mask that the step draws before the layers must be the same on
-all stages, so each microbatch has a seed, and so has what follows each call of a module before the layers, which draws
-on the stage that has it and nowhere else. Each layer has a seed, too: wherever the stages are cut, which may be
-elsewhere in the next run, it draws the same numbers.
+all stages, so each microbatch has a seed. A module before the layers draws on its own stage only, so the code after
+each call of such a module has a seed, too. Each layer has a seed: it draws the same numbers wherever the model is
+split.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ def layer_seed(seed: int, layer: int) -> int:
 
 
 def call_seed(seed: int, number: int) -> int:
-    """Return another seed for what follows each call of a module outside of the layers; 0 is before the first."""
+    """Return a seed for the code after each call of a module outside of the layers; 0 is before the first call."""
     return (seed ^ (_PRIME * number)) & (2**63 - 1)
 
 
@@ -97,10 +97,10 @@ _Generator = torch.Generator | np.random.Generator | np.random.RandomState | ran
 
 
 class OwnGenerators:
-    """The generators that modules, or samplers, keep as attributes, besides the global ones.
+    """The generators that modules, or samplers, keep as attributes.
 
-    In a step each of them gives one number, from which it is seeded for each microbatch. So a microbatch draws the same
-    numbers on all stages, however often each of them runs the step, and a generator that the user seeds still decides.
+    At each step a generator gives one number, which seeds it for each microbatch. So a microbatch draws the same
+    numbers on all stages, however often a stage runs the step, and the user's seed still decides.
 
     Args:
         modules: Where to look.
@@ -238,18 +238,18 @@ _DRAWING = frozenset(
         "uniform_",
     )
 )
-"""Operators of torch whose result is drawn. Those that also compute, as of dropout, are left out."""
+"""Operators of torch whose result is drawn; operators that also compute, such as dropout, are not among them."""
 
 _MOST_BYTES = 64 << 20
 
 
 @dataclass
 class RecordedDraws:
-    """What a step has drawn for all its samples.
+    """The random numbers of a step on all its samples.
 
     Attributes:
-        values: By the stream and the number of the draw in it; and among what was drawn, if these are integers.
-        is_complete: Whether they are all there.
+        values: By stream and number of the draw: the numbers, and the range of a draw of integers.
+        is_complete: Whether all draws were recorded.
     """
 
     values: dict[tuple[str, int], tuple[Tensor, tuple[Any, ...]]] = field(default_factory=dict)
@@ -268,7 +268,7 @@ class RecordedDraws:
 
 
 class _Draws(TorchDispatchMode):
-    """Sees what is drawn while it is entered, from the generators as `enter` has found them or from a module's own."""
+    """Sees draws while it is entered, from the generators in the state that `enter` found, or from a module's own."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -276,7 +276,9 @@ class _Draws(TorchDispatchMode):
 
     def enter(self, stream: str, microbatch: int = 0) -> None:
         """Count the draws that follow in `stream`, which has just been seeded."""
-        self.stream, self.number, self.microbatch = stream, 0, microbatch
+        self.stream = stream
+        self.number = 0
+        self.microbatch = microbatch
         self.seeds = _seeds()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -298,7 +300,7 @@ class _Draws(TorchDispatchMode):
         return value
 
     def state(self, generator: torch.Generator | None) -> str:
-        """Return what tells draws apart that are made again; empty where nobody asks."""
+        """Return a key of a draw, the same when the draw is made again; empty if no key is needed."""
         return ""
 
     def drawn(self, value: Tensor, among: tuple[Any, ...], before: str) -> None:
@@ -309,7 +311,7 @@ class _Draws(TorchDispatchMode):
         """Take note of a draw from another stream."""
 
     def passed_over(self) -> None:
-        """Take note of a draw whose values nobody sees."""
+        """Take note of a draw on the meta device, which has no values."""
         self.number += 1
 
 
@@ -318,17 +320,17 @@ def _seeds() -> tuple[int, int]:
 
 
 def _among(name: str, args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[Any, ...]:
-    """Return among how many integers a draw chooses."""
+    """Return the range of a draw of integers."""
     if name.startswith(("aten::randint", "aten::random", "aten::randperm")):
         return tuple(value for value in (*args, *kwargs.values()) if type(value) is int)
     return (args[0].shape[-1],) if name.startswith("aten::multinomial") else ()
 
 
 class DrawRecorder(_Draws):
-    """Records what a step on all samples draws.
+    """Records the random numbers of a step on all samples.
 
     Attributes:
-        found: What it has drawn.
+        found: The numbers.
     """
 
     def __init__(self) -> None:
@@ -355,26 +357,28 @@ class DrawRecorder(_Draws):
         self.number += 1
 
     def drawn_apart(self) -> None:
-        """Nobody can draw that for a part of the samples."""
+        """Note that a draw cannot be repeated for a part of the samples."""
         self.found.is_complete = False
 
 
 class ReplayedDraws(_Draws):
-    """Gives each microbatch its rows of what a step on all samples has drawn.
+    """Gives each microbatch its rows of the random numbers of a step on all samples.
 
     Args:
-        recorded: What that was.
-        sizes: The samples in each microbatch, in the order of the samples; empty if they cannot be counted.
-        by_views: Where there are several rows per sample: whether those of all samples follow each other, as of two
-            views that are concatenated, and not those of each sample.
+        recorded: The numbers.
+        sizes: The number of samples in each microbatch; empty if the samples cannot be counted.
+        by_views: The order of several rows per sample: true if all samples of a view follow each other, as in two
+            concatenated views; false if all rows of a sample follow each other.
 
     Attributes:
         missed: Whether a draw could not be given.
-        has_views: Whether one had several rows per sample.
+        has_views: Whether a draw had several rows per sample.
     """
 
     def __init__(self, recorded: RecordedDraws, sizes: Sequence[int], by_views: bool = False) -> None:
-        self._recorded, self._sizes, self._by_views = recorded, sizes, by_views
+        self._recorded = recorded
+        self._sizes = sizes
+        self._by_views = by_views
         self._starts = list(accumulate(sizes, initial=0))
         self._given: dict[Any, Tensor] = {}
         self._counts: dict[tuple[str, int], int] = {}
@@ -389,8 +393,9 @@ class ReplayedDraws(_Draws):
         self._is_backward = False
 
     def enter_backward(self, microbatch: int) -> None:
-        """Give what is drawn again, as layers are recomputed, as it was given before."""
-        self.microbatch, self._is_backward = microbatch, True
+        """Give draws of recomputed layers the same numbers as in the forward pass."""
+        self.microbatch = microbatch
+        self._is_backward = True
         self.seeds = _seeds()
 
     def counts(self) -> dict[tuple[str, int], int]:
@@ -405,7 +410,7 @@ class ReplayedDraws(_Draws):
         return hashlib.blake2b(b"".join(state.numpy().tobytes() for state in states), digest_size=8).hexdigest()
 
     def drawn(self, value: Tensor, among: tuple[Any, ...], before: str) -> None:
-        """Replace a draw by what the step on all samples has drawn in its place."""
+        """Replace a draw by the rows of the draw in the same place of the step on all samples."""
         again = (self.microbatch, before, value.shape, value.dtype)
         if self._is_backward:
             rows = self._given.get(again)
@@ -421,7 +426,7 @@ class ReplayedDraws(_Draws):
         value.copy_(rows)
 
     def drawn_apart(self) -> None:
-        """Nobody has drawn that for all samples."""
+        """Note that a draw has no counterpart in the step on all samples."""
         self.missed = True
 
     def _rows(self, whole: Tensor, value: Tensor) -> Tensor | None:

@@ -576,7 +576,9 @@ class _Comparison:
             if not whole.failure:
                 break
         else:
-            self.failure, self.blame, self.way = whole.failure, whole.blame, way
+            self.failure = whole.failure
+            self.blame = whole.blame
+            self.way = way
             if whole.blame == "unknown":
                 self.failure = f"the single-process reference run failed ({whole.failure})"
             return
@@ -904,7 +906,8 @@ class _Comparison:
         )
         ParallelState.of(self.runs.module).whole_batches.add(name)
         rank_zero_warn(_WHOLE_BATCHES.format(name, "; ".join(kinds[:_SHOWN]) or "random numbers"))
-        self.differences, self.hint = [], ""
+        self.differences = []
+        self.hint = ""
         self.way = replace(self.way, splits=False)
 
     def _kept_by_hand(self) -> str:

@@ -696,7 +696,9 @@ def run_reference(
         double: Whether floating-point parameters and buffers are in double precision.
         keeps: See `WholeModel`.
     """
-    owners.taken, owners.values, owners.failure = _store(owners), {}, ""
+    owners.taken = _store(owners)
+    owners.values = {}
+    owners.failure = ""
     if owners.replica.rank == 0:
         outcome = _run_alone(skeleton, owners, run, double, keeps)
         outcome = _sendable(outcome)
@@ -708,7 +710,9 @@ def run_reference(
     found = Reference(
         outcome.result, outcome.failure, outcome.blame, set(outcome.precisions), owners.taken, owners.values
     )
-    owners.taken, owners.values = {}, {}
+    # The caller holds the gradients now; the next run begins with none.
+    owners.taken = {}
+    owners.values = {}
     return found
 
 
