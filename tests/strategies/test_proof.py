@@ -26,6 +26,7 @@ from torchmetrics.classification import MulticlassAccuracy
 from transformers.modeling_outputs import SequenceClassifierOutput
 
 from lightning_parallel import HybridParallelStrategy, PipelineParallelStrategy, TensorParallelStrategy, comm
+from lightning_parallel.checkpoint import Inventory
 from lightning_parallel.compat import ParallelState, Patches, patched
 from lightning_parallel.strategies.self_check import proof
 from lightning_parallel.strategies.self_check.observed import ModuleTrace, compare
@@ -1135,7 +1136,7 @@ def test_a_failure_on_the_first_rank_is_known_on_all(group):
     skeleton = Skeleton(module)
     skeleton.close()
     groups = MeshGroups(Mesh(pipeline_parallel=2))
-    owners = Owners(module, {}, groups, torch.device("cpu"))
+    owners = Owners(module, Inventory.of(module, {}, groups.pipeline_parallel), groups, torch.device("cpu"))
 
     def fail(model):
         raise KeyError("lost")

@@ -19,6 +19,7 @@ from lightning.pytorch.plugins.precision import MixedPrecision, Precision
 from torch import Tensor, nn
 
 from lightning_parallel import comm, tracing
+from lightning_parallel.checkpoint import Inventory
 from lightning_parallel.comm import MeshGroups
 from lightning_parallel.compat import ParallelState, Patches
 from lightning_parallel.compat.torch import dispatch_modes_suspended, version_of
@@ -231,7 +232,9 @@ class StepRuns:
 
     def whole(self, call: StepCall, way: Way) -> WholeRun:
         """Run a step on the whole model; its failure is in the result, on all ranks."""
-        owners = Owners(self.module, self.rules, self.groups, self.device)
+        # The step may toggle parameters and make buffers, so each run needs the inventory of its time.
+        inventory = Inventory.of(self.module, self.rules, self.groups.pipeline_parallel)
+        owners = Owners(self.module, inventory, self.groups, self.device)
         output: dict[str, Any] = {}
 
         def run(model: WholeModel) -> tuple[ObservedStep, bool, bool, ModuleTrace | None, RecordedDraws]:

@@ -26,7 +26,7 @@ import pickle
 import sys
 import tempfile
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
@@ -37,6 +37,7 @@ from torch.autograd import Function
 from torch.autograd.graph import saved_tensors_hooks
 
 from lightning_parallel import comm
+from lightning_parallel.checkpoint import Inventory
 from lightning_parallel.comm import MeshGroups
 from lightning_parallel.compat.torch import mark_as_parameter, version_of
 from lightning_parallel.pipeline.placeholder import PlaceholderTensor
@@ -166,22 +167,12 @@ _OWN_REFERENCES = 2
 """References to a tensor that only a dict holds, as an argument of `sys.getrefcount`."""
 
 
-class _Facts(NamedTuple):
-    """Properties of a rank's shard of a tensor."""
-
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-    requires_grad: bool
-
-
 class Owners:
-    """Knows the ranks that hold each tensor of the full model, and exchanges tensors with the first rank.
-
-    Every rank of the replica constructs it at the same point, since the constructor communicates.
+    """Exchanges tensors of the full model between their owners and the first rank of the replica.
 
     Args:
         module: The divided module.
-        rules: How its tensors are sharded over the tensor axis, by name.
+        inventory: The tensors of the full model.
         groups: The mesh's groups.
         device: The device of messages.
 
@@ -193,10 +184,11 @@ class Owners:
         failure: Why the ranks could not exchange tensors. It is kept, as the user's code may catch the error.
     """
 
-    def __init__(self, module: nn.Module, rules: Mapping[str, Shard], groups: MeshGroups, device: torch.device) -> None:
+    def __init__(self, module: nn.Module, inventory: Inventory, groups: MeshGroups, device: torch.device) -> None:
+        self.inventory = inventory
         self.replica = groups.replica
         self.device = device
-        self.rules = rules
+        self.rules = inventory.rules
         self.taken: MutableMapping[str, Tensor] = {}
         self.values: dict[str, Tensor] = {}
         self.is_talking = False
@@ -205,44 +197,31 @@ class Owners:
         self.parameters = dict(module.named_parameters())
         buffers = {n: b for n, b in module.named_buffers() if not isinstance(b, PlaceholderTensor)}
         self.held: dict[str, Tensor] = {**self.parameters, **buffers}
-        mine = {name: _Facts(tuple(t.shape), t.dtype, t.requires_grad) for name, t in self.held.items()}
-        self._facts: dict[str, _Facts] = {}
-        self._holders: dict[str, list[int]] = {}
-        everyone = comm.all_gather_object((mine, list(buffers)), self.replica)
-        for position, (theirs, _) in enumerate(everyone):
-            for name, facts in theirs.items():
-                self._facts.setdefault(name, facts)
-                self._holders.setdefault(name, []).append(position)
-        self.buffer_names = list(dict.fromkeys(name for _, names in everyone for name in names))
-        self.parameter_names = [name for name in self._facts if name not in set(self.buffer_names)]
+        own = {name: held for name, held in inventory.tensors.items() if not held.is_alias}
+        self.buffer_names = [name for name, held in own.items() if held.is_buffer]
+        self.parameter_names = [name for name, held in own.items() if not held.is_buffer]
 
     def is_large(self) -> bool:
         """Tell whether the parameters of the full model are too large to stay in memory."""
-        sizes = (self.shape(name).numel() * self._facts[name].dtype.itemsize for name in self.parameter_names)
-        return sum(sizes) > _CACHE_BYTES
-
-    def shape(self, name: str) -> torch.Size:
-        """Return the shape of the full tensor."""
-        rule = self.rules.get(name)
-        shape = self._facts[name].shape
-        return torch.Size(shape) if rule is None else rule.full_shape(shape)
-
-    def facts(self, name: str) -> _Facts:
-        """Return the properties of the shard of the first holder."""
-        return self._facts[name]
+        return self.inventory.total_bytes > _CACHE_BYTES
 
     def requires_grad(self, name: str) -> bool:
         """Tell whether a parameter is trained now; `toggle_optimizer` changes it within a step."""
         mine = self.parameters.get(name)
-        return self._facts[name].requires_grad if mine is None else mine.requires_grad
+        return self.inventory.tensors[name].trains if mine is None else mine.requires_grad
+
+    def _ranks_of(self, stages: Iterable[int]) -> list[int]:
+        """Return the positions in the replica of all tensor-parallel ranks of stages."""
+        return [stage * self._width + rank for stage in stages for rank in range(self._width)]
+
+    def _holders(self, name: str) -> list[int]:
+        """Return the positions in the replica of the ranks that hold a tensor or a shard of it."""
+        return self._ranks_of(self.inventory.tensors[name].stages)
 
     def _sources(self, name: str) -> list[int]:
         """Return the positions of the ranks whose shards make the full tensor."""
-        first = self._holders[name][0]
-        if name not in self.rules:
-            return [first]
-        stage = first // self._width
-        return [stage * self._width + rank for rank in range(self._width)]
+        ranks = self._ranks_of(self.inventory.tensors[name].stages[:1])
+        return ranks if name in self.rules else ranks[:1]
 
     def _part_shape(self, name: str, full: torch.Size, position: int) -> torch.Size:
         rule = self._rule(name, full)
@@ -250,7 +229,7 @@ class Owners:
 
     def _rule(self, name: str, full: torch.Size) -> Shard | None:
         """Return how a tensor of this shape is sharded; None if the step has made a tensor of another shape."""
-        return self.rules.get(name) if full == self.shape(name) else None
+        return self.rules.get(name) if full == self.inventory.full_shape(name) else None
 
     # ------------------------------------------------------------------------------------------ on the first rank
 
@@ -268,7 +247,7 @@ class Owners:
             for position in range(1, self.replica.size):
                 theirs = [name for name in names if position in self._sources(name)]
                 for dtype, of_dtype in self._by_dtype(theirs).items():
-                    shapes = [self._part_shape(name, self.shape(name), position) for name in of_dtype]
+                    shapes = [self._part_shape(name, self.inventory.full_shape(name), position) for name in of_dtype]
                     flat = torch.empty(sum(shape.numel() for shape in shapes), dtype=dtype, device=self.device)
                     pending.append((position, of_dtype, shapes, flat))
 
@@ -327,7 +306,7 @@ class Owners:
         comm.raise_together(error, self.replica)
 
     def _give_back(self, tensors: Mapping[str, Tensor], are_values: bool) -> None:
-        names = [name for name in tensors if name in self._holders]
+        names = [name for name in tensors if name in self.inventory.tensors]
         entries = [(name, tensors[name].dtype, tensors[name].shape) for name in names]
         self._tell("take", (entries, are_values))
         messages: list[tuple[int, Tensor]] = []
@@ -336,7 +315,7 @@ class Owners:
             for position in range(1, self.replica.size):
                 kinds: dict[torch.dtype, list[Tensor]] = {}
                 for name in names:
-                    if position in self._holders[name]:
+                    if position in self._holders(name):
                         part = self._part(name, tensors[name], position)
                         kinds.setdefault(part.dtype, []).append(part)
                 messages.extend((position, _joined(parts).to(self.device)) for parts in kinds.values())
@@ -346,7 +325,7 @@ class Owners:
             if len(flat):
                 comm.isend(flat, self.replica, position, _TAG).wait()
         for name in names:
-            if 0 in self._holders[name]:
+            if 0 in self._holders(name):
                 part = self._part(name, tensors[name], 0)
                 # A view would keep the full tensor in memory.
                 self._add(name, part.clone() if name in self.rules else part, are_values)
@@ -404,7 +383,7 @@ class Owners:
 
         def prepare() -> None:
             for name, dtype, full in entries:
-                if position in self._holders[name]:
+                if position in self._holders(name):
                     kinds.setdefault(dtype, []).append((name, self._part_shape(name, full, position)))
             for dtype, parts in kinds.items():
                 size = sum(shape.numel() for _, shape in parts)
@@ -431,7 +410,7 @@ class Owners:
     def _by_dtype(self, names: Sequence[str]) -> dict[torch.dtype, list[str]]:
         kinds: dict[torch.dtype, list[str]] = {}
         for name in names:
-            kinds.setdefault(self._facts[name].dtype, []).append(name)
+            kinds.setdefault(self.inventory.tensors[name].dtype, []).append(name)
         return kinds
 
 
@@ -488,8 +467,7 @@ class WholeModel:
         chunk: list[str] = []
         size = total = 0
         for name in owners.parameter_names:
-            facts = owners.facts(name)
-            num_bytes = owners.shape(name).numel() * facts.dtype.itemsize
+            num_bytes = owners.inventory.full_shape(name).numel() * owners.inventory.tensors[name].dtype.itemsize
             if chunk and size + num_bytes > _CHUNK_BYTES:
                 chunk, size = [], 0
             chunk.append(name)
