@@ -701,14 +701,8 @@ class _Comparison:
 
     def _alike(self, compute: Callable[[], _Result]) -> _Result:
         """Return the result of `compute` on this rank; raise on all ranks of the replica if it fails on one."""
-        failure: Exception | None = None
-        result: Any = None
-        try:
-            result = compute()
-        except Exception as error:
-            failure = error
-        comm.raise_together(failure, self.replica)
-        return result
+        with comm.failing_together(self.replica):
+            return compute()
 
     def _leave_out_caches(self, whole: WholeRun, divided: DividedRun) -> None:
         """Leave out buffers of another shape if nothing else differs: caches for a batch or a shard are like that."""
