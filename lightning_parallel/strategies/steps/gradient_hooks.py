@@ -1,12 +1,12 @@
-"""The user's hooks for gradients of parameters: in a pipeline each runs once for a batch, as in one process.
+"""Runs the user's hooks for gradients of parameters once per batch in a pipeline, as in one process.
 
 microbatches     the hooks are off, `.grad` collects the gradient of the batch
-end of a stage   each `register_hook` of its parameters is given that gradient, and may give another one
+end of a stage   each `register_hook` of its parameters gets this gradient, and may return another one
 backward         the gradient is added to `.grad` of earlier batches; then `register_post_accumulate_grad_hook`
 
 A hook runs only on the rank that holds its parameter, so its side effects would exist on that rank alone. Calls 1, 2,
 4, 8, ... of a hook are watched, and a side effect is refused. The self-check gives hooks the gradients of the step on
-the whole model.
+the full model.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from lightning.pytorch import LightningModule
 from torch import Tensor, nn
 
 from lightning_parallel import comm
-from lightning_parallel.compat import FOREIGN
+from lightning_parallel.compat import FOREIGN, is_power_of_two
 from lightning_parallel.compat.torch import backward_hooks_of, gradient_hooks_of
 from lightning_parallel.pipeline.engine import PipelineEngine
 from lightning_parallel.strategies.hooks.watch import HookError
@@ -42,14 +42,14 @@ _WAY_OUT = (
 
 
 class _HeldHooks(NamedTuple):
-    """A parameter, the hooks that torch has for it, and copies of them."""
+    """A parameter, the dicts in which torch holds its hooks, and copies of these dicts."""
 
     parameter: nn.Parameter
     hooks: tuple[dict[int, _Hook], dict[int, _Hook]]
     kept: tuple[dict[int, _Hook], dict[int, _Hook]]
 
     def taken(self, which: int) -> list[_Hook]:
-        """Return the hooks that were taken off, of one kind: 0 for `register_hook`."""
+        """Return the removed hooks of one kind: 0 for `register_hook`, 1 for hooks after accumulation."""
         return [hook for hook in self.kept[which].values() if _is_users(hook)]
 
 
@@ -62,7 +62,8 @@ class GradientHooks:
     """
 
     def __init__(self, module: nn.Module, engine: PipelineEngine) -> None:
-        self._module, self._engine = module, engine
+        self._module = module
+        self._engine = engine
         self._held: dict[str, _HeldHooks] = {}
         self._calls: dict[int, int] = {}
         self._steps = 0
@@ -74,7 +75,7 @@ class GradientHooks:
         """Take the hooks off inside the block; every rank of the pipeline enters it.
 
         Args:
-            epoch: The current one.
+            epoch: The current epoch.
         """
         self._steps += 1
         named = [(name, one) for name, one in self._module.named_parameters() if one.requires_grad]
@@ -94,8 +95,8 @@ class GradientHooks:
 
     @property
     def is_due(self) -> bool:
-        """Whether this step is one to look at."""
-        return not self._steps & (self._steps - 1)
+        """Whether to check this step."""
+        return is_power_of_two(self._steps)
 
     def _registered_failure(
         self, named: Iterable[tuple[str, nn.Parameter]], before: Mapping[str, list[dict[int, _Hook]]]
@@ -112,7 +113,7 @@ class GradientHooks:
         return None
 
     def _agree_on_tied(self, epoch: int) -> None:
-        """Find out which tied parameters have hooks: all their owners sum their gradients first."""
+        """Exchange which tied parameters have hooks: their owners sum the gradients before a hook runs."""
         if not self._engine.tied:
             return
         mine = frozenset(self._held) & frozenset(self._engine.tied)
@@ -143,15 +144,15 @@ class GradientHooks:
         """Run hooks of parameters whose gradients of this batch are complete.
 
         Args:
-            names: Of the parameters.
-            earlier: Gradients of the batches before, which hooks see in `.grad`.
+            names: The names of the parameters.
+            earlier: Gradients of earlier batches, which hooks see in `.grad`.
         """
         for name in names:
             if name in self._held and name not in self._tied:
                 self._run(name, earlier)
 
     def end_step(self, earlier: Mapping[nn.Parameter, Tensor | None]) -> None:
-        """Run hooks of tied parameters, on the sum over their owners: the first of them keeps it."""
+        """Run hooks of tied parameters, on the sum over their owners; the first owner keeps the sum."""
         failure: Exception | None = None
         for name in sorted(self._tied):
             self._engine.sum_tied([name])
@@ -181,7 +182,7 @@ class GradientHooks:
 
     @torch.no_grad()
     def after_accumulation(self, parameters: Container[nn.Parameter]) -> None:
-        """Run the other hooks, of parameters whose gradients of this batch are in `.grad` with those before."""
+        """Run the hooks after accumulation, when `.grad` is the sum of this batch and earlier batches."""
         for name, held in self._held.items():
             if held.parameter in parameters:
                 for hook in held.taken(1):
@@ -192,7 +193,7 @@ class GradientHooks:
     def _watched(self, hook: _Hook, name: str) -> Iterator[None]:
         key = id(_own(hook))
         calls = self._calls[key] = self._calls.get(key, 0) + 1
-        if calls & (calls - 1):
+        if not is_power_of_two(calls):
             yield
             return
         with _nothing_left(hook, name, self._module):
@@ -213,11 +214,11 @@ def _take_off(parameter: nn.Parameter) -> _HeldHooks:
 
 @torch.no_grad()
 def run_gradient_hooks(module: nn.Module, gradients: MutableMapping[str, Tensor], is_pipeline: bool) -> None:
-    """Give gradients of a step on the whole model, of the parameters that this rank holds, to their hooks.
+    """Give the gradients of a step on the full model to the hooks of this rank's parameters.
 
     Args:
         module: The divided module.
-        gradients: By name; replaced by the results of hooks.
+        gradients: The gradients by name; replaced by the results of hooks.
         is_pipeline: Whether hooks may leave nothing behind.
 
     Raises:
@@ -232,7 +233,7 @@ def run_gradient_hooks(module: nn.Module, gradients: MutableMapping[str, Tensor]
             with _nothing_left(hook, name, module if is_pipeline else None):
                 result = hook(gradient)
             gradient = gradient if result is None else result
-        # It may be in another precision than the parameter.
+        # The gradient may have another precision than the parameter.
         stand_in = nn.Parameter(parameter.detach().to(gradient.dtype))
         stand_in.grad = gradient
         for hook in after:
@@ -246,20 +247,20 @@ def run_gradient_hooks(module: nn.Module, gradients: MutableMapping[str, Tensor]
 
 
 class _Reach(NamedTuple):
-    """Where a function has a value: a cell of a closure, or an entry of a dict."""
+    """The place of a value that a function reaches: a cell of a closure, or an entry of a dict."""
 
     label: str
     holder: Any
     key: str
 
     def read(self) -> Any:
-        """Return the value; None if there is none."""
+        """Return the value; None without a value."""
         if isinstance(self.holder, CellType):
             return getattr(self.holder, "cell_contents", None)
         return self.holder.get(self.key)
 
     def write(self, value: Any) -> None:
-        """Set it."""
+        """Set the value."""
         if isinstance(self.holder, CellType):
             self.holder.cell_contents = value
         else:
@@ -270,7 +271,7 @@ class HookedState:
     """Values that functions reach by closures, globals and bound objects, to be compared or restored.
 
     Args:
-        functions: Of the user's.
+        functions: The user's functions.
     """
 
     def __init__(self, functions: Iterable[_Hook]) -> None:
@@ -278,7 +279,7 @@ class HookedState:
         seen: set[int] = set()
         for function in functions:
             places = [(place, place.read()) for place in _places(function, seen)]
-            # A module of the package of the hook, as objects of its classes are followed.
+            # `Snapshot` follows objects whose class is of the module's package, so the holder claims the hook's package.
             holder = type("Reached", (nn.Module,), {"__module__": _package_of(function)})()
             vars(holder)["found"] = {place.label: value for place, value in places}
             self._found.append((places, Snapshot(holder, is_exact=True)))
@@ -290,7 +291,7 @@ class HookedState:
         return HookedState(_own(hook) for each in hooks for hook in each if _is_users(hook))
 
     def changed(self) -> str:
-        """Return the name of something that has changed; empty if nothing has."""
+        """Return the name of a changed value; empty if nothing has changed."""
         for places, before in self._found:
             for place, then in places:
                 now = place.read()
@@ -301,7 +302,7 @@ class HookedState:
         return ""
 
     def restore(self) -> None:
-        """Put everything back."""
+        """Restore all values."""
         for places, before in self._found:
             before.restore()
             for place, then in places:
@@ -323,12 +324,12 @@ class LeftByBackward:
         self._others = HookedState([*callbacks, *hooks])
 
     def name(self) -> str:
-        """Return the name of something that has changed; empty if nothing has."""
+        """Return the name of a changed value; empty if nothing has changed."""
         return next((f"self.{label_of(path)}" for path in self._state.changes()), "") or self._others.changed()
 
 
 class LeftInCallbacks:
-    """Finds changes of a step in callbacks, which read them after the step.
+    """Finds changes of a step in callbacks, whose hooks read them after the step.
 
     Args:
         module: The user's module.
@@ -339,7 +340,7 @@ class LeftInCallbacks:
         self._states = {type(one).__name__: HookedState([one]) for one in callbacks}
 
     def name(self) -> str:
-        """Return the name of something that has changed; empty if nothing has. It is put back."""
+        """Return the name of a changed value, and restore all values; empty if nothing has changed."""
         found = ((state.changed(), name) for name, state in self._states.items())
         label = next((f"`{changed}` of the callback `{name}`" for changed, name in found if changed), "")
         for state in self._states.values():
@@ -348,7 +349,7 @@ class LeftInCallbacks:
 
 
 def refused_leaving(step: str, by_backward: str, in_callback: str) -> HookError | None:
-    """Return why a step is refused in a pipeline that leaves something behind; None if it leaves nothing."""
+    """Return the error for a step in a pipeline with side effects; None without side effects."""
     if in_callback:
         return HookError(
             f"`{step}` must not change callbacks; got a change of {in_callback}, as by a forward hook. In a pipeline"
@@ -399,7 +400,7 @@ def _names_in(code: CodeType) -> set[str]:
 
 @contextmanager
 def _nothing_left(hook: _Hook, name: str, module: nn.Module | None) -> Iterator[None]:
-    """Refuse a hook that draws numbers, or that leaves something in a module or elsewhere, inside the block."""
+    """Refuse a hook that draws random numbers, or that changes a module or another value, inside the block."""
     numbers = _random_states()
     before = None if module is None else (Snapshot(module), HookedState([_own(hook)]))
     yield
@@ -425,7 +426,7 @@ def _random_states() -> list[Any]:
 
 
 def _own(hook: _Hook) -> _Hook:
-    """Return the user's function, which may be watched."""
+    """Return the user's function, without the wrapper that watches it."""
     own: _Hook = getattr(hook, "watches", hook)
     return own
 

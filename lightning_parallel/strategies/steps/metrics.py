@@ -1,10 +1,10 @@
-"""Calls of torchmetrics objects in the microbatches of a step, made once more on the inputs of the whole batch.
+"""Repeats the calls of torchmetrics objects in microbatches once, on the inputs of the whole batch.
 
     microbatches    metric(pred[:4], y[:4]), metric(pred[4:], y[4:])      values that the step may use
     at the end      the metric as it was before the batch, then metric(pred, y), as in one process
 
-A rank correlation, an average of batch means or a window over batches cannot be put together from microbatches. States
-that add up can, without keeping inputs: those of most metrics of torchmetrics, see `adds_up`.
+A rank correlation, an average of batch means or a window over batches does not combine from microbatches. States that
+add up do, and no inputs are kept for them: most metrics of torchmetrics have such states, see `adds_up`.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ __all__ = ["MetricCalls", "MetricSnapshot", "Place", "learn_numbers"]
 
 _METHODS = ("forward", "update", "compute", "reset")
 _MOST_ENTRIES = 1 << 20
-"""Of the inputs of a metric whose states add up, in one call: these are rarely needed, and may be logits."""
+"""The most entries of inputs that are kept for a metric whose states add up: the inputs are rarely needed."""
 
 
 class _Call(NamedTuple):
@@ -37,11 +37,11 @@ class _Call(NamedTuple):
 
 
 Place = tuple[int, int, int]
-"""A value that a metric gave: the `id` of the object, the number of its call, and the number of the value in it."""
+"""The source of a value: the `id` of the metric, the number of the call, the number of the value in its result."""
 
 
 class MetricSnapshot:
-    """What a metric, or a collection or wrapper of metrics, and all metrics inside of it hold."""
+    """The states of a metric, or of a collection or wrapper of metrics with all metrics inside."""
 
     def __init__(self, holder: Metric | MetricCollection) -> None:
         # States may be shared by the metrics of a group.
@@ -53,7 +53,7 @@ class MetricSnapshot:
             ]
 
     def restore(self) -> None:
-        """Put it back."""
+        """Restore the states."""
         for child, values in self._held:
             vars(child).update(values)
 
@@ -69,7 +69,7 @@ def _copied(value: Any, copies: dict[int, Any]) -> Any:
 
 
 class MetricCalls:
-    """The calls that the microbatches of one step make of the metrics of a module.
+    """The calls of a module's metrics by the microbatches of one step.
 
     Args:
         module: The user's module.
@@ -88,19 +88,19 @@ class MetricCalls:
 
     @property
     def holders(self) -> list[Metric | MetricCollection]:
-        """The metrics, and collections of metrics, that the module has now."""
+        """The metrics, and collections of metrics, of the module now."""
         return self._holders
 
     @contextmanager
     def recording(self) -> Iterator[None]:
-        """Record the calls inside the block, which count if it runs to its end."""
+        """Record the calls inside the block; they count if the block runs to its end."""
         self._current = {}
         with ExitStack() as stack:
             for holder in self._holders:
                 for method in _METHODS:
                     stack.enter_context(patched(holder, method, self._recorded(holder, method)))
             yield
-        # What a metric gave may keep the graph of the microbatch alive.
+        # The results of a metric may keep the graph of the microbatch alive.
         self._calls.append(
             {holder: [call._replace(results=[]) for call in calls] for holder, calls in self._current.items()}
         )
@@ -123,7 +123,7 @@ class MetricCalls:
             is_kept = size <= _MOST_ENTRIES or not adds_up(holder)
             results = pytree.tree_leaves(result)
             if len({id(each) for each in results}) < len(results):
-                # One tensor under several names, of which the batch may give several.
+                # One tensor under several names: the values of the whole batch may differ.
                 result = pytree.tree_map_only(Tensor, lambda tensor: tensor.view_as(tensor), result)
                 results = pytree.tree_leaves(result)
             self._current.setdefault(id(holder), []).append(
@@ -134,7 +134,7 @@ class MetricCalls:
         return recorded
 
     def numbers(self) -> dict[str, Tensor]:
-        """Return the numbers among the inputs of the last microbatch, by the place where a metric takes them."""
+        """Return the numbers among the inputs of the last microbatch, by metric and argument."""
         return {
             self._key(holder, key): torch.as_tensor(value, dtype=torch.float64)
             for holder in self._holders
@@ -147,7 +147,7 @@ class MetricCalls:
         return f"{type(holder).__qualname__} {key}({self._paths[id(holder)]})"
 
     def place_of(self, value: Tensor) -> Place | None:
-        """Return where a value comes from that a metric gave in the microbatch that is running."""
+        """Return the source of a value in the current microbatch; None if no metric returned the value."""
         for holder, calls in self._current.items():
             for number, call in enumerate(calls):
                 for position, result in enumerate(call.results):
@@ -156,7 +156,7 @@ class MetricCalls:
         return None
 
     def repeat(self, samples: Sequence[int], weights: Sequence[float]) -> None:
-        """Call the metrics, as they were before the batch, with the inputs of all microbatches together."""
+        """Restore the metrics, and call them with the inputs of all microbatches together."""
         for holder in self._holders if len(self._calls) > 1 else ():
             lists = [calls.get(id(holder), []) for calls in self._calls]
             if id(holder) in self._before and self._is_to_repeat(holder, lists):
@@ -184,7 +184,7 @@ class MetricCalls:
         weights: Sequence[float],
     ) -> None:
         for number in range(max(map(len, lists))):
-            # One that a microbatch has no rows for may be left out there.
+            # A microbatch without rows for a metric may leave out its call.
             found = {part: calls[number] for part, calls in enumerate(lists) if number < len(calls)}
             calls, first = [*found.values()], next(iter(found.values()))
             if any(
@@ -218,7 +218,7 @@ class MetricCalls:
         return number if isinstance(values[0], Tensor) else number.item()
 
     def _kind(self, key: str) -> str:
-        """Return how numbers become that of the batch; as with other metrics of the class where this one is unknown."""
+        """Return how numbers combine to the number of the batch; an unknown metric takes the way of its class."""
         kinds = {kind for other, kind in self._known.items() if other.partition("(")[0] == key.partition("(")[0]}
         return self._known.get(key, kinds.pop() if len(kinds) == 1 else "")
 
@@ -227,7 +227,7 @@ class MetricCalls:
         return id(metric) in self._repeated
 
     def value_at(self, place: Place | None) -> Any:
-        """Return the value that the whole batch has given; None if it has given none."""
+        """Return the value for the whole batch; None if the call was not repeated."""
         if place is None or place[:2] not in self._results:
             return None
         results = self._results[place[:2]]
@@ -246,7 +246,7 @@ def _is_number(value: Any) -> bool:
 def learn_numbers(
     module: nn.Module, whole: Mapping[str, Tensor], parts: Sequence[Mapping[str, Tensor]], shares: Sequence[float]
 ) -> None:
-    """Find out how numbers that metrics are given in microbatches give that of the batch: see `metric_numbers`."""
+    """Learn how numbers that metrics get in microbatches give the number of the batch: see `metric_numbers`."""
     for key, expected in whole.items():
         values = [part[key] for part in parts if key in part]
         if len(values) < len(parts):
@@ -259,7 +259,7 @@ def learn_numbers(
 
 
 class _Inputs(Merging):
-    """Inputs of metrics have rows, of samples or of what samples consist of."""
+    """Merges inputs of metrics, whose rows are samples or parts of samples."""
 
     def is_per_sample(self, values: Sequence[Any]) -> bool:
         if isinstance(values[0], tuple):
