@@ -279,7 +279,7 @@ class HookedState:
         seen: set[int] = set()
         for function in functions:
             places = [(place, place.read()) for place in _places(function, seen)]
-            # `Snapshot` follows objects whose class is of the module's package, so the holder claims the hook's package.
+            # `Snapshot` follows objects of the module's package, so the holder claims the package of the hook.
             holder = type("Reached", (nn.Module,), {"__module__": _package_of(function)})()
             vars(holder)["found"] = {place.label: value for place, value in places}
             self._found.append((places, Snapshot(holder, is_exact=True)))
