@@ -1,9 +1,12 @@
 """Private names of dependencies, patches of their objects, and the state on the user's module.
 
-`lightning`, `torch` and `deepspeed` in this package give each private name of that dependency once, under a public one,
-with the reason why no public name will do; `tests/test_compat.py` holds them against the installed version. `patched`
-is the one way to replace an attribute of an object that is not ours, `PartialModule` the first base of classes that
-modules get in place, `ParallelState` all that is kept on a module; `twins` is for the other package of Lightning.
+`lightning`, `torch` and `deepspeed` in this package give each private name of a dependency once, under a public name.
+Each has the reason why no public name will do. `tests/test_compat.py` compares them with the installed version.
+
+* `patched` and `Patches` replace attributes of objects of other packages. No other code does.
+* `PartialModule` is the first base of the classes that modules get in place.
+* `ParallelState` holds everything that the library keeps on a module.
+* `twins` serves the other package of Lightning.
 """
 
 from __future__ import annotations
@@ -41,14 +44,14 @@ __all__ = [
     "users_place",
 ]
 
-# None may be what an attribute was.
+# An attribute may have the value None.
 _MISSING = object()
 
 
 class Patches:
     """Replaces attributes of objects that are not ours, and puts them back all at once, last first.
 
-    What the object had of its own is set again; what it inherited (a method of its class) is deleted from it again.
+    The object gets its own attribute back. A replacement for an inherited attribute, such as a method, is deleted.
     """
 
     def __init__(self) -> None:
@@ -56,7 +59,7 @@ class Patches:
         self._added: list[tuple[dict[str, Any], str]] = []
 
     def replace(self, target: Any, name: str, value: Any) -> Any:
-        """Set `target.name` to `value` and return what it was."""
+        """Set `target.name` to `value` and return the value before."""
         before = getattr(target, name)
         # A data descriptor of the type, such as `__class__` or a slot, can be set again but not deleted.
         # Looked up statically, as asking for a descriptor would run it.
@@ -69,9 +72,9 @@ class Patches:
     def replace_function(
         self, function: Callable[..., Any], make: Callable[[Callable[..., Any]], Callable[..., Any]]
     ) -> None:
-        """Let everyone who holds a function call what `make` returns for the original one.
+        """Redirect all calls of a function to the result of `make` for the original function.
 
-        Its code is replaced, as users import functions by name, also inside of their own ones.
+        This replaces the code of the function. Users import functions by name, so a new attribute would not reach them.
         """
         assert isinstance(function, FunctionType)
         original = FunctionType(
@@ -108,7 +111,7 @@ def _code_that_calls(key: str, code: CodeType) -> CodeType:
 
 @contextmanager
 def patched(target: Any, name: str, value: Any) -> Iterator[Any]:
-    """Replace `target.name` by `value` during the block; gives what it was."""
+    """Replace `target.name` by `value` during the block; gives the value before."""
     patches = Patches()
     try:
         yield patches.replace(target, name, value)
@@ -171,7 +174,7 @@ def is_power_of_two(number: int) -> bool:
 
 
 def is_users_object(value: Any) -> bool:
-    """Tell whether an object is of a class of the user's, with attributes; no module, no class and no function."""
+    """Tell whether an object has attributes and a class of the user; modules, classes and functions do not count."""
     is_plain = hasattr(value, "__dict__") and not isinstance(value, (type, nn.Module)) and not callable(value)
     return is_plain and is_users(type(value))
 
@@ -179,7 +182,7 @@ def is_users_object(value: Any) -> bool:
 def users_line(is_end: Callable[[FrameType], bool]) -> str:
     """Name the line of the user's code that runs, such as `forward` (model.py, line 12); empty if none does.
 
-    The outermost line that is inside of the frame for which `is_end` is true, since inner ones may be compiled.
+    This is the outermost line below the frame for which `is_end` is true. Inner lines may be compiled.
     """
     lines = list(_users_lines(sys._getframe(1), is_end))
     return lines[-1] if lines else ""
@@ -197,7 +200,7 @@ def module_that_asks() -> str:
 
 
 def innermost_users_line() -> str:
-    """Name the line of the user's code that called what runs, as `users_line` does; empty if none did."""
+    """Name the innermost running line of the user's code, as `users_line` does; empty if there is none."""
     return next(_users_lines(sys._getframe(1), lambda frame: False), "")
 
 
@@ -357,7 +360,7 @@ class PartialModule(nn.Module):
     """First base of the class that a module gets in place when it is divided: may be copied, refuses to be pickled."""
 
     def _what_is_missing(self) -> str:
-        """Say what the module is a part of."""
+        """Name the whole that the module is a part of."""
         raise NotImplementedError
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:

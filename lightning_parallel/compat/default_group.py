@@ -45,7 +45,7 @@ def default_store() -> dist.Store:
 
 
 def abort_all_groups() -> None:
-    """End what the devices of this process wait for, in all groups: what waits for it goes on, with wrong results.
+    """Abort all communication of this process's devices, in all groups. Waiting kernels go on with wrong results.
 
     `torch.distributed.destroy_process_group` would wait for the devices first.
     """
@@ -143,7 +143,7 @@ def default_group_kept() -> Iterator[None]:
     finally:
         while len(_stand_ins) > depth:
             stand_in, before = _stand_ins.pop()
-            # Otherwise torch.distributed was shut down inside of the block.
+            # Otherwise the block has shut torch.distributed down.
             if dist.group.WORLD is stand_in:
                 dist.GroupMember.WORLD = before
         if not _stand_ins:
@@ -193,7 +193,7 @@ def _with_global_rank(signature: inspect.Signature, function: Callable[..., Any]
 
 
 def _patch_distributed() -> None:
-    """Correct what takes the default group for all processes, though asked about something else."""
+    """Correct functions that mistake the default group for the group of all processes."""
 
     def get_rank_by(rank_in: Callable[..., int]) -> Callable[..., int]:
         def get_rank(group: dist.ProcessGroup | None = None) -> int:
@@ -222,9 +222,9 @@ def _patch_distributed() -> None:
     for name in _MAKE_GROUPS:
         if hasattr(dist, name):
             _stand_in_patches.replace_function(getattr(dist, name), from_all)
-    # Device meshes are of all processes.
+    # Device meshes consist of all processes.
     for name in ("get_rank", "get_world_size"):
         _stand_in_patches.replace(device_mesh, name, from_all(getattr(device_mesh, name)))
-    # It says in a trace whose it is.
+    # A trace names the rank that wrote it.
     profile = torch.profiler.profiler._KinetoProfile
     _stand_in_patches.replace(profile, "_get_distributed_info", from_all(profile._get_distributed_info))

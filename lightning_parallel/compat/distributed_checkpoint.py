@@ -52,7 +52,7 @@ class SavedChunk:
 
 @dataclass
 class DistributedIndex:
-    """What is in the folder.
+    """The content of the folder.
 
     Attributes:
         tensors: dtype, shape and chunks of each tensor.
@@ -91,7 +91,7 @@ class _IndexUnpickler(pickle.Unpickler):
         if module == "torch" and isinstance(getattr(torch, name, None), torch.dtype):
             return getattr(torch, name)
         if (module, name) in _CLASSES:
-            # A class of its own for each file, which nothing in a later one meets again.
+            # Each file gets a new class, so that a later file cannot meet objects of an earlier one.
             return type(name, (_Plain,), {})
         raise pickle.UnpicklingError(
             f"the index names `{module}.{name}`, which no index needs, and which could run any code"
@@ -145,7 +145,7 @@ def _index(metadata: Any) -> DistributedIndex:
 
 
 def _check_apart(places: Iterable[SavedPlace]) -> None:
-    # What is read is then no larger than the files are: at one place is one value.
+    # One place holds one value. So the result cannot be larger than the files.
     ends: dict[str, int] = {}
     for place in sorted(set(places), key=lambda place: place.begin):
         if place.num_bytes and place.begin < ends.get(place.file, 0):

@@ -58,7 +58,7 @@ def initializer_of(root: nn.Module, path: str) -> Callable[[], object] | None:
     if callable(reset):
         return reset
     parts = path.split(".")
-    # From the inside out: a model inside of another one brings its own way.
+    # From the inside out: a model inside another model brings its own way.
     for depth in range(len(parts) - 1, -1, -1):
         initialize = weight_initializer_of(root.get_submodule(".".join(parts[:depth])))
         if initialize is not None:
@@ -91,7 +91,7 @@ def initialize_tensors(
     Raises:
         ValueError: If a module with such tensors has no initialiser; no tensor has been changed then.
     """
-    # The order of `named_modules` is also that of one process: the random numbers that a module draws depend on it.
+    # One process has the same order of `named_modules`. The random numbers of a module depend on this order.
     todo = _modules_to_initialize(root, wanted)
     missing = [f"`{path}` ({type(root.get_submodule(path)).__name__})" for path, call in todo if call is None]
     if missing:

@@ -39,7 +39,7 @@ def hold_sigterm(trainer: Trainer, may_end: Callable[[], bool]) -> Callable[[], 
 def ignore_sigterm(trainer: Trainer) -> None:
     """Ignore SIGTERM from the trainer's teardown on, which gives signals the handlers that they had before the run.
 
-    A process that is ending with a status of its own, by a signal, must not die of the next one.
+    A signal ends the process with a chosen status. The next signal must not kill it before.
     """
     handlers = trainer._signal_connector._original_handlers
     if signal.SIGTERM in handlers:
@@ -136,7 +136,7 @@ def announce_checkpoint(trainer: Trainer, path: Optional[PathLike]) -> None:
 
 
 def epoch_values(trainer: Trainer) -> tuple[dict[str, list[Tensor]], dict[str, Tensor]]:
-    """Return what the running epoch has logged: sums and weights of its means by name, and metrics for callbacks."""
+    """Return the logged values of the running epoch: sums and weights of its means, and metrics for callbacks."""
     found = {}
     for name, result in trainer.fit_loop.epoch_loop._results.items():
         if result.is_tensor and result.meta.on_epoch and not result.has_reset:
@@ -147,7 +147,7 @@ def epoch_values(trainer: Trainer) -> tuple[dict[str, list[Tensor]], dict[str, T
 
 
 def restore_epoch_values(trainer: Trainer, values: dict[str, list[Tensor]]) -> None:
-    """Add to the means of the running epoch what `epoch_values` gave; takes those out that are logged by now."""
+    """Add the values of `epoch_values` to the means of the running epoch; removes values that are logged by now."""
     for name, result in trainer.fit_loop.epoch_loop._results.items():
         if name not in values or not result.is_tensor:
             continue
@@ -166,7 +166,7 @@ def batches_done(trainer: Trainer) -> int:
 
 
 def set_batches_done(trainer: Trainer, count: int, ratio: float) -> None:
-    """Set how many batches of the epoch are over; those of epochs before count `ratio` times."""
+    """Set the number of finished batches of the epoch; batches of earlier epochs count `ratio` times."""
     progress = trainer.fit_loop.epoch_loop.batch_progress
     earlier = round((progress.total.completed - progress.current.completed) * ratio)
     for tracker, value in ((progress.total, earlier + count), (progress.current, count)):

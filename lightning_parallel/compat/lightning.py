@@ -189,8 +189,8 @@ def agree_on_loaders(trainer: Trainer, agree: Callable[[Exception | None], None]
 def agree_on_sigterm(trainer: Trainer, agree: Callable[[bool], bool], patches: Patches) -> Callable[[], None]:
     """End a run on SIGTERM between two steps, on all ranks at the same one, until `patches` are undone.
 
-    Lightning's handler broadcasts from wherever the signal found the rank. Where every rank gets the signal, as from
-    `timeout` or SLURM, that message meets those of the step, and all wait for ever. Here it only takes note.
+    Lightning's handler broadcasts at the place where the signal found the rank. If every rank gets the signal, as from
+    `timeout` or SLURM, this message meets messages of the step, and all ranks wait without end. Here it only notes it.
 
     Args:
         trainer: The trainer, before it has registered its handlers.
@@ -198,10 +198,10 @@ def agree_on_sigterm(trainer: Trainer, agree: Callable[[bool], bool], patches: P
         patches: Undoes it.
 
     Returns:
-        What to call before each step of validation, test and prediction; in training Lightning does.
+        A function to call before each step of validation, test and prediction. In training, Lightning calls it.
 
     Raises:
-        SIGTERMException: From what is returned, and from the training loop, if a rank got a signal.
+        SIGTERMException: In the returned function and in the training loop, if a rank got a signal.
     """
     connector = trainer._signal_connector
     received = False
@@ -303,7 +303,7 @@ def reset_optimizers(strategy: Strategy) -> None:
 
 
 class _Early(list[Any]):
-    """A list that is filled when somebody looks into it."""
+    """A list that is filled at the first access."""
 
     def __init__(self, fill: Callable[[], Sequence[Any]]) -> None:
         super().__init__()
@@ -358,9 +358,9 @@ def synchronizes_layers(strategy: ParallelStrategy) -> bool:
 
 
 def set_default_io(strategy: Strategy, make: Callable[[], CheckpointIO]) -> None:
-    """Give a strategy the plugin for checkpoints that it has where the user gives none, also inside of wrappers.
+    """Give a strategy its default plugin for checkpoints, also inside wrappers; a plugin of the user stays.
 
-    Its getter does the same, with a class of its own; the public attribute would take it for the user's.
+    The getter of the strategy does the same with another class. The public attribute means a plugin of the user.
     """
     io = strategy._checkpoint_io
     if io is None:
@@ -377,7 +377,7 @@ def innermost_io(io: CheckpointIO | None) -> CheckpointIO | None:
 
 
 def asynchronous_io(io: CheckpointIO | None) -> AsyncCheckpointIO | None:
-    """Return the plugin that saves in a thread, which is `io` or inside of it; None if there is none."""
+    """Return the plugin that saves in a thread: `io`, or one inside it; None if there is none."""
     while isinstance(io, _WrappingCheckpointIO) and not isinstance(io, AsyncCheckpointIO):
         io = io.checkpoint_io
     return io if isinstance(io, AsyncCheckpointIO) else None
@@ -401,7 +401,7 @@ def run_after_saves(io: AsyncCheckpointIO, function: Callable[[], None]) -> None
 
 
 def finish_saves(io: AsyncCheckpointIO) -> BaseException | None:
-    """Wait for the saves of `io`; returns what the last of them that failed has raised, once.
+    """Wait for the saves of `io`; returns the error of the last failed save, once.
 
     Its `teardown` raises that each time, also in place of the error that has ended a run.
     """
@@ -576,7 +576,7 @@ def update_count_of(metric: Metric) -> int:
 def set_update_count(metric: Metric, count: int) -> None:
     """Set how often a metric was updated, and forget the value that it computed before."""
     metric._update_count = count
-    # Otherwise `compute` would return what it has kept from before.
+    # Otherwise `compute` would return its cached value.
     metric._computed = None
 
 
@@ -591,7 +591,7 @@ def set_batch_value(metric: Metric, value: Any) -> None:
 
 
 def metric_state_of(metric: Metric) -> Sequence[Any]:
-    """Return what `restore_metric_state` takes: all that a metric remembers besides its states."""
+    """Return the values of a metric besides its states, for `restore_metric_state`."""
     return metric._update_count, metric._computed, metric._forward_cache
 
 

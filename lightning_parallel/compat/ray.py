@@ -21,7 +21,7 @@ _accepted: tuple[type, ...] = ()
 
 
 def _ray_lightning() -> Any:
-    """Return Ray's module for Lightning if somebody has imported it: to import it takes seconds."""
+    """Return Ray's module for Lightning if it is imported already; its import takes seconds."""
     return sys.modules.get("ray.train.lightning")
 
 
@@ -34,7 +34,7 @@ def is_ray_environment(environment: object) -> bool:
 def ray_device(environment: object) -> torch.device | None:
     """Return the device that Ray gives this worker; None if `environment` is not Ray's.
 
-    The Trainer inside of a worker knows one CPU, or all GPUs of the host, and not which of them is this worker's.
+    The Trainer in a worker knows one CPU, or all GPUs of the host. It does not know the GPU of this worker.
     """
     if not is_ray_environment(environment):
         return None

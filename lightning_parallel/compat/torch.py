@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from torch._C import DisableTorchFunctionSubclass
 
 # -- used by tensor: imports -----
-# The id of the backward pass that is running, -1 outside of one: no public function tells two passes apart.
+# The id of the running backward pass, -1 if none runs. No public function tells two passes apart.
 from torch._C import _current_graph_task_id as current_graph_task_id
 
 # Lets C++ code that asks for the address of a tensor's data raise an error instead of reading address zero.
@@ -319,7 +319,7 @@ class FullyShardedGroup:
 
     @property
     def shard_group(self) -> Any:
-        """The process group that the parameters are divided over."""
+        """The process group over which the parameters are sharded."""
         return self._group.mesh_info.shard_process_group
 
     @property
@@ -421,7 +421,7 @@ def explain_swaps(patches: Patches) -> None:
 
 
 def schema_of(operation: Any) -> Any:
-    """Return the schema of an operator: which arguments it takes, which it writes, what it returns."""
+    """Return the schema of an operator: its arguments, the written arguments, and its results."""
     return operation._schema
 
 
@@ -452,7 +452,7 @@ def move_tensor_hooks(source: Tensor, target: Tensor) -> None:
 
 
 def base_name(operator: Any) -> str:
-    """Return the name of what an operator does, whether in place or not, on one tensor or on many."""
+    """Return the name of an operator's function, without marks for in-place or list variants."""
     name: str = overload_packet(operator).__name__
     return name if name.startswith("__") else name.removeprefix("_foreach_").strip("_")
 
@@ -495,7 +495,7 @@ current_autograd_node: Callable[[], Any] = torch._C._current_autograd_node
 
 
 def storage_address(storage: torch.UntypedStorage) -> int:
-    """Identify a storage among those that are alive. `data_ptr()` is 0 for all empty ones and changes on resize."""
+    """Identify a storage among all living storages. `data_ptr()` is 0 for all empty ones and changes on resize."""
     return storage._cdata
 
 
@@ -577,7 +577,7 @@ def each(operation: str, *args: Any, **kwargs: Any) -> Any:
 
 
 def leave_mode(mode: Any) -> None:
-    """Leave a dispatch or function mode, and stay in those that were entered after it.
+    """Leave a dispatch or function mode, and stay in the modes that were entered after it.
 
     Private: a mode's own `__exit__` leaves the mode that was entered last, whichever that is.
     """
@@ -596,7 +596,7 @@ def leave_mode(mode: Any) -> None:
 def function_modes_kept() -> Iterator[None]:
     """Leave the function modes that are entered inside the block, and not left, when it ends.
 
-    `Module.__call__` runs no hooks when a `BaseException` passes, so modes that a hook enters would stay for ever.
+    `Module.__call__` runs no hooks when a `BaseException` passes, so modes that a hook enters would never end.
     """
     height = torch._C._len_torch_function_stack()
     try:
@@ -625,7 +625,7 @@ def is_flattened(parameter: Tensor) -> bool:
 
 
 def versions_of(state: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what a state dict tells of the versions of modules, by path; only `load_state_dict` reads it."""
+    """Return the versions of modules in a state dict, by path; only `load_state_dict` reads it."""
     return dict(getattr(state, "_metadata", None) or {})
 
 

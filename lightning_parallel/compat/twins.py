@@ -143,7 +143,7 @@ def _is_ours(value: Any) -> bool:
 
 
 def _move(value: Any, names: Mapping[str, str]) -> None:
-    """Make an object one of the other package in place, and what it holds: plugins, environment, options."""
+    """Turn an object into one of the other package in place, with its plugins, environment and options."""
     for base in type(value).__mro__:
         other = _counterpart(base, names) if base.__module__.startswith(_OURS[0]) else None
         if other is not None and isinstance(base, ABCMeta):
