@@ -1,8 +1,8 @@
-"""Optimizers of a pipeline stage with the parameter groups of one process.
+"""Lets an optimizer of a pipeline stage have the parameter groups of one process.
 
-A checkpoint numbers the parameters of an optimizer in the order of its groups. Each stage holds some of them, so while
-`configure_optimizers` runs, dummy parameters fill the gaps; they are then removed from the optimizers, and the order
-stays.
+A checkpoint numbers the parameters of an optimizer in the order of its groups. A stage holds only some of them, so
+dummy parameters fill the gaps while `configure_optimizers` runs. Then they leave the optimizers, and the order stays
+known.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ def dummy_parameters(
 ) -> Iterator[dict[nn.Parameter, str]]:
     """Register dummies for the parameters of other stages in `module` inside the block, in the usual order.
 
-    An optimizer that is built there has the parameter groups that it has in one process. Without the dummies each
-    stage would know the order of its own parameters only, and a checkpoint needs that of all. They have the shape,
-    dtype and device of parameters, but one element of memory.
+    An optimizer from the block has the parameter groups of one process. Without dummies, a stage would know the order
+    of its own parameters only, and a checkpoint needs the order of all. Dummies have the shape, dtype and device of
+    parameters, but one element of memory.
 
     Args:
         module: The model, of which this rank holds some stages.
-        names: Names in the whole model.
+        names: Names of the full model.
         inventory: The tensors of the full model, as they are now.
         device: The device of the dummies.
 
@@ -42,10 +42,10 @@ def dummy_parameters(
     """
     own = dict(module.named_parameters())
     listed = {name: held for name, held in inventory.tensors.items() if not (held.is_buffer or held.is_alias)}
-    # Not on `meta`: fused optimizers refuse devices that they have no kernels for.
+    # Not on `meta`: fused optimizers refuse devices without kernels.
     dummies = {
-        # Expanded from one element, so a stage does not need memory for the others.
-        # Of different values, as Lightning's `BaseFinetuning` tells parameters apart by these.
+        # Expanded from one element, so that other stages cost no memory. Each has another value, because Lightning's
+        # `BaseFinetuning` tells parameters apart by their values.
         name: nn.Parameter(
             torch.full((), float(number), dtype=held.dtype, device=device).expand(inventory.full_shape(name)),
             held.trains,
@@ -73,7 +73,7 @@ def _fill_in(owner: nn.Module, wanted: Mapping[str, nn.Parameter | None]) -> Cal
     """Register the `wanted` dummies in `owner` where it lacks the parameter; return a function that undoes it."""
     parameters = parameters_of(owner)
     before = dict(parameters)
-    # What a stage has of a missing parameter is an ordinary attribute, which would hide the registered dummy.
+    # A placeholder for a missing parameter is an ordinary attribute, which would hide the registered dummy.
     hidden = {name: vars(owner).pop(name) for name in wanted if before.get(name) is None and name in vars(owner)}
     # Filled anew rather than added to: the order of the dict is that of `named_parameters`.
     parameters.clear()

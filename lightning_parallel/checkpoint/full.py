@@ -1,9 +1,9 @@
-"""The state of the whole model under its own names, for checkpoints of any layout.
+"""Gathers the state of the full model under its own names, and scatters it again, for checkpoints of any layout.
 
-A rank holds the tensors of its pipeline stages, and of these the shards of its place on the tensor axis. The layout of
-a state says for every value of the whole model which stage it is on and how it is sharded; `gather` follows it when
-saving, `scatter` when loading, for the model and for optimizers alike. What is gathered are full tensors on the first
-rank, for one file as that of one process, which stock Lightning reads; or, `as_parts`, what each rank is to write.
+A rank holds tensors of its pipeline stages, or shards of them. The layout of a state gives the stage and the shard
+rule of every value of the full model. Saving gathers by the layout, and loading scatters by it.
+Gathered tensors are full on the first rank, for one file that stock Lightning reads. With `as_parts`, each rank gets
+tensors without data that know its own part.
 """
 
 from __future__ import annotations
@@ -37,11 +37,11 @@ ParameterGroups = Sequence[Sequence[str]]
 
 
 class ModelNames(NamedTuple):
-    """Names in the whole model, recorded before a pipeline frees the parameters of other stages.
+    """Lists the names of the full model, recorded before a pipeline frees the parameters of other stages.
 
     Attributes:
         state: Names in the state dict, in order.
-        parameters: Every name of each parameter, in order, and its first name, which `named_parameters` gives.
+        parameters: First name of each parameter, by each of its names, in order.
     """
 
     state: tuple[str, ...]
@@ -61,27 +61,27 @@ def rules_by_name(module: nn.Module, rules: Mapping[str, Shard]) -> dict[str, Sh
         **dict(module.named_parameters(remove_duplicate=False)),
         **dict(module.named_buffers(remove_duplicate=False)),
     }
-    # A plan names a shared tensor once, and the state dict has it under each name.
+    # A plan names a shared tensor once, but the state dict lists it under each name.
     by_identity = {id(tensor): rules[name] for name, tensor in tensors.items() if name in rules}
     return {name: by_identity[id(tensor)] for name, tensor in tensors.items() if id(tensor) in by_identity}
 
 
 def _own_part(module: nn.Module) -> dict[str, Any]:
-    """Return the state dict of what this rank holds."""
+    """Return the state dict of the part of this rank."""
     with ParallelState.of(module).own_parts():
         return module.state_dict()
 
 
 class _Place(NamedTuple):
-    """Where a value of the whole model's state is.
+    """Locates a value of the state of the full model.
 
     Attributes:
-        stage: Position in the pipeline group of the first rank that holds it.
-        shard: Which part of it each rank of the tensor group there holds; None where each holds it whole.
+        stage: Position in the pipeline group of the first rank that holds the value.
+        shard: Shard rule over the tensor group of that rank; None for a replicated value.
         shape: Shape of the full tensor.
-        dtype: Element type; None where the value is not a tensor.
-        constant: The value itself where it is not a tensor.
-        alias: Equal for values of one rank that share their memory.
+        dtype: Element type; None for a value that is no tensor.
+        constant: The value itself, if it is no tensor.
+        alias: Equal for values of one rank that share memory.
     """
 
     stage: int
@@ -96,12 +96,12 @@ _KNOWN_KEYS = {"state", "param_groups"}
 
 
 class _Contents(NamedTuple):
-    """What an optimizer keeps under a key of its own.
+    """Summarizes the value of an optimizer under a key of its own.
 
     Attributes:
-        tensors: Shape and hash of each with several elements.
+        tensors: Shape and hash of each tensor with several elements.
         lengths: Lengths of all containers.
-        amount: How many tensors there are.
+        amount: Number of tensors.
     """
 
     tensors: list[tuple[tuple[int, ...], int]]
@@ -111,23 +111,23 @@ class _Contents(NamedTuple):
 
 @dataclass(frozen=True)
 class Checkpoints:
-    """Gathers the state of a model and its optimizers for a checkpoint, and scatters that of a checkpoint.
+    """Gathers the state of a model and its optimizers for a checkpoint, and scatters the state in a checkpoint.
 
     Every rank of the replica must call each method at the same point.
 
     Attributes:
         module: The model, of which this rank holds a part.
-        rules: How its tensors are sharded over the tensor axis, by name; the others are whole.
+        rules: How its tensors are sharded over the tensor axis, by name. Other tensors are replicated.
         tensor_group: The ranks that hold the shards of one stage.
         pipeline_group: The ranks that hold the stages.
-        names: Names in the whole model; needed where the pipeline group has several ranks.
-        device: Where tensors must be to be sent between stages.
-        is_saved: Whether this replica's values are gathered. On the others, names and shapes are enough.
-        last_rank: Position in the pipeline group of the rank that holds the last stage, where steps run to their end.
-        as_parts: Gather nothing: return tensors without data, with what this rank writes of each.
-        replicas: The ranks that hold the same part; they share what there is to write.
-        are_alike: Whether they do; otherwise the first one's is written.
-        slices: Of the parameters, over these, if each keeps the optimizer's state of its slice only.
+        names: Names of the full model; necessary if the pipeline group has several ranks.
+        device: Device of messages between stages.
+        is_saved: Whether values of this replica are gathered. Other replicas need names and shapes only.
+        last_rank: Position in the pipeline group of the rank with the last stage, where steps end.
+        as_parts: Whether to gather nothing, and return tensors without data that know the part of this rank.
+        replicas: The ranks that hold the same part. Each of them writes a share of it.
+        are_alike: Whether replicas hold equal values. Otherwise the first replica writes its values.
+        slices: Slices of the parameters over the replicas, if each replica keeps the optimizer state of its slice.
     """
 
     module: nn.Module
@@ -149,15 +149,15 @@ class Checkpoints:
         """Gather the full state dict of the model.
 
         Returns:
-            Tensors on the CPU on the first rank of the saved replica, on the `meta` device elsewhere, so that hooks
-            that look at names and shapes work on all ranks. Tensors that share memory in the model share it here.
+            Tensors on the CPU on the first rank of the saved replica. Other ranks get tensors on the `meta` device, so
+            that hooks can read names and shapes on all ranks. Tensors that share memory in the model share it here.
         """
         state = _own_part(self.module)
         shards = {name: self.rules[name] for name in state if name in self.rules}
         return with_versions(self._gather(state, shards, self.names.state), versions_of(state))
 
     def gather_tensors(self) -> dict[str, Tensor]:
-        """Gather all parameters and buffers by first name, those included that no checkpoint holds.
+        """Gather all parameters and buffers by first name, also buffers that no checkpoint holds.
 
         Returns:
             Tensors as `gather_state` returns them.
@@ -170,15 +170,15 @@ class Checkpoints:
         """Take this rank's part of a full state dict. Names that the model does not know stay, to be reported.
 
         Args:
-            full: The state dict.
-            source: Where it is from, for the error message.
+            full: The full state dict.
+            source: Name of its file, for the error message.
             strict: Refuse tensors of a sharded checkpoint that have another dtype.
 
         Raises:
             ValueError: If shapes or dtypes do not fit the model.
         """
         state = _own_part(self.module)
-        # Before anything is split or loaded, so that one message lists all that does not fit.
+        # Before the first split, so that one message lists all misfits.
         self._check_tensors(full, state, source, strict)
         on_other_stages = set(self.names.state) - state.keys() if self.pipeline_group.size > 1 else set()
         part = {}
@@ -187,7 +187,7 @@ class Checkpoints:
                 continue
             is_shard = name in self.rules and isinstance(value, Tensor)
             part[name] = take_part(value, self.rules[name], self.tensor_group.rank) if is_shard else value
-        # Modules convert the state of older versions. Without its version, a module of another stage would add a key.
+        # Modules convert states of older versions. Without a version, a module of another stage would add a key.
         here, versions = versions_of(state), versions_of(full)
         versions |= {path: here[path] for path in {name.rpartition(".")[0] for name in on_other_stages} if path in here}
         return with_versions(part, versions)
@@ -214,24 +214,23 @@ class Checkpoints:
     # --------------------------------------------------------------------------------------------- the optimizers
 
     def gather_optimizer(self, optimizer: Optimizer, recorded: ParameterGroups = ()) -> dict[str, Any]:
-        """Gather the state dict that `optimizer` would have if it held the whole model's parameters.
+        """Gather the state dict that `optimizer` would have with the parameters of the full model.
 
         Args:
             optimizer: The optimizer of this rank's parameters.
-            recorded: Its parameter groups over all stages, as `remove_dummy_parameters` gave them.
+            recorded: Its parameter groups over all stages, from `remove_dummy_parameters`.
 
         Returns:
             Tensors as `gather_state` returns them.
 
         Raises:
-            RuntimeError: If the state of a sharded parameter holds a tensor that is neither of the parameter's shape
-                nor a scalar, or the order of the parameters over the stages is not known; on every rank, if its state
-                dict holds parts of tensors under keys of its own.
+            RuntimeError: On every rank, if the state of a sharded parameter has another shape than the parameter, the
+                order of the parameters over the stages is not known, or a key of the optimizer's own holds parts.
         """
         state = optimizer.state_dict()
         self.check_keys(optimizer, state)
         if not self.is_cut and not state.keys() >= _KNOWN_KEYS:
-            return state  # equal on every rank; its values cannot be assigned to parameters
+            return state  # equal on every rank; no value belongs to a parameter
         mine = self._group_names(optimizer)
         whole = self._whole_groups(mine, recorded)
         # One stage alone may refuse its values; the other stages would wait for it.
@@ -286,7 +285,7 @@ class Checkpoints:
 
         Raises:
             ValueError: If the parameter groups of the state and of the optimizer differ in number or size.
-            RuntimeError: If it holds whole tensors under keys of the optimizer's own, of which this rank needs a part.
+            RuntimeError: On every rank, if a key of the optimizer's own holds full tensors.
         """
         if not self.is_cut and not full.keys() >= _KNOWN_KEYS:
             return {key: _read(value) for key, value in full.items()}
@@ -301,7 +300,7 @@ class Checkpoints:
                 f"The parameter groups in the checkpoint must have {expected} parameters; got {found}. If you changed"
                 " `configure_optimizers` since it was saved, undo that"
             )
-        names = full.get("names", whole)  # which a folder of torch's has: there the order does not count
+        names = full.get("names", whole)  # a folder of torch's format has names, so its order does not count
         if [sorted(group) for group in names] != [sorted(group) for group in whole]:
             raise ValueError(
                 f"The parameter groups in the checkpoint must hold the parameters {whole}; got {names}. If you changed"
@@ -311,7 +310,7 @@ class Checkpoints:
         part: dict[int, Any] = {}
         for index, (name, parameter) in enumerate(zip(chain.from_iterable(mine), _parameters(optimizer))):
             entry = full["state"].get(index_of[name])
-            # Optimizers make the state of a parameter with its first gradient; it may have had none.
+            # Optimizers make the state of a parameter with its first gradient. There may have been none.
             if entry is not None:
                 part[index] = {key: self._part(parameter, name, value) for key, value in entry.items()}
         others = {key: _read(value) for key, value in full.items() if key not in ("names", *_KNOWN_KEYS)}
@@ -319,15 +318,15 @@ class Checkpoints:
 
     @property
     def is_cut(self) -> bool:
-        """Whether a rank holds a part only of the state of optimizers."""
+        """Whether a rank holds only a part of the state of optimizers."""
         return self.tensor_group.size > 1 or self.pipeline_group.size > 1 or self.slices is not None
 
     def check_keys(self, optimizer: Optimizer, saved: Mapping[str, Any] | None = None) -> None:
-        """Check that what an optimizer saves beside `state` and `param_groups` is whole; every rank must call it.
+        """Check that an optimizer saves no parts of tensors beside `state` and `param_groups`; every rank must call it.
 
         Args:
             optimizer: The optimizer of this rank's parameters.
-            saved: Its own state dict, if it is at hand.
+            saved: Its own state dict, if the caller has it.
 
         Raises:
             RuntimeError: On every rank, if a key of the optimizer's own holds parts of tensors.
@@ -341,7 +340,8 @@ class Checkpoints:
         missing = sorted(_KNOWN_KEYS - state.keys())
         mine = {key: _contents(value) for key, value in state.items() if key not in _KNOWN_KEYS}
         partial = next((key for key, found in mine.items() if self._is_of_parts(optimizer, found)), None)
-        for group in (*groups, *groups[:-1]):  # so that all of them know what any has found
+        # Twice over the groups but the last, so that a finding of any rank reaches all ranks.
+        for group in (*groups, *groups[:-1]):
             everyone = comm.all_gather_object((missing, partial, mine), group)
             missing = next((one[0] for one in everyone if one[0]), missing)
             keys = dict.fromkeys(key for one in everyone for key in one[2])
@@ -353,15 +353,15 @@ class Checkpoints:
             raise _own_keys(optimizer, f"has a key `{partial}` of its own, which holds one rank's part of it")
 
     def _is_of_parts(self, optimizer: Optimizer, found: _Contents) -> bool:
-        """Tell whether values belong to this rank's parameters, though they may be equal on other ranks."""
+        """Tell whether values belong to the parameters of this rank, although they may be equal on other ranks."""
         parameters = _parameters(optimizer)
         if self.pipeline_group.size > 1 and len(parameters) > 1 and len(parameters) in found.lengths:
             return True
-        # Zeros, as of a momentum before its first step, are equal on all ranks, and so are their hashes.
+        # A momentum before its first step is zero on all ranks, so equal hashes prove nothing for zeros.
         return not self._shapes_of_parts(optimizer).isdisjoint(shape for shape, mark in found.tensors if mark == 0)
 
     def _shapes_of_parts(self, optimizer: Optimizer, whole: bool = False) -> set[tuple[int, ...]]:
-        """Return the shapes of this rank's parts of the parameters of an optimizer, or of the full parameters."""
+        """Return the shapes of the parameters of an optimizer on this rank, or of the full parameters."""
         names = {id(parameter): name for name, parameter in self.module.named_parameters()}
         shapes: set[tuple[int, ...]] = set()
         for parameter in _parameters(optimizer):
@@ -437,7 +437,7 @@ class Checkpoints:
         if self.pipeline_group.size == 1:
             return mine
         everyone = comm.all_gather_object((mine, recorded), self.pipeline_group)
-        recorded = everyone[0][1]  # those of one rank, so that all ranks decide the same
+        recorded = everyone[0][1]  # from one rank, so that all ranks decide alike
         counts = [len(groups) for groups, _ in everyone]
         if len(set(counts)) > 1:
             raise RuntimeError(
@@ -474,15 +474,15 @@ class Checkpoints:
         """Gather the values of all stages, from the first stage that holds each; see `gather_state` for the result.
 
         Args:
-            values: Those of this rank.
+            values: The values of this rank.
             shards: How the tensors among them are sharded.
             order: Keys that come first.
-            sliced: Shapes of this rank's whole tensors, of which it holds a slice.
+            sliced: Shapes of tensors on this rank that are sliced over the replicas.
         """
         full: dict[K, Any] = {}
         tensors: dict[Hashable, Tensor] = {}
         sliced = sliced or {}
-        # All ranks follow the one order of the layout, so that their collectives and messages meet.
+        # All ranks follow the order of the layout, so that their collectives and messages meet.
         for tag, (key, place) in enumerate(self._layout(values, shards, order, sliced).items()):
             if place.dtype is None:
                 full[key] = place.constant
@@ -492,7 +492,7 @@ class Checkpoints:
                 mine = values.get(key)
                 if self.slices is not None and key in sliced and place.stage == self.pipeline_group.rank:
                     assert isinstance(mine, Tensor)
-                    # One at a time: a replica keeps no more of them than it is to write.
+                    # One tensor at a time, so that a replica never holds more than one full tensor.
                     mine = self.slices.merge(mine.detach().to(self.device), sliced[key])
                 gather = self._part_of_tensor if self.as_parts else self._gather_tensor
                 tensors[alias] = gather(mine, key, place, tag)
@@ -502,7 +502,7 @@ class Checkpoints:
     def _layout(
         self, values: Mapping[K, Any], shards: Mapping[K, Shard], order: Sequence[K], sliced: Mapping[K, torch.Size]
     ) -> dict[K, _Place]:
-        """Find where the values of the whole model are: those in `order` first, then the others."""
+        """Locate the values of the full model: keys in `order` first, then the other keys."""
         stage = self.pipeline_group.rank
         held = {key: _place(stage, value, shards.get(key)) for key, value in values.items()}
         for key, shape in sliced.items():
@@ -510,11 +510,11 @@ class Checkpoints:
             held[key] = held[key]._replace(shape=tuple(whole), alias=key)
         if self.pipeline_group.size == 1:
             return held
-        # Several stages hold a tied parameter; its place is the first of them, and the others send nothing.
+        # Several stages hold a tied parameter. The first of them sends it.
         found: dict[K, _Place] = {}
         for rank, places in enumerate(comm.all_gather_object(held, self.pipeline_group)):
             for key, place in places.items():
-                # All stages hold the buffers of the module itself, and a step that updates them ends on the last one.
+                # All stages hold the buffers of the module itself. A step that updates them ends on the last stage.
                 is_buffer = isinstance(key, str) and key not in self.names.parameters
                 if key not in found or (is_buffer and rank == self.last_rank):
                     found[key] = place
@@ -522,16 +522,16 @@ class Checkpoints:
         return {key: found[key] for key in dict.fromkeys([*in_order, *found])}
 
     def _part_of_tensor(self, mine: Any, key: K, place: _Place, tag: int) -> Tensor:
-        """Return a tensor without data, with what this rank is to write of it."""
+        """Return a tensor without data that knows the part for this rank to write."""
         part, rank = TensorPart(), self.tensor_group.rank
         replica, replicas = (0, 1) if self.replicas is None else (self.replicas.rank, self.replicas.size)
         if not self.are_alike or (isinstance(key, str) and key not in self.names.parameters):
-            tag = 0  # of a buffer, too, replicas may have others between two steps, and the first one's count
-        # Ranks that hold the same take turns, so that all of them write about as much.
+            tag = 0  # replicas may differ, also in buffers between two steps; the first replica counts
+        # Ranks with equal values take turns, so that all of them write about as many bytes.
         is_mine = self.pipeline_group.rank == place.stage and tag % replicas == replica
         if is_mine and place.shard is not None:
             local = place.shard.owned(mine.detach(), rank)
-            # A rank whose elements others hold as well may have nothing to write.
+            # Lower ranks may hold all elements of this shard as well. Then this rank writes nothing.
             if local.numel() > 0 or self.tensor_group.size == 1:
                 part = TensorPart(local, place.shard.dim % local.dim(), place.shard.owned_ranges(rank))
         elif is_mine and tag // replicas % self.tensor_group.size == rank:
@@ -539,7 +539,7 @@ class Checkpoints:
         return PartialTensor.of(place.shape, place.dtype or torch.float32, part)
 
     def _gather_tensor(self, mine: Any, key: K, place: _Place, tag: int) -> Tensor:
-        """Merge the shards on the stage that holds the tensor, and send it from there to the first stage."""
+        """Merge the shards on the stage that holds the tensor, and send the full tensor to the first stage."""
         empty = torch.empty(place.shape, dtype=place.dtype, device="meta")
         stage = self.pipeline_group.rank
         if not self.is_saved or stage not in (0, place.stage):
@@ -548,13 +548,13 @@ class Checkpoints:
         if stage == place.stage:
             # After a run the state of optimizers is in the host's memory.
             full = _merge(mine.detach().to(self.device), place.shard, self.tensor_group)
-        # Only now: all ranks of the tensor group had to take part in the merge.
+        # Only after the merge, which needed all ranks of the tensor group.
         if self.tensor_group.rank > 0:
             return empty
         if place.stage == 0:
             return full.cpu()
         if stage == 0:
-            # One at a time through the device, so that it never holds more of the model than one tensor.
+            # One tensor at a time, so that the device never holds more than one full tensor.
             received = torch.empty(place.shape, dtype=place.dtype, device=self.device)
             return comm.irecv(received, self.pipeline_group, place.stage, tag).wait().cpu()
         comm.isend(full.to(self.device).contiguous(), self.pipeline_group, 0, tag).wait()
@@ -572,7 +572,7 @@ def _place(stage: int, value: Any, shard: Shard | None) -> _Place:
 
 
 def _merge(local: Tensor, shard: Shard | None, group: Group) -> Tensor:
-    """Merge the shards of one tensor, on the CPU, on the first rank of `group`; the others have no use for it."""
+    """Merge the shards of one tensor on the CPU of the first rank of `group`; other ranks get no full tensor."""
     if shard is None or group.size == 1:
         return local
     sizes = [shard.local_size(rank) for rank in range(group.size)]
@@ -581,7 +581,7 @@ def _merge(local: Tensor, shard: Shard | None, group: Group) -> Tensor:
 
 
 def _read(value: Any) -> Any:
-    # An optimizer keeps the tensors that it is given, also in containers of its own.
+    # An optimizer may keep tensors in own containers.
     if type(value) in (list, tuple):
         return type(value)(map(_read, value))
     if type(value) is dict:
@@ -606,7 +606,7 @@ def _own_keys(optimizer: Optimizer, found: str) -> RuntimeError:
 
 
 def _contents(value: Any, hashes: bool = True) -> _Contents:
-    """Find the tensors in a value, and how long its containers are."""
+    """Find the tensors in a value, and the lengths of its containers."""
     tensors: list[Tensor] = []
     lengths: list[int] = []
     seen: set[int] = set()
@@ -638,7 +638,7 @@ def _numbered(settings: Sequence[Mapping[str, Any]], given: ParameterGroups, wan
     for group, had, names in zip(settings, given, wanted):
         group = {**group, "params": list(range(first, first + len(names)))}
         if "param_names" in group and list(had) != list(names):
-            group["param_names"] = list(names)  # torch keeps them where an optimizer was given named parameters
+            group["param_names"] = list(names)  # torch stores names if the optimizer got named parameters
         groups.append(group)
         first += len(names)
     return groups

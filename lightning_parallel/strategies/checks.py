@@ -1,4 +1,4 @@
-"""Checks before a run: raise an error on every rank for silently wrong settings, and look at the first batch."""
+"""Refuses settings that would give wrong numbers, on every rank before a run, and reads the first batch."""
 
 from __future__ import annotations
 
@@ -49,14 +49,14 @@ __all__ = [
 
 
 def check_same_batch(batch: Any, group: Group) -> None:
-    """Compare a batch between the ranks of one replica, which must all read the same.
+    """Check that the ranks of a replica have read the same batch.
 
     Raises:
         ValueError: On every rank of `group`, if the batches differ.
     """
     if group.size == 1:
         return
-    # Fingerprints, since the batches themselves may be large; shapes for the message.
+    # Fingerprints rather than the batches, which may be large. The shapes are for the message.
     seen = _contents(batch)
     everyone = comm.all_gather_object(seen, group)
     different = [rank for rank, other in zip(group.ranks, everyone) if other != everyone[0]]
@@ -71,7 +71,7 @@ def check_same_batch(batch: Any, group: Group) -> None:
 
 
 def _contents(batch: Any) -> list[tuple[Any, ...]]:
-    """Return what tells batches apart: shape, dtype and fingerprint of tensors, and hashes of all else by its bits."""
+    """Return shape, dtype and fingerprint of each tensor of a batch, and a hash of every other value."""
     found: list[tuple[Any, ...]] = []
     known: dict[int, Any] = {}
 
@@ -82,7 +82,7 @@ def _contents(batch: Any) -> list[tuple[Any, ...]]:
             try:
                 pickler.dump(leaf)
             except Exception:
-                # Not by its pickle: it refers to itself, or to what has none, such as a lock.
+                # The value has no pickle: it refers to itself, or to an object such as a lock.
                 found.append(((), type(leaf).__qualname__, None))
                 if hasattr(leaf, "__dict__") and id(leaf) not in known:
                     known[id(leaf)] = leaf
@@ -96,19 +96,20 @@ def _contents(batch: Any) -> list[tuple[Any, ...]]:
 
 
 class _ContentPickler(pickle.Pickler):
-    """Pickles objects alike wherever they hold the same: by value, not by identity, and floats by their bits.
+    """Makes equal pickles of equal values on all ranks: by value rather than identity, and floats by their bits.
 
     Attributes:
-        tensors: Shape, dtype and fingerprint of the tensors in them, which are left out.
+        tensors: Shape, dtype and fingerprint of the tensors, which the pickle leaves out.
     """
 
     def __init__(self, file: IO[bytes]) -> None:
         super().__init__(file, protocol=4)
-        self.fast = True  # what occurs twice is written twice: equal strings are one object on some ranks only
+        # Without references to earlier values: equal strings are one object on some ranks only.
+        self.fast = True
         self.tensors: list[tuple[Any, ...]] = []
 
     def persistent_id(self, value: Any) -> Any:
-        """Return what stands for a value in the pickle; None for its own."""
+        """Return a replacement for a value in the pickle; None for the value itself."""
         if isinstance(value, Tensor) and value.layout == torch.strided and not value.is_nested and not value.is_meta:
             self.tensors.append((tuple(value.shape), str(value.dtype), fingerprint(value)))
             return "tensor"
@@ -117,12 +118,12 @@ class _ContentPickler(pickle.Pickler):
             self.tensors.append((value.shape, str(value.dtype), digest))
             return "array"
         if isinstance(value, (set, frozenset)):
-            # Their order is another in each process; other objects are shown by their address.
+            # The order of a set differs by process, and the text of other objects contains an address.
             return sorted(repr(each) for each in value if isinstance(each, (str, bytes, int, float, tuple)))
         if isinstance(value, torch.device):
-            return value.type  # each rank has its own
+            return value.type  # each rank has another index
         if callable(value) and hasattr(value, "__qualname__"):
-            return value.__qualname__  # functions and classes are no data, and not all of them can be pickled
+            return value.__qualname__  # functions and classes are no data, and some have no pickle
         return None
 
 
@@ -130,8 +131,8 @@ def check_callbacks(trainer: Trainer, ranks_per_replica: int) -> None:
     """Refuse callbacks that cannot work with a part of the model.
 
     Raises:
-        ValueError: If a callback searches for the largest batch, since a rank that runs out of memory leaves its peers
-            waiting, or prunes a model that is divided.
+        ValueError: If a callback searches for the largest batch, or prunes a divided model. In such a search, a rank
+            without memory would leave its peers waiting.
     """
     if ranks_per_replica > 1 and any(isinstance(callback, ModelPruning) for callback in trainer.callbacks):  # type: ignore[attr-defined]
         raise ValueError(
@@ -146,18 +147,18 @@ def check_callbacks(trainer: Trainer, ranks_per_replica: int) -> None:
 
 
 def check_agreement(module: nn.Module, optimizers: Sequence[Optimizer], names: Mapping[int, str], group: Group) -> None:
-    """Require that the ranks of `group`, which hold the same parameters or parts of them, train them the same way.
+    """Check that the ranks of `group` train the same parameters with the same settings.
 
     Raises:
-        ValueError: On every rank, if they differ in what is frozen, or in the settings of an optimizer.
+        ValueError: On every rank, if frozen parameters or settings of an optimizer differ.
     """
-    # A parameter that only some ranks train would be reduced on some only: the others would wait in another message.
+    # If only some ranks train a parameter, only they reduce its gradient, and all ranks wait in different messages.
     trained = {name: parameter.requires_grad for name, parameter in module.named_parameters()}
     comm.agree("the set of trained parameters", trained, group)
     settings = {}
     for index, optimizer in enumerate(optimizers):
         for number, options in enumerate(optimizer.param_groups):
-            # Not tensors, which do not compare to one truth value.
+            # Without tensors, whose comparison gives no single truth value.
             plain = {key: value for key, value in options.items() if isinstance(value, (bool, int, float, str, tuple))}
             parameters = [names.get(id(parameter)) for parameter in options["params"]]
             settings[f"{type(optimizer).__name__} {index}.{number}"] = (plain, parameters)
@@ -165,7 +166,7 @@ def check_agreement(module: nn.Module, optimizers: Sequence[Optimizer], names: M
 
 
 def check_parameters(module: nn.Module) -> None:
-    """Refuse parameters that cannot be divided or given to one stage without a difference.
+    """Refuse parameters that a division would change.
 
     Raises:
         ValueError: If one is lazy, belongs to TorchScript, or shares memory with another parameter.
@@ -186,7 +187,7 @@ def check_parameters(module: nn.Module) -> None:
     ranges.sort(key=lambda entry: entry[:3])
     for (first, end, name, one), (start, _, other, two) in pairwise(ranges):
         if start < end and _share_elements(one, two, start - first):
-            # One process trains the memory by both; divided or on other stages they would go apart.
+            # One process updates the memory through both parameters. Shards or stages would update two memories.
             raise ValueError(
                 f"`{name}` and `{other}` are two parameters in the same memory, which is not supported: shards have"
                 " memory of their own. Tie them as one parameter (`b.weight = a.weight`), or make one a copy"
@@ -194,10 +195,10 @@ def check_parameters(module: nn.Module) -> None:
 
 
 def _share_elements(one: Tensor, two: Tensor, distance: int) -> bool:
-    """Tell whether a tensor has elements of another one that begins `distance` bytes after it."""
+    """Tell whether two tensors share elements, of which the second begins `distance` bytes after the first."""
     if distance % one.element_size() or one.element_size() != two.element_size():
         return True
-    # Columns of one matrix lie between each other without sharing anything.
+    # Columns of one matrix overlap in memory without common elements.
     offset = distance // one.element_size()
     ends = [sum((size - 1) * stride for size, stride in zip(x.shape, x.stride())) for x in (one, two)]
     marks = torch.zeros(max(ends[0], offset + ends[1]) + 1, dtype=torch.bool)
@@ -206,7 +207,7 @@ def _share_elements(one: Tensor, two: Tensor, distance: int) -> bool:
 
 
 def check_pipeline_module(module: LightningModule) -> None:
-    """Refuse modules that cannot be trained in stages, with a batch in parts.
+    """Refuse modules that cannot run in stages on parts of a batch.
 
     Raises:
         ValueError: With the reason and a way out.
@@ -260,7 +261,7 @@ def positional_arguments(method: Callable[..., Any]) -> int:
     return sum(kind in (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD) for kind in kinds)
 
 
-# ------------------------------------------------------------------------------------------------------ optimizers
+# ------------------------------------------------------------------------------------------------- the first batch
 
 
 STEPS = {
@@ -273,7 +274,7 @@ STEPS = {
 
 
 def first_batch(trainer: Trainer) -> Any | None:
-    """Return the first batch of the run that `trainer` is about to begin, on the device; the run will read it again.
+    """Return the first batch of the run that is about to begin, on the device; the run will read it again.
 
     Returns:
         The batch; None if there is none, or if the data can be read only once.
@@ -287,7 +288,7 @@ def first_batch(trainer: Trainer) -> Any | None:
     assert trainer.state.fn is not None
     loop = loops[trainer.state.fn]
     kept = [trainer, trainer.lightning_module, trainer.datamodule]  # type: ignore[attr-defined]
-    # Reading draws numbers for the order and, also in hooks of the module, for augmentation: the run draws them again.
+    # Reading draws random numbers for the order and for augmentation. The run must draw the same numbers again.
     own = OwnGenerators([*trainer.lightning_module.modules(), trainer.datamodule])  # type: ignore[attr-defined]
     with isolate_rng(), own.preserved(), ExitStack() as undo:
         for owner in kept[1:]:
@@ -298,7 +299,7 @@ def first_batch(trainer: Trainer) -> Any | None:
             undo.enter_context(_rewound(each))
             return _copied(loaders, each, kept)
 
-        # The loop waits for all ranks there: one whose loader fails would leave the others waiting.
+        # Without the barrier of the loop, where other ranks would wait for a rank whose loader fails.
         with patched(trainer.strategy, "barrier", lambda *_, **__: None):
             entry = take_first_entry(loop, copied)
         if entry is None or entry[0] is None:
@@ -308,7 +309,7 @@ def first_batch(trainer: Trainer) -> Any | None:
 
 @contextmanager
 def _unchanged(owner: Any) -> Iterator[None]:
-    """Put back the attributes of whose methods give loaders, such as counters and caches: the run calls them again."""
+    """Restore the attributes of an object after the block: its methods that make loaders will run again."""
     attributes = vars(owner) if hasattr(owner, "__dict__") else {}
     before = dict(attributes)
     containers = [(value, copy.copy(value)) for value in before.values() if type(value) in (list, dict, set)]
@@ -331,24 +332,24 @@ def _holds_the_same(one: Any, two: Any) -> bool:
 
 
 def _copied(loaders: Any, each: Sequence[Any], kept: Sequence[Any]) -> Any | None:
-    """Return a copy of loaders, so that what is read of it stays there for the run; None if they cannot be copied.
+    """Return a copy of loaders to read from, so that the run gets the first batch again; None if there is no copy.
 
-    Many a stream, sampler or loader of one's own goes on where it was when it is iterated again.
+    Some streams, samplers and custom loaders continue at their last position when they are iterated again.
 
     Args:
         loaders: A loader, or a collection of them.
         each: The loaders in it.
-        kept: Objects that the copy refers to as they are.
+        kept: Objects that the copy shares with the loaders.
     """
     memo = {id(value): value for value in kept}
     for loader in each:
         if hasattr(loader, "__next__"):
             return None
-        # Functions may be methods of what is not to be copied.
+        # A function may be a method of an object that must not be copied.
         values = [getattr(loader, name, None) for name in ("collate_fn", "worker_init_fn", "multiprocessing_context")]
         dataset = getattr(loader, "dataset", None)
         if not isinstance(dataset, IterableDataset):
-            values.append(dataset)  # read by index, and maybe large; of its state, see `_rewound`
+            values.append(dataset)  # may be large, and is read by index; `_rewound` restores its counters
         memo.update({id(value): value for value in values})
         memo[id(workers_of(loader))] = None
     try:
@@ -359,7 +360,7 @@ def _copied(loaders: Any, each: Sequence[Any], kept: Sequence[Any]) -> Any | Non
 
 @contextmanager
 def _rewound(loaders: list[Any]) -> Iterator[None]:
-    """Restore the numbers, and the random generators, that data sets have as attributes after the block."""
+    """Restore numbers and random generators in the attributes of data sets after the block."""
     datasets = [getattr(loader, "dataset", None) for loader in loaders]
     before = [(data, dict(vars(data))) for data in datasets if hasattr(data, "__dict__")]
     undo: list[Callable[[], Any]] = []

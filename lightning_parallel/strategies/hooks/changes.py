@@ -24,7 +24,7 @@ _MOST_NAMED = 4
 
 
 class _HeldThen(NamedTuple):
-    """A module as it was: what it holds, which keeps these objects alive, so that no other one gets their `id`."""
+    """Holds the former contents of a module. The references keep the objects alive, so that each `id` stays unique."""
 
     module: nn.Module
     parameters: tuple[Any, ...]
@@ -33,12 +33,12 @@ class _HeldThen(NamedTuple):
 
 
 class Differences(NamedTuple):
-    """How a model differs from what it was.
+    """Lists the differences between a model and its former state.
 
     Attributes:
-        gone, come: Parameters that are no longer, or newly, there under their name.
-        gone_modules, come_modules: Modules likewise.
-        buffers: Names of buffers that are gone or new.
+        gone, come: Removed and added parameters, by name. A replaced parameter is in both.
+        gone_modules, come_modules: Removed and added modules, by path.
+        buffers: Names of removed and added buffers.
     """
 
     gone: dict[str, nn.Parameter]
@@ -49,7 +49,7 @@ class Differences(NamedTuple):
 
     @property
     def places(self) -> list[str]:
-        """Paths of the modules that hold something else than before, without those inside of others."""
+        """Paths of the modules whose own contents changed, without modules inside of removed or added ones."""
         inner = {*self.gone_modules, *self.come_modules}
         owners = {path.rpartition(".")[0] for path in (*inner, *self.gone, *self.come)}
         return sorted(path for path in owners if path not in inner)
@@ -64,18 +64,18 @@ class Differences(NamedTuple):
         return "; ".join(parts) or f"buffers: {', '.join(f'`{name}`' for name in self.buffers[:_MOST_NAMED])}"
 
     def summary(self) -> tuple[list[str], ...]:
-        """Return the names alone, to be compared between ranks."""
+        """Return the names alone, for a comparison between ranks."""
         return tuple(sorted(part) for part in self)
 
 
 class ModelWatch:
     """Notices between two steps that a model or its optimizers have changed.
 
-    It costs a microsecond per module: lengths and identities are compared, nothing is named.
+    A check takes a microsecond per module, since it compares lengths and identities only.
 
     Args:
         module: The user's module.
-        optimizers: Returns the optimizers that the Trainer has now.
+        optimizers: Returns the present optimizers of the Trainer.
     """
 
     def __init__(self, module: nn.Module, optimizers: Callable[[], Sequence[Optimizer]]) -> None:
@@ -83,7 +83,7 @@ class ModelWatch:
         self.begin()
 
     def begin(self) -> None:
-        """Take the model and its optimizers as they are now."""
+        """Take the present model and optimizers as the state to compare with."""
         self._seen = [
             _HeldThen(child, tuple(parameters_of(child).values()), tuple(vars(child)[MODULES].values()), _keys(child))
             for child in self._module.modules()
@@ -95,12 +95,12 @@ class ModelWatch:
 
     @property
     def is_changed(self) -> bool:
-        """Whether the model or an optimizer is another one."""
+        """Whether the model or an optimizer has changed."""
         return self.has_new_model or self.has_new_optimizers
 
     @property
     def has_new_model(self) -> bool:
-        """Whether a module or a parameter has come, gone or been exchanged, or a buffer has come or gone."""
+        """Whether a module or parameter was added, removed or replaced, or a buffer added or removed."""
         return not all(
             _is_same(seen.parameters, parameters_of(seen.module).values())
             and _is_same(seen.children, vars(seen.module)[MODULES].values())
@@ -111,14 +111,14 @@ class ModelWatch:
 
     @property
     def has_new_optimizers(self) -> bool:
-        """Whether an optimizer has come, gone or been exchanged, or has other parameters."""
+        """Whether an optimizer was added, removed or replaced, or has other parameters."""
         now = _groups(self._optimizers())
         return not (
             len(now) == len(self._groups) and all(_is_same(before, after) for before, after in zip(self._groups, now))
         )
 
     def differences(self) -> Differences:
-        """Return how the model differs from what it was."""
+        """Return the differences between the model and its state at `begin`."""
         parameters = dict(self._module.named_parameters(remove_duplicate=False))
         modules = dict(self._module.named_modules(remove_duplicate=False))
         buffers = dict(self._module.named_buffers(remove_duplicate=False)).keys()
@@ -140,7 +140,7 @@ def _is_same(before: Sequence[Any], after: Any) -> bool:
 
 
 def _groups(optimizers: Iterable[Optimizer]) -> list[tuple[Any, ...]]:
-    """Return each optimizer with its parameters, and None after each group of them."""
+    """Return each optimizer with its parameters, and None after each parameter group."""
     return [
         (optimizer, *(value for group in optimizer.param_groups for value in (*group["params"], None)))
         for optimizer in optimizers
@@ -157,12 +157,12 @@ _WAY_OUT = "Change the model before `fit` (in `__init__` or `configure_model`)"
 
 
 def refuse_in_shards(found: Differences, sharding: Sharding, modules: Mapping[str, nn.Module]) -> None:
-    """Refuse changes of what is sharded over tensor-parallel ranks, and of what computes between sharded layers.
+    """Refuse changes of sharded layers and of modules between them.
 
     Args:
-        found: What has changed.
-        sharding: What was sharded how.
-        modules: The modules by path, as they are now.
+        found: The changes.
+        sharding: How layers are sharded.
+        modules: The present modules, by path.
 
     Raises:
         ValueError: With the modules, and what to do.
@@ -191,11 +191,11 @@ def refuse_in_shards(found: Differences, sharding: Sharding, modules: Mapping[st
 
 
 def refuse_in_stages(found: Differences, layers: str, is_intercepted: Callable[[nn.Module], bool]) -> None:
-    """Refuse changes of a model that is cut into pipeline stages; modules without parameters beside it may change.
+    """Refuse changes of a model in pipeline stages. Modules without parameters outside of the stages may change.
 
     Args:
-        found: What has changed.
-        layers: Path of the container of the layers that were cut.
+        found: The changes.
+        layers: Path of the container of the split layers.
         is_intercepted: Tells whether calls of a module go through the pipeline.
 
     Raises:
@@ -215,10 +215,14 @@ def refuse_in_stages(found: Differences, layers: str, is_intercepted: Callable[[
 
 
 def refuse_new_parameters(found: Differences, reason: str) -> None:
-    """Refuse parameters that come or go, for those that keep something for each of them.
+    """Refuse added and removed parameters.
+
+    Args:
+        found: The changes.
+        reason: Why the parameters must stay.
 
     Raises:
-        ValueError: If there are some.
+        ValueError: If a parameter was added or removed.
     """
     if found.gone or found.come:
         raise ValueError(

@@ -1,7 +1,7 @@
-"""Which tensors hold a part only: of a sharded tensor, of a slice, of one pipeline stage; found by their memory.
+"""Finds tensors that hold only a part of a full tensor (a shard, a slice, the gradient of one stage), by their memory.
 
-Views, copies and gradients in a bucket are other objects each time, so a tensor is known by its storage and its place
-in it. Of each region it is known which coordinate of its elements is divided over the ranks:
+Views and gradients in a bucket are new objects each time. So a tensor is identified by its storage and its offset. Each
+region of memory knows which coordinate of its elements is divided over the ranks:
 
     coordinate of the element at place i of a region     i // stride % size
     dimension of a tensor that is divided                one along which that coordinate changes
@@ -22,17 +22,17 @@ __all__ = ["MIXED", "Part", "PartMap", "Placed", "covers_part", "divided_dims", 
 
 @dataclass(frozen=True)
 class Part:
-    """What is known of a region of memory of which this rank holds a part.
+    """Describes a region of memory that holds a part of a full tensor.
 
     Attributes:
-        label: What it is, such as "the gradient of `net.0.weight`".
-        owners: The parameters that it was computed from.
-        why: Why it is a part, such as "sharded over 2 tensor-parallel ranks".
-        ranges: How the divided coordinate goes to the ranks; None if it is whole on this pipeline stage.
-        stride, size: Of that coordinate in the region; no size if none is divided.
-        is_slice: Whether it is a run of elements, which leaves no dimension whole.
-        is_inside: Whether the rest of its memory is the whole, as it was before.
-        is_joined: Whether each element comes from several ones of its parameter, such as its norm.
+        label: Name for messages, such as "the gradient of `net.0.weight`".
+        owners: Names of the parameters that the values come from.
+        why: Reason, such as "sharded over 2 tensor-parallel ranks".
+        ranges: Ranges of the divided coordinate on each rank; None if this stage holds the full tensor.
+        stride, size: Stride and extent of the divided coordinate in the region; the extent is 0 without one.
+        is_slice: Whether the region is a run of elements, which cuts every dimension.
+        is_inside: Whether the memory around the region still holds the full tensor.
+        is_joined: Whether each element combines several elements of its parameter, such as a norm.
     """
 
     label: str
@@ -52,7 +52,7 @@ class Part:
 
 
 class Placed(NamedTuple):
-    """A part, and where the tensor that was looked up begins in it."""
+    """Holds a part, and the offset of a tensor in the part."""
 
     part: Part
     at: int
@@ -65,7 +65,7 @@ class _PartRegion(NamedTuple):
 
 
 MIXED = Part("a tensor with parts in it", frozenset(), "", is_slice=True)
-"""Of a tensor that is more than one region."""
+"""Part of a tensor that covers several regions."""
 
 
 class PartMap:
@@ -89,7 +89,7 @@ class PartMap:
         self._regions[key.cdata][1][start] = _PartRegion(start, stop, part)
 
     def remove(self, tensor: Tensor) -> None:
-        """Note that a tensor is whole, and what is in its memory."""
+        """Note that a tensor holds full values."""
         key = storage_ref(tensor)
         if key is not None and key.cdata in self._regions and tensor.numel():
             regions, (start, stop) = self._regions[key.cdata][1], _span(tensor)
@@ -97,7 +97,7 @@ class PartMap:
                 del regions[region.start]
 
     def find(self, tensor: Tensor) -> Placed | None:
-        """Return the part that a tensor lies in; `MIXED` of several, or where there is more than the part."""
+        """Return the part that contains a tensor; `MIXED` for several parts, or if the tensor exceeds the part."""
         key = storage_ref(tensor)
         if key is None or key.cdata not in self._regions or not tensor.numel():
             return None
@@ -110,59 +110,59 @@ class PartMap:
         return Placed(found[0].part, start - found[0].start)
 
     def note_origin(self, tensor: Tensor, origin: str) -> None:
-        """Note that what is in a tensor was `drawn`, or `made` of other numbers than a constant."""
+        """Note that the values of a tensor were `drawn`, or `made` of numbers that are no constants."""
         key = storage_ref(tensor)
         if key is not None:
             self._drawn[key.cdata] = (key, origin)
 
     def note_gathered(self, tensor: Tensor, part: Part) -> None:
-        """Note that a tensor is a copy of all of a parameter, of which this rank holds a part."""
+        """Note that a tensor is a full copy of a parameter, of which this rank holds a part."""
         key = storage_ref(tensor)
         if key is not None:
             self._gathered[key.cdata] = (key, part)
 
     def gathered(self, tensor: Tensor) -> Part | None:
-        """Return of what a tensor is a gathered copy."""
+        """Return the part whose full copy a tensor is; None for other tensors."""
         key = storage_ref(tensor) if self._gathered else None
         found = None if key is None else self._gathered.get(key.cdata)
         return None if found is None else found[1]
 
     def origin(self, tensor: Tensor) -> str:
-        """Return what is known of where a tensor's values come from; empty if nothing is."""
+        """Return the known origin of the values of a tensor; empty if there is none."""
         key = storage_ref(tensor)
         if key is None:
             return ""
         if key.cdata in self._drawn:
             return self._drawn[key.cdata][1]
-        # The memory of numpy's arrays, whose numbers nobody has seen being made.
+        # The memory belongs to numpy, whose operations are not seen here.
         return "drawn" if tensor.numel() > 1 and not tensor.untyped_storage().resizable() else ""
 
     def prune(self) -> None:
-        """Forget storages that are gone."""
+        """Forget freed storages."""
         self._regions = {key: entry for key, entry in self._regions.items() if not entry[0].expired()}
         self._drawn = {key: entry for key, entry in self._drawn.items() if not entry[0].expired()}
         self._gathered = {key: entry for key, entry in self._gathered.items() if not entry[0].expired()}
 
 
 def storage_ref(tensor: Tensor) -> StorageWeakRef | None:
-    """Return a reference to the memory of a tensor that does not keep it; None if it has none of its own."""
+    """Return a weak reference to the memory of a tensor; None if the tensor has no own memory."""
     if tensor.layout != torch.strided or tensor.is_meta:
         return None
     try:
         return StorageWeakRef(tensor.untyped_storage())
     except (NotImplementedError, RuntimeError):
-        return None  # a subclass without memory of its own
+        return None  # a subclass without own memory
 
 
 def storage_of(tensor: Tensor) -> int | None:
-    """Identify the memory of a tensor among that in use; None if it has none of its own."""
+    """Return a number for the memory of a tensor, unique among live memory; None without own memory."""
     key = storage_ref(tensor)
     return None if key is None else key.cdata
 
 
 def _span(tensor: Tensor) -> tuple[int, int]:
     start = int(tensor.storage_offset())
-    # Not `shape`: a parameter may show that of the full tensor.
+    # Not `shape`, which may be the shape of the full tensor.
     sizes = Tensor.size(tensor)
     return start, start + 1 + sum(int((size - 1) * stride) for size, stride in zip(sizes, tensor.stride()))
 
@@ -184,7 +184,7 @@ def divided_dims(tensor: Tensor, part: Part) -> set[int]:
 
 
 def covers_part(tensor: Tensor, part: Part, dims: Iterable[int]) -> bool:
-    """Tell whether a view has all that this rank holds along the divided coordinate, and not some rows of it."""
+    """Tell whether a view contains the whole extent of the divided coordinate on this rank."""
     if part.is_slice or part.size < 2:
         return not part.is_slice or tensor.numel() == part.stride * max(part.size, 1)
     count = 1
