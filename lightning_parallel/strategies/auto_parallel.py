@@ -147,7 +147,8 @@ class AutoParallelStrategy(HybridParallelStrategy):
         precision_plugin: Optional[Precision] = None,
     ) -> None:
         hybrid = named(locals(), HybridParallelStrategy.__init__)
-        super().__init__(**{**hybrid, "memory_limit_bytes": None})  # that of the plan, not of a schedule
+        # The limit applies to the plan of a layout. The schedule is chosen with it.
+        super().__init__(**{**hybrid, "memory_limit_bytes": None})
         self.memory_limit_bytes = memory_limit(memory_limit_bytes)
         self.layout: Layout | None = None
 
@@ -196,7 +197,7 @@ class AutoParallelStrategy(HybridParallelStrategy):
         return found
 
     def _zero_stages(self, module: LightningModule) -> tuple[int, ...]:
-        """Return the stages that may be chosen: the user's, or the optimizer's state divided where it can be."""
+        """Return the ZeRO stages to choose from: the user's; otherwise 0, and 1 if the optimizer allows it."""
         if self.zero_stage:
             return (self.zero_stage,)
         try:
@@ -206,7 +207,7 @@ class AutoParallelStrategy(HybridParallelStrategy):
         return (0, 1)
 
     def _links(self, world: Group) -> dict[int, Link]:
-        """Measure the links of groups by their size, or that of the world; on all ranks."""
+        """Measure links by group size, on one CPU host; otherwise the link of the world. Every rank must call it."""
         if world.size == 1:
             return {}
         if self.root_device.type == "cpu" and world.size == self.num_processes <= MOST_RANKS_MEASURED:
@@ -262,7 +263,7 @@ def _early_batch(trainer: Trainer) -> Any:
 
 
 def accumulated_batches(count: int | None, callbacks: Any) -> int:
-    """Return the batches of a replica in an optimizer step as a run begins, of a Trainer with these arguments."""
+    """Return the number of batches in the first optimizer step of a Trainer with these arguments."""
     for callback in callbacks if isinstance(callbacks, (list, tuple)) else [callbacks]:
         if hasattr(callback, "get_accumulate_grad_batches"):  # `GradientAccumulationScheduler` of either package
             return int(callback.get_accumulate_grad_batches(0))
@@ -284,7 +285,7 @@ def first_of_loaders(loaders: Any) -> Any:
 
 
 def _whole_copy(module: LightningModule) -> LightningModule:
-    """Return a copy without data of a module as it will be after its own hooks."""
+    """Return a copy of a module without data, after its own `configure_model` and `setup`."""
     copied = without_data(module)
     assert isinstance(copied, LightningModule)
     copied.trainer = module.trainer

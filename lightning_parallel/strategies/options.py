@@ -1,4 +1,4 @@
-"""Arguments of the public strategies: their spelling, their values, and the options that the rooms get of them."""
+"""Checks the arguments of the public strategies, and turns them into options for the rooms."""
 
 from __future__ import annotations
 
@@ -46,10 +46,10 @@ CheckpointFormat = Literal["full", "sharded"]
 def named(
     arguments: Mapping[str, Any], function: Callable[..., Any], given_to: Callable[..., Any] | None = None
 ) -> dict[str, Any]:
-    """Return those of the arguments that a function has under the same names, for a call by keyword.
+    """Return the arguments that a function takes under the same names, for a call by keyword.
 
     Args:
-        arguments: By name.
+        arguments: Values, by name.
         function: The function to call.
         given_to: Leave out arguments with the default of this function: those of `function` may differ by version.
     """
@@ -142,7 +142,7 @@ def check_checkpoint_format(checkpoint_format: Any, async_save: Any) -> None:
 
 
 def check_launch(process_group_backend: Any, timeout: Any, start_method: Any, methods: Any) -> None:
-    """Check the arguments by which processes are started and meet.
+    """Check the arguments for the start and connection of processes.
 
     Raises:
         TypeError: If the timeout is no `timedelta`.
@@ -200,7 +200,7 @@ def _is_int(value: Any) -> bool:
 
 @dataclass(frozen=True)
 class TensorOptions:
-    """How layers are divided over ranks: see the arguments of `TensorParallelStrategy`."""
+    """Says how layers are sharded over ranks: see the arguments of `TensorParallelStrategy`."""
 
     plan: UserPlan = "auto"
     sequence_parallel: bool = False
@@ -214,7 +214,7 @@ class TensorOptions:
 
 @dataclass(frozen=True)
 class PipelineOptions:
-    """How a module is run in stages: see the arguments of `PipelineParallelStrategy`."""
+    """Says how a module runs in stages: see the arguments of `PipelineParallelStrategy`."""
 
     layers: str
     schedule: str
@@ -242,7 +242,7 @@ class PipelineOptions:
         """Check and read the arguments of a strategy; functions may be dotted paths, a plan may be a file.
 
         Raises:
-            ValueError: If one of them makes no sense, or a path leads nowhere.
+            ValueError: If a value is out of range, or a path leads nowhere.
         """
         check_pipeline_arguments(layers, schedule, num_microbatches, virtual_stages, balance)
         if pipeline_plan is not None and not isinstance(pipeline_plan, (PipelinePlan, str, Path)):
@@ -261,12 +261,16 @@ class PipelineOptions:
 
     @property
     def stages_per_rank(self) -> int | None:
-        """V, or None for what the schedule needs."""
+        """Number of virtual stages; None for the smallest number that the schedule supports."""
         return None if self.virtual_stages == "auto" else self.virtual_stages
 
 
 def _function(given: Any, argument: str) -> Any:
-    """Return the function that a dotted path names, or what else was given."""
+    """Return the function at a dotted path; any other value is returned itself.
+
+    Raises:
+        ValueError: If there is no function.
+    """
     found, reason = given, ""
     if isinstance(given, str):
         module, _, name = given.rpartition(".")

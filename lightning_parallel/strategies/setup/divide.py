@@ -66,15 +66,16 @@ __all__ = [
     "shard_tensors",
 ]
 
-# In the folder of a checkpoint; a resumed run takes its plan from it. Hidden from code that lists checkpoints.
 PLAN_FILE = ".pipeline_plan.json"
+"""File in the folder of a checkpoint with the plan for a resumed run; hidden from code that lists checkpoints."""
 _EARLIER_PLAN_FILE = "pipeline_plan.json"
 
-_MOST_TIED = 0.5  # share of the parameters that may be on several stages without a word
+_MOST_TIED = 0.5
+"""Share of the parameters that may be on several stages without a warning."""
 
 
 def shard_tensors(module: LightningModule, options: TensorOptions, groups: MeshGroups) -> Sharding | None:
-    """Divide the layers of `module` over the tensor axis, once. Parameters without data stay without.
+    """Shard the layers of `module` over the tensor axis, once. Parameters without data stay without.
 
     Raises:
         ValueError: On every rank: see `make_plan` and `apply_plan`; also if the module was cut for other ranks.
@@ -82,7 +83,7 @@ def shard_tensors(module: LightningModule, options: TensorOptions, groups: MeshG
     group = groups.tensor_parallel
     state = ParallelState.of(module)
     if state.sharding is not None:
-        # The full tensors are gone, so that the module cannot be divided another way.
+        # The full tensors are gone, so the module cannot be sharded in another way.
         if state.tensor_ranks != group.ranks:
             raise ValueError(
                 f"An earlier run sharded this module over the ranks {state.tensor_ranks}, so it cannot be sharded"
@@ -92,7 +93,7 @@ def shard_tensors(module: LightningModule, options: TensorOptions, groups: MeshG
         return state.sharding
     if group.size == 1:
         return None
-    # Before the plan, whose trials compare ranks; and shards of different models would make one of no seed.
+    # Before the plan, whose trials compare ranks. Shards of different models would make a model of no seed.
     replicas.start_equal(module, groups.world)
     with comm.failing_together(groups.world):
         found = make_plan(module, options.plan, group, options.sequence_parallel)
@@ -119,15 +120,15 @@ def cut_stages(
     example: Callable[[], tuple[Callable[[Any], Any], Any] | None],
     materialize: Callable[[PipelinePlan], None],
 ) -> PipelineEngine:
-    """Divide `module` over the pipeline axis, once; only what this rank owns is moved to the device.
+    """Split `module` over the pipeline axis, once; only the part of this rank is moved to the device.
 
     Args:
-        module: The user's module, whole.
+        module: The user's full module.
         options: The strategy's arguments.
         groups: The mesh's groups.
-        device: Where the stages compute.
-        example: Gives a step, and the first batch for it; None if there is none to look at.
-        materialize: Gives memory to what this rank owns by a plan.
+        device: Device of the stages.
+        example: Returns a step and its first batch; None without a batch.
+        materialize: Gives memory to the part of this rank in a plan.
 
     Raises:
         ValueError: On every rank: see `analyze`; also if the module was cut for other ranks.
@@ -141,14 +142,14 @@ def cut_stages(
                 f" cannot run on {group.ranks}. Build the module anew and load a checkpoint"
             )
         return state.engine
-    # While the model is whole: checkpoints are written in the order of its names.
+    # While the model is full, since checkpoints have the order of its names.
     state.names = ModelNames.of(module)
-    # Tensor-parallel ranks hold different shards by now; they started equal in `shard_tensors`.
+    # With tensor parallelism, `shard_tensors` has made all ranks equal, and now they hold different shards.
     replicas.start_equal(module, groups.data_parallel if groups.tensor_parallel.size > 1 else groups.world)
     _move_buffers(module, device)
     with buffers_kept(module):
         plan, weight = _agreed_plan(module, options, groups, device, example)
-    # Before the engine frees the other stages: modules initialise themselves in the order of the whole model.
+    # Before the engine frees other stages, since initial values are drawn in the order of the full model.
     materialize(plan)
     state.engine = PipelineEngine(
         module,
@@ -160,19 +161,19 @@ def cut_stages(
         message_groups=message_groups(groups, plan.schedule),
         seed_group=groups.replica,
     )
-    # Only what is left of the module moves.
+    # After the engine has freed other stages, so that only the part of this rank moves.
     module.to(device)
     _check_cut(state.engine)
     return state.engine
 
 
 def message_groups(groups: MeshGroups, schedule: Schedule) -> MessageGroups | None:
-    """Return a group for each channel of this rank, where a group carries its messages one after the other (NCCL)."""
+    """Return a group for each channel of this rank, if a group carries its messages in order (NCCL); None otherwise."""
     if not groups.pipeline_parallel.is_ordered:
         return None
     found = {}
     for kind, is_up in ((kind, is_up) for kind in (Kind.F, Kind.I) for is_up in (True, False)):
-        # Only those that are used: a communicator takes memory of the device.
+        # Only for used channels, since a communicator takes memory of the device.
         pairs = sorted((s, r) for s, r, way in schedule.channels if way is kind and (r > s) is is_up)
         between = groups.between(PIPELINE, pairs, f"{kind.name} {pairs}")
         found.update({(sender, receiver, kind): group for (sender, receiver), group in between.items()})
@@ -180,7 +181,7 @@ def message_groups(groups: MeshGroups, schedule: Schedule) -> MessageGroups | No
 
 
 def _move_buffers(module: nn.Module, device: torch.device) -> None:
-    """Move buffers to the device, where the first batch is: steps compute masks and positions from both."""
+    """Move buffers to the device of the first batch, because steps compute masks and positions from both."""
     for child in module.modules():
         buffers = buffers_of(child)
         for name, value in buffers.items():
@@ -189,7 +190,7 @@ def _move_buffers(module: nn.Module, device: torch.device) -> None:
 
 
 def _check_cut(engine: PipelineEngine) -> None:
-    # Gathered, so that every rank refuses, not only the empty one.
+    # Gathered, so that every rank raises, and not only the rank without a parameter.
     held = comm.all_gather_object(sum(1 for _ in engine.module.parameters()), engine.group)
     if 0 in held:
         raise ValueError(
@@ -260,7 +261,7 @@ def _circumstances_told(
 
 
 def _tell_circumstances(error: Exception, module: LightningModule, options: PipelineOptions, batch: Any) -> None:
-    """Add to what stopped the look at the first batch in what it differs from a step of one process."""
+    """Add to an error of the first batch how this step differs from a step of one process."""
     reasons = list(_causes(error))
     if any(isinstance(reason, CutError) for reason in reasons):
         return
@@ -309,12 +310,12 @@ def _plan(
         return known
     counts = _microbatch_counts(options.num_microbatches, ranks, samples)
     microbatches = [] if example is None else split_by(options.split_batch, example[1], counts[0])
-    # Now, when no rank is busy with anything else.
+    # Now, while all ranks are here and idle.
     link = measure_link(groups.pipeline_parallel, device, groups.world)
 
     def choose(costs: Costs, passes: int) -> Schedule:
         workload = Workload(costs.layers, costs.prologue, costs.epilogue, measured_microbatches=counts[0], link=link)
-        # What goes through the layers several times has as many stages on every rank.
+        # A model with several passes through the layers needs as many stages on every rank.
         names = [name for name in SCHEDULES if passes == 1 or name not in WITH_CHUNKS]
         choice = choose_schedule(
             workload,
@@ -348,10 +349,10 @@ def _plan(
 
 
 def _plan_for_evaluation(planned: Callable[..., PipelinePlan], example: tuple[Callable[[Any], Any], Any] | None) -> Any:
-    """Return a plan in which each layer is called once, if there is one.
+    """Return a plan in which each layer is called once, if possible.
 
-    A step that samples a text, say, calls them as often as it likes: every rank runs it on the whole model, however
-    the model is cut.
+    A step that generates text calls the layers any number of times. Every rank runs such a step on the full model, so
+    the plan need not follow its calls.
     """
     plan = None
     try:
@@ -362,13 +363,13 @@ def _plan_for_evaluation(planned: Callable[..., PipelinePlan], example: tuple[Ca
     except ValueError:
         if example is None:
             raise
-        return planned() if plan is None else plan  # one layer for all
+        return planned() if plan is None else plan  # the model calls one layer for all
 
 
 def _request(
     module: LightningModule, options: PipelineOptions, groups: MeshGroups, samples: int | None
 ) -> dict[str, Any]:
-    """Return all that a plan depends on besides the model, as JSON gives it back."""
+    """Return the inputs of a plan besides the model, in types that JSON preserves."""
     trainer = module.trainer
     return {
         "run": str(trainer.state.fn and trainer.state.fn.value),
@@ -385,7 +386,7 @@ def _request(
 
 
 def _plan_of_checkpoint(module: LightningModule, request: dict[str, Any], world: Group) -> PipelinePlan | None:
-    """Return the plan in the folder of the checkpoint to resume from, if it was made for the same request."""
+    """Return the plan beside the checkpoint to resume from, if its request is the same; None otherwise."""
 
     def found() -> dict[str, Any] | None:
         path = checkpoint_of_run(module.trainer)
@@ -397,11 +398,11 @@ def _plan_of_checkpoint(module: LightningModule, request: dict[str, Any], world:
             data = json.loads(file.read_text())
             plan = PipelinePlan.from_dict(data)
             plan.check_fits(module, request["pipeline_ranks"])
-        except Exception:  # of another model or version, or damaged: made anew
+        except Exception:  # for another model or version, or damaged: the plan is made anew
             return None
         return data if dict(plan.request) == request else None
 
-    # The folder may be local to the first node; all ranks must take the same plan.
+    # From rank 0, since the folder may be local to its node, and all ranks need the same plan.
     data = comm.broadcast_object(found() if world.rank == 0 else None, world)
     if data is None:
         return None
@@ -410,16 +411,16 @@ def _plan_of_checkpoint(module: LightningModule, request: dict[str, Any], world:
 
 
 def save_plan(plan: PipelinePlan, checkpoint: str | Path) -> None:
-    """Write the plan into the folder of a checkpoint on a local disk; a run that resumes from it will find it there."""
+    """Write the plan into the folder of a checkpoint on a local disk, for a run that resumes from it."""
     folder = Path(checkpoint).parent
-    # A plan that is read again builds its schedule by name, which a schedule of the user's own does not have.
+    # A loaded plan builds its schedule by name, so a custom schedule cannot be saved.
     if plan.schedule.name in SCHEDULES and folder.is_dir():
-        # By name: what is written so is flushed with the file all the same.
+        # `save` writes by name. `replace_file` flushes the file afterwards.
         replace_file(folder / PLAN_FILE, lambda file: plan.save(file.path))
 
 
 def _microbatch_counts(wanted: int | Literal["auto"], ranks: int, samples: int | None) -> list[int]:
-    """Return numbers of microbatches to choose from; the first is taken where nothing else decides."""
+    """Return numbers of microbatches to choose from. The first is the default."""
     if wanted != "auto":
         return [wanted]
     # With four per rank the bubble of 1F1B, (p - 1) / (4 p + p - 1), stays below a fifth.
@@ -429,7 +430,7 @@ def _microbatch_counts(wanted: int | Literal["auto"], ranks: int, samples: int |
 
 
 def _samples(parts: Sequence[Any]) -> int | None:
-    """Return the samples in a batch, if it has a form in which they can be counted."""
+    """Return the number of samples in a batch; None if they cannot be counted."""
     try:
         return sum(num_samples(part) for part in parts)
     except ValueError:

@@ -1,4 +1,4 @@
-"""Tables of a pipeline on the terminal: what each stage holds, and the schedules that were compared."""
+"""Prints tables of a pipeline: the contents of each stage, and the compared schedules."""
 
 from __future__ import annotations
 
@@ -35,16 +35,16 @@ _MOST_NAMES = 3
 
 
 def stage_table(plan: PipelinePlan, copies: float, replicas: int = 1, zero_stage: int = 0) -> Table:
-    """Show what each stage holds, its predicted share of the time, and its memory; the predicted step below.
+    """Return a table with the contents, predicted time and memory of each stage, and the predicted step below.
 
-    Memory is parameters, gradients, the optimizer's state, the activations held at once, and buckets on their way
-    between replicas; below, by kind, that of the stage with most.
+    Memory covers parameters, gradients, optimizer state, activations in flight, and buckets on their way between
+    replicas. The caption lists the memory of the fullest stage by kind.
 
     Args:
-        plan: How the model is divided.
-        copies: Bytes held for each byte of a trained parameter.
-        replicas: Of each stage.
-        zero_stage: What these divide.
+        plan: How the model is split.
+        copies: Bytes for each byte of a trained parameter.
+        replicas: Number of replicas of each stage.
+        zero_stage: ZeRO stage of the replicas.
     """
     schedule = plan.schedule
     costs = plan.stage_costs
@@ -70,7 +70,7 @@ def stage_table(plan: PipelinePlan, copies: float, replicas: int = 1, zero_stage
 
 
 def _modules(plan: PipelinePlan, stage: int) -> str:
-    """Name the layers of a stage, what it holds before and after them, and what it gets from stages before."""
+    """Return the names of the modules of a stage, and of tensors that skip to it from earlier stages."""
     first, last = plan.layer_range(stage)
     container, _, number = last.rpartition(".")
     shown = first
@@ -87,7 +87,7 @@ def _modules(plan: PipelinePlan, stage: int) -> str:
 
 def _caption(plan: PipelinePlan, memories: Sequence[RankMemory]) -> str:
     costs = [
-        # The plan had to assume an optimizer's state; by now it is known.
+        # The plan assumed an optimizer state, which is known by now.
         replace(cost, resident_bytes=memory.total - memory.activations)
         for cost, memory in zip(plan.stage_costs, memories)
     ]
@@ -102,7 +102,7 @@ def _caption(plan: PipelinePlan, memories: Sequence[RankMemory]) -> str:
 
 
 def choice_table(choice: Choice) -> Table:
-    """Show the schedules that were compared, best first."""
+    """Return a table of the compared schedules, best first."""
     table = Table(title="Schedules, compared by simulation with measured costs", box=box.SIMPLE_HEAD)
     for header in choice.HEADER:
         table.add_column(header, justify="left" if header == "schedule" else "right")
