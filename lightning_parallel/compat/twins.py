@@ -1,16 +1,16 @@
-"""The classes of this library for both packages of Lightning: `lightning.pytorch` and `pytorch_lightning`.
+"""Lets the classes of this library work with both packages of Lightning: `lightning.pytorch` and `pytorch_lightning`.
 
-The two are copies of one source under two names, and neither accepts the other's classes. The library is written
-against the first. If `pytorch_lightning` 2.x is installed as well:
+The packages are copies of one source under two names, and neither accepts classes of the other. The library is written
+against `lightning.pytorch`. If `pytorch_lightning` 2.x is installed as well:
 
-* A strategy becomes its twin at the door of a `pytorch_lightning.Trainer`: its class in place, so that the user's
-  reference stays the same object. Twins are made of the same source files, which are loaded a second time with other
-  imports, and can be imported (and so pickled) as `lightning_parallel.compat.pytorch_lightning.strategies...`. What
-  does not derive from Lightning's classes is not loaded again: communication, engines, state are one.
+* The constructor of a `pytorch_lightning.Trainer` turns a strategy into its twin. It exchanges the class in place, so
+  that the user's reference stays the same object. A twin comes from the same source file, which is loaded a second time
+  with other imports. Twins can be imported and pickled as `lightning_parallel.compat.pytorch_lightning.strategies...`.
+  Code below the strategies exists once: communication, engines and state.
 * Callbacks derive from both `Callback` classes, which have no state.
 
-Before the door `pytorch_lightning` takes strategies for its own, being registered as its virtual subclasses; behind it
-`isinstance(trainer.strategy, TensorParallelStrategy)` holds, since twins are registered likewise.
+`pytorch_lightning` accepts strategies before that, because they are registered as its virtual subclasses. Twins are
+registered likewise, so that `isinstance(trainer.strategy, TensorParallelStrategy)` holds.
 """
 
 from __future__ import annotations
@@ -53,9 +53,9 @@ _OURS = ("lightning_parallel.strategies.", f"{_TWINS}.strategies.")
 
 
 def _import_other() -> ModuleType | None:
-    """Import `pytorch_lightning` if it is there and is 2.x; the library must work without it."""
+    """Import `pytorch_lightning` 2.x if it is installed; the library works without it."""
     try:
-        # Before the import: one of 1.x fails in the middle, with whatever it has changed until then.
+        # Before the import: version 1.x fails in the middle of it, after it has changed other modules.
         if version("pytorch-lightning").split(".")[0] != "2":
             return None
     except PackageNotFoundError:
@@ -73,7 +73,7 @@ _other = _import_other()
 
 
 def _renamed(name: str, names: Mapping[str, str]) -> str:
-    """Return the dotted name with its beginning replaced as in `names`; itself where nothing in them begins it."""
+    """Return a dotted name with its first part replaced by `names`; the name itself if no first part fits."""
     for before, after in names.items():
         if name == before or name.startswith(f"{before}."):
             return after + name[len(before) :]
@@ -81,7 +81,7 @@ def _renamed(name: str, names: Mapping[str, str]) -> str:
 
 
 def _counterpart(kind: type, names: Mapping[str, str]) -> type | None:
-    """Return the class of the same name in the other package, or of a twin module; None where it has none."""
+    """Return the class of the same name in the other package, or in a twin module; None without one."""
     module = _renamed(kind.__module__, names)
     if module == kind.__module__:
         return None
@@ -90,7 +90,7 @@ def _counterpart(kind: type, names: Mapping[str, str]) -> type | None:
 
 
 def kinds_of(kind: type) -> tuple[type, ...]:
-    """Return a class of `lightning`, and with it the one of `pytorch_lightning`, if that is there."""
+    """Return a class of `lightning`, and the class of `pytorch_lightning` if that package is installed."""
     other = None if _other is None else _counterpart(kind, _TO_PYTORCH_LIGHTNING)
     return (kind,) if other is None else (kind, other)
 
@@ -104,14 +104,14 @@ if TYPE_CHECKING:
     from lightning.pytorch import Callback
 else:
     _kinds = kinds_of(lightning.pytorch.Callback)
-    # LightningCLI of either package asks `issubclass`, which a registered class could not answer here: no ABC.
+    # A real base class: LightningCLI of both packages calls `issubclass`, and `Callback` is no ABC with `register`.
     Callback = _kinds[0] if len(_kinds) == 1 else type("Callback", _kinds, {"__module__": __name__})
 
 
 def _moved(kind: type, names: Mapping[str, str]) -> type:
-    """Return the class for objects of `kind` in the other package: the counterpart, if it has one.
+    """Return the class for objects of `kind` in the other package.
 
-    A class of the user's stays, as its methods name it in `super()`; what it derives from is exchanged.
+    A class of the user stays, because its methods name it in `super()`. Its bases are exchanged.
     """
     other = _counterpart(kind, names)
     if other is not None:
@@ -123,7 +123,7 @@ def _moved(kind: type, names: Mapping[str, str]) -> type:
 
 
 class _ExchangedBases:
-    """Exchanges the bases of a user's class in the process, too, in which an object of it is unpickled."""
+    """Exchanges the bases of a user's class also in another process, when an object is unpickled there."""
 
     def __init__(self, kind: type, names: Mapping[str, str]) -> None:
         self.kind = kind
@@ -151,12 +151,12 @@ def _move(value: Any, names: Mapping[str, str]) -> None:
     kind = type(value)
     moved = _moved(kind, names)
     if moved is not kind:
-        # Not by assignment, which frozen dataclasses refuse.
+        # Not by plain assignment, which frozen dataclasses refuse.
         object.__setattr__(value, "__class__", moved)
     elif _is_ours(value):
         value.__dict__["_bases"] = _ExchangedBases(kind, names)
     for held in list(getattr(value, "__dict__", {}).values()):
-        # The module of an earlier run stays with its Trainer; members of enumerations are everybody's.
+        # The module of an earlier run belongs to its Trainer. Members of enumerations are shared.
         if not isinstance(held, (nn.Module, Enum, type)) and _is_of(type(held), names):
             _move(held, names)
 
@@ -170,7 +170,7 @@ class _Redirect(ast.NodeTransformer):
     def visit_Import(self, node: ast.Import) -> ast.Import:
         for alias in node.names:
             name = _renamed(alias.name, _TO_PYTORCH_LIGHTNING)
-            # `import lightning.pytorch` binds `lightning`, by which the other package cannot be reached.
+            # `import lightning.pytorch` binds `lightning`, which has no attribute for the other package.
             assert name == alias.name or alias.asname, f"`import {alias.name}` needs `as`: the module gets a twin"
             alias.name = name
         return node
@@ -194,13 +194,13 @@ class _TwinLoader(Loader):
         exec(code, module.__dict__)
         original = importlib.import_module(self.source.name)
         for name, value in list(vars(module).items()):
-            # Errors are the same, since users catch them; so are groups, which live as long as the process.
+            # Errors are shared, since users catch them. So are groups, which live as long as the process.
             if (isinstance(value, type) and issubclass(value, Exception)) or name == "_cached_groups":
                 setattr(module, name, getattr(original, name))
 
 
 class _EmptyPackage(Loader):
-    """A package that only holds twins: what `strategies/__init__.py` does is done once, for both packages."""
+    """Makes an empty package for twins: `strategies/__init__.py` runs only once, for both packages."""
 
     def exec_module(self, module: ModuleType) -> None:
         pass
@@ -215,7 +215,7 @@ class _TwinFinder(MetaPathFinder):
         if not fullname.startswith(f"{_TWINS}."):
             return None
         name = _renamed(fullname, _TO_LIGHTNING)
-        # Without another name it is the twin of nothing, and would be looked for here again.
+        # With the same name, the module has no original, and `find_spec` would call this finder again.
         source = None if name == fullname else find_spec(name)
         if source is None:
             return None
@@ -231,9 +231,9 @@ class _TwinFinder(MetaPathFinder):
 
 
 def _report_as(package: str, fabric: str) -> None:
-    """Let messages come from the logger of `package` and be of its categories.
+    """Let messages come from the logger of `package`, in its categories.
 
-    Both are attributes of one module that the packages share, where the last import wins: also that of this library.
+    The packages share the module with both attributes, and the last import sets them, also an import by this library.
     """
     rank_zero_module.log = logging.getLogger(f"{package}.utilities.rank_zero")
     categories = importlib.import_module(f"{fabric}.utilities.rank_zero")
@@ -241,10 +241,10 @@ def _report_as(package: str, fabric: str) -> None:
 
 
 def _enter(strategy: Any) -> None:
-    """Make a strategy one of `pytorch_lightning`.
+    """Turn a strategy into one of `pytorch_lightning`.
 
     Raises:
-        ImportError: If that is not of the version that the library is written for.
+        ImportError: If the two packages have different versions.
     """
     assert _other is not None
     mine, theirs = lightning.pytorch.__version__, _other.__version__
@@ -257,14 +257,14 @@ def _enter(strategy: Any) -> None:
 
 
 def _return(strategy: Any) -> None:
-    """Make a strategy one of `lightning.pytorch` again."""
+    """Turn a strategy into one of `lightning.pytorch` again."""
     _move(strategy, _TO_LIGHTNING)
 
 
 def _open_door(package: str, fabric: str, enter: Callable[[Any], None]) -> None:
-    """Let the Trainer of `package` move strategies of this library to it, before it looks at them.
+    """Let the Trainer of `package` turn strategies of this library into its own.
 
-    No hook of a strategy comes early enough: from its class the connector derives precision plugin and launcher.
+    No hook of a strategy comes early enough: the connector chooses precision plugin and launcher by its class.
     """
     connector = importlib.import_module(f"{package}.trainer.connectors.accelerator_connector")._AcceleratorConnector
     init = connector.__init__
@@ -284,12 +284,13 @@ _SET_BY_TRAINERS = ("_accelerator", "_precision_plugin", "_checkpoint_io", "clus
 
 
 def _forget_trainer(strategy: Any) -> None:
-    """Let another Trainer take a strategy whose last one has ended: with what the user gave to its constructor.
+    """Restore the arguments of a strategy's constructor for the next Trainer, when the last Trainer has ended.
 
-    What that Trainer has set would be taken for the user's, and be refused beside the same arguments.
+    The next Trainer would take attributes from the last Trainer for arguments of the user, and refuse them beside its
+    own arguments.
     """
     own, trainer = vars(strategy), None
-    with suppress(RuntimeError):  # of a module that no Trainer has any more
+    with suppress(RuntimeError):  # raised by a module without a Trainer
         trainer = getattr(strategy.lightning_module, "trainer", None)
     if "given_by_user" not in own:
         own["given_by_user"] = {n: getattr(strategy, n) for n in _SET_BY_TRAINERS if hasattr(strategy, n)}
@@ -300,7 +301,7 @@ def _forget_trainer(strategy: Any) -> None:
 
 
 def share_strategies(strategies: Iterable[type], names: Mapping[str, Callable[[], Any]]) -> None:
-    """Let `pytorch_lightning`, if it is there, accept `strategies`, and build them by `names`."""
+    """Let `pytorch_lightning`, if installed, accept `strategies`, and build them by `names`."""
     if _other is None:
         return
     theirs = importlib.import_module(f"{_PYTORCH_LIGHTNING}.strategies")
@@ -310,7 +311,7 @@ def share_strategies(strategies: Iterable[type], names: Mapping[str, Callable[[]
     def building(build: Callable[[], Any]) -> Callable[..., Any]:
         def built(**kwargs: Any) -> Any:
             strategy = build(**kwargs)
-            # Built by name it has not come through the door.
+            # The constructor of the Trainer saw only the name.
             _enter(strategy)
             return strategy
 
@@ -326,7 +327,7 @@ _open_door(_LIGHTNING, "lightning.fabric", (lambda strategy: None) if _other is 
 if _other is not None:
     sys.meta_path.append(_TwinFinder())
     _open_door(_PYTORCH_LIGHTNING, "lightning_fabric", _enter)
-    # Until a Trainer says which: that of the package that was imported first, and so by the user.
+    # Until the first Trainer, messages follow the first imported package, which is probably the user's.
     if next(name for name in sys.modules if name in (_LIGHTNING, _PYTORCH_LIGHTNING)) == _LIGHTNING:
         _report_as(_LIGHTNING, "lightning.fabric")
     else:

@@ -1,4 +1,4 @@
-"""The attributes of a model's modules: saved, restored, and replaced for a while."""
+"""Saves, restores and replaces the attributes of a model's modules."""
 
 from __future__ import annotations
 
@@ -12,19 +12,19 @@ from lightning_parallel.compat.torch import buffers_of, forward_hooks_of
 
 __all__ = ["SavedAttributes", "SavedForwards", "own_attributes", "parameter_lists", "replaced"]
 
-# Parameters, buffers, submodules and hooks: all that a module without attributes has.
+# Parameters, buffers, submodules and hooks, which each module has.
 _REGISTRIES = frozenset(vars(nn.Module()))
 
 
 def own_attributes(module: nn.Module) -> dict[str, Any]:
-    """Return the attributes that `module` has besides parameters, buffers, submodules and hooks."""
+    """Return the attributes of `module` without parameters, buffers, submodules and hooks."""
     return {name: value for name, value in vars(module).items() if name not in _REGISTRIES}
 
 
 class SavedAttributes:
     """Saves the attributes of a module and its submodules, lists and dicts among them with their entries, and hooks.
 
-    Code that registers hooks once, when it is first called, notes in an attribute that it has.
+    Hooks, since code that registers hooks in its first call notes that in an attribute.
     """
 
     def __init__(self, module: nn.Module) -> None:
@@ -34,7 +34,7 @@ class SavedAttributes:
         self.entries = [(value, value.copy()) for value in containers]
 
     def restore(self) -> None:
-        """Restore the attributes as they were when this object was made."""
+        """Restore the saved attributes."""
         for child, own in self.before:
             for name in own_attributes(child).keys() - own.keys():
                 del child.__dict__[name]
@@ -66,7 +66,7 @@ def replaced(module: nn.Module, stand_ins: Callable[[str, nn.Module], dict[str, 
     finally:
         for child, before, attributes in done:
             for name, stand_in in attributes.items():
-                # Something else is there if the module has assigned to it; lists are restored in any case.
+                # Another value means that the module has assigned one. Lists are restored in any case.
                 if vars(child).get(name) is stand_in or isinstance(stand_in, (list, tuple)):
                     child.__dict__.pop(name, None)
                     child.__dict__.update({name: before[name]} if name in before else {})
@@ -75,21 +75,21 @@ def replaced(module: nn.Module, stand_ins: Callable[[str, nn.Module], dict[str, 
 
 
 def parameter_lists(module: nn.Module, stand_ins: dict[int, Any]) -> dict[str, Any]:
-    """Return the lists of parameters that `module` keeps, as recurrent layers do, with `stand_ins` put in by `id`."""
+    """Return the lists of parameters in attributes, as of recurrent layers, with `stand_ins` in place by `id`."""
     lists = [(name, value) for name, value in vars(module).items() if type(value) in (list, tuple)]
     lists = [(name, value) for name, value in lists if any(id(item) in stand_ins for item in value)]
     return {name: type(value)(stand_ins.get(id(item), item) for item in value) for name, value in lists}
 
 
 class SavedForwards:
-    """Saves the `forward` attributes of a model's modules, to restore them after a step that was ended early."""
+    """Saves the `forward` attributes of a model's modules, to restore them after a step that ended early."""
 
     # Libraries that record outputs replace `forward` for one call and restore it afterwards; `StageExit` may skip that.
     def __init__(self, module: nn.Module) -> None:
         self.before = [(child, vars(child).get("forward")) for child in module.modules()]
 
     def restore(self) -> None:
-        """Restore the attributes as they were when this object was made."""
+        """Restore the saved attributes."""
         for child, forward in self.before:
             if vars(child).get("forward") is not forward:
                 del child.__dict__["forward"]
