@@ -1,15 +1,14 @@
-"""Watches the user's hooks, which see parts of parameters and gradients, for what would differ from one process.
+"""Watches the user's hooks for operations on shards and slices that would differ from one process.
 
-Inside of steps the audit and the self-check do so. Hooks of the module, of callbacks and of optimizers, and hooks for
-gradients, run outside of them; so does what a step under manual optimization does behind its first backward, which is
-looked at in steps 1, 2, 4, 8, ...:
+The audit and the self-check watch steps. This module watches hooks of the module, of callbacks, of optimizers and of
+gradients. It also watches a step under manual optimization after its first backward, in steps 1, 2, 4, 8, ...:
 
-    calls 1, 2, 4, 8, ... of each hook      every operation is looked at; then all ranks raise together, or none
-    a line that has not run before          from there on to the end of the hook
-    other calls                             nothing, but that new lines are noticed; not even that, and for nothing, in
-                                            a hook of which all lines have run
+    calls 1, 2, 4, 8, ... of each hook      every operation is checked; then all ranks raise together, or none
+    a line that has not run before          operations are checked from this line to the end of the hook
+    other calls                             only new lines are noticed; after all lines have run, the watch costs
+                                            nothing
 
-What is refused goes on until the hook ends, so that ranks do not part in the middle of it.
+A refused hook runs to its end, so that the ranks do not part in the middle of it.
 """
 
 from __future__ import annotations
@@ -57,14 +56,14 @@ __all__ = ["HookError", "HookWatch", "WatchedHook", "raised_in_shards"]
 
 _PASSED = FOREIGN | {"lightning_utilities"} | set(sys.stdlib_module_names) - {"__main__"}
 _STEPS = ("training_step", "validation_step", "test_step", "predict_step", "forward", "backward")
-_OF_CHECKPOINTS = ("on_load_checkpoint", "load_state_dict")  # given whole tensors
+_OF_CHECKPOINTS = ("on_load_checkpoint", "load_state_dict")  # they get full tensors
 _WHOLE_IN_CHECKPOINTS = ("state_dict", "optimizer_states", LOCAL_STEPS)
 _OURS = "lightning_parallel"
-_ENGINE = ("backward", "grad", "_engine_run_backward")  # what they run is not called by the user
+_ENGINE = ("backward", "grad", "_engine_run_backward")  # functions of autograd, which call hooks by themselves
 
 
 _NOTHING_HELD = re.compile(r"(?i)empty|at least one tensor|list index|StopIteration")
-"""What is raised where a list of parameters or gradients has no entries."""
+"""Text of an error from code that finds no parameter or gradient in a list."""
 
 
 class HookError(RuntimeError):
@@ -90,10 +89,10 @@ class HookError(RuntimeError):
 
 @dataclass
 class WatchedHook:
-    """One hook: its name for messages, the ranks that all call it, if there are some, and how often it was called.
+    """Describes a hook: its name for messages, the ranks that all call it, if any, and the number of its calls.
 
     Attributes:
-        codes: The user's functions that it has run.
+        codes: The user's functions that the hook has run.
     """
 
     title: str
@@ -103,19 +102,19 @@ class WatchedHook:
     codes: set[CodeType] = field(default_factory=set)
 
     def is_due(self) -> bool:
-        """Count a call; tell whether it is one to look at on all ranks."""
+        """Count a call, and tell whether all ranks check this call."""
         self.calls += 1
         return not self.calls & (self.calls - 1)
 
 
 class HookWatch:
-    """Refuses hooks of the user that take a part for the tensor.
+    """Refuses hooks of the user that take a part for the full tensor.
 
     Args:
         module: The divided module.
         rules: How its tensors are sharded over the tensor axis, by name.
         groups: The mesh's groups.
-        slices: The slices of the replicas, if there are some.
+        slices: The slices of the replicas; None without ZeRO.
         optimizers: Returns the optimizers of the run.
     """
 
@@ -160,10 +159,10 @@ class HookWatch:
         for callback in trainer.callbacks:  # type: ignore[attr-defined]
             if _is_users_hook(callback, "state_dict"):
                 self._saving.append(callback)
-                # Rank zero alone may ask for it: what is refused is raised when all ranks save.
+                # Rank zero alone may call this hook, so a refusal is raised later, when all ranks save.
                 hook = WatchedHook(f"`{type(callback).__name__}.state_dict`", None, is_in_step=True)
                 patches.replace(callback, "state_dict", self._watched(callback.state_dict, hook, None))
-        # Lightning runs every hook in a span of its profiler, which all versions of it do.
+        # Every version of Lightning runs each hook in a span of its profiler.
         own = trainer.profiler.profile  # type: ignore[attr-defined]
 
         def profile(action: str) -> AbstractContextManager[Any]:
@@ -175,7 +174,7 @@ class HookWatch:
     # ------------------------------------------------------------------------------------------------- which hooks
 
     def _hook_of(self, action: str) -> WatchedHook | None:
-        """Return the hook that Lightning names so, if its code is the user's."""
+        """Return the hook with this name in Lightning; None if its code is not the user's."""
         if action not in self._hooks:
             self._hooks[action] = self._find(action)
         return self._hooks[action]
@@ -186,7 +185,7 @@ class HookWatch:
         if name in (*_STEPS, *_OF_CHECKPOINTS) or name.endswith("_dataloader") or "transfer" in name:
             return None
         if name == "on_save_checkpoint" and self._groups.pipeline_parallel.size > 1:
-            return None  # whole tensors that it is given share the memory of what the stage has
+            return None  # its full tensors share memory with the parts of this stage
         if kind == "[LightningModule":
             if not _is_users(getattr(self._module, name, None)):
                 return None
@@ -206,7 +205,7 @@ class HookWatch:
 
     @contextmanager
     def optimizer_step(self, optimizer: Optimizer) -> Iterator[None]:
-        """Watch the hooks of the optimizer, which may be registered at any time, and not the step itself."""
+        """Watch the hooks of the optimizer, which code may register at any time, but not its step."""
         for hooks in (*step_hooks_of(optimizer), *global_step_hooks()):
             self._wrap_all(hooks, f"a hook of `{type(optimizer).__name__}.step`", None)
         with self.paused():
@@ -229,7 +228,7 @@ class HookWatch:
         return functools.update_wrapper(run_watched, function, assigned=("__doc__",), updated=())
 
     def begin_step(self) -> None:
-        """Look for new hooks of gradients, in some steps only; all ranks call it."""
+        """Find new gradient hooks, in some steps only; every rank must call it."""
         self._steps += 1
         if self._is_due_step():
             for name, parameter in self._module.named_parameters():
@@ -241,7 +240,7 @@ class HookWatch:
 
     @contextmanager
     def manual_step(self) -> Iterator[None]:
-        """Watch a step under manual optimization behind its first backward; all ranks run it.
+        """Watch a step under manual optimization after its first backward; every rank must call it.
 
         Raises:
             HookError: On every rank, here or in `settle`.
@@ -256,7 +255,7 @@ class HookWatch:
 
         def backward(*args: Any, **kwargs: Any) -> None:
             own(*args, **kwargs)
-            if self._depth == depth:  # of the user's, who need not call `manual_backward`
+            if self._depth == depth:  # the user may call `loss.backward()` instead of `manual_backward`
                 call.begin()
 
         try:
@@ -274,14 +273,14 @@ class HookWatch:
             self._manual.begin()
 
     def settle(self) -> None:
-        """Raise what hooks inside of a step were refused for; all ranks call it at the same points.
+        """Raise the refusals of hooks inside of a step; every rank must call it at the same points.
 
         Raises:
-            HookError: On every rank, in steps that are looked at.
+            HookError: On every rank, in steps that all ranks check.
         """
         is_due = self._is_due_step()
         if is_due and self._pending is None:
-            self._pending = self._part_of_states()  # now, and not after hours, when they are saved
+            self._pending = self._part_of_states()  # now, rather than after hours, when the states are saved
         failure, self._pending = self._pending, None
         if self._manual is not None:
             failure = failure or self._manual.failure
@@ -293,10 +292,10 @@ class HookWatch:
     # ------------------------------------------------------------------------------------------------ what is saved
 
     def check_saved(self, checkpoint: Mapping[str, Any]) -> None:
-        """Refuse parts among what the user's code saves; every rank calls it, before a checkpoint is written.
+        """Refuse parts among the values of the user's code in a checkpoint; every rank must call it before a save.
 
         Raises:
-            HookError: On every rank, if there is one.
+            HookError: On every rank, if such a value holds a part.
         """
         failure, self._pending = self._pending, None
         if failure is None:
@@ -309,7 +308,7 @@ class HookWatch:
 
     def _part_of_states(self) -> HookError | None:
         if self._saving:
-            with self.paused():  # a hook may be around the step
+            with self.paused():  # the save may happen inside of a watched hook
                 self.seed()
         for callback in self._saving:
             try:
@@ -345,7 +344,7 @@ class HookWatch:
                 yield from self._parts_in(each, (*path, str(key)))
 
     def _held_of(self, tensors: Mapping[str, Tensor]) -> str:
-        """Say which tensors have the shape of this rank's part, by name, or are those of this stage alone."""
+        """Return a text about tensors with the shape of a shard, or of this stage alone; empty without one."""
         own, count = self._held() if self._kept is None else self._kept
         for name in tensors.keys() & own.keys() & self._rules.keys():
             shape = tensors[name].shape
@@ -357,7 +356,7 @@ class HookWatch:
         owners = frozenset().union(*(place.part.owners for place in places if place is not None))
         trained = {name for name, (_, is_trained) in own.items() if is_trained}
         matrices = {name for name, (shape, _) in own.items() if len(shape) > 1}
-        # By themselves such tensors may be of the whole state dict, which shares the memory of what a stage has.
+        # A full state dict shares memory with the tensors of this stage, so such tensors alone prove nothing.
         if tensors.keys() in (own.keys(), trained) or (
             all(place is not None for place in places) and owners in (own.keys(), trained, matrices)
         ):
@@ -365,13 +364,13 @@ class HookWatch:
         return ""
 
     def _held(self) -> tuple[dict[str, tuple[torch.Size, bool]], int]:
-        """Return shape and whether it is trained of each parameter of this rank, and how many the whole model has."""
+        """Return shape and `requires_grad` of each parameter of this rank, and the number in the full model."""
         own = {name: (one.shape, one.requires_grad) for name, one in self._module.named_parameters()}
         names = ParallelState.of(self._module).names
         return own, len(own) if names is None else len(set(names.parameters.values()))
 
     def close(self) -> None:
-        """Leave hooks as they were; what was made of parts in the run is known for `check_saved`."""
+        """Put the original hooks back. `check_saved` still knows the parts of the run."""
         self._kept = self._held()
         for hooks, key, function, watched in self._wrapped:
             if hooks.get(key) is watched:
@@ -390,7 +389,8 @@ class HookWatch:
         """Watch a call of a hook.
 
         Raises:
-            HookError: On every rank if all of them call it, and it is due; on this one if a new line is refused.
+            HookError: On every rank, if all of them call the hook and check this call. On this rank alone, if a new
+                line is refused.
         """
         is_due = hook.is_due()
         call = _WatchedCall(self, hook, given)
@@ -410,7 +410,7 @@ class HookWatch:
         if call.failure is None and error is not None and not is_shared:
             raise error
         if hook.is_in_step:
-            # Other ranks are in the middle of a schedule.
+            # Other ranks may be in the middle of a schedule, so this rank raises later.
             self._pending = self._pending or call.failure
         elif is_due and hook.group is not None:
             self._parts.prune()
@@ -421,18 +421,18 @@ class HookWatch:
     def _raise_on_all(
         self, hook: WatchedHook, group: Group, refused: HookError | None, error: Exception | None
     ) -> None:
-        """Raise on every rank that a hook was refused on one, or else what it raised."""
+        """Raise the refusal of a hook on every rank; without one, the error of the hook itself."""
         mine = None if error is None else f"{type(error).__name__}: {error}"
         try:
             found = comm.all_gather_object((refused is not None, mine), group)
         except RuntimeError as lost:
-            # A rank that has heard of the error already is gone: that it is must not hide the error itself.
+            # A rank that knows the error has left. Its absence must not hide the error.
             if (known := refused or error) is not None:
                 raise known from lost
             raise
         failed = {rank: text for rank, (_, text) in zip(group.ranks, found) if text is not None}
         if any(is_refused for is_refused, _ in found):
-            # What other ranks raise, which hold nothing that the hook looks for, comes of the same.
+            # Ranks without the tensor of the hook may raise an error of the same cause.
             comm.raise_together(refused, group)
             return
         is_apart = 0 < len(failed) < group.size and self._groups.pipeline_parallel.size > 1
@@ -449,7 +449,7 @@ class HookWatch:
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """Watch nothing inside the block: a step, which has its own audit."""
+        """Watch nothing inside the block, such as a step, which has its own audit."""
         call = self._calls[-1] if self._calls and self._calls[-1].is_running else None
         with self._lines.suspended():
             if call is not None:
@@ -463,7 +463,7 @@ class HookWatch:
                     call.begin()
 
     def seed(self) -> None:
-        """Note which tensors are parts now."""
+        """Note the tensors that hold a part now."""
         names: dict[int, str] = {}
         for name, parameter in self._module.named_parameters():
             names[id(parameter)] = name
@@ -480,12 +480,12 @@ class HookWatch:
     def _note(self, label: str, name: str, parameter: Tensor, tensor: Tensor, is_state: bool = False) -> None:
         part = self._part_of(label, name, parameter, tensor, is_state)
         if part is None:
-            self._parts.remove(tensor)  # its memory may have been that of slices
+            self._parts.remove(tensor)  # its memory may have belonged to a slice
         else:
             self._parts.add(tensor, part)
 
     def note_gathered(self, path: str, tensors: Mapping[str, Tensor]) -> None:
-        """Note that tensors of a state dict have memory of their own: what is written into them is lost."""
+        """Note that tensors of a state dict have own memory, so that a write into them does not reach the model."""
         self._parts.prune()
         for key, tensor in tensors.items():
             name = f"{path}.{key}" if path else key
@@ -495,9 +495,9 @@ class HookWatch:
             self._parts.note_gathered(tensor, Part(f"`{name}`", frozenset({name}), why))
 
     def note_given(self, name: str, gradient: Tensor) -> None:
-        """Note that a hook is given the gradient of a parameter, before that has it."""
+        """Note that a hook gets the gradient of a parameter, before `.grad` holds it."""
         parameter = dict(self._module.named_parameters()).get(name)
-        # The self-check runs hooks with whole gradients, too.
+        # The self-check also runs hooks, with full gradients.
         if parameter is not None and gradient is not parameter and gradient.shape == parameter.shape:
             self._note(f"the gradient of `{name}`", name, parameter, gradient)
 
@@ -508,7 +508,7 @@ class HookWatch:
             self._parts.add(dummy, Part(f"`{name}`", frozenset({name}), why))
 
     def _part_of(self, label: str, name: str, parameter: Tensor, tensor: Tensor, is_state: bool = False) -> Part | None:
-        """Return what part a parameter, or a tensor that belongs to it, is; None if it is whole on every rank."""
+        """Return the part in a parameter or its tensor, such as a gradient; None if every rank has all of it."""
         slices, rule, owners = self._slices, self._rules.get(name), frozenset({name})
         if slices is not None and (slices.is_narrow(parameter) or (is_state and slices.divides(parameter))):
             why = f"sharded over {slices.group.size} replicas (`zero_stage`)"
@@ -524,7 +524,7 @@ class HookWatch:
     # ------------------------------------------------------------------------------------------------- what is said
 
     def refuse(self, call: _WatchedCall, action: str, parts: Sequence[Part]) -> None:
-        """Note the first thing that a hook is refused for."""
+        """Note the first reason to refuse a hook."""
         if call.failure is not None:
             return
         part = next((one for one in parts if one.is_divided and one.owners), parts[0])
@@ -571,7 +571,7 @@ class HookWatch:
         return id(module) in self._modules
 
     def parts(self) -> PartMap:
-        """Return the parts that are known."""
+        """Return the known parts."""
         return self._parts
 
 
@@ -603,7 +603,7 @@ def _way_out(part: Part, action: str, title: str) -> str:
 
 
 class _WatchedCall:
-    """One call of a hook while it is watched."""
+    """Watches one call of a hook."""
 
     def __init__(self, watch: HookWatch, hook: WatchedHook, given: tuple[str, Tensor] | None) -> None:
         self.hook = hook
@@ -614,10 +614,10 @@ class _WatchedCall:
         self._modes: list[Any] = []
 
     def begin(self) -> None:
-        """Begin to look at every operation."""
+        """Begin to check every operation."""
         if self.is_running or current_dispatch_mode() is not None:
-            return  # a mode of the user's is there: to leave it would leave ours
-        self.is_running = True  # at once, since what follows may run new lines
+            return  # inside of a mode of the user, which could not end before ours
+        self.is_running = True  # at once, since the next calls may run new lines
         watch = self._watch
         watch.seed()
         if self._given is not None:
@@ -632,7 +632,7 @@ class _WatchedCall:
             mode.__enter__()
 
     def end(self) -> None:
-        """Look at nothing any more."""
+        """Stop checking operations."""
         if self.is_running:
             self.is_running = False
             for mode in reversed(self._modes):
@@ -644,7 +644,7 @@ class _WatchedCall:
 
 
 def raised_in_shards(name: str, error: Exception) -> str:
-    """Say that a step raises in shards, and what to do; empty if this library has raised with a text of its own."""
+    """Return a text on an error of a step in shards, with a way out; empty for errors of this library."""
     frames = _frames_of(error)
     if not frames or (_is_ours(frames[-1][0]) and linecache.getline(*frames[-1][1:]).strip().startswith("raise ")):
         return ""
@@ -669,7 +669,7 @@ def raised_in_shards(name: str, error: Exception) -> str:
 
 
 def _is_transformed(error: Exception) -> bool:
-    """Tell whether an error comes of a transform of `torch.func` that meets a function of this library."""
+    """Tell whether an error comes from a transform of `torch.func` around a function of this library."""
     frames = [frame for frame, _, _ in _frames_of(error)]
     return any(map(_is_ours, frames)) and any(
         frame.f_globals.get("__name__", "").startswith("torch._functorch") for frame in frames
@@ -685,14 +685,14 @@ def _frames_of(error: Exception) -> list[tuple[FrameType, str, int]]:
     return [(frame, frame.f_code.co_filename, line) for frame, line in traceback.walk_tb(error.__traceback__)]
 
 
-# A trace function that does nothing, in C: a call of one in Python takes several times as long.
+# A trace function in C that does nothing. One in Python would take several times as long.
 _trace_nothing = functools.partial(sys.audit, "lightning_parallel.trace")
 
 
 class _Lines:
-    """Notices lines of the user's code that run for the first time, by Python's trace function where it is free.
+    """Notices lines of the user's code that run for the first time, by Python's trace function if no debugger uses it.
 
-    It costs a call for each function, and for each line of the user's, so it is there only while lines are left.
+    The trace function costs a call for each function and each line of the user. So it is set only while lines are left.
     """
 
     def __init__(self) -> None:
@@ -704,12 +704,12 @@ class _Lines:
 
     @contextmanager
     def noticed(self, begin: Callable[[], None], codes: set[CodeType], is_due: bool) -> Iterator[None]:
-        """Call `begin` before each line that is new, inside the block.
+        """Call `begin` before each new line inside the block.
 
         Args:
-            begin: Called without arguments.
-            codes: The functions of the user's that such a block has run, to which new ones are added.
-            is_due: Whether it may run others.
+            begin: Function without arguments.
+            codes: The functions of the user that this hook has run. New ones are added.
+            is_due: Whether to look for functions that have not run before.
         """
         waiting = [code for code in codes if self._left.get(code) or code in self._inline]
         outer, trace = (self._begin, self._codes, self._only), sys.gettrace()
@@ -729,7 +729,7 @@ class _Lines:
 
     @contextmanager
     def suspended(self) -> Iterator[None]:
-        """Notice nothing inside the block."""
+        """Notice no lines inside the block."""
         trace = sys.gettrace()
         if trace not in (self._call, _trace_nothing):
             yield
@@ -753,7 +753,7 @@ class _Lines:
         if code is self._only:
             self._only = None
             if not _is_called_by_user(frame):
-                # What it calls has run before, and it is called once.
+                # All functions below it have run before, and this function runs once in the hook.
                 sys.settrace(_trace_nothing)
         return self._line if left else None
 
@@ -777,7 +777,7 @@ def _is_called_by_user(frame: FrameType) -> bool:
 
 
 def _has_branch_in_line(code: CodeType) -> bool:
-    """Tell whether a function has calls that a line makes or not, as `if late: clip()`, other than in a condition."""
+    """Tell whether a line of a function makes a call only sometimes, such as `if late: clip()`."""
     for node in _nodes_of(code.co_filename):
         if code.co_firstlineno <= getattr(node, "lineno", 0) <= max(line or 0 for _, _, line in code.co_lines()):
             branches: list[ast.AST] = []
@@ -822,7 +822,7 @@ def _is_users_hook(callback: Any, name: str) -> bool:
     function = getattr(callback, name, None)
     if function is None or not is_a(callback, Callback):
         return False
-    # Of a subclass of Lightning's, whose hook calls its methods, too.
+    # A hook of Lightning may call methods that a subclass of the user overrides.
     of_base = getattr(Callback, name, None)
     is_own = getattr(function, "__func__", function) is not of_base and _root_of(function) != ""
     empty = getattr(getattr(function, "__func__", None), "__qualname__", "") == f"Callback.{name}"
@@ -838,21 +838,21 @@ def _is_passed(frame: FrameType) -> bool:
 
 
 def _is_end(frame: FrameType) -> bool:
-    """Tell whether a frame is the one that called the hook."""
+    """Tell whether a frame has called the hook."""
     return frame.f_code.co_name == "run_watched" or frame.f_globals.get("__name__", "").endswith(".trainer.call")
 
 
 def _walk(is_model: Callable[[object], bool]) -> FrameType | None:
-    """Return the innermost frame of the user's code in a hook; None if ours, or the model, called what runs."""
+    """Return the innermost frame of the user's code in a hook; None if our code or the model made the call."""
     frame: FrameType | None = sys._getframe(1)
     found: FrameType | None = None
-    # What stands for attributes of tensors is called by whoever uses them.
+    # Functions of our tensor attributes count as code of their caller.
     places = "strategies.hooks.part_use", "strategies.optimizers.dummies", "tensor.audit", "compat.torch"
     own = __name__, *(f"{_OURS}.{place}" for place in places)
     is_copied = False
     while frame is not None and not _is_end(frame):
         name = frame.f_globals.get("__name__", "")
-        # A copy of a divided layer, by our code, is the user's.
+        # Our code copies a divided layer only for the user.
         is_copied = is_copied or frame.f_code.co_name == "__deepcopy__"
         if found is None and not is_copied and name.partition(".")[0] == _OURS and name not in own:
             return None
@@ -880,7 +880,7 @@ def _place_of(frame: FrameType) -> str:
 
 
 def _reader_of_gradient(is_model: Callable[[object], bool]) -> FrameType | None:
-    """Return the frame of the user's code that reads a gradient, also by functions of others, but not to clear it."""
+    """Return the frame of the user's code that reads a gradient, also through other packages, except to clear it."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None and not _is_end(frame):
         is_call = frame.f_code.co_name == "_call_impl" and is_model(frame.f_locals.get("self"))
