@@ -1,4 +1,4 @@
-"""What a collective takes, by the alpha-beta model: `latency + bytes / bandwidth` for each message between two ranks.
+"""The time of a collective by the alpha-beta model: `latency + bytes / bandwidth` for each message between two ranks.
 
 | collective     | ring                             | tree                          |
 |----------------|----------------------------------|-------------------------------|
@@ -10,7 +10,7 @@
 | send           | a + S b                          |                               |
 
 n ranks, S bytes (the whole tensor), a seconds of latency, b seconds per byte. Of two algorithms the faster one counts.
-A group of several nodes reduces inside of each, then across them, and spreads the result inside again.
+A group on several nodes reduces inside each node, then across nodes, and spreads the result inside again.
 
 Source: Thakur, Rabenseifner and Gropp, https://doi.org/10.1177/1094342005051521
 """
@@ -52,9 +52,9 @@ def flat_collective_s(op: str, num_bytes: float, size: int, link: Link, is_ring:
 
 
 def collective_s(op: str, num_bytes: float, stride: int, size: int, cluster: Cluster) -> float:
-    """Return the seconds of a collective between the ranks 0, stride, 2 stride, ... of a cluster, and their likes.
+    """Return the seconds of a collective between the ranks 0, stride, 2 stride, ... of a cluster, and of groups alike.
 
-    Where such a group has several ranks on each of several nodes, it works inside of nodes first.
+    A group with several ranks on each of several nodes works inside nodes first.
     """
     if size == 1:
         return 0.0

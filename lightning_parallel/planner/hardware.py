@@ -60,7 +60,7 @@ class Device:
     source: str = "data sheet"
 
     def flops_per_s(self, dtype: str) -> float:
-        """Return what products of `dtype` reach; those of float32 use TF32 where the device has it."""
+        """Return the speed of matrix products of `dtype`; float32 uses TF32 where the device has it."""
         peak = self.flops.get(dtype) or self.flops.get("float32") or max(self.flops.values())
         return peak * self.efficiency
 
@@ -108,7 +108,7 @@ def _gpu(name: str, gib: float, tb_per_s: float) -> Device:
 DEVICES: Mapping[str, Device] = {
     device.name: device
     for device in (
-        # Usable memory as drivers report it, rather than what is printed on the card.
+        # Usable memory as drivers report it, which is less than the figure on the card.
         _gpu("H200", 139.8, 4.8),
         _gpu("H100", 79.1, 3.35),
         _gpu("A100-80GB", 79.1, 2.039),
@@ -170,8 +170,7 @@ def available_cores() -> int:
 def clock_here() -> Callable[[], float]:
     """Return the clock of measurements on this processor.
 
-    It is that of the process where it has one thread: what else runs here takes no part. Threads that spin would count
-    twice.
+    With one thread, the clock of the process leaves out the time of other programs. Spinning threads would count twice.
     """
     return time.process_time if torch.get_num_threads() == 1 else time.perf_counter
 
@@ -193,7 +192,7 @@ while os.getppid() == parent and time.monotonic() < until:
 def cores_busy(count: int) -> Iterator[None]:
     """Let other processes compute inside the block, on so many cores, as other ranks will.
 
-    Cores share caches, memory and, as hyperthreads, units: one of them is faster while the others sleep.
+    Cores share caches, memory and, as hyperthreads, units: a core is faster while its neighbours sleep.
     """
     threads = {f"{name}_NUM_THREADS": "1" for name in ("OMP", "OPENBLAS", "MKL")}
     command = [sys.executable, "-c", _BUSY]
@@ -245,15 +244,15 @@ class Cluster:
     """Devices, as many on each node, and the links between them.
 
     Attributes:
-        device: Each of them.
-        num_devices: All together, one rank on each.
-        per_node: On one node.
+        device: The kind of all devices.
+        num_devices: The number of devices, one rank on each.
+        per_node: Devices on one node.
         node_link: Between two devices of a node, in one direction; assumed if not given, see `assumed_links`.
         link: Between two nodes, in one direction, as far as one device of a node can use it; likewise.
         memory_bytes: Most bytes that a rank may hold.
-        cores: Of a node, which its ranks share; None where each rank has a device of its own.
-        threads: Of each rank, where cores are shared.
-        group_links: Between the ranks of groups of so many, where it was measured in such groups on one node.
+        cores: Cores of a node, which its ranks share; None where each rank has a device for itself.
+        threads: Threads of each rank, where cores are shared.
+        group_links: Measured links inside groups on one node, by the number of ranks in a group.
 
     Raises:
         ValueError: If nodes would have different numbers of devices.
@@ -306,7 +305,7 @@ class Cluster:
         return ", ".join(listed)
 
     def is_inside_node(self, stride: int, size: int) -> bool:
-        """Tell whether the ranks 0, stride, 2 stride, ... (`size` of them) and their likes are on one node each."""
+        """Return whether `size` ranks 0, stride, 2 stride, ... are on one node, and so for all groups alike."""
         return stride * size <= self.ranks_per_node and self.ranks_per_node % (stride * size) == 0
 
     def link_of(self, stride: int, size: int) -> Link:

@@ -2,10 +2,10 @@
 
 The time of a layout is found in two passes. A closed form ranks the schedules of each layout, and the layouts:
 
-    makespan = work of the busiest rank + what the other ranks do before its first and after its last microbatch / V
+    makespan = work of the busiest rank + work of other ranks before its first and after its last microbatch / V
 
-The schedules of the best ones are simulated. More microbatches than three rounds of the pipeline are not played: each
-further one takes as long as the busiest rank works on it.
+The schedules of the best layouts are simulated, for three rounds of the pipeline at most. Each further microbatch takes
+as long as the busiest rank works on it.
 """
 
 from __future__ import annotations
@@ -53,19 +53,25 @@ ROUNDS = 3
 MOST_ACTIONS = 6000
 BUCKET_BYTES = 25 << 20
 
+COMPRESSED_SHARE = 1 / 4
+"""Bytes that `Quantize(8)` sends of each byte of a gradient in single precision."""
+
+COMPRESSION_PASSES = 10
+"""Reads and writes of all gradients by `Quantize(8)` with error feedback: the residual, the range, both encodings."""
+
 
 @dataclass(frozen=True)
 class StepTime:
-    """Predicted seconds of a step, by what they are spent on; the fields are the kinds.
+    """Predicted seconds of a step by kind; the fields are the kinds.
 
     Attributes:
-        compute: Of the busiest rank.
+        compute: Computation of the busiest rank.
         tensor: Messages of the tensor axis, between its computations.
-        pipeline: In which the busiest rank waits for others: the bubble and transfers.
-        cores: In which ranks wait for cores that others use.
-        reduction: Of gradients over the replicas, as far as backward does not hide it.
+        pipeline: Waits of the busiest rank: the bubble and transfers.
+        cores: Waits for cores that other ranks use.
+        reduction: Gradient all-reduce over the replicas, as far as backward does not hide it.
         optimizer: Update of the parameters.
-        overhead: What the Trainer and the strategy do around them.
+        overhead: Work of the Trainer and the strategy around these kinds.
     """
 
     compute: float = 0.0
@@ -87,21 +93,23 @@ class StepTime:
 
 @dataclass(frozen=True)
 class Layout:
-    """A mesh with a schedule, and what is predicted for it; or why it is impossible.
+    """A mesh with a schedule and its predictions; or why it is impossible.
 
     Attributes:
         mesh: The axes.
-        schedule, microbatches, virtual_stages: Of the pipeline.
+        schedule, microbatches, virtual_stages: The pipeline.
         layers_per_stage: How the layers are cut.
         accumulated: Batches of each replica in an optimizer step.
-        samples: Of an optimizer step, of all replicas.
-        zero_stage: What replicas divide: 1, the optimizer's state; 2, gradients, too. Where less does not fit.
-        memory: Of the rank that holds most.
-        memories: Of each rank of the pipeline.
+        samples: Samples of an optimizer step, of all replicas.
+        zero_stage: The lowest stage that fits: 1 divides the optimizer's state over the replicas; 2 gradients, too.
+        memory: Bytes of the rank that holds most.
+        memories: Bytes of each rank of the pipeline.
         step: Seconds of an optimizer step.
-        processor_s: Seconds in which ranks compute and communicate in it, all ranks together.
+        processor_s: Seconds of computation and communication in that step, all ranks together.
+        compressed_reduction_s: Seconds of the reduction with `Quantize(8)`, its kernels included; None where replicas
+            reduce no full gradients.
         refusal: Why it cannot be run; empty if it can.
-        warnings: What the rules of the field say against it.
+        warnings: Rules of the field that it breaks.
     """
 
     mesh: Mesh
@@ -116,6 +124,7 @@ class Layout:
     memories: tuple[RankMemory, ...] = ()
     step: StepTime = field(default_factory=StepTime)
     processor_s: float = 0.0
+    compressed_reduction_s: float | None = None
     refusal: str = ""
     warnings: tuple[str, ...] = ()
 
@@ -212,7 +221,7 @@ class LayoutSearch:
                     found.append(Layout(mesh, refusal=_first_line(error)))
         if not found:
             return [Layout(mesh, refusal="no schedule can be built for this layout")]
-        # Of those that do not fit, the one that lacks least says most.
+        # If no layout fits, the layout that lacks least says most.
         return sorted(found, key=lambda one: (bool(one.refusal), one.memory.total if one.refusal else one.step.total))
 
     def simulated(self, layout: Layout) -> Layout:
@@ -312,6 +321,9 @@ class LayoutSearch:
             step,
             self._processor_s(mesh, schedule.num_microbatches * sum(work), held, accumulated, zero_stage),
         )
+        if mesh.data_parallel > 1 and zero_stage < 2:
+            compressed_s = crowd * max(self._compressed_s(mesh, one, busy_s / 2, zero_stage) for one in held)
+            found = replace(found, compressed_reduction_s=compressed_s)
         return replace(found, refusal=self._over(found), warnings=tuple(self._warnings(found)))
 
     # --------------------------------------------------------------------------------------------------------- time
@@ -319,8 +331,8 @@ class LayoutSearch:
     def _costs(self, tensor: int, samples: int, microbatches: int) -> PartCosts:
         """Return the costs of a microbatch.
 
-        Parts that run for real are measured at this size, as caches and threads decide; what is computed from sizes
-        grows in proportion between a sample and the loader's batch.
+        Parts that run for real are measured at this size, as caches and threads decide. Computed costs grow in
+        proportion between a sample and the loader's batch.
         """
         loaded = self.rehearsal.samples
         wanted = samples / microbatches
@@ -346,7 +358,7 @@ class LayoutSearch:
         return self._cuts[key]
 
     def _makespan_s(self, schedule: Schedule, stages: list[Cost], link: Link, plays: bool) -> float:
-        """Return the seconds of forward and backward on devices of their own."""
+        """Return the seconds of forward and backward if each rank has a device for itself."""
         count, ranks = schedule.num_microbatches, schedule.num_ranks
         if ranks == 1:
             return sum(cost.total_s for cost in stages)
@@ -375,7 +387,7 @@ class LayoutSearch:
         return max(alone_s, makespan_s + (count - played.num_microbatches) * each_s)
 
     def _processor_s(self, mesh: Mesh, work_s: float, held: list[Held], accumulated: int, zero_stage: int) -> float:
-        """Return the seconds of a step of all ranks together, given those of a batch on one rank of each stage."""
+        """Return the seconds of a step of all ranks together, from the seconds of a batch on one rank of each stage."""
         copies = mesh.data_parallel * mesh.tensor_parallel
         ends_s = sum(self._reduction_s(mesh, one, 0.0, zero_stage) for one in held)
         ends_s += sum(self._update_s(mesh, one, zero_stage) for one in held)
@@ -412,6 +424,14 @@ class LayoutSearch:
         gathered_s = buckets * bucket_s("all_gather") if zero_stage else 0.0
         return max(each_s, buckets * each_s - hidden * (buckets - 1) / buckets) + gathered_s
 
+    def _compressed_s(self, mesh: Mesh, held: Held, backward_s: float, zero_stage: int) -> float:
+        """Return the seconds of the mean over replicas, as `_reduction_s`, if `Quantize(8)` sends it."""
+        sent = replace(held, trained_bytes=ceil(held.trained_bytes * COMPRESSED_SHARE))
+        # Parameters are gathered in full.
+        gathered_s = self._reduction_s(mesh, held, 0.0, zero_stage) - self._reduction_s(mesh, held, 0.0, 0)
+        kernels_s = COMPRESSION_PASSES * held.trained_bytes / self.cluster.device.bytes_per_s
+        return kernels_s + self._reduction_s(mesh, sent, backward_s, 0) + gathered_s
+
     def _update_s(self, mesh: Mesh, held: Held, zero_stage: int) -> float:
         per_byte_s, per_tensor_s = self.optimizer_s
         share = 1 / mesh.data_parallel if zero_stage else 1.0
@@ -427,7 +447,7 @@ class LayoutSearch:
     def _memories(
         self, mesh: Mesh, schedule: Schedule, stages: list[Cost], epilogue: Cost, held: list[Held], accumulated: int
     ) -> tuple[int, tuple[RankMemory, ...]]:
-        """Return what each rank holds, with the first `zero_stage` with which it fits, or the last one."""
+        """Return the bytes of each rank, with the first `zero_stage` with which they fit, or the last stage."""
 
         def memory(rank: int, zero_stage: int) -> RankMemory:
             mine = [stage for stage, owner in enumerate(schedule.stage_ranks) if owner == rank]
@@ -509,7 +529,7 @@ def _stages(costs: Costs, counts: Sequence[int]) -> list[Cost]:
 
 
 def _with_repeated_prologue(stages: list[Cost], prologue: Cost) -> list[Cost]:
-    """Add to later stages what they compute again before their layers: masks and positions, from the batch itself."""
+    """Add to later stages the masks and positions that they compute again from the batch."""
     later = (replace(stage, forward_s=stage.forward_s + prologue.forward_s) for stage in stages[1:])
     return [*stages[:1], *later]
 

@@ -70,9 +70,9 @@ def _measure(rank: int, path: str, ranks: int, cores: int, sender: Connection) -
 def group_links(cores: int) -> dict[int, Link]:
     """Time all-reduces between computations, in groups of each size that divides the world; on all ranks of it.
 
-    Latency and bandwidth are those with which a ring would add as much to the step. All groups of a size communicate at
-    a time, as replicas do. Where ranks are more than cores, what a message adds is divided by their ratio, as is what a
-    rank computes: whoever plans multiplies both.
+    With this latency and bandwidth, a ring would add as much to the step. All groups of a size communicate at a time,
+    as replicas do. Where ranks are more than cores, the time that a message adds is divided by their ratio, like the
+    time of a computation: the plan multiplies both.
     """
     world = Group.of().size
     found = {}
@@ -147,7 +147,7 @@ def _one_way_s(group: Group, peer: int, leads: bool, num_bytes: int, device: tor
     """Return half the least of a few round trips, in seconds."""
     message = torch.zeros(num_bytes, dtype=torch.uint8, device=device)
     taken = []
-    # There and back, so that one clock is read: those of two hosts cannot be compared.
+    # There and back, so that one clock is read: the clocks of two hosts differ.
     for _ in range(_LINK_REPEATS):
         begun_s = time.perf_counter()
         for sends in (leads, not leads):

@@ -15,7 +15,7 @@ __all__ = ["draw_plan", "plan_page"]
 
 _WIDTH, _MARGIN, _LABEL, _GAP, _ROW, _BAR, _FIGURE = 1360.0, 28.0, 290.0, 40.0, 40.0, 20.0, 80.0
 _LETTER = 6.6  # of an entry of the legend, in wide fonts
-_MOST_LIMITS = 2.5  # where bars end that are longer: those that fit are to be told apart
+_MOST_LIMITS = 2.5  # where longer bars end, so that layouts that fit can be told apart
 _LIMIT = "#d6336c"
 _FONT = "Inter, system-ui, -apple-system, Segoe UI, Roboto, sans-serif"
 _MEMORY = {
@@ -45,7 +45,7 @@ _NAMES = {
 
 
 def draw_plan(plan: LayoutPlan, most: int = 12) -> str:
-    """Return an SVG of the best layouts, and of those that lack memory, at most so many."""
+    """Return an SVG of the best layouts, and of layouts that lack memory, at most so many."""
     shown = [layout for layout in plan.layouts if layout.memory.total][:most]
     height = 150 + _ROW * len(shown) + 40
     svg = Element("svg", {"xmlns": "http://www.w3.org/2000/svg", "viewBox": f"0 0 {_WIDTH:g} {height:g}"})

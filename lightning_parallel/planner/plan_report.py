@@ -13,9 +13,12 @@ from rich.text import Text
 from lightning_parallel.planner.layouts import Layout
 from lightning_parallel.planner.plans import LayoutPlan
 from lightning_parallel.planner.rank_memory import state_variants
-from lightning_parallel.tracing.spans import bytes_text, count_text, seconds_text
+from lightning_parallel.tracing.spans import bandwidth_text, bytes_text, count_text, seconds_text
 
 __all__ = ["layout_yaml", "plan_text", "strategy_arguments"]
+
+WORTHWHILE = 0.05
+"""Share of a step that compression must save: less is lost in what the predictions leave out."""
 
 _MEANINGS = {
     "compute": "computation",
@@ -33,10 +36,10 @@ def plan_text(plan: LayoutPlan, rows: int = 20, with_yaml: bool = True) -> Rende
     described = plan.best if with_yaml else plan.best[:1]
     shown = plan.layouts[:rows]
     possible = [layout for layout in shown if not layout.refusal]
-    advice = [Text(text, style="bold") for text in (simplest(plan),) if text]
+    advice = [Text(text, style="bold") for text in (simplest(plan), compression(plan)) if text]
     parts: list[RenderableType] = [_alone(plan), *advice, *([_table(plan, possible)] if possible else [])]
     refused = [(layout, layout.refusal) for layout in shown if layout.refusal]
-    # Those of the layouts that are described below are told there.
+    # A layout that is described below has its warnings there.
     warned = [(layout, text) for layout in possible if layout not in described for text in layout.warnings]
     parts += [Text(line, style="yellow") for line in _listed("warnings", warned)]
     parts += [Text(line, style="dim") for line in _listed("impossible", refused)]
@@ -84,8 +87,24 @@ def simplest(plan: LayoutPlan) -> str:
     return ""
 
 
+def compression(plan: LayoutPlan) -> str:
+    """Say whether compressed gradients make the best layout faster; empty where no full gradients are reduced."""
+    best = plan.best[0] if plan.best else plan.alone
+    if best.compressed_reduction_s is None:
+        return ""
+    data, pipeline, tensor = best.mesh.shape
+    step_s = best.step.total - best.step.reduction + best.compressed_reduction_s
+    verb = "pays" if step_s < (1 - WORTHWHILE) * best.step.total else "does not pay"
+    # As `collective_s`: a link that was measured in a group of this size says more than the link of two ranks.
+    link = plan.cluster.group_links.get(data) or plan.cluster.link_of(pipeline * tensor, data)
+    return (
+        f"Gradient compression {verb} in layout 1, over {bandwidth_text(link.bytes_per_s)} between replicas: a step"
+        f" takes {seconds_text(step_s)} with `Quantize(8)` and {seconds_text(best.step.total)} without it."
+    )
+
+
 def _is_plain(layout: Layout) -> bool:
-    """Tell whether Lightning's DDP runs the layout."""
+    """Return whether Lightning's DDP runs the layout."""
     mesh = layout.mesh
     return mesh.data_parallel > 1 and mesh.pipeline_parallel == mesh.tensor_parallel == 1 and not layout.zero_stage
 

@@ -47,10 +47,10 @@ class LayoutPlan:
         model: Class of the model.
         cluster: Where it is to run.
         precision: As Lightning names it.
-        layouts: The best schedule of each mesh: the possible ones, most samples per second first, then the others.
+        layouts: The best schedule of each mesh: possible layouts by samples per second, then impossible layouts.
         alone: The model on one device.
         measured: Whether the parts of the model were run here.
-        notes: What was assumed.
+        notes: Assumptions of the plan.
         accumulated: Batches of each replica in an optimizer step, as the project has it.
     """
 
@@ -132,13 +132,13 @@ def plan(
     """Predict every layout of `cluster`, and sort them.
 
     Args:
-        module: The model, whole; its parameters may be on the meta device. It stays as it is.
-        batch: What one replica's loader gives.
+        module: The full model, which is not changed; its parameters may be on the meta device.
+        batch: A batch of one replica's loader.
         cluster: Devices and links.
         precision: As Lightning names it.
         step: Runs the step of a module on a batch; by default its `training_step`.
-        optimizers: By default those of the module's `configure_optimizers`; Adam where that fails.
-        global_batch: Samples of an optimizer step; None: those of all loaders, `accumulated` batches of each.
+        optimizers: By default the optimizers of `configure_optimizers`; Adam where that method fails.
+        global_batch: Samples of an optimizer step; None: `accumulated` batches of each loader.
         accumulated: Batches of each replica in an optimizer step, the project's `accumulate_grad_batches`.
         tensor_plan, sequence_parallel, layers: See `HybridParallelStrategy`.
         measured: Whether parts of the model are run here; None: on a cluster of processors like this one, if they are
@@ -176,7 +176,7 @@ def plan(
 
 
 def _notes(rehearsal: Rehearsal) -> list[str]:
-    """Return what the plan takes for granted."""
+    """Return the assumptions of the plan."""
     cluster: Cluster = rehearsal.cluster
     notes = [f"assumed links: {cluster.assumed_links}"] if cluster.assumed_links else []
     if rehearsal.has_guessed and not rehearsal.measured:
@@ -193,7 +193,7 @@ def _busy_cores(cluster: Cluster) -> int:
 
 
 def _check_step(rehearsal: Rehearsal, module: nn.Module) -> None:
-    """Refuse what is wrong with the step itself, which is no matter of layouts."""
+    """Refuse a step that fails by itself, whatever the layout."""
     try:
         rehearsal.costs(1, 1)
     except Exception as error:  # the user's code
@@ -216,7 +216,7 @@ def _search(search: LayoutSearch, cluster: Cluster) -> tuple[Layout, ...]:
 
 
 def meshes(cluster: Cluster) -> Iterator[Mesh]:
-    """Yield the meshes of a cluster, but those whose tensor axis is longer than two nodes."""
+    """Yield the meshes of a cluster, without meshes whose tensor axis is longer than two nodes."""
     ranks = cluster.num_devices
     for tensor in _divisors(ranks):
         if tensor <= 2 * cluster.ranks_per_node:

@@ -28,13 +28,13 @@ __all__ = ["Held", "ModelParts", "RankMemory", "optimizer_copies", "stage_memory
 
 @dataclass(frozen=True)
 class Held:
-    """The parameters of a part of the model, as one rank holds them.
+    """The parameters of a part of the model that one rank holds.
 
     Attributes:
-        trained_bytes: Of those with a gradient.
-        frozen_bytes: Of the others.
-        largest_bytes: The largest trained one.
-        count: Trained tensors.
+        trained_bytes: Bytes of the parameters with a gradient.
+        frozen_bytes: Bytes of the frozen parameters.
+        largest_bytes: Bytes of the largest trained parameter.
+        count: Number of trained parameters.
     """
 
     trained_bytes: int = 0
@@ -69,12 +69,12 @@ class RankMemory:
 
     Attributes:
         parameters: Trained and frozen.
-        gradients: Of the trained ones, and a new one that is added to those of earlier microbatches.
-        optimizer: Its state.
-        activations: What layers keep from forward to backward, of all microbatches in flight.
-        logits: The same of what follows the layers: the head and the loss.
+        gradients: Gradients, and a new gradient that is added to the sum over earlier microbatches.
+        optimizer: State of the optimizer.
+        activations: Tensors that layers keep from forward to backward, of all microbatches in flight.
+        logits: Tensors that the head and the loss keep likewise.
         buckets: Gradients on their way between replicas.
-        reserved: What the device's runtime and its communicators take.
+        reserved: Memory of the device's runtime and its communicators.
     """
 
     parameters: float = 0.0
@@ -98,15 +98,15 @@ class RankMemory:
         zero_stage: int = 0,
         reserved: float = 0.0,
     ) -> RankMemory:
-        """Add up what a rank holds.
+        """Add up the bytes of a rank.
 
         Args:
-            held: Its parameters.
+            held: The parameters of the rank.
             copies: Bytes for each byte of a trained parameter: itself, its gradient, the state. See `optimizer_copies`.
             accumulates: Whether several microbatches add to one gradient.
             activations, logits, reserved: See the attributes.
-            replicas: Of the model.
-            zero_stage: What these divide: 1, the optimizer's state; 2, gradients, too.
+            replicas: Number of replicas.
+            zero_stage: 1 divides the optimizer's state over the replicas; 2 gradients, too.
         """
         gradients: float = held.trained_bytes + (held.largest_bytes if accumulates else 0)
         optimizer = held.trained_bytes * max(0.0, copies - 2)
@@ -114,11 +114,11 @@ class RankMemory:
         buckets: float = held.trained_bytes if replicas > 1 else 0
         if zero_stage > 0 and replicas > 1:
             optimizer /= replicas
-            # Those of updated parameters: this rank's slices, and all slices.
+            # Buckets of updated parameters: this rank's slices, and all slices.
             few = min(held.trained_bytes, (MOST_IN_FLIGHT + 1) * BUCKET_BYTES)
             buckets = max(buckets if zero_stage == 1 else 0, few * (1 + 1 / replicas))
             if zero_stage == 2 and not accumulates:
-                # Whole ones are freed as they are sent; at last there are slices.
+                # Full gradients are freed as they are sent; at last there are slices.
                 gradients = max(min(held.trained_bytes, BUCKET_BYTES), held.trained_bytes / replicas)
         return cls(held.parameter_bytes, gradients, optimizer, activations, logits, buckets, reserved)
 
@@ -200,7 +200,7 @@ class ModelParts:
         return cls(first, layers, [value for name, value in outside if last in used[name] and last > 0])
 
     def held(self, counts: Sequence[int], ranks: Sequence[int]) -> list[Held]:
-        """Return what each rank of a pipeline holds, of stages with so many layers; each parameter once."""
+        """Return the parameters of each rank of a pipeline with so many layers per stage; each parameter once."""
         if not self.layers:
             return [Held.of(self.prologue)]
         found: list[list[nn.Parameter]] = [[] for _ in range(max(ranks) + 1)]
@@ -246,7 +246,7 @@ def _state_copies(optimizer: Optimizer) -> float:
 
 
 def _keeps_tensors_elsewhere(optimizer: Optimizer) -> bool:
-    """Tell whether a step of a shallow copy could change something of the optimizer, such as weights in a list."""
+    """Return whether a step of a shallow copy could change the optimizer itself, such as weights in a list."""
     usual = vars(SGD([nn.Parameter(torch.zeros(1))])).keys() | {"step"}
     own = vars(optimizer)
     return bool(usual - {"step"} - own.keys()) or not all(

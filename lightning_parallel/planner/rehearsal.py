@@ -1,11 +1,11 @@
-"""What a model costs on one of t tensor-parallel ranks: the real division for a group of which only one rank is there.
+"""The costs of a model on one of t tensor-parallel ranks: a real division, for a group of which one rank is there.
 
     rehearsal = Rehearsal(module, batch, cluster)
     rehearsal.costs(tensor=4, microbatches=8)       # seconds and bytes of prologue, layers and epilogue
 
-The copy of the module that is divided has no data, its parts get random ones while they run. They run for real where
-the device is this one, so that what is measured is a rank's part and not a share of the whole; else on tensors without
-data, and the time is that of the roofline model. Messages take what the alpha-beta model says.
+The divided copy of the module has no data; its parts get random data while they run. If the device is this machine's
+processor, a rank's part runs for real, and its time is measured. Otherwise it runs on tensors without data, and the
+roofline model gives the time. The alpha-beta model gives the time of messages.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ from __future__ import annotations
 import copy
 import inspect
 import warnings
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import accumulate, pairwise
@@ -23,6 +23,7 @@ from typing import Any, Literal, get_args
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
+from torch.func import functional_call
 
 from lightning_parallel.comm import Group
 from lightning_parallel.compat.torch import FakeTensorMode, storage_address
@@ -54,8 +55,8 @@ def without_data(module: nn.Module, dtype: torch.dtype | None = None) -> nn.Modu
     """Return a copy of `module` whose parameters are on the meta device; buffers keep their values, or have zeros.
 
     Args:
-        module: The model; it stays as it is. What cannot be copied, such as its Trainer, is shared.
-        dtype: Of the copy's floating-point parameters; by default their own.
+        module: The model, which is not changed. Its Trainer, which cannot be copied, is shared.
+        dtype: Dtype of the copy's floating-point parameters; None keeps their dtypes.
     """
     memo: dict[int, Any] = {}
     for parameter in module.parameters():
@@ -124,7 +125,7 @@ class PartCosts:
 
     @classmethod
     def of(cls, costs: Costs) -> PartCosts:
-        """Divide what was measured by a clock of `_Seconds`."""
+        """Divide costs that a clock of `_Seconds` measured."""
         compute, messages = ([_taken(part, which) for part in _parts(costs)] for which in (0, 1))
         return cls(*(Costs(tuple(parts[1:-1]), parts[0], parts[-1]) for parts in (compute, messages)))
 
@@ -182,11 +183,11 @@ class Divided:
 
 
 class Rehearsal:
-    """Finds out what a model costs when it is divided, without the other ranks, and without its data.
+    """Finds the costs of a divided model, without other ranks, and without its data.
 
     Args:
-        module: The model, whole; its parameters may be on the meta device. It stays as it is.
-        batch: What one replica gets for a step.
+        module: The full model, which is not changed; its parameters may be on the meta device.
+        batch: The batch of one replica for a step.
         cluster: Where it is to run.
         step: Runs the step of a module on a batch; by default its `training_step`.
         precision: As Lightning names it.
@@ -307,7 +308,7 @@ class Rehearsal:
         return self._costs[key]
 
     def forget(self) -> None:
-        """Measure again what is asked for again."""
+        """Drop the costs, so that the next question measures again."""
         self._costs.clear()
 
     def count(self, quantity: Quantity, tensor: int, microbatches: int = 1) -> Costs:
@@ -328,7 +329,7 @@ class Rehearsal:
             return self._run(tensor, batch, now, repeats)
 
     def _clock(self, quantity: Quantity, tensor: int, context: ExitStack) -> tuple[Callable[[], float], int]:
-        """Return what is read before and after each part, and how often each is run."""
+        """Return the clock to read before and after each part, and the number of runs of each part."""
         if quantity == "seconds" and self.measured:
             clock = clock_here()
             return lambda: _Seconds(clock(), self._message_s(tensor)), 9
@@ -383,47 +384,45 @@ def training_step(module: nn.Module, batch: Any) -> Tensor:
     return loss_of(function(batch, 0) if takes_index else function(batch))
 
 
+class _Step(nn.Module):
+    """A step as the forward of a module around the model, so that `functional_call` can run it with other tensors."""
+
+    def __init__(self, model: nn.Module, step: Callable[[Any], Any]) -> None:
+        super().__init__()
+        self.model = model
+        self.step = step
+
+    def forward(self, batch: Any) -> Any:
+        """Run the step."""
+        return self.step(batch)
+
+
 def _whole_step(
     module: nn.Module, step: Callable[[Any], Any], batch: Any, now: Callable[[], float], repeats: int
 ) -> Costs:
     """Measure the step of a model that no pipeline can cut; all of it counts as prologue."""
     found = []
-    with _loaded(module) as parameters:
-        addresses = {storage_address(value.untyped_storage()) for value in parameters}
-        for _ in range(repeats):
-            saved: dict[int, int] = {}
+    wrapper = _Step(module, step)
+    # Zeros, or no data in a mode without data; `functional_call` gives tied parameters the same tensor.
+    values: dict[str, Tensor] = {
+        name: nn.Parameter(torch.zeros(value.shape, dtype=value.dtype), value.requires_grad)
+        for name, value in wrapper.named_parameters()
+    }
+    addresses = {storage_address(value.untyped_storage()) for value in values.values()}
+    for _ in range(repeats):
+        saved: dict[int, int] = {}
 
-            def note(tensor: Tensor, saved: dict[int, int] = saved) -> Tensor:
-                saved[storage_address(tensor.untyped_storage())] = tensor.untyped_storage().nbytes()
-                return tensor
+        def note(tensor: Tensor, saved: dict[int, int] = saved) -> Tensor:
+            saved[storage_address(tensor.untyped_storage())] = tensor.untyped_storage().nbytes()
+            return tensor
 
-            begun = now()
-            with torch.enable_grad(), saved_tensors_hooks(note, lambda tensor: tensor):
-                loss = step(batch)
-            forward = now() - begun
-            held = sum(size for address, size in saved.items() if address not in addresses)
-            begun = now()
-            loss.backward()
-            found.append(Cost(forward, now() - begun, 0.0, held))
+        begun = now()
+        with torch.enable_grad(), saved_tensors_hooks(note, lambda tensor: tensor):
+            loss = functional_call(wrapper, values, (batch,))
+        forward = now() - begun
+        held = sum(size for address, size in saved.items() if address not in addresses)
+        begun = now()
+        loss.backward()
+        found.append(Cost(forward, now() - begun, 0.0, held))
     found.sort(key=lambda cost: cost.total_s)
     return Costs((), found[(len(found) - 1) // 2])
-
-
-@contextmanager
-def _loaded(module: nn.Module) -> Iterator[list[Tensor]]:
-    """Give the parameters data inside the block: random, or none in a mode without data."""
-    tensors = list(module.parameters())
-    real = {parameter: torch.zeros(parameter.shape, dtype=parameter.dtype) for parameter in tensors}
-    copied = {id(parameter): nn.Parameter(value, parameter.requires_grad) for parameter, value in real.items()}
-    places = [
-        (child, name, value)
-        for child in module.modules()
-        for name, value in child.named_parameters(recurse=False, remove_duplicate=False)
-    ]
-    for child, name, value in places:
-        setattr(child, name, copied[id(value)])
-    try:
-        yield list(copied.values())
-    finally:
-        for child, name, value in places:
-            setattr(child, name, value)

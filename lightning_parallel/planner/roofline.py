@@ -1,4 +1,4 @@
-"""Operations counted as they run, and what they take on a device that need not be there: the roofline model.
+"""Operations counted as they run, and their time on a device that need not be there: the roofline model.
 
 An operation takes as long as its products at the device's peak, or as its tensors through the device's memory,
 whichever is longer, and at least as long as it takes to start it.
@@ -53,7 +53,7 @@ def flops_of(func: Any, args: Any, kwargs: Any, out: Any) -> int | None:
 
 
 class Roofline(TorchDispatchMode):
-    """Adds up what the operations inside the block would take on `device`, forward and backward.
+    """Adds up the time of the operations inside the block on `device`, forward and backward.
 
     Where tensors have no data, a step that asks for a value (`item()`, `if mask.all()`) gets False, or one.
 
@@ -76,10 +76,10 @@ class Roofline(TorchDispatchMode):
             out = func(*args, **(kwargs or {}))
         except DataDependentOutputException:
             self.has_guessed = True
-            # `if x.isnan().any()` mostly asks for what is not so; a number may become a size, or divide.
+            # `if x.isnan().any()` is mostly False; a number may become a size, or a divisor.
             kind = args[0].dtype
             return False if kind == torch.bool else 1.0 if kind.is_floating_point else 1
-        # A view is no work; what writes into its argument is.
+        # A view is no work; a write into an argument is.
         if any(value.alias_info and not value.alias_info.is_write for value in schema_of(func).returns):
             return out
         flops = flops_of(func, args, kwargs, out) or 0

@@ -1,7 +1,7 @@
 """Simulation of ranks that share cores: actions that run at the same time slow each other down.
 
-`pipeline.simulate` gives each rank a device of its own. Where there are fewer cores than ranks, what one rank does not
-use in its bubble others do, so a step takes at least all ranks' work over the cores, and mostly not much more.
+`pipeline.simulate` gives each rank one device. Where there are fewer cores than ranks, other ranks use a core during
+the bubble of one rank. So a step takes at least all ranks' work over the cores, and mostly not much more.
 """
 
 from __future__ import annotations

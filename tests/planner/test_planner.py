@@ -4,6 +4,7 @@ import io
 import json
 import os
 import re
+from dataclasses import replace
 from functools import partial, wraps
 from itertools import pairwise
 from xml.etree.ElementTree import fromstring
@@ -28,7 +29,7 @@ from lightning_parallel.pipeline import analysis
 from lightning_parallel.pipeline.analysis import analyze
 from lightning_parallel.pipeline.schedule import build_schedule
 from lightning_parallel.pipeline.simulate import Cost, Link, simulate
-from lightning_parallel.planner import Cluster, RankMemory, device_named, plan, plans
+from lightning_parallel.planner import Cluster, RankMemory, device_named, layouts, plan, plans
 from lightning_parallel.planner.collective_costs import collective_s, flat_collective_s
 from lightning_parallel.planner.hardware import Device
 from lightning_parallel.planner.layouts import LayoutSearch
@@ -41,6 +42,7 @@ from lightning_parallel.planner.shared_cores import shared_makespan_s
 from lightning_parallel.strategies.auto_parallel import accumulated_batches, first_of_loaders
 from lightning_parallel.tensor.auto_plan import make_plan
 from lightning_parallel.tensor.plan import apply_plan
+from lightning_parallel.tracing.spans import seconds_text
 from lightning_parallel.tracing.units import parse_bandwidth, parse_bytes
 from tests.examples.test_gpt import GPT, on_every_rank
 from tests.harness import distributed, recorded_communication, run
@@ -667,6 +669,36 @@ def test_accumulated_batches_share_one_reduction_and_one_update():
     assert accumulated_batches(None, GradientAccumulationScheduler({0: 2, 5: 8})) == 2
     with pytest.raises(ValueError, match="at least 1 batch in an optimizer step"):
         plan(Model(), tokens(), cluster(), accumulated=0)
+
+
+def test_the_plan_says_whether_compression_pays():
+    said = {}
+    for name, (node_link, options) in {
+        "slow": (Link(1e-6, 1e5), {}),
+        "fast": (Link(1e-9, 1e12), {}),
+        "sliced": (Link(1e-6, 1e5), {"zero_stages": (2,)}),
+    }.items():
+        small = Cluster(SMALL, 2, 2, node_link, memory_bytes=1e9)
+        found = plan(Model(), tokens(), small, measured=False, **options)
+        data = next(layout for layout in found.possible if layout.mesh == Mesh(2, 1, 1))
+        # Only replicas are compared: at such a link another layout is faster.
+        found = replace(found, layouts=(data,))
+        said[name] = data, one_line(text_of(found, 80))
+    data, text = said["slow"]
+    gradients = 4 * sum(parameter.numel() for parameter in Model().parameters())
+    kernels_s = layouts.COMPRESSION_PASSES * gradients / 1e9
+    # Two ranks, a ring: each sends half of the bytes twice.
+    assert data.step.reduction == pytest.approx(gradients / 1e5, rel=0.02)
+    assert data.compressed_reduction_s == pytest.approx(gradients / 4e5 + kernels_s, rel=0.02)
+    step_s = data.step.total - data.step.reduction + data.compressed_reduction_s
+    assert (
+        "Gradient compression pays in layout 1, over 0.0001 GB/s between replicas: a step takes"
+        f" {seconds_text(step_s)} with `Quantize(8)` and {seconds_text(data.step.total)} without it." in text
+    )
+    assert "Gradient compression does not pay in layout 1, over 1,000 GB/s" in said["fast"][1]
+    data, text = said["sliced"]
+    assert data.compressed_reduction_s is None
+    assert "compression" not in text
 
 
 def text_of(found, width):
