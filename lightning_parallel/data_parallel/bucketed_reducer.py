@@ -73,14 +73,14 @@ class GradientReducer:
     gradients accumulate; the next `reduce()` takes what has accumulated.
 
     Args:
-        parameters: The parameters by name; a shared one under one of its names. Frozen ones are left out for as long
-            as they are frozen.
+        parameters: The parameters by name; a shared one under one of its names. Frozen parameters are left out until
+            they are unfrozen.
         group: The data-parallel group.
         bucket_bytes: Size at which a bucket is full.
         compression: Computes the mean instead.
-        side_group: An extra group of the same ranks, which nobody else uses: there compression runs while backward
-            does. Without it, it runs after backward, with all gradients at once.
-        second_group: Another one, with which two buckets are compressed at once; see `GradientSession`.
+        side_group: An extra group of the same ranks, for this reducer alone: there compression runs during backward.
+            Without the group, compression runs after backward, with all gradients at once.
+        second_group: Another such group, with which two buckets are compressed at once; see `GradientSession`.
         replica_group: Ranks that hold the rest of the model. A gradient that is not finite on any of them makes the
             compressors of all of them drop the step.
         prepare: Called with the gradients of `prepare_names` before they are reduced, to complete partial ones in
@@ -91,9 +91,9 @@ class GradientReducer:
         applied: False if a compressor has found a gradient that is not finite and dropped the last step; the same on
             all ranks.
         reduced: The parameters whose gradients the compressor was given in the last step.
-        traffic: Buckets of gradients under way; compressors have copies of their own.
-        observer: Called with the gradients of each bucket before they are sent, if it is set; with those that have
-            changed since, once more.
+        traffic: Buckets of gradients under way, without the copies that compressors hold.
+        observer: If set, called with the gradients of each bucket before they are sent. Gradients that change
+            afterwards are passed once more.
     """
 
     def __init__(
@@ -136,7 +136,7 @@ class GradientReducer:
 
         Args:
             parameters: By name.
-            prepare_names: Those whose gradients are completed first, if others than before.
+            prepare_names: Parameters whose gradients are completed first; None leaves them unchanged.
         """
         self._parameters = dict(parameters)
         if prepare_names is not None and self._prepare is not None:
@@ -152,7 +152,7 @@ class GradientReducer:
         self.remove()
         self._trainable = trainable
         self._active = {name: parameter for name, parameter in self._parameters.items() if parameter.requires_grad}
-        # A bucket with a frozen parameter would never be full, and those after it would never start.
+        # A bucket with a frozen parameter would never be full, and later buckets would never start.
         self._buckets = self._create_buckets()
         self._bucket_of = {name: bucket for bucket in self._buckets for name in bucket.names}
         self._completed &= self._active.keys()
@@ -195,8 +195,8 @@ class GradientReducer:
         """Register gradients that were put in place, rather than accumulated by autograd.
 
         Args:
-            parameters: Whose they are.
-            changed: Those among them that have changed since `start`.
+            parameters: The parameters with these gradients.
+            changed: Parameters among them whose gradients have changed since `start`.
         """
         # By identity: comparing tensors would compare their elements.
         marked, stale = set(map(id, parameters)), set(map(id, changed))
@@ -256,25 +256,25 @@ class GradientReducer:
                 return
             bucket = self._bucket_of[name]
             bucket.ready.add(name)
-            bucket.stale |= bucket.launched  # accumulated again: what was sent is not the whole
+            bucket.stale |= bucket.launched  # accumulated again: the message held a part only
             self._launch_ready()
 
         return ready
 
     def start(self, names: Iterable[str]) -> None:
-        """Begin to reduce gradients that are in `.grad` and final; buckets start once all that are in them are.
+        """Begin to reduce final gradients in `.grad`; a bucket starts once all its gradients are final.
 
         The next `reduce()` needs the same gradients there.
         """
         if self._overlaps:
             for name in self._active.keys() & set(names) - self._prepare_names:
-                # A compressor is given what some replica has used only, which `reduce` finds out; a mean can wait.
+                # A compressor gets only parameters that some replica has used, as `reduce` finds out; a mean can wait.
                 if self._compression is None or self._is_used(name):
                     self._bucket_of[name].ready.add(name)
             self._launch_ready()
 
     def cancel(self) -> None:
-        """Forget what was started, if `reduce()` did not follow."""
+        """Forget the buckets that were started, if `reduce()` did not follow."""
         if self._next > 0:
             for bucket in self._buckets[: self._next]:
                 if bucket.pending is not None:
@@ -395,10 +395,10 @@ class GradientReducer:
         if not names:
             prepare(gradients)
             return
-        # With the gradients, so that it costs no message of its own; an unknown name is summed as a whole.
+        # The flags travel with the gradients, which saves a message; an unknown name is summed in full.
         used = gradients[names[0]].new_tensor([float(name not in unused) for name in names])
         prepare({**gradients, "": used})
-        # Asked only where it is not known already, since the host waits for the answer.
+        # Read only if this rank needs the answer, since the host waits for it.
         for name, count in zip(names, used.tolist()) if unused else ():
             if not count:
                 self._active[name].grad = None
@@ -406,8 +406,8 @@ class GradientReducer:
     def _exchange_use(self) -> set[str]:
         """Return the names with a gradient on any replica, and adopt which buckets any replica found stale or sent.
 
-        A plain mean leaves a gradient of an earlier step as it is, but a compressor would take it for a new one: with
-        compression only gradients that came since the last reduction count.
+        A plain mean of an old gradient is that gradient again. A compressor would add it once more, so with compression
+        only gradients since the last reduction count.
         """
         only = self._active if self._compression is None else self._accumulated
         flags = [self._is_used(name) and name in only for name in self._active]
@@ -419,7 +419,7 @@ class GradientReducer:
         shared = comm.on_any_rank(flags, self.group)
         for bucket, stale in zip(self._buckets, shared[len(self._active) :]):
             bucket.stale = stale
-        # A rank that has launched nothing must still take part in the collectives of those that have.
+        # A rank that has launched nothing must still take part in the collectives of ranks that have.
         self._launched_anywhere = shared[-1]
         return {name for name, flag in zip(self._active, shared) if flag}
 
@@ -436,7 +436,7 @@ class GradientReducer:
         return session.finish()
 
     def _finish_early(self, used: set[str]) -> bool:
-        """Compress what is left and put the means in place; False if a gradient has changed since it was sent."""
+        """Compress the remaining buckets and put the means in place; False if a gradient changed after it was sent."""
         for bucket in self._buckets[self._next :]:  # where a rank has launched one, its parameters are all in use
             self._compress_early({name: self._gradient_of(name) for name in bucket.names if name in used})
         session = self._overlapped_session()

@@ -1,11 +1,11 @@
-"""Local SGD: replicas take optimizer steps of their own, and average now and then how far they have drifted.
+"""Local SGD: replicas step independently, and average their drift now and then.
 
     a     anchor: the parameters on which all replicas last agreed
     x     a replica's parameters, after local steps
     d     mean over the replicas of a - x, by a reducer that may compress it, with its error feedback
     a'    a - d, or a step of the outer optimizer from a with d as gradient
 
-Afterwards x = a'. An exchange that runs beside further steps keeps what these change: x = a' + (x now - x then).
+Afterwards x = a'. An exchange that overlaps with further steps keeps their changes: x = a' + (x now - x then).
 
     steps      1   2   3   4   5   6   7   8          every_n_steps = 4, two fragments, overlap_steps = 1
     fragment 0             [---]           [---]      [ drift is sent    ] mean is taken
@@ -53,7 +53,7 @@ class DriftExchange:
     Replicas must begin equal, and call `count_step` and `flush` after the same steps.
 
     Args:
-        parameters: The parameters by name, those that are trained and those that may be.
+        parameters: The parameters by name, including frozen ones that may be trained later.
         group: The replicas.
         reducer: Computes the mean of the drifts.
         outer: Makes the optimizer of the outer step from the parameters; None for the plain mean.
@@ -61,12 +61,12 @@ class DriftExchange:
         fragments: Number of parts in which the parameters are exchanged, one after the other.
         average_first: So many first exchanges are plain means.
         overlap_steps: Local steps from the sending of a drift to the taking of its mean; 0 waits for it.
-        side_group: An extra group of the same replicas that nobody else uses, where exchanges overlap with steps.
+        side_group: An extra group of the same replicas, for this exchange alone, so that it overlaps with steps.
         replica_group: Ranks that hold the rest of the model.
-        first: Parameters that belong to the first fragment: those that several ranks of a replica hold.
-        complete: Called with the means of a fragment, on every rank, to make equal what several ranks hold.
-        on_return: Called when this replica has returned to the anchor, as its drift was not finite: what else it
-            remembers of its steps may not be finite either.
+        first: Names of the first fragment: the parameters that several ranks of a replica hold.
+        complete: Called with the means of a fragment, on every rank, to make means equal on the ranks that share them.
+        on_return: Called when this replica has returned to the anchor, as its drift was not finite. Its optimizer
+            state may not be finite either.
 
     Attributes:
         outer: The optimizer of the outer step, if there is one.
@@ -127,7 +127,7 @@ class DriftExchange:
 
     @property
     def others(self) -> list[nn.Parameter]:
-        """Parameters without an anchor: those that are not trained, though the module may change them by itself."""
+        """Parameters without an anchor: they are not trained, but the module may still change them."""
         return [value for name, value in self._parameters.items() if name not in self._anchor]
 
     @property
@@ -139,12 +139,12 @@ class DriftExchange:
     def begin(self) -> None:
         """Take the parameters, equal on all replicas now, as the anchor; called before the first local step.
 
-        Called again it adds parameters that are trained since: what all replicas have frozen does not drift.
+        Another call adds the parameters that were unfrozen since. Frozen parameters do not drift.
         """
         added = [name for name, value in self._parameters.items() if value.requires_grad and name not in self._anchor]
         if not added:
             return
-        # Those that are anchored may have drifted, and the fragments are divided anew.
+        # Anchored parameters may have drifted, and the fragments are divided anew.
         self.flush()
         for name in added:
             self._anchor[name] = self._parameters[name].detach().clone(memory_format=torch.preserve_format)
@@ -159,12 +159,12 @@ class DriftExchange:
 
     @torch.no_grad()
     def take_anchor(self) -> None:
-        """Take the parameters, equal on all replicas, as the anchor, where something else than steps has set them."""
+        """Take the parameters, equal on all replicas, as the anchor, after something else than steps has set them."""
         for name, value in self._anchor.items():
             value.copy_(self._parameters[name])
 
     def move(self) -> None:
-        """Take note of a step that does not count: that of another optimizer, which may follow on an exchange."""
+        """Note a step of another optimizer, which does not count, and may follow on an exchange."""
         for fragment in self._fragments:
             fragment.has_moved = True
 
@@ -235,7 +235,7 @@ class DriftExchange:
         if self.overlap_steps > 0:
             fragment.start = {name: self._parameters[name].detach().clone() for name in fragment.names}
         fragment.has_moved, fragment.age = False, 0
-        # A stage may have nothing in a fragment, and takes part in what the replica agrees on all the same.
+        # A stage without a parameter in the fragment still takes part in the agreement of the replica.
         fragment.means = self._session.add(drift) if drift else dict
 
     def _end(self, fragment: _Fragment) -> None:
@@ -244,7 +244,7 @@ class DriftExchange:
         means = fragment.means()
         self._complete(means)
         moved = {name: self._parameters[name].detach() - start for name, start in fragment.start.items()}
-        # Equal on all replicas. A codec may have overflowed, as that of fp16 at 65504.
+        # Equal on all replicas. A codec may have overflowed, as fp16 does at 65504.
         if self._is_any_nonfinite(means.values()):
             self.failed += 1
         else:
@@ -282,7 +282,7 @@ class DriftExchange:
                 parameter.grad = before[name]
 
     def _is_any_nonfinite(self, tensors: Iterable[Tensor]) -> bool:
-        """Tell whether a tensor holds a value that is not finite, on any rank of this replica."""
+        """Return whether a tensor holds a value that is not finite, on any rank of this replica."""
         # The largest absolute value, as a norm of finite values may be infinite.
         largest = [torch.linalg.vector_norm(tensor, float("inf")) for tensor in tensors if tensor.numel()]
         is_finite = not largest or bool(torch.stack([value.float() for value in largest]).isfinite().all())
@@ -294,13 +294,13 @@ class DriftExchange:
         for name, value in self._anchor.items():
             self._parameters[name].copy_(value)
         for fragment in self._fragments:
-            # What is on its way was sent before, and was finite; what moved since is forgotten.
+            # The drift under way was sent before, and was finite; later moves are forgotten.
             fragment.start = {name: self._anchor[name].clone() for name in fragment.start}
         self._on_return()
 
 
 def _divided(sizes: Mapping[str, int], count: int, first: Collection[str]) -> list[list[str]]:
-    """Divide names, in order, into `count` runs of about equal size; those of `first` go into the first run."""
+    """Divide names, in order, into `count` runs of about equal size; `first` goes into the first run."""
     runs: list[list[str]] = [[name for name in sizes if name in first], *([] for _ in range(count - 1))]
     others = {name: size for name, size in sizes.items() if name not in first}
     total, filled = sum(others.values()), 0

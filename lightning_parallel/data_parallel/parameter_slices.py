@@ -4,7 +4,7 @@
 
 A parameter is narrow while its data and its gradient are this replica's slice, and whole otherwise. It stays the same
 object: parameter groups, schedulers and clipping go on as if nothing had happened, and an optimizer that treats each
-element by itself cannot tell. When parameters become whole again, the replicas gather what each has updated.
+element by itself cannot tell. When parameters become whole again, the replicas gather the updated slices.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class ParameterSlices:
     """Divides the parameters of a module over the replicas for the time of optimizer steps.
 
     Args:
-        parameters: The module's parameters on this rank, by name; those of no dimension are not divided.
+        parameters: The module's parameters on this rank, by name; scalars are not divided.
         group: The data-parallel group.
         bucket_bytes: About how much is gathered in one message.
 
@@ -78,7 +78,7 @@ class ParameterSlices:
     # ------------------------------------------------------------------------------------------------ which elements
 
     def divides(self, parameter: Tensor) -> bool:
-        """Tell whether a parameter is divided."""
+        """Return whether a parameter is divided."""
         return id(parameter) in self._parameters
 
     def width(self, numel: int) -> int:
@@ -107,7 +107,7 @@ class ParameterSlices:
     # ----------------------------------------------------------------------------------------------- narrow and whole
 
     def is_narrow(self, parameter: Tensor) -> bool:
-        """Tell whether a parameter's data are this replica's slice now."""
+        """Return whether a parameter's data are this replica's slice now."""
         return parameter in self._whole
 
     def whole_shape(self, parameter: Tensor) -> torch.Size:
@@ -120,7 +120,7 @@ class ParameterSlices:
         self._freed.clear()
 
     def has_freed(self, parameter: Tensor) -> bool:
-        """Tell whether a parameter had a gradient in the last step, of which nothing is left."""
+        """Return whether a parameter had a gradient in the last step, of which nothing is left."""
         return id(parameter) in self._freed
 
     @torch.no_grad()
@@ -164,7 +164,7 @@ class ParameterSlices:
             each.wait()
 
     def _is_in_rows(self, parameter: nn.Parameter) -> bool:
-        """Tell whether the slices of a large parameter are the rows of its memory; the same on all replicas."""
+        """Return whether the slices of a large parameter are the rows of its memory; the same on all replicas."""
         numel = parameter.numel()
         is_large = numel * parameter.element_size() >= _DIRECT_BYTES * self.group.size
         return is_large and parameter.is_contiguous() and self.width(numel) * self.group.size == numel
@@ -202,9 +202,9 @@ class ParameterSlices:
     # -------------------------------------------------------------------------------------------------- state dicts
 
     def keep_states_whole(self, module: nn.Module) -> None:
-        """Let state dicts hold whole parameters, as they were before the step, where these are narrow; until `close`.
+        """Let state dicts hold whole parameters with the values before the step, where these are narrow; until `close`.
 
-        What a hook between backward and step saves would be this replica's slice.
+        Otherwise a hook between backward and step would save this replica's slice.
         """
         for hook in self._hooks:
             hook.remove()
@@ -216,7 +216,7 @@ class ParameterSlices:
     def _watch(self, owner: nn.Module) -> None:
         shown: list[tuple[Tensor, Tensor, Tensor | None]] = []
 
-        # Functions, since torch marks what it is given. Copies of a module have them, too, but no narrow parameters.
+        # Functions, since torch marks its hooks. Copies of a module have the hooks, too, but no narrow parameters.
         def before(module: nn.Module, *_: Any) -> None:
             for parameter in module.parameters(recurse=False):
                 if parameter in self._whole:
@@ -298,7 +298,7 @@ class ParameterSlices:
         return self.divides(parameter) and (parameter.requires_grad or parameter.grad is not None)
 
     def has_divided(self, optimizer: Optimizer) -> bool:
-        """Tell whether an optimizer updates slices."""
+        """Return whether an optimizer updates slices."""
         return any(known is optimizer for known in self._divided)
 
     @torch.no_grad()
@@ -309,7 +309,7 @@ class ParameterSlices:
                 state[key] = self.part_of_state(value, parameter)
 
     def part_of_state(self, value: Any, parameter: Tensor) -> Any:
-        """Return what this replica keeps of a value of the state of a whole parameter: a copy of its slice, or all."""
+        """Return this replica's part of a value of a whole parameter's state: a copy of its slice, or all."""
         if not self.divides(parameter) or not isinstance(value, Tensor) or value.shape != self.whole_shape(parameter):
             return value  # such as the count of steps
         return self.cut(value).clone()

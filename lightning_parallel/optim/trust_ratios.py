@@ -52,7 +52,7 @@ class TrustRatioOptimizer(Optimizer):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
-        # Copies and pickles of optimizers leave out what is neither state nor group.
+        # Copies and pickles of optimizers hold state and groups only.
         self.__dict__.setdefault("_given", set())
         self.__dict__.setdefault("_shapes", set())
 

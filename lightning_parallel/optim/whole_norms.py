@@ -16,7 +16,7 @@ __all__ = ["WholeNorms", "local_part"]
 
 
 def local_part(tensor: Tensor, like: Tensor) -> Tensor:
-    """Return what this rank holds of a tensor that is divided as `like`; of a plain tensor, itself."""
+    """Return this rank's part of a tensor that is divided as `like`; a plain tensor itself."""
     if not isinstance(tensor, DTensor):
         return tensor
     assert isinstance(like, DTensor)
@@ -29,7 +29,7 @@ def local_part(tensor: Tensor, like: Tensor) -> Tensor:
 class WholeNorms:
     """Takes 2-norms of whole parameters, and of tensors divided like them.
 
-    Knows whole parameters and those of `DTensor`s (FSDP2 and torch's tensor parallelism). A strategy that divides
+    Knows whole parameters and `DTensor`s (FSDP2 and torch's tensor parallelism). A strategy that divides
     parameters by itself gives optimizers a subclass, which tells by `groups` over which ranks a parameter is divided
     and by `part` which elements of its shard a rank counts, so that the ranks together count each once.
     """

@@ -1,8 +1,8 @@
 """How a model calls its blocks: seen in a run of its forward without data, up to the first of them or through all.
 
-A copy of the model on the meta device computes shapes only, so that it costs neither memory nor time. What it is given
-(tokens, hidden states, an image) is tried; the values of what its code makes of that, and gives to the block beside
-the hidden states, such as rotations and masks, do not matter to a comparison: they are random.
+A copy of the model on the meta device computes shapes only, so that it costs neither memory nor time. Several kinds of
+input are tried (tokens, hidden states, an image). The model's code makes further arguments of the block, such as
+rotations and masks. Their values do not matter to a comparison: they are random.
 """
 
 from __future__ import annotations
@@ -90,7 +90,7 @@ def block_call(root: nn.Module, path: str, group: Group, outermost: bool = False
 def _call_by(owner: nn.Module, path: str) -> tuple[tuple[Any, ...], dict[str, Any]] | str:
     """Return the arguments that the forward of `owner` gives to the block at `path`; why it does not, in a few words.
 
-    First without data; then, for code that looks at values or uses numpy, with those of the model and some tokens.
+    First without data; then, for code that looks at values or uses numpy, with the model's values and some tokens.
     """
     reason = ""
     possible = list(_possible_arguments(owner, owner.get_submodule(path)))
@@ -105,7 +105,7 @@ def _call_by(owner: nn.Module, path: str) -> tuple[tuple[Any, ...], dict[str, An
 
         run.get_submodule(path).register_forward_pre_hook(called, with_kwargs=True)
         try:
-            # Masks are made on the default device by those who train on one.
+            # Users who train on one device make masks on the default device.
             with torch.no_grad(), torch.device(_device_of(owner) if with_values else "meta"):
                 run(_example(given, owner) if with_values else given)
             reason = reason or f"`{type(owner).__name__}` does not call it"
@@ -113,7 +113,7 @@ def _call_by(owner: nn.Module, path: str) -> tuple[tuple[Any, ...], dict[str, An
             if _hidden(call.arguments) is not None:
                 return call.arguments
         except Exception as error:  # the user's code on an input it may not be made for
-            if given is possible[0]:  # last with values, where the reason is that of the user's code
+            if given is possible[0]:  # the last run has values, so its error comes from the user's code
                 line = next(iter(str(error).splitlines()), "")[:_LINE] or type(error).__name__
                 reason = f"`{type(owner).__name__}` stops before it: {line}"
     return reason
@@ -124,7 +124,7 @@ def _device_of(owner: nn.Module) -> torch.device:
 
 
 def _example(given: Tensor, owner: nn.Module) -> Tensor:
-    """Return an argument with values, of the shape and the type of one without."""
+    """Return an argument with values, in the shape and dtype of `given`."""
     if given.is_floating_point():
         return torch.randn(given.shape, dtype=torch.float64).to(_device_of(owner), given.dtype)
     tables = [child.num_embeddings for child in owner.modules() if isinstance(child, nn.Embedding)]
@@ -140,13 +140,8 @@ def _own_value(tensor: Tensor) -> Tensor:
     return tensor if isinstance(tensor, nn.Parameter) else tensor.detach().clone()
 
 
-def _without_data(module: nn.Module, known: dict[int, Any]) -> nn.Module:
-    """Return a copy of `module` whose tensors are on the meta device, without its hooks."""
-    return _shell(module, known, _meta)
-
-
 def _shell(module: nn.Module, known: dict[int, Any], tensor_for: Callable[[Tensor], Tensor]) -> nn.Module:
-    """Return a copy of `module` without its hooks, with another tensor for each of its own."""
+    """Return a copy of `module` without its hooks, with `tensor_for(tensor)` for each of its tensors."""
     if id(module) in known:
         return known[id(module)]
     # Not by `copy.copy`: modules with a parametrization, such as a weight norm, refuse it.
@@ -194,7 +189,7 @@ def _hidden(arguments: Any) -> Tensor | None:
 
 
 def _with_values(args: tuple[Any, ...], kwargs: dict[str, Any]) -> BlockCall:
-    """Give values to arguments that have none; those of the hidden states are of no interest."""
+    """Give values to arguments that have none; the values of the hidden states do not matter."""
     values: dict[int, Tensor] = {}
 
     def filled(leaf: Any) -> Any:
@@ -230,7 +225,7 @@ def joined_blocks(root: nn.Module, blocks: Sequence[str], group: Group) -> set[t
         group: The tensor-parallel group; all its ranks must call this.
 
     Returns:
-        No pair that was not seen: what the model does between those blocks is not known.
+        Only pairs that were seen: code between other blocks may change the output.
     """
     found = None
     stack = blocks[0].rpartition(".")[0]
@@ -252,7 +247,7 @@ def joined_blocks(root: nn.Module, blocks: Sequence[str], group: Group) -> set[t
 def _joined_by(owner: nn.Module, blocks: Sequence[str]) -> set[int] | None:
     """Return which blocks are joined to the next one in the forward of `owner`; None if it does not run so far."""
     for given in _possible_arguments(owner, owner.get_submodule(blocks[0])):
-        hollow = _without_data(owner, {})
+        hollow = _shell(owner, {}, _meta)
         uses = _BlockUses()
         for number, path in enumerate(blocks):
             uses.watch(number, hollow.get_submodule(path), owner.get_submodule(path))
@@ -271,7 +266,7 @@ class _BlockUses(TorchFunctionMode):
     """Watches which code uses the outputs of blocks.
 
     Attributes:
-        calls: The number of each block that was called, and that of the call whose output it was given; else -1.
+        calls: For each call, the number of its block, and the number of the call whose output it got; else -1.
     """
 
     def __init__(self) -> None:

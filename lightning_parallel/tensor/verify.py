@@ -29,7 +29,8 @@ from lightning_parallel.tensor.sharding import reduce_partial_
 
 __all__ = ["BlockCall", "DropoutOff", "PlanVerifier", "chance_kept", "copy_in_double", "inputs_of", "possible_inputs"]
 
-# Of the largest value, by the precision of the trial; what computes in single precision inside stays below the first.
+# Of the largest value, by the precision of the trial; code that computes in single precision inside stays below the
+# first.
 TOLERANCES = {torch.float64: 1e-6, torch.float32: 1e-4, torch.bfloat16: 6e-2}
 SMALL = 1e-4  # a gradient this far below the largest one is compared as if it were this large
 LONGEST = 1024
@@ -75,9 +76,9 @@ class PlanVerifier:
 
         Args:
             block: The full module.
-            given: What is divided in addition to each candidate.
+            given: A plan that is applied in addition to each candidate.
             candidates: Plans for the block, the likeliest first.
-            source: How they were found: a block that refused those of one source may accept those of another.
+            source: How the plans were found: a block that refused plans of one source may accept plans of another.
             call: How the model calls the block, if that is known; otherwise it is called with one tensor.
         """
         candidates = list(candidates)
@@ -141,7 +142,7 @@ class PlanVerifier:
         x: _TrialInput,
         expected: _Result,
     ) -> Plan | None:
-        # A branch on `self.training` shows only there. None where the block draws random numbers of its own.
+        # A branch on `self.training` shows only there. None where the block itself draws random numbers.
         trained = self._run_together(lambda: _run_without_chance(copy_in_double(block).train(), x))
         draws = trained is not None and self._run_together(lambda: _run_with_chance(block, x)) is not None
         for plan in candidates:
@@ -169,12 +170,12 @@ class PlanVerifier:
         divided.train(training)
         with DropoutOff():
             # Wrong shapes show in a run without communication, before one rank could be left waiting in a collective.
-            # On a copy: a run in training may change buffers, such as those of a spectral norm, and attributes.
+            # On a copy: a run in training may change attributes, and buffers such as the vectors of a spectral norm.
             with comm.skip_communication():
                 if self._run_together(lambda: _run(copy_of(divided), x)) is None:
                     return False
             if self.group.is_pretended:
-                return True  # the shapes fit; with what values, only ranks that are there could tell
+                return True  # the shapes fit; only real ranks could compare values
             outputs, gradients = _run(divided, x)
         full_outputs, full_gradients = expected
         right = not all_outputs or len(outputs) == len(full_outputs)
@@ -183,7 +184,7 @@ class PlanVerifier:
         # Sorted: `partial` is a set, and all ranks must reduce in the same order.
         names = sorted(sharding.partial & gradients.keys())
         reduce_partial_({name: gradients[name] for name in names}, sharding.shards, self.group)
-        # Some gradients are zero up to rounding, such as that of a bias of attention keys.
+        # Some gradients are zero up to rounding, such as the gradient of a bias of attention keys.
         largest = max((float(full.abs().max()) for full in full_gradients.values() if full.numel()), default=0.0)
         right = right and gradients.keys() == full_gradients.keys()
         for name, gradient in gradients.items() if right else ():
@@ -194,9 +195,9 @@ class PlanVerifier:
         return all(comm.all_gather_object(right, self.group))
 
     def _draws_alike(self, block: nn.Module, plan: Plan, x: _TrialInput) -> bool:
-        """Return whether, with dropout, what is whole on all ranks is the same there.
+        """Return whether, with dropout, all ranks have the same values of full tensors.
 
-        Where each rank draws for its own features, what it computes whole must not depend on the draws.
+        Where each rank draws for its own features, full tensors must not depend on the draws.
         """
         if self.group.is_pretended:
             return True
@@ -283,11 +284,11 @@ def inputs_of(call: BlockCall) -> Iterator[Tensor]:
 def possible_inputs(block: nn.Module) -> Iterator[Tensor]:
     """Yield random inputs (2, length, features) that `block` may be made for, the likeliest first."""
     sizes = [sizes_of(child)[0] for child in block.modules() if is_linear(child)]
-    # Without a linear layer: what most weights have in common, and then as one of their dimensions.
+    # Without a linear layer: the size that most weights have in common.
     weights = [parameter.shape for parameter in block.parameters() if parameter.dim() > 1]
     sizes = sizes or [size for shape in weights for size in reversed(shape)]
     features = list(dict.fromkeys([sizes[0], max(sizes, key=sizes.count)]))
-    # Tables of positions fix the length of the sequence: that of a window, of an image.
+    # Tables of positions fix the length of the sequence: the length of a window, or of an image.
     others = [child for child in block.modules() if not is_linear(child)]
     tables = [table for child in others for table in (*child.buffers(False), *child.parameters(False))]
     fixed = [size for table in tables for size in table.shape if table.dim() > 1 and 1 < size <= LONGEST]
@@ -313,7 +314,7 @@ def _computing_in(dtype: torch.dtype) -> Iterator[None]:
 def copy_in_double(block: nn.Module) -> nn.Module:
     """Return a copy of `block` in double precision, in evaluation and without dropout, on a device to compute on.
 
-    A block that double precision fails for is copied in that of the trial, see `TOLERANCES`.
+    A block that fails in double precision is copied in the precision of the trial, see `TOLERANCES`.
     """
     if any(parameter.is_meta for parameter in block.parameters()):
         block = _with_random_values(block)
@@ -327,7 +328,7 @@ def copy_in_double(block: nn.Module) -> nn.Module:
 
 @contextmanager
 def chance_kept() -> Iterator[None]:
-    """Restore the global generators after the block: a trial must not move those that the run draws from."""
+    """Restore the global generators after the block: a trial must not move the generators of the run."""
     python, others = random.getstate(), numpy.random.get_state()
     with torch.random.fork_rng(devices_in_use()):
         try:
@@ -356,10 +357,10 @@ def _run_copy(block: nn.Module, x: _TrialInput) -> _Result:
 def _run(block: nn.Module, x: _TrialInput) -> _Result:
     """Run forward and backward, from a random weighting of the outputs; the first outputs are the main one and dx.
 
-    All outputs that have a gradient take part: a loss beside the main output, that of a router.
+    All outputs with a gradient take part, also a loss beside the main output, such as a router's.
     """
     hidden = x.hidden.clone().requires_grad_(True)
-    # What a block draws for whole samples, also in evaluation, is the same in both copies.
+    # Numbers that a block draws for full samples, also in evaluation, are the same in both copies.
     torch.manual_seed(0)
     random.seed(0)
     numpy.random.seed(0)

@@ -73,7 +73,7 @@ class WholeGroups:
             watch: Watches the block, if the user's code makes the optimizers in it.
 
         Raises:
-            ValueError: If that code keeps what it made of parameters that this rank lacks.
+            ValueError: If that code keeps values that it made of parameters on other ranks.
         """
         # Anew, since code may have frozen or unfrozen parameters meanwhile.
         inventory = Inventory.of(self._module, self._rules, self._group)
@@ -95,7 +95,7 @@ class WholeGroups:
                     found = optimizers()
                     positions = DummyPositions(self._module, dummies, found)
                     self.recorded = {each: remove_dummy_parameters(each, dummies, self._module) for each in found}
-            del dummies  # what is still there then, somebody else holds
+            del dummies  # a dummy that survives is held by the user's code
             if trace is not None:
                 take_out_dummies(trace, self._module, found, positions)
 
@@ -493,7 +493,7 @@ def _agrees(
     trained: tuple[list[Tensor], list[Tensor]],
     split: Split,
 ) -> bool:
-    """Tell whether the parts of a split, trained by themselves, become what they became together (`trained`)."""
+    """Return whether the parts of a split, each trained alone, end like the tensors that trained together."""
     # A SAM's step aside is small beside the norm of all gradients.
     tolerance = _TOLERANCE / 100 if _other_steps(optimizer) else _TOLERANCE
     starts = [start for part in split(values) for start in part]
@@ -509,7 +509,7 @@ def _agrees(
     ]
     for start, expected, found in compared:
         largest = (expected - start).abs().max()
-        # No bound on what is not a number: the problem is at fault then, and not the split.
+        # A comparison with NaN is False: then the problem is at fault, not the split.
         if bool((expected - found).abs().max() > tolerance * largest):
             return False
     return True
@@ -528,12 +528,12 @@ def _train(
 
     def closure() -> Tensor:
         # Separable: the gradient of an element depends on that element alone, whatever is cut where.
-        # Those that evaluate often in one step, as LBFGS does, are at the target after it, however they came there.
+        # An optimizer that evaluates often in one step, as LBFGS does, reaches the target in it on any path.
         seen.append([parameter.detach().clone() for parameter in parameters] if len(seen) == _EARLY else [])
         loss = torch.zeros((), dtype=torch.float64, device=values[0].device)
         for parameter, target, curvature in zip(parameters, targets, curvatures):
             distance = parameter.detach() - target
-            # Signs that change: some look at how many elements go on in the direction of their momentum.
+            # Signs change, since some optimizers count the elements that keep the direction of their momentum.
             parameter.grad = curvature * distance + 3.0 * target * torch.cos((len(seen) - 1) * target)
             loss = loss + (curvature * distance.square()).sum() / 2
         return loss
@@ -544,7 +544,7 @@ def _train(
         for other in others:
             closure()
             other()
-        closure()  # some ignore the one that they are given
+        closure()  # some optimizers ignore the closure in `step`
         fresh.step(closure) if takes_closure else fresh.step()  # type: ignore[arg-type]
     return seen[_EARLY], [parameter.detach() for parameter in parameters], fresh
 
@@ -571,7 +571,7 @@ def _fresh(optimizer: Optimizer, group: Mapping[str, Any], parameters: list[nn.P
         Exception: Whatever its constructor raises.
     """
     options = {key: value for key, value in group.items() if key not in ("params", "param_names", "initial_lr")}
-    # A scheduler with warmup has set it to zero by now, where every optimizer leaves everything as it is.
+    # A scheduler with warmup has set it to zero by now, and no optimizer changes anything then.
     rate = float(options["lr"]) if "lr" in options else None
     if rate is not None:
         options["lr"] = rate if rate > 0 and math.isfinite(rate) else float(optimizer.defaults.get("lr") or 1e-2)

@@ -76,13 +76,13 @@ class ReplicaNorm:
 
     @property
     def spanned(self) -> Group:
-        """The ranks that may hold different gradients of a step: of them, none may decide for itself."""
+        """The ranks that may hold different gradients of a step; none of them may decide for itself."""
         return self.groups.replica if self._slices is None else self.groups.world
 
     @property
     def _holders(self) -> Group:
         """The ranks that hold the elements of a step's gradients now, each once."""
-        # Of accumulated batches, each replica has gradients of its own.
+        # Before the reduction of accumulated batches, replicas have different gradients.
         return self.spanned if self._slices is not None and self._slices.holds_gradients else self.groups.replica
 
     def _counted(self, name: str, parameter: nn.Parameter | None, gradient: Tensor) -> Tensor | None:
@@ -112,7 +112,7 @@ class ReplicaNorm:
 
         def norm(tensors: Iterable[Tensor], norm_type: float = 2.0, *args: Any, **kwargs: Any) -> Tensor:
             # Another model in the same process, such as a metric's, keeps torch's own norm. A rank without gradients
-            # takes part, since the others wait for it.
+            # takes part, since its peers wait for it.
             gradients = list(tensors)
             ours = {id(parameter.grad) for parameter in self._module.parameters() if parameter.grad is not None}
             if self.is_whole or (gradients and not any(id(gradient) in ours for gradient in gradients)):

@@ -3,7 +3,7 @@
     stage   optimizer state     gradients                parameters
     0       full                full                     full
     1       a slice             full, averaged           full; a slice while the optimizer steps
-    2       a slice             a slice                  full; a slice from the end of backward to that of the step
+    2       a slice             a slice                  full; a slice from the end of backward to the end of the step
 
 After a step, each replica gathers the parameters that other replicas updated. Stage 1 leaves `.grad` unchanged.
 Stage 2 frees gradients as it sends their buckets. Hooks between backward and step find slices of parameters and
@@ -55,7 +55,7 @@ def check_zero_stage(stage: Any, compression: Optional[Reducer]) -> None:
 
 
 def refuse_zero_stage(stage: Any) -> None:
-    """Refuse any stage but 0, for replicas that take steps of their own.
+    """Refuse any stage but 0, for replicas that step independently.
 
     Raises:
         ValueError: If another one is given.
