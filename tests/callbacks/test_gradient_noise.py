@@ -104,7 +104,7 @@ def test_accumulated_batches_of_one_process(tmp_path):
     _assert_found(again.report(), {key: report[key] for key in ("gradient_square", "variance")})
     for options, reason in (
         ({}, "no batches are accumulated"),
-        ({"every_n_steps": 0}, "`every_n_steps` must be at least 1"),
+        ({"every_n_steps": 0}, "`every_n_steps` must be an integer of at least 1"),
     ):
         with pytest.raises(ValueError, match=reason):
             trainer_for(callbacks=[GradientNoiseScale(**options)]).fit(Still(), loader())

@@ -151,7 +151,7 @@ def test_a_graph_that_is_kept_shows():
 
 
 def test_bad_arguments():
-    with pytest.raises(ValueError, match="`every_n_steps` must be at least 1"):
+    with pytest.raises(ValueError, match="`every_n_steps` must be an integer of at least 1"):
         MemoryProfiler(every_n_steps=0)
 
 

@@ -308,5 +308,5 @@ def test_without_traced_steps_there_is_no_trace(tmp_path, capsys):
 
 
 def test_the_number_of_traced_steps_must_not_be_negative():
-    with pytest.raises(ValueError, match="`trace_steps` must be at least 0"):
+    with pytest.raises(ValueError, match="`trace_steps` must be an integer of at least 0"):
         ProfileReport(trace_steps=-1)

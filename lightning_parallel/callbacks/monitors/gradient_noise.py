@@ -19,6 +19,7 @@ from typing_extensions import override
 
 from lightning_parallel.callbacks.recording.measuring import Accumulator, MeasuringCallback
 from lightning_parallel.compat.twins import is_a
+from lightning_parallel.compression.compressor import check_integer
 from lightning_parallel.mesh import Mesh
 from lightning_parallel.pipeline.microbatch import num_samples
 from lightning_parallel.tracing.spans import count_text, percent
@@ -323,10 +324,9 @@ class GradientNoiseScale(MeasuringCallback[GradientNoiseAccumulator]):
         show_table: bool = True,
     ) -> None:
         super().__init__(dirpath=dirpath, show_table=show_table)
-        if every_n_steps < 1 or not 0.0 <= decay < 1.0:
-            raise ValueError(
-                f"`every_n_steps` must be at least 1, and `decay` from 0 to below 1; got {every_n_steps} and {decay}"
-            )
+        check_integer("every_n_steps", every_n_steps, least=1)
+        if not 0.0 <= decay < 1.0:
+            raise ValueError(f"`decay` must be from 0 to below 1; got {decay}")
         self.every_n_steps = every_n_steps
         self.decay = decay
         self.samples = samples or num_samples

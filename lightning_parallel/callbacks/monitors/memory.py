@@ -33,6 +33,7 @@ from lightning_parallel.compat.torch import (
     version_of,
 )
 from lightning_parallel.compat.twins import is_a
+from lightning_parallel.compression.compressor import check_integer
 from lightning_parallel.mesh import Mesh
 from lightning_parallel.pipeline.engine import PipelineEngine
 from lightning_parallel.planner.rank_memory import Held, RankMemory, optimizer_copies
@@ -168,8 +169,7 @@ class MemoryProfiler(MeasuringCallback[MemoryAccumulator]):
         show_table: bool = True,
     ) -> None:
         super().__init__(dirpath=dirpath, show_table=show_table)
-        if every_n_steps < 1:
-            raise ValueError(f"`every_n_steps` must be at least 1; got {every_n_steps}")
+        check_integer("every_n_steps", every_n_steps, least=1)
         self.every_n_steps = every_n_steps
         self.activations = activations
         self._meter = ActivationMeter()

@@ -52,6 +52,7 @@ from lightning_parallel.callbacks.report.trace import (
 from lightning_parallel.checkpoint.folder import replacing
 from lightning_parallel.checkpoint.writer import installed_versions
 from lightning_parallel.compat.lightning import tell
+from lightning_parallel.compression.compressor import check_integer
 from lightning_parallel.mesh import AXES
 from lightning_parallel.pipeline.engine import PipelineEngine
 from lightning_parallel.tracing import StepSampler
@@ -287,8 +288,7 @@ class ProfileReport(MeasuringCallback):
         warmup_batches: int = 1,
         show_diagnosis: bool = True,
     ) -> None:
-        if trace_steps < 0:
-            raise ValueError(f"`trace_steps` must be at least 0; got {trace_steps}")
+        check_integer("trace_steps", trace_steps, least=0)
         super().__init__(every_n_batches, warmup_batches, dirpath, show_table=False)
         self.trace_steps = trace_steps
         self.show_diagnosis = show_diagnosis
