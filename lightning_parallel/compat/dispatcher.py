@@ -169,6 +169,7 @@ def _kernel(name: str, after: Any) -> Callable[..., Any]:
         interceptor = _interceptors[-1]
         if not interceptor.is_listening():
             return redispatch(keys & after, *given)
+        # The interceptor sees the handle; the caller gets all results of the operator.
         results: list[Any] = []
 
         def call() -> Any:
@@ -232,7 +233,8 @@ def _flat(argument: Any) -> list[Tensor]:
 
 
 def _caller() -> FrameType | None:
-    """Return the frame of Python that issued what `_describe` is asked about; none in a thread of C++."""
+    """Return the frame of Python that issued the operation of `_describe`; None in a thread of C++."""
+    # Two frames up: `_describe`, then the kernel.
     kernel = sys._getframe(2)
     return kernel.f_back
 

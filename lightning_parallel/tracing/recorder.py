@@ -77,6 +77,7 @@ class Recorder:
         self.num_beside = 0
         self._absorbing = frozenset(absorbing)
         self._num_nested = 0  # phases that began within `apart`
+        # The time of the host, also with a device clock, whose anchor is on this clock.
         self._ledger = Ledger(perf_counter_ns(), absorbing)
         self._start_ns = self._ledger.last_ns
         self._ended: list[Span] = []
@@ -145,7 +146,8 @@ class Recorder:
             self._put(partial(self._ledger.reassign, source=source), (phase,), start, end, self.now())
 
     def submitted(self) -> Callable[[], None] | None:
-        """Note that work is given to another thread or stream; returns what to call when it is done, if anything."""
+        """Note that another thread or stream gets work; returns a function to call at its end, if anything."""
+        # Outside a backward pass, the caller waits for its work by itself.
         if self.on_submit is None or not self.on_submit():
             return None
         self.num_beside += 1
@@ -162,10 +164,11 @@ class Recorder:
     # -------------------------------------------------------------------------------------------------------- spans
 
     def land(self, flight: InFlight) -> None:
-        """Note that the caller has gone on; where a device waits in its stead, the communication may not have ended."""
+        """Note that the caller has gone on; if a device waits for the caller, the communication may not have ended."""
         if self.clock is None or flight.complete is None:
             self.in_flight.pop(id(flight), None)
         else:
+            # Until the device has passed the completion, a report on a hang must find the call in flight.
             self._unread.append((lambda _: self.in_flight.pop(id(flight), None), (), (flight.complete,)))
 
     def calls_of(

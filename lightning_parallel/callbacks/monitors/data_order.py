@@ -118,7 +118,7 @@ class _SeededOrder:
         self.source = source
         self.seed = seed
         self._own = OwnGenerators([source, getattr(source, "sampler", None)])
-        # As the user's script has made them: it makes them again when it starts again.
+        # The state in which the user's script made them, which a restarted script makes again.
         self._initial = self._own.states()
 
     def __call__(self, epoch: int, repetition: int) -> list[Any]:
@@ -134,6 +134,7 @@ class _SeededOrder:
             set_epoch = getattr(sampler, "set_epoch", None)
             if callable(set_epoch):
                 set_epoch(epoch)
+        # A restarted script creates these generators in their initial state, so each epoch begins and ends there.
         self._own.restore(self._initial)
         with seeded(key), self._own.kept():
             self._own.seed(key)
@@ -156,8 +157,8 @@ class ResumableSampler(Sampler[Any]):
     Args:
         source: The user's sampler, of all samples.
         seed: Seed of the run.
-        num_replicas: How many replicas share the samples.
-        rank: Which of them this is.
+        num_replicas: Number of replicas that share the samples.
+        rank: Position of this replica.
         drop_last: Leave out samples at the end rather than repeat some, so that all replicas get as many.
     """
 
@@ -179,7 +180,7 @@ class ResumableSampler(Sampler[Any]):
         self._repetition = repetition
 
     def set_epoch(self, epoch: int) -> None:
-        """Take note of the epoch; of one that has begun nothing is read again."""
+        """Take note of the epoch; a running epoch goes on."""
         if epoch != self.epoch:
             self.begin(epoch)
 
@@ -208,10 +209,13 @@ class ResumableSampler(Sampler[Any]):
         if surplus and self.drop_last:
             del rest[-surplus:]
         elif surplus:
+            # As `DistributedSampler` does: the first samples fill up, so that all replicas take as many steps.
             missing = self.num_replicas - surplus
             rest += (order * (missing // len(order) + 1))[:missing]
         self._skipped = 0
+        # Interleaved: a batch of all replicas together holds neighbours of the order, for any number of replicas.
         yield from rest[self.rank :: self.num_replicas]
+        # Only a pass that ended counts: an iterator that was dropped begins the same pass again.
         self._repetition += 1
 
 

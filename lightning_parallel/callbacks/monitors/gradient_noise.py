@@ -169,6 +169,7 @@ class GradientNoiseAccumulator(Accumulator):
 
 
 def _square(gradient: Tensor) -> Tensor:
+    # Squares in half precision overflow from 256 on, and sums over all parameters lose digits in single precision.
     wide = torch.float64 if gradient.dtype == torch.float64 else torch.float32
     return torch.linalg.vector_norm(gradient.detach(), dtype=wide).double().square()
 
@@ -195,12 +196,13 @@ class _BatchGradients:
         self._squares = []
         for parameter in self._module.parameters():
             if parameter.requires_grad:
+                # A hook of the tensor runs before autograd adds to `.grad`, and before DDP reduces the gradient.
                 self._handles.append(parameter.register_hook(lambda gradient: self._squares.append(_square(gradient))))
 
     def end(self, batches: int) -> tuple[float, float, float]:
         """Return (mean square of small batches, square of the mean, small batches of this rank)."""
         self.cancel()
-        # Lightning divides the loss of each by their number.
+        # Lightning divides the loss of each batch by the number of batches.
         small = _total(self._squares) * batches**2 / batches
         gradients = [p.grad for p in self._module.parameters() if p.grad is not None and p.requires_grad]
         return small, _total([_square(gradient) for gradient in gradients]), batches
@@ -222,7 +224,7 @@ class _ReplicaGradients:
         self._strategy = cast(Any, trainer.strategy)
         self._module = module
         engine = self._strategy.run.engine
-        # Each owner of a tied parameter has a part of its gradient: that of the replica is not there before the mean.
+        # Each owner of a tied parameter has a part of its gradient. The sum is not there before the mean over replicas.
         self.left_out = frozenset() if engine is None else frozenset(engine.tied)
         self._squares: dict[str, Tensor] = {}
 
@@ -243,6 +245,7 @@ class _ReplicaGradients:
         if rule is not None:
             part: Tensor = rule.owned(gradient, rank)
             return part
+        # All tensor-parallel ranks hold a replicated parameter: one rank counts it.
         return gradient if rank == 0 else None
 
     def end(self, batches: int) -> tuple[float, float, float]:

@@ -79,6 +79,7 @@ class NonFiniteGuard(Callback):
     @override
     def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Optimizer) -> None:
         losses, self._losses = self._losses, []
+        # A gradient scaler skips such steps by itself.
         if self.action == "ignore" or getattr(trainer.precision_plugin, "scaler", None) is not None:
             return
         gradients = list(_gradients(pl_module))
@@ -87,6 +88,7 @@ class NonFiniteGuard(Callback):
         values = [loss.abs().max() for loss in losses] + largest
         is_finite = not values or bool(torch.stack(values).isfinite().all())
         world = Group.of(all_processes())
+        # All ranks decide alike: a rank that alone took the step would make replicas unequal.
         if not comm.on_any_rank([not is_finite], world)[0]:
             return
         has_loss = all(bool(loss.isfinite().all()) for loss in losses)
@@ -100,6 +102,7 @@ class NonFiniteGuard(Callback):
         self.skipped_steps += 1
         if self.action == "stop":
             trainer.should_stop = True
+        # After 1, 2, 4, 8, ... skipped steps: a run that skips each step must not fill its log.
         if self.skipped_steps & (self.skipped_steps - 1) == 0:
             times = f"; {self.skipped_steps} steps so far" if self.skipped_steps > 1 else ""
             rank_zero_warn(
