@@ -174,6 +174,9 @@ class StepBreakdown(MeasuringCallback[BreakdownAccumulator]):
         warmup_batches: Number of first batches that are not counted. The largest value of all callbacks counts.
         dirpath: Folder where rank 0 writes `<name>.json` and `<name>.csv` after training. None writes nothing.
         show_table: Print a table after training, on rank 0.
+
+    Raises:
+        ValueError: If a number of steps is too small.
     """
 
     @override
