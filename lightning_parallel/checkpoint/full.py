@@ -523,7 +523,8 @@ class Checkpoints:
 
     def _part_of_tensor(self, mine: Any, key: K, place: _Place, tag: int) -> Tensor:
         """Return a tensor without data that knows the part for this rank to write."""
-        part, rank = TensorPart(), self.tensor_group.rank
+        part = TensorPart()
+        rank = self.tensor_group.rank
         replica, replicas = (0, 1) if self.replicas is None else (self.replicas.rank, self.replicas.size)
         if not self.are_alike or (isinstance(key, str) and key not in self.names.parameters):
             tag = 0  # replicas may differ, also in buffers between two steps; the first replica counts

@@ -289,7 +289,8 @@ def _forget_trainer(strategy: Any) -> None:
     The next Trainer would take attributes from the last Trainer for arguments of the user, and refuse them beside its
     own arguments.
     """
-    own, trainer = vars(strategy), None
+    own = vars(strategy)
+    trainer = None
     with suppress(RuntimeError):  # raised by a module without a Trainer
         trainer = getattr(strategy.lightning_module, "trainer", None)
     if "given_by_user" not in own:

@@ -215,7 +215,8 @@ class AutoParallelStrategy(HybridParallelStrategy):
         return {world.size: fitted_link(world, self.root_device)}
 
     def _cluster(self, links: Mapping[int, Link]) -> Cluster:
-        ranks, per_node = self.world_size, self.num_processes
+        ranks = self.world_size
+        per_node = self.num_processes
         link = links[min(links)] if links else Link()
         limit = self.memory_limit_bytes or 0.0
         device = device_here(self.root_device)

@@ -300,7 +300,8 @@ class LocalSGDStrategy(HybridParallelStrategy):
         complex_names = [name for name, value in self.module.named_parameters() if value.is_complex()]
         if complex_names:
             raise ValueError(f"`{complex_names[0]}` is complex, which is not supported by LocalSGDStrategy")
-        run, data = self.run, self.groups.data_parallel
+        run = self.run
+        data = self.groups.data_parallel
         assert run.compression is not None
         exchange = DriftExchange(
             dict(self.module.named_parameters()),
@@ -319,7 +320,8 @@ class LocalSGDStrategy(HybridParallelStrategy):
         )
         self._local = LocalSteps(exchange)
         if exchange.outer is not None:
-            names, tensor = run.parameter_names, self.groups.tensor_parallel
+            names = run.parameter_names
+            tensor = self.groups.tensor_parallel
             give_norms([exchange.outer], names, run.rules, tensor, self._patches)
             check_optimizers([exchange.outer], names, run.rules, run.engine is not None, self.groups.world)
         return self._local_reducer(averages=False)
@@ -374,7 +376,8 @@ class LocalSGDStrategy(HybridParallelStrategy):
 
     @override
     def _begin_step(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        local, run = self.local, self.run
+        local = self.local
+        run = self.run
         if self._is_warming_up != local.averages_gradients and run.reducer is not None:
             run.reducer.close()
             run.reducer = self._local_reducer(averages=self._is_warming_up)
@@ -430,7 +433,8 @@ class LocalSGDStrategy(HybridParallelStrategy):
 
     def agree(self) -> None:
         """Exchange the drift, so that all replicas are equal; every rank must call this method."""
-        exchange, data = self._exchange, self.groups.data_parallel
+        exchange = self._exchange
+        data = self.groups.data_parallel
         if exchange is None or not exchange.is_begun or self.local.has_agreed:
             return
         failed = exchange.failed
@@ -534,7 +538,8 @@ class LocalSGDStrategy(HybridParallelStrategy):
         self._check_shared_parts()
 
     def _restore(self, local: LocalSteps, state: Mapping[str, Any], found: Any) -> None:
-        exchange, replica = local.exchange, self.groups.data_parallel.rank
+        exchange = local.exchange
+        replica = self.groups.data_parallel.rank
         local.count = local.restored_count = int(state["steps"])
         exchange.counted = int(state["local_steps"])
         exchange.exchanged = int(state["exchanges"])
@@ -544,7 +549,8 @@ class LocalSGDStrategy(HybridParallelStrategy):
             move_optimizers([outer], self.root_device)
         elif outer is not None or "outer" in state:
             rank_zero_warn("The checkpoint is from another outer optimizer; the outer optimizer starts anew.")
-        scalers, scaler = state["scalers"], getattr(self.precision_plugin, "scaler", None)
+        scalers = state["scalers"]
+        scaler = getattr(self.precision_plugin, "scaler", None)
         if scaler is not None and replica < len(scalers) and scalers[replica] is not None:
             scaler.load_state_dict(scalers[replica])
         self._replica_optimizers.restore(state, found)

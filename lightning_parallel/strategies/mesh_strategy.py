@@ -283,7 +283,8 @@ class MeshStrategy(MeshProcesses):
 
     def _prepare_model(self, trainer: Trainer) -> None:
         """Divide the module, move it to the device, and let replicas start equal."""
-        module, data = self.module, self.groups.data_parallel
+        module = self.module
+        data = self.groups.data_parallel
         if synchronizes_layers(self) and trainer.state.fn == TrainerFn.FITTING:
             # Before the model is planned, since this replaces modules.
             replicas.synchronize_batch_norm(module, data)
@@ -398,7 +399,8 @@ class MeshStrategy(MeshProcesses):
             ValueError: On every rank, if an optimizer would compute another step than on one process.
         """
         run = self.run
-        names, tensor = run.parameter_names, self.groups.tensor_parallel
+        names = run.parameter_names
+        tensor = self.groups.tensor_parallel
         give_norms(self.optimizers, names, run.rules, tensor, self._patches, run.slices)
         check_optimizers(self.optimizers, names, run.rules, run.engine is not None, self.groups.world)
         for group in (tensor, self.groups.data_parallel):

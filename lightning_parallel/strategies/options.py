@@ -271,7 +271,8 @@ def _function(given: Any, argument: str) -> Any:
     Raises:
         ValueError: If there is no function.
     """
-    found, reason = given, ""
+    found = given
+    reason = ""
     if isinstance(given, str):
         module, _, name = given.rpartition(".")
         try:

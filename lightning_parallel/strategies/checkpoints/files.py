@@ -439,7 +439,8 @@ class SavesFiles(ParallelStrategy):
 
     @override
     def teardown(self) -> None:
-        queue, module = asynchronous_io(self.checkpoint_io), self.lightning_module
+        queue = asynchronous_io(self.checkpoint_io)
+        module = self.lightning_module
         if queue is not None and module is not None:
             failure = finish_saves(queue)
             if module.trainer.state.status == TrainerStatus.RUNNING:

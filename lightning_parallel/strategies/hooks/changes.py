@@ -79,7 +79,8 @@ class ModelWatch:
     """
 
     def __init__(self, module: nn.Module, optimizers: Callable[[], Sequence[Optimizer]]) -> None:
-        self._module, self._optimizers = module, optimizers
+        self._module = module
+        self._optimizers = optimizers
         self.begin()
 
     def begin(self) -> None:

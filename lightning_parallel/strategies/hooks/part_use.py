@@ -127,7 +127,8 @@ class PartUseMode(TorchDispatchMode):
         self, func: Any, args: Any, kwargs: Any, tensors: list[Tensor], placed: dict[int, Placed], result: Any
     ) -> None:
         """Refuse an operation with parts, or note what it makes of them."""
-        name, parts = base_name(func), [found.part for found in placed.values()]
+        name = base_name(func)
+        parts = [found.part for found in placed.values()]
         made = [leaf for leaf in pytree.tree_leaves(result) if isinstance(leaf, Tensor)]
         is_divided = any(part.is_divided for part in parts)
         if torch.Tag.nondeterministic_seeded in func.tags:

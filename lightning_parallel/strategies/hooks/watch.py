@@ -251,7 +251,8 @@ class HookWatch:
         hook = WatchedHook(f"`{type(self._module).__name__}.training_step`", self.group, is_in_step=True)
         call = self._manual = _WatchedCall(self, hook, None)
         self._calls.append(call)
-        own, depth = Tensor.backward, self._depth
+        own = Tensor.backward
+        depth = self._depth
 
         def backward(*args: Any, **kwargs: Any) -> None:
             own(*args, **kwargs)
@@ -509,7 +510,9 @@ class HookWatch:
 
     def _part_of(self, label: str, name: str, parameter: Tensor, tensor: Tensor, is_state: bool = False) -> Part | None:
         """Return the part in a parameter or its tensor, such as a gradient; None if every rank has all of it."""
-        slices, rule, owners = self._slices, self._rules.get(name), frozenset({name})
+        slices = self._slices
+        rule = self._rules.get(name)
+        owners = frozenset({name})
         if slices is not None and (slices.is_narrow(parameter) or (is_state and slices.divides(parameter))):
             why = f"sharded over {slices.group.size} replicas (`zero_stage`)"
             return Part(label, owners, why, ("slice",), 1, tensor.numel(), True, is_inside=tensor is parameter)
@@ -717,7 +720,8 @@ class _Lines:
         if is_debugged or not (is_due or waiting):
             yield
             return
-        self._begin, self._codes = begin, codes
+        self._begin = begin
+        self._codes = codes
         is_alone = not is_due and len(waiting) == 1 and waiting[0] not in self._inline
         self._only = waiting[0] if is_alone else None
         sys.settrace(self._call)

@@ -161,13 +161,15 @@ def _hook() -> str:
     """Return the name of the running hook."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
-        values, module = frame.f_locals, frame.f_globals.get("__name__", "")
+        values = frame.f_locals
+        module = frame.f_globals.get("__name__", "")
         if module.endswith(".trainer.call") and "hook_name" in values:
             # Lightning knows the name of the hook, whatever the user calls the function.
             owner = values.get("callback") or values["trainer"].lightning_module
             return f"`{type(owner).__name__}.{values['hook_name']}`"
         # The first argument is the instance, whatever its name.
-        name, owner = frame.f_code.co_name, values.get(next(iter(frame.f_code.co_varnames), ""))
+        name = frame.f_code.co_name
+        owner = values.get(next(iter(frame.f_code.co_varnames), ""))
         is_hook = name.startswith("on_") or name in ("log_graph", "setup", "configure_optimizers")
         # Loops of Lightning (`_FitLoop`, ...) have methods of these names, too.
         if is_hook and not isinstance(owner, MessageOrder) and not type(owner).__name__.startswith("_"):

@@ -383,7 +383,9 @@ class MeshProcesses(SavesFiles):
 
     def forget_processes(self) -> None:
         """Forget the mesh of the last Trainer, which may have had another number of processes."""
-        self._mesh, self._groups, self._device_mesh = None, None, None
+        self._mesh = None
+        self._groups = None
+        self._device_mesh = None
 
     def set_world_ranks(self) -> None:
         """Set the rank of this process in the cluster environment and in both copies of `rank_zero_only`."""

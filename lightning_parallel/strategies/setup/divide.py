@@ -133,7 +133,8 @@ def cut_stages(
     Raises:
         ValueError: On every rank: see `analyze`; also if the module was cut for other ranks.
     """
-    group, state = groups.pipeline_parallel, ParallelState.of(module)
+    group = groups.pipeline_parallel
+    state = ParallelState.of(module)
     if state.engine is not None:
         # The layers of other stages are gone.
         if state.engine.group.ranks != group.ranks:

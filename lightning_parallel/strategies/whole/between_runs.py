@@ -46,7 +46,8 @@ def end_run(module: LightningModule, checkpoints: Checkpoints, groups: MeshGroup
         Whether the module holds its full tensors now, on every rank.
     """
     state = ParallelState.of(module)
-    states, skeleton = state.full_states, state.skeleton
+    states = state.full_states
+    skeleton = state.skeleton
     if states is not None:
         states.remove()
     if module.trainer.state.status != TrainerStatus.RUNNING:

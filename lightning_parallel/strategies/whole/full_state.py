@@ -219,7 +219,8 @@ class FullStates:
         return self._gathered(name, dtype, mine)
 
     def _gathered(self, name: str, dtype: torch.dtype, tensor: Tensor | None) -> Tensor:
-        group, owner = self._pipeline_group, self.inventory.owner(name)
+        group = self._pipeline_group
+        owner = self.inventory.owner(name)
         if group.size > 1:
             if group.rank == owner and tensor is not None:
                 sent = tensor.detach().to(self._device).contiguous().clone()
