@@ -232,16 +232,16 @@ class Checkpoints:
         if not self.is_cut and not state.keys() >= _KNOWN_KEYS:
             return state  # equal on every rank; no value belongs to a parameter
         mine = self._group_names(optimizer)
-        whole = self._whole_groups(mine, recorded)
+        joined = self._joined_groups(mine, recorded)
         # One stage alone may refuse its values; the other stages would wait for it.
         with comm.failing_together(self.pipeline_group):
             values, shards, sliced = self._optimizer_values(optimizer, state["state"], chain.from_iterable(mine))
         gathered = self._gather(values, shards, order=(), sliced=sliced)
-        position = {name: index for index, name in enumerate(chain.from_iterable(whole))}
+        position = {name: index for index, name in enumerate(chain.from_iterable(joined))}
         full: dict[int, Any] = {index: {} for index in sorted({position[name] for name, _ in gathered})}
         for (name, key), value in gathered.items():
             full[position[name]][key] = value
-        return {**state, "state": full, "param_groups": _numbered(state["param_groups"], mine, whole)}
+        return {**state, "state": full, "param_groups": _numbered(state["param_groups"], mine, joined)}
 
     def _optimizer_values(
         self, optimizer: Optimizer, state: Mapping[int, Mapping[str, Any]], names: Iterable[str]
@@ -280,7 +280,7 @@ class Checkpoints:
         """Take this rank's part of a full optimizer state dict.
 
         Args:
-            full: The state dict of the same optimizer over the whole model's parameters.
+            full: The state dict of the same optimizer with the parameters of the full model.
             optimizer, recorded: As for `gather_optimizer`.
 
         Raises:
@@ -291,19 +291,19 @@ class Checkpoints:
             return {key: _read(value) for key, value in full.items()}
         self._check_restored(optimizer, full)
         mine = self._group_names(optimizer)
-        whole = self._whole_groups(mine, recorded)
+        joined = self._joined_groups(mine, recorded)
         saved = [group["params"] for group in full["param_groups"]]
-        expected = [len(names) for names in whole]
+        expected = [len(names) for names in joined]
         found = [len(indices) for indices in saved]
         if expected != found:
             raise ValueError(
                 f"The parameter groups in the checkpoint must have {expected} parameters; got {found}. If you changed"
                 " `configure_optimizers` since it was saved, undo that"
             )
-        names = full.get("names", whole)  # a folder of torch's format has names, so its order does not count
-        if [sorted(group) for group in names] != [sorted(group) for group in whole]:
+        names = full.get("names", joined)  # a folder of torch's format has names, so its order does not count
+        if [sorted(group) for group in names] != [sorted(group) for group in joined]:
             raise ValueError(
-                f"The parameter groups in the checkpoint must hold the parameters {whole}; got {names}. If you changed"
+                f"The parameter groups in the checkpoint must hold the parameters {joined}; got {names}. If you changed"
                 " `configure_optimizers` since it was saved, undo that"
             )
         index_of = dict(zip(chain.from_iterable(names), chain.from_iterable(saved)))
@@ -314,7 +314,7 @@ class Checkpoints:
             if entry is not None:
                 part[index] = {key: self._part(parameter, name, value) for key, value in entry.items()}
         others = {key: _read(value) for key, value in full.items() if key not in ("names", *_KNOWN_KEYS)}
-        return {**others, "state": part, "param_groups": _numbered(full["param_groups"], whole, mine)}
+        return {**others, "state": part, "param_groups": _numbered(full["param_groups"], joined, mine)}
 
     @property
     def is_cut(self) -> bool:
@@ -360,7 +360,7 @@ class Checkpoints:
         # A momentum before its first step is zero on all ranks, so equal hashes prove nothing for zeros.
         return not self._shapes_of_parts(optimizer).isdisjoint(shape for shape, mark in found.tensors if mark == 0)
 
-    def _shapes_of_parts(self, optimizer: Optimizer, whole: bool = False) -> set[tuple[int, ...]]:
+    def _shapes_of_parts(self, optimizer: Optimizer, are_full: bool = False) -> set[tuple[int, ...]]:
         """Return the shapes of the parameters of an optimizer on this rank, or of the full parameters."""
         names = {id(parameter): name for name, parameter in self.module.named_parameters()}
         shapes: set[tuple[int, ...]] = set()
@@ -368,10 +368,10 @@ class Checkpoints:
             shape = parameter.shape if self.slices is None else self.slices.whole_shape(parameter)
             rule = self.rules.get(names.get(id(parameter), ""), REPLICATED)
             is_sliced = self.slices is not None and self.slices.divides(parameter)
-            if rule is REPLICATED and not is_sliced and not (whole and self.pipeline_group.size > 1):
+            if rule is REPLICATED and not is_sliced and not (are_full and self.pipeline_group.size > 1):
                 continue
             local = rule.local_shape(shape, self.tensor_group.rank)
-            if whole:
+            if are_full:
                 shapes.add(tuple(rule.full_shape(local)))
             elif is_sliced and self.slices is not None:
                 shapes.add((self.slices.size(math.prod(local)), *[1] * (len(local) - 1)))
@@ -390,7 +390,7 @@ class Checkpoints:
             for key, value in full.items() if self.is_cut else ():
                 if key not in _KNOWN_KEYS and key != "names":
                     shapes = {shape for shape, _ in _contents(value, False).tensors}
-                    if not shapes.isdisjoint(self._shapes_of_parts(optimizer, True)):
+                    if not shapes.isdisjoint(self._shapes_of_parts(optimizer, are_full=True)):
                         raise _own_keys(optimizer, f"has `{key}` in the checkpoint, with full tensors")
 
     def check_groups(self, optimizers: Sequence[Optimizer], recorded: Callable[[Optimizer], ParameterGroups]) -> None:
@@ -402,7 +402,7 @@ class Checkpoints:
         for optimizer in optimizers if self.pipeline_group.size > 1 else ():
             with comm.failing_together(self.pipeline_group):
                 names = self._group_names(optimizer)
-            self._whole_groups(names, recorded(optimizer))
+            self._joined_groups(names, recorded(optimizer))
 
     def _part(self, parameter: Tensor, name: str, value: Any) -> Any:
         """Return what this rank's optimizer keeps of a value of the full state of a parameter."""
@@ -428,7 +428,7 @@ class Checkpoints:
             )
         return [[names.get(id(p), others[id(p)]) for p in group["params"]] for group in optimizer.param_groups]
 
-    def _whole_groups(self, mine: list[list[str]], recorded: ParameterGroups) -> list[list[str]]:
+    def _joined_groups(self, mine: list[list[str]], recorded: ParameterGroups) -> list[list[str]]:
         """Join the parameter groups of the stages, in the order in which one process would have them.
 
         Raises:
@@ -446,13 +446,13 @@ class Checkpoints:
                 " A group is empty where the stage holds none of its parameters"
             )
         model_order = _positions(self.names.parameters.values())
-        whole = []
+        joined = []
         for number, parts in enumerate(zip(*(groups for groups, _ in everyone), strict=True)):
             union = {name for part in parts for name in part}
             # A group that was added to the optimizer later, as when layers are unfrozen, has no recorded order.
             for order in (_positions(recorded[number]) if number < len(recorded) else {}, model_order):
                 if union <= order.keys() and all(list(part) == sorted(part, key=order.__getitem__) for part in parts):
-                    whole.append(sorted(union, key=order.__getitem__))
+                    joined.append(sorted(union, key=order.__getitem__))
                     break
             else:
                 raise RuntimeError(
@@ -460,7 +460,7 @@ class Checkpoints:
                     " it was changed after `configure_optimizers`. Another order is not known over the pipeline stages."
                     " Build the groups in the order of `named_parameters()`"
                 )
-        return whole
+        return joined
 
     # ---------------------------------------------------------------------------------------------- the transform
 
@@ -506,8 +506,8 @@ class Checkpoints:
         stage = self.pipeline_group.rank
         held = {key: _place(stage, value, shards.get(key)) for key, value in values.items()}
         for key, shape in sliced.items():
-            whole = shards.get(key, REPLICATED).full_shape(shape)
-            held[key] = held[key]._replace(shape=tuple(whole), alias=key)
+            full = shards.get(key, REPLICATED).full_shape(shape)
+            held[key] = held[key]._replace(shape=tuple(full), alias=key)
         if self.pipeline_group.size == 1:
             return held
         # Several stages hold a tied parameter. The first of them sends it.

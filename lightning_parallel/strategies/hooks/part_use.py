@@ -1,11 +1,12 @@
-"""What may be done with a tensor of which this rank holds a part, outside of the layers that know of the division.
+"""Checks operations on parts of tensors, outside of the layers that know the division.
 
-    element by element      with other elements of the same places, with numbers that are the same everywhere
-    along whole dimensions  a norm of each row, where rows are whole
-    everything else         would give each rank another result: reductions, products, draws, numbers for Python
+    allowed     elementwise operations with elements at the same places, or with numbers that are equal on all ranks;
+                operations along dimensions that are not divided, such as a norm of each full row
+    refused     everything else, which would give each rank another result: reductions, products, draws, and numbers
+                for Python
 
-On a pipeline stage each parameter may be whole: what combines several of them, or leaves for Python or a log, is
-another result on each stage.
+A pipeline stage may hold full parameters, but not all of them. An operation that combines several parameters gives each
+stage another result. So does a value for Python or a log.
 """
 
 from __future__ import annotations
@@ -32,11 +33,11 @@ from lightning_parallel.tensor.sharding import ShowsFullShape
 __all__ = ["GATHERED", "ExportMode", "GatheredMode", "PartUseMode", "Refusal"]
 
 Refusal = Callable[[str, "Sequence[Part]"], None]
-"""Called with what is done, in words, and with which parts."""
+"""Function that gets a text about an operation, and the parts in it."""
 
 GATHERED = "into the gathered copy in a state dict of"
 
-# Operators that are element by element, or copies, and that torch does not tag so.
+# Elementwise operators and copies without the tag of torch for them.
 _ALSO_ELEMENTWISE = {
     *("to_copy", "abs", "acos", "add", "addcdiv", "addcmul", "asin", "atan", "ceil", "clamp", "clamp_max"),
     *("clamp_min", "clone", "contiguous", "copy", "cos", "cosh", "detach", "div", "erf", "erfc", "exp", "expm1"),
@@ -48,7 +49,7 @@ _CONSTANT = {
     *("zero", "fill", "zeros_like", "ones_like", "full_like", "empty_like", "new_zeros", "new_ones", "new_full"),
     *("new_empty", "new_empty_strided", "zeros", "ones", "full", "empty", "empty_strided", "scalar_tensor", "resize"),
 }
-# Work along `dim` alone.
+# Operators that work along `dim` only.
 _ALONG = {
     *("sum", "mean", "amax", "amin", "max", "min", "var", "std", "var_mean", "std_mean", "linalg_vector_norm", "norm"),
     *("logsumexp", "all", "any", "prod", "argmax", "argmin", "softmax", "log_softmax", "cumsum", "cumprod", "sort"),
@@ -61,10 +62,10 @@ class PartUseMode(TorchDispatchMode):
     """Sees every operator, follows parts through it, and calls `refuse` where ranks would get different results.
 
     Args:
-        parts: The parts that are known.
-        refuse: Called with a reason; what was begun goes on.
-        is_users: Tells whether the user's own code calls what runs.
-        is_logging: Tells whether Lightning's `log` does.
+        parts: The known parts.
+        refuse: Notes a refusal; the operation goes on.
+        is_users: Tells whether the user's own code has called the operation.
+        is_logging: Tells whether Lightning's `log` has called it.
     """
 
     def __init__(
@@ -99,7 +100,7 @@ class PartUseMode(TorchDispatchMode):
         return result
 
     def _check_gathered(self, func: Any, args: Any, kwargs: dict[str, Any]) -> None:
-        """Refuse to write into a gathered copy: on one process a state dict holds the parameters themselves."""
+        """Refuse a write into a gathered copy: on one process a state dict holds the parameters themselves."""
         written = pytree.tree_leaves(kwargs["out"] if kwargs.get("out") is not None else args[:1])
         for tensor in written:
             part = self._parts.gathered(tensor) if isinstance(tensor, Tensor) else None
@@ -126,7 +127,7 @@ class PartUseMode(TorchDispatchMode):
     def _follow(
         self, func: Any, args: Any, kwargs: Any, tensors: list[Tensor], placed: dict[int, Placed], result: Any
     ) -> None:
-        """Refuse an operation with parts, or note what it makes of them."""
+        """Refuse an operation with parts, or note the parts in its result."""
         name = base_name(func)
         parts = [found.part for found in placed.values()]
         made = [leaf for leaf in pytree.tree_leaves(result) if isinstance(leaf, Tensor)]
@@ -145,7 +146,7 @@ class PartUseMode(TorchDispatchMode):
             if name != "equal" or not self._is_known(result, tensors, placed):
                 self._refuse("takes a Python number out of", parts)
         elif name in ("clone", "copy") and MIXED in parts and all(tensor.dtype == torch.uint8 for tensor in tensors):
-            pass  # the bytes of a memory that several tensors share, which `deepcopy` copies whole
+            pass  # `deepcopy` copies the memory that several tensors share, as bytes
         elif MIXED in parts:
             self._refuse(f"`{name}` combines", parts)
         elif any(not part.is_divided for part in parts) and self._is_logging():
@@ -160,7 +161,7 @@ class PartUseMode(TorchDispatchMode):
 
     @staticmethod
     def _is_known(is_equal: bool, tensors: list[Tensor], placed: dict[int, Placed]) -> bool:
-        """Tell whether one process would find the same, as it does of two parameters in `BaseFinetuning`."""
+        """Tell whether one process would get the same answer; `BaseFinetuning` compares parameters this way."""
         first, second = tensors
         if is_equal:
             return first.data_ptr() == second.data_ptr() and first.stride() == second.stride()
@@ -168,14 +169,14 @@ class PartUseMode(TorchDispatchMode):
         if any(part is not None and part.is_slice for part in found):
             return False
         one, other = [part.ranges if part is not None and part.is_divided else None for part in found]
-        # Where parts of the same places differ the whole does; tensors of other shapes are never equal.
+        # Full tensors differ if parts at the same places differ. Tensors of different shapes are never equal.
         if first.shape == second.shape and (one == other or one is None or other is None):
             return True
-        if _whole_shape(first, found[0]) != _whole_shape(second, found[1]):
+        if _full_shape(first, found[0]) != _full_shape(second, found[1]):
             return True
-        # One is whole on this rank: what is in the part must be in it, too.
-        within, whole = (first, second) if one is not None else (second, first)
-        return (one is None or other is None) and not bool(torch.isin(within.detach(), whole.detach()).all())
+        # This rank has one of them in full. A value in the part alone proves that the tensors differ.
+        part, full = (first, second) if one is not None else (second, first)
+        return (one is None or other is None) and not bool(torch.isin(part.detach(), full.detach()).all())
 
     @staticmethod
     def _is_view(func: Any, tensors: list[Tensor], made: list[Tensor]) -> bool:
@@ -196,7 +197,7 @@ class PartUseMode(TorchDispatchMode):
     # ------------------------------------------------------------------------------------------ element by element
 
     def _elementwise(self, name: str, operands: list[Tensor], target: Tensor | None) -> None:
-        """Check one operation on elements, and note its result `target`."""
+        """Check an elementwise operation, and note its result `target`."""
         placed = [(tensor, found.part) for tensor in operands if (found := self._parts.find(tensor)) is not None]
         if not placed or target is None:
             return
@@ -216,14 +217,14 @@ class PartUseMode(TorchDispatchMode):
                 return
         others = [tensor for tensor in operands if tensor is not target and self._parts.find(tensor) is None]
         if not divided and any(self._parts.origin(tensor) == "drawn" for tensor in others):
-            # A stage draws for its own parameters alone.
+            # A stage draws for its own parameters only, so its draws differ from one process.
             self._refuse(f"`{name}` combines random numbers with", parts)
             return
         if self._parts.find(target) is None:
             self._register(target, *(divided or placed)[0], parts)
 
     def _misfit(self, tensor: Tensor, part: Part, operands: list[Tensor], target: Tensor) -> str:
-        """Say how other operands do not fit the places of a divided one; empty if they do."""
+        """Return a text if other operands do not fit the places of a divided one; empty if they fit."""
         for dim in divided_dims(tensor, part):
             place = dim - tensor.dim()
             size = tensor.shape[dim]
@@ -234,7 +235,7 @@ class PartUseMode(TorchDispatchMode):
                     continue
                 found = self._parts.find(other)
                 if found is None:
-                    # Of what was there before, such as a copy, nothing is known.
+                    # The origin of an earlier tensor, such as a copy, is not known.
                     if self._parts.origin(other) == "drawn":
                         return "combines random numbers with"
                     if self._parts.origin(other) == "made":
@@ -246,7 +247,7 @@ class PartUseMode(TorchDispatchMode):
         return ""
 
     def _register(self, target: Tensor, tensor: Tensor, part: Part, parts: list[Part]) -> None:
-        """Note that `target` has elements of a part, at the places of `tensor`."""
+        """Note that `target` holds elements of a part, at the places of `tensor`."""
         owners = frozenset().union(*(one.owners for one in parts))
         new = replace(part, owners=owners, is_joined=any(one.is_joined for one in parts))
         if part.is_slice:
@@ -265,7 +266,7 @@ class PartUseMode(TorchDispatchMode):
     # ---------------------------------------------------------------------------------------------- everything else
 
     def _combine(self, name: str, tensors: list[Tensor], placed: dict[int, Placed], made: list[Tensor]) -> None:
-        """Check an operation on whole parameters of a pipeline stage: of one parameter each, it is right."""
+        """Check an operation on full parameters of a pipeline stage, which may use one parameter at a time."""
         parts = [found.part for found in placed.values()]
         owners = {part.owners for part in parts}
         if len(owners) > 1 and name not in ("linalg_vector_norm", "norm", "max"):
@@ -273,14 +274,14 @@ class PartUseMode(TorchDispatchMode):
             return
         ordered = [placed[id(tensor)].part for tensor in tensors if id(tensor) in placed]
         for index, tensor in enumerate(made):
-            # Of many tensors in one call there is one result for each.
+            # A call with a list of tensors has one result for each.
             part = ordered[index] if len(made) == len(ordered) else ordered[0]
             self._parts.add(tensor, replace(part, label=f"`{name}` of {part.label}", is_joined=True))
 
     def _along(
         self, func: Any, name: str, args: Any, kwargs: Any, placed: dict[int, Placed], made: list[Tensor]
     ) -> None:
-        """Check an operation that works along some dimensions: the divided one must not be among them."""
+        """Check an operation along some dimensions, which must not include the divided dimension."""
         parts = [found.part for found in placed.values()]
         tensor = args[0] if args and isinstance(args[0], Tensor) else None
         arguments = schema_of(func).arguments
@@ -303,8 +304,8 @@ class PartUseMode(TorchDispatchMode):
                 self._parts.add(result, replace(part, stride=max(1, result.stride(place)), is_joined=True))
 
 
-def _whole_shape(tensor: Tensor, part: Part | None) -> tuple[int, ...]:
-    """Return the shape that a tensor, of which this rank may hold a part, has on one process."""
+def _full_shape(tensor: Tensor, part: Part | None) -> tuple[int, ...]:
+    """Return the shape of a tensor on one process."""
     shape = list(tensor.shape)
     if part is not None and part.is_divided:
         for dim in divided_dims(tensor, part):
@@ -313,7 +314,7 @@ def _whole_shape(tensor: Tensor, part: Part | None) -> tuple[int, ...]:
 
 
 def _rows(func: Any, args: Any, kwargs: Any, result: Any) -> list[tuple[list[Tensor], Tensor | None]]:
-    """Return operands and result of an operator on elements; of one on many tensors, for each of them."""
+    """Return operands and result of an elementwise operator; of a `foreach` operator, for each tensor."""
     values = [*args, *kwargs.values()]
     lists = [value for value in values if isinstance(value, (list, tuple)) and value and isinstance(value[0], Tensor)]
     single = [value for value in values if isinstance(value, Tensor)]
@@ -326,10 +327,10 @@ def _rows(func: Any, args: Any, kwargs: Any, result: Any) -> list[tuple[list[Ten
 
 
 class GatheredMode(torch.overrides.TorchFunctionMode):
-    """Refuses a step that writes into gathered copies, as a state dict holds them: on one process these are parameters.
+    """Refuses a step that writes into gathered copies of a state dict, which are the parameters on one process.
 
     Args:
-        parts: The parts that are known.
+        parts: The known parts.
     """
 
     def __init__(self, parts: PartMap) -> None:
@@ -361,14 +362,14 @@ _SHAPE = (_PROPERTIES.shape.__get__, Tensor.size, Tensor.numel, Tensor.nelement)
 
 
 class ExportMode(torch.overrides.TorchFunctionMode):
-    """Sees what no operator does: parts that leave for numpy, Python or a file, copies, and data that are replaced.
+    """Sees calls without an operator: parts that leave for numpy, Python or a file, copies, and replaced data.
 
     Args:
-        parts: The parts that are known.
-        refuse: Called with a reason; what was begun goes on.
-        is_users: Tells whether the user's own code calls what runs.
-        tell_shape: Called where the shape of a part is read.
-        tell_missing: Called with a tensor whose gradient is read, and is not there.
+        parts: The known parts.
+        refuse: Notes a refusal; the operation goes on.
+        is_users: Tells whether the user's own code has called the operation.
+        tell_shape: Gets a part whose shape the code reads.
+        tell_missing: Gets a tensor without a gradient, if the code reads the gradient.
     """
 
     def __init__(
@@ -402,10 +403,10 @@ class ExportMode(torch.overrides.TorchFunctionMode):
         if func == _GET_GRAD and result is None:
             self._tell_missing(args[0])
         if name == "__deepcopy__" and found is not None and isinstance(result, Tensor):
-            # Copies of memory are no operators.
+            # `deepcopy` copies memory without an operator.
             self._parts.add(result, found.part)
         elif name in _MADE and isinstance(result, Tensor) and result.numel() > 1:
-            # Nobody knows how they were drawn.
+            # The numbers come from outside of torch, so they may be drawn.
             self._parts.note_origin(result, "drawn")
         return result
 
