@@ -152,10 +152,13 @@ def _row_counts(batch: Any) -> list[RowCount]:
 
 def _candidates(batch: Any) -> Iterator[TokenCount]:
     """Yield the counts of tokens that a batch offers: by labels of -100, and by masks of zeros and ones."""
-    for ignored in (_IGNORED_LABEL, 0):
-        for key, value in _tensors(batch):
-            is_mask = bool(((value == 0) | (value == 1)).all())
-            if value.dim() and bool((value == ignored).any()) and is_mask == (ignored == 0):
+    tensors = [(key, value) for key, value in _tensors(batch) if value.dim()]
+    # Not of 8 bits: -100 would be compared as 156.
+    labels = [(key, value) for key, value in tensors if value.dtype in (torch.int64, torch.int32, torch.int16)]
+    masks = [(key, value) for key, value in tensors if bool(((value == 0) | (value == 1)).all())]
+    for ignored, found in ((_IGNORED_LABEL, labels), (0, masks)):
+        for key, value in found:
+            if bool((value == ignored).any()):
                 yield TokenCount(key, ignored)
                 if value.dim() > 1:
                     yield TokenCount(key, ignored, is_shifted=True)
