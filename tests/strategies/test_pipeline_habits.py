@@ -155,12 +155,20 @@ class OverTokens(Habit):
         return F.cross_entropy(self.logits(tokens)[:, :-1].flatten(0, 1), labels[:, 1:].flatten())
 
 
-def batch():
+class Masked(Habit):
+    """A mean over the tokens that a mask leaves."""
+
+    def loss(self, tokens, labels):
+        losses = F.cross_entropy(self.logits(tokens).flatten(0, 1), tokens.flatten(), reduction="none")
+        return (losses * labels.flatten()).sum() / labels.sum().clamp(min=1)
+
+
+def batch(kind):
     generator = torch.Generator().manual_seed(2)
     tokens = torch.randint(1, 9, (8, 5), generator=generator)
     labels = tokens.clone()
     labels[1, 2:] = labels[3, 4:] = labels[4:6] = -100  # a microbatch without any, too
-    return tokens, labels
+    return tokens, (labels != -100).long() if kind is Masked else labels
 
 
 def train(kind, strategy, devices):
@@ -171,7 +179,7 @@ def train(kind, strategy, devices):
     finally:
         torch.set_default_dtype(before)
     trainer = trainer_for(strategy, devices, use_distributed_sampler=False)
-    trainer.fit(module, DataLoader(Rows(batch()), batch_size=8))
+    trainer.fit(module, DataLoader(Rows(batch(kind)), batch_size=8))
     return module, trainer
 
 
@@ -184,7 +192,7 @@ def on_one_process(kind):
     ("kind", "schedule"),
     [
         *((Habit, schedule) for schedule in ("1f1b", "zb_h1", "zbv")),
-        *((kind, "1f1b") for kind in (OfSeveralBases, Averaged, Towers, OverTokens, Queries)),
+        *((kind, "1f1b") for kind in (OfSeveralBases, Averaged, Towers, OverTokens, Masked, Queries)),
     ],
 )
 @distributed(world_size=2)
