@@ -357,7 +357,8 @@ def test_nodes_of_the_graph_are_numbered_as_they_are_made():
 def test_the_flight_recorder_is_where_it_was():
     names = ("_dump_fr_trace_json", "_dump_nccl_trace_json")
     assert any(callable(getattr(torch._C._distributed_c10d, name, None)) for name in names)
-    assert flight_recorder_entries() == []
+    # Tests before this one may have used collectives in this process.
+    assert all({"collective_seq_id", "state"} <= entry.keys() for entry in flight_recorder_entries())
 
 
 # -- used by pipeline --------------------------------------------------------------------------------------------------

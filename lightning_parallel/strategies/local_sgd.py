@@ -266,7 +266,7 @@ class LocalSGDStrategy(HybridParallelStrategy):
         """The local steps of the present `fit`.
 
         Raises:
-            RuntimeError: Outside of `fit`.
+            RuntimeError: If no `fit` runs.
         """
         if self._local is None or self._local.is_closed:
             raise RuntimeError("Replicas take local steps only during `fit`")
