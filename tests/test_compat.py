@@ -358,7 +358,10 @@ def test_the_flight_recorder_is_where_it_was():
     names = ("_dump_fr_trace_json", "_dump_nccl_trace_json")
     assert any(callable(getattr(torch._C._distributed_c10d, name, None)) for name in names)
     # Tests before this one may have used collectives in this process.
-    assert all({"collective_seq_id", "state"} <= entry.keys() for entry in flight_recorder_entries())
+    assert all(
+        {"process_group", "collective_seq_id", "is_p2p", "profiling_name"} <= entry.keys()
+        for entry in flight_recorder_entries()
+    )
 
 
 # -- used by pipeline --------------------------------------------------------------------------------------------------
