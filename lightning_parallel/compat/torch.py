@@ -102,6 +102,7 @@ __all__ = [
     "backward_hooks_of",
     "forward_hooks_of",
     "global_step_hooks",
+    "seed_torch",
     "state_hooks_of",
     "step_hooks_of",
     "has_compiled_calls",
@@ -520,6 +521,15 @@ def sharded_flat_parameters(model: nn.Module) -> list[Tensor]:
 def has_unsharded_storage(flat_parameter: Tensor) -> bool:
     """Return whether FSDP1 has the storage in which it gathers a flat parameter: from the first step on."""
     return hasattr(flat_parameter, "_full_param_padded")
+
+
+def seed_torch(seed: int) -> None:
+    """Seed torch's generators, the generators of CUDA only if it is in use."""
+    # `torch.manual_seed` formats a traceback for each kind of device that may be initialized later, and keeps it.
+    # A trial of a block or a layer seeds so often that this took a sixth of a small model's set-up.
+    torch.default_generator.manual_seed(seed)
+    if torch.cuda.is_initialized():
+        torch.cuda.manual_seed(seed)
 
 
 def assert_on_device(condition: Tensor, message: str) -> None:

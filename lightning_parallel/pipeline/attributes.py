@@ -55,8 +55,9 @@ def replaced(module: nn.Module, stand_ins: Callable[[str, nn.Module], dict[str, 
         stand_ins: Returns the attributes of a submodule, called with its path and itself.
     """
     done = []
-    buffers = [(child, dict(buffers_of(child))) for child in module.modules()]
-    for path, child in module.named_modules():
+    modules = list(module.named_modules())
+    buffers = [(child, dict(buffers_of(child))) for _, child in modules]
+    for path, child in modules:
         attributes = stand_ins(path, child)
         done.append((child, {name: vars(child)[name] for name in attributes if name in vars(child)}, attributes))
         # `nn.Module.__getattr__` finds registered parameters, and is asked only for what `__dict__` lacks.

@@ -14,6 +14,7 @@ import random
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import lru_cache
 from itertools import accumulate
 from typing import Any
 
@@ -21,7 +22,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from lightning_parallel.compat.torch import TorchDispatchMode
+from lightning_parallel.compat.torch import TorchDispatchMode, seed_torch
 
 __all__ = [
     "DrawRecorder",
@@ -32,7 +33,6 @@ __all__ = [
     "layer_seed",
     "random_state_kept",
     "seed_all",
-    "seed_torch",
     "seeded",
 ]
 
@@ -50,14 +50,6 @@ def layer_seed(seed: int, layer: int) -> int:
 def call_seed(seed: int, number: int) -> int:
     """Return a seed for the code after each call of a module outside of the layers; 0 is before the first call."""
     return (seed ^ (_PRIME * number)) & (2**63 - 1)
-
-
-def seed_torch(seed: int) -> None:
-    """Seed torch's generators, those of CUDA if it is in use."""
-    # `torch.manual_seed` takes a millisecond if CUDA is available but not initialized, and this runs for each action.
-    torch.default_generator.manual_seed(seed)
-    if torch.cuda.is_initialized():
-        torch.cuda.manual_seed(seed)
 
 
 def seed_all(seed: int) -> None:
@@ -156,13 +148,22 @@ class OwnGenerators:
             _seed(generator, (seed ^ key) & (2**63 - 1))
 
 
+# Asked for every attribute of a model, each time that a step runs: `torch.Generator` has a slow `__instancecheck__`.
+@lru_cache(maxsize=1024)
+def _is_generator(kind: type) -> bool:
+    return issubclass(kind, (torch.Generator, np.random.Generator, np.random.RandomState, random.Random))
+
+
 def _generators(values: Iterable[Any]) -> Iterator[_Generator]:
-    """Find generators among attributes, and in lists, tuples and dicts among these."""
+    """Find generators among attributes, and in the lists, tuples and dicts among them."""
     for value in values:
-        entries = value.values() if type(value) is dict else value if type(value) in (list, tuple) else (value,)
-        for entry in entries:
-            if isinstance(entry, (torch.Generator, np.random.Generator, np.random.RandomState, random.Random)):
-                yield entry
+        kind = type(value)
+        if kind is dict or kind is list or kind is tuple:
+            for entry in value.values() if kind is dict else value:
+                if _is_generator(type(entry)):
+                    yield entry
+        elif _is_generator(kind):
+            yield value
 
 
 def _draw(generator: _Generator) -> int:

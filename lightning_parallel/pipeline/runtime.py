@@ -27,7 +27,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from lightning_parallel import comm, tracing
 from lightning_parallel.comm import Group
-from lightning_parallel.compat.torch import pytree
+from lightning_parallel.compat.torch import pytree, seed_torch
 from lightning_parallel.pipeline.dry_runs import NextStageDryRun, StageInputs
 from lightning_parallel.pipeline.message_layout import Message, MessageLayout, MessageLayouts, TensorSpec, line_of_step
 from lightning_parallel.pipeline.microbatch import StepResult, loss_of, tell_microbatch, under_way
@@ -46,7 +46,6 @@ from lightning_parallel.pipeline.random_streams import (
     layer_seed,
     random_state_kept,
     seed_all,
-    seed_torch,
 )
 from lightning_parallel.pipeline.schedule import Action, Kind, Schedule
 from lightning_parallel.pipeline.skips import NO_SKIPS, Skip, Skips, StageSkips

@@ -25,6 +25,7 @@ from lightning_parallel.compat.torch import (
     children_of,
     parameters_of,
     pytree,
+    seed_torch,
     version_of,
 )
 from lightning_parallel.tensor.inspection import copy_of, is_linear, sizes_of
@@ -74,7 +75,7 @@ def block_call(root: nn.Module, path: str, group: Group, outermost: bool = False
             owner = root.get_submodule(around)
             if isinstance(found, str) and not isinstance(owner, (nn.ModuleList, nn.ModuleDict)):
                 found = _call_by(owner, path.removeprefix(f"{around}.").lstrip("."))
-        torch.manual_seed(0)
+        seed_torch(0)
         call = found if isinstance(found, str) else _with_values(*found)
     leaves = [call] if isinstance(call, str) else pytree.tree_leaves((call.args, call.kwargs))
     described = [(leaf.shape, str(leaf.dtype)) if isinstance(leaf, Tensor) else type(leaf).__name__ for leaf in leaves]

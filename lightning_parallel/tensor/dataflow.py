@@ -27,7 +27,7 @@ from torch import Tensor, nn
 
 from lightning_parallel import comm
 from lightning_parallel.comm import Group
-from lightning_parallel.compat.torch import buffers_of, is_backward_running, parameters_of
+from lightning_parallel.compat.torch import buffers_of, is_backward_running, parameters_of, seed_torch
 from lightning_parallel.tensor.inputs import NarrowInput, whole_input
 from lightning_parallel.tensor.inspection import numbers_a_layer, structure_of
 from lightning_parallel.tensor.layers import Column, Replicate, Row, Style
@@ -84,7 +84,7 @@ class RegionFinder:
         key = (structure_of(block), tuple(free), call is None)
         if key not in self._known:
             with chance_kept():
-                torch.manual_seed(0)
+                seed_torch(0)
                 found = _find(block, free, self.group.size, call)
             # Ranks that propose different divisions would wait for each other.
             local = repr((found.regions, found.reasons))

@@ -22,7 +22,7 @@ from torch.overrides import TorchFunctionMode
 from lightning_parallel import comm
 from lightning_parallel.comm import Group
 from lightning_parallel.compat import Patches
-from lightning_parallel.compat.torch import pytree
+from lightning_parallel.compat.torch import pytree, seed_torch
 from lightning_parallel.tensor.inspection import copy_of, is_linear, sizes_of, structure_of
 from lightning_parallel.tensor.plan import Plan, apply_plan
 from lightning_parallel.tensor.sharding import reduce_partial_
@@ -119,7 +119,7 @@ class PlanVerifier:
         if any(parameter.is_meta for parameter in block.parameters()):
             block = _with_random_values(block)
         with chance_kept():
-            torch.manual_seed(0)
+            seed_torch(0)
             # Kernels of attention may know half precision only: the difference of a wrong division is larger still.
             for dtype in TOLERANCES:
                 with _computing_in(dtype):
@@ -203,7 +203,7 @@ class PlanVerifier:
             return True
         divided = copy_in_double(block)
         sharding = apply_plan(divided, plan, self.group)
-        torch.manual_seed(0)
+        seed_torch(0)
         result = self._run_together(lambda: _run(divided.train(), x))
         if result is None:
             return False
@@ -361,7 +361,7 @@ def _run(block: nn.Module, x: _TrialInput) -> _Result:
     """
     hidden = x.hidden.clone().requires_grad_(True)
     # Numbers that a block draws for full samples, also in evaluation, are the same in both copies.
-    torch.manual_seed(0)
+    seed_torch(0)
     random.seed(0)
     numpy.random.seed(0)
     outputs = [leaf for leaf in pytree.tree_leaves(x.call(block, hidden)) if isinstance(leaf, Tensor)]
@@ -488,7 +488,7 @@ def _with_random_values(block: nn.Module) -> nn.Module:
     """Return a copy on the CPU of a block on the meta device, with random values."""
     block = copy_of(block).to_empty(device="cpu")
     with torch.random.fork_rng(), torch.no_grad():
-        torch.manual_seed(0)
+        seed_torch(0)
         for tensor in [*block.parameters(), *block.buffers()]:
             if tensor.is_floating_point():
                 tensor.normal_(std=0.1)

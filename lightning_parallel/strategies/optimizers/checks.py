@@ -27,8 +27,8 @@ from lightning_parallel import comm
 from lightning_parallel.checkpoint import Inventory, dummy_parameters, remove_dummy_parameters
 from lightning_parallel.comm import Group
 from lightning_parallel.compat import ParallelState, Patches, is_users
+from lightning_parallel.compat.torch import seed_torch
 from lightning_parallel.optim import TrustRatioOptimizer
-from lightning_parallel.pipeline.random_streams import seed_torch
 from lightning_parallel.strategies.hooks.watch import HookWatch
 from lightning_parallel.strategies.optimizers.dummies import DummyPositions, DummyTrace, take_out_dummies
 from lightning_parallel.strategies.optimizers.norms import ShardNorms

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import pickle
 import random
 import sys
 from collections import deque
@@ -20,7 +21,7 @@ from lightning.pytorch.strategies import Strategy
 from torch import Tensor, nn
 
 from lightning_parallel.compat import Patches, innermost_users_line, is_users_object
-from lightning_parallel.compat.torch import BatchNormalization, buffers_of, is_backward_running, version_of
+from lightning_parallel.compat.torch import BatchNormalization, buffers_of, is_backward_running, seed_torch, version_of
 from lightning_parallel.pipeline.engine import PipelineEngine
 from lightning_parallel.pipeline.random_streams import (
     DrawRecorder,
@@ -28,7 +29,6 @@ from lightning_parallel.pipeline.random_streams import (
     call_seed,
     layer_seed,
     seed_all,
-    seed_torch,
 )
 from lightning_parallel.tensor.verify import DropoutOff
 
@@ -253,7 +253,7 @@ class Draws:
             torch.get_rng_state().numpy().tobytes(),
             cuda,
             random.getstate(),
-            repr(numpy_state),
+            pickle.dumps(numpy_state),
             self._generators.states(),
         )
 
