@@ -14,6 +14,7 @@ import copy
 import inspect
 import re
 import textwrap
+from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cache, partial
@@ -86,10 +87,16 @@ def _computes_linear(module: nn.Module) -> bool:
 
 
 def copy_of(module: nn.Module) -> nn.Module:
-    """Return a deep copy; tensors in attributes that were computed from parameters, as pruned weights, are detached."""
-    values = [value for child in module.modules() for value in vars(child).values() if not isinstance(value, nn.Module)]
-    leaves = [leaf for leaf in pytree.tree_leaves(values) if isinstance(leaf, Tensor) and leaf.grad_fn is not None]
-    return copy.deepcopy(module, {id(leaf): leaf.detach().clone() for leaf in leaves})
+    """Return a deep copy; in attributes, tensors that were computed from parameters (pruned weights) are detached."""
+    values = [value for child in module.modules() for value in vars(child).values() if type(value) not in _PLAIN]
+    # A module has a dozen empty dictionaries for hooks, each of which `deepcopy` would make from its pickled form.
+    memo = {id(value): type(value)() for value in values if type(value) in (OrderedDict, set) and not value}
+    held = [value for value in values if id(value) not in memo and not isinstance(value, nn.Module)]
+    leaves = [leaf for leaf in pytree.tree_leaves(held) if isinstance(leaf, Tensor) and leaf.grad_fn is not None]
+    return copy.deepcopy(module, {**memo, **{id(leaf): leaf.detach().clone() for leaf in leaves}})
+
+
+_PLAIN = {bool, int, float, str, type(None)}
 
 
 _SIZES_OF_LINEAR = {"in_features", "out_features", "training", PARAMETERS}

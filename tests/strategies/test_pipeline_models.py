@@ -178,17 +178,17 @@ def build(name):
     return built(name, source=vars(other_models) if name in vars(other_models) else None)
 
 
-def train(name, strategy, devices, replicas=1, **trainer_options):
+def train(name, strategy, devices, replicas=1, verifies=True, **trainer_options):
     rank = comm.Group.of().rank if devices > 1 else 0
     os.environ.update(LOCAL_RANK=str(rank), NODE_RANK="0", WORLD_SIZE=str(devices))
     model, step, batch = build(name)
     module = Wrapped(model, step)
     batch = tree_map(lambda tensor: tensor[: len(tensor) // 2 * 2], batch)  # replicas of equal size
     rows = Rows(batch, replicas, rank // (devices // replicas))
-    trainer_options = {"max_epochs": 4 if name == "odd_gpt" else 2, **trainer_options}
+    trainer_options = {"max_epochs": 3 if name == "odd_gpt" else 2, **trainer_options}
     loader = DataLoader(rows, batch_size=len(rows))
     trainer = trainer_for(
-        strategy, devices, True, gradient_clip_val=0.3, use_distributed_sampler=False, **trainer_options
+        strategy, devices, verifies, gradient_clip_val=0.3, use_distributed_sampler=False, **trainer_options
     )
     trainer.fit(module, loader)
     return module, trainer
@@ -214,25 +214,29 @@ def expect_equal(module, trainer, expected, replicas):
         torch.testing.assert_close(torch.stack(module.losses), torch.stack(expected.losses), rtol=1e-10, atol=1e-12)
 
 
+# The self-check, which takes longer than the rest of a fit, accepts each model once. All fits are compared here anyway.
 @pytest.mark.parametrize(
-    ("name", "layout"),
+    ("name", "layout", "verifies"),
     [
-        ("mlp", "pipeline 2 x data 2"),
-        ("mlp", "tensor 2 x pipeline 2"),
-        ("convolutional", "pipeline 4"),
-        ("encoder", "tensor 2 x pipeline 2"),
-        *(("tied", layout) for layout in ("pipeline 4", "pipeline 2 x data 2", "tensor 2 x pipeline 2")),
-        *(("two_streams", layout) for layout in ("pipeline 4", "tensor 2 x pipeline 2")),
-        ("example_gpt", "tensor 2 x pipeline 2"),
-        ("gpt2", "tensor 2 x pipeline 2"),
-        ("llama", "tensor 2 x pipeline 2"),
-        ("bert", "tensor 2 x pipeline 2"),
-        *(("siamese", layout) for layout in ("pipeline 2 x data 2", "tensor 2 x pipeline 2")),
+        ("mlp", "pipeline 2 x data 2", True),
+        ("convolutional", "pipeline 4", True),
+        ("encoder", "tensor 2 x pipeline 2", True),
+        ("tied", "pipeline 4", False),
+        ("tied", "pipeline 2 x data 2", False),
+        ("tied", "tensor 2 x pipeline 2", True),
+        ("two_streams", "pipeline 4", False),
+        ("two_streams", "tensor 2 x pipeline 2", True),
+        ("example_gpt", "tensor 2 x pipeline 2", True),
+        ("gpt2", "tensor 2 x pipeline 2", True),
+        ("llama", "tensor 2 x pipeline 2", True),
+        ("bert", "tensor 2 x pipeline 2", True),
+        ("siamese", "pipeline 2 x data 2", True),
+        ("siamese", "tensor 2 x pipeline 2", False),
     ],
 )
 @distributed(world_size=4)
-def test_models(name, layout):
-    check(name, layout)
+def test_models(name, layout, verifies):
+    check(name, layout, verifies)
 
 
 @pytest.mark.parametrize(
@@ -261,12 +265,12 @@ def on_one_process(name):
     return train(name, "auto", 1)[0]
 
 
-def check(name, layout):
+def check(name, layout, verifies=True):
     sizes = SIZES[layout]
     replicas = sizes.get("data_parallel_size", 1)
     expected = on_one_process(name)
     module, trainer = train(
-        name, HybridParallelStrategy(num_microbatches=3, **sizes), math.prod(sizes.values()), replicas
+        name, HybridParallelStrategy(num_microbatches=3, **sizes), math.prod(sizes.values()), replicas, verifies
     )
     expect_equal(module, trainer, expected, replicas)
 
@@ -277,7 +281,7 @@ def test_a_cut_inside_of_a_divided_sequence(name):
     expected = on_one_process(name)
     sizes = {"tensor_parallel_size": 2, "pipeline_parallel_size": 2}
     strategy = HybridParallelStrategy(num_microbatches=3, sequence_parallel=True, **sizes)
-    module, trainer = train(name, strategy, 4)
+    module, trainer = train(name, strategy, 4, verifies=name in ("bert", "odd_gpt"))
     expect_equal(module, trainer, expected, 1)
     regions = ParallelState.of(module).sharding.plan.sequence_regions
     assert max(len(region.blocks) for region in regions) > 1, "a cut lies inside"
@@ -319,7 +323,7 @@ def test_code_that_reads_between_blocks_of_a_divided_sequence_is_refused_on_ever
 def test_a_divided_sequence_with_replicas(name):
     expected = on_one_process(name)
     strategy = HybridParallelStrategy(tensor_parallel_size=2, data_parallel_size=2, sequence_parallel=True)
-    module, trainer = train(name, strategy, 4, 2)
+    module, trainer = train(name, strategy, 4, 2, verifies=name == "qwen2")
     expect_equal(module, trainer, expected, 2)
     assert ParallelState.of(module).sharding.plan.sequence_regions
 
@@ -345,7 +349,7 @@ def test_weight_gradients_of_sharded_layers_that_come_later(layout, schedule, op
     with patched(WeightGradients, "defer", noted):
         sizes, replicas = SIZES[layout], SIZES[layout].get("data_parallel_size", 1)
         strategy = HybridParallelStrategy(num_microbatches=4, schedule=schedule, **sizes, **options)
-        module, trainer = train("mixed_gpt", strategy, 4, replicas)
+        module, trainer = train("mixed_gpt", strategy, 4, replicas, verifies=schedule == "zbv")
     expect_equal(module, trainer, expected, replicas)
     # Of the stages of this rank.
     weights = {name: p for name, p in module.named_parameters() if name in module.gradients[0] and p.dim() == 2}

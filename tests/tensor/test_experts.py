@@ -66,6 +66,8 @@ MODELS = {
         "v_head_dim": 8,
     },
 }
+# Plain stacks; and stacks with biases, transposed, with gate and up in turns. The kernels are the same for all models.
+WITH_ALL_KERNELS = ("MixtralForCausalLM", "GptOssForCausalLM")
 IMPLEMENTATIONS = {"eager": torch.float64, "batched_mm": torch.float64, "grouped_mm": torch.float32}
 
 
@@ -259,7 +261,7 @@ def compare(group, build, tolerance=1e-10):
 @pytest.mark.parametrize("name", MODELS)
 @distributed(world_size=2)
 def test_hugging_face_models(group, name):
-    for experts, dtype in IMPLEMENTATIONS.items():
+    for experts, dtype in IMPLEMENTATIONS.items() if name in WITH_ALL_KERNELS else [("eager", torch.float64)]:
         build = functools.partial(hugging_face, name, experts)
         plan, share = compare(group, build, 1e-10 if dtype == torch.float64 else 1e-4)
         assert any(isinstance(style, Experts) for style in plan.styles.values())
