@@ -148,22 +148,20 @@ class OwnGenerators:
             _seed(generator, (seed ^ key) & (2**63 - 1))
 
 
-# Asked for every attribute of a model, each time that a step runs: `torch.Generator` has a slow `__instancecheck__`.
-@lru_cache(maxsize=1024)
-def _is_generator(kind: type) -> bool:
-    return issubclass(kind, (torch.Generator, np.random.Generator, np.random.RandomState, random.Random))
-
-
 def _generators(values: Iterable[Any]) -> Iterator[_Generator]:
     """Find generators among attributes, and in the lists, tuples and dicts among them."""
     for value in values:
-        kind = type(value)
-        if kind is dict or kind is list or kind is tuple:
-            for entry in value.values() if kind is dict else value:
-                if _is_generator(type(entry)):
-                    yield entry
-        elif _is_generator(kind):
-            yield value
+        entries = value.values() if type(value) is dict else value if type(value) in (list, tuple) else (value,)
+        for entry in entries:
+            kind: Any = type(entry)
+            if _is_generator(kind):
+                yield entry
+
+
+# Asked for every attribute of a model, whenever a step runs; `torch.Generator` has a slow `__instancecheck__`.
+@lru_cache(maxsize=1024)
+def _is_generator(kind: type) -> bool:
+    return issubclass(kind, (torch.Generator, np.random.Generator, np.random.RandomState, random.Random))
 
 
 def _draw(generator: _Generator) -> int:
