@@ -632,6 +632,14 @@ def test_tensors_exchange_what_they_stand_for_despite_weak_references():
     assert parameter.mark
 
 
+def test_the_function_inside_of_trunc_normal():
+    drawn = []
+    with patched(nn.init, compat_torch.TRUNC_NORMAL, lambda tensor, *args, **kwargs: drawn.append(tensor)):
+        tensor = torch.empty(3)
+        nn.init.trunc_normal_(tensor, std=0.02)
+    assert drawn[0] is tensor
+
+
 def test_modes_see_that_data_are_given():
     class Mode(TorchFunctionMode):
         def __torch_function__(self, func, types, args=(), kwargs=None):

@@ -443,6 +443,9 @@ def is_backward_running() -> bool:
 # with. The public `as_subclass` cannot claim a device.
 make_subclass = Tensor._make_subclass
 
+# The function inside `nn.init.trunc_normal_` that draws: libraries keep the public function under names of their own.
+TRUNC_NORMAL = "_no_grad_trunc_normal_"
+
 
 def move_tensor_hooks(source: Tensor, target: Tensor) -> None:
     """Register on `target` the hooks for gradients that `source` has; they can be added in public, but not read."""

@@ -19,8 +19,8 @@ from lightning_parallel.checkpoint.weights import WeightFiles, stored_weights
 from lightning_parallel.cli import main
 from lightning_parallel.comm import Group
 from lightning_parallel.compat import patched
+from lightning_parallel.strategies.deferred.chain import stored_origin
 from lightning_parallel.strategies.deferred.init import deferred_init
-from lightning_parallel.strategies.deferred.reads import stored_origin
 from lightning_parallel.strategies.deferred.tensor import is_deferred, materialize
 from tests.harness import distributed, free_port, run_script
 from tests.strategies.models import trainer_for

@@ -15,8 +15,8 @@ from safetensors.torch import load_file, save_file
 from lightning_parallel import HybridParallelStrategy, comm
 from lightning_parallel.checkpoint.weights import WeightFiles
 from lightning_parallel.compat import patched
+from lightning_parallel.strategies.deferred.chain import stored_origin
 from lightning_parallel.strategies.deferred.init import deferred_init
-from lightning_parallel.strategies.deferred.reads import stored_origin
 from lightning_parallel.strategies.deferred.tensor import is_deferred, materialize
 from tests.harness import distributed, run_script
 from tests.strategies.models import trainer_for

@@ -16,8 +16,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from lightning_parallel.strategies.deferred import tensor as deferred_tensor
+from lightning_parallel.strategies.deferred.chain import OperationLink
 from lightning_parallel.strategies.deferred.init import deferred_init, move_to_meta, replace_data
-from lightning_parallel.strategies.deferred.records import RecordedOperation
 from lightning_parallel.strategies.deferred.tensor import is_deferred, materialize
 
 
@@ -446,16 +446,16 @@ def test_records_die_with_their_tensors():
     with deferred_init("cpu"):
         weights = [torch.randn(200, 200) for _ in range(3)]
         weights[0].add_(weights[1])
-    histories = [weight.untyped_storage().history for weight in weights]
-    alive = [weakref.ref(history) for history in histories]
-    del histories
+    links = [weight.untyped_storage().contents.link for weight in weights]
+    alive = [weakref.ref(link) for link in links]
+    del links
     del weights[1:]
     gc.collect()
-    assert [history() is not None for history in alive] == [True, True, False]
+    assert [link() is not None for link in alive] == [True, True, False]
     materialize(weights[0])
     weights.clear()
     gc.collect()
-    assert [history() is not None for history in alive] == [False] * 3
+    assert [link() is not None for link in alive] == [False] * 3
 
 
 class PeakMemory(TorchDispatchMode):
@@ -501,10 +501,47 @@ def test_a_build_holds_one_temporary_at_a_time():
     assert memory.peak < 1.2 * weight
 
 
+def test_data_that_the_build_has_read_are_dropped_when_it_ends():
+    class Model(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.weight = nn.Parameter(torch.randn(300, 300))
+            self.is_positive = self.weight[0, 0].item() > 0
+
+    expected, _ = built(Model, 1, deferred=False)
+    model, _ = built(Model, 1, deferred=True)
+    assert model.weight.untyped_storage().contents.value is not None
+    held = move_to_meta(model, torch.device("cpu"))
+    _, deferred = held.parameters[id(model.weight)]
+    assert deferred.untyped_storage().contents.value is None
+    assert bits(materialize(deferred)) == bits(expected.weight)
+
+
+def test_operations_that_would_run_again_and_again_are_computed_once(monkeypatch):
+    runs = []
+    run = OperationLink.run
+    monkeypatch.setattr(OperationLink, "run", lambda self, *args: (runs.append(self), run(self, *args))[1])
+
+    def build():
+        x = torch.randn(200, 160)
+        for _ in range(40):
+            x = x / x.norm()  # each reads the chain twice
+        stacked = torch.stack([torch.randn(200, 160) for _ in range(130)])
+        return Tensors(x, stacked)
+
+    expected, states = built(build, 1, deferred=False)
+    model, ours = built(build, 1, deferred=True)
+    assert ours == states
+    assert is_deferred(model.buffer1), "as experts are stacked"
+    materialize_all(model)
+    assert_same(expected, model)
+    assert len(runs) < 3000
+
+
 def test_reading_in_a_loop_does_not_start_over_each_time(monkeypatch):
     runs = []
-    run = RecordedOperation.run
-    monkeypatch.setattr(RecordedOperation, "run", lambda self, memory: (runs.append(self), run(self, memory)))
+    run = OperationLink.run
+    monkeypatch.setattr(OperationLink, "run", lambda self, *args: (runs.append(self), run(self, *args))[1])
     with deferred_init("cpu"):
         x = torch.ones(200, 160)
         for _ in range(10):
@@ -523,7 +560,7 @@ def test_the_tests_see_a_wrong_generator(broken, monkeypatch):
 
         monkeypatch.setattr(deferred_tensor, "generator_states", later_states)
     else:
-        monkeypatch.setattr(deferred_tensor._Invocation, "_run_once", lambda self, layout, _=0: (None, layout))
+        monkeypatch.setattr(deferred_tensor._Invocation, "_drawn", lambda self: None)
     expected, states = built(lambda: nn.Linear(200, 200), 1, deferred=False)
     model, ours = built(lambda: nn.Linear(200, 200), 1, deferred=True)
     assert ours != states

@@ -1,8 +1,8 @@
 """Lets code that reads `safetensors` files while a model is built record that, instead of reading them.
 
 `transformers` asks a file that `safetensors.safe_open` has opened for slices, and takes `slice[...]` when it gives a
-parameter its value: `AutoModel.from_pretrained(...)` in `configure_model` so reads nothing of large tensors. The same
-holds for `safetensors.torch.load_file`. Whatever is then done with a tensor is recorded as for any other.
+parameter its value. So `AutoModel.from_pretrained(...)` in `configure_model` reads nothing of large tensors. The same
+holds for `safetensors.torch.load_file`. Later operations on such a tensor are recorded like all operations.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _ONE_BY_ONE = "HF_DEACTIVATE_ASYNC_LOAD"
 
 @contextmanager
 def files_deferred(threshold: int) -> Iterator[None]:
-    """Defer what is read from `safetensors` files inside the block, if it has more than `threshold` elements."""
+    """Defer tensors of `safetensors` files inside the block, if they have more than `threshold` elements."""
     try:
         from safetensors import safe_open
     except ImportError:
@@ -63,7 +63,7 @@ def files_deferred(threshold: int) -> Iterator[None]:
             os.environ[_ONE_BY_ONE] = before
         patches.undo()
         for name in _PLACES[1:]:
-            # Those that were imported inside the block.
+            # Modules that were imported inside the block.
             if getattr(sys.modules.get(name), _OPEN, None) is opened:
                 setattr(sys.modules[name], _OPEN, safe_open)
 
@@ -72,7 +72,8 @@ class _DeferredFile:
     """An open `safetensors` file whose large tensors are deferred."""
 
     def __init__(self, file: Any, path: Any, threshold: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        self._file, self._threshold = file, threshold
+        self._file = file
+        self._threshold = threshold
         self._device = kwargs.get("device", args[0] if args else "cpu")
         self._source = WeightFiles([Path(os.fspath(path))])
 
@@ -107,7 +108,8 @@ class _DeferredSlice:
     """A tensor of such a file: deferred if all of it is asked for."""
 
     def __init__(self, real: Any, whole: Callable[[Callable[[], Tensor]], Tensor]) -> None:
-        self._real, self._whole = real, whole
+        self._real = real
+        self._whole = whole
 
     def __getitem__(self, key: Any) -> Tensor:
         return self._whole(lambda: self._real[key]) if key is Ellipsis or key == slice(None) else self._real[key]

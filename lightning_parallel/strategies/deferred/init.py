@@ -1,20 +1,21 @@
-"""Build a model without holding it, then give memory and initial values to what this rank owns, and to nothing else.
+"""Build a model without holding it, then give memory and initial values to the tensors that this rank owns.
 
     with deferred_init("cuda"):
         model = Model()                  # large tensors have a shape, a dtype and a device, but no data
     held = move_to_meta(model, device)   # the same parameters on the meta device: planned and divided as these
     materialize_owned(model, ...)        # makes each tensor that this rank owns, keeps its shard, and drops the rest
 
-Every bit is what the same code gives without this module, and after the build all random generators stand where they
-would stand then. A random operation is therefore also executed when it is recorded, on temporaries that are dropped,
-and the generator's state before it is part of the record.
+Every bit is the same as without this module, and after the build all random generators stand where they would stand
+then. A random operation therefore also runs when it is recorded, on temporaries that are dropped, and the
+state of the generator before it is part of the record.
 
     empty(4096, 4096)        -> recorded
-    kaiming_uniform_(w)      -> recorded with the state; executed on a temporary, so that the generator moves on
+    kaiming_uniform_(w)      -> recorded with the state; runs on a temporary, so that the generator moves on
     w[padding] = 0           -> recorded
-    w.norm().item()          -> all of this is replayed, the number returned, the data dropped
+    w[0, 0].item()           -> the data are made, and kept until `w` is written
+    w.numpy()                -> the data are made and kept: others may write them
 
-Small tensors are made at once, and data that the user brings (numpy arrays, checkpoints) stay as they are.
+Small tensors are made at once, and data that the user brings (numpy arrays, checkpoints) stay where they are.
 """
 
 from __future__ import annotations
@@ -32,22 +33,30 @@ from torch.overrides import TorchFunctionMode
 from lightning_parallel import comm
 from lightning_parallel.checkpoint import SavedCheckpoint, TensorSource
 from lightning_parallel.comm import Group, MeshGroups
-from lightning_parallel.compat import ParallelState, patched
+from lightning_parallel.compat import ParallelState, Patches, patched
 from lightning_parallel.compat.initialization import initialize_tensors, set_data
-from lightning_parallel.compat.torch import buffers_of, mark_as_parameter, move_tensor_hooks, swap_tensor_impl
+from lightning_parallel.compat.torch import (
+    TRUNC_NORMAL,
+    buffers_of,
+    mark_as_parameter,
+    move_tensor_hooks,
+    swap_tensor_impl,
+)
 from lightning_parallel.pipeline.pipeline_plan import PipelinePlan
 from lightning_parallel.pipeline.random_streams import random_state_kept
+from lightning_parallel.strategies.deferred.chain import META, StorageLayout, contents_of, read_part, scratch_reused
 from lightning_parallel.strategies.deferred.files import files_deferred
-from lightning_parallel.strategies.deferred.reads import read_part
-from lightning_parallel.strategies.deferred.records import META, StorageLayout, memory_reused
-from lightning_parallel.strategies.deferred.tensor import BuildMode, DeferredTensor, is_deferred, materialize
+from lightning_parallel.strategies.deferred.tensor import (
+    THRESHOLD,
+    BuildMode,
+    DeferredTensor,
+    is_deferred,
+    materialize,
+    record_initializer,
+)
 from lightning_parallel.tensor.plan import Sharding, materialize_shards
 
 __all__ = ["THRESHOLD", "PendingInitialization", "deferred_init", "move_to_meta", "materialize_owned", "replace_data"]
-
-# Constructors read small tensors (`linspace(...).tolist()`), and the vectors of a layer weigh little next to its
-# matrices. 16 Ki elements are 64 KiB in float32; the record of a random operation takes 5 KiB, a generator's state.
-THRESHOLD = 2**14
 
 _SET_DATA = Tensor.data.__set__  # type: ignore[attr-defined]
 
@@ -58,8 +67,8 @@ def deferred_init(device: torch.device | str | None = None, threshold: int = THR
 
     Tensors that the code itself puts on the meta device (`torch.device("meta")`, `skip_init`) have no record and stay
     there. The context may be entered again for a model that is still deferred, such as to change its dtype. Outside of
-    it changes in place are still recorded, but whatever else is computed from deferred tensors is computed at once,
-    and the data are kept until the tensor is written or replaced.
+    it changes in place are still recorded. All other operations on deferred tensors run at once, and the data are kept
+    until the tensor is written or replaced.
 
     Tensors are deferred in this thread only. Subclasses of `nn.Parameter` get their data at once.
 
@@ -68,8 +77,9 @@ def deferred_init(device: torch.device | str | None = None, threshold: int = THR
         threshold: Number of elements above which a tensor is deferred.
     """
     with (
-        memory_reused(),
+        scratch_reused(),
         _parameter_subclasses_made(),
+        _initializers_recorded(),
         files_deferred(threshold),
         _AssignmentMode(),
         BuildMode(threshold),
@@ -114,6 +124,28 @@ def _parameter_subclasses_made() -> Iterator[None]:
         yield
 
 
+@contextmanager
+def _initializers_recorded() -> Iterator[None]:
+    """Record each initializer that reads or combines its random numbers as one operation."""
+    patches = Patches()
+
+    def recorded(initialize: Callable[..., Tensor]) -> Callable[..., Tensor]:
+        def call(tensor: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+            if not is_deferred(tensor):
+                return initialize(tensor, *args, **kwargs)
+            record_initializer(initialize, tensor, *args, **kwargs)
+            return tensor
+
+        return call
+
+    for name in (TRUNC_NORMAL, "orthogonal_"):
+        patches.replace(nn.init, name, recorded(getattr(nn.init, name)))
+    try:
+        yield
+    finally:
+        patches.undo()
+
+
 def replace_data(target: Tensor, value: Tensor) -> None:
     """Give `target` the data of `value` and the class that goes with it; it stays the same object everywhere."""
     is_parameter = isinstance(target, nn.Parameter)
@@ -121,7 +153,7 @@ def replace_data(target: Tensor, value: Tensor) -> None:
     if is_parameter:
         value = nn.Parameter(value, target.requires_grad)
     after = type(value)
-    # Before the swap, which takes the hooks along with what each tensor stood for.
+    # Before the swap, which exchanges the hooks together with the tensors.
     move_tensor_hooks(target, value)
     swap_tensor_impl(target, value)
     # The swap leaves the classes of the Python objects as they were.
@@ -130,7 +162,7 @@ def replace_data(target: Tensor, value: Tensor) -> None:
     mark_as_parameter(target, is_parameter and after is DeferredTensor)
 
 
-# -------------------------------------------------------------------------------------------------- what a rank owns
+# ------------------------------------------------------------------------------------------ the tensors of one rank
 
 
 @dataclass
@@ -161,6 +193,7 @@ def move_to_meta(module: nn.Module, device: torch.device) -> PendingInitializati
             if is_deferred(parameter):
                 # A second tensor on the same storage, which keeps the record when the parameter leaves it.
                 deferred = parameter.detach()
+                contents_of(deferred).forget()
                 replace_data(parameter, StorageLayout.of(parameter).empty(META))
                 held.parameters[id(parameter)] = (parameter, deferred)
         buffers = buffers_of(child)
@@ -185,7 +218,7 @@ def materialize_owned(
     held: PendingInitialization,
     is_shared: bool,
 ) -> None:
-    """Allocate and initialise what this rank owns of parameters without data.
+    """Allocate and initialise the parameters without data that this rank owns.
 
     Args:
         module: The divided module, before the parameters of other stages are freed.
@@ -230,7 +263,7 @@ def _make_parameters(
     for key in list(held.parameters):
         # Taken out one by one, so that each record is freed before the next tensor is made.
         parameter, deferred = held.parameters.pop(key)
-        # Also where this rank holds nothing of it: the broadcast needs all ranks.
+        # Also if this rank holds no part of it: the broadcast needs all ranks.
         if is_shared:
             full = _shared(deferred, groups)
             if holds(parameter):
@@ -249,7 +282,7 @@ def _make_parameters(
 
 
 def _make_part(parameter: nn.Parameter, deferred: Tensor, group: Group) -> TensorSource | None:
-    """Give a parameter what this rank holds of it; returns what it was read from, if it was."""
+    """Give a parameter this rank's part of its data; returns the source, if the data come from a file."""
     found = read_part(deferred, getattr(parameter, "shard_rule", None), group.rank)
     if found is None:
         _set_part(parameter, materialize(deferred), group)
@@ -266,7 +299,7 @@ def _set_part(parameter: nn.Parameter, full: Tensor, group: Group) -> None:
 
 
 def _check_sources(sources: Iterable[TensorSource], groups: MeshGroups) -> None:
-    """Compare checksums of what the ranks of a stage have read together.
+    """Compare checksums of the tensors that the ranks of a stage have read together.
 
     Raises:
         ValueError: On every rank, if a file is damaged.

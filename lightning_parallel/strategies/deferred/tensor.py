@@ -1,10 +1,11 @@
-"""Tensors without data that record what is done to them: the part of `deferred_init` that sees each operation."""
+"""Tensors without data that record operations: the part of `deferred_init` that sees each operation."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Container, Iterable, Iterator
 from contextlib import contextmanager
 from copy import deepcopy
+from functools import partial
 from typing import Any
 
 import torch
@@ -19,27 +20,38 @@ from lightning_parallel.compat.torch import (
     mark_as_parameter,
     pytree,
 )
-from lightning_parallel.strategies.deferred.reads import read_later_as_meta
-from lightning_parallel.strategies.deferred.records import (
+from lightning_parallel.strategies.deferred.chain import (
+    CONVERSIONS,
+    EXPLICIT_GENERATOR,
     META,
-    RecordedOperation,
-    StorageHistory,
+    Contents,
+    OperationLink,
     StorageLayout,
     StorageView,
     alias_of,
+    contents_of,
     facts_of,
     generator_states,
-    has_history,
-    history_of,
+    has_contents,
     packed_state,
-    read_values,
+    read_stored,
     scratch_tensor,
-    shared_values,
-    values_of,
+    value_of,
 )
 
-__all__ = ["BuildMode", "DeferredTensor", "is_deferred", "materialize"]
+__all__ = ["THRESHOLD", "BuildMode", "DeferredTensor", "is_deferred", "materialize", "record_initializer"]
 
+# Constructors read small tensors (`linspace(...).tolist()`), and the vectors of a layer weigh little next to its
+# matrices. 16 Ki elements are 64 KiB in float32; the record of a random operation takes 5 KiB, a generator's state.
+THRESHOLD = 2**14
+
+# An operation on two tensors runs both chains, so costs may double with each operation. Beyond this the data are kept.
+# Stacking the experts of a layer costs a few operations for each.
+_MOST_COST = 1000
+# Each chain inside another one takes some frames of Python's stack.
+_MOST_NESTED = 64
+
+_CPU = torch.device("cpu")
 _aten = torch.ops.aten
 
 # In-place samplers that read nothing: any memory of the right layout moves the generator on as the tensor would.
@@ -59,10 +71,10 @@ _NEW_LIKE = {
 }
 _OVERWRITING = _SAMPLERS | {_aten.zero_, _aten.fill_, _aten.copy_}
 
-# These read data in C++ without asking the dispatcher.
+# These functions read data in C++ without asking the dispatcher.
 _NUMBERS = ("item", "tolist", "__bool__", "__int__", "__float__", "__complex__", "__index__")
 _READERS = {getattr(Tensor, name) for name in (*_NUMBERS, "__repr__", "__format__")}
-# What these return has the memory of the tensor: what is written there is written into the tensor.
+# The results of these functions share the memory of the tensor, so a write into a result changes the tensor.
 _EXPORTERS = {Tensor.numpy, Tensor.__array__, Tensor.__dlpack__, Tensor.share_memory_}
 
 _is_making = False
@@ -80,7 +92,7 @@ def materialize(tensor: Tensor) -> Tensor:
         RuntimeError: If an operation gives another shape than it did when recorded.
     """
     with _making_data(), torch.no_grad():
-        return values_of([tensor])[0]
+        return value_of(tensor, keep=False)
 
 
 class DeferredTensor(Tensor):
@@ -92,7 +104,7 @@ class DeferredTensor(Tensor):
 
     @staticmethod
     def __new__(cls, alias: Tensor) -> DeferredTensor:
-        device = history_of(alias).device
+        device = contents_of(alias).device
         return make_subclass(cls, alias, False, dispatch_device=True, device_for_backend_keys=device)
 
     def __init__(self, *args: Any) -> None:
@@ -101,7 +113,9 @@ class DeferredTensor(Tensor):
     @classmethod
     def read_later(cls, stored: StoredTensor) -> DeferredTensor:
         """Return a tensor whose data are read from a file when they are made."""
-        return cls(read_later_as_meta(stored))
+        strides = torch.empty(stored.shape, device=META).stride()
+        layout = StorageLayout(stored.dtype, torch.Size(stored.shape), strides, 0)
+        return cls(_begun(layout, OperationLink(read_stored, (stored,), {}, _CPU, layout.num_bytes, made=layout)))
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
         if id(self) not in memo:
@@ -126,7 +140,7 @@ class DeferredTensor(Tensor):
 
     def as_subclass(self, cls: type) -> Any:
         with _making_data(), torch.no_grad():
-            return shared_values([self])[0].as_subclass(cls)
+            return _exported(self).as_subclass(cls)
 
     @classmethod
     def __torch_function__(
@@ -134,15 +148,15 @@ class DeferredTensor(Tensor):
     ) -> Any:
         kwargs = kwargs or {}
         if func in _READERS or func in _EXPORTERS:
-            make = shared_values if func in _EXPORTERS else read_values
+            make = _exported if func in _EXPORTERS else partial(value_of, keep=True)
             with _making_data(), torch.no_grad():
-                made = pytree.tree_map_only(DeferredTensor, lambda tensor: make([tensor])[0], (args, kwargs))
+                made = pytree.tree_map_only(DeferredTensor, make, (args, kwargs))
                 result = func(*made[0], **made[1])
             return args[0] if func is Tensor.share_memory_ else result
         with DisableTorchFunctionSubclass():
             # For code that compares addresses to find shared memory; there is nothing at this one.
             if func == Tensor.data_ptr:
-                return history_of(args[0]).address + args[0].storage_offset() * args[0].itemsize
+                return contents_of(args[0]).address + args[0].storage_offset() * args[0].itemsize
             return func(*args, **kwargs)
 
     @classmethod
@@ -164,7 +178,7 @@ class BuildMode(TorchDispatchMode):
 def _dispatched(func: Any, types: Any, args: Any, kwargs: dict[str, Any], threshold: int | None) -> Any:
     # Reading `.device` comes here too, as the class answers for its device.
     if func is torch.ops.prim.device.default:
-        return history_of(args[0]).device
+        return contents_of(args[0]).device
     has_other_classes = any(not issubclass(kind, DeferredTensor) for kind in types)
     if has_other_classes or (_is_making and threshold is not None):
         return func(*args, **kwargs)
@@ -214,15 +228,9 @@ class _Invocation:
             return self._on_meta()
         if not self.deferred:
             return self.func(*self.args, **self.kwargs) if self.threshold is None else self._create()
-        num_deferred = sum(map(is_deferred, self.written))
-        if num_deferred and num_deferred < len(self.written):
-            raise NotImplementedError(f"`{self.func}` must not write into deferred and other tensors at once")
-        if num_deferred and any(history_of(tensor).is_shared for tensor in self.written):
-            return self._write_shared()
-        only_reads = not self.written and (not self.facts.returns_tensors or self.func.namespace != "aten")
-        if only_reads or self.facts.is_data_dependent or (self.written and not num_deferred):
-            return self._compute()
-        return self._defer()
+        if self.facts.changes_shape and is_deferred(self.written[0]):
+            return self._reshape(self.written[0])
+        return self._write() if self.written else self._read()
 
     def _output_device(self) -> torch.device:
         device = self.kwargs.get("device")
@@ -241,6 +249,8 @@ class _Invocation:
         args, kwargs = pytree.tree_map_only(Tensor, replacement, (self.args, self.kwargs))
         return self.func(*args, **{**kwargs, **options})
 
+    # ----------------------------------------------------------------------------------------- kinds of operations
+
     def _on_meta(self) -> Any:
         """Run an operation whose result the code wants on the meta device."""
         if any(map(is_deferred, self.written)):
@@ -248,85 +258,125 @@ class _Invocation:
                 f"`{self.func}` must not write a tensor on the meta device, which has no data, into another tensor"
             )
         result = self._call(lambda tensor: self.aliases.get(id(tensor), tensor))
-        return pytree.tree_map_only(Tensor, lambda leaf: DeferredTensor(leaf) if has_history(leaf) else leaf, result)
+        return pytree.tree_map_only(Tensor, lambda leaf: DeferredTensor(leaf) if has_contents(leaf) else leaf, result)
 
     def _create(self) -> Any:
-        """Run an operation without deferred arguments; what it makes is deferred if it is large."""
-        is_factory = not self.others and self.facts.takes_device and self.func.overloadpacket is not _aten.from_file
-        layout = self._layout() if is_factory else None
-        if isinstance(layout, Tensor) and self._is_large(layout):
-            args, kwargs = self._captured()
-            return self._record(args, kwargs, *self._run_once(layout))
-        return self._compute()
+        """Run an operation without deferred arguments; a large tensor of a factory function is deferred."""
+        has_sources = any(not tensor.is_meta for tensor in self.others)
+        is_factory = not has_sources and self.facts.takes_device and self.func.overloadpacket is not _aten.from_file
+        made = self._on_aliases() if is_factory else None
+        if not (isinstance(made, Tensor) and _has_memory(made) and made.numel() > (self.threshold or 0)):
+            return self.func(*self.args, **self.kwargs)
+        states = self._drawn()
+        return DeferredTensor(self._begin(StorageLayout.of(made), states))
+
+    def _read(self) -> Any:
+        """Run an operation that writes nothing: a view is a view, and a new tensor is deferred during a build."""
+        made = self._on_aliases()
+        leaves = pytree.tree_leaves(made)
+        if leaves and all(isinstance(leaf, Tensor) and _is_view(leaf) for leaf in leaves):
+            return self._wrapped(made)
+        # Code that reads at each step would run the whole chain again each time; a conversion replaces the tensor.
+        has_data = any(contents_of(tensor).value is not None for tensor in self.deferred)
+        has_data = has_data and self.func.overloadpacket not in CONVERSIONS
+        if self.threshold is None or has_data or not (isinstance(made, Tensor) and self._has_known_layout(made)):
+            return self._compute()
+        if not self._can_be_recorded(_SAMPLERS_LIKE):
+            return self._compute()
+        states = self._drawn()
+        return DeferredTensor(self._begin(StorageLayout.of(made), states))
+
+    def _write(self) -> Any:
+        """Run an operation that writes into its arguments."""
+        target = self.written[0]
+        is_single = len(self.written) == 1 and is_deferred(target) and self._can_be_recorded(_SAMPLERS)
+        made = pytree.tree_leaves(self._on_aliases() if is_single else None)
+        is_known = made and all(id(leaf) in self.originals for leaf in made)
+        if not is_known or StorageLayout.of(self.aliases[id(target)]) != StorageLayout.of(target):
+            return self._compute()
+        contents, states = contents_of(target), self._drawn()
+        num_bytes = target.untyped_storage().nbytes()
+        # A source in the same storage would be read while it is overwritten.
+        sources = [tensor for tensor in self.deferred if tensor is not target]
+        is_whole = StorageLayout.of(target).fills(num_bytes) and contents not in map(contents_of, sources)
+        parent = None if is_whole and self.func.overloadpacket in _OVERWRITING else contents.link
+        args, kwargs = _captured(self.args, self.kwargs, contents)
+        contents.extend(OperationLink(self.func, args, kwargs, contents.device, num_bytes, parent, states))
+        return target if self.facts.num_returns else None
+
+    def _reshape(self, target: Tensor) -> Any:
+        """Run an operation that changes the shape of a tensor in place, or its storage."""
+        contents, num_bytes = contents_of(target), target.untyped_storage().nbytes()
+        before = StorageLayout.of(target)
+        made = self._on_aliases()
+        alias = self.aliases[id(target)]
+        if made is None or not (has_contents(alias) or len(self.others) == 1):
+            raise NotImplementedError(f"`{self.func}` is not supported on a deferred tensor")
+        if not has_contents(alias):
+            # `set_` to a tensor with data: both have one memory from now on.
+            Contents(alias, self.others[0].device).value = self.others[0].untyped_storage()
+        elif target.untyped_storage().nbytes() != num_bytes:
+            contents.settle()
+            value = before.on(contents.value)  # type: ignore[arg-type]
+            self._call(lambda tensor: value if tensor is target else tensor)
+        return self._wrapped(made)
 
     def _compute(self) -> Any:
-        """Execute an operation, with the data of deferred tensors; what it makes is deferred if it is large."""
-        states = self._states() if self.facts.is_random else None
-        result = self._call(self._data(is_borrowed=self.threshold is None or not self.facts.returns_tensors))
-        if not self._is_reproducible(pytree.tree_leaves(result)):
-            return result
-        args, kwargs = self._captured()
-        layout = pytree.tree_map(lambda leaf: StorageLayout.of(leaf).empty(META), result)
-        return self._record(args, kwargs, states, layout)
+        """Execute an operation, with the data of deferred tensors: these are kept, and the results have data."""
+        written = {id(tensor) for tensor in self.written}
+        for tensor in self.deferred:
+            if id(tensor) in written:
+                contents_of(tensor).settle()
+        values = {id(tensor): value_of(tensor, keep=True) for tensor in self.deferred}
+        result = self._call(lambda tensor: values.get(id(tensor), tensor))
+        arguments = {id(values[id(tensor)]): tensor for tensor in self.deferred}
+        if any(values[id(tensor)].shape != tensor.shape for tensor in self.deferred):
+            raise NotImplementedError(f"`{self.func}` must not change the shape of a deferred tensor by `out=`")
 
-    def _write_shared(self) -> Any:
-        """Execute an operation on tensors whose memory others have, too."""
-        if self.facts.changes_shape:
-            sizes = [tensor.untyped_storage().nbytes() for tensor in self.written]
-            layout = self._layout()
-            if self.func.overloadpacket is _aten.set_ or sizes != [a.untyped_storage().nbytes() for a in self.written]:
-                raise NotImplementedError(
-                    f"`{self.func}` is not supported on a tensor whose memory `numpy()` or a similar call exposed"
-                )
-            return self._wrapped(layout)
-        shared_values(self.written)
-        self._call(self._data(is_borrowed=False))
-        return self._wrapped(None)
+        def returned(leaf: Tensor) -> Tensor:
+            if id(leaf) in arguments:
+                return arguments[id(leaf)]
+            for tensor in self.deferred if leaf.layout == torch.strided else ():
+                if leaf.untyped_storage() is contents_of(tensor).value:
+                    contents_of(tensor).settle()  # who writes the result writes the tensor, too
+            return leaf
 
-    def _is_reproducible(self, outputs: list[Any]) -> bool:
-        """Return whether a record may take the place of the outputs, which all have to be large and new."""
-        if self.threshold is None or self.written or self.func.namespace != "aten" or not outputs:
+        return pytree.tree_map_only(Tensor, returned, result)
+
+    # --------------------------------------------------------------------------------------------------- recording
+
+    def _can_be_recorded(self, samplers: Container[Any]) -> bool:
+        """Return whether a link can replace the operation: it reads chains and small tensors, and draws as `samplers`.
+
+        Everything else is executed: a large tensor with data would stay in memory anyhow.
+        """
+        links = [link for link in (contents_of(tensor).link for tensor in self.deferred) if link is not None]
+        if len(links) < len(self.deferred) or sum(link.cost for link in links) > _MOST_COST:
             return False
-        if any((self._is_large(tensor) and not tensor.is_meta) or not _has_memory(tensor) for tensor in self.others):
-            return False  # data that the user brought: the record would hold another copy of them
-        return all(
-            type(output) is Tensor
-            and self._is_large(output)
-            and output.untyped_storage().nbytes() == output.numel() * output.itemsize
-            and all(output.untyped_storage() is not tensor.untyped_storage() for tensor in self.others)
-            for output in outputs
-        )
+        if max(link.nesting for link in links) > _MOST_NESTED:
+            return False
+        most = THRESHOLD if self.threshold is None else self.threshold
+        if any(tensor.numel() > most or not _has_memory(tensor) for tensor in self.others):
+            return False
+        is_sampler = self.func.overloadpacket in samplers or self.func is _aten.bernoulli_.float
+        return is_sampler or not self.facts.is_random
 
-    def _defer(self) -> Any:
-        """Record an operation on deferred tensors."""
-        args, kwargs = self._captured()  # first: the operation may change the shape of its arguments
-        sizes = [tensor.untyped_storage().nbytes() for tensor in self.written]
-        layout = self._layout()
-        if not self.written and not (layout is not None and all(map(_has_memory, pytree.tree_leaves(layout)))):
-            return self._compute()
-        is_resized = sizes != [tensor.untyped_storage().nbytes() for tensor in self.written]
-        creates = any(isinstance(leaf, Tensor) and not has_history(leaf) for leaf in pytree.tree_leaves(layout))
-        writes = bool(self.written) and not self.facts.changes_shape
-        if not creates and not writes and not is_resized:
-            return self._wrapped(layout)
-        if self.threshold is None and not self.written:
-            return self._compute()
-        must_run = layout is None or (creates and not self._has_known_layout(layout))
-        return self._record(args, kwargs, *self._run_once(layout, must_run))
-
-    def _has_known_layout(self, layout: Any) -> bool:
+    def _has_known_layout(self, made: Tensor) -> bool:
         """Return whether the meta kernel gives the strides of the true one, on which bits of sums may depend.
 
-        Compilers rely on those of the core operators; others, such as the decompositions of `torch.linalg`, may differ.
+        Compilers rely on the strides of the core operators; other operators, such as the decompositions of
+        `torch.linalg`, may differ.
         """
+        packet = self.func.overloadpacket
         is_core = torch.Tag.core in self.func.tags or torch.Tag.pointwise in self.func.tags
-        if is_core or self.func.overloadpacket in _NEW_LIKE:
-            return True
-        return all(leaf.dim() < 2 for leaf in pytree.tree_leaves(layout) if isinstance(leaf, Tensor))
+        # Experts that a file has one by one are stacked.
+        is_stack = packet is _aten.stack and all(tensor.is_contiguous() for tensor in self.deferred)
+        return _has_memory(made) and (is_core or is_stack or packet in _NEW_LIKE or made.dim() < 2)
 
-    def _layout(self) -> Any:
-        """Run the operation on meta tensors; None if it has no kernel for them, or has wrong arguments."""
-        if not all(map(_has_memory, self.others)):
+    def _on_aliases(self) -> Any:
+        """Run the operation on meta tensors; None if it cannot run there, or returns no tensors."""
+        is_known = self.func.namespace == "aten" and not self.facts.is_data_dependent
+        if not is_known or not all(map(_has_memory, self.others)):
             return None
         options = {"device": META} if self.facts.takes_device and (not self.deferred or "device" in self.kwargs) else {}
         try:
@@ -338,91 +388,99 @@ class _Invocation:
     def _on_meta_device(self, tensor: Tensor) -> Tensor:
         return self.aliases[id(tensor)] if is_deferred(tensor) else StorageLayout.of(tensor).empty(META)
 
-    def _captured(self) -> tuple[Any, Any]:
-        """Return the arguments for the record: tensors with data are copied, since they may change later."""
+    def _drawn(self) -> dict[torch.device, Tensor] | None:
+        """Draw what a random operation draws, so that the generators move on as in one process.
 
-        def captured(leaf: Any) -> Any:
-            if isinstance(leaf, DeferredTensor):
-                if history_of(leaf).is_shared:
-                    return values_of([leaf])[0].clone()
-                return StorageView.of(leaf)
-            if isinstance(leaf, torch.Generator):
-                return RecordedOperation.EXPLICIT_GENERATOR
-            return leaf.clone() if isinstance(leaf, Tensor) else leaf
-
-        args, kwargs = pytree.tree_map(captured, (self.args, self.kwargs))
-        return args, kwargs
-
-    def _data(self, is_borrowed: bool) -> Callable[[Tensor], Tensor]:
-        """Make the data of the deferred arguments; borrowed ones are neither written nor part of a result."""
-        make = read_values if is_borrowed and not self.written else values_of
-        values = dict(zip(map(id, self.deferred), make(self.deferred)))
-        return lambda tensor: values.get(id(tensor), tensor)
-
-    def _states(self) -> dict[torch.device, Tensor]:
-        for leaf in self.leaves:
-            # An operation with a generator of its own draws from no other.
-            if isinstance(leaf, torch.Generator):
-                return {leaf.device: packed_state(leaf.get_state())}
-        return generator_states(self.device)
-
-    def _run_once(self, layout: Any, must_run: bool = False) -> tuple[dict[torch.device, Tensor] | None, Any]:
-        """Execute a random operation, so that the generators move on, or one that `must_run`.
+        Every later draw of the build depends on it, so the operation runs now, in its place among all operations, and
+        its numbers are dropped. The state of the generators before it is what draws them again.
 
         Returns:
-            The states of the generators before, and the layout of the outputs.
+            The states of the generators before; None for an operation that draws nothing.
         """
-        states = self._states() if self.facts.is_random else None
-        packet = self.func.overloadpacket
-        if packet in _SAMPLERS or packet in _SAMPLERS_LIKE or self.func is _aten.bernoulli_.float:
-            # With the same strides: how many numbers are drawn, and in which order, depends on them.
-            self._call(lambda tensor: scratch_tensor(StorageLayout.of(tensor), tensor.device))
-        elif states is not None or must_run:
-            result = self._call(self._data(is_borrowed=True))
-            if not self.written:
-                layout = pytree.tree_map_only(Tensor, lambda leaf: StorageLayout.of(leaf).empty(META), result)
-        return states, layout
+        if not self.facts.is_random:
+            return None
+        states = _states(self.leaves, self.device)
+        # With the same strides: how many numbers are drawn, and in which order, depends on them.
+        self._call(lambda tensor: scratch_tensor(StorageLayout.of(tensor), tensor.device))
+        return states
 
-    def _is_large(self, tensor: Tensor) -> bool:
-        return self.threshold is not None and _has_memory(tensor) and tensor.numel() > self.threshold
+    def _begin(self, layout: StorageLayout, states: dict[torch.device, Tensor] | None) -> Tensor:
+        args, kwargs = _captured(self.args, self.kwargs, None)
+        return _begun(
+            layout, OperationLink(self.func, args, kwargs, self.device, layout.num_bytes, None, states, layout)
+        )
 
-    def _record(self, args: Any, kwargs: Any, states: dict[torch.device, Tensor] | None, layout: Any) -> Any:
-        operation = RecordedOperation(self.func, args, kwargs, states)
-        operation.overwrites = self._overwrites(operation)
-        for history in {history_of(tensor): None for tensor in self.written}:
-            operation.append_to(history)
-        for position, leaf in enumerate(pytree.tree_leaves(layout)):
-            if isinstance(leaf, Tensor) and not has_history(leaf):
-                history = StorageHistory(self.device, leaf.untyped_storage())
-                operation.append_to(history)
-                operation.created.append((position, history, StorageLayout.of(leaf)))
-                leaf.untyped_storage().history = history  # type: ignore[attr-defined]
-                forbid_data_access(leaf)
-        return self._wrapped(layout)
-
-    def _overwrites(self, operation: RecordedOperation) -> bool:
-        if self.func.overloadpacket not in _OVERWRITING:
-            return False
-        written, *others = operation.views
-        target = self.written[0]
-        is_whole = target.untyped_storage().nbytes() == target.numel() * target.itemsize and target.is_contiguous()
-        # A source in the same storage would be read while it is overwritten.
-        return is_whole and all(view.history is not written.history for view in others)
-
-    def _wrapped(self, layout: Any) -> Any:
+    def _wrapped(self, made: Any) -> Any:
         """Turn meta tensors into the arguments that they stand for, or into new deferred tensors."""
-        for tensor in self.written:
+        for tensor in filter(is_deferred, self.written):
             alias = self.aliases[id(tensor)]
             # `resize_`, `t_` and `set_` have changed the alias only: the argument has to follow.
             is_same_storage = alias.untyped_storage() is tensor.untyped_storage()
             if not is_same_storage or StorageLayout.of(alias) != StorageLayout.of(tensor):
                 tensor.data = DeferredTensor(alias)
-        if self.facts.num_returns == 0:
-            return None
-        if layout is None:
-            return self.written[0] if self.facts.num_returns == 1 else tuple(self.written)
 
         def wrapped(leaf: Tensor) -> Tensor:
             return self.originals[id(leaf)] if id(leaf) in self.originals else DeferredTensor(leaf)
 
-        return pytree.tree_map_only(Tensor, wrapped, layout)
+        return pytree.tree_map_only(Tensor, wrapped, made)
+
+
+def _is_view(made: Tensor) -> bool:
+    """Return whether a meta tensor is a part of the storage of a deferred tensor, and its layout says which."""
+    return has_contents(made) and not made.is_conj() and not made.is_neg()
+
+
+def _begun(layout: StorageLayout, link: OperationLink) -> Tensor:
+    """Return a plain meta tensor on a storage whose chain is `link`."""
+    alias = layout.empty(META)
+    Contents(alias, link.device, link)
+    forbid_data_access(alias)
+    return alias
+
+
+def _captured(args: Any, kwargs: Any, own: Contents | None) -> Any:
+    """Return arguments for a link that writes the storage of `own`; small tensors are copied, as they may change."""
+
+    def captured(leaf: Any) -> Any:
+        if isinstance(leaf, DeferredTensor):
+            contents = contents_of(leaf)
+            return StorageView(None if contents is own else contents.link, StorageLayout.of(leaf))
+        if isinstance(leaf, torch.Generator):
+            return EXPLICIT_GENERATOR
+        return leaf.clone() if isinstance(leaf, Tensor) else leaf
+
+    return pytree.tree_map(captured, (args, kwargs))
+
+
+def _states(leaves: Iterable[Any], device: torch.device) -> dict[torch.device, Tensor]:
+    """Return the states of the generators that an operation draws from."""
+    for leaf in leaves:
+        # An operation with an explicit generator draws from no other.
+        if isinstance(leaf, torch.Generator):
+            return {leaf.device: packed_state(leaf.get_state())}
+    return generator_states(device)
+
+
+def _exported(tensor: Tensor) -> Tensor:
+    """Return a deferred tensor with data that others write, too: from now on these count, and no chain."""
+    contents_of(tensor).settle()
+    return value_of(tensor, keep=True)
+
+
+def record_initializer(initialize: Callable[..., Any], tensor: Tensor, *args: Any, **kwargs: Any) -> None:
+    """Record a function that fills a tensor in place with random numbers, as if it were one operation.
+
+    Rejection sampling reads its numbers to see whether it needs more. Recorded operation by operation, each read would
+    keep the tensor in memory.
+    """
+    contents, device = contents_of(tensor), tensor.device
+    if contents.link is None:
+        initialize(tensor, *args, **kwargs)
+        return
+    states = _states([*args, *kwargs.values()], device)
+    with _making_data(), torch.no_grad():
+        initialize(scratch_tensor(StorageLayout.of(tensor), device), *args, **kwargs)
+    num_bytes = tensor.untyped_storage().nbytes()
+    parent = None if StorageLayout.of(tensor).fills(num_bytes) else contents.link
+    captured, options = _captured((tensor, *args), kwargs, contents)
+    contents.extend(OperationLink(initialize, captured, options, device, num_bytes, parent, states))
