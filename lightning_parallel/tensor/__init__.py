@@ -1,8 +1,8 @@
 """Tensor parallelism: each layer is sharded over several ranks.
 
-A plan says which module is divided how (`auto_plan`, `plan`), and `apply_plan` divides the module in place. The
-functions exported here are the building blocks, for other code that works on divided tensors: collectives with a
-forward and a backward, and the cross-entropy of logits whose classes are divided.
+A plan names a style for each module (`auto_plan`, `plan`), and `apply_plan` shards the modules in place. The functions
+exported here are the building blocks for other code on sharded tensors. They are collectives with a forward and a
+backward, and the cross-entropy of logits that are sharded by class.
 """
 
 from lightning_parallel.tensor.autograd import (

@@ -1,4 +1,4 @@
-"""Attention divided by heads: PyTorch's own attention and transformer layers, and attention built of linear layers.
+"""Attention sharded by heads: PyTorch's own attention and transformer layers, and attention built of linear layers.
 
 Legend for shapes: L target length, S source length, B batch, E features, H heads of D = E / H features, h heads on
 this rank.
@@ -52,10 +52,10 @@ __all__ = [
 
 @dataclass(frozen=True)
 class Attention:
-    """Divides the heads of an `nn.MultiheadAttention`.
+    """Shards the heads of an `nn.MultiheadAttention`.
 
     Args:
-        sequence_dim: With sequence parallelism, the dimension along which its inputs and its output are divided.
+        sequence_dim: With sequence parallelism, the dimension along which inputs and output are sharded.
     """
 
     sequence_dim: int | None = None
@@ -100,14 +100,14 @@ class Attention:
         layer.region = None
         layer.head_counts = tuple(size // layer.head_dim for size in heads.sizes)
         layer.first_head = heads.ranges[group.rank][0][0] // layer.head_dim
-        # By whole heads too: it takes in the features of the heads that this rank computes.
+        # By full heads too: its inputs are the features of the heads that this rank computes.
         Row(unit=layer.head_dim, sequence_dim=self.sequence_dim).apply(layer.out_proj, group)
         shard_parameters(layer, {name: rule for name, rule in rules.items() if name != "out_proj.weight"}, group)
 
 
 @dataclass(frozen=True)
 class TransformerLayer:
-    """Divides an `nn.TransformerEncoderLayer` or `nn.TransformerDecoderLayer`: attention by heads, then the MLP."""
+    """Shards an `nn.TransformerEncoderLayer` or `nn.TransformerDecoderLayer`: attention by heads, then the MLP."""
 
     def rules(self, module: nn.Module, ranks: int) -> dict[str, Shard]:
         """See `Style`."""
@@ -129,7 +129,7 @@ class TransformerLayer:
         guard_fast_path(module)
 
 
-# Activations that take each feature by itself, so that a rank can apply them to its own.
+# Activations that compute each feature by itself, so a rank can apply them to its features alone.
 ELEMENTWISE = {
     *(F.relu, F.gelu, F.silu, F.elu, F.leaky_relu, F.mish, F.selu, F.celu, F.relu6, F.hardswish, F.softplus),
     *(torch.relu, torch.tanh, torch.sigmoid, F.tanh, F.sigmoid),
@@ -139,10 +139,10 @@ ELEMENTWISE = {
 
 
 def transformer_styles(module: nn.Module) -> dict[str, Style]:
-    """Return the styles of the modules in one of torch's own transformer layers.
+    """Return the styles of the modules inside one of torch's own transformer layers.
 
     Raises:
-        TypeError: If it is none, or computes otherwise.
+        TypeError: If the module is no such layer, or overrides its methods.
     """
     if not isinstance(module, (nn.TransformerEncoderLayer, nn.TransformerDecoderLayer)):
         raise TypeError(f"`TransformerLayer` must apply to torch's own transformer layers; got {describe(module)}")
@@ -175,7 +175,7 @@ def transformer_styles(module: nn.Module) -> dict[str, Style]:
 class ParallelAttention(nn.MultiheadAttention):
     """`nn.MultiheadAttention` that computes this rank's heads; see `Attention`.
 
-    `embed_dim` and `num_heads` stay those of the full layer, as masks and other code expect.
+    `embed_dim` and `num_heads` keep the values of the full layer, because masks and other code expect them.
     """
 
     group: Group
@@ -186,7 +186,7 @@ class ParallelAttention(nn.MultiheadAttention):
 
     @property
     def region_end(self) -> Literal["inside"]:
-        """`"inside"`: the dropout of the attention weights has to differ between the ranks; see `tensor.regions`."""
+        """`"inside"`: the dropout of the attention weights must differ between the ranks; see `tensor.regions`."""
         return "inside"
 
     @torch.compiler.disable  # the collectives cannot be traced into a graph
@@ -244,9 +244,9 @@ class ParallelAttention(nn.MultiheadAttention):
         """Combine both masks into one term of the scores of q (B, h, L, D), which broadcasts to (B, h, L, S)."""
         mask = None
         if attn_mask is not None:
-            # A learned mask is whole, and each rank uses it for its heads only.
+            # A learned mask is replicated, and each rank uses it for its own heads, so its gradient is a sum.
             mask = copy_to_group(_additive(attn_mask, q.dtype), self.group)
-            if mask.dim() == 3:  # (B H, L, S): a mask per head, of which this rank needs those of its heads
+            if mask.dim() == 3:  # (B H, L, S): one mask per head; this rank takes the masks of its heads
                 mask = mask.unflatten(0, (-1, self.num_heads)).narrow(1, self.first_head, q.shape[1])
         if key_padding_mask is not None:
             padding = copy_to_group(_additive(key_padding_mask, q.dtype), self.group)[:, None, None, :]
@@ -308,7 +308,7 @@ class ParallelEncoderLayer(nn.TransformerEncoderLayer):
         src_key_padding_mask: Tensor | None = None,
         is_causal: bool = False,
     ) -> Tensor:
-        """Run the layer without the fused kernel; nested tensors, as evaluation with padding passes, are padded."""
+        """Run the layer without the fused kernel; pad nested tensors, which torch makes from a padding mask."""
         with _no_fast_path():
             if not src.is_nested:
                 return super().forward(src, src_mask, src_key_padding_mask, is_causal)
@@ -321,7 +321,7 @@ class ParallelEncoderLayer(nn.TransformerEncoderLayer):
 
 
 def guard_fast_path(root: nn.Module) -> None:
-    """Disable torch's fused encoder kernel for divided layers. Call it after layers inside `root` were divided."""
+    """Disable torch's fused encoder kernel for sharded layers. Call it after the layers inside `root` are sharded."""
     for module in list(root.modules()):
         if isinstance(module, nn.TransformerEncoderLayer) and not isinstance(module, ParallelEncoderLayer):
             kinds = (ColumnLinear, RowLinear, ParallelAttention)
@@ -331,7 +331,7 @@ def guard_fast_path(root: nn.Module) -> None:
 
 @contextmanager
 def _no_fast_path() -> Iterator[None]:
-    # A process-wide switch, so it is set for the forward of a divided layer only.
+    # torch's switch is process-wide, so set it only during the forward of a sharded layer.
     enabled = torch.backends.mha.get_fastpath_enabled()
     torch.backends.mha.set_fastpath_enabled(False)
     try:
@@ -350,21 +350,21 @@ def divide_by_heads(
     group: Group,
     may_gather: bool = False,
 ) -> dict[str, str]:
-    """Make `Column` and `Row` styles inside attention modules split whole heads, and record the local head counts.
+    """Make `Column` and `Row` styles inside attention modules split full heads, and record the local head counts.
 
     Norms of single heads inside such a module see this rank's heads only, so their gradients become partial. Any other
-    parameter, of the attention module itself or of a layer that sees the features of all heads, makes a division by
-    heads impossible; the outputs of the attention's layers are then gathered.
+    parameter rules out sharding by heads: a parameter of the attention module itself, or of a layer that sees the
+    features of all heads. The outputs of that attention's layers are then gathered.
 
     Args:
         module: The model.
-        styles: The style of each divided module, by path; changed in place.
+        styles: The style of each sharded module, by path; changed in place.
         attributes: Receives the local head counts of the attention modules: `{path: {name: value}}`.
         group: The tensor-parallel group.
-        may_gather: Whether an attention with fewer heads than ranks is divided layer by layer, too.
+        may_gather: Whether to shard an attention with fewer heads than ranks layer by layer.
 
     Returns:
-        Why the layers of an attention are not divided by heads, by path.
+        The reason for each layer that is not sharded by heads, by path.
 
     Raises:
         ValueError: If an attention has fewer heads than ranks, unless its outputs may be gathered.
@@ -378,7 +378,7 @@ def divide_by_heads(
         by_heads = _head_styles(attention, prefix, styles, heads)
         if not by_heads:
             continue
-        # No style says how a parameter that spans all heads, such as a norm over them, would be divided with them.
+        # No style says how to shard a parameter that spans all heads, such as a norm over them.
         others = _other_parameters(attention)
         why = "parameters that span all heads"
         if few := heads.queries < group.size and may_gather:
@@ -398,13 +398,13 @@ def divide_by_heads(
 def _head_styles(
     attention: nn.Module, prefix: str, styles: Mapping[str, Style], heads: AttentionHeads
 ) -> dict[str, Style]:
-    """Return the styles of the attention's linear layers by heads; empty if nothing changes or the heads do not fit."""
+    """Return the styles that shard the attention's linear layers by heads; empty if none changes or no head fits."""
     layers = {
         prefix + name: child
         for name, child in attention.named_children()
         if prefix + name in styles and (is_linear(child) or low_rank_of(child) is not None)
     }
-    # The output projection of an attention takes in exactly the features of all query heads.
+    # The input of an attention's output projection has exactly the features of all query heads.
     closing = [layer for full, layer in layers.items() if isinstance(styles[full], Row)]
     if not any(layer_sizes(layer)[0] == heads.queries * heads.size for layer in closing):
         return {}
@@ -439,14 +439,14 @@ def _other_parameters(attention: nn.Module) -> dict[str, nn.Parameter]:
 
 
 def _sees_single_heads(attention: nn.Module, others: Mapping[str, nn.Parameter], heads: AttentionHeads) -> bool:
-    """Return whether all parameters outside of the linear layers belong to modules that see one head at a time."""
+    """Return whether each parameter outside the linear layers belongs to a module that sees one head at a time."""
     if any(True for _ in attention.parameters(recurse=False)):
         return False
     return all(tuple(parameter.shape) == (heads.size,) for parameter in others.values())
 
 
 def _gathered(style: Style) -> Style:
-    """Return a style for the same kind of layer whose input and output are whole."""
+    """Return a style for the same kind of layer with full input and output."""
     if isinstance(style, Column):
         return Column(gather_output=True)
     return Row(split_input=True) if isinstance(style, Row) else Replicate()

@@ -1,7 +1,7 @@
-"""The audit of a step: is what the division left in pieces used by the layers alone that know of the division?
+"""The audit of a step: it checks that only sharding-aware layers use sharded parameters and activations.
 
-A regulariser over `self.parameters()`, or a weight passed to a function, would use one rank's shard and give other
-numbers than one process, without an error.
+A regulariser over `self.parameters()`, or a weight passed to a function, would use one rank's shard. The result would
+differ from one process, without an error.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ R = TypeVar("R")
 # With the parameter as a later argument these functions take its dtype and device only.
 CASTS = {"to", "type_as"}
 
-# Backward nodes of the functions in `linear`, `autograd`, `logits` and `loss`, by what they make of an activation:
-# whole on every rank from parts, this rank's part from a whole one, or another part from a part.
+# Backward nodes of the functions in `linear`, `autograd`, `logits` and `loss`, by their effect on an activation:
+# JOINS makes the full one from parts, DIVIDES a part from the full one, STAYS_DIVIDED another part from a part.
 JOINS = {
     "_RowLinearFunctionBackward",
     "_ReduceFromGroupBackward",
@@ -40,26 +40,26 @@ JOINS = {
 DIVIDES = {"_ColumnLinearFunctionBackward", "_ScatterToGroupBackward", "_CopyToGroupBackward", "_PieceOfWholeBackward"}
 STAYS_DIVIDED = {"_AllGatherToGroupBackward", "_ReduceScatterToGroupBackward"}
 LEAF = "torch::autograd::AccumulateGrad"
-RECEIVED = "_ReceivedBackward"  # what a pipeline stage got from the stage before
+RECEIVED = "_ReceivedBackward"  # a tensor that a pipeline stage received from the stage before
 _TERMS = 32
 LEAVE_WHOLE = "keep the layers of that region replicated with tensor_plan={..., '<their path>': 'replicate'}"
 
 
 class StepAudit:
-    """Refuses a step that uses divided parameters or activations outside of the layers that know of the division.
+    """Refuses a step that uses sharded parameters or activations outside the sharding-aware layers.
 
         audit = StepAudit(module, sharding)
         output = audit.wrap(step)(batch)        # raises where one process would get other numbers
 
-    It needs nothing but the module and the facts of its division, so each pipeline stage can audit its own part: there
-    `watch` goes around the stage's computation, and `check_output` takes what the stage sends to the next one.
-    Compiled modules cannot be watched: with one of them inside `module`, only outputs are checked.
+    It needs only the module and the result of `apply_plan`, so each pipeline stage can audit its own part. A stage runs
+    its computation inside `watch`, and passes each tensor that it sends to `check_sent`.
+    Compiled modules cannot be watched: if `module` contains one, the audit checks outputs only.
 
     Args:
-        module: The divided module; after a pipeline cut, with the parameters of this stage.
+        module: The sharded module; with pipeline parallelism, the module with the parameters of this stage.
         sharding: The result of `apply_plan`.
-        cuts_are_proven: Whether pipeline stages may send pieces to each other, since the step that does so was compared
-            with that of one process: what the next stage makes of them this one cannot see.
+        cuts_are_proven: Whether pipeline stages may send pieces to each other. Set it only if a self-check compared
+            the step with one process: a stage cannot see how the next stage uses the pieces.
     """
 
     def __init__(self, module: nn.Module, sharding: Sharding, cuts_are_proven: bool = False) -> None:
@@ -91,10 +91,10 @@ class StepAudit:
 
     @contextmanager
     def watch(self) -> Iterator[None]:
-        """Run a block in which divided parameters may be used by their own layers only.
+        """Run a block in which only their own layers may use sharded parameters.
 
         Raises:
-            RuntimeError: Inside the block, at a computation with a divided parameter outside of its layer.
+            RuntimeError: Inside the block, at a computation with a sharded parameter outside its layer.
         """
         if not self._watched:
             yield
@@ -103,7 +103,7 @@ class StepAudit:
             yield
 
     def check_sent(self, tensor: Tensor) -> None:
-        """Check what a pipeline stage sends: as `check_output`, but it may be this rank's piece.
+        """Check a tensor that a pipeline stage sends, like `check_output`, but allow this rank's piece.
 
         Raises:
             RuntimeError: See `check_output`.
@@ -112,8 +112,8 @@ class StepAudit:
         try:
             self.check_output(tensor, name)
         except RuntimeError as error:
-            # The cut may lie inside of a stack of blocks that is divided along the sequence, or between two layers of
-            # which one is divided by its outputs, and the next one by its inputs.
+            # The split point may lie inside a stack of blocks that is sharded along the sequence. It may also lie
+            # between a column-parallel layer and its row-parallel layer.
             if not self._may_send_pieces:
                 raise RuntimeError(
                     f"{error}. Or leave `verify` at 'auto': with the self-check stages may send such pieces"
@@ -121,10 +121,10 @@ class StepAudit:
             self._check_graph(tensor, name, inside=True)
 
     def check_loss(self, loss: Tensor, epoch: int) -> None:
-        """Check a loss before its backward: the first ones, 1, 2, 4, 8, ..., each epoch's first, and any new one.
+        """Check a loss before its backward: losses number 1, 2, 4, 8, ..., the first of each epoch, and any new one.
 
-        A loss is new if the operations that make it of its terms are not those of an earlier one: a term may join after
-        a warmup, or for some batches only.
+        A loss is new if no earlier loss combined its terms by the same operations. A term may join after a warmup, or
+        for some batches only.
 
         Raises:
             RuntimeError: See `check_output`.
@@ -138,9 +138,9 @@ class StepAudit:
             self._epoch = epoch
 
     def check_output(self, output: Tensor, name: str) -> None:
-        """Check that `output` depends on divided activations only through operations that join them.
+        """Check that `output` depends on sharded activations only through operations that join them.
 
-        And the other way round: what is whole on every rank (a parameter, a joined activation) may enter a divided
+        Also check the opposite direction: a replicated tensor (a parameter, a joined activation) may enter a sharded
         region only through an operation that sums its gradient over the ranks.
 
         Args:
@@ -148,12 +148,12 @@ class StepAudit:
             name: The name of the output in the message, such as "the loss".
 
         Raises:
-            RuntimeError: If it depends on this rank's part of an activation, or on a gradient that stays a part.
+            RuntimeError: If it depends on this rank's part of an activation, or on a partial gradient.
         """
         self._check_graph(output, name, inside=False)
 
     def _check_graph(self, output: Tensor, name: str, inside: bool) -> None:
-        # (node, whether its output is divided): from the output back, joined -> divided -> whole again.
+        # (node, whether its output is sharded): from the output back, joined -> sharded -> full again.
         todo: list[tuple[Any, bool]] = [(output.grad_fn, inside)]
         seen: set[tuple[Any, bool]] = set()
         while todo:
@@ -165,14 +165,14 @@ class StepAudit:
             if kind == LEAF:
                 self._check_leaf(node.variable, inside, name)
             elif kind == RECEIVED and (not inside or self._may_send_pieces):
-                continue  # checked by the stage that sent it; behind it is only what keeps it in the graph
+                continue  # the sending stage checked it; behind it are only nodes that keep it in the graph
             elif not (inside and kind.startswith("CompiledFunction")):
-                # A compiled piece is one node for all of its results, whole and divided ones.
+                # A compiled piece is one node for all its results, full and sharded alike, so its inputs are unknown.
                 before = _divided_before(node, kind, inside, name, self._names)
                 todo += [(following, divided) for (following, _), divided in zip(node.next_functions, before)]
 
     def _check_leaf(self, leaf: Tensor, inside: bool, name: str) -> None:
-        """Check that the gradient of a leaf of the graph is complete, or completed later, where it is used."""
+        """Check that the gradient of a leaf of the graph is complete, or is completed later."""
         known = self._names.get(id(leaf))
         if known is not None and not inside and known in self._divided:
             raise RuntimeError(_used_outside(known, name))
@@ -186,7 +186,7 @@ class StepAudit:
 
 
 def _terms(loss: Tensor) -> tuple[str, ...]:
-    """Return the kinds of the operations nearest to a loss, in breadth."""
+    """Return the kinds of the operations nearest to a loss, in breadth-first order."""
     nodes: list[Any] = [loss.grad_fn]
     kinds: list[str] = []
     for node in nodes:
@@ -197,13 +197,13 @@ def _terms(loss: Tensor) -> tuple[str, ...]:
 
 
 def _divided_before(node: Any, kind: str, inside: bool, name: str, names: Mapping[int, str]) -> list[bool]:
-    """Return for each input of a backward node's operation if it is divided, where its output is if `inside`.
+    """Return for each input of a backward node's operation whether it is sharded; `inside` says this of its output.
 
-    With sequence parallelism the row-parallel layers divide (along the sequence) and the column-parallel ones join.
+    With sequence parallelism the row-parallel layers shard along the sequence and the column-parallel layers join.
 
     Raises:
-        RuntimeError: If a divided output reaches `name` undivided, or a whole one enters a region without a reduction
-            of its gradient.
+        RuntimeError: If a sharded output reaches `name` without a join, or a replicated tensor enters a region without
+            a reduction of its gradient.
     """
     edges = len(node.next_functions)
     along_sequence = kind == "_RowLinearFunctionBackward" and node.lengths is not None
@@ -227,7 +227,7 @@ def _divided_before(node: Any, kind: str, inside: bool, name: str, names: Mappin
                 " computes only a part (some heads, hidden features, positions). Its gradient would be only a part as"
                 f" well. Use it outside the region, or {LEAVE_WHOLE}"
             )
-        # The bias of a row-parallel layer is added to the whole output.
+        # A row-parallel layer adds its bias after the reduction, to the full output.
         return [True, True, *[False] * (edges - 2)] if kind == "_RowLinearFunctionBackward" else [True] * edges
     return [False if kind in DIVIDES else inside] * edges
 
@@ -240,7 +240,7 @@ def _layer_of(node: Any, kind: str, names: Mapping[int, str]) -> str:
 
 
 def _used_outside(parameter: str, name: str) -> str:
-    """Return the message about a divided parameter that `name` depends on outside of its layer."""
+    """Return the message about a sharded parameter that `name` depends on outside its layer."""
     return (
         f"{name} computes with `{parameter}` outside its layer, but each rank holds only a piece of it or of its"
         " gradient. The result would differ from the result of one process. Keep that layer replicated with"
@@ -251,7 +251,7 @@ def _used_outside(parameter: str, name: str) -> str:
 
 
 class _Users:
-    """Who may use one divided parameter: its name, and the ids of its owner and of the divided modules around it."""
+    """The permitted users of one sharded parameter: its owner and the sharded modules around it, by `id`."""
 
     def __init__(self, name: str) -> None:
         self.name = name
@@ -259,11 +259,12 @@ class _Users:
 
 
 def _users_of_divided_parameters(module: nn.Module, sharding: Sharding) -> dict[int, _Users]:
-    """Return the users of each divided parameter that `module` holds, by the parameter's id."""
+    """Return the permitted users of each sharded parameter that `module` holds, by the parameter's `id`."""
     modules = dict(module.named_modules(remove_duplicate=False))
     divided = sharding.shards.keys() | sharding.partial
     names = {id(parameter): name for name, parameter in module.named_parameters()}
     users: dict[int, _Users] = {}
+    # With duplicates: a tied parameter may be used by each module that registers it.
     for alias, parameter in module.named_parameters(remove_duplicate=False):
         name = names[id(parameter)]
         if name in divided:
@@ -273,13 +274,13 @@ def _users_of_divided_parameters(module: nn.Module, sharding: Sharding) -> dict[
 
 
 def _around(name: str, styled: Iterable[str]) -> list[str]:
-    """Return the paths of the module that owns a parameter, and of the divided modules around it."""
+    """Return the path of the module that owns a parameter, and the paths of the sharded modules around it."""
     owner = name.rpartition(".")[0]
     return [owner, *(path for path in styled if owner == path or owner.startswith(f"{path}."))]
 
 
 class _ParameterUseMode(TorchFunctionMode):
-    """Sees every torch function that is called, and refuses those that differentiate through a divided parameter."""
+    """Sees every torch function call, and refuses a call that differentiates through a sharded parameter."""
 
     def __init__(self, users: dict[int, _Users], check_loss: Callable[[Tensor, str], None]) -> None:
         super().__init__()
@@ -290,10 +291,10 @@ class _ParameterUseMode(TorchFunctionMode):
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        if func is Tensor.backward:  # under manual optimization a step may do so without the strategy
+        if func is Tensor.backward:  # under manual optimization, a step calls it without the strategy
             self._check_loss(args[0], "the loss")
         result = func(*args, **kwargs)
-        # A result without gradient is a look at the parameter (its norm, for a log), not a part of the loss.
+        # A result without gradient only reads the parameter (its norm, for a log); it is not a part of the loss.
         if torch.is_grad_enabled() and any(_requires_grad(leaf) for leaf in pytree.tree_leaves(result)):
             name = getattr(func, "__name__", str(func))
             inputs = args[:1] if name in CASTS else (args, kwargs)
@@ -304,7 +305,7 @@ class _ParameterUseMode(TorchFunctionMode):
 
     @staticmethod
     def _check(users: _Users, function: str) -> None:
-        # Who calls shows in the stack only: a function on a plain tensor does not say which module it works for.
+        # Only the stack shows the caller: a function on a plain tensor does not say which module it works for.
         frame = inspect.currentframe()
         while frame is not None:
             if id(frame.f_locals.get("self")) in users.modules:

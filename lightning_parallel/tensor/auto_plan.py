@@ -1,12 +1,12 @@
 """Automatic plans: from the plan that a Hugging Face model carries, or else from the structure of the model, verified.
 
-From the structure: the linear layers of each block are grouped in the order of their registration,
+From the structure: the linear layers of each block are grouped in the order of their registration.
 
-    query key value | out      up gate | down      the first ones open a divided region, the last one closes it,
+    query key value | out      up gate | down      the first layers open a sharded region, the last layer closes it
 
-and a group is accepted only after `PlanVerifier` ran a divided copy of the block on all ranks, with the outputs and
-gradients of the original. Layers of blocks that cannot be run are divided one by one, with gathered outputs, which is
-always right; modules that cannot be divided stay whole. The plan's notes tell both.
+A group is accepted only after `PlanVerifier` ran a sharded copy of the block on all ranks. Its outputs and gradients
+must equal those tensors of the original. Layers of blocks that cannot run alone are sharded one by one, with gathered
+outputs, which is always right. Modules without a sharded form stay replicated. The plan's notes tell both.
 """
 
 from __future__ import annotations
@@ -65,14 +65,14 @@ def make_plan(module: nn.Module, plan: UserPlan, group: Group, sequence_parallel
     The module is not changed and may be on the meta device: single blocks of it are copied and run.
 
     Args:
-        module: The whole model.
+        module: The full model.
         plan: The user's plan, or `"auto"`.
         group: The tensor-parallel group.
-        sequence_parallel: Also divide the activations between the layers of stacked blocks along the sequence.
+        sequence_parallel: Also shard the activations between the layers of stacked blocks along the sequence.
 
     Raises:
-        ValueError: If the user's plan does not fit the model, there are more ranks than attention heads, there is
-            nothing that could be divided, or no stack of blocks allows sequence parallelism.
+        ValueError: If the user's plan does not fit the model, or the model has fewer attention heads than `group` has
+            ranks. Also if nothing can be sharded, or no stack of blocks allows sequence parallelism.
     """
     verifier = PlanVerifier(group)
     if plan == "auto":
@@ -91,11 +91,11 @@ def make_plan(module: nn.Module, plan: UserPlan, group: Group, sequence_parallel
 def _verify_regions(
     module: nn.Module, plan: Plan, verifier: PlanVerifier, group: Group, explicit: Collection[str]
 ) -> None:
-    """Verify the regions of a user's plan, and find out how fused layers in them are packed.
+    """Verify the regions of a user's plan, and find out how their fused layers are packed.
 
     Raises:
-        ValueError: If a region computes other results than the original, or has a fused layer, is not among the
-            `explicit` ones whose parts the user has told, and cannot be run to find out.
+        ValueError: If a region computes other results than the original. Also if a region cannot run alone and has a
+            fused layer outside `explicit`, the layers whose parts the user has told.
     """
     for path in _regions(plan):
         block = module.get_submodule(path)
@@ -125,9 +125,9 @@ def _tells_parts(style: Column) -> bool:
 
 
 def _check_fused(block: nn.Module, path: str, inside: Plan, explicit: Collection[str]) -> None:
-    """Refuse fused layers of a region that cannot be run, unless the user has told how they are packed."""
+    """Refuse fused layers of a region that cannot run alone, unless the user has told how they are packed."""
     order = [name for name, _ in block.named_modules() if name in inside.styles]
-    width: int | None = None  # that of the row-parallel layer which follows
+    width: int | None = None  # the input features of the row-parallel layer that follows
     for name in reversed(order):
         style = inside.styles[name]
         full = f"{path}.{name}" if path else name
@@ -168,12 +168,12 @@ def _regions(plan: Plan) -> list[str]:
 
 
 def _automatic_plan(module: nn.Module, verifier: PlanVerifier, group: Group) -> Plan:
-    # Modules that have a style already are not looked at again: the model's own plan comes before the structure.
+    # The model's own plan comes before the structure: the search skips modules that have a style already.
     found = Plan()
     gathered: dict[str, Style] = {}
     for path, model in _hugging_face_models(module):
         own = _hugging_face_plan(model, group)
-        # The plan gathers the outputs of fused projections, which the structure may divide without that.
+        # The model's plan gathers the outputs of fused projections; the structure may shard them without a gather.
         inner = {name: own.styles.pop(name) for name in [*own.styles] if _is_gathered_in_block(name, own.styles[name])}
         gathered |= {f"{path}.{name}".strip("."): style for name, style in inner.items()}
         found.add(path, own)
@@ -211,7 +211,7 @@ def _kind(module: nn.Module) -> str:
 
 
 def _owners(path: str, module: nn.Module) -> list[str]:
-    """Return the paths of the modules in the one at `path` that have parameters of their own."""
+    """Return the paths of the modules inside `module`, itself at `path`, that hold parameters directly."""
     owners = [name for name, child in module.named_modules() if any(True for _ in child.parameters(recurse=False))]
     return [f"{path}.{name}".strip(".") for name in owners]
 
@@ -225,7 +225,7 @@ def _hugging_face_models(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
     for path, child in module.named_modules():
         if any(path.startswith(f"{outer}.") or not outer for outer in found):
             continue
-        # Wrappers pass on the attributes of the model inside of them, whose paths the plan means.
+        # A wrapper may forward the attributes of the model inside it, but the plan's paths start at that model.
         table = tensor_parallel_plan_of(child) if hasattr(child, "config") else {}
         if any(_planned(table, name) is not None for name, _ in child.named_modules()):
             found.append(path)
@@ -265,7 +265,7 @@ def _planned(table: Mapping[str, str], path: str) -> str | None:
 
 
 def _refusal(style: Style, module: nn.Module, ranks: int) -> str | None:
-    """Return why a style that applies to `module` cannot divide it over so many ranks, in a few words."""
+    """Return why a style that applies to `module` cannot shard it over so many ranks, in a few words."""
     try:
         style.rules(module, ranks)
         return None
@@ -286,17 +286,17 @@ def _applies(style: Style, module: nn.Module) -> bool:
 
 @dataclass
 class _Search:
-    """What the search through the structure of a model shares.
+    """The shared state of a search through the structure of a model.
 
     Attributes:
-        root: The whole model.
-        verifier: Accepts divisions.
-        finder: Proposes divisions where the order of the layers gives none for all of them.
+        root: The full model.
+        verifier: Accepts plans.
+        finder: Proposes plans where the order of the layers gives none for all of them.
         group: The tensor-parallel group.
-        paths: The first path of each module, by `id`: one that is registered twice is planned once.
-        gathered: Layers whose outputs the model's own plan gathers: their block is also tried as its model calls it.
-        left: Divisions of some layers of a module only, by path: a module around may divide all of them (a low-rank
-            term of a layer, with the layer).
+        paths: The first path of each module, by `id`: a module that is registered twice is planned once.
+        gathered: Layers whose outputs the model's own plan gathers. Their block is also tried as its model calls it.
+        left: Plans for some layers of a module only, with its path. A module around it may shard all of them, such as
+            a layer with its low-rank term.
         reasons: Why layers are in no region, by path.
     """
 
@@ -311,7 +311,7 @@ class _Search:
     _calls: dict[object, BlockCall | None] = field(default_factory=dict)
 
     def call(self, module: nn.Module, path: str, outermost: bool = False) -> BlockCall | None:
-        """Return how the model calls the module at `path`; blocks of equal structure are looked at once."""
+        """Return how the model calls the module at `path`; blocks of equal structure are examined once."""
         key = (structure_of(module), outermost)
         if key not in self._calls:
             found = block_call(self.root, path, self.group, outermost)
@@ -319,9 +319,9 @@ class _Search:
         return self._calls[key]
 
     def as_called(self, module: nn.Module, path: str, free: Sequence[str], inside: Plan, accepted: Plan) -> Plan:
-        """Return the accepted regions; none if other layers, which one tensor does not reach, may not fit them.
+        """Return the accepted regions, or none if layers that a call with one tensor skips may not fit them.
 
-        The model may give such a layer, as one for a context, what it adds to the features of the region.
+        In the model's own call such a layer, for example for a context, may add its output to the region's features.
         """
         widths = {
             layer_sizes(module.get_submodule(name))[1]
@@ -339,11 +339,11 @@ class _Search:
         return Plan()
 
     def drop_what_fails_as_called(self, plan: Plan, planned: Collection[str]) -> None:
-        """Drop regions that were verified with one tensor, and compute something else with what the model gives them.
+        """Drop regions that pass with one tensor, but compute other results with the model's own arguments.
 
         Args:
             plan: The plan; changed in place.
-            planned: Paths of the layers that have not been planned by structure.
+            planned: Paths of the layers that were not planned by structure.
         """
         for path in _regions(plan):
             inside = plan.under(path)
@@ -369,13 +369,14 @@ class _Search:
         return self.verifier.verify(module, inside, call) is False
 
     def note(self, prefix: str, reasons: Mapping[str, str]) -> None:
-        """Keep the reasons of the innermost module that could be run, for the layers inside of the one at `prefix`."""
+        """Keep, for the layers below `prefix`, the reasons of the innermost module that could run."""
         for name, reason in reasons.items():
+            # Inner modules are noted first: only a reason that says "could not run" is replaced.
             if self.reasons.get(prefix + name, NOT_RUN).startswith(NOT_RUN):
                 self.reasons[prefix + name] = reason
 
     def add_what_was_left(self, plan: Plan) -> None:
-        """Use the divisions in `left` of layers that no module around has divided."""
+        """Add the plans in `left` for layers that no module around has sharded."""
         for path, part in reversed(self.left):  # the outermost first
             if not plan.under(path).styles.keys() & part.styles.keys() and path not in plan.styles:
                 plan.add(path, part)
@@ -392,7 +393,7 @@ def _plan_by_structure(module: nn.Module, plan: Plan, search: _Search, path: str
             if isinstance(why := _refusal(STYLES[kind], module, search.group.size), str):
                 plan.notes[path] = f"replicated: {why}"
                 if kind == "transformer_layer":
-                    continue  # its other layers may be divided
+                    continue  # its inner layers may still be sharded
             else:
                 plan.styles[path] = STYLES[kind]
             return
@@ -400,7 +401,7 @@ def _plan_by_structure(module: nn.Module, plan: Plan, search: _Search, path: str
     for name, child in module.named_children():
         if search.paths[id(child)] == prefix + name:
             _plan_by_structure(child, plan, search, prefix + name)
-    # Containers have no forward by which a division could be verified.
+    # Containers have no forward, so there is nothing to verify.
     if isinstance(module, (nn.ModuleList, nn.ModuleDict)) or type(module).forward is nn.Module.forward:
         return
     inside = plan.under(path)
@@ -443,7 +444,7 @@ def _regions_by_order(module: nn.Module, free: list[str], inside: Plan, search: 
 
 
 def _regions_by_dataflow(module: nn.Module, free: list[str], inside: Plan, search: _Search, prefix: str) -> Plan:
-    """Return the verified regions of the layers `free`, by how their outputs are used; note why others are none."""
+    """Return the verified regions of the layers `free`, by the use of their outputs; note the other layers' reasons."""
     flow = search.finder.find(module, free)
     call = None
     is_gathered = any(prefix + name in search.gathered for name in free)
@@ -465,9 +466,9 @@ def _regions_by_dataflow(module: nn.Module, free: list[str], inside: Plan, searc
 
 
 def _is_for_heads(given: Tensor, length: int) -> bool:
-    """Return whether what a block is given may have a dimension of heads: a bias of positions, slopes, a scale.
+    """Return whether an argument of a block may have a dimension of heads, like a bias of positions, slopes, a scale.
 
-    A mask for all heads has one of 1, or none.
+    A mask for all heads has extent 1 in that dimension, or lacks it.
     """
     if given.dim() == 1:
         return given.is_floating_point() and len(given) > 1
@@ -480,7 +481,7 @@ def _weights(module: nn.Module, plan: Plan) -> int:
 
 
 def _repeats_blocks(module: nn.Module) -> bool:
-    """Return whether `module` holds a list of modules with linear layers in them, and not just of linear layers."""
+    """Return whether `module` holds a list of modules with linear layers inside, and not just of linear layers."""
     if isinstance(module, nn.Sequential):
         return sum(len(linear_layers(child)) > 1 for child in module.children()) > 1
     return isinstance(module, (nn.ModuleList, nn.ModuleDict)) and any(
@@ -489,13 +490,13 @@ def _repeats_blocks(module: nn.Module) -> bool:
 
 
 def _has_style(name: str, styles: dict[str, Style]) -> bool:
-    # What a module keeps for its heads says nothing about the layers inside of it.
+    # `PerHead` covers a module's own head-dependent values; the layers inside still need styles.
     whole = [path for path, style in styles.items() if not isinstance(style, PerHead)]
     return any(name == path or name.startswith(f"{path}.") for path in whole)
 
 
 def _possible_regions(module: nn.Module, names: list[str]) -> Iterator[tuple[list[str], str]]:
-    """Yield runs of layers that may form one divided region: (layers that open it, the layer that closes it)."""
+    """Yield runs of layers that may form one sharded region: (layers that open it, the layer that closes it)."""
     sizes = [layer_sizes(module.get_submodule(name)) for name in names]
     opening: list[int] = []
     for position, (in_features, out_features) in enumerate(sizes):
@@ -515,7 +516,7 @@ def _possible_regions(module: nn.Module, names: list[str]) -> Iterator[tuple[lis
 
 
 def _candidates(module: nn.Module, opening: list[str], closing: str, group: Group) -> Iterator[Plan]:
-    """Yield ways to divide one region, the likeliest first."""
+    """Yield plans for one region, the likeliest first."""
     width = layer_sizes(module.get_submodule(closing))[0]
     outs = [layer_sizes(module.get_submodule(name))[1] for name in opening]
     owners = dict.fromkeys(name.rpartition(".")[0] for name in [*opening, closing])
@@ -549,7 +550,7 @@ def _possible_parts(outs: list[int], found: AttentionHeads) -> Iterator[list[tup
 
 
 def _fused(opening: list[str], closing: str, width: int, count: int, group: Group) -> Iterator[Plan]:
-    """Yield plans for `count` projections fused in one layer, by head size: each rank must hold whole heads."""
+    """Yield plans for `count` projections fused in one layer, by head size: each rank must hold full heads."""
     for size in HEAD_SIZES:
         if width % size == 0 and width // size >= group.size:
             part = ShardPart(width, size)
@@ -560,7 +561,7 @@ def _fused(opening: list[str], closing: str, width: int, count: int, group: Grou
 
 
 def _plan_remaining_layers(module: nn.Module, plan: Plan, group: Group, reasons: Mapping[str, str]) -> None:
-    """Gather the outputs of linear layers outside of regions; divide large and tied embeddings by vocabulary."""
+    """Gather the outputs of linear layers outside regions; shard large and tied embeddings by vocabulary."""
     total = sum(parameter.numel() for parameter in module.parameters())
     weights: dict[int, int] = {}
     for child in module.modules():
@@ -581,7 +582,7 @@ def _plan_remaining_layers(module: nn.Module, plan: Plan, group: Group, reasons:
         elif read_elsewhere(module, path):
             plan.notes[path] = "replicated: its weight is read outside its forward"
         elif is_native(child, nn.Embedding):
-            # A tied head is divided with its table, whatever the size.
+            # A tied head is sharded with its table, whatever the size.
             large = child.weight.numel() >= LARGE_TABLE * total or id(child.weight) in weights
             if large and child.weight.shape[0] >= group.size and _applies(Vocab(), child):
                 plan.styles[path] = Vocab()

@@ -14,11 +14,11 @@
 | `send_to`                 | send                               | receive the gradient                  |
 | `receive_from`            | receive                            | send the gradient                     |
 
-Two functions can have the same forward; which one is right depends on the computation that follows. After
-`gather_from_group` all ranks compute the same, so each of them has the whole gradient already. After
-`all_gather_to_group` each rank computes something different, so the gradients are partial and have to be summed.
-`copy_to_group` marks the entry of such a region, `reduce_from_group` its exit, `whole_from_group` the exit of what all
-ranks computed alike inside of it.
+Two functions can have the same forward; the computation that follows decides between them. After `gather_from_group`
+all ranks compute the same, so each rank has the full gradient already. After `all_gather_to_group` each rank computes
+something different, so the gradients are partial and have to be summed. `copy_to_group` marks the entry of such a
+region, and `reduce_from_group` its exit. `whole_from_group` is the exit for results that all ranks computed alike
+inside the region.
 
 Inputs are never modified and groups are always explicit. In a group of one rank every function except `send_to` and
 `receive_from` returns its input. Functions along a dimension take the extent of each rank's slice, so slices may
@@ -68,7 +68,7 @@ def copy_to_group(x: Tensor, group: Group) -> Tensor:
         group: The ranks that take part.
 
     Returns:
-        A tensor of the same shape, equal on all ranks. Its gradient differs between the ranks, that of `x` does not.
+        A tensor of the same shape, equal on all ranks. Its gradient is partial; the gradient of `x` is complete.
     """
     return x if group.size == 1 else _CopyToGroup.apply(x, group)
 
@@ -92,7 +92,7 @@ def whole_from_group(x: Tensor, group: Group) -> Tensor:
     """Return `x`, which all ranks computed alike where gradients are summed; in backward, each takes an equal share.
 
     Forward: identity. Backward: division by the number of ranks. Leaves a region in which each rank does a part of the
-    work, with what none of them did a part of.
+    work, with a result that every rank computed in full.
 
     Args:
         x: Any shape, equal on all ranks.
@@ -112,7 +112,7 @@ def scatter_to_group(x: Tensor, group: Group, dim: int = -1, sizes: Sequence[int
     Args:
         x: (..., n, ...), equal on all ranks.
         group: The ranks that take part.
-        dim: The dimension that is divided.
+        dim: The dimension that is sharded.
         sizes: Extent n_r of each rank's slice; equal slices by default.
 
     Returns:
@@ -132,7 +132,7 @@ def gather_from_group(x: Tensor, group: Group, dim: int = -1, sizes: Sequence[in
     Args:
         x: (..., n_r, ...), this rank's slice.
         group: The ranks that take part.
-        dim: The dimension that is divided.
+        dim: The dimension that is sharded.
         sizes: Extent n_r of `x` on each rank; the same on all ranks by default.
 
     Returns:
@@ -142,14 +142,14 @@ def gather_from_group(x: Tensor, group: Group, dim: int = -1, sizes: Sequence[in
 
 
 def all_gather_to_group(x: Tensor, group: Group, dim: int = 0, sizes: Sequence[int] | None = None) -> Tensor:
-    """Concatenate the slices of all ranks along `dim`, for a computation of which each rank then does a part.
+    """Concatenate the slices of all ranks along `dim`, for a computation that each rank then does a part of.
 
     Forward: all-gather. Backward: reduce-scatter.
 
     Args:
         x: (..., n_r, ...), this rank's slice.
         group: The ranks that take part.
-        dim: The dimension that is divided.
+        dim: The dimension that is sharded.
         sizes: Extent n_r of `x` on each rank; the same on all ranks by default.
 
     Returns:
@@ -166,7 +166,7 @@ def reduce_scatter_to_group(x: Tensor, group: Group, dim: int = 0, sizes: Sequen
     Args:
         x: (..., n, ...), the same shape on all ranks; the values differ.
         group: The ranks that take part.
-        dim: The dimension that is divided.
+        dim: The dimension that is sharded.
         sizes: Extent n_r of each rank's slice; equal slices by default.
 
     Returns:
@@ -186,13 +186,13 @@ def all_to_all_in_group(
     split_sizes: Sequence[int] | None = None,
     concat_sizes: Sequence[int] | None = None,
 ) -> Tensor:
-    """Move the division of a tensor from `concat_dim` to `split_dim`.
+    """Move the sharded dimension of a tensor from `concat_dim` to `split_dim`.
 
     Forward: split `x` along `split_dim`, send slice r to rank r, concatenate the received slices along `concat_dim`.
     Backward: the same with both dimensions exchanged.
 
     Args:
-        x: (..., n, ..., m_r, ...): whole along `split_dim`, divided along `concat_dim`.
+        x: (..., n, ..., m_r, ...): full along `split_dim`, sharded along `concat_dim`.
         group: The ranks that take part.
         split_dim: The dimension along which `x` is split.
         concat_dim: The dimension along which the received slices are concatenated.
@@ -200,7 +200,7 @@ def all_to_all_in_group(
         concat_sizes: Extent m_r along `concat_dim` of `x` on each rank; the same on all ranks by default.
 
     Returns:
-        (..., n_r, ..., m, ...): divided along `split_dim`, whole along `concat_dim`.
+        (..., n_r, ..., m, ...): sharded along `split_dim`, full along `concat_dim`.
 
     Raises:
         ValueError: If the slices do not add up to the extent of `x`, or both dimensions are the same.
@@ -275,7 +275,7 @@ def no_view(x: Tensor, shape: Sequence[int] | None = None) -> Tensor:
 
 
 def _slices(x: Tensor, group: Group, dim: int, sizes: Sequence[int] | None) -> Sequence[int]:
-    # Checked before any communication: a rank that raised later would leave the others waiting.
+    # Checked before any communication: a rank that raised later would leave the other ranks waiting.
     extent = x.shape[dim]
     if sizes is None and extent % group.size:
         raise ValueError(
@@ -292,15 +292,15 @@ def _slice(x: Tensor, dim: int, sizes: Sequence[int], rank: int) -> Tensor:
     return x.narrow(dim, sum(sizes[:rank]), sizes[rank]).clone(memory_format=torch.contiguous_format)
 
 
-# Each backward calls the differentiable function that is its dual, not the bare collective, so gradients of gradients
-# are right too.
+# Each backward calls the differentiable function that is its dual, and not the bare collective. This makes gradients of
+# gradients right too.
 
 
 class _CopyToGroup(Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: Group) -> Tensor:
         ctx.group = group
-        return x.view_as(x)  # an alias, so that the output has a separate `grad_fn`
+        return x.view_as(x)  # an alias: returning `x` itself would give its own consumers this node's gradient
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
@@ -316,7 +316,7 @@ class _ReduceFromGroup(Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
-        # Every summand has the gradient of the sum, and that is equal on all ranks already.
+        # Every summand has the gradient of the sum, which is equal on all ranks already.
         return copy_to_group(grad, ctx.group), None
 
 
@@ -328,7 +328,7 @@ class _WholeFromGroup(Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
-        # The sum over the ranks at the entry of the region makes it whole again.
+        # The entry of the region sums over the ranks, so equal shares add up to the full gradient.
         return grad / ctx.group.size, None
 
 
@@ -340,7 +340,7 @@ class _ScatterToGroup(Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
-        # Each rank has the gradient of its own slice, and the input was whole on all of them.
+        # Each rank has the gradient of one slice, but the input was replicated, so each needs the full gradient.
         return gather_from_group(grad, *ctx.args), None, None, None
 
 
@@ -376,7 +376,7 @@ class _ReduceScatterToGroup(Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
-        # Every rank's summand has the gradient of the whole sum, of which each rank holds a slice.
+        # Every rank's summand has the gradient of the full sum, and each rank holds one slice of that gradient.
         return all_gather_to_group(grad, *ctx.args), None, None, None
 
 
@@ -414,7 +414,7 @@ class _BroadcastToGroup(Function):
     def forward(ctx: Any, x: Tensor, group: Group, source: int) -> Tensor:
         ctx.group = group
         ctx.source = source
-        # `broadcast_` writes into its argument, and the caller's tensor must stay as it is.
+        # `broadcast_` writes into its argument, and the caller's tensor must not change.
         return comm.broadcast_(x.clone(memory_format=torch.contiguous_format), group, source)
 
     @staticmethod
@@ -429,7 +429,7 @@ class _SendTo(Function):
     def forward(ctx: Any, x: Tensor, group: Group, to: int, tag: int) -> Tensor:
         ctx.args = group, to, tag
         ctx.like = x.shape, x.dtype, x.device
-        # Waits: a contiguous `x` is sent from its own memory, which the caller may change after this.
+        # Waits: a contiguous `x` is sent from its own memory, which the caller may change after this call.
         comm.isend(x.contiguous(), group, to, tag).wait()
         return torch.zeros((), dtype=x.dtype, device=x.device)
 
@@ -451,4 +451,4 @@ class _ReceiveFrom(Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
         comm.isend(grad.contiguous(), *ctx.args).wait()
-        return torch.zeros(()), None, None, None, None  # the gradient of the anchor, which nobody reads
+        return torch.zeros(()), None, None, None, None  # the gradient of the anchor, which is discarded

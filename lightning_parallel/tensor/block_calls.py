@@ -1,4 +1,4 @@
-"""How a model calls its blocks: seen in a run of its forward without data, up to the first of them or through all.
+"""How a model calls its blocks: seen in a run of its forward without data, up to the first block or through all.
 
 A copy of the model on the meta device computes shapes only, so that it costs neither memory nor time. Several kinds of
 input are tried (tokens, hidden states, an image). The model's code makes further arguments of the block, such as
@@ -36,10 +36,10 @@ __all__ = ["block_call", "joined_blocks"]
 SIDES = (32, 64, 224)  # of images
 MOST_CHANNELS = 16
 _LINE = 160  # of the reason of a failure
-# What code may ask of a tensor without reading what differs between a part of the positions and all of them.
+# Attributes that are the same for a part of the positions and for all of them, so reading them shows no use.
 _HARMLESS = {"dtype", "device", "is_cuda", "is_meta", "layout", "requires_grad", "ndim", "dim", "is_floating_point"}
 
-# What code that asks for the value of a tensor without data gets: it only decides about the way to the blocks.
+# Answers to code that asks a tensor without data for its value. They only decide about the way to the blocks.
 _VALUES: dict[str, Any] = {
     "__bool__": False,
     "__contains__": False,
@@ -51,7 +51,7 @@ _VALUES: dict[str, Any] = {
 
 
 class _CalledError(Exception):
-    """The block is called; carries its arguments."""
+    """The block is called; carries the call's arguments."""
 
     def __init__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         super().__init__()
@@ -59,13 +59,13 @@ class _CalledError(Exception):
 
 
 def block_call(root: nn.Module, path: str, group: Group, outermost: bool = False) -> BlockCall | str:
-    """Return how the modules of `root` call the one at `path`; why that cannot be seen, in a few words, if so.
+    """Return how the modules of `root` call the block at `path`; if no call is seen, the reason in a few words.
 
     Args:
-        root: The whole model.
+        root: The full model.
         path: Path of the block, in a container.
         group: The tensor-parallel group; all its ranks must call this.
-        outermost: Whether to ask the whole model first: the module next to it may be run without optional arguments.
+        outermost: Whether to ask the full model first: the module next to the block may omit optional arguments.
     """
     found: Any = ""
     parts = path.split(".")
@@ -89,7 +89,7 @@ def block_call(root: nn.Module, path: str, group: Group, outermost: bool = False
 
 
 def _call_by(owner: nn.Module, path: str) -> tuple[tuple[Any, ...], dict[str, Any]] | str:
-    """Return the arguments that the forward of `owner` gives to the block at `path`; why it does not, in a few words.
+    """Return the arguments that the forward of `owner` gives to the block at `path`; if none, the reason in brief.
 
     First without data; then, for code that looks at values or uses numpy, with the model's values and some tokens.
     """
@@ -102,6 +102,7 @@ def _call_by(owner: nn.Module, path: str) -> tuple[tuple[Any, ...], dict[str, An
         run = _shell(owner, {}, _own_value if with_values else _meta)
 
         def called(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            # Copied: the frames that the exception unwinds may still change these arguments.
             raise _CalledError(*copy.deepcopy((args, kwargs)))
 
         run.get_submodule(path).register_forward_pre_hook(called, with_kwargs=True)
@@ -218,10 +219,10 @@ def _values_of(like: Tensor) -> Tensor:
 
 
 def joined_blocks(root: nn.Module, blocks: Sequence[str], group: Group) -> set[tuple[str, str]]:
-    """Return the pairs of neighbours the first of which gives its output to the second, unchanged, and to nothing else.
+    """Return the pairs of neighbours of which the first gives its output unchanged to the second, and to nothing else.
 
     Args:
-        root: The whole model.
+        root: The full model.
         blocks: Paths of the blocks of one container, in their order.
         group: The tensor-parallel group; all its ranks must call this.
 
@@ -242,6 +243,7 @@ def joined_blocks(root: nn.Module, blocks: Sequence[str], group: Group) -> set[t
                 break
             around = around.rpartition(".")[0]
     pairs = [] if found is None else [pair for number, pair in enumerate(zip(blocks, blocks[1:])) if number in found]
+    # Only pairs that all ranks saw: ranks with different regions would wait for each other.
     return set(pairs).intersection(*comm.all_gather_object(pairs, group))
 
 
@@ -278,14 +280,14 @@ class _BlockUses(TorchFunctionMode):
         self._depth = 0
 
     def watch(self, number: int, hollow: nn.Module, block: nn.Module) -> None:
-        """Watch the calls of one block, `hollow` of data."""
+        """Watch the calls of `block` on `hollow`, its copy without data."""
         own = hollow.forward
 
         def forward(*args: Any, **kwargs: Any) -> Any:
-            before = copy.deepcopy((args, kwargs))  # without what it puts into a cache
+            before = copy.deepcopy((args, kwargs))  # the failed call may fill a cache among its arguments
             try:
                 return own(*args, **kwargs)
-            except Exception:  # it looks at values
+            except Exception:  # the block reads values, so run a copy of it with data
                 with torch.device("cpu"):
                     call = _with_values(*before)
                     output = call(copy_of(block), call.hidden)
@@ -328,10 +330,10 @@ class _BlockUses(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name = getattr(func, "__name__", "")
         if name in _VALUES and isinstance(args[0], Tensor) and args[0].is_meta:
-            return _VALUES[name]  # of packed sequences, say, which a mask is made for
+            return _VALUES[name]  # such as a test for packed sequences, which decides about a mask
         result = func(*args, **(kwargs or {}))
         name = getattr(getattr(func, "__self__", None), "__name__", "") if name == "__get__" else name
         if not self._depth and name not in _HARMLESS:
-            # A conversion that has nothing to do returns the tensor itself.
+            # A conversion that has nothing to do returns the tensor itself, which is no use of it.
             self.read([leaf for leaf in pytree.tree_leaves((args, kwargs)) if leaf is not result])
         return result

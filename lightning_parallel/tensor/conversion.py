@@ -1,4 +1,4 @@
-"""Turn ordinary modules into divided ones, in place: their class becomes a subclass of the one they had."""
+"""Turn ordinary modules into sharded modules in place: the new class is a subclass of the module's class."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ L = TypeVar("L", bound=nn.Module)
 def convert(module: nn.Module, layer: type[L]) -> L:
     """Make `module` an instance of both `layer` and its original class, in place.
 
-    An overridden `forward` that calls the inherited one then calls that of `layer` instead. The conversion is not
-    undone: a module that has been divided stays divided.
+    If an overridden `forward` calls the inherited method, it now calls the `forward` of `layer`. The conversion is not
+    undone: a module that has been sharded stays sharded.
     """
     module.__class__ = _subclass(layer, type(module))  # type: ignore[arg-type]
     assert isinstance(module, layer)
@@ -44,7 +44,7 @@ def _subclass(layer: type[nn.Module], original: type[nn.Module]) -> type[nn.Modu
     name = layer.__name__ if original.__module__.startswith("torch.nn.") else f"{layer.__name__}[{original.__name__}]"
     for native in (nn.Linear, nn.Embedding):
         if issubclass(original, native) and original.forward is not native.forward and only_wraps(original, native):
-            # The user's forward goes first and its `super().forward` finds that of `layer`, not that of `native`.
+            # The user's forward goes first, and its `super().forward` finds `layer.forward`, not `native.forward`.
             bases: tuple[type, ...] = (original, _subclass(layer, native))  # type: ignore[arg-type]
             return type(name, bases, {"__module__": layer.__module__})
     bases = (_Divided, layer, original)
@@ -54,11 +54,11 @@ def _subclass(layer: type[nn.Module], original: type[nn.Module]) -> type[nn.Modu
 def shard_parameters(module: nn.Module, rules: Mapping[str, Shard], group: Group) -> None:
     """Reduce the data (and gradients) of the named parameters of `module` to this rank's shards.
 
-    The rule is kept with the parameter, as `shard_rule`. A parameter that has one already, because it is tied to a
+    The rule is kept with the parameter, as `shard_rule`. A parameter that has a rule already, because it is tied to a
     parameter of another module, is left unchanged. Parameters on the meta device get the shard's shape.
 
     Raises:
-        ValueError: If the parameter was divided by a different rule.
+        ValueError: If the parameter was sharded by a different rule.
     """
     for name, rule in rules.items():
         parameter = module.get_parameter(name)

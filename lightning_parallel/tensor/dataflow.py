@@ -1,13 +1,14 @@
-"""Which features belong together: found by running a block whose linear layers return numbers of our own.
+"""Which features belong together: found by running a block whose linear layers return random numbers.
 
-A region is a set of linear layers whose outputs alone decide the inputs of another one. Gradients tell which features
-of the outputs the first feature of that input depends on, and changing these tells which other features do:
+A region is a set of linear layers whose outputs alone decide the inputs of another layer. Gradients tell which features
+of the outputs the first feature of that input depends on. Changing these features tells which other inputs depend on
+them:
 
     qkv -> [reshape, permute, softmax, ...] -> out        out[0] <- q, k of head 0, one feature of v -> all of head 0
 
-What is connected in this way, a head or a group of heads with their keys, must stay on one rank. Names say nothing:
-how the features are packed shows in their places, and which numbers the code takes for the number of heads shows in a
-run with the features of some heads.
+Features that are connected in this way, a head or a group of heads with their keys, must stay on one rank. Names of
+attributes prove nothing. The places of the features show how they are packed. A run with the features of some heads
+shows which numbers the code takes for the number of heads.
 
 Legend for shapes: B samples, T positions, E features, U units (heads or groups of heads).
 """
@@ -51,7 +52,7 @@ NOT_RUN = "one tensor is not enough to run"
 
 @dataclass
 class Dataflow:
-    """What was found out about a block.
+    """The findings about a block.
 
     Attributes:
         regions: Ways to divide each region, the largest region first.
@@ -65,7 +66,7 @@ class Dataflow:
 
 
 class _RefusedError(Exception):
-    """A region cannot be divided; the message says why, in a few words."""
+    """A region cannot be sharded; the message says why, in a few words."""
 
 
 class RegionFinder:
@@ -86,7 +87,7 @@ class RegionFinder:
             with chance_kept():
                 seed_torch(0)
                 found = _find(block, free, self.group.size, call)
-            # Ranks that propose different divisions would wait for each other.
+            # Ranks that propose different plans would wait for each other.
             local = repr((found.regions, found.reasons))
             if len(set(comm.all_gather_object(local, self.group))) > 1:
                 found = Dataflow()
@@ -97,7 +98,7 @@ class RegionFinder:
 
 def _of_rank(plan: Plan, group: Group) -> Plan:
     found: Any = plan.attributes
-    # Found as (value of the whole, number of units), so that the ranks could compare.
+    # Found as (value of the full module, number of units), the same on all ranks, so that the ranks could compare.
     attributes = {
         path: {name: _share(whole[0], whole[1], group.size, group.rank) for name, whole in values.items()}
         for path, values in found.items()
@@ -131,7 +132,7 @@ def _find(block: nn.Module, free: Sequence[str], ranks: int, call: BlockCall | N
 
 
 class _CutBlock:
-    """Copy of a block whose linear layers return given outputs, or random ones, and keep their inputs."""
+    """A copy of a block whose linear layers return given outputs, or random ones, and keep their inputs."""
 
     def __init__(self, block: nn.Module, x: Tensor, call: BlockCall | None) -> None:
         self.x = x.requires_grad_(True)
@@ -147,7 +148,7 @@ class _CutBlock:
                     continue
                 if tensor.is_floating_point():
                     tensor.requires_grad_(True)
-                    with torch.no_grad():  # a zero (of a scale, at the start of training) would hide what it scales
+                    with torch.no_grad():  # a zero (a scale, at the start of training) would hide the scaled values
                         tensor.copy_(torch.where(tensor == 0, torch.rand_like(tensor), tensor))
                 self.tensors[path, name] = tensor
         self.sizes = {name: layer_sizes(layer) for name, layer in self.layers.items()}
@@ -159,7 +160,7 @@ class _CutBlock:
 
     @classmethod
     def that_runs(cls, block: nn.Module, call: BlockCall | None) -> _CutBlock | None:
-        """Run a cut copy of `block` with the first input that it takes; None if there is none."""
+        """Run such a copy of `block` with the first input that it takes; None if it takes none."""
         for x in possible_inputs(block) if call is None else inputs_of(call):
             try:
                 cut = cls(block, x, call)
@@ -171,7 +172,7 @@ class _CutBlock:
         return None
 
     def run(self, given: Mapping[str, Tensor], x: Tensor | None = None) -> dict[str, Tensor]:
-        """Run the block, with `given` instead of the first outputs of the layers; return the inputs of its layers."""
+        """Run the block with `given` instead of the first outputs of the layers; return the inputs of its layers."""
         self._given = given
         before, self.inputs = self.inputs, {}
         try:
@@ -199,7 +200,7 @@ class _CutBlock:
         return y
 
     def regions(self) -> list[tuple[list[str], list[str]]]:
-        """Return the possible regions: (layers that open it, layers that close it), those with most weights first."""
+        """Return the possible regions: (layers that open it, layers that close it), most weights first."""
         groups: dict[tuple[str, ...], list[str]] = {}
         leaves = [self.x, *self.outputs.values()]
         for name, y in self.inputs.items():
@@ -217,7 +218,7 @@ class _CutBlock:
 
 
 def _gradients(values: Tensor, leaves: Sequence[Tensor]) -> list[Tensor]:
-    """Return the gradients of the sum of `values`, zeros for leaves that it does not depend on."""
+    """Return the gradients of the sum of `values`; zeros for a leaf that the sum does not depend on."""
     if not leaves:
         return []
     found = torch.autograd.grad(values.sum(), leaves, retain_graph=True, allow_unused=True)
@@ -233,7 +234,7 @@ def _features(values: Tensor) -> Tensor:
 
 
 class _Region:
-    """A region of a block, and how it can be divided by units: (layers that open it) -> (layers that close it)."""
+    """A region of a block, and its units: (layers that open it) -> (layers that close it)."""
 
     def __init__(self, cut: _CutBlock, opening: list[str], closing: list[str], ranks: int) -> None:
         self.cut = cut
@@ -261,7 +262,7 @@ class _Region:
         self.tensors, self.shared = self._tensors(first)
 
     def plan(self) -> Plan:
-        """Return the division, with attributes as (value of the whole, units).
+        """Return the plan, with attributes as (value of the full module, units).
 
         Raises:
             _RefusedError: If the code does not run with some of the units.
@@ -290,6 +291,7 @@ class _Region:
         first = torch.zeros(self.y.shape[-1], dtype=torch.bool, device=self.y.device)
         first[0] = True
         leaves = [self.cut.outputs[name] for name in self.opening]
+        # Repeats until no feature joins: each new input feature may depend on more outputs, and they on more inputs.
         while True:
             gradients = _gradients((self.y * torch.randn_like(self.y))[..., first], leaves)
             opened = {name: _features(gradient) for name, gradient in zip(self.opening, gradients)}
@@ -305,7 +307,7 @@ class _Region:
             name: self.cut.outputs[name].detach() + torch.randn_like(self.cut.outputs[name]) * mask
             for name, mask in opened.items()
         }
-        # With gradients: without them, torch's encoder layers take a kernel that calls no layers.
+        # With gradients: without them, torch's encoder layers run a fused kernel that calls no layers.
         changed = self.cut.run(given).get(self.closing[0])
         if changed is None or changed.shape != self.y.shape:
             raise _RefusedError("values decide which layers are called")
@@ -315,7 +317,7 @@ class _Region:
         return _features(difference > NEGLIGIBLE * float(self.y.detach().abs().max()))
 
     def _tensors(self, first: Tensor) -> tuple[dict[tuple[str, str], DividedTensor], list[tuple[str, str]]]:
-        """Return the parameters and buffers that the units divide, and those that all of them use, by path and name."""
+        """Return the parameters and buffers that the units split, and those parameters that all units share."""
         floating = {key: tensor for key, tensor in self.cut.tensors.items() if tensor.requires_grad}
         weighted = self.y * torch.randn_like(self.y)
         of_first = _gradients(weighted[..., first], list(floating.values()))
@@ -349,7 +351,7 @@ class _Region:
             shared = tuple(sorted(name for at, name in self.shared if at == path and name in own))
             buffers = tuple(known for known in divided if known.name not in own)
             width = self.row if narrow and path == "" else None
-            inside = self.cut.modules[path].named_parameters()  # `Replicate` counts those of its children, too
+            inside = self.cut.modules[path].named_parameters()  # `Replicate` also counts parameters of children
             if divided or width is not None or len(shared) < sum(1 for _ in inside):
                 divided = [known for known in divided if known.name in own]
                 styles[path] = PerHead(tuple(divided), buffers, shared, width)
@@ -366,7 +368,7 @@ class _Region:
         slots = []
         for path, module in self.cut.modules.items():
             own = any(True for _ in module.parameters(recurse=False))
-            # What layers with parameters outside of the region keep are not sizes of the region.
+            # A layer with parameters outside the region keeps its own sizes, not the region's.
             if path in self.cut.layers or (own and path not in inside and path not in around):
                 continue
             for name, value in vars(module).items():
@@ -392,7 +394,7 @@ class _Region:
 
     def _works(self, slots: tuple[Slot, ...], narrow: bool) -> bool:
         """Return whether the code, with some of the units, makes the features of these units."""
-        # The first rank holds the largest share, the last one the smallest.
+        # The first rank holds the largest share, the last rank the smallest.
         return all(self._works_on(rank, slots, narrow) for rank in (0, self.ranks - 1))
 
     def _works_on(self, rank: int, slots: tuple[Slot, ...], narrow: bool) -> bool:
@@ -440,7 +442,7 @@ def _parts(first: Tensor) -> Parts:
         1100 1100 1100    three parts of two units of two features
 
     Raises:
-        _RefusedError: If the parts are not made of whole units.
+        _RefusedError: If the parts are not made of full units.
     """
     marks = [False, *first.tolist(), False]
     starts = [at for at in range(len(first)) if marks[at + 1] and not marks[at]]
@@ -455,7 +457,7 @@ def _parts(first: Tensor) -> Parts:
 
 
 def _parts_beside(first: Tensor, common: slice) -> Parts:
-    """Return the parts of features of which those in `common`, at one end, are used by all units."""
+    """Return the parts of features; all units use the features in `common`, which lie at one end."""
     size = common.stop - common.start
     if size == 0:
         return _parts(first)

@@ -1,16 +1,16 @@
-"""Experts of a Mixture-of-Experts layer, in stacks of weights or in a list, divided by the features inside of each.
+"""Experts of a Mixture-of-Experts layer, in stacks of weights or in a list, sharded by the features inside each expert.
 
     h = act(x W_e[:, r])   y = sum_r h_r V_e[r]        W (E, D, k I), V (E, I, D); rank r holds I / ranks of I
 
-The whole module is a region: each rank computes all experts with its features, so that all have the same work whatever
-the router chooses, and one all-reduce sums their outputs. Inputs enter by `copy_to_group`, so the gradients of the
-hidden states and of the router's weights are summed in backward. The module's own code runs, with its kernels (grouped,
-batched, a loop), as it takes sizes from the weights. What is added behind the last product is added by the first rank.
+The full module is one region. Each rank computes all experts with its share of the features, so all ranks have equal
+work whatever the router chooses. One all-reduce sums their outputs. Inputs enter by `copy_to_group`, so backward sums
+the gradients of the hidden states and of the router's weights. The module's own code runs, with its kernels (grouped,
+batched, a loop), because it takes sizes from the weights. Only the first rank adds biases behind the last product.
 
-How gate and up are packed in one weight (one after the other, in turns), which dimension is which, and which sizes the
-code reads from attributes, is found by trying: see `plan_experts`.
+A search finds how one weight packs gate and up (one after the other, or in turns). It also finds which dimension is
+which, and which sizes the code reads from attributes; see `plan_experts`.
 
-Legend for shapes: E experts, D features, I features inside of an expert, k projections in one weight (gate and up: 2).
+Legend for shapes: E experts, D features, I features inside an expert, k projections in one weight (gate and up: 2).
 
 Source: Megatron-LM, section 3, https://arxiv.org/abs/1909.08053, for each expert.
 """
@@ -55,11 +55,11 @@ ALIGNED = 16  # bytes, of which rows are a multiple where kernels compute groupe
 
 @dataclass(frozen=True)
 class Experts:
-    """Divides the features inside of each expert of a module that holds them all, and sums its output once.
+    """Shards the features inside each expert of a module that holds all experts, and sums its output once.
 
     Args:
-        parameters: The parameters that are divided; the others inside of the module stay whole.
-        added: Names of whole parameters that are added behind the last product: the first rank alone adds them.
+        parameters: The sharded parameters; all other parameters of the module stay replicated.
+        added: Names of replicated parameters that are added behind the last product: the first rank alone adds them.
     """
 
     parameters: tuple[DividedTensor, ...]
@@ -104,11 +104,11 @@ class ExpertsModule(nn.Module):
 
     @torch.compiler.disable  # the collectives cannot be traced into a graph
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the forward of the original class with this rank's features, and sum what the ranks return.
+        """Run the forward of the original class with this rank's features, and sum the outputs over the ranks.
 
         Raises:
-            RuntimeError: If it draws random numbers: whether for the features of a rank or for sums is not known; or
-                keeps a tensor with a gradient in an attribute.
+            RuntimeError: If it draws random numbers, which may be for a rank's features or for sums. Also if it keeps
+                a tensor with a gradient in an attribute.
         """
 
         def enter(leaf: Any) -> Any:
@@ -131,12 +131,12 @@ class ExpertsModule(nn.Module):
         first = next((index for index, leaf in enumerate(leaves) if _is_floating(leaf)), None)
         for index, leaf in enumerate(leaves):
             if _is_floating(leaf):
-                # What is returned besides (a router's logits or loss) is whole on all ranks.
+                # All ranks compute the further outputs (a router's logits or loss) in full, so a sum would be wrong.
                 leaves[index] = (reduce_from_group if index == first else whole_from_group)(leaf, self.group)
         return pytree.tree_unflatten(leaves, tree)
 
     def _refuse_kept_graphs(self) -> None:
-        """Refuse, at the first call, what is kept in attributes for the loss: its gradients would be parts."""
+        """Refuse, at the first call, tensors that attributes keep for the loss: their gradients would be parts."""
         if self.was_called or not torch.is_grad_enabled():
             return
         self.was_called = True
@@ -150,13 +150,13 @@ class ExpertsModule(nn.Module):
                     )
 
     def _random_numbers(self, given: Any) -> AbstractContextManager[None]:
-        """Switch to this rank's stream on the device of the inputs, where a draw is noticed."""
+        """Switch to this rank's random stream on the device of the inputs, where a draw is noticed."""
         devices = [leaf.device for leaf in pytree.tree_leaves(given) if isinstance(leaf, Tensor)]
         return self.region.scope(devices[0]) if self.region is not None and self.training and devices else nullcontext()
 
     @contextmanager
     def _added_once(self) -> Iterator[None]:
-        """Let the parameters that are added to the sum over the ranks be zero on all of them but the first."""
+        """Make the parameters that are added to the sum zero on all ranks but the first."""
         replaced: list[tuple[dict[str, nn.Parameter | None], str, nn.Parameter]] = []
         for path in self.added if self.group.rank > 0 else ():
             owner, _, name = path.rpartition(".")
@@ -165,7 +165,7 @@ class ExpertsModule(nn.Module):
                 replaced.append((held, name, parameter))
         try:
             for held, name, parameter in replaced:
-                # Multiplied, and not left out: it has a gradient, of zero, to be summed with that of the first rank.
+                # Multiplied by zero, not left out: every rank needs a gradient for the sum over the ranks.
                 held[name] = parameter * 0  # type: ignore[assignment]
             yield
         finally:
@@ -182,14 +182,14 @@ def _is_floating(leaf: Any) -> bool:
 
 @dataclass(frozen=True)
 class _Division:
-    """One way to divide the experts of a module.
+    """One way to shard the experts of a module.
 
     Attributes:
-        width: I, as the module has it.
-        tensors: What is divided: name, dimension, and how many projections of I features it has there.
+        width: I, the width in the module.
+        tensors: The sharded tensors: name, dimension, and how many projections of I features that dimension holds.
         added: See `Experts`.
         in_turns: Whether several projections are packed feature by feature, and not one after the other.
-        attributes: Attributes of the module that are I times so many projections.
+        attributes: Attributes of the module that equal I times so many projections.
         aligned: Features in rows of `ALIGNED` bytes.
     """
 
@@ -201,7 +201,7 @@ class _Division:
     aligned: int
 
     def plan(self, width: int, group: Group) -> Plan:
-        """Return the plan for the module, or for one with other features inside of the experts."""
+        """Return the plan for the module, or for a copy with another number of features inside the experts."""
         unit = _unit(width, group.size, self.aligned)
 
         def packed(count: int) -> tuple[ShardPart, ...]:
@@ -213,28 +213,28 @@ class _Division:
         return Plan({"": style}, {"": values} if values else {})
 
     def narrowed(self, block: nn.Module, path: str, width: int) -> nn.Module:
-        """Return a copy of the module around the experts at `path`, with as many features inside of them."""
+        """Return a copy of the module around the experts at `path`, with only `width` features inside each expert."""
         owner = block.get_submodule(path)
         narrow: dict[int, Any] = {}
         for name, dim, count in self.tensors:
             full = owner.get_parameter(name)
             narrow[id(full)] = nn.Parameter(full.detach().narrow(dim, 0, count * width).clone())
-        copied = copy.deepcopy(block, narrow)  # what is in the memo is not copied
+        copied = copy.deepcopy(block, narrow)  # the memo holds the narrow weights, so the full ones are not copied
         for name, count in self.attributes:
             setattr(copied.get_submodule(path), name, count * width)
         return copied
 
 
 def plan_experts(module: nn.Module, plan: Plan, verifier: PlanVerifier, group: Group) -> None:
-    """Add the divisions of all stacked experts inside `module` that the verifier accepts; note why others are whole.
+    """Add the verified plans for all stacked experts inside `module`; note why other experts stay replicated.
 
-    Each is verified in the smallest module around that can be run with one tensor, with few features inside of the
-    experts: code does not depend on their number, and the experts of one layer may be most of a node's memory.
+    Each is verified in the smallest module around that can run with one tensor, with few features inside the experts.
+    Code does not depend on the number of features, and the experts of one layer may fill most of a node's memory.
 
     Args:
         module: The model.
-        plan: What is known so far; changed in place.
-        verifier: Accepts divisions.
+        plan: The plan so far; changed in place.
+        verifier: Accepts plans.
         group: The tensor-parallel group.
     """
     trials = _Trials(verifier, group)
@@ -258,12 +258,12 @@ def plan_experts(module: nn.Module, plan: Plan, verifier: PlanVerifier, group: G
 
 
 def join_lists(module: nn.Module, plan: Plan, verifier: PlanVerifier, group: Group) -> None:
-    """Divide lists of experts, each of which is divided by itself, as one: with one all-reduce for all of them.
+    """Replace the single plans of a list of experts by one plan, with one all-reduce for all experts.
 
     Args:
         module: The model.
-        plan: What is known so far; changed in place.
-        verifier: Accepts divisions.
+        plan: The plan so far; changed in place.
+        verifier: Accepts plans.
         group: The tensor-parallel group.
     """
     trials = _Trials(verifier, group)
@@ -273,7 +273,7 @@ def join_lists(module: nn.Module, plan: Plan, verifier: PlanVerifier, group: Gro
         if inside.attributes or not any(map(_experts_in, lists)) or not _takes_one_tensor(around):
             continue
         if hasattr(around, "training_step"):
-            continue  # which may call the experts without the forward
+            continue  # a LightningModule may call the experts outside its forward
         if any(any(forward_hooks_of(child)) for child in around.modules() if child is not around):
             continue
         division = _division_of_pairs(around, inside)
@@ -286,7 +286,7 @@ def join_lists(module: nn.Module, plan: Plan, verifier: PlanVerifier, group: Gro
 
 
 def _division_of_pairs(around: nn.Module, inside: Plan) -> _Division | None:
-    """Return the division that column- and row-parallel layers inside of a module make, if nothing else is divided."""
+    """Return the division that column- and row-parallel layers inside a module make, if nothing else is sharded."""
     tensors: list[tuple[str, int, int]] = []
     added: list[str] = []
     widths: set[int] = set()
@@ -313,7 +313,7 @@ def _takes_one_tensor(module: nn.Module) -> bool:
 
 
 class _Trials:
-    """Tries divisions of experts, once for blocks of equal structure."""
+    """Tries ways to shard experts, once for blocks of equal structure."""
 
     def __init__(self, verifier: PlanVerifier, group: Group) -> None:
         self._verifier = verifier
@@ -321,8 +321,8 @@ class _Trials:
         self._known: dict[object, _Division | None] = {}
 
     def accepted(self, block: nn.Module, path: str, divisions: list[_Division], given: Plan) -> Plan | None:
-        """Return the plan for the experts at `path` inside of a block that is verified; None for none."""
-        # The copies that are tried have other objects in their attributes, so the verifier would not know them again.
+        """Return the verified plan for the experts at `path` inside a block; None if none passes."""
+        # The copies hold new objects in their attributes, so the verifier's own cache would miss.
         key = (structure_of(block), path, tuple(divisions), repr(given.styles))
         if key not in self._known:
             self._known[key] = self._try(block, path, divisions, given)
@@ -330,7 +330,7 @@ class _Trials:
         return None if division is None else division.plan(division.width, self._group)
 
     def _try(self, block: nn.Module, path: str, divisions: list[_Division], given: Plan) -> _Division | None:
-        # Those that need the same copy are tried with it.
+        # Divisions that need the same narrow copy are tried together.
         alike: dict[Any, list[_Division]] = {}
         for division in divisions:
             alike.setdefault((division.width, division.tensors, division.attributes), []).append(division)
@@ -357,9 +357,9 @@ def _owners(module: nn.Module, path: str = "") -> Iterator[str]:
 
 
 def find_routers(module: nn.Module) -> set[str]:
-    """Return the paths of the linear layers with an output for each of the experts beside them.
+    """Return the paths of the linear layers with one output for each of the experts beside them.
 
-    Every rank needs all outputs to choose between the experts, and their weights are few.
+    Every rank needs all outputs to choose between the experts, and such layers have few weights.
     """
     found: set[str] = set()
     for path, around in module.named_modules():
@@ -382,7 +382,7 @@ def _stacks(module: nn.Module) -> dict[str, nn.Parameter]:
     """Return the three-dimensional parameters of one module with equally many entries, of at least two experts."""
     stacks: dict[int, dict[str, nn.Parameter]] = {}
     for path, child in module.named_modules():
-        # Layers of torch mean other things by three dimensions; those of a list of layers are not one module's.
+        # Layers of torch use three dimensions otherwise, and layers of a list do not belong to one module.
         if type(child).__module__.startswith("torch.nn.") or any(part.isdigit() for part in path.split(".")):
             continue
         for name, parameter in child.named_parameters(recurse=False):
@@ -392,7 +392,7 @@ def _stacks(module: nn.Module) -> dict[str, nn.Parameter]:
 
 
 def _divisions(owner: nn.Module, ranks: int) -> list[_Division]:
-    """Return ways to divide the experts of a module, the likeliest first."""
+    """Return ways to shard the experts of a module, the likeliest first."""
     stacks = _stacks(owner)
     biases = _biases(owner, len(next(iter(stacks.values()))))
     aligned = ALIGNED // min(weight.element_size() for weight in stacks.values())
@@ -401,7 +401,7 @@ def _divisions(owner: nn.Module, ranks: int) -> list[_Division]:
     for width in (width for width in widths if width >= ranks):
         for dims in product(*(_dims_of(weight, width) for weight in stacks.values())):
             counts = [weight.shape[dim] // width for weight, dim in zip(stacks.values(), dims)]
-            # What is not divided is as wide as the hidden states, in all of them.
+            # The other dimension has the width of the hidden states, and all weights should agree on it.
             whole = {weight.shape[3 - dim] for weight, dim in zip(stacks.values(), dims)}
             if 1 not in counts:
                 continue
@@ -419,7 +419,7 @@ def _divisions(owner: nn.Module, ranks: int) -> list[_Division]:
 
 
 def _unit(width: int, ranks: int, aligned: int) -> int:
-    """Return how many features stay together: one, or as many as kernels need where even shares would not have them."""
+    """Return how many features stay together: one, or a kernel's alignment if even shares would break it."""
     fits = width % ranks == 0 and width // ranks % aligned == 0
     return aligned if not fits and width % aligned == 0 and width // aligned >= ranks else 1
 
@@ -429,7 +429,7 @@ def _dims_of(weight: Tensor, width: int) -> list[int]:
 
 
 def _biases(owner: nn.Module, experts: int) -> dict[str, nn.Parameter]:
-    """Return what may be added to the outputs of the experts' products: (E, features), or (features)."""
+    """Return the possible biases of the experts' products: (E, features), or (features)."""
     linear = {path for path, child in owner.named_modules() if is_linear(child)}
     return {
         name: parameter
@@ -440,7 +440,7 @@ def _biases(owner: nn.Module, experts: int) -> dict[str, nn.Parameter]:
 
 
 def _uses(biases: dict[str, nn.Parameter], sizes: set[int]) -> Iterator[dict[str, str]]:
-    """Yield how biases may be used: divided, added by one rank; or whole by all, as a router's weight is."""
+    """Yield the possible uses of biases: sharded, added by one rank, or full on all ranks like a router's weight."""
     fits = [
         ("divided", "added", "whole") if bias.shape[-1] in sizes else ("added", "whole") for bias in biases.values()
     ]
@@ -449,7 +449,7 @@ def _uses(biases: dict[str, nn.Parameter], sizes: set[int]) -> Iterator[dict[str
 
 
 def _attributes(owner: nn.Module, width: int, counts: set[int]) -> Iterator[tuple[tuple[str, int], ...]]:
-    """Yield which attributes of the module, numbers of features, its code may read: none, each, all, some of few."""
+    """Yield the sets of attributes, numbers of features, that the code may read: none, each, all, some of few."""
     numbers = {name: value for name, value in vars(owner).items() if type(value) is int}
     found = tuple((name, value // width) for name, value in numbers.items() if value in {n * width for n in counts})
     some = (several for size in range(2, len(found)) for several in combinations(found, size))
