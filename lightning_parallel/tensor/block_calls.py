@@ -102,12 +102,11 @@ def _call_by(owner: nn.Module, path: str) -> tuple[tuple[Any, ...], dict[str, An
         run = _shell(owner, {}, _own_value if with_values else _meta)
 
         def called(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            # Copied: the frames that the exception unwinds may still change these arguments.
             raise _CalledError(*copy.deepcopy((args, kwargs)))
 
         run.get_submodule(path).register_forward_pre_hook(called, with_kwargs=True)
         try:
-            # Users who train on one device make masks on the default device.
+            # Code that creates a mask without naming a device gets the default device, so set it to the model's.
             with torch.no_grad(), torch.device(_device_of(owner) if with_values else "meta"):
                 run(_example(given, owner) if with_values else given)
             reason = reason or f"`{type(owner).__name__}` does not call it"
@@ -144,6 +143,7 @@ def _own_value(tensor: Tensor) -> Tensor:
 
 def _shell(module: nn.Module, known: dict[int, Any], tensor_for: Callable[[Tensor], Tensor]) -> nn.Module:
     """Return a copy of `module` without its hooks, with `tensor_for(tensor)` for each of its tensors."""
+    # `known` keeps ties: a module or tensor that is registered twice gets one replacement.
     if id(module) in known:
         return known[id(module)]
     # Not by `copy.copy`: modules with a parametrization, such as a weight norm, refuse it.

@@ -317,7 +317,7 @@ class _Region:
         return _features(difference > NEGLIGIBLE * float(self.y.detach().abs().max()))
 
     def _tensors(self, first: Tensor) -> tuple[dict[tuple[str, str], DividedTensor], list[tuple[str, str]]]:
-        """Return the parameters and buffers that the units split, and those parameters that all units share."""
+        """Return the parameters and buffers that the units split, and the tensors that all units share."""
         floating = {key: tensor for key, tensor in self.cut.tensors.items() if tensor.requires_grad}
         weighted = self.y * torch.randn_like(self.y)
         of_first = _gradients(weighted[..., first], list(floating.values()))
