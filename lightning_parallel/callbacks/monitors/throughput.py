@@ -468,7 +468,7 @@ def _share_of(peak: PeakFlops, session: Session) -> PeakFlops:
     flops, source = peak
     if share == 1:
         return peak
-    return share * flops, f"{source}, {session.cores:g} cores for {threads} threads"
+    return share * flops, f"{source}, {session.cores:.3g} cores for {threads} threads"
 
 
 # --------------------------------------------------------------------------------------------- operations of the model
