@@ -1,6 +1,6 @@
 """Collectives and messages on their way through PyTorch's dispatcher, from Python as from C++.
 
-All process groups of torch, whatever calls them (DDP's reducer, FSDP, DTensor, compiled code, `torch.distributed`),
+All process groups of torch, from any caller (DDP's reducer, FSDP, DTensor, compiled code, `torch.distributed`),
 issue their operations as operators of the namespace `c10d`, in torch 2.6 to 2.13. Inside `intercepted_collectives` a
 kernel runs before the kernel of the backend. Waits pass through `Work.wait`, but the waits of C++ do not:
 `on_graph_end` and `Interceptor.finish` see these.

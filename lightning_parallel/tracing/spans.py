@@ -193,7 +193,7 @@ class Ledger:
     def reassign(self, phase: str, start_ns: int, end_ns: int, now_ns: int, source: str | None = None) -> int:
         """Charge an interval to `phase` instead of `source`, by default the current one; returns the nanoseconds."""
         self._charge(now_ns)
-        # At most what that phase was charged in this window, so that no phase becomes negative.
+        # At most the time charged to that phase in this window, so that no phase becomes negative.
         current = self._phases[-1] if source is None else source
         reassigned = min(max(end_ns - start_ns, 0), self._charged[current])
         self._charged[current] -= reassigned

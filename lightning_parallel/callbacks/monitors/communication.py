@@ -331,7 +331,7 @@ def _record(
     else:
         # Ranks keep their latest samples; a call that not all still have says nothing about the last rank.
         calls = [call for call in _matched(found) if len(call) == size]
-        # What a call takes is shorter than what clocks of several hosts may be off.
+        # The time of a call is shorter than the possible error of clocks of several hosts.
         latencies = [_latency(call, uncertainty_ns == 0) for call in calls]
         times = [latency for latency in latencies if latency is not None]
         known = () if uncertainty_ns is None else calls

@@ -3,7 +3,7 @@
 Samplers of a run draw from generators whose state is lost with the process, and know only the part of their replica.
 `ResumableSampler` takes the order of an epoch under generators seeded by (seed, epoch). This order is the same for any
 number of replicas, and is divided among the replicas as `DistributedSampler` does. So a batch of all replicas together
-holds the same samples, whatever the number of replicas. One number tells which samples were read.
+holds the same samples for any number of replicas. One number then tells the samples that were read.
 """
 
 from __future__ import annotations

@@ -584,7 +584,7 @@ class DataShardingMonitor(MeasuringCallback[ShardingAccumulator]):
 
     def _audit(self, trainer: Trainer, reading: ReadReport) -> None:
         """Audit the reports of all ranks on rank 0; every rank must call it."""
-        # One rank audits for all: findings reach the others with the exchange at the end.
+        # One rank audits for all: findings reach other ranks with the exchange at the end.
         readings = self.open_session.gather(reading)
         if readings is None or self.open_session.rank != 0:
             return

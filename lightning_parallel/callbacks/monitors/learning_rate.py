@@ -29,8 +29,8 @@ Rate = Any
 class StepRates:
     """Multiplies the learning rates of a trainer around each optimizer step, and restores them after the step.
 
-    Schedulers, checkpoints and other code between two steps see plain rates. So every scheduler follows, whatever it
-    computes its rates from.
+    Schedulers, checkpoints and other code between two steps see plain rates. So every scheduler follows, also
+    one that knows its rates by itself.
 
     ```
     batch starts     training_step, optimizer_step     scheduler, checkpoint     batch starts

@@ -42,7 +42,7 @@ from lightning_parallel.tracing.spans import bytes_text
 __all__ = ["ActivationMeter", "HELD", "MemoryAccumulator", "MemoryProfiler", "StorageSet", "held_bytes", "tensors_in"]
 
 HELD = ("parameters", "buffers", "gradients", "optimizer", "compression", "activations_peak")
-"""Keys of a rank in the report that add up to what training holds at its peak."""
+"""Keys of a rank in the report that add up to the memory of training at its peak."""
 
 
 class MemoryAccumulator(Accumulator):

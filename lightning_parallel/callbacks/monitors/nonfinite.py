@@ -1,7 +1,6 @@
-"""Losses and gradients that are not finite: all ranks decide alike what becomes of the step.
+"""Losses and gradients that are not finite: all ranks treat the step alike.
 
-A callback of its own, since it has nothing to do with checkpoints: `AutoResume` communicates nothing between them, and
-this one does in each optimizer step.
+This is no part of `AutoResume`, which communicates only for checkpoints: the guard communicates in each optimizer step.
 """
 
 from __future__ import annotations

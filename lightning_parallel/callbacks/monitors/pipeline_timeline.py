@@ -115,7 +115,7 @@ class PipelineAccumulator(Accumulator):
         costs = mean_stage_costs(schedule, [by_rank[rank]["costs"] for ranks in pipelines for rank in ranks])
         planned = simulate(schedule, costs)
         bubble = {
-            # Equal stages: what remains of the bubble is due to the schedule alone.
+            # Equal stages: the rest of the bubble is due to the schedule alone.
             "ideal": simulate(schedule, _mean_cost(costs)).bubble_fraction,
             "simulated": planned.bubble_fraction,
         }
@@ -299,7 +299,7 @@ def mean_stage_costs(schedule: Schedule, shared: Sequence[Mapping[tuple[int, Kin
     for costs in shared:
         for key, value in costs.items():
             seconds[key].append(value)
-    # Replicas run the same stages; the mean over them is what one pipeline does.
+    # Replicas run the same stages: the mean over replicas describes one pipeline.
     mean = {key: fmean(values) for key, values in seconds.items()}
     result = []
     for stage in range(schedule.num_stages):

@@ -488,11 +488,10 @@ _MULTIPLIES = re.compile(r"(mm|conv|convolution|attention|rnn|lstm|gru|fft|cdist
 class ModelFlops(TorchDispatchMode):
     """Counts the operations of matrix products, convolutions and attention inside the block, by torch's formulas.
 
-    Forward and backward are counted as they run: parameters that are frozen need no gradient. Unlike in
-    `FlopCounterMode`, what activation checkpointing computes again is left out, and so is what hooks on parameters
-    compute, such as compressed gradients, and tensors without data. Of a backward with `create_graph=True`, as for a
-    penalty on gradients, only what its own backward computes is counted: within, nothing tells its gradients, which are
-    computed with gradients of their own, from what checkpointing computes again.
+    Forward and backward are counted as they run: frozen parameters need no gradient. Three kinds of operations are left
+    out, unlike in `FlopCounterMode`: repetitions by activation checkpointing, operations of hooks on parameters (such as
+    compressed gradients), and operations on tensors without data. A backward with `create_graph=True`, as for a penalty
+    on gradients, counts only in its own backward: nothing tells its gradients from repetitions by checkpointing.
 
     Attributes:
         total: Operations so far; a multiplication and its addition are two.
@@ -526,7 +525,7 @@ class ModelFlops(TorchDispatchMode):
     def _is_of_model(self) -> bool:
         if not is_backward_running():
             return not self.paused
-        # Gradients are computed without gradients of their own, and what is computed again is computed with them.
+        # Autograd computes gradients with gradients disabled, and checkpointing computes again with gradients enabled.
         node = current_autograd_node()
         return node is not None and "AccumulateGrad" not in node.name() and not torch.is_grad_enabled()
 

@@ -46,7 +46,7 @@ EXPOSED = "communication_exposed"
 
 
 class CollectiveTracer:
-    """Names the groups of communication that others issue, and keeps what has not ended.
+    """Names the groups of communication of other code, and keeps calls that have not ended.
 
     Args:
         axes: Mesh axis of groups by their ranks; other groups are called `world`.
@@ -235,7 +235,7 @@ class CollectiveTracer:
             return False
         active = tracing.active()
         if graph != self._graph and active is not None:
-            # Passes may be nested in others, as with activation checkpointing: what counts is the end of the last.
+            # Passes may be nested in others, as with activation checkpointing: the end of the last one counts.
             self._graph = graph
             self._graph_end = None
             on_graph_end(lambda: self._note_graph_end(active))

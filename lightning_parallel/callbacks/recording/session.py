@@ -390,8 +390,8 @@ def phase_of(action: str) -> str | None:
 def lightning_phases(trainer: Trainer) -> Iterator[None]:
     """Inside the block, record Lightning's actions as phases.
 
-    Whatever the strategy, Lightning's profiler is told of every start and stop; only of the backward it is not told
-    under manual optimization, so that one is taken from the strategy itself.
+    Under any strategy, Lightning tells its profiler of every start and stop. The exception is the backward under manual
+    optimization, so the backward is taken from the strategy itself.
     """
     patches = Patches()
     try:

@@ -100,7 +100,7 @@ def line_chart(curves: Sequence[Curve], title: str, unit: str) -> LineChart | No
     placed = []
     for curve, points in zip(curves, thinned):
         placed.append((curve.name, [[(left(x), top(y)) for x, y in stretch] for stretch in _stretches(points)]))
-    # A single curve needs no name: the title says what it is.
+    # A single curve needs no name: the title names it.
     notes = [f"{curve.name}: {curve.note}" if len(curves) > 1 else curve.note for curve in curves if curve.note]
     return LineChart(
         title,

@@ -60,8 +60,8 @@ def diagnose(report: Report) -> list[Advice]:
 def verdict(report: Report) -> str:
     """Compare the ranks with one process, in a sentence; empty if steps were not broken down.
 
-    All the work of the ranks, one after the other, is what one process would do at most: some of it is repeated on
-    several ranks. So the ratio is an upper bound of the gain.
+    One process would do at most all the work of the ranks, one after the other: some of it is repeated on several
+    ranks. So the ratio is an upper bound of the gain.
     """
     figures = Figures(report)
     if not figures.has_all_ranks:

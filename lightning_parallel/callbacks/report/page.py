@@ -250,7 +250,7 @@ def _pipeline(report: Report) -> dict[str, Any] | None:
 
 
 def _pipeline_seconds(seconds: Report) -> list[list[str]]:
-    """Set the predicted, the simulated and the measured step side by side, with what lies between them."""
+    """Set the predicted, the simulated and the measured step side by side, with the causes of their differences."""
     rows = []
     before = None
     for key, words, gap in _PIPELINE_SECONDS:
@@ -323,7 +323,7 @@ _HELD_LABELS = {"compression": "compression state", "activations_peak": "activat
 
 
 def _memory(report: Report) -> dict[str, Any] | None:
-    """Gather what each rank's memory holds: bars and table."""
+    """Gather the parts of each rank's memory: bars and table."""
     ranks = Figures(report).of("MemoryProfiler").get("ranks")
     if not ranks:
         return None
@@ -434,7 +434,7 @@ _SIGNALS = {
     "DataShardingMonitor": "Sharding of the data",
     "CompressionMonitor": "Cost and savings of compression",
 }
-"""Callback, and what only it can tell."""
+"""Callback, and the part of the page that only this callback fills."""
 
 
 def _missing(report: Report) -> list[tuple[str, str]]:

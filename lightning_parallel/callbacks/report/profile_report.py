@@ -1,7 +1,7 @@
 """At the end of training: one page with pictures, the same as data, and a trace of all ranks.
 
-The ranks write their parts of the trace to files of their own; the first gathers them, and does without those that do
-not come. `rebuild` makes the page again from the files of a run that was killed.
+After an error each rank writes its part of the trace to a file. The first rank gathers the files, and does without
+missing ones. `rebuild` makes the page again from the files of a run that was killed.
 """
 
 from __future__ import annotations
@@ -150,7 +150,7 @@ def _is_run(run: Any) -> bool:
 
 @contextmanager
 def reading_report(path: Path) -> Iterator[None]:
-    """Say of what file it is that its values cannot be drawn: somebody else may have written it."""
+    """Name the file whose values cannot be drawn: another program may have written it."""
     try:
         yield
     except (ValueError, LookupError, TypeError, AttributeError, ArithmeticError, RuntimeError, TemplateError) as error:

@@ -393,7 +393,7 @@ class AutoResume(Callback):
 
 
 def _ignore_warning(message: str) -> Callable[[], None]:
-    """Ignore warnings that begin with `message`; returns what ends that, and leaves the filters of others alone."""
+    """Ignore warnings that begin with `message`; returns a function that ends this and leaves other filters alone."""
     before = list(warnings.filters)
     warnings.filterwarnings("ignore", message=message)
     added = warnings.filters[0]

@@ -31,7 +31,7 @@ LoaderKind = Literal["samples", "local", "batches", "read", "stateful"]
 
 @dataclass
 class TrainingLoader:
-    """A training loader, and what decides its order."""
+    """A training loader, and the sampler that decides its order."""
 
     loader: Any
     kind: LoaderKind
