@@ -488,10 +488,10 @@ _MULTIPLIES = re.compile(r"(mm|conv|convolution|attention|rnn|lstm|gru|fft|cdist
 class ModelFlops(TorchDispatchMode):
     """Counts the operations of matrix products, convolutions and attention inside the block, by torch's formulas.
 
-    Forward and backward are counted as they run: frozen parameters need no gradient. Three kinds of operations are left
-    out, unlike in `FlopCounterMode`: repetitions by activation checkpointing, operations of hooks on parameters (such as
-    compressed gradients), and operations on tensors without data. A backward with `create_graph=True`, as for a penalty
-    on gradients, counts only in its own backward: nothing tells its gradients from repetitions by checkpointing.
+    Forward and backward are counted as they run: frozen parameters need no gradient. Three kinds of operations are
+    left out, unlike in `FlopCounterMode`: repetitions by activation checkpointing, operations of hooks on parameters
+    (such as compressed gradients), and operations on tensors without data. A backward with `create_graph=True`, as
+    for a penalty on gradients, counts only in its own backward. Nothing tells its gradients from such repetitions.
 
     Attributes:
         total: Operations so far; a multiplication and its addition are two.
