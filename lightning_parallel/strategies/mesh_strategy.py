@@ -559,8 +559,7 @@ class MeshStrategy(MeshProcesses):
         output = whole_logits(output)
         if self.groups.replica.size > 1:
             output = without_caches(output)
-            if self._chance is not None:
-                self._chance.end_step()
+            self._chance.end_step()
         return output
 
     def _begin_step(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:

@@ -283,7 +283,7 @@ class MeshProcesses(SavesFiles):
         self._built_apart = False
         self._batches: RollCall | None = None
         self._ends: RollCall | None = None
-        self._chance: SharedChance | None = None
+        self._chance = SharedChance(Group.alone("replica"))
         # Hash of the batches so far, see `content_of`.
         self._content = 0
 
@@ -478,7 +478,7 @@ class MeshProcesses(SavesFiles):
     def keep_together(self, trainer: Trainer, patches: Patches) -> Callable[[], None]:
         """Let all ranks end together on a signal or a failed loader of one rank; see `agree_on_sigterm`."""
         agree_on_loaders(trainer, self._raise_on_all, patches)
-        if self.groups.replica.size > 1 and self._chance is not None:
+        if self.groups.replica.size > 1:
             self._chance.follow(trainer, self.module, self.groups.pipeline_parallel.size == 1, patches)
             # Before loaders draw the order of an epoch from the generators.
             for loop, name in ((trainer.fit_loop, "setup_data"), (trainer.fit_loop.epoch_loop, "on_run_start")):
@@ -537,7 +537,6 @@ class MeshProcesses(SavesFiles):
         replica = self.groups.replica
         if replica.size == 1:
             return flag
-        assert self._chance is not None
         if self._batches is None:
             return self._meet_many(flag)
         try:
@@ -574,7 +573,6 @@ class MeshProcesses(SavesFiles):
 
     def _meet_many(self, flag: bool) -> bool:
         """Meet by a collective, for replicas with too many ranks for the store; batches are not compared."""
-        assert self._chance is not None
         note = self._chance.note()
         bits = [bool(zlib.crc32(note.encode()) >> place & 1) for place in range(32)]
         flag, *found = comm.on_any_rank([flag, *bits, *(not bit for bit in bits)], self.groups.replica)
