@@ -1,11 +1,11 @@
-"""Analyze a model for a pipeline: where each part is used, what it costs, and how it is best divided.
+"""Analyze a model for a pipeline: where each part is used, its cost, and the best split.
 
     analyze(module, num_ranks, example=(step, microbatch)) -> PipelinePlan
 
 The user's step runs on placeholders, so nothing is computed and the parameters may be on the meta device. A parameter
-used before the first layer belongs to the first stage, after the last layer to the last stage, and between two layers
-to the stage of the first of the two. Then every stage is run alone, also without data, so that a model that cannot be
-cut is refused before anything is communicated.
+used before the first layer belongs to the first stage, and one used after the last layer to the last stage. Between two
+layers it belongs to the stage of the first of the two. Then every stage runs alone, also without data. So a model that
+cannot be split is refused before anything is communicated.
 """
 
 from __future__ import annotations
@@ -55,28 +55,28 @@ def analyze(
     link: Link | None = None,
     sync_group: Group | None = None,
 ) -> PipelinePlan:
-    """Decide how `module` is divided over `num_ranks` ranks; every rank with the same arguments decides the same.
+    """Decide how `module` is split over `num_ranks` ranks; every rank with the same arguments decides the same.
 
     Args:
-        module: The model, whole; its parameters may be on the meta device. It stays as it is.
+        module: The full model; its parameters may be on the meta device. It is not changed.
         num_ranks: Ranks of the pipeline.
-        schedule: For as many ranks, by name or as it is, or a function that makes one, given the costs of the layers
-            and how often the stages follow each other.
+        schedule: A schedule for as many ranks, or its name. Or a function that makes one from the costs of the layers
+            and the number of times the stages follow each other.
         num_microbatches: For a schedule by name; by default four per rank.
         virtual_stages: For a schedule by name.
         example: A step and a microbatch for it, to trace where each module is used. Without it, modules registered
             before the layers are assumed to be used before them.
-        layers: Dotted name of the repeated layers, or `auto`; several that follow each other are joined by commas.
-        balance: How to divide the layers, see `cut_layers`. `auto` measures where there is an `example`, and counts
+        layers: Dotted name of the repeated layers, or `auto`; commas join several that follow each other.
+        balance: How to split the layers, see `cut_layers`. `auto` measures if there is an `example`, and counts
             parameters otherwise.
-        memory_limit_bytes: Most bytes that a stage may hold, for a measured cut.
+        memory_limit_bytes: Most bytes that a stage may hold, for measured split points.
         device: Where the stages will compute; by default the device of the parameters.
         link: Between neighbouring ranks, for predictions.
         sync_group: The ranks that must decide the same although each measures for itself; the measurements of its
             first rank count.
 
     Raises:
-        ValueError: If the layers cannot be found or cut, or the schedule is not valid or for another number of ranks.
+        ValueError: If the layers cannot be found or split, or the schedule is invalid or for another number of ranks.
     """
     if isinstance(schedule, str):
         schedule = build_schedule(schedule, num_ranks, num_microbatches or 4 * num_ranks, virtual_stages)
@@ -91,7 +91,7 @@ def analyze(
     else:
         stacks = find_layer_stacks(module, num_stages, layers, traced=True)
     analysis = _Analysis(module, num_ranks, schedule, example, balance, memory_limit_bytes, device, sync_group)
-    # The first failure is reported: it is about the most likely layers, the others are attempts.
+    # Report the first failure: it is about the most likely layers, and the rest are further attempts.
     failure: ValueError | None = None
     for stack in stacks:
         try:
@@ -116,8 +116,9 @@ class _Analysis:
     sync_group: Group | None
 
     def plan_for(self, stack: LayerStack, link: Link) -> PipelinePlan:
-        """Return the plan for cutting `stack`."""
+        """Return the plan that splits `stack`."""
         module = self.module
+        # Only a trace shows repeated calls and the order of the calls; without one, trust the registration.
         if self.example is None:
             use = use_by_registration(module, stack)
         else:
@@ -172,7 +173,7 @@ class _Analysis:
         if self.example is not None and (is_needed or self.balance == "auto"):
             costs = measure(self.module, stack, use.parameters, *self.example, self.device)
             if self.sync_group is not None:
-                # Measured times differ from rank to rank, and all ranks must cut in the same place.
+                # Measured times differ from rank to rank, but all ranks must split at the same points.
                 costs = comm.broadcast_object(costs, self.sync_group)
         else:
             costs = count_parameters(self.module, stack, use.parameters)
@@ -186,7 +187,7 @@ class _Analysis:
     def _schedule_for(self, stack: LayerStack, costs: Costs, passes: int) -> Schedule:
         schedule = self.schedule
         if callable(schedule):
-            # Chosen for the layers that can be cut apart, so that it gets no more stages than those.
+            # The layers limit the number of stages, so the choice gets the costs of the parts that can be split.
             in_units = _summed(costs, cut_units(stack))
             has_enough = len(in_units.layers) >= self.num_ranks
             schedule = schedule(in_units if has_enough else _summed(costs, stack.blocks), passes)
@@ -203,7 +204,7 @@ class _Analysis:
     def _layers_per_stage(
         self, stack: LayerStack, costs: Costs, schedule: Schedule, passes: int = 1
     ) -> tuple[int, ...]:
-        """Cut by cost; every stage gets parameters if there are enough layers with some.
+        """Split by cost; every stage gets parameters if there are enough layers with some.
 
         Args:
             stack, costs: Of one pass.
@@ -213,9 +214,9 @@ class _Analysis:
         num_stages = schedule.num_stages // passes
         balance = "parameters" if self.balance == "auto" and not costs.are_measured else self.balance
         if not isinstance(balance, str) and list(balance) == list(balance[:num_stages]) * passes:
-            balance = balance[:num_stages]  # as a plan has it, for all passes
+            balance = balance[:num_stages]  # a plan lists the layers of all passes
         runs = cut_units(stack)
-        # Layers without parameters are cut off by themselves only where there are too few others, or the user counted.
+        # Layers without parameters are split off alone only if there are too few others, or the user counted.
         if len(runs) < num_stages or balance not in ("auto", "measured", "parameters"):
             runs = stack.blocks
         in_runs = _summed(costs, runs)
@@ -240,7 +241,7 @@ def _summed(costs: Costs, runs: Sequence[int]) -> Costs:
 
 
 def _in_flight(schedule: Schedule, num_stages: int) -> list[int]:
-    """Return the most activations of microbatches that each stage of a pass holds at once, those of all passes."""
+    """Return the most activations of microbatches, over all passes, that each stage of a pass holds at once."""
     peaks = []
     for stage in range(num_stages):
         row = [action for action in schedule.rows[schedule.stage_ranks[stage]] if action.stage % num_stages == stage]
@@ -251,8 +252,8 @@ def _in_flight(schedule: Schedule, num_stages: int) -> list[int]:
 def _for_passes(schedule: Schedule, passes: int) -> Schedule:
     """Return the schedule in which the stages follow each other as often as the layers are called.
 
-    Every rank then holds the same layers in each pass. Stages are numbered on from pass to pass, as those of chunks
-    are: a schedule that has a multiple of as many stages on a rank has them already.
+    Every rank then holds the same layers in each pass. Stages are numbered on from pass to pass, like the stages of
+    chunks. A schedule with a multiple of that many stages on each rank has them already.
 
     Raises:
         ValueError: If it is a table of actions with other stages.
@@ -272,7 +273,7 @@ def _for_passes(schedule: Schedule, passes: int) -> Schedule:
 
 
 def _held_once(costs: Costs, passes: int) -> Costs:
-    """Return the costs with what layers hold counted in the first pass alone."""
+    """Return costs that count the memory held by layers in the first pass alone."""
     count = len(costs.layers) // passes
     later = (replace(cost, resident_bytes=0.0) for cost in costs.layers[count:])
     return replace(costs, layers=(*costs.layers[:count], *later))
@@ -288,6 +289,6 @@ def _buffer_stages(
     found = {}
     for name, _ in module.named_buffers():
         owner = next((owner for owner in owners if name.startswith(f"{owner}.")), None)
-        # Of a copy that no stage calls, too.
+        # A copy that no stage calls has an owner with no stages, so its buffers are on all stages as well.
         found[name] = (owner is not None and owners[owner]) or everywhere
     return found

@@ -1,8 +1,8 @@
-"""Runs of stages without data, to learn what each lacks: the arguments of its first layer, and skip connections.
+"""Runs of stages without data, to find missing values: the arguments of a stage's first layer, and skip connections.
 
-`dry_run_stages` tries a whole cut before anything is communicated. A value that a stage needs and that is made on an
-earlier one is added to what is sent, until every stage gets through; a stage that would not even so is refused, with
-what it lacks. `NextStageDryRun` is one stage's, in training: it finds the arguments for a microbatch.
+`dry_run_stages` tries all stages before anything is communicated. If a stage needs a value of an earlier stage, the
+value is added to the messages, until every stage gets through. A stage that still fails is refused, with the missing
+value. `NextStageDryRun` is the dry run of one stage in training: it finds the arguments for a microbatch.
 """
 
 from __future__ import annotations
@@ -42,12 +42,12 @@ Boundaries = tuple[tuple[TensorLayout, ...], ...]
 
 @dataclass(frozen=True)
 class StageInputs:
-    """What a stage lacks when it is entered.
+    """The tensors that a stage must receive when it is entered.
 
     Attributes:
         index: The layer at which it is entered.
         tree: Structure of the layer's arguments.
-        kinds: Which of their leaves are tensors.
+        kinds: For each leaf of the arguments, whether it is a tensor.
         positions: The leaves to be received.
     """
 
@@ -58,16 +58,16 @@ class StageInputs:
 
     @classmethod
     def at(cls, end: StageEnd) -> StageInputs:
-        """Read off where a dry run of the stage ended."""
+        """Make it from the end of a dry run of the stage."""
         return cls(end.index, end.tree, are_tensors(end.leaves), tuple(positions_to_receive(end.leaves)))
 
     def fits(self, index: int, leaves: list[Any], tree: pytree.TreeSpec) -> bool:
-        """Tell whether this was found for a call with arguments of this structure."""
+        """Return whether this was found for a call with arguments of this structure."""
         return self.index == index and self.kinds == are_tensors(leaves) and self.tree == tree
 
 
 class NextStageDryRun(StageForward):
-    """The next stage's forward up to its entry, run here without data to learn what that stage lacks."""
+    """The next stage's forward up to its entry, run here without data to find the tensors that stage must receive."""
 
     def __init__(
         self,
@@ -89,12 +89,12 @@ class NextStageDryRun(StageForward):
 
 @dataclass(frozen=True)
 class Places:
-    """What each stage of a cut holds.
+    """The layers, parameters and modules of each stage.
 
     Attributes:
         stage_of: The stage of each layer.
         parameter_stages: The stages of each parameter, by name.
-        module_stages: The stages of each module outside of the layers, by name.
+        module_stages: The stages of each module outside the layers, by name.
     """
 
     stage_of: tuple[int, ...]
@@ -105,17 +105,17 @@ class Places:
 def dry_run_stages(
     sites: InterceptedModel, places: Places, step: Callable[[Any], Any], microbatch: Any, device: torch.device
 ) -> tuple[Boundaries, Skips]:
-    """Run each stage alone on placeholders, and find what it has to be sent.
+    """Run each stage alone on placeholders, and find the values to send to it.
 
     Args:
         sites: The model.
-        places: How it is cut.
+        places: How it is split.
         step: The user's step.
         microbatch: A part of a batch.
         device: Where the stages will compute.
 
     Raises:
-        ValueError: If a stage cannot reach its layers, or needs what cannot be sent; with the reason.
+        ValueError: If a stage cannot reach its layers, or needs a value that cannot be sent; with the reason.
     """
     freed = _freed_parameters(sites.module)
     with dry_run(), named_placeholders(sites.module, device) as registered, _held_again(sites):
@@ -127,14 +127,14 @@ def dry_run_stages(
 
 
 def _freed_parameters(module: nn.Module) -> list[PlaceholderTensor]:
-    """Return what stands for the parameters of other stages in a model that is cut already."""
+    """Return the placeholders for parameters of other stages, in a model that is split already."""
     values = [value for child in module.modules() for value in vars(child).values()]
     return [value for value in values if type(value) is PlaceholderTensor and value.parameter is not None]
 
 
 @contextmanager
 def _held_again(sites: InterceptedModel) -> Iterator[None]:
-    """Restore which modules this rank holds after the block."""
+    """Restore the sites' records of the modules on this rank after the block."""
     before = [site.present for site in sites.outer]
     try:
         yield
@@ -148,7 +148,7 @@ class _Trial:
 
     Attributes:
         runs: The last run of each stage.
-        skips: What each stage is sent besides the arguments of its first layer.
+        skips: The values that each stage is sent besides the arguments of its first layer.
     """
 
     def __init__(
@@ -175,7 +175,7 @@ class _Trial:
             self._made[skip] = min(places.parameter_stages[skip.name])
 
     def run(self) -> None:
-        """Run the stages one after the other, from the one where a value is made again whenever it has to be sent."""
+        """Run the stages one after the other; go back to the stage that makes a value whenever it has to be sent."""
         while len(self.runs) < len(self.skips):
             stage = len(self.runs)
             run = self._run(stage)
@@ -184,7 +184,7 @@ class _Trial:
                 continue
             for skip in run.made:
                 self._made.setdefault(skip, stage)
-            # What a stage has to receive, the stage before must have; each run alone cannot see that.
+            # The stage before must have each value that this stage receives; a run of one stage cannot see that.
             not_held = self.runs[-1].not_held if stage else {}
             self.runs.append(run)
             for placeholder in [not_held[position] for position in run.entry if position in not_held]:
@@ -198,7 +198,7 @@ class _Trial:
 
     def _run(self, stage: int) -> _StageDryRun:
         places = self.places
-        # Modules of other stages become stubs, as they will be in training.
+        # Modules of other stages become stubs, as in training.
         for site in self.sites.outer:
             site.present = stage in places.module_stages[site.name]
         here = {name for name, stages in places.parameter_stages.items() if stage in stages}
@@ -210,13 +210,13 @@ class _Trial:
         try:
             run.run(self.step, self.microbatch, self.sites)
         finally:
-            # All stages run on the same placeholders, and the next one holds others.
+            # All stages run on the same placeholders, and the next stage holds different ones.
             for placeholder in self.placeholders:
                 placeholder.available = False
         return run
 
     def _send_along(self, stage: int, failure: _Failure) -> None:
-        """Let what `stage` lacks pass through all stages from where it is made, and go back to the first of them.
+        """Send values that `stage` lacks through all stages from their origin, and go back to the first of these.
 
         Raises:
             ValueError: If that does not help.
@@ -233,11 +233,11 @@ class _Trial:
 
 @dataclass(frozen=True)
 class _Failure:
-    """Why a stage cannot be run.
+    """Why a stage cannot run.
 
     Attributes:
-        reason: For the user.
-        sources: What it lacks.
+        reason: The message for the user.
+        sources: The missing values.
         cause: The exception, if there was one.
     """
 
@@ -247,18 +247,18 @@ class _Failure:
 
 
 class _StageDryRun(StageForward):
-    """A stage's forward on placeholders; from its entry on, those for data that it would have are available.
+    """A stage's forward on placeholders; from its entry on, placeholders for data that it would have are available.
 
     Args:
         held: Placeholders of its parameters.
-        sent: What it is sent besides the arguments of its first layer.
+        sent: Values that it is sent besides the arguments of its first layer.
 
     Attributes:
         entry: Positions of its first layer's arguments that it has to receive.
-        received: The layouts of what it receives.
-        made: What it could send.
-        not_held: Position of each argument of the next stage's first layer that it does not have.
-        failure: Why it cannot be run.
+        received: The layouts of the tensors that it receives.
+        made: Values that it could send.
+        not_held: Placeholders for missing arguments of the next stage's first layer, by position.
+        failure: Why it cannot run.
     """
 
     def __init__(
@@ -318,7 +318,7 @@ class _StageDryRun(StageForward):
 
     def _pretend_to_receive(self, index: int, leaves: list[Any], positions: list[int]) -> list[Tensor]:
         wanted = [leaves[position] for position in positions]
-        # Inside a reentrant checkpoint there is no graph, so no gradient would reach what is received here.
+        # Inside a reentrant checkpoint there is no graph, so no gradient would reach the received tensors.
         if not torch.is_grad_enabled() and any(placeholder.requires_grad for placeholder in wanted):
             raise CutError(REENTRANT)
         self.entry = positions
@@ -332,7 +332,7 @@ class _StageDryRun(StageForward):
 
     def _infer(self, call: Call) -> Any:
         number = self._next_number(call)
-        # What it computes inside, and a hook collects, is not known here: only what it returns can be sent.
+        # Values that it computes inside, and a hook collects, are unknown here: only its outputs can be sent.
         with inside_module(Skip.inside(call.site.name, number)):
             output = super()._infer(call)
         leaves, tree = pytree.tree_flatten(output)
@@ -352,7 +352,7 @@ class _StageDryRun(StageForward):
 
     def _run(self, call: Call) -> Any:
         number = self._next_number(call)
-        # In a real run the outputs of the stage's own modules are there, so what is made of them is not missing.
+        # In a real run the stage's own modules have outputs, so values made of these are not missing.
         output = self.stubs.run_stub(call, available=True)
         leaves = enumerate(pytree.tree_leaves(output))
         self.made |= {Skip(call.site.name, number, position) for position, leaf in leaves if isinstance(leaf, Tensor)}
@@ -370,5 +370,5 @@ def _layout_of(placeholder: PlaceholderTensor) -> TensorLayout:
 
 def _differentiable(placeholder: PlaceholderTensor) -> Tensor:
     """Return a placeholder that requires a gradient and is no leaf, like the output of a layer with parameters."""
-    # In a real run these outputs have a graph on their own stage, so what is received may require a gradient.
+    # In a real run these outputs have a graph on their own stage, so received tensors may require a gradient.
     return placeholder.requires_grad_() * 1 if placeholder.signature[1].is_floating_point else placeholder

@@ -2,7 +2,7 @@
 
 plan = analyze(model, group.size, "1f1b", num_microbatches=8, example=(step, microbatch))
 engine = PipelineEngine(model, plan, group)
-optimizer = SGD(model.parameters())                          # those of this rank's stages
+optimizer = SGD(model.parameters())                          # the parameters of this rank's stages
 result = engine.forward_backward(step, batch)                # fills `.grad`
 """
 
@@ -53,16 +53,16 @@ _TIED_TAG = 1000
 
 
 class StepOnCopies:
-    """A step that is run on a copy of each microbatch, so that it may be run several times on the same one.
+    """A step that runs on a copy of each microbatch, so that it may run several times on the same one.
 
     A step that changes its batch in place would change it each time: for every stage of this rank, and in dry runs. All
-    microbatches are views of one batch, too, whose version tells autograd that a saved tensor was changed.
+    microbatches are views of one batch, so the change of one tells autograd that tensors saved from others changed.
 
     Args:
         step: The user's step.
-        copies: Whether to copy; a step that has left its batch alone so far is run on the microbatch itself, as a copy
+        copies: Whether to copy. A step that has never changed its batch runs on the microbatch itself, because a copy
             lives as long as autograd keeps it.
-        is_final: Whether each microbatch is run once only.
+        is_final: Whether each microbatch runs only once.
     """
 
     def __init__(self, step: Callable[[Any], Any], copies: bool = True, is_final: bool = False) -> None:
@@ -104,12 +104,12 @@ class StepOnCopies:
 
     @torch.no_grad()
     def write_back(self) -> None:
-        """Change the batch as the last run of each microbatch did: hooks get the batch after the step."""
+        """Apply the changes of each microbatch's last run to the batch: hooks get the batch after the step."""
         for original, changed in self._changed.values():
             if isinstance(original, np.ndarray):
                 original[...] = changed
             else:
-                # Lightning's evaluation makes batches in inference mode, outside of which they cannot be written.
+                # Lightning's evaluation makes batches in inference mode, and outside it they cannot be written.
                 with torch.inference_mode(original.is_inference()):
                     original.copy_(changed.detach())
         self._changed.clear()
@@ -123,27 +123,27 @@ def _is_changed(original: Any, duplicate: Any) -> bool:
 
 
 class PipelineEngine:
-    """Keeps of a model the stages that a plan gives this rank, and runs steps through the pipeline.
+    """Keeps the stages of a model that a plan gives this rank, and runs steps through the pipeline.
 
-    Every rank constructs it with the same plan and a model of the same structure; afterwards the model holds the
+    Every rank constructs it with the same plan and a model of the same structure. Afterwards the model holds the
     parameters of this rank's stages only. Parameters on the meta device stay there.
 
     Args:
-        module: The model, whole.
-        plan: What goes where, see `analyze`.
+        module: The full model.
+        plan: The stage of each part, see `analyze`.
         group: The pipeline group.
-        device: Where the stages compute; by default where the parameters are.
+        device: Where the stages compute; by default the device of the parameters.
         split_batch: Splits a batch into microbatches; by default along the sample dimension. A batch with fewer samples
             than the plan has microbatches runs a schedule of the same name with fewer.
         microbatch_weight: Gives the weight of a microbatch in the loss; by default its number of samples. To weight by
             tokens, count them here, and return the mean over tokens from the step.
-        message_groups: A group for each channel, which a backend needs that carries what is issued to a group one after
-            the other (NCCL); see `MessageGroups`.
+        message_groups: A group for each channel. A backend needs it that runs the operations of a group one after the
+            other (NCCL); see `MessageGroups`.
         seed_group: Ranks whose random numbers before the layers must be the same; by default `group`.
 
     Attributes:
-        draws: What microbatches are given as their random numbers while a step is compared; else None.
-        unpaired: Copies of the model, and their originals, of which stages do not hold the same parameters.
+        draws: The random numbers that microbatches replay while a step is compared; else None.
+        unpaired: Copies of the model, and their originals, for which stages do not hold the same parameters.
         tied_are_summed: Whether the gradients of tied parameters are sums over their owners, until others are added.
 
     Raises:
@@ -162,7 +162,7 @@ class PipelineEngine:
         message_groups: MessageGroups | None = None,
         seed_group: Group | None = None,
     ) -> None:
-        # Before anything is freed: a model that is refused stays whole.
+        # Before any parameter is freed: a refused model stays complete.
         plan.check_fits(module, group.size)
         if group.is_ordered and not message_groups and any(group.rank in way[:2] for way in plan.schedule.channels):
             raise ValueError(
@@ -187,14 +187,14 @@ class PipelineEngine:
         if self.schedule.splits_backward:
             split_linears(module)
             self._at_once = shared_parameters(module)
-        # Kept from step to step: layouts that have not changed are not sent again, and dry runs are not repeated.
+        # Kept from step to step: unchanged layouts are not sent again, and dry runs are not repeated.
         self._layouts = MessageLayouts()
         self._seeds: random.Random | None = None
         self._changes_batch: dict[bool, bool] = {}  # in training, in evaluation
         self._shared_seeds = 0
         self.tied_are_summed = False
         self.draws: ReplayedDraws | None = None
-        # By what skips over cuts: a step for evaluation may send the same tensor as an argument.
+        # Keyed by the skip connections: a step for evaluation may send the same tensor as an argument.
         self._stage_inputs: dict[Skips, dict[int, list[StageInputs]]] = {}
         self._schedules = {self.schedule.num_microbatches: self.schedule}
         self.share_seed()
@@ -216,7 +216,7 @@ class PipelineEngine:
 
     @property
     def counted_by_others(self) -> frozenset[str]:
-        """Parameters of this rank that another one counts in norms and saves: all but the first owner of tied ones."""
+        """This rank's parameters that another rank counts in norms and saves: tied ones with an earlier owner."""
         rank = self.group.rank
         return frozenset(name for name, tied in self.tied.items() if rank in tied.ranks[1:])
 
@@ -234,11 +234,11 @@ class PipelineEngine:
 
         Args:
             step: Runs the user's training step on a microbatch and returns its mean loss, or a dict with it.
-            batch: The whole batch, the same on all ranks.
+            batch: The full batch, the same on all ranks.
             scale: Multiplies the gradients, as a gradient scaler wants; the reported loss is not scaled.
             synchronize: Sum the gradients of tied parameters. While gradients accumulate over several batches, only
                 the last may do so.
-            skips: The skip connections of this step, by default those of the plan; see `find_skips`.
+            skips: The skip connections of this step, by default the plan's; see `find_skips`.
             end_stage: Called with each stage of this rank once the gradients of its parameters are complete.
 
         Raises:
@@ -258,16 +258,16 @@ class PipelineEngine:
 
         Args:
             step: The user's step.
-            batch: The whole batch, the same on all ranks.
-            skips: The skip connections of this step, by default those of the plan; see `find_skips`.
+            batch: The full batch, the same on all ranks.
+            skips: The skip connections of this step, by default the plan's; see `find_skips`.
             is_whole: Whether the batch is not split.
         """
-        # Placeholders outlive the block, and views of inference tensors cannot be made outside of inference mode.
+        # Placeholders outlive the block, and views of inference tensors cannot be made outside inference mode.
         with torch.inference_mode(False), torch.no_grad():
             return self._run(step, batch, training=False, skips=skips, is_whole=is_whole)
 
     def find_skips(self, step: Callable[[Any], Any], batch: Any) -> Skips:
-        """Find by dry runs the skip connections of another step than the plan was made for; the same on all ranks.
+        """Find, by dry runs, the skip connections of another step than the plan's; the same on all ranks.
 
         Raises:
             ValueError: If the step cannot be run in the plan's stages.
@@ -292,26 +292,26 @@ class PipelineEngine:
                 self._reduce_tied(parameters[name], tied, _TIED_TAG + tag)
 
     def _reduce_tied(self, parameter: nn.Parameter, tied: TiedParameter, tag: int) -> None:
-        # A stage that did not use the parameter in this step takes part all the same: the others wait for it. The last
-        # element says whether it has a gradient: zeros would be one, which weight decay and momentum do not ignore.
+        # A stage that did not use the parameter in this step still takes part, because other stages wait for it. The
+        # last element says whether it has a gradient: weight decay and momentum would not ignore one of zeros.
         gradient = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
         is_used = gradient.new_full((1,), float(parameter.grad is not None))
         mine = torch.cat([gradient.reshape(-1), is_used])
         others = [rank for rank in tied.ranks if rank != self.group.rank]
         gradients = {rank: torch.empty_like(mine) for rank in others}
-        # One operation: of two ranks that both receive first, none would send where messages wait for each other.
+        # One operation: if two ranks both received first, neither would send where messages wait for each other.
         received = [(gradient, rank) for rank, gradient in gradients.items()]
         comm.exchange([(mine, rank) for rank in others], received, self.group, tag).wait()
-        # Asked only where this stage does not know it already, since the host waits for the answer.
+        # Read only if this stage does not know it already, because the host waits for the answer.
         if parameter.grad is None and not any(bool(gradients[rank][-1] > 0) for rank in others):
             return
         gradients[self.group.rank] = mine
-        # In the order of the ranks, so that all get the same bits.
+        # In the order of the ranks, so that all ranks get the same bits.
         parameter.grad = torch.stack([gradients[rank][:-1] for rank in tied.ranks]).sum(0).view_as(parameter)
 
     @torch.no_grad()
     def share_tied(self, tensors: Mapping[str, Tensor]) -> None:
-        """Copy what the first owner of each tied parameter has under its name to the other owners, in place."""
+        """Copy the first owner's tensor of each tied parameter to the other owners, in place."""
         for tag, (name, tied) in enumerate(self.tied.items()):
             if self.group.rank not in tied.ranks or name not in tensors:
                 continue
@@ -366,7 +366,7 @@ class PipelineEngine:
         )
         result = run()
         self.model.is_first_step &= not training
-        # Known from the first batch, which the proof has run before; arrays have no version that would tell later.
+        # Known from the first batch, on which the self-check ran before; arrays have no version to tell it later.
         known = self._changes_batch.get(training, False)
         self._changes_batch[training] = known or step_on_copies.changes_batch
         step_on_copies.write_back()
@@ -395,17 +395,17 @@ class PipelineEngine:
             patches.undo()
 
     def share_seed(self) -> None:
-        """Let the first rank's global generator decide the random numbers of the steps that follow, on every rank."""
+        """Let the first rank's global generator decide the random numbers of the later steps, on every rank."""
         self._seeds = None
-        # Another kind of run may begin, whose step is not known.
+        # Another kind of run may begin, with a step that may change its batch.
         self._changes_batch.clear()
-        # Here and not in each step: modules may keep long lists, which are searched too.
+        # Here and not in each step: modules may keep long lists, which are searched as well.
         self.generators = OwnGenerators(self.model.outside_of_layers)
         self.model.note_parameters()
 
     @property
     def seeds(self) -> tuple[Any, int]:
-        """Where the seeds of steps are, the same on every rank: to set it goes on from there."""
+        """The state of the generator of step seeds, the same on every rank; set it to continue from there."""
         return None if self._seeds is None else self._seeds.getstate(), self._shared_seeds
 
     @seeds.setter
@@ -418,20 +418,20 @@ class PipelineEngine:
 
     def next_seed(self) -> int:
         """Return the seed of the next step, the same on every rank."""
-        # Drawn in each step, so that the global generator goes on; but code that draws on some ranks only, such as
-        # under `is_global_zero`, leaves those of the ranks in different states.
+        # Drawn in each step, so that the global generator advances. Code that draws on some ranks only, such as under
+        # `is_global_zero`, leaves the generators in different states, so `mine` is used only once.
         mine = int(torch.randint(2**62, ()).item())
         if self._seeds is None:
-            # Where somebody has put the generator back since, a number goes on.
+            # Code may have reset the generator since the last call; the counter still makes a new seed.
             self._shared_seeds += 1
             self._seeds = random.Random(comm.broadcast_object(mine, self.seed_group) ^ self._shared_seeds)
         return self._seeds.getrandbits(62)
 
     def _split(self, batch: Any) -> Sequence[Any]:
-        """Return the microbatches of a batch: of two samples at least where batch normalisation was planned so."""
+        """Return the microbatches of a batch, of at least two samples each if the plan foresaw batch normalisation."""
         count = self.schedule.num_microbatches
         if self._has_norm and (self.plan.request.get("samples") or 0) >= count:
-            # The last batch of an epoch may be smaller than the one that was planned for.
+            # The last batch of an epoch may be smaller than the planned batch.
             samples = count_samples(batch)
             count = min(count, max(1, samples // 2)) if samples > 0 else count
         return split_by(self.split_batch, batch, count)
@@ -450,7 +450,7 @@ class PipelineEngine:
         return known[num_microbatches]
 
     def _warn_of_batch_norm(self) -> None:
-        # By one rank: the others would say the same.
+        # On one rank: the other ranks would say the same.
         if self.seed_group.ranks[self.seed_group.rank] == 0 and self.schedule.num_microbatches > 1 and self._has_norm:
             warnings.warn(
                 "The model has batch normalization, which sees one microbatch at a time in a pipeline. Its"

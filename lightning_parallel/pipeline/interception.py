@@ -1,13 +1,13 @@
-"""Intercept the calls of a model's modules, so that a pipeline can decide what happens at each of them.
+"""Intercept the calls of a model's modules, so that a pipeline can decide what happens at each call.
 
     intercept(layer, CallSite(active, "blocks.3", kind, places=(3,)))
     active.handler = handler            # from now on `layer(x)` is `handler.layer(Call(site, layer, ..., (x,), {}))`
 
 A model is intercepted once; analysis, measurement and training differ in the handler only.
 
-A call can also be run on random data, where the true ones are on other ranks, to see the shapes of its outputs. What
-the module leaves elsewhere (attributes, entries of a list among its arguments, arguments of hooks) would be random as
-well, so it is replaced by placeholders.
+A call can also run on random data, if the true data are on other ranks, to see the shapes of its outputs. The module
+may leave tensors elsewhere (attributes, entries of a list among its arguments, arguments of hooks). These would be
+random as well, so they are replaced by placeholders.
 """
 
 from __future__ import annotations
@@ -49,8 +49,8 @@ class Call:
         site: Where it was intercepted.
         module: The module.
         function: Runs the module, hooks included, as if it were not intercepted.
-        args, kwargs: What it was called with.
-        index: Which of the calls of repeated layers it is; None for a module outside of them.
+        args, kwargs: The arguments of the call.
+        index: The position among the calls of repeated layers; None for a module outside the layers.
     """
 
     site: CallSite
@@ -65,14 +65,14 @@ class Call:
         """Position among the calls of repeated layers.
 
         Raises:
-            ValueError: If the module is not one of them.
+            ValueError: If the module is not a repeated layer.
         """
         if self.index is None:
             raise ValueError(f"`{self.site.name}` is not one of the repeated layers")
         return self.index
 
     def run(self) -> Any:
-        """Run the module as it is."""
+        """Run the module with the call's own arguments."""
         return self.function(*self.args, **self.kwargs)
 
     def with_arguments(self, arguments: tuple[tuple[Any, ...], dict[str, Any]]) -> Call:
@@ -89,19 +89,19 @@ class CallHandler(Protocol):
         ...
 
     def outer_module(self, call: Call) -> Any:
-        """Handle the call of a module with parameters outside of the layer stack."""
+        """Handle the call of a module with parameters outside the layer stack."""
         ...
 
 
 @dataclass
 class ActiveHandler:
-    """The current handler, shared by all sites of a model; None outside of steps.
+    """The current handler, shared by all sites of a model; None outside steps.
 
     Attributes:
-        handler: Decides what calls do.
-        outside: Runs a call outside of steps, with what this rank lacks; it returns `NotImplemented` in a step.
+        handler: Decides about the calls.
+        outside: Runs a call outside steps, with parameters that this rank lacks; it returns `NotImplemented` in a step.
         last: The last call of a repeated layer in this step, -1 before the first.
-        seed_again: Seeds what a layer draws that is called again during backward, by its position.
+        seed_again: Seeds a layer that is called again during backward, given its position.
     """
 
     handler: CallHandler | None = None
@@ -110,7 +110,7 @@ class ActiveHandler:
     seed_again: Callable[[int], None] | None = None
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ActiveHandler:
-        # A copy of the module is on its own: nobody gathers what it lacks.
+        # A copy of the module is independent: no handler gathers its missing parameters.
         return ActiveHandler()
 
     @contextmanager
@@ -130,9 +130,9 @@ class CallSite:
 
     Attributes:
         active: The model's current handler.
-        name: Of the module in the model.
+        name: Name of the module in the model.
         kind: Modules of equal kind return outputs of equal shapes for inputs of equal shapes.
-        places: Positions of the layer in the stack, several if it is called several times; none for a module outside.
+        places: Positions of the layer in the stack, several if it is called several times; empty for an outer module.
         present: Whether this rank holds the module.
     """
 
@@ -143,7 +143,7 @@ class CallSite:
     present: bool = True
 
     def place_after(self, last: int) -> int:
-        """Return the next position of the layer after the call `last`; its last one if there is none."""
+        """Return the next position of the layer after the call `last`; if there is none, its last position."""
         return next((place for place in self.places if place > last), self.places[-1])
 
     @property
@@ -173,20 +173,20 @@ class CallSite:
                 f"`{self.name}` is on another pipeline stage and cannot be called on its own; run the model through"
                 " the trainer, or save a checkpoint and load it into a full model"
             )
-        # Activation checkpointing calls layers again during backward, when no step is running, with the arguments of
-        # the first call: placeholders among them have been received since. It draws what the first call drew.
+        # Activation checkpointing calls layers again during backward, outside steps, with the first call's arguments.
+        # Placeholders among them have been received since. The layer must draw the same numbers as in the first call.
         if self.active.seed_again is not None and len(self.places) == 1:
             self.active.seed_again(self.places[0])
         return function(*reveal(args), **reveal(kwargs))
 
 
 class _Intercepted(PartialModule):
-    """First base of the class of every intercepted module, so that its `__call__` comes before that of the class."""
+    """First base of the class of every intercepted module, so that its `__call__` precedes the class's own."""
 
     # A forward hook would come too late: checkpointing wrappers and `nn.Module.__call__` itself would have run by then.
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         site: CallSite | None = self.__dict__.get("_pipeline_site")
-        # A module of this class without a site was made of an intercepted one, as a slice of a `Sequential` is.
+        # A module of this class without a site was derived from an intercepted one, such as a slice of a `Sequential`.
         if site is None:
             return super().__call__(*args, **kwargs)
         return site.dispatch(self, super().__call__, args, kwargs)
@@ -224,9 +224,9 @@ _PACKAGE = __name__.partition(".")[0]
 
 
 def has_listeners(modules: list[nn.Module]) -> bool:
-    """Return whether code outside of this package sees the modules' outputs, by a hook or a replaced `forward`."""
+    """Return whether code outside this package sees the modules' outputs, by a hook or a replaced `forward`."""
     for module in modules:
-        # Asked at each call of a stub: most modules have no hooks.
+        # Runs at each call of a stub, so take the fast path: most modules have no hooks.
         after, before = forward_hooks_of(module)
         if (after or before) and any(map(_is_from_outside, (*after.values(), *before.values()))):
             return True
@@ -236,7 +236,7 @@ def has_listeners(modules: list[nn.Module]) -> bool:
 
 
 def _is_replaced(module: nn.Module) -> bool:
-    # A bound method of the class may have been assigned to the instance by those who put a `forward` back.
+    # Code that restores a `forward` may assign a bound method of the class to the instance: that is no replacement.
     return getattr(module.forward, "__func__", None) is not type(module).forward
 
 
@@ -248,7 +248,7 @@ def _is_from_outside(hook: Callable[..., Any]) -> bool:
 
 _TensorFunction = Callable[[Tensor], Tensor]
 
-# The first is what the result is taken from. The others differ in sign and size, so that a comparison changes too.
+# The result comes from the first variant. The other variants differ in sign and size, to change comparisons as well.
 VARIANTS: tuple[_TensorFunction, ...] = (
     lambda data: data,
     lambda data: data.abs().mul(100),
@@ -267,7 +267,7 @@ def run_variant(call: Call, device: torch.device, available: bool, variant: int)
         variant: Which of `VARIANTS` of the random data.
 
     Returns:
-        Its output, and the arguments as it left them, with placeholders for all tensors but those it was called with.
+        Its output and its final arguments, with placeholders for all tensors except those it was called with.
     """
     seed_all(variant)
 
@@ -283,7 +283,7 @@ def run_variant(call: Call, device: torch.device, available: bool, variant: int)
     data = [data_for(leaf) for leaf in inputs]
     given = {id(fake): leaf for fake, leaf in zip(data, inputs)}
 
-    # An argument that is passed on comes out as the placeholder that it was.
+    # An argument that is passed on comes out as its original placeholder.
     def as_placeholder(tensor: Tensor) -> Tensor:
         if id(tensor) in given:
             return given[id(tensor)]
@@ -299,10 +299,10 @@ def run_variant(call: Call, device: torch.device, available: bool, variant: int)
         _attributes_as_placeholders(module, as_placeholder),
         _hooks_on_placeholders(module, as_placeholder, device),
         _forwards_on_placeholders(module, as_placeholder, device),
-        # Last, as it has to end first: the stand-ins would be taken for what the module left in its attributes.
+        # Last, because it has to end first: otherwise the stand-ins would count as tensors that the module left.
         replaced(module, lambda path, child: stand_ins(child)),
     ):
-        # Equal in all variants: what the module draws by itself does not depend on the data.
+        # Equal in all variants: the module's own draws do not depend on the data.
         seed_all(0)
         result = call.function(*args, **kwargs)
     for leaf in pytree.tree_leaves((args, kwargs)):
@@ -311,7 +311,7 @@ def run_variant(call: Call, device: torch.device, available: bool, variant: int)
 
 
 def _with_tensors(value: Any, function: _TensorFunction) -> Any:
-    """Replace each tensor by `function` of it; lists and dicts stay the same objects."""
+    """Replace each tensor by the result of `function`; lists and dicts stay the same objects."""
     if isinstance(value, Tensor):
         return function(value)
     if isinstance(value, tuple):
@@ -325,9 +325,9 @@ def _with_tensors(value: Any, function: _TensorFunction) -> Any:
 
 
 def _change_inside(value: Any, function: _TensorFunction, seen: set[int]) -> None:
-    """Apply `function` to the tensors inside an object such as a key-value cache, and inside all it refers to."""
+    """Apply `function` to the tensors inside an object such as a key-value cache, and inside all that it refers to."""
     attributes = getattr(value, "__dict__", None)
-    # `seen`, since objects may refer to each other in circles.
+    # `seen` ends the walk: objects may refer to each other in circles.
     if attributes is None or callable(value) or isinstance(value, Tensor) or id(value) in seen:
         return
     seen.add(id(value))
@@ -404,13 +404,13 @@ def _attributes_as_placeholders(module: nn.Module, as_placeholder: _TensorFuncti
 
 
 def data_of(module: nn.Module, device: torch.device, all_parameters: bool = False) -> dict[str, Any]:
-    """Return tensors with data for the parameters and buffers of `module` itself, random ones on `device` for others.
+    """Return tensors with data for the module's own parameters and buffers: its own data, or random data on `device`.
 
-    Buffers are copies, since a forward pass may write into them. `all_parameters` makes all parameters random.
+    Buffers are copies, because a forward pass may write into them. `all_parameters` makes all parameters random.
     """
     data: dict[str, Any] = {}
     by_original: dict[int, Any] = {}
-    # Freed parameters are attributes: they are registered no longer.
+    # Freed parameters are no longer registered: they are plain attributes.
     hidden = {name: value for name, value in vars(module).items() if isinstance(value, PlaceholderTensor)}
     for name, value in {**hidden, **parameters_of(module), **buffers_of(module)}.items():
         if value is None:

@@ -1,4 +1,4 @@
-"""Find the layer stack of a model: the containers of its repeated layers, which a pipeline cuts into runs."""
+"""Find the layer stack of a model: the containers of its repeated layers, which a pipeline splits into runs."""
 
 from __future__ import annotations
 
@@ -36,14 +36,14 @@ _CONTAINERS = (nn.ModuleList, nn.Sequential, nn.ModuleDict)
 
 @dataclass(frozen=True)
 class LayerStack:
-    """The repeated layers of a model, in the order of their calls; what is called several times is there several times.
+    """The repeated layers of a model, in the order of their calls; a layer appears once for each call.
 
     Attributes:
-        path: Name of their container in the model, followed by `[::-1]` if it is called from the last layer to the
-            first, or by the order of its entries; several that follow each other are joined by commas.
+        path: Name of their container in the model. A suffix gives the order: `[::-1]` from the last layer to the first,
+            or a list of entries. Commas join several containers that follow each other.
         names: Name of each layer in the model, in order.
         layers: The layers.
-        blocks: How many layers each entry of the containers has: one, or those of a nested list.
+        blocks: The number of layers in each entry of the containers: more than one for a nested list.
     """
 
     path: str
@@ -53,10 +53,10 @@ class LayerStack:
 
     @classmethod
     def at(cls, module: nn.Module, path: str) -> LayerStack:
-        """Return the stack of the container at `path`, or of the containers.
+        """Return the stack of the container or the containers at `path`.
 
         Raises:
-            ValueError: If there is no such module, it is not a container of layers, or lacks an entry that is named.
+            ValueError: If there is no such module, it is not a container of layers, or it lacks a named entry.
         """
         entries: list[list[tuple[str, nn.Module]]] = []
         for part in _parts(path):
@@ -67,7 +67,7 @@ class LayerStack:
                 raise ValueError(f"`{part}` must name entries of `{name}`, which has {len(found)}")
             entries += [found[i] for i in (reversed(order) if part.endswith(_REVERSED) else order)]
         layers = [layer for entry in entries for layer in entry]
-        # One that is registered under several names goes by its first.
+        # A layer that is registered under several names goes by its first.
         names: dict[nn.Module, str] = {}
         for name, layer in layers:
             names.setdefault(layer, name)
@@ -76,20 +76,20 @@ class LayerStack:
 
     @property
     def passes(self) -> int:
-        """How often all of its layers are called, one after the other; 1 if they are called in another order."""
+        """How often all layers are called, one after the other; 1 if they are called in another order."""
         in_pass = max(1, len(set(self.layers)))
         passes, rest = divmod(len(self.layers), in_pass)
         return passes if not rest and self.layers == self.layers[:in_pass] * passes else 1
 
     def passes_over(self, num_ranks: int) -> int:
-        """Return how often the cut of one pass is repeated, so that a rank holds few of the layers.
+        """Return how often the split of one pass is repeated, so that a rank holds few of the layers.
 
-        1 where a pass has too few layers for that: then one cut goes through all calls, and stages share layers.
+        It is 1 if a pass has too few layers: the split then goes through all calls, and stages share layers.
         """
         return self.passes if len(self.blocks) // self.passes >= num_ranks else 1
 
     def first_pass(self) -> LayerStack:
-        """Return the stack with the first call of each layer alone, where all are called one after the other."""
+        """Return the stack with the first call of each layer only, if all are called one after the other."""
         count, num_blocks = (len(found) // self.passes for found in (self.layers, self.blocks))
         return LayerStack(self.path, self.names[:count], self.layers[:count], self.blocks[:num_blocks])
 
@@ -101,12 +101,12 @@ class LayerStack:
         return found
 
     def in_order_of(self, calls: Sequence[int]) -> str:
-        """Return the path of its containers in the order of calls of its layers, without those that are not called.
+        """Return the path of its containers in the order of calls of its layers, without uncalled containers.
 
-        Where layers of an entry are called without the others, its own path.
+        If some layers of an entry are called without the rest, return the stack's own path.
 
         Args:
-            calls: Positions in `layers`, each as often as it is called.
+            calls: Positions in `layers`, one for each call.
         """
         owner_of = self._owners()
         if len(set(calls)) < len(calls):
@@ -131,13 +131,13 @@ class LayerStack:
         parts = _parts(self.path)
         owner_of = {}
         for index, name in enumerate(self.names):
-            # Of several that fit, the longest: a container may lie in another one's namespace.
+            # If several fit, take the longest: a container may lie in another one's namespace.
             fitting = [part for part in parts if name.startswith(f"{_name_of(part)}.")]
             owner_of[index] = max(fitting, key=len) if fitting else parts[0]
         return owner_of
 
     def _in_order_of_repeated(self, calls: Sequence[int], owner_of: dict[int, str]) -> str:
-        """Return the path for layers of which some are called several times."""
+        """Return the path if some layers are called several times."""
         bounds = [0, *accumulate(self.blocks)]
         entry_of = {
             index: entry for entry, (start, stop) in enumerate(pairwise(bounds)) for index in range(start, stop)
@@ -153,7 +153,7 @@ class LayerStack:
         found = []
         for part, mine in groupby(called, owner_of.__getitem__):
             blocks = [start for start in bounds if owner_of.get(start) == part]
-            # As the user's module has them: the path may have turned them round.
+            # In the order of the user's module, which the path may have reversed.
             own = blocks[::-1] if part.endswith(_REVERSED) else blocks
             found += _passes(_name_of(part), [own.index(start) for start in mine], len(own))
         return ", ".join(found)
@@ -182,9 +182,9 @@ def find_layer_stack(module: nn.Module, num_stages: int, path: str = "auto") -> 
     """Find the container whose repeated layers hold most of the parameters.
 
     Args:
-        module: The whole model.
-        num_stages: Stages to cut into; the container must have as many layers.
-        path: Dotted name of the container, or `auto`; names of several that follow each other, joined by commas.
+        module: The full model.
+        num_stages: Number of stages; the container must have as many layers.
+        path: Dotted name of the container, or `auto`; commas join several that follow each other.
 
     Raises:
         ValueError: If there is none, or several candidates; with their names, and how to choose one.
@@ -204,23 +204,23 @@ def find_layer_stacks(module: nn.Module, num_stages: int, path: str = "auto", tr
     """Find the candidates: all similar containers in a row, and the largest alone.
 
     Args:
-        module: The whole model.
-        num_stages: Stages to cut into; the containers must have as many layers.
-        path: As of `find_layer_stack`.
-        traced: Whether a trace will tell how often layers are called: a container may have too few, then.
+        module: The full model.
+        num_stages: Number of stages; the containers must have as many layers.
+        path: See `find_layer_stack`.
+        traced: Whether a trace will show how often layers are called; a container may then have too few.
 
     Raises:
-        ValueError: If there is none; with how to name one.
+        ValueError: If there is none; the message says how to name one.
     """
     if path != "auto":
         stack = LayerStack.at(module, path)
         return [stack if traced else with_enough_layers(stack, num_stages)]
     sizes = {name: _repeated_size(container) for name, container in _containers(module)}
-    # Of equal ones what is trained: a frozen teacher is as large as its student.
+    # Of equal ones, prefer trained layers: a frozen teacher is as large as its student.
     trained = {name: any(value.requires_grad for value in module.get_submodule(name).parameters()) for name in sizes}
     candidates = sorted((name for name in sizes if sizes[name]), key=lambda name: (-sizes[name], not trained[name]))
     if not candidates and traced:
-        # One layer for all of a model's, as in ALBERT. Of nested containers the outermost comes first.
+        # One layer called as all layers of a model, as in ALBERT. Of nested containers the outermost comes first.
         single = [name for name, child in module.named_modules() if _holds_one_layer(child)]
         if single:
             return [LayerStack.at(module, single[0])]
@@ -234,33 +234,33 @@ def find_layer_stacks(module: nn.Module, num_stages: int, path: str = "auto", tr
     row = _containers_in_a_row(module, candidates, sizes)
     if len(row) > 1:
         paths.insert(0, ", ".join(row))
-    # The row first: whether its containers do follow each other, the trace of the step will show.
+    # The row first: the trace of the step will show whether its containers do follow each other.
     stacks = [LayerStack.at(module, path) for path in paths]
     enough = [stack for stack in stacks if len(stack.blocks) >= num_stages]
-    # With too few layers everywhere, the error tells of the candidate with the most of them.
+    # If all have too few layers, the error names the candidate with the most layers.
     return enough or (stacks if traced else [with_enough_layers(stacks[0], num_stages)])
 
 
 def _containers_in_a_row(module: nn.Module, candidates: list[str], sizes: dict[str, int]) -> list[str]:
     """Return the containers that may follow each other, in order of registration.
 
-    A rival holds nearly as many parameters as the largest, or layers of the same kind: the groups of a residual
-    network, or the encoder and the decoder of a transformer.
+    A rival holds nearly as many parameters as the largest, or layers of the same kind. Examples are the groups of a
+    residual network, or the encoder and the decoder of a transformer.
     """
     largest = candidates[0]
     kind = _kinds(_container(module, largest)).most_common(1)[0][0]
     row = [largest]
     for name in candidates[1:]:
         is_rival = sizes[name] > _RIVAL_SHARE * sizes[largest] or kind in _kinds(_container(module, name))
-        # What lies inside another container is a part of its layers, and cannot follow it.
+        # A module inside another container is a part of its layers, so it cannot follow it.
         if is_rival and not any(_related(name, other) for other in row):
             row.append(name)
-    # Registration mostly is the order of execution; where it is not, the trace of the step refuses the row.
+    # Registration order mostly equals execution order; if it does not, the trace of the step refuses the row.
     return sorted(row, key=list(sizes).index)
 
 
 def layer_kinds(stack: LayerStack) -> list[int]:
-    """Number the kinds of layers: those of one kind cost the same and return outputs of the same shapes.
+    """Number the kinds of layers: layers of one kind cost the same and return outputs of the same shapes.
 
     Two layers are of one kind if they have the same structure, parameter shapes and plain attributes. An attribute
     that counts the layers of a container (`layer_idx`) is left out.
@@ -277,7 +277,7 @@ def layer_kinds(stack: LayerStack) -> list[int]:
     for layer, attributes, owner in zip(layers, described, owners):
         shapes = tuple((name, tuple(value.shape), value.dtype) for name, value in layer.named_parameters())
         plain = tuple((key, value) for key, value in attributes.items() if key not in counting[owner])
-        # `repr` has the structure, and what modules tell of themselves, such as a stride.
+        # `repr` shows the structure, and the settings that modules report, such as a stride.
         kinds[layer] = numbers.setdefault((repr(layer), shapes, plain), len(numbers))
     return [kinds[layer] for layer in stack.layers]
 
@@ -303,7 +303,7 @@ def cut_units(stack: LayerStack) -> tuple[int, ...]:
         for start, stop in pairwise(bounds)
         if any(next(layer.parameters(), None) is not None for layer in stack.layers[start:stop])
     ]
-    # From 0 and not from the first start: what precedes the first layer with parameters goes with it.
+    # From 0 and not from the first start: layers before the first one with parameters go with it.
     return tuple(stop - start for start, stop in pairwise([0, *starts[1:], len(stack.layers)]))
 
 
@@ -315,15 +315,15 @@ def outer_modules(
     Args:
         module: The model.
         stack: Its layers.
-        with_parameters: Yield those that have parameters now; if False, those that had some when they were intercepted,
-            since a stage frees the parameters of others.
+        with_parameters: Yield modules that have parameters now. If False, yield modules that had some when they were
+            intercepted, because a stage frees the parameters of other stages.
     """
     layers = set(stack.layers)
 
     def walk(name: str, child: nn.Module) -> Iterator[tuple[str, nn.Module]]:
         if child in layers:
             return
-        # A module that contains layers runs on every stage, so what is inside it is looked at one by one.
+        # A module that contains layers runs on every stage, so the walk looks at each module inside it.
         holds_layers = any(other in layers for other in child.modules())
         if holds_layers or not name or _is_list(child):
             for key, grandchild in child.named_children():
@@ -356,7 +356,7 @@ def _container(module: nn.Module, path: str) -> nn.Module:
 def _entries(path: str, container: nn.Module) -> list[list[tuple[str, nn.Module]]]:
     """Return the layers of each entry of a container, with their names; a nested list is one entry."""
     entries = []
-    # Not `named_children`, which leaves out a module that is there twice: such a stack has to be refused.
+    # Not `named_children`, which omits repeated modules: such a stack has to be refused.
     for key, child in children_of(container).items():
         name = f"{path}.{key}" if path else key
         if child is not None:
@@ -367,7 +367,7 @@ def _entries(path: str, container: nn.Module) -> list[list[tuple[str, nn.Module]
 
 def _is_list(module: nn.Module) -> bool:
     """Return whether `module` is only a container, which is never called itself."""
-    # A subclass with a forward of its own is called, like any other module.
+    # A subclass with its own forward is called, like any other module.
     return isinstance(module, (nn.ModuleList, nn.ModuleDict)) and type(module).forward is nn.Module.forward
 
 
@@ -399,12 +399,12 @@ def _kinds(container: nn.Module) -> Counter[object]:
 
 
 def _kind(entry: nn.Module | None) -> object:
-    # The type of a nested container does not tell its layers, so all types inside it count.
+    # The type of a nested container says nothing about its layers, so all types inside it count.
     return tuple(map(_class, entry.modules())) if isinstance(entry, _CONTAINERS) else _class(entry)
 
 
 def _class(module: nn.Module | None) -> type:
-    # A parametrization, such as a weight norm, gives each module a class of its own.
+    # A parametrization, such as a weight norm, gives each module a separate class.
     return type(module) if module is None or not is_parametrized(module) else type(module).__bases__[0]
 
 
@@ -424,7 +424,7 @@ def _related(one: str, other: str) -> bool:
 
 
 def with_enough_layers(stack: LayerStack, num_stages: int) -> LayerStack:
-    """Return the stack, if it has a layer for each stage, else raise ValueError."""
+    """Return the stack, if it has a layer for each stage; otherwise raise ValueError."""
     if len(stack.blocks) < num_stages:
         raise ValueError(
             f"Every stage must have at least one layer; got {len(stack.blocks)} layers in `{stack.path}` for"

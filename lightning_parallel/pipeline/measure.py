@@ -1,7 +1,7 @@
-"""Measure what each layer costs on one microbatch, or count it in parameters.
+"""Measure the cost of each layer on one microbatch, or count it in parameters.
 
-No rank needs the whole model for it: the step runs with one layer of each kind, whose output also stands for that of
-the others, and every part is on the device only while it is in use.
+No rank needs the full model for it. The step runs with one layer of each kind, whose output also stands for the outputs
+of all other layers of that kind. Every part is on the device only while it is in use.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ T = TypeVar("T")
 Step = Callable[[Any], Any]
 _REPEATS = 3
 STATE_COPIES = 4
-"""Bytes held per byte of a trained parameter where the optimizer is not known: itself, its gradient, two moments."""
+"""Bytes held per byte of a trained parameter if the optimizer is unknown: itself, its gradient, two moments."""
 
 
 def count_parameters(module: nn.Module, stack: LayerStack, use: Mapping[str, set[int]]) -> Costs:
@@ -45,7 +45,7 @@ def count_parameters(module: nn.Module, stack: LayerStack, use: Mapping[str, set
     Args:
         module: The model.
         stack: Its layers.
-        use: The layers at whose stages each parameter is computed with, by name.
+        use: For each parameter, by name, the layers whose stages compute with it.
     """
     layers = tuple(Cost(resident_bytes=_held_bytes(layer.parameters())) for layer in stack.layers)
     inside = {id(parameter) for layer in stack.layers for parameter in layer.parameters()}
@@ -66,21 +66,21 @@ def measure(
     repeats: int = _REPEATS,
     typical: bool = False,
 ) -> Costs:
-    """Measure the prologue, a layer of each kind, and the epilogue; the model is left as it was.
+    """Measure the prologue, a layer of each kind, and the epilogue, without changing the model.
 
-    Parameters without data are random for it. Seconds are the least of a few runs; a W is what a backward pass takes
-    beyond its I, which leaves out only what the runtime can put off.
+    Parameters without data get random values for it. Seconds are the least of a few runs. A W is the time that a
+    backward pass takes beyond its I, so it covers only work that the runtime can put off.
 
     Args:
         module: The model.
         stack: Its layers.
-        use: The layers at whose stages each parameter is computed with, by name.
+        use: For each parameter, by name, the layers whose stages compute with it.
         step: The user's step.
-        microbatch: What it is run on.
-        device: Where.
-        now: The clock, in seconds; by default that of the host, when the device is idle.
+        microbatch: The input of the step.
+        device: Where to run.
+        now: The clock, in seconds; by default the host's clock, when the device is idle.
         repeats: Runs of each part.
-        typical: Take the median of the runs, and not the least.
+        typical: Take the median of the runs instead of the least.
     """
     last = len(stack.layers) - 1
     ends = ({name for name in use if 0 in use[name]}, {name for name in use if last in use[name]})
@@ -95,7 +95,7 @@ def measure(
         except Exception as error:
             failure = repr(error)  # the error itself would keep the tensors of its frames
     else:
-        # Random data may lead where true data would not; what is wrong with the step itself, the dry run will say.
+        # Random data may take a branch that true data would not. A fault of the step itself shows in the dry run.
         warnings.warn(
             f"The layers could not be measured ({failure}). The split points depend on their numbers of parameters"
             " instead",
@@ -112,16 +112,16 @@ def measure(
 class TruncatedModel:
     """Runs a step through the prologue, one layer of each kind, and the epilogue, as a handler of calls.
 
-    Layers of one kind return what the first of them did, as long as their inputs have the same shapes. Parameters are
-    on the device while their part runs; those without data are random, and the same in every run.
+    All layers of one kind return the output of the first one, as long as their inputs have the same shapes. Parameters
+    are on the device while their part runs. Parameters without data get random values, the same in every run.
 
     Args:
-        module: The model; it stays as it is.
+        module: The model; it is not changed.
         stack: Its layers.
         prologue, epilogue: Names of the parameters used before and after the layers.
         device: Where to run.
         runs_all: Run every layer, one after the other, for a model that notices otherwise.
-        dtype: Of floating-point parameters on the device; None for their own.
+        dtype: The dtype of floating-point parameters on the device; None to keep each one's dtype.
     """
 
     entered = True
@@ -152,38 +152,38 @@ class TruncatedModel:
 
     @classmethod
     def of_plan(cls, module: nn.Module, plan: PipelinePlan, *args: Any) -> TruncatedModel:
-        """Return one with the ends of the model where a plan has them; `args` as of the class."""
+        """Return one whose ends hold the parameters of the plan's first and last stage; `args` as for the class."""
         ends = (0, plan.num_stages - 1)
         first, last = ({name for name, held in plan.parameters.items() if end in held.stages} for end in ends)
         return cls(module, LayerStack.at(module, plan.container), first, last, *args)
 
     def run(self, step: Step, batch: Any, seed: int | None = 0) -> Any:
-        """Run `step` on `batch`, with random numbers from `seed` or those of outside; returns what it returns."""
+        """Run `step` on `batch` and return its result; random numbers come from `seed`, or from outside if None."""
         self._is_first = True
-        # Outputs of another batch have other shapes, and its graph would stay alive.
+        # Outputs of another batch have other shapes, and would keep its graph alive.
         self._outputs.clear()
-        # The parameters are unloaded inside, as they are no attributes to be restored.
+        # The parameters are unloaded inside, because they are no attributes to be restored.
         with self._intercepted.handled_by(self, seed), self._loaded:
             self._load_end(0)
             self.begin()
             return step(batch)
 
     def begin(self) -> None:
-        """Do nothing; called when all of the prologue is loaded, for subclasses that measure."""
+        """Do nothing; called when the full prologue is loaded, for subclasses that measure."""
 
     def leave_prologue(self, call: Call) -> Call:
-        """Return the call of the first layer, as it is here."""
+        """Return the call of the first layer, unchanged here."""
         return call
 
     def enter_epilogue(self) -> None:
-        """Do nothing; called when all of the epilogue is loaded."""
+        """Do nothing; called when the full epilogue is loaded."""
 
     def run_layer(self, key: Any, call: Call) -> Any:
         """Run the first layer of a kind; `key` tells kinds and shapes of inputs apart."""
         return call.run()
 
     def outer_module(self, call: Call) -> Any:
-        """Run a module outside of the layers, with its parameters on the device."""
+        """Run a module outside the layers, with its parameters on the device."""
         with self.loaded(call.module):
             return call.run()
 
@@ -195,7 +195,7 @@ class TruncatedModel:
             # The prologue's parameters leave the device before a layer comes: never more than one part is there.
             self._loaded.close()
         key = (call.site.kind, _shapes((call.args, call.kwargs)))
-        # Hooks collect what layers return: each has to be run for them.
+        # Hooks collect the outputs of layers, so a layer with hooks has to run.
         if key in self._outputs and not self.runs_all and not has_listeners(list(call.module.modules())):
             output = self._outputs[key]
         else:
@@ -203,7 +203,7 @@ class TruncatedModel:
                 output = self.run_layer(key, call)
             # A layer's graph holds its parameters: it ends here, so that one layer is all that is ever held.
             self._outputs[key] = output = pytree.tree_map_only(Tensor, cut_off, output)
-        # Each layer gets a copy of its own, which it may write into.
+        # Each layer gets a separate copy, which the model may write into.
         output = pytree.tree_map_only(Tensor, cut_off, output)
         if call.layer_index == len(self.stack.layers) - 1:
             self._load_end(1)
@@ -212,14 +212,14 @@ class TruncatedModel:
 
     @contextmanager
     def loaded(self, module: nn.Module) -> Iterator[None]:
-        """Put parameters and buffers of `module` on the device inside the block, where they are not yet."""
+        """Put parameters and buffers of `module` on the device inside the block, unless they are there already."""
         with replaced(module, lambda _, child: self._data(child, None)):
             yield
 
     def _load_end(self, end: int) -> None:
-        """Load what is used at one end of the model, but for modules that are intercepted: they are loaded when called.
+        """Load the parameters used at one end of the model, except in intercepted modules, which load when called.
 
-        A step may read the parameters of any module, such as the embedding's matrix for the output.
+        Exception: a step may read the parameters of any module directly, such as the embedding's matrix for the output.
         """
 
         def data(_: str, child: nn.Module) -> dict[str, Any]:
@@ -231,7 +231,7 @@ class TruncatedModel:
         return any(self._names.get(id(value)) in self._ends[end] for value in parameters_of(child).values())
 
     def _data(self, module: nn.Module, names: set[str] | None) -> dict[str, Any]:
-        """Return the own tensors of `module`, without its children's, on the device.
+        """Return the module's own tensors, without its children's, on the device.
 
         Args:
             names: The parameters to load; None for all.
@@ -253,10 +253,10 @@ class TruncatedModel:
         is_meta = parameter.is_meta
         value = _random(name, parameter, self.device) if is_meta else parameter.detach().to(self.device)
         value = value.to(self.dtype) if self.dtype is not None and value.is_floating_point() else value
-        # Another parameter with the same data: gradients must not reach those of the model.
+        # Another parameter with the same data: gradients must not reach the model's parameters.
         loaded = nn.Parameter(value, parameter.requires_grad)
         if loaded.requires_grad:
-            # Nobody reads the gradients: each is dropped before the next one is there.
+            # The gradients are not used: drop each before the next one arrives.
             loaded.register_post_accumulate_grad_hook(_drop_gradient)
         return loaded
 
@@ -267,7 +267,7 @@ def _drop_gradient(parameter: Tensor) -> None:
 
 def _random(name: str, parameter: Tensor, device: torch.device) -> Tensor:
     """Return the same random values for a parameter each time, small enough that half precision stays finite."""
-    # Not `hash`, which differs from process to process: all ranks are to draw the same values.
+    # Not `hash`, which differs from process to process: all ranks must draw the same values.
     generator = torch.Generator(device).manual_seed(zlib.crc32(name.encode()))
     value = torch.zeros(parameter.shape, dtype=parameter.dtype, device=device)
     if has_data(value) and (value.is_floating_point() or value.is_complex()):
@@ -276,7 +276,7 @@ def _random(name: str, parameter: Tensor, device: torch.device) -> Tensor:
 
 
 def _copied(buffer: Tensor, device: torch.device) -> Tensor:
-    """Return a copy on `device`, which a forward pass may write into; zeros where there are no data."""
+    """Return a copy on `device`, which a forward pass may write into; zeros if there are no data."""
     if buffer.is_meta:
         return torch.zeros_like(buffer, device=device)
     return buffer.to(device, copy=True)
@@ -310,12 +310,12 @@ class _CostMeter(TruncatedModel):
         self.typical = False
         self.counts = True
         self.clock: Callable[[], float] | None = None
-        # Sizes of what autograd saves, and parameters on the device, by the addresses of their storages.
+        # Sizes of the tensors that autograd saves, and parameters on the device, by the addresses of their storages.
         self.saved: dict[int, int] = {}
         self.loaded_parameters: dict[int, weakref.ref[Tensor]] = {}
 
     def measure(self, step: Step, microbatch: Any) -> list[Cost]:
-        """Time a few steps, then each kind of layer; returns the cost of every layer."""
+        """Time a few steps, then each kind of layer; return the cost of every layer."""
         with torch.enable_grad():
             for index in range(self.repeats):
                 self.counts = index == 0
@@ -323,7 +323,7 @@ class _CostMeter(TruncatedModel):
             return self.layer_costs()
 
     def time_step(self, step: Step, microbatch: Any) -> None:
-        """Run the step once, and differentiate what came after the last layer and led to what it returned."""
+        """Run the step once, and differentiate the part of its result that comes after the last layer."""
         with self._counting():
             result = self.run(step, microbatch)
         forward_s = self.now() - self.begun_s
@@ -339,7 +339,7 @@ class _CostMeter(TruncatedModel):
         """Clock the prologue and its backward; the layers' arguments have no history from here on."""
         forward_s = self.now() - self.begun_s
         arguments = (call.args, call.kwargs)
-        # The graph is kept: what follows the layers may use outputs of the prologue, and is differentiated later.
+        # Keep the graph: the epilogue may use outputs of the prologue, and is differentiated later.
         activation_bytes = self._activation_bytes()
         backward_s = self._backward_s(_differentiable(arguments), keep=True)
         self.prologues.append(Cost(forward_s, 0.0, backward_s, activation_bytes))
@@ -359,13 +359,13 @@ class _CostMeter(TruncatedModel):
         """Note the first call of each kind with its arguments, before the layer may change them."""
         if key not in self.noted:
             arguments = pytree.tree_map_only(Tensor, cut_off, copy_args((call.args, call.kwargs), {}))
-            # The precision too: the layer is run again after the step, outside of the context that sets it.
+            # The precision too: the layer runs again after the step, outside the context that sets it.
             precision = autocast_dtype(self.device), torch.get_default_dtype()
             self.noted[key] = _NotedCall(call.with_arguments(arguments), *precision)
         return super().run_layer(key, call)
 
     def layer_costs(self) -> list[Cost]:
-        """Run a layer of each kind alone: nothing in the model that listens to its layers may take it for the step."""
+        """Run a layer of each kind alone, so that code that listens to the layers cannot take it for the step."""
         known = {}
         with seeded(0):
             for key, noted in self.noted.items():
@@ -384,18 +384,18 @@ class _CostMeter(TruncatedModel):
         return replace(whole[0], forward_s=forward_s, input_gradient_s=input_s, weight_gradient_s=backward_s - input_s)
 
     def chosen(self, runs: list[Cost]) -> Cost:
-        """Return the seconds of one run, and the bytes of the first, which has counted them."""
+        """Return the seconds of one run, and the bytes of the first run, which counted them."""
         ordered = sorted(runs[1:] or runs, key=lambda cost: cost.total_s)
         found = ordered[(len(ordered) - 1) // 2 if self.typical else 0]
         return replace(found, activation_bytes=runs[0].activation_bytes)
 
     def _chosen(self, seconds: list[float]) -> float:
-        # Other programs can only make a run longer. The first one allocates and counts.
+        # Other programs can only make a run longer. The first run is left out: it also allocates and counts.
         ordered = sorted(seconds[1:] or seconds)
         return ordered[(len(ordered) - 1) // 2 if self.typical else 0]
 
     def _runs(self, noted: _NotedCall, later: Callable[[], WeightGradients | None]) -> list[Cost]:
-        """Run a layer a few times: as often on each rank, since divided layers communicate."""
+        """Run a layer a few times: as often on each rank, because sharded layers communicate."""
         found = []
         for index in range(self.repeats):
             self.counts = index == 0
@@ -403,11 +403,11 @@ class _CostMeter(TruncatedModel):
         return found
 
     def _counting(self) -> AbstractContextManager[Any]:
-        """Note what autograd saves, in one of the runs: in each it would take a part of the seconds."""
+        """Note the tensors that autograd saves, in one of the runs: in each it would take a part of the seconds."""
         return saved_tensors_hooks(self._note_saved, lambda tensor: tensor) if self.counts else nullcontext()
 
     def _run(self, noted: _NotedCall, later: WeightGradients | None = None) -> Cost:
-        """Time forward and backward, noted as an I, without what can be left for `later`."""
+        """Time forward and backward, noted as an I, without work that can be put off until `later`."""
         call = noted.call
         args, kwargs = pytree.tree_map_only(Tensor, cut_off, copy_args((call.args, call.kwargs), {}))
         self.saved.clear()
@@ -435,13 +435,13 @@ class _CostMeter(TruncatedModel):
         storage = tensor.untyped_storage()
         address = storage_address(storage)
         known = self.loaded_parameters.get(address)
-        # Where a parameter was that is freed, activations may lie now.
+        # Activations may now lie at the address of a parameter that was freed.
         if known is None or known() is None:
             self.saved[address] = storage.nbytes()
-        return tensor.detach()  # an output would keep the node that saves it, and with it a graph that nobody runs
+        return tensor.detach()  # an output would keep the node that saves it, and with it a graph that never runs
 
     def _activation_bytes(self) -> int:
-        """Sum up what was saved for backward; parameters are saved without a copy, and counted as resident."""
+        """Sum up the tensors saved for backward; parameters are saved without a copy, and counted as resident."""
         return sum(self.saved.values())
 
     def _backward_s(self, roots: Sequence[Tensor], keep: bool = False) -> float:
@@ -457,10 +457,10 @@ class _CostMeter(TruncatedModel):
         return self.now() - begun_s, result
 
     def now(self) -> float:
-        """Return the seconds of the clock: by default that of the host, when the device is idle."""
+        """Return the seconds of the clock: by default the host's clock, when the device is idle."""
         if self.clock is not None:
             return self.clock()
-        # Kernels are only launched when a call returns.
+        # A call returns once its kernels are launched, so wait until they end.
         if self.device.type != "cpu":
             torch.accelerator.synchronize()
         return time.perf_counter()
@@ -491,6 +491,6 @@ def _splitting(module: nn.Module) -> Iterator[None]:
     try:
         yield
     finally:
-        # The measured layer is the user's: a plan may still be discarded, or its schedule not split the backward.
+        # The measured layer is the user's: its plan may still be discarded, or its schedule may not split the backward.
         for child in before:
             child.__class__ = nn.Linear

@@ -1,4 +1,4 @@
-"""What a message between stages holds: the arguments of a layer that the next stage lacks, and skip connections."""
+"""The content of a message between stages: layer arguments that the next stage lacks, and skip connections."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from lightning_parallel.pipeline.skips import Skip
 
 __all__ = ["Message", "MessageLayout", "MessageLayouts", "TensorSpec", "line_of_step"]
 
-_SMALL_BYTES = 1 << 16  # up to this size a message of its own takes longer than a copy
+_SMALL_BYTES = 1 << 16  # up to this size a separate message takes longer than a copy
 
 
 class TensorSpec(NamedTuple):
@@ -50,8 +50,9 @@ class MessageLayout:
         positions: Which leaves of its arguments.
         tensors: Their shapes and dtypes.
         line: The line of the step that calls it; see `line_of_step`.
-        skips: What the tensors after the arguments are.
-        is_failure: Whether it stands for what a stage cannot make, as a step has failed before; it has no tensors.
+        skips: The skip connections whose tensors follow the arguments.
+        is_failure: Whether it stands for tensors that a stage cannot make, because a step has failed before. It has
+            no tensors.
     """
 
     index: int
@@ -63,7 +64,7 @@ class MessageLayout:
 
     @property
     def packed_bytes(self) -> int:
-        """Bytes of the tensors if they are sent in the header's message, 0 if they are sent by themselves."""
+        """Bytes of the tensors if they travel in the header's message, 0 if they travel separately."""
         num_bytes = sum(spec.num_bytes for spec in self.tensors)
         return num_bytes if num_bytes <= _SMALL_BYTES else 0
 
@@ -74,7 +75,7 @@ def line_of_step() -> str:
 
     def is_end(frame: FrameType) -> bool:
         nonlocal is_inside
-        # The runtime calls the step, which calls the layers that the runtime runs, and it may be that which asks here.
+        # The runtime calls the step, which calls the layers that the runtime runs. The caller may be that runtime.
         name = frame.f_globals.get("__name__")
         was_inside, is_inside = is_inside, is_inside or name not in (_RUNTIME, __name__)
         return name == _RUNTIME and was_inside

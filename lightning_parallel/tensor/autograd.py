@@ -300,7 +300,7 @@ class _CopyToGroup(Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: Group) -> Tensor:
         ctx.group = group
-        return x.view_as(x)  # an alias: returning `x` itself would give its own consumers this node's gradient
+        return x.view_as(x)  # an alias, so that the output has a separate `grad_fn`
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:

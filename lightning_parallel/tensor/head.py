@@ -1,4 +1,4 @@
-"""The head of a model: a column-parallel layer whose output stays divided until someone looks at it."""
+"""The head of a model: a column-parallel layer whose output stays sharded until code reads it."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ NOTE = (
 
 @dataclass(frozen=True)
 class Head(Column):
-    """Column-parallel head: what it computes stays divided until someone looks at it; see `DividedLogits`.
+    """Column-parallel head whose output stays sharded until code reads it; see `DividedLogits`.
 
-    Outside of training its output is gathered at once.
+    Outside training its output is gathered at once.
     """
 
     gather_output: bool = True
@@ -43,14 +43,14 @@ class Head(Column):
 
     def apply(self, module: nn.Module, group: Group, kind: type[ColumnLinear] | None = None) -> None:
         """See `Style`."""
-        if low_rank_of(module) is not None:  # its terms would be looked at, to be added
+        if low_rank_of(module) is not None:  # the addition of its terms would read the output
             self.gathered().apply(module, group)
             return
         super().apply(module, group, HeadLinear)
 
 
 class HeadLinear(ColumnLinear):
-    """Linear layer whose output is whole for whoever looks at it; see `Head`."""
+    """Linear layer whose output reads as the full one; see `Head`."""
 
     @torch.compiler.disable  # the collectives cannot be traced into a graph
     def forward(self, input: Tensor) -> Tensor:
@@ -59,9 +59,9 @@ class HeadLinear(ColumnLinear):
         y = super().forward(input)
         self.gather_output = True
         rule, group = self.feature_rule, self.group
-        # Without gradients, and outside of training, nothing is saved by leaving them divided.
+        # Without gradients, and outside training, sharded logits would save nothing.
         is_trained = self.training and torch.is_grad_enabled() and y.requires_grad
-        # What stands for a tensor of another stage is gathered in shape only.
+        # A placeholder for another stage's tensor has no data, so a gather only changes its shape.
         is_plain = type(y) in (Tensor, FakeTensor) and not y.is_meta
         if group.size == 1 or not (is_trained and is_plain and rule.consecutive):
             return gather_features(y, rule, group)
@@ -71,8 +71,8 @@ class HeadLinear(ColumnLinear):
 def find_heads(module: nn.Module, styles: Mapping[str, Style]) -> dict[str, Style]:
     """Return the style `Head` for the layers with gathered outputs that may be the head, by path.
 
-    These are outside of repeated layers, where an output goes into the next layer. One that is no head costs nothing:
-    it is gathered by what reads it.
+    Candidates stand outside repeated layers, where an output goes into the next layer. A layer that is no head loses
+    nothing as `Head`: the code that reads its output gathers it.
 
     Args:
         module: The model.

@@ -1,11 +1,11 @@
-"""Inputs whose sizes read otherwise than what this rank holds, for code that takes lengths and widths from its input.
+"""Inputs whose sizes differ from this rank's data, for code that takes lengths and widths from its input.
 
-    NarrowInput    whole values, the features of this rank's heads in its shape    x.view(b, t, heads, c // heads)
-    DividedInput   this rank's positions, those of all ranks in its shape          b, t, c = x.shape
+    NarrowInput    full values, the features of this rank's heads in its shape     x.view(b, t, heads, c // heads)
+    DividedInput   this rank's positions, the positions of all ranks in its shape  b, t, c = x.shape
 
-Layers that know of the division take what stands behind it (`whole_input`, `DividedInput.piece`). With sequence
-parallelism, functions that take each position by itself compute on this rank's positions; for any other function the
-sequence is gathered, which is right but slower.
+Sharding-aware layers take the tensor behind it (`whole_input`, `DividedInput.piece`). With sequence parallelism,
+functions that compute each position by itself run on this rank's positions. For any other function the sequence is
+gathered, which is right but slower.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ _SIZES = {Tensor.shape.__get__, Tensor.size, Tensor.numel, Tensor.nelement}  # t
 
 
 class NarrowInput(Tensor):
-    """Input (..., E) of an attention, whole, whose last size reads as that of this rank's heads.
+    """Full input (..., E) of an attention, whose last size reads as the width of this rank's heads.
 
     Code such as `x.view(b, t, heads, x.shape[-1] // heads)` takes the width of its heads from its input. Functions
-    compute on the whole tensor, and what they make of it is narrow again if it has as many features.
+    compute on the full tensor, and a result with as many features is narrow again.
     """
 
     whole: Tensor
@@ -59,16 +59,16 @@ class NarrowInput(Tensor):
 
 
 def whole_input(value: Any) -> Any:
-    """Return the tensor that a `NarrowInput` stands for; anything else as it is."""
+    """Return the tensor that a `NarrowInput` stands for; return any other value unchanged."""
     return value.whole if isinstance(value, NarrowInput) else value
 
 
 def _without_values(like: Tensor, shape: Sequence[int]) -> Tensor:
-    """Return a tensor of that shape; its own values are read by nothing, and if they are, NaN shows it."""
+    """Return a tensor of that shape whose values no code should read; they are NaN, so a read shows."""
     with torch.no_grad():
         made = like.new_full((1,), float("nan"))
         if not isinstance(made, FakeTensor) and type(made).__torch_dispatch__ is not Tensor.__torch_dispatch__:
-            # Of the placeholder of another pipeline stage, which cannot take another class.
+            # `like` is the placeholder of another pipeline stage, and `as_subclass` rejects its class.
             made = torch.full((1,), float("nan"), dtype=like.dtype, device=like.device)
         return made.expand(*shape)
 
@@ -77,12 +77,12 @@ def _without_values(like: Tensor, shape: Sequence[int]) -> Tensor:
 
 
 class DividedInput(Tensor):
-    """Activations (B, L, E) of which this rank holds some positions, whose sizes read as those of the whole.
+    """Activations (B, L, E) of which this rank holds some positions, and whose sizes read as the full ones.
 
     Attributes:
-        piece: This rank's part of them.
-        lengths: How sequences are divided.
-        division: The dimension that is divided, and the extent of each rank's part.
+        piece: This rank's part.
+        lengths: How sequences are sharded.
+        division: The sharded dimension, and the extent of each rank's part.
     """
 
     piece: Tensor
@@ -91,7 +91,7 @@ class DividedInput(Tensor):
 
     @staticmethod
     def of(piece: Tensor, lengths: SequenceLengths, division: tuple[int, list[int]] | None = None) -> DividedInput:
-        """Let the sizes of a `piece` read as those of the whole."""
+        """Let the sizes of a `piece` read as the full sizes."""
         dim, parts = division = lengths.of_piece(piece) if division is None else division
         shape = (*piece.shape[:dim], sum(parts), *piece.shape[dim + 1 :])
         divided = _without_values(piece, shape).as_subclass(DividedInput)
@@ -101,7 +101,7 @@ class DividedInput(Tensor):
         return divided
 
     def gathered(self) -> Tensor:
-        """Return the positions of all ranks, for a computation that all of them repeat."""
+        """Return the positions of all ranks, for a computation that all ranks repeat."""
         return gather_from_group(self.piece, self.lengths.group, *self.division)
 
     @classmethod
@@ -136,13 +136,13 @@ def _gathered(value: Any) -> Any:
 
 
 def divided_input(piece: Tensor, lengths: SequenceLengths) -> Tensor:
-    """Let the sizes of a `piece` read as those of the whole; what has no data, to see shapes only, is made whole."""
+    """Let the sizes of a `piece` read as the full sizes; gather a tensor without data, which only shows shapes."""
     if type(piece) in (Tensor, nn.Parameter):
         return DividedInput.of(piece, lengths)
     return gather_from_group(piece, lengths.group, *lengths.of_piece(piece))
 
 
-# Functions that read no values, or make tensors of their own.
+# Functions that read no values, or make tensors with other values.
 _ABOUT_SIZES = {
     *("dim", "ndimension", "is_floating_point", "is_complex", "element_size", "get_device", "__len__", "__repr__"),
     *("new_zeros", "new_ones", "new_full", "new_empty", "new_tensor", "zeros_like", "ones_like", "empty_like"),
@@ -151,8 +151,8 @@ _ABOUT_SIZES = {
 _ABOUT_TENSOR = {"dtype", "device", "ndim", "layout", "is_cuda", "is_cpu", "is_meta", "requires_grad", "is_sparse"}
 _ABOUT_TENSOR |= {"is_nested", "is_quantized", "names", "is_mps", "is_xpu", "itemsize"}
 
-# Functions of each element, or of each position, whatever their other arguments are (tensors of one dimension meet
-# features, since there are positions before them).
+# Functions of each element, or of each position, whatever their other arguments are. A tensor of one dimension
+# broadcasts along the features, because positions always come before features.
 _OF_ELEMENTS = {
     *("add", "sub", "mul", "div", "true_divide", "neg", "pow", "rsub", "abs", "exp", "log", "sqrt", "rsqrt", "square"),
     *("reciprocal", "clamp", "clip", "where", "addcmul", "lerp", "rsub", "multiply", "subtract", "divide"),
@@ -189,7 +189,7 @@ def _is_by_position(
 
 
 def _reduced(name: str, args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[Any, ...] | None:
-    """Return the dimensions over which a function reduces, if it says so by them."""
+    """Return the dimensions over which a function reduces, if its arguments name them."""
     place = 2 if name in ("norm", "normalize") else 1
     dim = kwargs.get("dim", args[place] if len(args) > place else None)
     return tuple(dim) if isinstance(dim, (tuple, list)) else (dim,)

@@ -1,10 +1,10 @@
-"""Facts about a module that decide how it can be divided: the kind of layer, its attention heads, what its code reads.
+"""Facts about a module that decide how it can be sharded: the layer kind, the attention heads, the reads of its code.
 
 Layers    `is_linear`, `is_native`: does the module compute with an ordinary weight, by the `forward` of its kind?
 Heads     read from the module or its configuration; used only if they fit the weights: features = heads x head size.
-Code      the methods that a step runs (`forward`, the steps of a LightningModule, and what these use of `self`) show
-          which parameters they read. Reads that do not show there (a list of parameters, a weight passed to another
-          function) show in the graph of the first step: see `verify.StepAudit`.
+Code      the methods that a step runs (`forward`, the steps of a LightningModule, and the methods that these use) show
+          which parameters they read. Other reads (a list of parameters, a weight passed to another function) show in
+          the graph of the first step: see `audit.StepAudit`.
 """
 
 from __future__ import annotations
@@ -66,13 +66,13 @@ def is_native(module: nn.Module, kind: type[nn.Module]) -> bool:
     weight = own.get("weight")
     # A lazy module has no sizes before its first batch; quantised weights are not floating-point.
     ordinary = weight is not None and not is_lazy(weight) and weight.is_floating_point()
-    # A pruned one is computed from a parameter of another name.
+    # A pruned bias is a plain tensor, computed from a parameter of another name.
     ordinary = ordinary and ("bias" in own or not isinstance(getattr(module, "bias", None), Tensor))
     return isinstance(module, kind) and ordinary and _has_class_forward(module) and only_wraps(type(module), kind)
 
 
 def _computes_linear(module: nn.Module) -> bool:
-    """Return whether the own `forward` of a subclass of `nn.Linear` computes the same, as `x @ weight.T + bias`."""
+    """Return whether a subclass of `nn.Linear` with its own `forward` still computes `x @ weight.T + bias`."""
     own = {name for name, value in parameters_of(module).items() if value is not None}
     if not isinstance(module, nn.Linear) or isinstance(module, PartialModule):
         return False
@@ -104,7 +104,7 @@ _TRIED: dict[object, bool] = {}
 
 
 def _tried_as_linear(kind: type[nn.Module], module: nn.Linear, settings: tuple[object, ...]) -> bool:
-    """Run a copy of a few features, once for each kind; in training and in evaluation, with gradients."""
+    """Run a copy with a few features, once for each kind; in training and in evaluation, with gradients."""
     key = (kind, settings)
     if key not in _TRIED:
         agrees = []
@@ -112,7 +112,7 @@ def _tried_as_linear(kind: type[nn.Module], module: nn.Linear, settings: tuple[o
             for bias, training in ((True, True), (False, False)):
                 try:
                     agrees.append(_agrees_with_linear(module, bias, training))
-                except Exception:  # any code of the user's
+                except Exception:  # any error of the user's code
                     agrees.append(False)
         _TRIED[key] = all(agrees)
     return _TRIED[key]
@@ -121,7 +121,7 @@ def _tried_as_linear(kind: type[nn.Module], module: nn.Linear, settings: tuple[o
 def _agrees_with_linear(module: nn.Linear, bias: bool, training: bool) -> bool:
     found = copy.copy(module)
     plain = nn.Linear(5, 4, bias, dtype=torch.float64)
-    # The dict is still that of the original.
+    # `copy.copy` shares the parameter dict with the original, so a new dict replaces it.
     vars(found).update({"in_features": 5, "out_features": 4, "training": training, PARAMETERS: parameters_of(plain)})
     x = torch.randn(2, 3, 5, dtype=torch.float64, requires_grad=True)
     results = []
@@ -135,7 +135,7 @@ def _agrees_with_linear(module: nn.Linear, bias: bool, training: bool) -> bool:
 def is_transposed(module: nn.Module) -> bool:
     """Return whether `module` is transformers' `Conv1D`: a linear layer whose weight is (in, out).
 
-    It is recognised by its class name, as transformers may not be installed.
+    It is recognised by its class name, because transformers may not be installed.
     """
     weight = parameters_of(module).get("weight")
     named = any(kind.__name__ == "Conv1D" for kind in type(module).__mro__)
@@ -149,24 +149,24 @@ def is_transposed(module: nn.Module) -> bool:
 
 
 def _has_class_forward(module: nn.Module) -> bool:
-    """Return False if `forward` was replaced on the instance: that of the class then says nothing."""
+    """Return False if the instance has its own `forward`: the class's `forward` then says nothing."""
     return "forward" not in vars(module)
 
 
 def full_shape(parameter: Tensor) -> torch.Size:
-    """Return the shape that `parameter` has, or had before it was divided."""
+    """Return the shape of the full `parameter`, sharded or not."""
     rule: Shard | None = getattr(parameter, "shard_rule", None)
     return parameter.shape if rule is None else rule.full_shape(parameter.shape)
 
 
 def sizes_of(module: nn.Module) -> tuple[int, int]:
-    """Return the (in, out) features of a linear layer, of its shard if it was divided."""
+    """Return the (in, out) features of a linear layer; of the shard, if it is sharded."""
     first, second = parameters_of(module)["weight"].shape  # type: ignore[union-attr]
     return (first, second) if is_transposed(module) else (second, first)
 
 
 def why_no_linear(module: nn.Module) -> str | None:
-    """Return in a few words why `module`, which looks like a linear layer or an embedding, is not divided as one."""
+    """Return in a few words why `module`, which looks like a linear layer or an embedding, is not sharded as such."""
     own = parameters_of(module)
     weight = own.get("weight")
     parametrized = is_parametrized(module) or {"weight_g", "weight_v"} <= own.keys() or "weight_orig" in own
@@ -226,7 +226,7 @@ def heads_of(module: nn.Module, config: Any = None) -> AttentionHeads | None:
     queries = _first_count(sources, QUERY_NAMES)
     if queries is None:
         return None
-    # Without a count of key/value heads there are as many as query heads.
+    # A configuration without a count of key/value heads has as many as query heads.
     keys = _first_count(sources, KEY_VALUE_NAMES) or queries
     size = _first_count(sources, SIZE_NAMES)
     if size is None:
@@ -238,7 +238,7 @@ def heads_of(module: nn.Module, config: Any = None) -> AttentionHeads | None:
 
 
 def _first_count(sources: list[Any], names: tuple[str, ...]) -> int | None:
-    """Return the first positive integer that one of the sources has under one of the names."""
+    """Return the first positive integer that one of the sources holds under one of the names."""
     for source in sources:
         for name in names:
             try:
@@ -253,7 +253,7 @@ def _first_count(sources: list[Any], names: tuple[str, ...]) -> int | None:
 def local_attributes(module: nn.Module, heads: AttentionHeads, group: Group) -> dict[str, int]:
     """Return this rank's values of the attributes of an attention module that count heads or features of heads.
 
-    Attributes that the division does not change are left out.
+    Attributes that keep their value are left out.
     """
     start, stop = heads.query_part().split(group.size)[group.rank]
     queries = (stop - start) // heads.size
@@ -286,9 +286,9 @@ def _cached(function: Callable[P, R]) -> Callable[P, R]:
 
 
 def computes_with_parameters(module: nn.Module) -> bool:
-    """Return whether `module` reads one of its own parameters.
+    """Return whether `module` itself reads one of the parameters that it registers.
 
-    Torch's own modules do; others if their code shows it.
+    Torch's own modules do. Any other module does if its code shows it.
     """
     # The last two classes are `nn.Module` and `object`.
     if any(base.__module__.startswith("torch.") and "forward" in vars(base) for base in type(module).__mro__[:-2]):
@@ -298,8 +298,8 @@ def computes_with_parameters(module: nn.Module) -> bool:
 
 @_cached
 def only_wraps(kind: type[nn.Module], inherited: type[nn.Module]) -> bool:
-    """Return whether the `forward` of `kind`, if it has one, leaves the computation to that of its base `inherited`."""
-    # A forward that calls the inherited one and reads no sizes goes on working when `convert` replaces the latter.
+    """Return whether the `forward` of `kind`, if it has one, leaves the computation to its base `inherited`."""
+    # A forward that calls the inherited one and reads no sizes still works after `convert` replaces the latter.
     bases = kind.__mro__[: kind.__mro__.index(inherited)]
     forwards = [_parsed(vars(base)["forward"]) for base in bases if "forward" in vars(base)]
     return all(
@@ -314,8 +314,8 @@ def only_wraps(kind: type[nn.Module], inherited: type[nn.Module]) -> bool:
 def _computes_with(kind: type[nn.Module], name: str) -> bool:
     """Return whether the steps of a class may compute with the attribute `name`, its position; True without source.
 
-    To find its own entry in the cache of generation is not to compute with it: the layers of a large language model
-    would be different from each other, and each of them tried.
+    A layer that only finds its entry in the cache of generation does not compute with its position. Otherwise the
+    layers of a large language model would all differ, and each of them would be tried.
     """
     bases = [base for base in kind.__mro__ if not base.__module__.startswith(LIBRARIES)]
     hidden = any("forward" in vars(base) and _parsed(vars(base)["forward"]) is None for base in bases)
@@ -323,7 +323,7 @@ def _computes_with(kind: type[nn.Module], name: str) -> bool:
 
 
 def _only_for_cache(method: ast.AST, name: str) -> bool:
-    """Return whether `self.name` is only used as an argument or an index of something that is called a cache."""
+    """Return whether `self.name` is only an argument or an index of an object with a cache's name."""
     of_cache = set()
     for node in ast.walk(method):
         given: list[ast.expr] = []
@@ -351,7 +351,7 @@ def _is_cache_key(kind: type[nn.Module], name: str) -> bool:
 
 
 def has_hooks_inside(module: nn.Module) -> bool:
-    """Return whether hooks are called around a forward inside of `module`: divided, they would be given pieces."""
+    """Return whether hooks run around a forward inside `module`: after sharding they would get pieces."""
     return any(path and any(forward_hooks_of(child)) for path, child in module.named_modules())
 
 
@@ -363,7 +363,7 @@ def read_elsewhere(root: nn.Module, path: str) -> bool:
         around = root.get_submodule(".".join(parts[:depth]))
         inside = ".".join(parts[depth:])
         if isinstance(around, nn.MultiheadAttention) and inside == "out_proj":
-            return True  # torch hands its weight to a function
+            return True  # torch passes its weight to a function
         names = _own_names(type(around), called)
         if any(pattern.fullmatch(inside) for pattern in _weights_read(type(around), names)):
             return True
@@ -372,9 +372,9 @@ def read_elsewhere(root: nn.Module, path: str) -> bool:
 
 
 def called_around(root: nn.Module, path: str, name: str) -> bool:
-    """Return whether code around the module at `path` calls the layer `name` in it directly: `self.mlp.up(x)`.
+    """Return whether code around the module at `path` calls the layer `name` inside it directly: `self.mlp.up(x)`.
 
-    What the module's own forward computes with that layer says nothing then.
+    In that case the module's own forward does not show how its layer is used.
     """
     parts = path.split(".") if path else []
     called: frozenset[str] = frozenset()
@@ -389,14 +389,14 @@ def called_around(root: nn.Module, path: str, name: str) -> bool:
 
 
 def _own_names(kind: type, called: frozenset[str]) -> tuple[str, ...]:
-    """Return which of the methods that modules around call are those of the user's class `kind`."""
+    """Return those called method names that the user's class `kind` defines."""
     own = {name for base in kind.__mro__ if not base.__module__.startswith(LIBRARIES) for name in vars(base)}
     return tuple(sorted(own & called))
 
 
 @_cached
 def _methods_called(kind: type, names: tuple[str, ...]) -> frozenset[str]:
-    """Return the names of methods that the code of `kind` calls on anything but the module itself."""
+    """Return the names of methods that the code of `kind` calls on any object but the module itself."""
     calls = (node for method in _methods(kind, names) for node in ast.walk(method) if isinstance(node, ast.Call))
     return frozenset(
         call.func.attr for call in calls if isinstance(call.func, ast.Attribute) and not _is_self(call.func.value)
@@ -405,7 +405,7 @@ def _methods_called(kind: type, names: tuple[str, ...]) -> frozenset[str]:
 
 @_cached
 def _weights_read(kind: type, names: tuple[str, ...]) -> tuple[re.Pattern[str], ...]:
-    """Return patterns for the paths of the modules inside one of class `kind` whose weights its methods read."""
+    """Return patterns for the paths, inside a module of class `kind`, of modules whose weights its methods read."""
     paths = {
         _path(node.value)
         for method in _methods(kind, names)
@@ -417,12 +417,12 @@ def _weights_read(kind: type, names: tuple[str, ...]) -> tuple[re.Pattern[str], 
 
 @_cached
 def _layers_called(kind: type, names: tuple[str, ...]) -> tuple[re.Pattern[str], ...]:
-    """Return patterns for the paths of the modules inside others of one of class `kind` that its methods call."""
+    """Return patterns for the paths, two or more levels inside a module of class `kind`, that its methods call."""
     calls = (node.func for method in _methods(kind, names) for node in ast.walk(method) if isinstance(node, ast.Call))
     paths = {
         _path(func)
         for func in calls
-        # `layer(x)` and `block.layer(x)` may be any layer.
+        # `layer(x)` and `block.layer(x)` do not say which layer they call.
         if isinstance(func, ast.Attribute) and isinstance(func.value, ast.Attribute) and not _is_self(func.value)
     }
     return tuple(map(re.compile, sorted(paths)))
@@ -433,7 +433,7 @@ def _reads(method: ast.AST, name: str) -> bool:
 
 
 def _attributes(method: ast.AST) -> Iterator[ast.Attribute]:
-    """Yield the attributes that a method uses, except those that are read only for a harmless property."""
+    """Yield the attributes that a method uses, unless it only reads a harmless property of them."""
     found = [node for node in ast.walk(method) if isinstance(node, ast.Attribute)]
     harmless = {id(node.value) for node in found if node.attr in HARMLESS}
     return (node for node in found if id(node) not in harmless)
@@ -454,13 +454,13 @@ def _path(node: ast.expr) -> str:
 
 @_cached
 def _methods(kind: type, called: tuple[str, ...] = ()) -> tuple[ast.AST, ...]:
-    """Return the syntax trees of the methods of a user's class that a step runs, or those `called` from outside."""
+    """Return the syntax trees of the methods of a user's class that a step runs, or that `called` names."""
     wanted = [*STEPS, *called]
     seen = set(wanted)
     found = []
     while wanted:
         name = wanted.pop()
-        # Every class of the hierarchy, as an overridden method may call the inherited one.
+        # Every class of the hierarchy, because an overridden method may call the inherited one.
         for base in kind.__mro__:
             parsed = None if base.__module__.startswith(LIBRARIES) else _parsed(vars(base).get(name))
             if parsed is None:
@@ -484,7 +484,7 @@ def _parsed(method: object) -> ast.AST | None:
     first = next(iter(inspect.signature(function).parameters), "self")
     for node in ast.walk(tree):
         if isinstance(node, ast.Name) and node.id == first:
-            node.id = "self"  # whatever name its author gave the instance
+            node.id = "self"  # the author may have given the instance any name
     return tree
 
 
@@ -515,14 +515,14 @@ def _settings(module: nn.Module) -> tuple[object, ...]:
 
 
 def _fingerprint(value: Any, depth: int = 0) -> object:
-    """Return a key that is equal for values with which the same code computes the same; at worst, of one object only.
+    """Return a key that is equal for values with which the same code computes the same; the `id` if nothing else helps.
 
-    It must be equal on all ranks where the objects are: ranks that try different blocks would wait for each other.
+    It must be equal on all ranks if the objects are equal: ranks that try different blocks would wait for each other.
     """
     if value is None or isinstance(value, (bool, int, float, str, bytes, type, torch.dtype, torch.device)):
         return (type(value), value)
     if isinstance(value, (nn.Module, nn.Parameter)):
-        return type(value)  # `structure_of` lists those that are registered
+        return type(value)  # `structure_of` lists registered modules and parameters
     if depth == MOST_NESTED:
         return id(value)
     inner = partial(_fingerprint, depth=depth + 1)

@@ -5,8 +5,8 @@
     Vocab    y = sum_r E_r[x]         each rank holds some rows of the table      forward: all-reduce of y
 
 A layer keeps its identity, its hooks, its `Parameter` objects (only their data shrink) and the names in its
-`state_dict`; its class becomes a subclass of the class it had. A style says how a kind of layer is divided: `rules` and
-`partial` describe the full module and change nothing, `apply` divides it.
+`state_dict`. Its class becomes a subclass of its former class. A style says how a kind of layer is sharded: `rules` and
+`partial` describe the full module and change nothing, `apply` shards it.
 
 Legend for shapes: `in`, `out` are the features of the full layer.
 
@@ -65,26 +65,26 @@ __all__ = [
 
 
 class Style(Protocol):
-    """How one kind of module is divided over the ranks of the tensor axis.
+    """How one kind of module is sharded over the ranks of the tensor axis.
 
     Every style has these three methods; they are documented here.
     """
 
     def rules(self, module: nn.Module, ranks: int) -> dict[str, Shard]:
-        """Return the shard rule of each parameter of the full `module` that is divided, by its name inside the module.
+        """Return the shard rule of each parameter of the full `module` that is sharded, by its name inside the module.
 
         Raises:
             TypeError: If the style does not apply to this kind of module.
-            ValueError: If the sizes cannot be divided over `ranks`.
+            ValueError: If the sizes cannot be split over `ranks`.
         """
         ...
 
     def partial(self, module: nn.Module) -> frozenset[str]:
-        """Return the names of full parameters of which each rank computes only a part of the gradient."""
+        """Return the names of replicated parameters for which each rank computes only a part of the gradient."""
         ...
 
     def apply(self, module: nn.Module, group: Group) -> None:
-        """Divide `module`, in place."""
+        """Shard `module` in place."""
         ...
 
 
@@ -93,15 +93,15 @@ class Style(Protocol):
 
 @dataclass(frozen=True)
 class Column:
-    """Column-parallel: divides the output features.
+    """Column-parallel: shards the output features.
 
     Args:
-        gather_output: Whether every rank gets all features of the output (which costs an all-gather); otherwise the
-            output holds this rank's features only, for element-wise functions, whole heads, and a `Row` layer.
+        gather_output: Whether every rank gets all features of the output, which costs an all-gather. Otherwise the
+            output holds this rank's features only, for element-wise functions, full heads, and a `Row` layer.
         parts: The parts of the output features that are split one by one: heads, or fused projections.
         unit: Number of consecutive features that stay on one rank, if `parts` is not given.
-        sequence_dim: With sequence parallelism, the dimension along which the input is divided.
-        in_sublayer: Whether the module around stands for whole sequences with its input; see `inputs.DividedInput`.
+        sequence_dim: With sequence parallelism, the dimension along which the input is sharded.
+        in_sublayer: Whether the input of the module around reads as full sequences; see `inputs.DividedInput`.
 
     Raises:
         ValueError: If gathered features would be computed by several ranks.
@@ -132,7 +132,7 @@ class Column:
         return _partial_inside(module, _inside_low_rank(module, self))
 
     def apply(self, module: nn.Module, group: Group, kind: type[ColumnLinear] | None = None) -> None:
-        """See `Style`; the layer becomes one of `kind`."""
+        """See `Style`; the layer becomes an instance of `kind`."""
         if inner := _inside_low_rank(module, self):
             _divide_inside(module, inner, group, "opens")
             return
@@ -153,14 +153,14 @@ class Column:
 
 @dataclass(frozen=True)
 class Row:
-    """Row-parallel: divides the input features; the bias stays whole and is added once, after the sum.
+    """Row-parallel: shards the input features; the bias stays replicated and is added once, after the sum.
 
     Args:
-        split_input: Whether the input holds all features on every rank; otherwise it holds this rank's features, the
+        split_input: Whether the input holds all features on every rank. Otherwise it holds this rank's features, the
             output of a `Column` layer.
         parts: As for `Column`: the parts of the layer that produces the input.
         unit: As for `Column`.
-        sequence_dim: With sequence parallelism, the dimension along which the output is divided.
+        sequence_dim: With sequence parallelism, the dimension along which the output is sharded.
         in_sublayer: As for `Column`.
     """
 
@@ -184,7 +184,7 @@ class Row:
         """See `Style`."""
         if inner := _inside_low_rank(module, self):
             return _partial_inside(module, inner)
-        # Each rank adds the bias to its part of the sequence only.
+        # With sequence parallelism each rank adds the bias to its part of the sequence only.
         return frozenset() if self.sequence_dim is None or module.bias is None else frozenset({"bias"})
 
     def apply(self, module: nn.Module, group: Group) -> None:
@@ -209,10 +209,10 @@ class Row:
 
 @dataclass(frozen=True)
 class Vocab:
-    """Vocabulary-parallel: divides the rows of an embedding table.
+    """Vocabulary-parallel: shards the rows of an embedding table.
 
     Args:
-        sequence_dim: With sequence parallelism, the dimension along which the output is divided.
+        sequence_dim: With sequence parallelism, the dimension along which the output is sharded.
     """
 
     sequence_dim: int | None = None
@@ -221,7 +221,7 @@ class Vocab:
         """See `Style`."""
         if not is_native(module, nn.Embedding):
             raise TypeError(f"`Vocab` must apply to `nn.Embedding`; got {describe(module)}")
-        # These act on the rows that are looked up, and tokens that other ranks hold look up row 0 here.
+        # These options act on the rows of a lookup, and tokens of other ranks look up row 0 here.
         used = [name for name in ("max_norm", "scale_grad_by_freq", "sparse") if getattr(module, name)]
         if used:
             raise ValueError(
@@ -250,7 +250,7 @@ class Replicate:
 
     Args:
         partial_gradient: Whether each rank applies it to different data (the norm of this rank's heads, any layer
-            inside a sequence-parallel region), so that its gradients have to be summed over the ranks.
+            inside a sequence-parallel region). Its gradients then have to be summed over the ranks.
     """
 
     partial_gradient: bool = False
@@ -274,7 +274,7 @@ def _inside_low_rank(module: nn.Module, style: Column | Row) -> dict[str, Style]
         return {}
     divided, whole = (found.second, found.first) if isinstance(style, Column) else (found.first, found.second)
     inner: dict[str, Style] = dict.fromkeys((found.base, *divided), style)
-    # With sequence parallelism, what is whole sees this rank's positions only.
+    # With sequence parallelism, a replicated layer sees this rank's positions only.
     return inner | dict.fromkeys(whole, Replicate(partial_gradient=style.sequence_dim is not None))
 
 
@@ -303,7 +303,7 @@ def _divide_inside(
 
 
 class _ParallelLinear(nn.Module):
-    """Attributes of both kinds of divided linear layers; the second base of their classes is the original class."""
+    """Attributes of both kinds of sharded linear layers; the second base of their classes is the original class."""
 
     weight: nn.Parameter
     bias: nn.Parameter | None
@@ -314,7 +314,7 @@ class _ParallelLinear(nn.Module):
     in_sublayer: bool
     region: RandomRegion | None
 
-    __repr__ = nn.Module.__repr__  # that of transformers' Conv1D would not show the sharding
+    __repr__ = nn.Module.__repr__  # the `__repr__` of transformers' Conv1D would not show the sharding
 
     def _describe(self, local: str, extra: str) -> str:
         in_features, out_features = self.full_features
@@ -335,7 +335,7 @@ class ColumnLinear(_ParallelLinear):
         x, inputs = whole_input(input), self.inputs
         if isinstance(x, DividedInput):
             x = x.gathered() if inputs.lengths is None else x.piece
-        elif self.in_sublayer:  # made by code that needed all positions
+        elif self.in_sublayer:  # an ordinary tensor here comes from code that gathered all positions
             inputs = shared_inputs(self.group, None)
         y = column_linear(x, self.weight, self.bias, inputs, self.transposed)
         if self.gather_output:
@@ -363,7 +363,7 @@ class RowLinear(_ParallelLinear):
 
     @torch.compiler.disable  # the collectives cannot be traced into a graph
     def forward(self, input: Tensor) -> Tensor:
-        """Map (..., in / ranks), or (..., in) if the layer divides its input, to (..., out)."""
+        """Map (..., in / ranks), or (..., in) if the layer splits its input, to (..., out)."""
         if self.region is not None:
             self.region.close()  # the output is equal on all ranks again, and so must be the dropout that follows
         x = input.gathered() if isinstance(input, DividedInput) else input
@@ -398,9 +398,9 @@ class VocabEmbedding(nn.Embedding):
         """Look up tokens (...) -> (..., features).
 
         Raises:
-            IndexError: If a token is outside of the whole vocabulary (on CUDA, an assertion on the device).
+            IndexError: If a token is outside the full vocabulary (on CUDA, an assertion on the device).
         """
-        # A token outside of the whole vocabulary is held by no rank and would silently give zeros.
+        # No rank holds a token outside the full vocabulary, so without a check it would silently give zeros.
         if (tokens := input).device.type == "cpu" and tokens.numel() and has_data(tokens):
             low, high = tokens.aminmax()
             if low < 0 or high >= self.num_embeddings:
@@ -411,7 +411,7 @@ class VocabEmbedding(nn.Embedding):
                 "Tokens must be in the vocabulary; got a token that is not",
             )
         elsewhere = (tokens < self.first) | (tokens >= self.stop)
-        # Only the rank that holds the padding row has to keep gradients from it.
+        # Only the rank with the padding row has to mask that row's gradient.
         padding = self.padding_idx
         if padding is not None:
             padding = padding - self.first if self.first <= padding < self.stop else None
@@ -456,7 +456,7 @@ def gather_features(y: Tensor, rule: Shard, group: Group) -> Tensor:
 
 
 def _split_features(x: Tensor, rule: Shard, group: Group) -> Tensor:
-    # The collective takes consecutive slices; packed parts are brought into the order of the shards first.
+    # The collective takes consecutive slices, so packed parts are first sorted by rank.
     if not rule.consecutive:
         x = torch.cat([rule.split(x, rank) for rank in range(group.size)], -1)
     return scatter_to_group(x, group, -1, rule.sizes)

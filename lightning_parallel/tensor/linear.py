@@ -8,8 +8,8 @@ Backward of column-parallel layers that share one input x (..., in), such as que
                               wait
 
 There is one all-reduce for all layers that share x, and the last weight gradient is computed while it runs. Pipeline
-schedules that split the backward put dW off (`comm.weight_gradients`); until then x and g are kept, which are gathered
-ones with sequence parallelism.
+schedules that split the backward put dW off (`comm.weight_gradients`). Until then x and g are kept, with sequence
+parallelism the gathered ones.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ __all__ = [
 
 
 def compute_dtype(x: Tensor) -> torch.dtype:
-    """Return the dtype in which a linear layer computes on `x`: that of autocast where it applies."""
+    """Return the dtype in which a linear layer computes on `x`: autocast's dtype where autocast applies."""
     # Autocast never casts double precision.
     if x.dtype != torch.float64 and torch.is_autocast_enabled(x.device.type):
         return torch.get_autocast_dtype(x.device.type)
@@ -60,7 +60,7 @@ def column_linear(
         x: (..., in), equal on all ranks; with sequence parallelism this rank's part of the sequence.
         weight: This rank's rows, (out / ranks, in); (in, out / ranks) if `transposed`.
         bias: (out / ranks,).
-        inputs: The one object that all layers of the group share.
+        inputs: The object that all layers of the group share.
         transposed: Whether the weight is stored as (in, out), as in transformers' `Conv1D`.
     """
     shared, gradient, part = inputs.enter(x)
@@ -84,7 +84,7 @@ def row_linear(
         weight: This rank's columns, (out, in / ranks); (in / ranks, out) if `transposed`.
         bias: (out,), the full bias; added once, after the sum.
         group: The tensor-parallel group.
-        lengths: With sequence parallelism, how sequences are divided; y is then this rank's part of the sequence.
+        lengths: With sequence parallelism, how sequences are sharded; y is then this rank's part of the sequence.
         transposed: Whether the weight is stored as (in, out).
     """
     return _RowLinearFunction.apply(x, weight, bias, group, lengths, transposed)
@@ -110,16 +110,16 @@ def _once(backward: Callable[..., Any]) -> Callable[..., Any]:
 
 
 class SequenceLengths:
-    """Lengths of the sequences that are divided along `dim`: as evenly as possible, the first ranks take one more.
+    """Lengths of the sequences that are sharded along `dim`: as evenly as possible, the first ranks take one more.
 
-    The full length does not follow from a part's length (5 and 6 both give rank 0 of 2 a part of 3), so the layer that
-    divides a sequence records its length here and the layer that gathers it looks it up. Of several full lengths with
-    equal parts on this rank, the one divided last counts; a recomputation in backward, which comes later, asks all.
+    The full length does not follow from a part's length (5 and 6 both give rank 0 of 2 a part of 3). So the layer that
+    shards a sequence records its length here, and the layer that gathers it looks it up. If several full lengths have
+    equal parts on this rank, the latest one counts. A recomputation in backward comes later, so it asks all ranks.
 
     Attributes:
-        suspended: Whether layers compute on whole sequences for now, as evaluation does: it keeps no activations, and
-            may have one position only.
-        stream: Shape of this rank's part of the hidden states, where known: a layer may get it with samples and
+        suspended: Whether layers compute on full sequences for now. Evaluation does: it keeps no activations, and may
+            have one position only.
+        stream: Shape of this rank's part of the hidden states, if known. A layer may get them with samples and
             positions in one dimension.
     """
 
@@ -140,16 +140,16 @@ class SequenceLengths:
         sizes = balanced(length, self.group.size)
         self._full[sizes[self.group.rank]] = length
         if length not in self._seen:
-            # Equal on all ranks, unlike the parts: all of them ask, or none.
+            # Based on full lengths, which are equal on all ranks: either all ranks ask, or none does.
             self._is_ambiguous |= any(abs(length - other) < self.group.size for other in self._seen)
             self._seen.add(length)
         return sizes
 
     def parts(self, local: int) -> list[int]:
-        """Return the length of each rank's part of the sequence of which this rank holds `local`.
+        """Return the length of each rank's part of the sequence of which this rank holds `local` positions.
 
         Raises:
-            RuntimeError: If no sequence with such a part has been divided.
+            RuntimeError: If no sequence with such a part has been sharded.
         """
         if self._is_ambiguous and current_graph_task_id() != -1:
             return comm.all_gather_object(local, self.group)
@@ -166,19 +166,19 @@ class SequenceLengths:
         return self.stream is not None and x.dim() < len(self.stream)
 
     def of_piece(self, x: Tensor) -> tuple[int, list[int]]:
-        """Return along which dimension `x` is this rank's part, and the extent of each rank's."""
+        """Return the dimension along which `x` is this rank's part, and the extent of each rank's part."""
         if not self.is_flat(x):
             return self.dim, self.parts(x.shape[self.dim])
         return 0, self._of_flat()
 
     def of_whole(self, y: Tensor) -> tuple[int, list[int]]:
-        """Return along which dimension the whole `y` is to be divided, and the extent of each rank's part."""
+        """Return the dimension along which to shard the full `y`, and the extent of each rank's part."""
         if not self.is_flat(y):
             return self.dim, self.divide(y.shape[self.dim])
         return 0, self._of_flat()
 
     def _of_flat(self) -> list[int]:
-        # Then it must be a function of each position, to which their order does not matter.
+        # A function of flat positions treats each position alone, so their order does not matter.
         assert self.stream is not None
         samples = self.stream[:-1].numel() // max(self.stream[self.dim], 1)
         return [samples * size for size in self.parts(self.stream[self.dim])]
@@ -189,7 +189,7 @@ class SharedInputs:
 
     Args:
         group: The tensor-parallel group.
-        lengths: With sequence parallelism, how the inputs are divided.
+        lengths: With sequence parallelism, how the inputs are sharded.
     """
 
     def __init__(self, group: Group, lengths: SequenceLengths | None = None) -> None:
@@ -203,16 +203,16 @@ class SharedInputs:
         return self  # layers of a copied model must go on sharing one object
 
     def enter(self, x: Tensor) -> tuple[Tensor, _InputGradient | None, Tensor | None]:
-        """Return the tensor to compute on, the collector of its gradient, and what to keep for backward instead of it.
+        """Return the tensor to compute on, the collector of its gradient, and the part to keep for backward.
 
-        The second is None if no gradient is needed, the third if the tensor itself is to be kept.
+        The collector is None if no gradient is needed. The part is None if backward keeps the tensor itself.
         """
         dtype = compute_dtype(x)
         layout = self._layout(x)
         if not (torch.is_grad_enabled() and x.requires_grad):
             return self._whole(x.to(dtype), layout), None, None
-        # The same tensor object is another input once it was changed in place (version), or if activation
-        # checkpointing recomputes during backward (graph task): that builds a separate graph, with its own gradient.
+        # The same tensor object is a new input after an in-place change (version). It also is one if activation
+        # checkpointing recomputes during backward (graph task), with a separate graph and its own gradient.
         key = (version_of(x), dtype, current_graph_task_id())
         if self._entry is None or self._source is None or self._source() is not x or self._key != key:
             gradient = _InputGradient(self, layout)
@@ -220,7 +220,7 @@ class SharedInputs:
             # The copy is held until `x` is gone, its gradient is known, or another input comes.
             self._source = weakref.ref(x, self._forget)
             self._key = key
-            # Of a divided sequence a rank keeps its part, and backward gathers it again.
+            # A rank keeps its part of a sharded sequence, and backward gathers the sequence again.
             part = None if layout is None else x.detach().to(dtype)
             self._entry = _ColumnInputFunction.apply(x, dtype, gradient), gradient, part
         self._entry[1].expected += 1  # each layer that reads the input adds a part in backward
@@ -237,22 +237,22 @@ class SharedInputs:
             self._source = self._entry = None
 
     def release(self, gradient: _InputGradient) -> None:
-        """Drop the reference to the input that `gradient` belongs to, once its gradient is complete."""
+        """Drop the reference to the input of `gradient`, once that gradient is complete."""
         if self._entry is not None and self._entry[1] is gradient:
             self._source = self._entry = None
 
 
 @cache
 def shared_inputs(group: Group, sequence_dim: int | None) -> SharedInputs:
-    """Return the `SharedInputs` of all column-parallel layers of `group` that divide the same sequence dimension."""
+    """Return the `SharedInputs` of all column-parallel layers of `group` that shard the same sequence dimension."""
     return SharedInputs(group, None if sequence_dim is None else SequenceLengths(group, sequence_dim))
 
 
 class _InputGradient:
     """Gradient of one shared input, summed over the layers that read it and then over the ranks.
 
-    The layers add their part here, outside of autograd, and `_ColumnInputFunction` collects the result. Autograd's
-    graph determines when all have contributed; the count only starts the all-reduce before the last weight gradient.
+    The layers add their part here, outside autograd, and `_ColumnInputFunction` collects the result. Autograd's graph
+    determines when all have contributed. The count only starts the all-reduce before the last weight gradient.
     """
 
     def __init__(self, inputs: SharedInputs, layout: tuple[int, list[int]] | None) -> None:
@@ -270,7 +270,7 @@ class _InputGradient:
         self.gathered: Tensor | None = None
 
     def _begin(self) -> None:
-        """Forget what an earlier backward pass that did not need this gradient left behind."""
+        """Drop the rest of an earlier backward pass that did not need this gradient."""
         task = current_graph_task_id()
         if task != self.task:
             for pending in (self.pending, self.gathering):
@@ -280,7 +280,7 @@ class _InputGradient:
             self.task = task
 
     def gather(self, part: Tensor) -> None:
-        """Start to gather the input again, of which `part` was kept; once for all layers that share it."""
+        """Start to gather the input again from the kept `part`; once for all layers that share it."""
         self._begin()
         if self.gathering is None and self.gathered is None and self.layout is not None:
             self.gathering = comm.all_gather(part, self.inputs.group, *self.layout, async_op=True)
@@ -330,7 +330,7 @@ class _ColumnInputFunction(Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, dtype: torch.dtype, gradient: _InputGradient) -> Tensor:
-        # The layers return None as the gradient of their input; zeros of its size would be made and added otherwise.
+        # The layers return None as the gradient of their input; autograd would otherwise make and add zeros.
         ctx.set_materialize_grads(False)
         ctx.gradient = gradient
         ctx.dtype = x.dtype
@@ -411,7 +411,7 @@ class _RowLinearFunction(Function):
         else:
             ctx.layout = lengths.of_whole(y)
             y = no_view(comm.reduce_scatter(y, group, *ctx.layout))
-        # After the sum over the ranks, as each rank holds the full bias.
+        # After the sum: each rank holds the full bias, and an earlier addition would count it once per rank.
         return y if bias is None else y.add_(bias.to(y.dtype))
 
     @staticmethod

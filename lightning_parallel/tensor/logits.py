@@ -1,18 +1,18 @@
-"""Logits that stay divided by class until someone looks at them.
+"""Logits that stay sharded by class until code reads them.
 
 In training the head of a model returns a `DividedLogits`: a tensor with the shape of all logits, of which this rank
-computed its piece, the logits of its classes. What is done to it goes one of two ways:
+computed its piece, the logits of its classes. An operation on it goes one of two ways:
 
     on the piece      views, casts and element-wise functions that leave the classes together; cross-entropy, by
                       `loss.cross_entropy`; `log_softmax` followed by `nll_loss`; `argmax` over the classes
     on the whole      everything else: the pieces are gathered, once, and the result is an ordinary tensor
 
-For autograd it is the output of a gather whose data are made when they are read: gradients of the whole go back to the
-piece as its slice, and those of the piece directly. Every rank of the group has to look, or none: see
-`strategies.ranks.order` for what happens otherwise.
+For autograd it is the output of a gather whose data are made at the first read. Gradients of the full logits go back to
+the piece as its slice, and gradients of the piece go back directly. Either every rank of the group reads, or none does:
+see `strategies.ranks.order` for the alternative.
 
-With sequence parallelism the outputs of inner blocks are such tensors, too, divided along the sequence: where this
-speaks of classes, read positions. The next block takes the piece.
+With sequence parallelism the outputs of inner blocks are such tensors as well, sharded along the sequence. For them,
+read "positions" where this module says "classes". The next block takes the piece.
 
 Legend: C classes, c classes on this rank.
 """
@@ -47,7 +47,7 @@ __all__ = ["DividedLogits", "divided_logits", "has_divided_logits", "take_piece"
 
 _aten = torch.ops.aten
 
-# Views of data that are not there yet are not there either.
+# Views of data that are not made yet stay unmade as well.
 _UNREAD = {
     *(_aten.view.default, _aten.slice.Tensor, _aten.select.int),
     *(_aten.unsqueeze.default, _aten.squeeze.default, _aten.squeeze.dim, _aten.squeeze.dims),
@@ -58,18 +58,18 @@ _RESHAPES = {"view", "reshape", "flatten", "unflatten", "view_as", "reshape_as"}
 _VIEWS = {"transpose", "permute", "movedim", "moveaxis", "swapaxes", "swapdims", "unsqueeze", "squeeze", "t"}
 _VIEWS |= {"detach", "narrow", "select"}
 _PROPERTIES = {Tensor.mT.__get__, Tensor.T.__get__}  # type: ignore[attr-defined]
-# Of functions that do the same to each number.
+# Names of functions that treat each number alike.
 _CASTS = {"float", "double", "half", "bfloat16", "to", "type", "type_as", "contiguous", "clone"}
 _ELEMENTWISE = {"mul", "multiply", "div", "divide", "true_divide", "add", "sub", "subtract", "neg", "negative"}
 _ELEMENTWISE |= {"__mul__", "__rmul__", "__truediv__", "__add__", "__radd__", "__sub__", "__rsub__", "__neg__"}
 _ELEMENTWISE |= {"tanh", "sigmoid", "clamp", "abs", "masked_fill", "where"}
-# These read the address of the data in C++, or copy the Python object.
+# These functions read the address of the data in C++, or copy the Python object.
 _NEEDS_ADDRESS = {"numpy", "__array__", "tolist", "__dlpack__", "data_ptr", "storage", "untyped_storage", "is_set_to"}
 _NEEDS_ADDRESS |= {"__reduce_ex__", "__deepcopy__", "__repr__", "__format__", "share_memory_"}
 _NEEDS_ADDRESS |= {"apply_", "map_", "map2_"}
-# The gradient of the whole is asked for.
+# These functions ask for the gradient of the full logits.
 _GRADIENT = {"retain_grad", "register_hook"}
-_STRIDE = 1_000_003  # tells the dimension of the classes from others after a view
+_STRIDE = 1_000_003  # marks the dimension of the classes, to find it again after a view
 
 
 @dataclass
@@ -77,10 +77,10 @@ class _Family:
     """The logits of one call of a head, in all forms.
 
     Attributes:
-        rule: How the classes are divided.
+        rule: How the classes are sharded.
         group: The tensor-parallel group.
         is_used: Whether a loss was computed from pieces.
-        is_watched: Whether the gradient of the whole was asked for, which those from pieces would not be in.
+        is_watched: Whether code asked for the gradient of the full logits, which lacks gradients from pieces.
     """
 
     rule: Shard
@@ -89,13 +89,13 @@ class _Family:
     is_watched: bool = False
 
     def whole(self, piece: Tensor, dim: int) -> _Data:
-        """Return the data of which this rank has a piece, with the classes in dimension `dim`."""
+        """Return the full data for this rank's `piece`, with the classes in dimension `dim`."""
         own = piece.detach()
         return _Data(lambda: _gather(own, dim, self))
 
 
 class _Data:
-    """The data of whole logits, made when they are read for the first time."""
+    """The data of full logits, made at the first read."""
 
     def __init__(self, make: Callable[[], Tensor]) -> None:
         self._make: Callable[[], Tensor] | None = make
@@ -111,13 +111,13 @@ class _Data:
 
 
 class DividedLogits(Tensor):
-    """Logits of all classes, of which this rank holds a piece until someone looks at them.
+    """Logits of all classes, of which this rank holds a piece until code reads them.
 
     Attributes:
         piece: This rank's classes, a part of autograd's graph; None if the classes are no longer together.
         class_dim: The dimension of the classes.
-        is_log: Whether these are the logarithms of probabilities, and `piece` the logits that they are made of.
-        family: What all forms of the same logits share.
+        is_log: Whether these are the logarithms of probabilities, and `piece` the logits behind them.
+        family: The state that all forms of the same logits share.
     """
 
     piece: Tensor | None
@@ -139,7 +139,7 @@ class DividedLogits(Tensor):
         return logits
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
-        pass  # `Tensor.__init__` takes no arguments; all is done in `__new__`
+        pass  # `Tensor.__init__` takes no arguments; `__new__` sets the attributes
 
     def keep(self, piece: Tensor, dim: int, is_log: bool = False) -> None:
         """Compute on `piece` where that is possible, with the classes in dimension `dim`."""
@@ -152,23 +152,23 @@ class DividedLogits(Tensor):
             return _aten.alias.default(self)
 
     def data_for(self, tensor: Tensor) -> Tensor:
-        """Return what `tensor` gets by `tensor.data = self`; every rank of the group must call it."""
+        """Return the value that `tensor.data = self` sets; every rank of the group must call it."""
         return self.whole()
 
     @property
     def valid_piece(self) -> Tensor | None:
-        """The piece, if the logits were not changed in place, or made a leaf of another graph, since it was made."""
+        """The piece, unless the logits were since changed in place, or made a leaf of another graph."""
         return None if self._is_apart() else self.unchanged_piece
 
     @property
     def unchanged_piece(self) -> Tensor | None:
-        """The piece, if the logits were not changed in place since it was made; it may be of another graph."""
+        """The piece, unless the logits were since changed in place; it may belong to another graph."""
         with DisableTorchFunctionSubclass():
             is_valid = not self.family.is_watched and version_of(self) == self._unchanged
         return self.piece if is_valid else None
 
     def _is_apart(self) -> bool:
-        # By `detach().requires_grad_()`, or as the output of a function that was computed without gradients.
+        # By `detach().requires_grad_()`, or as the output of a function that ran without gradients.
         with DisableTorchFunctionSubclass():
             return self.piece is not None and self.requires_grad and not self.piece.requires_grad
 
@@ -211,7 +211,7 @@ class DividedLogits(Tensor):
             return whole
 
         result = func(*pytree.tree_map(read_whole, args), **pytree.tree_map(read_whole, kwargs))
-        # What changes a tensor in place returns it.
+        # An in-place operator returns the tensor that it changed, so return these logits instead of their data.
         return pytree.tree_map(lambda value: read.get(id(value), value), result)
 
 
@@ -220,7 +220,7 @@ _DATA = Tensor.data.__get__  # type: ignore[attr-defined]
 
 @torch.compiler.disable
 def divided_logits(piece: Tensor, rule: Shard, group: Group, dim: int = -1) -> DividedLogits:
-    """Return the logits of which this rank holds a piece.
+    """Return the full logits, of which this rank holds a piece.
 
     Args:
         piece: (..., c), a part of autograd's graph.
@@ -233,11 +233,11 @@ def divided_logits(piece: Tensor, rule: Shard, group: Group, dim: int = -1) -> D
 
 @torch.compiler.disable
 def take_piece(whole: DividedLogits, dim: int, sizes: Sequence[int]) -> Tensor | None:
-    """Return this rank's piece along `dim`, without a message; None where only the whole gives it.
+    """Return this rank's piece along `dim`, without communication; None if only the full tensor gives it.
 
     Args:
-        whole: What stands for the whole tensor.
-        dim: The dimension that is to be divided.
+        whole: The tensor that stands for the full one.
+        dim: The dimension to shard.
         sizes: Extent of each rank's piece.
     """
     piece = whole.unchanged_piece
@@ -258,7 +258,7 @@ def _wrapped(piece: Tensor, dim: int, family: _Family) -> DividedLogits:
 
 
 class _DividedLogits(Function):
-    """Piece of the logits -> the whole, whose data are not there yet."""
+    """Piece of the logits -> the full logits, whose data are not made yet."""
 
     @staticmethod
     def forward(ctx: Any, piece: Tensor, dim: int, family: _Family) -> Tensor:
@@ -275,7 +275,7 @@ class _DividedLogits(Function):
 
 
 class _PieceOfWhole(Function):
-    """The whole -> its piece, where that is of another graph: of a block that reentrant checkpointing runs."""
+    """The full logits -> a piece of another graph, as of a block that reentrant checkpointing runs."""
 
     @staticmethod
     def forward(ctx: Any, whole: DividedLogits) -> Tensor:
@@ -290,10 +290,10 @@ class _PieceOfWhole(Function):
 
 
 def whole_logits(value: Any) -> Any:
-    """Replace logits that are sharded by ordinary tensors, in a value of any structure; parts of gradients, too.
+    """Replace sharded logits, and parts of gradients, by ordinary tensors, in a value of any structure.
 
-    Containers that pytree knows are made anew; in others, such as dataclasses and objects of the user's, they are
-    replaced in place. They stay a part of autograd's graph. Every rank of the group must call it.
+    Containers that pytree knows are made anew. In other containers, such as dataclasses and the user's objects, they
+    are replaced in place. They stay a part of autograd's graph. Every rank of the group must call it.
     """
     return _whole_inside(value, set())
 
@@ -316,7 +316,7 @@ def _whole_leaf(leaf: Any, seen: set[int]) -> Any:
             item = getattr(leaf, name, None)
             whole = _whole_inside(item, seen)
             if not _is_same(whole, item):
-                # Also on frozen dataclasses.
+                # Unlike `setattr`, this also works on frozen dataclasses.
                 object.__setattr__(leaf, name, whole)
     return leaf
 
@@ -336,12 +336,12 @@ def _replace_inside(container: Any, items: Iterable[tuple[Any, Any]], seen: set[
 
 
 def _is_same(one: Any, two: Any) -> bool:
-    """Tell whether two values, of which one was made from the other, have the same leaves."""
+    """Return whether two values, one of them made from the other, have the same leaves."""
     return one is two or all(a is b for a, b in zip(pytree.tree_leaves(one), pytree.tree_leaves(two)))
 
 
 def has_divided_logits(value: Any) -> bool:
-    """Tell whether a value is logits that are sharded, or a part of a gradient, or a small container of them."""
+    """Return whether a value is sharded logits, a part of a gradient, or a small container of them."""
     if isinstance(value, list):
         return bool(value) and _is_part(value[-1])
     items = value.values() if isinstance(value, dict) else value if isinstance(value, tuple) else (value,)
@@ -358,10 +358,10 @@ def _meta(tensor: Tensor) -> Tensor:
 
 
 def _watch(logits: DividedLogits) -> None:
-    """Compute on the whole from now on.
+    """Compute on the full logits from now on.
 
     Raises:
-        RuntimeError: If there is a loss already that was computed from the pieces.
+        RuntimeError: If a loss was already computed from the pieces.
     """
     if logits.family.is_used:
         raise RuntimeError(
@@ -373,7 +373,7 @@ def _watch(logits: DividedLogits) -> None:
 
 
 def _unread(func: Any, logits: DividedLogits, data: _Data, rest: tuple[Any, ...], kwargs: Any) -> DividedLogits:
-    """Return the result of an operation on `data`, which is made when it is read."""
+    """Return the result of an operation on `data`, computed at its first read."""
     meta = func(_meta(logits), *rest, **kwargs)
     return DividedLogits(meta, logits.device, _Data(lambda: func(data.get(), *rest, **kwargs)), logits.family)
 
@@ -382,7 +382,7 @@ def _unread(func: Any, logits: DividedLogits, data: _Data, rest: tuple[Any, ...]
 
 
 def _on_piece(func: Callable[..., Any], name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Return the result of `func`, computed on this rank's classes; None if it needs all of them."""
+    """Return the result of `func`, computed on this rank's classes; None if it needs all classes."""
     if not args and "input" in kwargs:
         kwargs = dict(kwargs)
         args = (kwargs.pop("input"),)
@@ -399,8 +399,8 @@ def _on_piece(func: Callable[..., Any], name: str, args: tuple[Any, ...], kwargs
         return _REDUCTIONS[func](logits, piece, *rest, **kwargs)
     if name in _CASTS:
         own = None if logits.is_log else func(piece, *rest, **kwargs)
-        # Double precision is there to compare runs to 1e-10. What is rounded to single precision before it is summed
-        # up would differ by more if ranks summed up their own classes.
+        # Double precision is there to compare runs to 1e-10. After a cast to single precision the ranks' own sums
+        # over classes would round differently from one sum, and the runs would differ by more.
         is_rounded = own is not None and piece.dtype == torch.float64 != own.dtype
         return None if own is None or is_rounded else _derived(logits, piece, own)
     if name in _RESHAPES:
@@ -415,7 +415,7 @@ def _is_view(func: Callable[..., Any], name: str) -> bool:
 
 
 def _derived(logits: DividedLogits, piece: Tensor, own: Tensor) -> DividedLogits | None:
-    """Return logits with the new piece `own`, if each number of it was made from one of `piece`."""
+    """Return logits with the new piece `own`, if each of its numbers was made from one number of `piece`."""
     if own is piece:
         return logits
     if own.shape != piece.shape or not own.is_floating_point() or own.device != piece.device:
@@ -438,10 +438,10 @@ def _elementwise(
             return value
         if value.dim() >= from_the_end and value.shape[-from_the_end] == rule.full_size:
             return scatter_to_group(value, group, -from_the_end, rule.sizes)
-        # Each rank has a part of its gradient.
+        # Each rank uses it for its own classes, so each has a part of its gradient.
         return copy_to_group(value, group)
 
-    # Another shape than the piece's: broadcast to more numbers, or to other classes.
+    # Reject a result with another shape: the operand broadcasts the logits to more numbers or classes.
     tensors = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
     if torch.broadcast_shapes(*(leaf.shape for leaf in tensors)) != logits.shape:
         return None
@@ -458,7 +458,7 @@ def _reshape(
     own = piece.reshape(*tried.shape[:-1], piece.shape[-1])
     if not (tried.is_contiguous() and logits.is_contiguous()):
         return None if logits.is_log else _wrapped(own, own.dim() - 1, logits.family)
-    # A view of the whole for autograd, too: what is changed in one of them in place shows in both.
+    # Autograd must see a view of the full logits: an in-place change of one of them shows in both.
     viewed: DividedLogits = logits.view(tried.shape)  # type: ignore[assignment]
     viewed.keep(own, own.dim() - 1, logits.is_log)
     return viewed
@@ -466,6 +466,7 @@ def _reshape(
 
 def _view(func: Callable[..., Any], logits: DividedLogits, piece: Tensor, rest: tuple[Any, ...], kwargs: Any) -> Tensor:
     viewed = func(logits, *rest, **kwargs)
+    # Run the view on a tensor without data, where only the classes have a stride, to see where they end up.
     strides = [_STRIDE if at == logits.class_dim else 0 for at in range(logits.dim())]
     marked = func(torch.empty_strided(logits.shape, strides, device="meta"), *rest, **kwargs)
     classes = logits.family.rule.full_size
@@ -480,7 +481,7 @@ def _view(func: Callable[..., Any], logits: DividedLogits, piece: Tensor, rest: 
 
 
 def _select(func: Callable[..., Any], logits: DividedLogits, piece: Tensor, index: Any) -> DividedLogits | None:
-    """Select positions by a mask or by indices, as those whose label counts."""
+    """Select positions by a mask or by indices, for example the positions with a label."""
     places = index if isinstance(index, tuple) else (index,)
     if logits.is_log or logits.class_dim != logits.dim() - 1 or not all(isinstance(place, Tensor) for place in places):
         return None
@@ -565,7 +566,7 @@ def _argmax(logits: DividedLogits, piece: Tensor, dim: int | None = None, keepdi
     index = own.argmax(logits.class_dim, keepdim=True)
     best = own.gather(logits.class_dim, index)
     index += family.rule.ranges[family.group.rank][0][0]
-    # Of equal ones the first, as in torch: the ranks are in the order of their classes.
+    # Like torch, take the first of equal maxima: the ranks are in the order of their classes.
     best, index = (comm.all_gather(found, family.group, logits.class_dim) for found in (best, index))
     found = index.gather(logits.class_dim, best.argmax(logits.class_dim, keepdim=True))
     return found if keepdim else found.squeeze(logits.class_dim)

@@ -1,7 +1,8 @@
-"""Cross-entropy of logits whose classes are divided over the ranks, without gathering them.
+"""Cross-entropy of logits whose classes are sharded over the ranks, without gathering them.
 
-With z the logits and m their maximum, the ranks exchange a few numbers per target only: the maximum, and then in one
-message the sum of exp(z - m), the z - m of the target's class, and for label smoothing the sum of z - m.
+Let z be the logits and m their maximum. The ranks exchange only a few numbers per target. The first message is the
+maximum. The second holds the sum of exp(z - m) and the z - m of the target's class. With label smoothing, it also holds
+the sum of z - m.
 
 Legend: N targets of any shape, C classes, c classes on this rank.
 
@@ -40,8 +41,8 @@ def cross_entropy(
 ) -> Tensor:
     """Compute `torch.nn.functional.cross_entropy` of the full logits from this rank's classes.
 
-    Forward: two all-reduces, of one number per target and of two or three. Backward: no communication; the gradient of
-    `logits` is that of this rank's classes.
+    Forward: two all-reduces, of one number per target and of two or three. Backward: no communication; each rank gets
+    the gradient of its classes.
 
     Args:
         logits: This rank's classes, (N..., c), or with the classes in dimension `dim`. Half precision is computed in
@@ -103,7 +104,7 @@ def _check(
 
 @dataclass(frozen=True)
 class _Classes:
-    """This rank's classes start at `first` of `count`."""
+    """This rank's classes: they start at `first`, of `count` in total."""
 
     first: int
     count: int
@@ -122,7 +123,7 @@ class _CrossEntropy(Function):
         ctx: Any, logits: Tensor, target: Tensor, valid: Tensor, weight: Tensor | None, classes: _Classes
     ) -> Tensor:
         z = logits.to(torch.promote_types(logits.dtype, torch.float32))
-        # Relative to the maximum of all classes, not of this rank's: the sums of exponentials must fit together.
+        # The maximum is over all classes, not this rank's: the ranks' sums of exponentials must share one scale.
         z = z - comm.all_reduce_(z.amax(-1), classes.group, "max").unsqueeze(-1)
         size = z.shape[-1]
         held = (target >= classes.first) & (target < classes.first + size)
@@ -159,7 +160,7 @@ class _CrossEntropy(Function):
         hard = (1 - a) * w_target * grad
         soft = a / ctx.classes.count * grad
         dz = p * (hard + soft * ctx.w_total).unsqueeze(-1)
-        # `index` is 0 where another rank holds the target, and `held` makes that addition one of zero.
+        # `index` is 0 where another rank holds the target, and there `held` makes the added value zero.
         dz.scatter_add_(-1, index, -(hard * held).unsqueeze(-1))
         if a:
             dz -= soft.unsqueeze(-1) * (1.0 if local_w is None else local_w)

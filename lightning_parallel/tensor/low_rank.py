@@ -1,12 +1,12 @@
-"""Linear layers with low-rank terms, as LoRA adds them: recognised by what they compute, and divided like one layer.
+"""Linear layers with low-rank terms, such as LoRA: recognised by their computation, and sharded like one layer.
 
     y = x W^T + b + s (x A^T) B^T        W (out, in), A (rank, in), B (out, rank)
 
-    column     W, B by output features     A whole: its gradient is complete behind the input gradient of B
-    row        W, A by input features      B whole: it gets the sum over the ranks of x A^T
+    column     W, B by output features     A replicated: the input gradient of B is summed over the ranks
+    row        W, A by input features      B replicated: its input is the sum over the ranks of x A^T
 
-A copy with layers of a few features shows whether a module computes this, as its code does not depend on sizes. What
-reads a weight, or has parameters besides these (DoRA), computes something else.
+A run with layers of a few features shows whether a module computes this, because its code does not depend on sizes. A
+module that reads a weight, or has more parameters than these (DoRA), computes something else.
 
 Source: https://arxiv.org/abs/2106.09685
 """
@@ -39,7 +39,7 @@ class LowRank:
     """A linear layer with low-rank terms.
 
     Attributes:
-        base: Path of the full linear layer inside of the module.
+        base: Path of the full linear layer inside the module.
         first: Paths of the layers A.
         second: Paths of the layers B, in the same order.
     """
@@ -50,7 +50,7 @@ class LowRank:
 
 
 def low_rank_of(module: nn.Module) -> LowRank | None:
-    """Return the layers of a module that is a linear layer with low-rank terms; None if it is anything else."""
+    """Return the layers of a module that is a linear layer with low-rank terms; None for any other module."""
     if is_linear(module):
         return None
     layers: dict[str, nn.Module] = {}
@@ -72,7 +72,7 @@ def low_rank_of(module: nn.Module) -> LowRank | None:
             return None
     key = (names, repr([item for item in vars(module).items() if isinstance(item[1], _PLAIN)]))
     known = _KNOWN.get(id(module))
-    # By `id`: some modules have a hash that changes.
+    # Keyed by `id`, because the hash of some modules changes.
     if known is None or known[0]() is not module or known[1] != key:
         known = _KNOWN[id(module)] = (weakref.ref(module), key, _computes_low_rank(module, found, layers))
     return found if known[2] else None
@@ -87,7 +87,7 @@ def _count(layers: dict[str, nn.Module]) -> int:
 
 
 def layer_sizes(module: nn.Module) -> tuple[int, int]:
-    """Return the (in, out) features of a full linear layer, with low-rank terms or without."""
+    """Return the (in, out) features of a full linear layer, with or without low-rank terms."""
     if not is_linear(module):
         found = low_rank_of(module)
         assert found is not None
@@ -99,7 +99,7 @@ def layer_sizes(module: nn.Module) -> tuple[int, int]:
 
 
 def linear_layers(root: nn.Module) -> dict[str, nn.Module]:
-    """Return the linear layers in `root` by path; those with low-rank terms count as one."""
+    """Return the linear layers in `root` by path; a layer with low-rank terms counts as one."""
     return dict(_outermost(root, "", set()))
 
 
@@ -133,7 +133,7 @@ class _Tried(nn.Linear):
 
 
 def _computes_low_rank(module: nn.Module, found: LowRank, layers: dict[str, nn.Module]) -> bool:
-    """Return whether the module, with some outputs or some inputs only, computes a part of what it does with all."""
+    """Return whether the module, with some outputs or inputs only, computes a part of its full result."""
     generator = torch.Generator().manual_seed(0)
     draw = partial(torch.randn, generator=generator, dtype=torch.float64)
     width, out = WIDTHS
@@ -153,7 +153,7 @@ def _computes_low_rank(module: nn.Module, found: LowRank, layers: dict[str, nn.M
         y: Tensor = copied(x)
         return y
 
-    with suppress(Exception), torch.no_grad(), torch.random.fork_rng(devices=[]):  # any code of the user's
+    with suppress(Exception), torch.no_grad(), torch.random.fork_rng(devices=[]):  # any error of the user's code
         copied = copy.deepcopy(module, {id(layer): tried[name] for name, layer in layers.items()}).eval()
         y = run(x)
         half = slice(0, width // 2)
@@ -161,7 +161,7 @@ def _computes_low_rank(module: nn.Module, found: LowRank, layers: dict[str, nn.M
         plain = F.linear(x, weights[found.base], bias)
         summed = run(x[..., half], columns=half, biased=False) + run(x[..., rest], columns=rest)
         parts = (run(x, rows=slice(0, 2)), y[..., :2]), (summed, y)
-        # Terms that are switched off would come back undivided.
+        # `y` equals `plain` if the terms are switched off; this run then proves nothing about them.
         return not torch.allclose(y, plain) and all(torch.allclose(part, whole) for part, whole in parts)
     return False
 
@@ -170,10 +170,10 @@ def _computes_low_rank(module: nn.Module, found: LowRank, layers: dict[str, nn.M
 
 
 class LowRankLinear(nn.Module):
-    """Linear layer with low-rank terms, of which base and terms are divided; draws its dropout like one layer.
+    """Linear layer with low-rank terms, of which base and terms are sharded; draws its dropout like one layer.
 
-    The ranks draw alike where the input is whole, or A would get other gradients on each; they draw on their own where
-    each has its features.
+    The ranks draw alike where the input is replicated, because A would get different gradients otherwise. They draw
+    independently where each rank has its own features.
     """
 
     region: RandomRegion | None
@@ -181,9 +181,10 @@ class LowRankLinear(nn.Module):
 
     @torch.compiler.disable  # the layers inside cannot be traced, nor the streams of random numbers
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the forward of the original class on divided layers."""
+        """Run the forward of the original class on sharded layers."""
         if self.region is None or self.region_end is None:
             return super().forward(*args, **kwargs)
+        # The dropout of a column layer's terms reads the replicated input, so an open region ends here.
         if self.region_end == "opens":
             self.region.close()
         output = super().forward(*args, **kwargs)

@@ -1,4 +1,4 @@
-"""What attention modules keep for each head, besides linear layers: parameters, buffers, and numbers of heads.
+"""Per-head state of attention modules, besides linear layers: parameters, buffers, and numbers of heads.
 
     slopes (H, 1, 1)    tables of relative positions (buckets, H)    scales (H, 1, 1)    num_heads = H
 
@@ -45,14 +45,14 @@ class DividedTensor:
 
 @dataclass(frozen=True)
 class PerHead:
-    """Divides the parameters of a module that belong to heads, and lets its code see this rank's heads only.
+    """Shards the parameters of a module that belong to heads, and lets its code see this rank's heads only.
 
     Args:
-        parameters: The parameters that are divided.
-        buffers: The buffers of which the forward sees this rank's entries; they stay whole, as checkpoints keep them.
+        parameters: The sharded parameters.
+        buffers: The buffers of which the forward sees this rank's entries; they stay full, because checkpoints do.
         shared: Names of parameters that all heads use: each rank has the gradient from its heads.
-        width: The parts of the features of all heads, if the code takes their number from the input's last size, which
-            then reads as this rank's.
+        width: The parts of the features of all heads, if the code takes their number from the input's last size. The
+            code then reads this rank's number there.
     """
 
     parameters: tuple[DividedTensor, ...] = ()
@@ -96,7 +96,7 @@ class PerHeadModule(nn.Module):
         """Run the forward of the original class with this rank's entries.
 
         Raises:
-            RuntimeError: If it changes a buffer of which it sees this rank's entries.
+            RuntimeError: If it changes a buffer of which it sees this rank's entries only.
         """
         if self.input_features is not None and args and isinstance(args[0], Tensor):
             args = (NarrowInput.of(args[0], self.input_features), *args[1:])
@@ -120,13 +120,13 @@ class PerHeadModule(nn.Module):
 
 
 def set_local_values(module: nn.Module, values: Mapping[str, Any]) -> dict[str, Any]:
-    """Set attributes, or values inside of them, to this rank's; return the attributes as they were.
+    """Set attributes, or values inside them, to this rank's values; return the old attributes.
 
-    What an attribute holds is copied before it is changed, as other modules may hold it, too (a configuration).
+    The value of an attribute is copied before a change, because other modules may hold it (a configuration).
 
     Args:
         module: The module.
-        values: New values by name; "config.heads" and "sizes.0" are names of values inside of an attribute.
+        values: New values by name; "config.heads" and "sizes.0" name values inside an attribute.
     """
     before: dict[str, Any] = {}
     for name, value in values.items():

@@ -1,8 +1,8 @@
-"""Plans: which module is divided how, as plain data; matched, checked as a whole, applied, and shown as a table.
+"""Plans: the style of each module, as plain data; matched, checked together, and applied.
 
 A plan maps module paths to styles. It comes from the user (globs and style names), from the plan that many Hugging Face
-models carry, or from the structure of the model (`auto_plan`). The model is changed only after the whole plan is known
-to be possible, on every rank.
+models carry, or from the structure of the model (`auto_plan`). The model is changed only after every rank knows that
+the full plan is possible.
 """
 
 from __future__ import annotations
@@ -78,14 +78,14 @@ STYLES: dict[str, Style] = {
 
 @dataclass
 class Plan:
-    """How the modules of one model are divided.
+    """How the modules of one model are sharded.
 
     Attributes:
-        styles: The style of each divided module, by path.
+        styles: The style of each sharded module, by path.
         attributes: Local values, such as the number of heads, for `per_head.set_local_values`: `{path: {name: value}}`.
-        notes: Why a module is divided less well than it could be, or not at all, by path.
-        sequence_regions: Where activations are divided along the sequence.
-        whole_sequences: Why they are not, in stacks of blocks, by path.
+        notes: Why a module is replicated, or sharded less well than it could be, by path.
+        sequence_regions: Where activations are sharded along the sequence.
+        whole_sequences: Why stacks of blocks keep full sequences, by path.
     """
 
     styles: dict[str, Style] = field(default_factory=dict)
@@ -117,11 +117,11 @@ class Sharding:
     """Result of applying a plan: the facts that checkpoints, the clip norm and the table need.
 
     Attributes:
-        shards: The shard rules of the divided parameters, by full name; the others are whole on every rank.
+        shards: The shard rules of the sharded parameters, by full name; all other parameters are replicated.
         partial: Names of parameters with partial gradients: the ranges held by several ranks have to be summed.
         plan: The plan that was applied.
-        full_shapes: Shape of every parameter before the division, by name.
-        full_attributes: Values before the division of the attributes that the plan sets: `{path: {name: value}}`.
+        full_shapes: Shape of every full parameter, by name.
+        full_attributes: Former values of the attributes that the plan sets: `{path: {name: value}}`.
     """
 
     shards: dict[str, Shard]
@@ -141,10 +141,10 @@ class Sharding:
         return replace(self, shards=shards, partial=self.partial - set(names), plan=plan)
 
     def with_copies(self, originals: Mapping[str, str]) -> Sharding:
-        """Return the facts of a module that has got copies of what is sharded.
+        """Return the facts of a module that holds copies of sharded tensors.
 
         Args:
-            originals: Names of new tensors, and of those that they were copied from.
+            originals: The names of the original tensors, by the names of their copies.
         """
         owners = {new.rpartition(".")[0]: old.rpartition(".")[0] for new, old in originals.items()}
         styles = {path: self.plan.styles[old] for path, old in owners.items() if old in self.plan.styles}
@@ -162,10 +162,10 @@ class Sharding:
 
 
 def style_named(name: str) -> Style:
-    """Return the style of that name.
+    """Return the style with that name.
 
     Raises:
-        ValueError: If there is none; the message gives the closest names.
+        ValueError: If no style has it; the message gives the closest names.
     """
     if name not in STYLES:
         raise ValueError(f"A style must be one of {', '.join(sorted(STYLES))}; got {name!r}{_nearest(name, STYLES)}")
@@ -191,7 +191,7 @@ def parse_plan(module: nn.Module, plan: Mapping[str, str | Style], group: Group)
     """
     modules = dict(module.named_modules())
     owners = [path for path, owner in modules.items() if any(True for _ in owner.parameters())]
-    # All problems are collected before one error is raised, so that a plan is corrected in one go.
+    # All problems are collected before one error is raised, so that the user corrects the plan in one go.
     problems: list[str] = []
     parsed = Plan()
     for pattern, wanted in plan.items():
@@ -229,9 +229,9 @@ def _problems(modules: Mapping[str, nn.Module], styles: Mapping[str, Style], ran
 
 
 def resolve_ties(module: nn.Module, plan: Plan, ranks: int) -> None:
-    """Make modules that share parameters agree: an embedding and its head are divided by vocabulary, others stay whole.
+    """Make modules that share parameters agree: shard an embedding and its head by vocabulary, replicate the rest.
 
-    A module that only keeps a reference to a parameter of another one, without computing with it, is ignored.
+    A module that only keeps a reference to a parameter of another module, without computing with it, is ignored.
 
     Args:
         module: The model.
@@ -240,7 +240,7 @@ def resolve_ties(module: nn.Module, plan: Plan, ranks: int) -> None:
     """
     modules = dict(module.named_modules())
     groups = _tied_groups(modules)
-    # Undividing one group also undivides the layers that form a region with it, which may be tied themselves.
+    # A group that becomes replicated takes the layers of its region with it, and these may be tied themselves.
     while any(_resolve_group(module, {path: modules[path] for path in paths}, plan, ranks) for paths in groups):
         pass
 
@@ -249,13 +249,13 @@ def _resolve_group(module: nn.Module, tied: Mapping[str, nn.Module], plan: Plan,
     """Settle one group of modules that share parameters; return whether the plan had to change."""
     if not any(path in plan.styles for path in tied):
         return False
-    # Code that reads a weight directly expects the full one.
+    # Code that reads a weight directly expects the full weight.
     if any(read_elsewhere(module, path) for path in tied):
         _leave_whole(plan, tied, "replicated: other code reads its weight, or the weight of a module that shares it")
         return True
     if _divided_alike(plan.styles, tied, ranks):
         return False
-    # Embedding and head use the same rows of one table; nobody expects the logits of some tokens only.
+    # Embedding and head use the same rows of one table, so both can be sharded by these rows.
     by_vocabulary: dict[str, Style] = {}
     if all(is_native(owner, nn.Embedding) or is_linear(owner) for owner in tied.values()):
         by_vocabulary = {path: Vocab() if is_native(owner, nn.Embedding) else Head() for path, owner in tied.items()}
@@ -268,7 +268,7 @@ def _resolve_group(module: nn.Module, tied: Mapping[str, nn.Module], plan: Plan,
 
 
 def _divided_alike(styles: Mapping[str, Style], tied: Mapping[str, nn.Module], ranks: int) -> bool:
-    """Return whether the modules divide each parameter that they share by the same rule."""
+    """Return whether the modules shard each parameter that they share by the same rule."""
     rules: dict[int, set[Shard | None]] = {}
     for path, owner in tied.items():
         known = _rules(styles.get(path), owner, ranks)
@@ -281,15 +281,15 @@ def _rules(style: Style | None, module: nn.Module, ranks: int) -> dict[str, Shar
     try:
         return style.rules(module, ranks) if style is not None else {}
     except (TypeError, ValueError):
-        return {}  # a style that does not apply divides nothing; `apply_plan` reports it
+        return {}  # a style that does not apply shards nothing; `apply_plan` reports it
 
 
 def _leave_whole(plan: Plan, paths: Iterable[str], note: str) -> None:
-    """Remove the modules from the plan, and the layers that exchange divided features with them."""
+    """Remove the modules from the plan, and the layers that exchange sharded features with them."""
     for path in paths:
         style = plan.styles.pop(path, None)
-        # A whole column layer hands all features to a row layer that expects this rank's, so the whole region must be
-        # left undivided, and an attention in it has all of its heads again.
+        # A replicated column layer gives all features to a row layer that expects this rank's. So the full region must
+        # be replicated, and an attention in it gets all its heads back.
         if _is_paired(style):
             around = region_around(plan, path, Row if isinstance(style, Column) else Column)
             for other in [other for other in plan.styles if other.startswith(around)]:
@@ -302,7 +302,7 @@ def _leave_whole(plan: Plan, paths: Iterable[str], note: str) -> None:
 
 
 def _is_paired(style: Style | None) -> bool:
-    """Return whether the input or output of the layer is divided, so that it forms a pair with another one."""
+    """Return whether the input or output of the layer is sharded, so that it forms a pair with another layer."""
     return (isinstance(style, Column) and not style.gather_output) or (isinstance(style, Row) and not style.split_input)
 
 
@@ -319,7 +319,7 @@ def region_around(plan: Plan, path: str, partner: type) -> str:
 
 
 def divided_regions(plan: Plan) -> list[str]:
-    """Return the paths of the smallest modules around sharded layers, inside of which ranks compute with parts."""
+    """Return the paths of the smallest modules around sharded layers; inside them ranks compute with parts."""
     found = list(plan.attributes)
     for path, style in plan.styles.items():
         if _is_paired(style):
@@ -354,7 +354,7 @@ def _computes(owner: nn.Module) -> bool:
 
 
 def apply_plan(module: nn.Module, plan: Plan, group: Group) -> Sharding:
-    """Divide `module` in place, after checking that all of `plan` is possible and equal on every rank.
+    """Shard `module` in place, after checking that all of `plan` is possible and equal on every rank.
 
     A module on the meta device stays there and gets shards without data: see `materialize_shards`.
 
@@ -369,10 +369,10 @@ def apply_plan(module: nn.Module, plan: Plan, group: Group) -> Sharding:
             + "\n".join(f"  {line}" for line in problems)
         )
     shapes = {name: tuple(full_shape(parameter)) for name, parameter in module.named_parameters()}
-    # Ranks that divide differently would hang in a collective of the first step.
+    # Ranks that shard differently would hang in a collective of the first step.
     comm.agree("the tensor-parallel plan", sorted((path, repr(style)) for path, style in plan.styles.items()), group)
     comm.agree("the shapes of the model's parameters", shapes, group)
-    # Styles describe full modules, so the rules are read before the first module is changed.
+    # Styles describe full modules, so read the rules before the first module is changed.
     shards, partial = _rules_by_name(module, modules, plan, group.size)
     for path, style in plan.styles.items():
         style.apply(modules[path], group)
@@ -382,7 +382,7 @@ def apply_plan(module: nn.Module, plan: Plan, group: Group) -> Sharding:
     for name, parameter in module.named_parameters():
         if name in shards:
             parameter.sharded_as = name  # type: ignore[attr-defined]  # for messages
-    # After all layers: a region is found by the divided layers inside one module.
+    # After all layers: a region is found by the sharded layers inside one module.
     connect_random_regions(module, group)
     for region in plan.sequence_regions:
         divide_region(modules, region, group)
@@ -396,7 +396,7 @@ def _rules_by_name(
 ) -> tuple[dict[str, Shard], frozenset[str]]:
     """Return the shard rules, and the parameters with partial gradients, by the names in `named_parameters()`."""
     names = {id(parameter): name for name, parameter in module.named_parameters()}
-    # A tied parameter has several names; checkpoints and optimizers know the first.
+    # A tied parameter has several names; checkpoints and optimizers use the first.
     canonical = {alias: names[id(parameter)] for alias, parameter in module.named_parameters(remove_duplicate=False)}
     shards: dict[str, Shard] = {}
     partial: set[str] = set()
@@ -419,19 +419,19 @@ def materialize_shards(
     wanted: Callable[[Tensor], bool] = lambda tensor: True,
     holds: Callable[[Tensor], bool] = lambda tensor: True,
 ) -> None:
-    """Allocate and initialise this rank's shards of a module that was divided on the meta device.
+    """Allocate and initialise this rank's shards of a module that was sharded on the meta device.
 
-    The shards get the values of the one-process initialisation with the same seed, and the random generators end where
-    those of one process would. At most the shards and the full tensors of one module are allocated: see
+    The shards get the same values as in one process with the same seed. The random generators end in the
+    same state as in one process. At most the shards and the full tensors of one module are allocated: see
     `initialize_tensors`.
 
     Args:
-        module: The divided module.
+        module: The sharded module.
         device: Where the shards are allocated; random numbers are drawn there too.
         sharding: The result of `apply_plan`.
         group: The tensor-parallel group; all its ranks must start from the same random state.
         wanted: See `initialize_tensors`.
-        holds: Whether this rank holds anything of a parameter or buffer, for a pipeline stage; others stay on meta.
+        holds: Whether this rank, as a pipeline stage, holds any of a parameter or buffer; if not, it stays on meta.
 
     Raises:
         ValueError: If a module with tensors on the meta device has no initialiser.

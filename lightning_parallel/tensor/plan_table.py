@@ -1,4 +1,4 @@
-"""The table of a divided model: what each kind of module became, how much of it a rank holds, and why it is whole."""
+"""The table of a sharded model: the style of each kind of module, a rank's share of it, and why it is replicated."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ _LITTLE = 0.5
 def sharding_rows(sharding: Sharding, local_shapes: dict[str, Shape]) -> list[tuple[str, ...]]:
     """Return (module, style, global shape, local shape, parameters per rank, note), one row per kind of module.
 
-    Equal modules of repeated layers are merged. The shapes are those of the module's largest parameter; the parameters
-    are counted over all merged modules.
+    Equal modules of repeated layers are merged. A row shows the shapes of the module's largest parameter, and counts
+    the parameters of all merged modules.
 
     Args:
         sharding: The result of `apply_plan`.
@@ -55,7 +55,7 @@ def sharding_rows(sharding: Sharding, local_shapes: dict[str, Shape]) -> list[tu
 
 
 def sharding_table(module: nn.Module, sharding: Sharding, ranks: int, stages: int = 1) -> Table:
-    """Return the table that is shown after a model has been divided over `ranks` ranks, before its stages are cut."""
+    """Return the table of a model sharded over `ranks` ranks, to show before the model is split into stages."""
     local_shapes = {name: tuple(parameter.shape) for name, parameter in module.named_parameters()}
     total, held = (sum(map(math.prod, shapes.values())) for shapes in (sharding.full_shapes, local_shapes))
     rows = sharding_rows(sharding, local_shapes)
@@ -75,7 +75,7 @@ def sharding_table(module: nn.Module, sharding: Sharding, ranks: int, stages: in
     table.title_justify = table.caption_justify = "left"
     for header in ("module", "style", "global", "local", "parameters\nper rank"):
         numeric = header not in ("module", "style")
-        # In a narrow window long names are folded, and nothing is cut off.
+        # In a narrow window long names are folded instead of truncated.
         table.add_column(header, justify="right" if numeric else "left", no_wrap=header != "module", overflow="fold")
     for path, style, *cells, note in rows:
         mark = f" ({notes.index(note) + 1})" if note else ""
@@ -84,7 +84,7 @@ def sharding_table(module: nn.Module, sharding: Sharding, ranks: int, stages: in
 
 
 def repeated_work(sharding: Sharding) -> str:
-    """Return what to do where tensor parallelism shards little or nothing of a model; empty where it shards most."""
+    """Return advice if tensor parallelism shards little or nothing of a model; empty if it shards most of it."""
     total = sum(map(math.prod, sharding.full_shapes.values()))
     share = sum(math.prod(sharding.full_shapes[name]) for name in sharding.shards) / max(total, 1)
     if share >= _LITTLE:
@@ -97,7 +97,7 @@ def repeated_work(sharding: Sharding) -> str:
 
 
 def _sequence_lines(sharding: Sharding) -> list[str]:
-    """Return where the sequence is divided, and why it is not elsewhere."""
+    """Return where the sequence is sharded, and why it is not elsewhere."""
     lines = []
     alone: dict[str, list[str]] = {}
     for region in sharding.plan.sequence_regions:
@@ -122,7 +122,7 @@ def _run(blocks: Sequence[str]) -> str:
 
 
 def _style_of(owner: str, names: Sequence[str], sharding: Sharding) -> str:
-    """Return the name of the style by which the module at path `owner`, or one around it, was divided."""
+    """Return the name of the style that sharded the module at path `owner`, or a module around it."""
     if not any(name in sharding.shards for name in names):
         return "replicated"
     parts = owner.split(".")

@@ -1,19 +1,19 @@
-"""Random numbers in regions between divided layers, where the ranks hold different parts of the activations.
+"""Random numbers in regions between sharded layers, where the ranks hold different parts of the activations.
 
-They are equal on all ranks where activations are equal, and different where these are divided. Between a
+They are equal on all ranks where activations are replicated, and different where these are sharded. Between a
 column-parallel layer and the row-parallel layer that follows it, each rank uses a separate random stream:
 
     replicated  |  region                          |  replicated
     state S     |  seed(S, rank)  dropout, ...     |  S, advanced by one draw if the region drew anything
 
 The stream derives from the replicated state alone. So code that restores this state (activation checkpointing before
-it recomputes, a resumed run) reproduces the region too, and a region that draws nothing does not change the state.
+it recomputes, a resumed run) reproduces the region as well. A region that draws nothing does not change the state.
 
-What is drawn for whole samples inside a region (stochastic depth, one mask for all positions or features) comes from
-the replicated stream: a draw is one for this rank's part only if its shape has the part's extent. In doubt it is
-replicated: equal masks on all ranks are random too, different ones for the same sample are wrong.
+Some code inside a region draws for full samples: stochastic depth, one mask for all positions or features. Such draws
+come from the replicated stream. A draw is for this rank's part only if its shape has the part's extent. In doubt it is
+replicated: equal masks on all ranks are still random, but different masks for the same sample are wrong.
 
-A region that has drawn nothing `QUIET` times is left closed, which saves the switch, until something is drawn in it.
+After `QUIET` passes without a draw a region stays closed, which saves the switch, until code draws inside it.
 """
 
 from __future__ import annotations
@@ -49,13 +49,13 @@ _MASK = (1 << 64) - 1
 
 @dataclass(frozen=True)
 class DividedExtent:
-    """How activations are divided in a region, to tell draws for a rank's part from those for whole samples.
+    """How activations are sharded in a region, to tell draws for a rank's part from draws for full samples.
 
     Attributes:
         shape: The shape of this rank's part.
-        dim: The dimension that is divided.
-        parts: The extents of the parts there, of all ranks.
-        whole_features: Of a region divided by features, those of its input.
+        dim: The sharded dimension.
+        parts: The extents of all ranks' parts in that dimension.
+        whole_features: The number of input features, if the region is sharded by features.
     """
 
     shape: tuple[int, ...]
@@ -65,7 +65,7 @@ class DividedExtent:
 
     @property
     def is_even(self) -> bool:
-        """Whether all parts are alike."""
+        """Whether all parts have the same extent."""
         return len(set(self.parts)) == 1
 
     def verdict(self, name: str, size: Sequence[int]) -> str:
@@ -77,7 +77,7 @@ class DividedExtent:
     def _by_positions(self, size: Sequence[int]) -> str:
         mine, features = self.shape[self.dim], self.shape[-1]
         samples = math.prod(self.shape[:-1]) // max(mine, 1)
-        # Samples, in the first dimension, may be as many as positions.
+        # The first dimension holds samples, and their number may equal the number of positions.
         rest = size[1:] if self.dim and len(size) == len(self.shape) and size[0] == self.shape[0] else size
         if set(rest) <= {1, samples, features} - {*self.parts}:
             return "whole"
@@ -87,7 +87,7 @@ class DividedExtent:
         is_flat = samples > 1 and size[0] == samples * mine
         if is_in_place or is_flat:
             return "part"
-        # A mask of positions, unless it is one of samples or of features that are as many.
+        # A mask of positions, unless as many samples or features make it ambiguous.
         return "part" if mine in size and not {samples, features} & {*self.parts} else "doubt"
 
     def _by_features(self, name: str, size: Sequence[int]) -> str:
@@ -95,7 +95,7 @@ class DividedExtent:
         # Fused projections: gate and up; query, key and value.
         fused = [count for count in (1, 2, 3) if all(part % count == 0 for part in self.parts)]
         widths = {part // count for part in self.parts for count in fused}
-        if name in _DROPOUTS:  # it is given an activation
+        if name in _DROPOUTS:  # a dropout gets an activation
             is_full = len(size) >= len(self.shape) and 1 not in size[1:]
             if size and size[-1] == self.whole_features and self.whole_features not in widths:
                 return "whole"
@@ -108,10 +108,10 @@ class DividedExtent:
 
 
 class RandomRegion:
-    """Random stream of the divided part of a computation; the layers that share it open and close it.
+    """Random stream of the sharded part of a computation; the layers that share it open and close it.
 
-    The region counts as open only while the generator still has its seed: when other code has restored or reseeded
-    the generator (the end of a recomputation, an exception), it is closed.
+    The region counts as open only while the generator still has its seed. It counts as closed once other code has
+    restored or reseeded the generator (the end of a recomputation, an exception).
 
     Attributes:
         draws: How many regions of this process have drawn numbers for a rank's part.
@@ -128,7 +128,7 @@ class RandomRegion:
         self._state_opened: Any = None
         self._extent: DividedExtent | None = None
         self._around: RandomRegion | None = None
-        self._is_left = False  # closed, as it has drawn nothing so far
+        self._is_left = False  # left closed, because earlier passes drew nothing
         self._quiet = 0
         self._left: list[Any] = []
         self._drew_outside = False
@@ -146,10 +146,10 @@ class RandomRegion:
 
         Args:
             device: Where the activations are.
-            extent: How they are divided; without it all draws in the region are for this rank's part.
+            extent: How they are sharded; without it all draws in the region are for this rank's part.
 
         Raises:
-            RuntimeError: In a recomputation of a part of a block that has drawn numbers for whole samples.
+            RuntimeError: In a recomputation of a part of a block that has drawn numbers for full samples.
         """
         if self.group.size == 1 or device.type == "meta" or self.is_open:
             return
@@ -174,7 +174,7 @@ class RandomRegion:
         RandomRegion._current = self
 
     def close(self) -> None:
-        """Switch back to the replicated stream; do nothing outside of a region."""
+        """Switch back to the replicated stream; do nothing outside a region."""
         if self._generator is None:
             return
         generator, before = self._generator, self._state_before
@@ -182,7 +182,7 @@ class RandomRegion:
         self._generator, self._is_left = None, False
         if is_left:
             if not is_same_state(_state(generator), before):
-                # From now on it is opened; a recomputation of this pass must draw as this pass did.
+                # Open it from now on. A recomputation of this pass must draw as this pass did, so keep its state.
                 self._left.append(before)
                 self._quiet = -1
                 if self._extent is not None and not self._extent.is_even:
@@ -216,11 +216,11 @@ class RandomRegion:
     # ------------------------------------------------------------------------------------- draws for whole samples
 
     def watch(self, module: nn.Module, root: nn.Module) -> None:
-        """Let what `module` draws for whole samples while the region is open come from the replicated stream.
+        """Take the draws of `module` for full samples from the replicated stream while the region is open.
 
         Args:
-            module: A module inside whose forward the region is opened and closed.
-            root: The whole model: what a compiled one draws cannot be watched.
+            module: A module whose forward opens and closes the region.
+            root: The full model: the draws of a compiled model cannot be watched.
         """
         mode = _DrawMode(self)
         model = weakref.ref(root)
@@ -239,15 +239,16 @@ class RandomRegion:
                 mode.__exit__(None, None, None)
 
         module.register_forward_pre_hook(enter, prepend=True)
+        # Always called: a region that an exception left open would make later draws differ between the ranks.
         module.register_forward_hook(leave, always_call=True)
 
     def draw(self, name: str, function: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:
-        """Call a function that draws, from the stream that its numbers belong to."""
+        """Call a function that draws, with the stream that its numbers belong to."""
         if RandomRegion._current is not self or not self.is_open or self._extent is None:
             return function(*args, **kwargs)
         size = _drawn_size(name, args, kwargs)
         verdict = self._extent.verdict(name, size)
-        # Of uneven parts ranks may draw other counts, and judge a size otherwise, so all of them take one number.
+        # With uneven parts ranks may draw different counts, or judge a size differently. So each takes one number.
         is_one = verdict != "whole" and not self._extent.is_even
         own = kwargs.get("generator")
         if own is not None:
@@ -268,7 +269,7 @@ class RandomRegion:
         is_one: bool,
         is_part: bool,
     ) -> Any:
-        """Draw from the replicated stream; if `is_one`, move it by one draw however many numbers a rank takes."""
+        """Draw from the replicated stream; if `is_one`, advance it by one draw, whatever the rank's own count."""
         assert self._generator is not None
         generator, mine = self._generator, _state(self._generator)
         outermost = self
@@ -283,7 +284,7 @@ class RandomRegion:
                 generator.manual_seed(seed)
                 seeded = _state(generator)
                 result = function(*args, **kwargs)
-                # A layer may be told at its call to draw nothing; a rank whose part is empty cannot tell.
+                # A layer may draw nothing, as an argument of the call says; a rank with an empty part cannot tell.
                 if not is_same_state(_state(generator), seeded) or 0 in size:
                     outermost._state_before = moved
                 return result
@@ -341,13 +342,13 @@ def _drawn_size(name: str, args: Any, kwargs: dict[str, Any]) -> tuple[int, ...]
     tensor = next((leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)), None)
     if tensor is None:  # `torch.normal(0.0, 1.0, size)`
         return tuple(next((value for value in args if isinstance(value, (tuple, list))), ()))
-    # Dropout of what stands for a whole sequence draws for this rank's positions.
+    # The dropout of an input that reads as a full sequence draws for this rank's positions.
     shape = tuple((getattr(tensor, "piece", tensor) if name in _DROPOUTS else tensor).shape)
     return (*shape[:2], *[1] * (len(shape) - 2)) if name in _BY_CHANNEL else shape
 
 
 def _is_off(name: str, args: Any, kwargs: dict[str, Any]) -> bool:
-    """Tell whether a dropout, or an attention with one, is called so that it draws nothing."""
+    """Return whether the arguments of a dropout, or of an attention with dropout, make it draw nothing."""
 
     def argument(key: str, position: int, default: Any) -> Any:
         return kwargs.get(key, args[position] if len(args) > position else default)
@@ -377,10 +378,10 @@ _compiled: dict[int, bool] = {}
 
 
 def connect_random_regions(root: nn.Module, group: Group) -> None:
-    """Give the divided layers of `root` their random region. Call it once, after all layers have been divided.
+    """Give the sharded layers of `root` their random region. Call it once, after all layers have been sharded.
 
     A row-parallel layer closes the region that the column-parallel layers in the smallest module around it open. That
-    module also closes the region when its forward ends, by an exception too.
+    module also closes the region when its forward ends, even by an exception.
     """
     if group.size > 1:
         _connect(root, RandomRegion(group), root)
@@ -394,7 +395,7 @@ def _connect(module: nn.Module, region: RandomRegion, root: nn.Module) -> list[n
         module.region = region  # type: ignore[assignment]
         return []
     if end is not None:
-        return [module]  # the layers inside of one with low-rank terms leave the region to it
+        return [module]  # a layer with low-rank terms manages the region for the layers inside it
     layers: list[nn.Module] = []
     for child in module.children():
         layers += _connect(child, region, root)
@@ -422,10 +423,10 @@ def random_state(device: torch.device) -> Any:
 
 
 def _state(generator: torch.Generator) -> Any:
-    """Return the state for `_restore`; on CUDA without waiting for the device, as `get_state` would."""
+    """Return the state for `_restore`; on CUDA without waiting for the device, unlike `get_state`."""
     if generator.device.type == "cuda":
         return generator.initial_seed(), generator.get_offset()
-    with dispatch_modes_suspended():  # where operations are counted on tensors without data, the state is real
+    with dispatch_modes_suspended():  # a mode may count operations on tensors without data, but the state is real
         return generator.get_state()
 
 

@@ -1,12 +1,13 @@
-"""Sequence parallelism of a plan: stacks of blocks between which activations are divided along the sequence.
+"""Sequence parallelism of a plan: stacks of blocks between which activations are sharded along the sequence.
 
     rank 0   positions 0..3    norm   gather -> column ... row -> reduce-scatter    dropout   norm   ...
     rank 1   positions 4..7
 
-What is between the divided layers, norms and dropout, takes each position by itself: a rank computes its own positions,
-and the gradients of the parameters there are sums over the ranks. Whether a block allows that is tried: called as its
-model calls it, it must compute what it computed before. Blocks in a row that do are one region, if the model was seen
-to give the output of each to the next as it is; else each is a region by itself, with whole sequences between them.
+The layers between the sharded layers, norms and dropout, compute each position by itself. So a rank computes its own
+positions, and the gradients of the parameters there are sums over the ranks. A trial shows whether a block allows that:
+called in the model's way, it must compute the same as before. Such blocks in a row form one region if a run of the
+model shows that each passes its output to the next unchanged. Otherwise each block is one region, with full sequences
+between them.
 
 Source: https://arxiv.org/abs/2205.05198, section 4.2.
 """
@@ -39,10 +40,10 @@ WHOLE = "its layers are not sharded"
 
 
 def divide_sequences(module: nn.Module, plan: Plan, verifier: PlanVerifier) -> None:
-    """Divide the sequence along the stacks of blocks whose results this does not change.
+    """Shard the sequence along the stacks of blocks whose results this does not change.
 
     Raises:
-        ValueError: If there is none.
+        ValueError: If there is no such stack.
     """
     modules = dict(module.named_modules())
     whole: dict[str, str] = {}
@@ -75,7 +76,7 @@ def _refuse_compiled(modules: Mapping[str, nn.Module], path: str, blocks: Sequen
     """Refuse compiled blocks, and compiled modules around them, which cannot run on some of the positions.
 
     Raises:
-        ValueError: If there is one.
+        ValueError: If one of them is compiled.
     """
     parts = path.split(".")
     around = ["", *(".".join(parts[:depth]) for depth in range(1, len(parts) + 1))]
@@ -96,24 +97,24 @@ def _holds_parts(modules: Mapping[str, nn.Module], path: str) -> bool:
 
 def _is_divided(block: nn.Module, inside: Plan) -> bool:
     kinds = (Attention, TransformerLayer, Column, Row)
-    # A list of blocks, and a linear layer in a sublayer, are no blocks.
+    # A list of blocks, or a linear layer of a sublayer, is no block.
     if isinstance(block, (nn.ModuleList, nn.ModuleDict)) or isinstance(inside.styles.get(""), (Column, Row)):
         return False
     return any(isinstance(style, kinds) for style in inside.styles.values())
 
 
 def _inside(plan: Plan, block: str) -> Plan:
-    """Return the part of the plan inside of a block, with the style of the block itself."""
+    """Return the part of the plan inside a block, with the style of the block itself."""
     found = plan.under(block)
     return Plan(found.styles | ({"": plan.styles[block]} if block in plan.styles else {}), found.attributes)
 
 
 def _divide_stack(root: nn.Module, path: str, blocks: list[str], plan: Plan, verifier: PlanVerifier) -> None:
-    """Divide the sequence along the blocks in a row that allow it, of the stack at `path`."""
+    """Shard the sequence along the blocks in a row that allow it, of the stack at `path`."""
     run: list[SequenceRegion] = []
     seen = block_call(root, blocks[0], verifier.group)
     call, unseen = (None, seen) if isinstance(seen, str) else (seen, "")
-    if call is None and _is_in_a_list(root, path):  # experts, perhaps, which get tokens without an order
+    if call is None and _is_in_a_list(root, path):  # perhaps experts, whose tokens have no order
         plan.whole_sequences |= dict.fromkeys(blocks, UNSEEN)
         return
     joined = joined_blocks(root, blocks, verifier.group) if len(blocks) > 1 else set()
@@ -162,7 +163,7 @@ def _add_region(plan: Plan, path: str, run: list[SequenceRegion]) -> None:
 
 
 def _sequence_plan(block: nn.Module, inside: Plan, verifier: PlanVerifier, call: BlockCall | None) -> Plan | str:
-    """Return how the sequence is divided in one block, or why it is not, in a few words."""
+    """Return the plan that shards the sequence in one block, or the reason against it, in a few words."""
     if not _is_divided(block, inside):
         return WHOLE
     shape = None if call is None else call.hidden.shape
@@ -183,13 +184,13 @@ def _has_positions_first(block: nn.Module) -> bool:
 
 
 def _candidates(block: nn.Module, inside: Plan, dim: int) -> Iterator[Plan]:
-    """Yield ways to divide the sequence in `block`, the best first."""
+    """Yield plans that shard the sequence in `block`, the best first."""
     around = [region_around(inside, path, Column).rstrip(".") for path in inside.styles if _is_row(inside.styles[path])]
     sublayers = tuple(dict.fromkeys(filter(None, around)))
-    # What takes or makes whole features by itself needs whole sequences, too; with the layers beside it.
+    # A layer that takes or makes full features by itself also needs full sequences, like the layers beside it.
     alone = [path for path, style in inside.styles.items() if _needs_whole(style) and not _is_inside(path, sublayers)]
     modules = tuple(dict.fromkeys(_parent(block, path) for path in alone))
-    # A sublayer that mixes positions otherwise than by its divided layers (a router) computes on whole sequences.
+    # A sublayer may mix positions outside its sharded layers (a router); it then computes on full sequences.
     whole = [(), *((path,) for path in sublayers if len(sublayers) > 1)]
     for gathered, wraps_all in ((paths, wraps) for wraps in (False, True) for paths in whole):
         divided = tuple(path for path in sublayers if path not in gathered)
@@ -202,7 +203,7 @@ def _candidates(block: nn.Module, inside: Plan, dim: int) -> Iterator[Plan]:
 
 
 def _parent(block: nn.Module, path: str) -> str:
-    """Return the path of the module that calls the one at `path`; of that one itself if it is the block."""
+    """Return the path of the module that calls the module at `path`; `path` itself if the block calls it."""
     parent = path.rpartition(".")[0]
     is_called = parent and not isinstance(block.get_submodule(parent), (nn.ModuleList, nn.ModuleDict))
     return parent if is_called else path
@@ -217,7 +218,7 @@ def _is_gathered(style: Style) -> bool:
 
 
 def _needs_whole(style: Style) -> bool:
-    """Return whether a module divided by this style computes on whole sequences: layers by themselves, experts."""
+    """Return whether a module with this style computes on full sequences: layers by themselves, experts."""
     kinds = (Column, Row, Attention, TransformerLayer, Replicate, PerHead)
     return _is_gathered(style) or not isinstance(style, kinds)
 
@@ -233,14 +234,14 @@ def sequence_parallel_styles(
     sublayers: Collection[str] = (),
     gathered: Collection[str] = (),
 ) -> dict[str, Style]:
-    """Return the styles of a `block` whose input and output are divided along the sequence.
+    """Return the styles of a `block` whose input and output are sharded along the sequence.
 
     Args:
         block: The full module.
         styles: The styles of its layers without sequence parallelism, by path inside it.
         dim: Dimension of the sequence.
-        sublayers: Paths of the modules whose inputs stand for whole sequences.
-        gathered: Paths of the modules that compute on whole sequences.
+        sublayers: Paths of the modules whose inputs read as full sequences.
+        gathered: Paths of the modules that compute on full sequences.
 
     Returns:
         The same styles with sequence parallelism, and partial gradients for all other parameters of the block.
@@ -264,7 +265,7 @@ def sequence_parallel_styles(
             )
     known = [path for path, style in styles.items() if not isinstance(style, (Replicate, PerHead))]
     for path, module in block.named_modules():
-        # Norms and other layers see this rank's positions only.
+        # Norms and other layers see this rank's positions only, so their gradients are partial.
         whole = _is_inside(path, known) or _is_inside(path, gathered) or isinstance(styles.get(path), PerHead)
         if any(True for _ in module.parameters(recurse=False)) and not whole:
             result[path] = Replicate(partial_gradient=True)
@@ -272,7 +273,7 @@ def sequence_parallel_styles(
 
 
 def _inner_styles(block: nn.Module, styles: Mapping[str, Style]) -> dict[str, Style]:
-    """Return the styles with those of torch's own transformer layers replaced by those of the modules inside."""
+    """Return the styles, with the style of torch's own transformer layers replaced by styles of the modules inside."""
     result: dict[str, Style] = {}
     for path, style in styles.items():
         inner = (

@@ -1,4 +1,4 @@
-"""Regions of a model in which activations are divided along the sequence: the hooks around its blocks.
+"""Regions of a model in which activations are sharded along the sequence: the hooks around its blocks.
 
     hidden | first: keep my part | norm | Column: all-gather ... Row: reduce-scatter | last: all-gather | hidden
     (L, E) | (L / ranks, E)             | (L, E / ranks)                              | (L / ranks, E)   | (L, E)
@@ -7,13 +7,13 @@ An all-gather and a reduce-scatter send as many bytes as the all-reduce that the
 the layers take 1 / ranks of the memory. Each rank computes norms and biases there for its positions only, so their
 gradients are partial.
 
-A **sublayer** (attention, MLP) may take lengths from its input, so that is a `DividedInput`, whose sizes read as those
-of the whole sequence. A module that needs all positions and is not divided itself (a router) gets them **gathered**.
-Evaluation without gradients computes on whole sequences: it keeps no activations, and may decode one position a time.
+A **sublayer** (attention, MLP) may take lengths from its input, so its input is a `DividedInput`, whose sizes read as
+the full sequence. A module that needs all positions, without sharding itself (a router), gets them **gathered**.
+Evaluation without gradients computes on full sequences: it keeps no activations, and may decode one position a time.
 
-What lies between two blocks gets what stands for the **whole** (`DividedLogits`): the next block takes this rank's part
-of it, and whoever else reads it (a head after each block, a block that is left out) gets it gathered. Pipeline stages
-send each other their part; there such code is refused.
+Between two blocks, a `DividedLogits` stands for the **full** hidden states. The next block takes this rank's part of
+it. Any other reader (a head after each block, a block outside the region) gets it gathered. Pipeline stages send each
+other their part, so there such readers are refused.
 
 Legend: L sequence length, E features.
 
@@ -53,16 +53,16 @@ __all__ = ["SequenceRegion", "divide_region", "divide_sequence", "refused_betwee
 
 @dataclass(frozen=True)
 class SequenceRegion:
-    """Blocks in a row, from the first to the last of which activations are divided along the sequence.
+    """Blocks in a row, with activations sharded along the sequence from the first to the last.
 
     Attributes:
         owner: Path of the module that calls them.
         blocks: Paths of the blocks, in their order.
-        sublayers: Paths of the modules inside whose inputs stand for whole sequences.
-        gathered: Paths of the modules inside that compute on whole sequences.
+        sublayers: Paths of the modules inside whose inputs read as full sequences.
+        gathered: Paths of the modules inside that compute on full sequences.
         dim: The dimension of the sequence.
-        wraps_all: Whether sublayers get several tensors that are divided: a residual to be added, too.
-        sends_pieces: Whether pipeline stages send each other what is between two blocks.
+        wraps_all: Whether sublayers get several sharded tensors, such as a residual to add.
+        sends_pieces: Whether pipeline stages send each other the tensor between two blocks.
     """
 
     owner: str
@@ -75,7 +75,7 @@ class SequenceRegion:
 
 
 def divide_region(modules: Mapping[str, nn.Module], region: SequenceRegion, group: Group) -> None:
-    """Divide the sequence in one region of a plan, and watch what happens between its blocks.
+    """Shard the sequence in one region of a plan, and watch the code between its blocks.
 
     Args:
         modules: The modules of the model, by path.
@@ -96,11 +96,11 @@ def divide_region(modules: Mapping[str, nn.Module], region: SequenceRegion, grou
 def divide_sequence(
     owner: nn.Module, blocks: Sequence[nn.Module], group: Group, dim: int = 1, sends_pieces: bool = False
 ) -> None:
-    """Divide the sequence from the input of the first of `blocks` to the output of the last, modules inside `owner`.
+    """Shard the sequence from the input of the first of `blocks` to the output of the last, modules inside `owner`.
 
-    The tensor that is divided is the first one with floating-point numbers among the arguments of a block; the one
-    that is gathered is the first in its output: at once behind the last, and behind another one when somebody reads
-    it. Random numbers for positions differ between the ranks.
+    The sharded tensor is the first floating-point tensor among the arguments of a block. The gathered tensor is the
+    first in its output. The last block's output is gathered at once, and any other output when code reads it. Random
+    numbers for positions differ between the ranks.
     """
     lengths = _lengths(group, dim)
     region = RandomRegion(group)
@@ -114,7 +114,7 @@ def divide_sequence(
         if _is_evaluated(module):
             return None
         hidden = _main(args, kwargs)
-        if hidden.dim() <= dim + 1:  # would divide features
+        if hidden.dim() <= dim + 1:  # would shard features
             raise RuntimeError(
                 f"The input of a sequence-parallel `{type(module).__name__}` must be hidden states (batch, sequence,"
                 f" features); got shape {tuple(hidden.shape)}. Use `sequence_parallel=False`"
@@ -145,17 +145,17 @@ def divide_sequence(
         _hand_out_whole(blocks, scatter_input, lengths)
     for block in blocks:
         block.register_forward_pre_hook(enter, with_kwargs=True)
-        # Block by block: activation checkpointing keeps the replicated state, from which it recomputes a block.
+        # Once per block: activation checkpointing keeps the replicated state, from which it recomputes one block.
         block.register_forward_pre_hook(open_region, with_kwargs=True)
         region.watch(block, owner)
-    # Before hooks of the user's, which see whole sequences.
+    # Before the user's hooks, which see full sequences.
     blocks[-1].register_forward_hook(gather_output, prepend=True)
-    # The blocks may be left by an exception.
+    # An exception may leave the blocks, so the owner resets the state.
     owner.register_forward_hook(lambda *_: _resume(lengths), always_call=True)
 
 
 def _hand_out_whole(blocks: Sequence[nn.Module], scatter: Callable[..., Any], lengths: SequenceLengths) -> None:
-    """Let inner blocks return what stands for whole sequences, and take that or any other whole one."""
+    """Let inner blocks return a stand-in for full sequences, and take that or any other full tensor."""
 
     def scatter_again(module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
         return None if _is_hollow(_main(args, kwargs)) else scatter(module, args, kwargs)
@@ -170,19 +170,19 @@ def _hand_out_whole(blocks: Sequence[nn.Module], scatter: Callable[..., Any], le
     for block in blocks[1:]:
         block.register_forward_pre_hook(scatter_again, with_kwargs=True)
     for block in blocks[:-1]:
-        # Before hooks of the user's.
+        # Before the user's hooks, which see full sequences.
         block.register_forward_hook(hand_out, prepend=True)
 
 
 @lru_cache(maxsize=64)
 def _positions(sizes: tuple[int, ...]) -> Shard:
-    """Return the rule by which positions are divided; the one dimension that it names is not looked at."""
+    """Return the rule that shards the positions; its dimension is not used."""
     ends = list(accumulate(sizes))
     return Shard(0, tuple(((end - size, end),) for end, size in zip(ends, sizes)))
 
 
 def _is_hollow(hidden: Tensor) -> bool:
-    # To see shapes only: what is between the blocks is not looked at then.
+    # A run that only sees shapes does not look at the code between the blocks.
     return hidden.is_meta or isinstance(hidden, FakeTensor)
 
 
@@ -195,12 +195,12 @@ def _lengths(group: Group, dim: int) -> SequenceLengths:
 
 
 def _is_evaluated(module: nn.Module) -> bool:
-    # In training also without gradients: so reentrant checkpointing runs a block before it recomputes it.
+    # Training counts even without gradients: reentrant checkpointing first runs a block so.
     return not (module.training or torch.is_grad_enabled())
 
 
 def _stand_for_whole(sublayer: nn.Module, lengths: SequenceLengths, wraps_all: bool) -> None:
-    """Let the input of `sublayer` stand for the whole sequence, and return this rank's positions of its output."""
+    """Let the input of `sublayer` read as the full sequence, and return this rank's positions of its output."""
 
     def enter(_: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
         if lengths.suspended:
@@ -224,7 +224,7 @@ def _stand_for_whole(sublayer: nn.Module, lengths: SequenceLengths, wraps_all: b
 
 
 def _gather_around(path: str, module: nn.Module, lengths: SequenceLengths) -> None:
-    """Let `module` compute on whole sequences, and return this rank's positions of its output.
+    """Let `module` compute on full sequences, and return this rank's positions of its output.
 
     Raises:
         RuntimeError: From its forward, if it draws random numbers, which differ between the ranks here.
@@ -261,7 +261,7 @@ def _main(*values: Any) -> Tensor:
     """Return the first floating-point tensor in arguments or outputs.
 
     Raises:
-        TypeError: If there is none.
+        TypeError: If there is no such tensor.
     """
     for leaf in pytree.tree_leaves(values):
         if isinstance(leaf, Tensor) and leaf.is_floating_point():
@@ -277,7 +277,7 @@ def _tensors_like(main: Tensor, values: Any) -> list[Tensor]:
 
 
 def _with_data(tensor: Tensor) -> Tensor:
-    # What a pipeline stage has received replaces what stands for it in any operation.
+    # In any operation, the tensor that a pipeline stage received replaces its placeholder.
     return tensor if type(tensor) is Tensor else tensor.view_as(tensor)
 
 
@@ -286,7 +286,7 @@ def _exchanged(values: Any, old: Tensor, new: Tensor) -> Any:
 
 
 class _PartBetween(Tensor):
-    """This rank's part of the hidden states behind a block, which nobody but the next block may read."""
+    """This rank's part of the hidden states behind a block, which only the next block may read."""
 
     _of: str  # the path of the block
     _whole: torch.Size  # the shape of the hidden states on all ranks
@@ -308,9 +308,9 @@ class _PartBetween(Tensor):
             return func(*args, **(kwargs or {}))
 
 
-# What passes hidden states on: pipeline stages, checkpoints, hooks of modules.
+# Code that passes hidden states on: pipeline stages, checkpoints, hooks of modules.
 _MAY_READ = ("lightning_parallel.", "torch.utils.", "torch.nn.modules.module")
-# What is the same of a part and of the whole.
+# Facts that are the same for a part and the full tensor.
 _SAME_OF_PARTS = {
     "device",
     "dtype",
@@ -326,7 +326,7 @@ _SAME_OF_PARTS |= {"is_sparse", "is_meta", "is_quantized", "is_complex", "elemen
 
 
 def refused_between(found: str) -> str:
-    """Return the text of a refusal of code between blocks of a pipeline, of which `found` tells what was seen."""
+    """Return the text that refuses code between blocks of a pipeline; `found` describes that code."""
     return (
         "With `sequence_parallel=True` and a pipeline, no code between the blocks may read or change their hidden"
         f" states, which are sharded along the sequence; got: {found}. Move that code into the blocks, before the"
@@ -337,7 +337,7 @@ def refused_between(found: str) -> str:
 def _mark(hidden: Tensor, path: str, lengths: SequenceLengths) -> None:
     shape = list(hidden.shape)
     shape[lengths.dim] = sum(lengths.parts(shape[lengths.dim]))
-    # The same object, so that its place in autograd's graph stays.
+    # The same object with another class, so that its place in autograd's graph stays.
     hidden.__class__ = _PartBetween
     hidden._of, hidden._whole = path, torch.Size(shape)  # type: ignore[attr-defined]
 
@@ -351,7 +351,7 @@ def _unmarked(values: Any) -> Any:
 
 
 class _LastOutput:
-    """What the block of a stack that ran last has returned: the memory, the shape and the version of the tensor."""
+    """The output of the block of a stack that ran last: the memory, the shape and the version of the tensor."""
 
     def __init__(self) -> None:
         self.block = ""
@@ -364,9 +364,9 @@ class _LastOutput:
 
 
 def _refuse_changes_between(blocks: Mapping[str, nn.Module], group: Group, dim: int) -> None:
-    """Let the blocks of a stack that is divided along the sequence refuse other hidden states than their neighbour's.
+    """Let the blocks of a stack that is sharded along the sequence refuse hidden states that are not their neighbour's.
 
-    Each block was verified by itself. Code between them sees this rank's positions only: it would add the positions of
+    Each block was verified by itself. Code between them sees this rank's positions only. It would add the positions of
     the first part to every part, take means over a part, and leave the gradients of its parameters partial.
 
     Args:
@@ -386,7 +386,7 @@ def _refuse_changes_between(blocks: Mapping[str, nn.Module], group: Group, dim: 
         return _unmarked((args, kwargs))
 
     def check(path: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        # A recomputation in backward calls blocks one by one, with what was kept of their inputs.
+        # A recomputation in backward calls blocks one by one, with inputs that were kept.
         if current_graph_task_id() != -1 or _is_evaluated(blocks[path]):
             return
         given = _tensors((args, kwargs))
@@ -401,7 +401,7 @@ def _refuse_changes_between(blocks: Mapping[str, nn.Module], group: Group, dim: 
                 )
             )
         if given[1:] and path not in asked:
-            # Once: what is given to a block besides its hidden states is made by the same code in each step.
+            # Once: the same code makes the further arguments of a block in each step.
             asked.add(path)
             _require_equal(path, given[1:], group)
 
@@ -415,7 +415,7 @@ def _refuse_changes_between(blocks: Mapping[str, nn.Module], group: Group, dim: 
                 _mark(hidden[0], path, _lengths(group, dim))
 
     for path, block in blocks.items():
-        # Before the hook that divides the input of the first block.
+        # Before the hook that shards the input of the first block.
         block.register_forward_pre_hook(
             lambda _, args, kwargs, path=path: take(path, args, kwargs), with_kwargs=True, prepend=True
         )
@@ -433,12 +433,12 @@ def _require_equal(path: str, given: list[Tensor], group: Group) -> None:
 
 
 def _tensors(value: Any) -> list[Tensor]:
-    """Return the tensors with data in arguments or outputs: not those that stand for what other stages hold."""
+    """Return the tensors with data in arguments or outputs, without placeholders for tensors of other stages."""
     return [leaf for leaf in pytree.tree_leaves(value) if type(leaf) in (Tensor, _PartBetween)]
 
 
 def _identity(tensor: Tensor) -> tuple[Any, ...]:
-    # Not the object: checkpointing detaches a block's input. A change in place leaves another version.
+    # Not the object: checkpointing detaches a block's input. An in-place change leaves another version.
     with DisableTorchFunctionSubclass():
         version = None if tensor.is_inference() else version_of(tensor)
         return tensor.data_ptr(), tensor.shape, tensor.stride(), version

@@ -39,7 +39,7 @@ Range = tuple[int, int]
 
 
 def balanced(size: int, ranks: int) -> list[int]:
-    """Divide `size` items over `ranks` as evenly as possible; the first ranks take one more.
+    """Split `size` items over `ranks` as evenly as possible; the first ranks take one more.
 
     >>> balanced(8, 3)
     [3, 3, 2]
@@ -59,17 +59,17 @@ def layer_of(parameters: Iterable[tuple[str, Tensor | None]], default: str) -> s
 
 @dataclass(frozen=True)
 class ShardPart:
-    """A run of consecutive features that is split by itself, in whole units.
+    """A run of consecutive features that is split by itself, in full units.
 
     A fused projection has several parts in one weight, e.g. queries, keys and values.
 
     Attributes:
         size: Number of features.
         unit: Number of consecutive features that stay on one rank, such as the size of a head.
-        groups: Number of groups of consecutive units that use the same key/value head; a rank holds whole groups,
-            or units of one group only. None if the units are independent of each other.
-        shared: If True, ranks that work on the same group each hold all of its units (key/value heads). If False,
-            they divide them (query heads).
+        groups: Number of groups of consecutive units that use the same key/value head. A rank holds full groups, or
+            units of one group only. None if the units are independent of each other.
+        shared: If True, ranks that work on the same group each hold all its units (key/value heads). If False, they
+            split them (query heads).
     """
 
     size: int
@@ -79,12 +79,12 @@ class ShardPart:
 
     @classmethod
     def queries(cls, heads: int, head_size: int, key_value_heads: int | None = None) -> ShardPart:
-        """Describe the features of `heads` query heads, of which equal numbers use each of `key_value_heads`."""
+        """Describe the features of `heads` query heads, in equal numbers for each of `key_value_heads`."""
         return cls(heads * head_size, head_size, key_value_heads or heads)
 
     @classmethod
     def keys(cls, key_value_heads: int, head_size: int) -> ShardPart:
-        """Describe the features of the key or value heads; with fewer of them than ranks, several ranks hold one."""
+        """Describe the features of the key or value heads; with fewer heads than ranks, several ranks hold one."""
         return cls(key_value_heads * head_size, head_size, key_value_heads, shared=True)
 
     def split(self, ranks: int) -> list[Range]:
@@ -111,8 +111,8 @@ class ShardPart:
             counts = [per_group * count for count in balanced(groups, ranks)]
             stops = [sum(counts[: rank + 1]) for rank in range(ranks)]
             return [((stop - count) * self.unit, stop * self.unit) for stop, count in zip(stops, counts)]
-        # More ranks than groups: the ranks of one group share its units (keys) or divide them (queries), so that every
-        # query head has its key/value head on the same rank.
+        # More ranks than groups: the ranks of one group share its units (keys) or split them (queries). Every query
+        # head then has its key/value head on the same rank.
         ranges: list[Range] = []
         for group, holders in enumerate(balanced(ranks, groups)):
             counts = [per_group] * holders if self.shared else balanced(per_group, holders)
@@ -125,7 +125,7 @@ class ShardPart:
 
 @dataclass(frozen=True)
 class Shard:
-    """Rule by which one tensor is divided over the ranks of the tensor axis.
+    """Rule by which one tensor is sharded over the ranks of the tensor axis.
 
     Attributes:
         dim: The dimension that is split; negative dimensions count from the end.
@@ -139,7 +139,7 @@ class Shard:
     ranges: tuple[tuple[Range, ...], ...]
 
     def __post_init__(self) -> None:
-        # Ranges may overlap (shared heads), but an element that nobody holds would be lost in `merge`.
+        # Ranges may overlap (shared heads), but an element without a holder would be lost in `merge`.
         covered = 0
         for start, stop in sorted(chain.from_iterable(self.ranges)):
             if start > covered:
@@ -151,7 +151,7 @@ class Shard:
 
     @classmethod
     def even(cls, dim: int, size: int, ranks: int, unit: int = 1) -> Shard:
-        """Make a rule of consecutive ranges of whole units, as equal as possible.
+        """Make a rule of consecutive ranges of full units, as equal as possible.
 
         >>> Shard.even(0, 8, 3).ranges
         (((0, 3),), ((3, 6),), ((6, 8),))
@@ -166,7 +166,7 @@ class Shard:
         (((0, 2), (4, 5)), ((2, 4), (5, 6)))
 
         Raises:
-            ValueError: If a part cannot be divided over the ranks.
+            ValueError: If a part cannot be sharded over the ranks.
         """
         return _packed(dim, tuple(ShardPart(part) if isinstance(part, int) else part for part in parts), ranks)
 
@@ -178,10 +178,10 @@ class Shard:
 
     @property
     def ranks(self) -> int:
-        """Number of ranks that the tensor is divided over."""
+        """Number of ranks that hold a shard."""
         return len(self.ranges)
 
-    # Layers read these in every forward, and a frozen rule never changes.
+    # Cached: layers read these in every forward, and a frozen rule never changes.
 
     @cached_property
     def full_size(self) -> int:
@@ -198,7 +198,7 @@ class Shard:
         return self.sizes[rank]
 
     def full_shape(self, local_shape: Sequence[int]) -> torch.Size:
-        """Return the shape of the full tensor of which a shard has `local_shape`."""
+        """Return the shape of the full tensor whose shard has `local_shape`."""
         shape = list(local_shape)
         shape[self.dim] = self.full_size
         return torch.Size(shape)
@@ -226,7 +226,7 @@ class Shard:
         """Copy the shard of `rank` out of the full tensor; differentiable.
 
         Raises:
-            ValueError: If `full` does not have the extent that the rule is for.
+            ValueError: If `full` has another extent than the rule.
         """
         if full.shape[self.dim] != self.full_size:
             raise ValueError(
@@ -242,7 +242,7 @@ class Shard:
     def merge(self, shards: Sequence[Tensor]) -> Tensor:
         """Assemble the full tensor from the shards of all ranks, by rank; differentiable.
 
-        An element that several ranks hold is taken from the first of them.
+        If several ranks hold an element, the first of them provides it.
         """
         sources = _sources(self)
         return torch.cat([shards[rank].narrow(self.dim, at, size) for rank, at, size in sources], self.dim)
@@ -260,8 +260,8 @@ class Shard:
         return tuple((start, start + size) for _, size, start in self._owned(rank))
 
     def _owned(self, rank: int) -> list[tuple[int, int, int]]:
-        """List what `rank` owns: (offset in its shard, length, start in the full tensor), in the order of its shard."""
-        # An element belongs to the first of its holders, the one that `merge` takes it from.
+        """List the owned ranges, in the order of the shard: (offset in the shard, length, start in the full tensor)."""
+        # An element belongs to the first of its holders, from which `merge` also takes it.
         found, start = [], 0
         for owner, at, size in _sources(self):
             if owner == rank:
@@ -271,7 +271,7 @@ class Shard:
 
 
 class _Replicated(Shard):
-    """Is the rule of a tensor that every rank of the tensor axis holds in full."""
+    """The rule of a tensor that every rank of the tensor axis holds in full."""
 
     def full_shape(self, local_shape: Sequence[int]) -> torch.Size:
         return torch.Size(local_shape)
@@ -304,12 +304,12 @@ def _packed(dim: int, parts: tuple[ShardPart, ...], ranks: int) -> Shard:
 
 @cache
 def _sources(rule: Shard) -> tuple[tuple[int, int, int], ...]:
-    """List where the full tensor comes from, in its order: (first rank that holds it, offset in that shard, length)."""
+    """List the sources of the full tensor, in its order: (first rank that holds it, offset in that shard, length)."""
     bounds = sorted(set(chain.from_iterable(chain.from_iterable(rule.ranges))))
     found: list[tuple[int, int, int]] = []
     for start, stop in zip(bounds, bounds[1:]):
         rank, at = next(_holders(rule, start))
-        # Ranges that follow each other in one shard become one slice, so that `merge` copies few large ones.
+        # Adjacent ranges of one shard become one slice, so that `merge` copies few large slices.
         last = found[-1] if found else None
         if last is not None and last[0] == rank and last[1] + last[2] == at:
             found[-1] = (rank, last[1], last[2] + stop - start)
@@ -331,7 +331,7 @@ def _holders(rule: Shard, element: int) -> Iterator[tuple[int, int]]:
 def reduce_partial_(gradients: Mapping[str, Tensor], rules: Mapping[str, Shard], group: Group) -> None:
     """Sum partial gradients over `group`, in place, with one all-reduce per dtype and device.
 
-    A gradient without a rule is summed as a whole. Of a sharded gradient only the ranges that several ranks hold are
+    A gradient without a rule is summed in full. Of a sharded gradient only the ranges that several ranks hold are
     summed, over their holders; a rule without such ranges leaves the gradient unchanged. All ranks must pass the same
     names in the same order.
 
@@ -361,7 +361,7 @@ def reduce_partial_(gradients: Mapping[str, Tensor], rules: Mapping[str, Shard],
 
 
 def _spread(local: Tensor, rule: Shard, rank: int) -> Tensor:
-    """Return a full tensor that holds `local` where this rank has it, and zero elsewhere."""
+    """Return a full tensor with `local` at this rank's ranges, and zero elsewhere."""
     full = local.new_zeros(rule.full_shape(local.shape))
     at = 0
     for start, stop in rule.ranges[rank]:
@@ -393,7 +393,7 @@ class ShowsFullShape:
 
 @contextmanager
 def full_shapes_shown(module: nn.Module, rules: Mapping[str, Shard]) -> Iterator[None]:
-    """Let sharded parameters tell the shape of their full tensors inside the block; their data stay the shards.
+    """Let sharded parameters report the shape of their full tensors inside the block; their data stay the shards.
 
     Code that builds an optimizer groups parameters by shape, or derives learning rates from it.
 
@@ -407,7 +407,7 @@ def full_shapes_shown(module: nn.Module, rules: Mapping[str, Shard]) -> Iterator
             if name in rules:
                 kind = kinds[parameter] = type(parameter)
                 shown = {"full_shape": rules[name].full_shape(parameter.shape), "__module__": kind.__module__}
-                # The class and not the data: the same objects go to the optimizer, with the values that it copies.
+                # Changes the class, not the data: the optimizer must get the same objects, and it copies their values.
                 parameter.__class__ = type(kind.__name__, (ShowsFullShape, kind), shown)
         yield
     finally:

@@ -1,4 +1,4 @@
-"""Verification before the division: does a divided block compute what the full one does, on the real ranks?"""
+"""Verification before sharding: does a sharded block compute the same as the full one, on the real ranks?"""
 
 from __future__ import annotations
 
@@ -43,10 +43,10 @@ _Result = tuple[list[Tensor], dict[str, Tensor]]
 
 
 class PlanVerifier:
-    """Compares divided blocks with the original on the ranks of `group`; blocks of equal structure are run once.
+    """Compares sharded blocks with the original on the ranks of `group`; blocks of equal structure are run once.
 
     Both copies compute in double precision, without dropout, on a random input of shape (2, 6, features). The random
-    state of the process and the original block are not changed. Of a model on the meta device only the block is
+    state of the process and the original block are not changed. If the model is on the meta device, only the block is
     materialised, with random values.
 
     Args:
@@ -58,7 +58,7 @@ class PlanVerifier:
 
     def __init__(self, group: Group) -> None:
         self.group = group
-        self._lacks_precision = False  # whether what failed last did so because of its precision
+        self._lacks_precision = False  # whether the last failure was about precision
         self.failure = ""
         self._known: dict[object, Plan | None] = {}
         self._refused: set[object] = set()
@@ -72,7 +72,7 @@ class PlanVerifier:
         source: str = "",
         call: BlockCall | None = None,
     ) -> Plan | None:
-        """Return the first candidate that does not change the results of `block`; None if there is none.
+        """Return the first candidate that does not change the results of `block`; None if all change them.
 
         Args:
             block: The full module.
@@ -88,16 +88,16 @@ class PlanVerifier:
         if key not in self._known:
             self._known[key] = None if kind in self._refused else self._run_all(block, given, candidates, call)
         if self._known[key] is None:
-            # Blocks of one kind may feed each other, so a division that is wrong for one is used for none.
+            # Blocks of one kind may feed each other, so a plan that is wrong for one block is used for none.
             self._refused.add(kind)
         return self._known[key]
 
     def verify(self, block: nn.Module, plan: Plan, call: BlockCall | None = None) -> bool | None:
-        """Return whether the results of `block` stay the same with `plan`; None if the block cannot be run alone.
+        """Return whether the results of `block` stay the same with `plan`; None if the block cannot run alone.
 
         Args:
             block: The full module.
-            plan: How it is divided.
+            plan: How it is sharded.
             call: How the model calls the block, if that is known; otherwise it is called with one tensor.
         """
         key = (structure_of(block), repr(plan.styles), repr(plan.attributes), call is None)
@@ -241,7 +241,7 @@ class BlockCall:
     Attributes:
         args: The positional arguments, with tensors of any values.
         kwargs: The arguments by name.
-        hidden: The tensor among them that stands for the hidden states.
+        hidden: The tensor among them that holds the hidden states.
     """
 
     args: tuple[Any, ...]
@@ -297,7 +297,7 @@ def possible_inputs(block: nn.Module) -> Iterator[Tensor]:
         yield torch.randn(INPUT_SHAPE[0], length, size, dtype=torch.float64).to(_device(), _computing)
 
 
-# Changed where a block cannot be run in double precision.
+# Changed while a block is tried that cannot run in double precision.
 _computing = torch.float64
 
 
@@ -318,7 +318,7 @@ def copy_in_double(block: nn.Module) -> nn.Module:
     """
     if any(parameter.is_meta for parameter in block.parameters()):
         block = _with_random_values(block)
-    # Double precision tells rounding from a wrong division; `eval` switches off dropout, which would differ.
+    # Double precision tells rounding from a wrong plan; `eval` switches off dropout, which would differ.
     copied = copy_of(block).to(_device(), _computing).eval().requires_grad_(True)
     for module in copied.modules():
         if isinstance(module, nn.MultiheadAttention):
@@ -339,7 +339,7 @@ def chance_kept() -> Iterator[None]:
 
 
 def devices_in_use() -> list[int]:
-    """Return the GPUs whose random state a trial changes; torch would look at all, and warn if they are many."""
+    """Return the GPUs whose random state a trial changes; torch would take all GPUs, and warn if they are many."""
     return [torch.cuda.current_device()] if torch.cuda.is_initialized() else []
 
 
@@ -350,7 +350,7 @@ def _device() -> torch.device:
 
 
 def _run_copy(block: nn.Module, x: _TrialInput) -> _Result:
-    with DropoutOff():  # a function may be told to drop in evaluation, too
+    with DropoutOff():  # a function may be told to drop in evaluation as well
         return _run(copy_in_double(block), x)
 
 
@@ -387,7 +387,7 @@ def _run_without_chance(block: nn.Module, x: _TrialInput) -> _Result:
     """Run a block in training without its dropout.
 
     Raises:
-        ValueError: If it draws other random numbers, of which a divided block would draw others.
+        ValueError: If it draws other random numbers, because a sharded block would draw different ones.
     """
     with DropoutOff():
         before = torch.get_rng_state(), torch.cuda.get_rng_state() if x.hidden.is_cuda else torch.empty(0)
@@ -402,7 +402,7 @@ def _run_with_chance(block: nn.Module, x: _TrialInput) -> _Result:
     """Run a block in training with its dropout.
 
     Raises:
-        ValueError: If it has none.
+        ValueError: If it draws no random numbers.
     """
     before = torch.get_rng_state(), torch.cuda.get_rng_state() if x.hidden.is_cuda else torch.empty(0)
     result = _run(copy_in_double(block).train(), x)
@@ -413,10 +413,10 @@ def _run_with_chance(block: nn.Module, x: _TrialInput) -> _Result:
 
 
 class DropoutOff(TorchFunctionMode):
-    """Lets dropout pass its input on, in functions and modules of torch: ranks draw different numbers in a region.
+    """Makes dropout return its input, in functions and modules of torch: ranks draw different numbers in a region.
 
     Attributes:
-        found: Whether there was any.
+        found: Whether any dropout was active.
     """
 
     def __init__(self) -> None:
@@ -426,11 +426,11 @@ class DropoutOff(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func in _DROPOUTS or func is _ATTENTION or func is F.multi_head_attention_forward:
             return self._without(func, func, args, dict(kwargs or {}))
-        # From this frame, as gradients of parts look for who calls behind the frames of modes.
+        # Called from this frame: `whole_gradients` looks for the caller behind frames with this function's name.
         return func(*args, **(kwargs or {}))
 
     def replace_functions(self, patches: Patches) -> None:
-        """Do the same where no mode is on: during backward, in which activation checkpoints compute again."""
+        """Do the same where no mode is active: during backward, in which activation checkpoints compute again."""
 
         def without(func: Any) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
             return lambda own: lambda *args, **kwargs: self._without(func, own, args, kwargs)

@@ -1,11 +1,11 @@
-"""Gradients that the user's code asks for by itself, `torch.autograd.grad(loss, weight)`: those of one process.
+"""Gradients that the user's code asks for directly, by `torch.autograd.grad(loss, weight)`: as in one process.
 
     of sharded logits       the gradient of the pieces, gathered
-    of a sharded weight     a `ShardGradient`: element by element it stays this rank's part, as the weight is; whatever
-                            else is done to it, such as its norm, is done to the whole, which is gathered then
-    of a partial one        the sum over the ranks
+    of a sharded weight     a `ShardGradient`: element-wise operations keep this rank's part; any other operation, such
+                            as a norm, gathers the full gradient
+    of a partial gradient   the sum over the ranks
 
-Every rank of the tensor-parallel group has to ask, or none.
+Either every rank of the tensor-parallel group asks, or none.
 """
 
 from __future__ import annotations
@@ -45,17 +45,17 @@ _CASTS = {
     "cpu",
     "cuda",
 }
-# Facts about the part, and what does not compute.
+# Functions that read facts about the part, or do not compute.
 _PLAIN = {"__get__", "__set__", "__delete__", "dim", "size", "numel", "stride", "is_floating_point", "is_contiguous"}
 _PLAIN |= {"requires_grad_", "data_ptr", "untyped_storage", "storage_offset", "is_complex", "ndimension", "__hash__"}
 _PLAIN |= {"register_hook", "backward", "element_size", "get_device", "is_sparse", "is_shared", "grad"}
-# An optimizer, and this library, know what the part is.
+# Optimizers and these packages handle the part as a part.
 _OURS = {"lightning_parallel", "lightning", "pytorch_lightning"}
 _OPTIMIZERS = ("torch.optim.", "torch.nn.utils.", "torch.autograd.")
 
 
 class ShardGradient(Tensor):
-    """This rank's part of the gradient of a sharded parameter, of which the user's code sees the whole.
+    """This rank's part of the gradient of a sharded parameter; the user's code sees the full gradient.
 
     Attributes:
         rule: How it is sharded.
@@ -69,13 +69,13 @@ class ShardGradient(Tensor):
 
     @staticmethod
     def of(part: Tensor, rule: Shard, group: Group, name: str) -> ShardGradient:
-        """Return a part as what it is a part of."""
+        """Return `part` as the shard of a gradient."""
         gradient = part.as_subclass(ShardGradient)
         gradient.rule, gradient.group, gradient.parameter = rule, group, name
         return gradient
 
     def whole(self) -> Tensor:
-        """Return the gradient of the whole parameter; every rank of the group must call it."""
+        """Return the gradient of the full parameter; every rank of the group must call it."""
         rule, layer = self.rule, self.parameter.rpartition(".")[0]
         with DisableTorchFunctionSubclass():
             if self.requires_grad:
@@ -106,9 +106,9 @@ class ShardGradient(Tensor):
 
 
 def _is_called_by_us() -> bool:
-    """Tell whether code that knows of parts computes with one."""
+    """Return whether the caller is code that handles parts: this library or an optimizer."""
     frame = sys._getframe(2)
-    # A mode that watches the step hands on what the step calls.
+    # A mode that watches the step adds its own frame before the caller's.
     while frame.f_code.co_name == "__torch_function__" and frame.f_back is not None:
         frame = frame.f_back
     caller = frame.f_globals.get("__name__", "")
@@ -116,7 +116,7 @@ def _is_called_by_us() -> bool:
 
 
 def _is_elementwise(name: str, first: ShardGradient, leaves: Sequence[Any]) -> bool:
-    """Tell whether an operation does the same to each number, on tensors that are parts of the same kind."""
+    """Return whether an operation treats each number alike, on tensors that are parts of the same kind."""
     base = name.removesuffix("_") if not name.endswith("__") else name.strip("_").removeprefix("i").removeprefix("r")
     is_known = {name, base, name.strip("_")} & (_ELEMENTWISE | _CASTS) or name.lstrip("_").startswith("foreach_")
     tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
@@ -139,15 +139,15 @@ def give_whole_gradients(
     is_whole: Callable[[], bool],
     patches: Patches,
 ) -> None:
-    """Let `torch.autograd.grad` give the gradients of one process until `patches` are undone.
+    """Let `torch.autograd.grad` return the gradients of one process until `patches` are undone.
 
     Args:
         module: The module with sharded layers.
-        sharding: What was sharded how.
+        sharding: The result of `apply_plan`.
         rules: How its tensors are sharded, by name.
         group: The tensor-parallel group.
-        is_whole: Tells whether this rank runs the whole module now.
-        patches: Undo it.
+        is_whole: Tells whether this rank runs the full module now.
+        patches: Collects the replacement, to undo it.
     """
 
     def make(own: Callable[..., Any]) -> Callable[..., Any]:
@@ -197,9 +197,10 @@ def _completed(part: Tensor, name: str, rule: Shard | None, sharding: Sharding, 
 def _through_pieces(
     own: Callable[..., Any], outputs: Any, asked: Sequence[Any], logits: Sequence[int], args: Any, kwargs: Any
 ) -> list[Any]:
-    """Return gradients of which some are of sharded logits: of their pieces, from which losses are computed, gathered.
+    """Return gradients, of sharded logits among others, through the pieces from which losses are computed.
 
-    Those of a view come by the view of the whole, too; those of the logits themselves all go through the piece.
+    A view collects gradients through its piece and through the full logits; both are added. Gradients of the logits
+    themselves all pass through their piece.
     """
     given = dict(zip(("grad_outputs", "retain_graph", "create_graph", "allow_unused"), args), **kwargs)
     allow_unused = bool(given.pop("allow_unused", None))
