@@ -11,6 +11,8 @@ hypothesis.settings.register_profile("tests", deadline=None, max_examples=60)  #
 hypothesis.settings.load_profile("tests")
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch is there: many small processes share few cores
 
+import tests.strict_order  # noqa: E402, F401 - NCCL's order in this process, if the environment says so
+
 
 def pytest_xdist_auto_num_workers() -> int:
     """As many as this process may use: xdist's own count, of psutil, does not see `taskset`."""

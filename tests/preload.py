@@ -13,6 +13,7 @@ import transformers.models.llama.modeling_llama  # noqa: F401
 from lightning.fabric.utilities import registry
 
 import lightning_parallel.cli  # noqa: F401
+import tests.strict_order  # noqa: F401 - NCCL's order in all forks, if the environment says so
 
 torch.compile(torch.nn.Identity(), backend="eager")(torch.ones(1))  # imports what only a compilation needs
 # Each Trainer would search all installed packages for callbacks, which takes longer than a tiny fit on one process.

@@ -16,6 +16,7 @@ from lightning_parallel.mesh import Mesh
 from lightning_parallel.strategies.optimizers.norms import ReplicaNorm, ShardNorms
 from lightning_parallel.tensor.sharding import Shard, ShardPart
 from tests.harness import distributed
+from tests.strict_order import strict_order
 from tests.test_bucketed_reducer import BOTH, Branches, _data, _mean_gradients
 
 
@@ -139,7 +140,7 @@ def test_updates_are_gathered_whatever_the_size_and_the_strides(group, in_order)
 
     module, expected = made(), made()
     addresses = {name: parameter.data_ptr() for name, parameter in module.items()}
-    with comm.strict_order() if in_order else contextlib.nullcontext():
+    with strict_order() if in_order else contextlib.nullcontext():
         slices = train(module, divided)
     train(expected, lambda *_: None)
     torch.testing.assert_close(dict(module.items()), dict(expected.items()), rtol=1e-12, atol=1e-14)

@@ -31,12 +31,12 @@ from lightning_parallel.comm.heartbeat import (
     LostRankError,
     explained,
     name_run,
-    process_host,
     report_failure,
     start_heartbeat,
     stop_heartbeat,
     wait_until_heard,
 )
+from lightning_parallel.comm.host import Process, boot_id, host_id
 from lightning_parallel.comm.objects import (
     agree,
     all_gather_object,
@@ -51,7 +51,6 @@ from lightning_parallel.comm.objects import (
 )
 from lightning_parallel.comm.rendezvous import RendezvousError, attempt_store, may_outlive_attempts
 from lightning_parallel.comm.roll_call import ApartError, RollCall
-from lightning_parallel.comm.strict_order import strict_order
 from lightning_parallel.comm.threads import Helper
 from lightning_parallel.comm.work import (
     PROFILING,
@@ -68,6 +67,7 @@ __all__ = [
     "GradientSession",
     "LostRankError",
     "PROFILING",
+    "Process",
     "Executor",
     "Group",
     "Helper",
@@ -92,15 +92,16 @@ __all__ = [
     "may_outlive_attempts",
     "name_run",
     "barrier",
+    "boot_id",
     "broadcast_",
     "broadcast_from",
     "broadcast_object",
     "current_call",
     "skip_communication",
-    "strict_order",
     "equal_everywhere",
     "failing_together",
     "gather_object",
+    "host_id",
     "exchange",
     "explained",
     "fill_buckets",
@@ -110,7 +111,6 @@ __all__ = [
     "isend",
     "on_any_rank",
     "overlapping_executor",
-    "process_host",
     "raise_together",
     "reduce_",
     "reduce_scatter",

@@ -6,6 +6,7 @@ A group of one rank communicates nothing.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -56,16 +57,13 @@ def all_reduce_(
     """
     if group.size == 1:
         return Done(tensor) if async_op else tensor
-    has_handle = async_op or _has_handles(tensor)
-    pending = _pending("all_reduce", group, tensor, tensor).launch(
-        lambda: (
-            PairwiseAllReduce(tensor, group, op)
-            if PairwiseAllReduce.suits(tensor, group)
-            else dist.all_reduce(tensor, _REDUCE_OPS[op], group=group.process_group, async_op=has_handle)
-        ),
-        between_hosts,
-    )
-    return pending if async_op else pending.wait()
+
+    def start(has_handle: bool) -> Any:
+        if swaps_all_reduce(tensor, group):
+            return _swapped_all_reduce(tensor, group, op)
+        return dist.all_reduce(tensor, _REDUCE_OPS[op], group=group.process_group, async_op=has_handle)
+
+    return _issue("all_reduce", group, tensor, tensor, start, async_op, between_hosts)
 
 
 def all_reduce(tensor: Tensor, group: Group, op: str = "sum") -> Tensor:
@@ -77,33 +75,35 @@ def all_reduce(tensor: Tensor, group: Group, op: str = "sum") -> Tensor:
 
 
 def broadcast_(tensor: Tensor, group: Group, source: int = 0, async_op: bool = False) -> Any:
-    """Overwrite a contiguous `tensor` with that of the rank at position `source`.
+    """Overwrite a contiguous `tensor` with the tensor of the rank at position `source`.
 
     Returns:
         `tensor`; with `async_op`, a `Pending` that gives it.
     """
     if group.size == 1:
         return Done(tensor) if async_op else tensor
-    has_handle = async_op or _has_handles(tensor)
-    pending = _pending("broadcast", group, tensor, tensor).launch(
-        lambda: dist.broadcast(tensor, group.ranks[source], group=group.process_group, async_op=has_handle)
-    )
-    return pending if async_op else pending.wait()
+
+    def start(has_handle: bool) -> Any:
+        return dist.broadcast(tensor, group.ranks[source], group=group.process_group, async_op=has_handle)
+
+    return _issue("broadcast", group, tensor, tensor, start, async_op)
 
 
 def reduce_(tensor: Tensor, group: Group, to: int, async_op: bool = False) -> Any:
-    """Sum a contiguous `tensor` over `group` into that of the rank at position `to`; the others hold anything then.
+    """Sum a contiguous `tensor` over `group` into the tensor of the rank at position `to`.
+
+    The tensors of other ranks have arbitrary values then.
 
     Returns:
         `tensor`; with `async_op`, a `Pending` that gives it.
     """
     if group.size == 1:
         return Done(tensor) if async_op else tensor
-    has_handle = async_op or _has_handles(tensor)
-    pending = _pending("reduce", group, tensor, tensor).launch(
-        lambda: dist.reduce(tensor, group.ranks[to], group=group.process_group, async_op=has_handle)
-    )
-    return pending if async_op else pending.wait()
+
+    def start(has_handle: bool) -> Any:
+        return dist.reduce(tensor, group.ranks[to], group=group.process_group, async_op=has_handle)
+
+    return _issue("reduce", group, tensor, tensor, start, async_op)
 
 
 def all_gather(
@@ -136,39 +136,33 @@ def all_gather(
         # Once here: query, key and value layers would copy it each, in forward and in backward.
         return gathered.contiguous()
 
-    has_handle = async_op or _has_handles(tensor)
-    pending = _pending("all_gather", group, whole, result).launch(
-        lambda: (
-            DirectAllGather(whole, part, group)
-            if DirectAllGather.suits(part, group)
-            else dist.all_gather(list(whole.unbind()), part, group=group.process_group, async_op=True)
-            if tensor.device.type == "cpu"
-            else all_gather_single(whole.view(-1), part.view(-1), group=group.process_group, async_op=has_handle)
-        )
-    )
-    return pending if async_op else pending.wait()
+    return _issue("all_gather", group, whole, result, partial(_start_all_gather, whole, part, group), async_op)
 
 
 def all_gather_(whole: Tensor, group: Group, async_op: bool = False) -> Any:
-    """Fill the rows of a contiguous `whole` (ranks, ...) in place: this rank's own is there.
+    """Fill the rows of a contiguous `whole` (ranks, ...) in place; the row of this rank is given.
 
     Returns:
         `whole`; with `async_op`, a `Pending` that gives it.
     """
     if group.size == 1:
         return Done(whole) if async_op else whole
-    part = whole[group.rank]
-    has_handle = async_op or _has_handles(whole)
-    pending = _pending("all_gather", group, whole, whole).launch(
-        lambda: (
-            DirectAllGather(whole, part, group)
-            if DirectAllGather.suits(part, group)
-            else dist.all_gather(list(whole.unbind()), part.clone(), group=group.process_group, async_op=True)
-            if whole.device.type == "cpu"
-            else all_gather_single(whole.view(-1), part.view(-1), group=group.process_group, async_op=has_handle)
-        )
-    )
-    return pending if async_op else pending.wait()
+    start = partial(_start_all_gather, whole, whole[group.rank], group)
+    return _issue("all_gather", group, whole, whole, start, async_op)
+
+
+def _start_all_gather(whole: Tensor, part: Tensor, group: Group, has_handle: bool) -> Any:
+    is_large = part.numel() * part.element_size() >= DIRECT_MIN_BYTES
+    if is_large and group.size == 2 and part.device.type == "cpu" and not group.is_ordered:
+        if whole[group.rank].data_ptr() != part.data_ptr():
+            whole[group.rank].copy_(part.detach())  # as gloo does, which autograd does not see
+        return _Swap(part, whole[1 - group.rank], group, _GATHER_TAG)
+    if part.device.type == "cpu":
+        # gloo must not read a row while it writes the rows.
+        is_row = whole[group.rank].data_ptr() == part.data_ptr()
+        source = part.clone() if is_row else part
+        return dist.all_gather(list(whole.unbind()), source, group=group.process_group, async_op=True)
+    return all_gather_single(whole.view(-1), part.view(-1), group=group.process_group, async_op=has_handle)
 
 
 def reduce_scatter(
@@ -198,23 +192,21 @@ def reduce_scatter(
     def result() -> Tensor:
         return mine[: sizes[group.rank]].movedim(0, dim)
 
-    has_handle = async_op or _has_handles(tensor)
-    pending = _pending("reduce_scatter", group, rows, result).launch(
-        lambda: _start_reduce_scatter(mine, rows, group, has_handle)
-    )
-    return pending if async_op else pending.wait()
+    return _issue("reduce_scatter", group, rows, result, partial(_start_reduce_scatter, mine, rows, group), async_op)
 
 
 def _start_reduce_scatter(mine: Tensor, rows: Tensor, group: Group, has_handle: bool) -> Any:
-    if PairwiseReduceScatter.suits(mine, group):
-        return PairwiseReduceScatter(mine, rows, group)
+    if group.size == 2 and mine.device.type == "cpu" and not group.is_ordered:
+        parts = rows.detach().view(2, *mine.shape)
+        kept = parts[group.rank]
+        return _Swap(parts[1 - group.rank], mine, group, _SCATTER_TAG, lambda: mine.add_(kept))
     # Tried rather than asked: whether gloo has it depends on the version of torch, and nothing tells.
     try:
         if mine.device.type != "cpu":
             return reduce_scatter_single(mine.view(-1), rows.view(-1), group=group.process_group, async_op=has_handle)
         # gloo takes twice as long for megabytes in one tensor; NCCL, given a list, would copy all of it.
-        parts = list(rows.view(group.size, *mine.shape).unbind())
-        return dist.reduce_scatter(mine, parts, group=group.process_group, async_op=True)
+        listed = list(rows.view(group.size, *mine.shape).unbind())
+        return dist.reduce_scatter(mine, listed, group=group.process_group, async_op=True)
     except RuntimeError as error:
         if "does not support reduce_scatter" not in str(error):
             raise
@@ -259,11 +251,11 @@ def all_to_all(
     received = tensor.new_empty((rows, *tensor.shape[1:]))
     send = None if send_sizes is None else list(send_sizes)
     receive = None if receive_sizes is None else list(receive_sizes)
-    has_handle = async_op or _has_handles(tensor)
-    pending = _pending("all_to_all", group, tensor, received).launch(
-        lambda: dist.all_to_all_single(received, tensor, receive, send, group=group.process_group, async_op=has_handle)
-    )
-    return pending if async_op else pending.wait()
+
+    def start(has_handle: bool) -> Any:
+        return dist.all_to_all_single(received, tensor, receive, send, group=group.process_group, async_op=has_handle)
+
+    return _issue("all_to_all", group, tensor, received, start, async_op)
 
 
 def isend(tensor: Tensor, group: Group, to: int, tag: int = 0, between_hosts: bool = False) -> Pending:
@@ -274,7 +266,7 @@ def isend(tensor: Tensor, group: Group, to: int, tag: int = 0, between_hosts: bo
         group: The group.
         to: Position of the receiver.
         tag: Of the message; NCCL has none, and carries messages of a group in the order in which they are issued.
-        between_hosts: Let the message pass by those that travel from device to device.
+        between_hosts: The message travels between hosts, and may overtake messages that travel between devices.
     """
     peer = group.ranks[to]
     sent = _on_wire(tensor, group)
@@ -344,6 +336,33 @@ class _Works:
             work.wait()
 
 
+def _issue(
+    op: str,
+    group: Group,
+    moved: Tensor,
+    result: Any,
+    start: Callable[[bool], Any],
+    async_op: bool,
+    between_hosts: bool = False,
+) -> Any:
+    """Start a collective, and wait for it unless `async_op`.
+
+    Args:
+        op: Its name.
+        group: The group.
+        moved: The tensor that counts as moved.
+        result: See `Pending`.
+        start: Starts it, given whether torch must return a handle.
+        async_op: Return a `Pending` instead of the result.
+        between_hosts: See `isend`.
+    """
+    # On the host a handle is needed also without `async_op`: waits are recorded there. On a GPU a collective without
+    # a handle takes its place in the stream that computes, with no events in between.
+    has_handle = async_op or moved.device.type == "cpu"
+    pending = _pending(op, group, moved, result).launch(lambda: start(has_handle), between_hosts)
+    return pending if async_op else pending.wait()
+
+
 def _pending(
     op: str, group: Group, tensor: Tensor, result: Any, peer: int | None = None, tag: int | None = None
 ) -> Pending:
@@ -357,14 +376,6 @@ def _on_device(tensor: Tensor, group: Group) -> bool:
     return tensor.device.type != "cpu" and "nccl" in group.backend
 
 
-def _has_handles(tensor: Tensor) -> bool:
-    """Tell whether to start also what is waited for at once with a handle: on the host, where waits are recorded.
-
-    On a GPU a collective without one takes its place in the stream that computes, with no events in between.
-    """
-    return tensor.device.type == "cpu"
-
-
 def _size_bytes(*tensors: Tensor) -> int:
     return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
 
@@ -376,39 +387,15 @@ def _padded(tensor: Tensor, length: int) -> Tensor:
 
 # ----------------------------------------------------------------------------------------- messages between CPU ranks
 
-DIRECT_MIN_BYTES = 1 << 18  # below, gloo's latency is the lower one
-_GATHER_TAG = (1 << 20) + 1  # as below, and not that of another collective that may be under way
+DIRECT_MIN_BYTES = 1 << 18
+"""Bytes from which on two ranks gather by messages; below, gloo's latency is the lower one."""
+PAIRWISE_MAX_BYTES = 1 << 21
+"""Bytes up to which two ranks reduce by messages.
 
-
-class DirectAllGather:
-    """An all-gather of two gloo ranks: each sends its part to the other, half the time of gloo's ring with its copies.
-
-    `whole` (ranks, ...) holds the parts after `wait`.
-    """
-
-    @staticmethod
-    def suits(part: Tensor, group: Group) -> bool:
-        """Whether it is the faster way; the same answer on both ranks."""
-        is_large = part.numel() * part.element_size() >= DIRECT_MIN_BYTES
-        return is_large and group.size == 2 and part.device.type == "cpu" and not group.is_ordered
-
-    def __init__(self, whole: Tensor, part: Tensor, group: Group) -> None:
-        others = [(place, rank) for place, rank in enumerate(group.ranks) if place != group.rank]
-        self._works = [dist.irecv(whole[i], rank, group=group.process_group, tag=_GATHER_TAG) for i, rank in others]
-        self._works += [dist.isend(part, rank, group=group.process_group, tag=_GATHER_TAG) for _, rank in others]
-        if whole[group.rank].data_ptr() != part.data_ptr():
-            whole[group.rank].copy_(part.detach())  # as gloo's, which autograd does not see
-
-    def wait(self) -> None:
-        """Wait for all parts, and until this rank's may change."""
-        for work in self._works:
-            if work is not None:  # torch's type; only a rank outside the group gets None
-                work.wait()
-
-
-PAIRWISE_MAX_BYTES = 1 << 21  # above, the addition in the calling thread costs more than the steps of gloo's ring
-_PAIRWISE_TAG = 1 << 20  # outside the range of the tags of messages between stages
-_SCATTER_TAG = (1 << 20) + 2
+Above, the addition in the calling thread costs more than the steps of gloo's ring.
+"""
+# Outside the range of the tags of messages between stages; one for each collective that may be under way.
+_REDUCE_TAG, _GATHER_TAG, _SCATTER_TAG = ((1 << 20) + number for number in range(3))
 _COMBINE: dict[str, Callable[..., Tensor]] = {
     "sum": torch.add,
     "max": torch.maximum,
@@ -417,63 +404,46 @@ _COMBINE: dict[str, Callable[..., Tensor]] = {
 }
 
 
-class PairwiseAllReduce:
-    """An all-reduce between two processes on CPU: each sends its tensor to the other, and both combine the two.
+class _Swap:
+    """A collective between two processes on CPUs: each sends the other a tensor.
 
-    `tensor` holds the result after `wait`.
+    This moves as many bytes as gloo's ring does, in one step instead of several, each of which wakes a thread. It takes
+    about half the time.
+
+    Args:
+        sent: The tensor for the other rank.
+        received: Filled by the other rank.
+        group: The group of both.
+        tag: Of both messages.
+        finish: Makes the result when both have come.
     """
 
-    # This moves as many bytes as gloo's ring does, in one step instead of several, each of which wakes a thread: it
-    # takes about half the time for the messages of a tensor-parallel layer. Both ranks get the same bits, because
-    # a + b == b + a also in floating point.
-
-    def __init__(self, tensor: Tensor, group: Group, op: str) -> None:
+    def __init__(
+        self, sent: Tensor, received: Tensor, group: Group, tag: int, finish: Callable[[], Any] | None = None
+    ) -> None:
         peer = group.ranks[1 - group.rank]
-        self._tensor = tensor
-        self._other = torch.empty_like(tensor)
-        self._op = op
         self._works = (
-            dist.irecv(self._other, peer, group=group.process_group, tag=_PAIRWISE_TAG),
-            dist.isend(tensor, peer, group=group.process_group, tag=_PAIRWISE_TAG),
+            dist.irecv(received, peer, group=group.process_group, tag=tag),
+            dist.isend(sent, peer, group=group.process_group, tag=tag),
         )
-
-    @staticmethod
-    def suits(tensor: Tensor, group: Group) -> bool:
-        """Tell whether to use this instead of the backend's all-reduce."""
-        is_small = tensor.numel() * tensor.element_size() <= PAIRWISE_MAX_BYTES
-        return group.size == 2 and tensor.device.type == "cpu" and tensor.layout == torch.strided and is_small
+        self._finish = finish
 
     def wait(self) -> None:
-        """Wait for both directions, then combine."""
+        """Wait until `received` is filled and `sent` may change, then make the result."""
         for work in self._works:
             if work is not None:  # torch's type; only a rank outside the group gets None
                 work.wait()
-        _COMBINE[self._op](self._tensor, self._other, out=self._tensor)
+        if self._finish is not None:
+            self._finish()
 
 
-class PairwiseReduceScatter:
-    """A reduce-scatter between two processes on CPU: each sends what the other keeps, and adds what it keeps itself.
+def swaps_all_reduce(tensor: Tensor, group: Group) -> bool:
+    """Tell whether an all-reduce is faster by messages than by the backend; the same answer on both ranks."""
+    is_small = tensor.numel() * tensor.element_size() <= PAIRWISE_MAX_BYTES
+    return group.size == 2 and tensor.device.type == "cpu" and tensor.layout == torch.strided and is_small
 
-    `mine` holds this rank's part of the sum after `wait`.
-    """
 
-    def __init__(self, mine: Tensor, rows: Tensor, group: Group) -> None:
-        peer = group.ranks[1 - group.rank]
-        parts = rows.detach().view(2, *mine.shape)
-        self._mine, self._kept = mine, parts[group.rank]
-        self._works = (
-            dist.irecv(mine, peer, group=group.process_group, tag=_SCATTER_TAG),
-            dist.isend(parts[1 - group.rank], peer, group=group.process_group, tag=_SCATTER_TAG),
-        )
-
-    @staticmethod
-    def suits(mine: Tensor, group: Group) -> bool:
-        """Tell whether to use this instead of the backend's reduce-scatter; the same answer on both ranks."""
-        return group.size == 2 and mine.device.type == "cpu" and not group.is_ordered
-
-    def wait(self) -> None:
-        """Wait for both directions, then add."""
-        for work in self._works:
-            if work is not None:  # torch's type; only a rank outside the group gets None
-                work.wait()
-        self._mine.add_(self._kept)
+def _swapped_all_reduce(tensor: Tensor, group: Group, op: str) -> _Swap:
+    other = torch.empty_like(tensor)
+    # Both ranks get the same bits: a + b == b + a also in floating point.
+    return _Swap(tensor, other, group, _REDUCE_TAG, lambda: _COMBINE[op](tensor, other, out=tensor))

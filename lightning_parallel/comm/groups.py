@@ -10,7 +10,6 @@ from typing import Any
 
 import torch.distributed as dist
 
-from lightning_parallel.comm.strict_order import is_strict
 from lightning_parallel.compat.default_group import (
     all_processes,
     backend_of,
@@ -72,7 +71,7 @@ class Group:
     @property
     def is_ordered(self) -> bool:
         """Whether operations of the group wait for those that were issued before, as NCCL's do."""
-        return is_strict() or "nccl" in self.backend
+        return "nccl" in self.backend
 
     @property
     def host_device(self) -> str:

@@ -17,7 +17,6 @@ from torch.autograd.grad_mode import set_multithreading_enabled
 from lightning_parallel import tracing
 from lightning_parallel.comm.groups import Group
 from lightning_parallel.comm.heartbeat import Blocked, describe_failure, trains_here
-from lightning_parallel.comm.strict_order import finish_ordered, in_strict_order, is_strict
 from lightning_parallel.comm.threads import current_helper
 from lightning_parallel.tracing import InFlight
 
@@ -138,9 +137,7 @@ class Pending:
         self._index = 0 if self._peer is not None else Blocked.begin(self._group.name)
         try:
             with flight, _as_call(flight, self._group):
-                # Messages between hosts are told apart by their tags, collectives by their order.
-                is_ordered = is_strict() and not (between_hosts and self._peer is not None)
-                self._work = in_strict_order(self._group.process_group, call) if is_ordered else call()
+                self._work = call()
         except RuntimeError as error:
             raise_explained(error, self._op, self._group)
         if self._work is None:
@@ -267,7 +264,6 @@ def blocking_call(op: str, group: Group) -> Iterator[None]:
     flight = _begin(op, group, None, None)
     try:
         with flight, _as_call(flight, group), _blocked(op, group, Blocked.begin(group.name)):
-            finish_ordered(group.process_group)
             yield
     except RuntimeError as error:
         raise_explained(error, op, group)

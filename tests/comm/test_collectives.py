@@ -5,8 +5,9 @@ import torch
 import torch.distributed as dist
 
 from lightning_parallel import comm
-from lightning_parallel.comm.collectives import DIRECT_MIN_BYTES, PAIRWISE_MAX_BYTES, PairwiseAllReduce
+from lightning_parallel.comm.collectives import DIRECT_MIN_BYTES, PAIRWISE_MAX_BYTES, swaps_all_reduce
 from tests.harness import distributed, recorded_communication
+from tests.strict_order import strict_order
 
 
 @distributed(world_size=4)
@@ -57,7 +58,7 @@ def _gathers_and_scatters(group):
 @distributed(world_size=2)
 def test_two_ranks_gather_in_place_and_scatter(group):
     _gathers_and_scatters(group)
-    with comm.strict_order():
+    with strict_order():
         _gathers_and_scatters(group)
 
 
@@ -91,7 +92,7 @@ def test_two_ranks_reduce_as_the_backend_does(group, dtype):
             expected = mine.clone()
             dist.all_reduce(expected, reference)
             assert torch.equal(comm.all_reduce(mine, group, op), expected)
-            assert PairwiseAllReduce.suits(mine, group) == (mine.nbytes <= PAIRWISE_MAX_BYTES)
+            assert swaps_all_reduce(mine, group) == (mine.nbytes <= PAIRWISE_MAX_BYTES)
 
 
 @distributed(world_size=2)
@@ -121,5 +122,5 @@ def test_gathers_in_flight_keep_their_order(group):
 
 @distributed(world_size=3)
 def test_larger_groups_use_the_backend(group):
-    assert not PairwiseAllReduce.suits(torch.ones(1), group)
+    assert not swaps_all_reduce(torch.ones(1), group)
     assert comm.all_reduce(torch.ones(2), group).tolist() == [3.0, 3.0]

@@ -11,6 +11,7 @@ from lightning_parallel import comm
 from lightning_parallel.comm import heartbeat
 from lightning_parallel.tracing import DeviceClock, Recorder, activate, span
 from tests.harness import distributed, recorded_communication
+from tests.strict_order import strict_order
 
 
 def _late(rank, seconds):
@@ -148,7 +149,7 @@ class DeviceThatWaits(DeviceClock):
 
 
 @distributed(world_size=2)
-@comm.strict_order(False)
+@strict_order(False)
 def test_what_hosts_exchange_is_not_waited_for_by_the_clock_of_a_device(group):
     """gloo's handles are used up by one wait; a second one would wait for another message."""
     with activate(Recorder(clock=DeviceThatWaits())):

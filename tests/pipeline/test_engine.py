@@ -16,6 +16,7 @@ from lightning_parallel.pipeline.schedule import build_schedule
 from lightning_parallel.pipeline.weight_gradients import split_linears
 from tests.harness import distributed, recorded_communication
 from tests.pipeline.models import built, pipeline
+from tests.strict_order import strict_order
 
 
 def engine_for(group, model, step, batch, schedule="1f1b", microbatches=4, **options):
@@ -50,7 +51,7 @@ def test_batches_of_changing_size_and_length(group):
 
 
 @distributed(world_size=2)
-@comm.strict_order(False)
+@strict_order(False)
 def test_a_description_is_sent_only_when_it_changes(group):
     model, step, batch = built("llama", layers=4)
     engine = engine_for(group, model, step, batch, microbatches=2)

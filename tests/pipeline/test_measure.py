@@ -15,6 +15,7 @@ from lightning_parallel.pipeline.schedule import build_schedule
 from lightning_parallel.planner.links import measure_link
 from tests.harness import distributed
 from tests.pipeline.models import Sleep, built
+from tests.strict_order import strict_order
 from tests.timing import compares_durations, durations
 
 CPU = torch.device("cpu")
@@ -152,7 +153,7 @@ def test_the_slowest_pair_counts(group):
 
 
 @distributed(world_size=2)
-@comm.strict_order(False)
+@strict_order(False)
 def test_a_measurement_leaves_nothing_behind(group):
     measure_link(group, CPU)
     message = torch.full((3,), float(group.rank))

@@ -12,6 +12,7 @@ from lightning_parallel.pipeline.message_layout import Message, MessageLayout, M
 from lightning_parallel.pipeline.p2p import StageMessages
 from lightning_parallel.pipeline.schedule import Action, Kind, build_schedule
 from tests.harness import RankError, distributed, recorded_communication, run
+from tests.strict_order import strict_order
 
 CPU = torch.device("cpu")
 
@@ -78,7 +79,7 @@ def test_buffers_are_fresh_and_fit_for_training(group):
 
 
 @distributed(world_size=2)
-@comm.strict_order(False)
+@strict_order(False)
 def test_what_comes_next_is_received_ahead(group):
     """The data of the second message are there when they are asked for, though this rank was busy meanwhile."""
     payload = [message(torch.full((1 << 20,), float(number))) for number in range(2)]
@@ -102,7 +103,7 @@ def test_what_comes_next_is_received_ahead(group):
 
 
 @distributed(world_size=2)
-@comm.strict_order(False)
+@strict_order(False)
 def test_gradients_are_freed_once_the_sender_of_an_activation_must_have_used_them(group):
     """Rank 0 runs F0 F1 B0 F2 B1 F3 B2 B3: the activation of F3 says that the gradients 0 and 1 have arrived."""
     links = StageMessages(group, build_schedule("1f1b", 2, 4), CPU, MessageLayouts())
@@ -156,7 +157,7 @@ def _out_of_step(group):
 
 
 @distributed(world_size=2)
-@comm.strict_order(False)
+@strict_order(False)
 def test_small_tensors_travel_with_their_header_and_share_nothing(group):
     """Once both know what comes: one message, however many tensors."""
     small, large = torch.randn(5, requires_grad=True), torch.randn(1 << 15)

@@ -12,6 +12,7 @@ from lightning_parallel.pipeline.schedule import build_schedule
 from lightning_parallel.strategies.setup.divide import message_groups
 from tests.harness import distributed
 from tests.pipeline.models import built, pipeline
+from tests.strict_order import strict_order
 
 
 def compare(
@@ -105,7 +106,7 @@ def test_both_ends_on_one_rank(group, builder):
 @distributed(world_size=2)
 def test_separate_message_groups(group, schedule):
     groups = MeshGroups(Mesh(pipeline_parallel=2))
-    with comm.strict_order():
+    with strict_order():
         channels = message_groups(groups, build_schedule(schedule, 2, 4))
         with mock.patch.object(comm, "exchange", wraps=comm.exchange) as sent:
             compare(groups.pipeline_parallel, "mlp", schedule, message_groups=channels)

@@ -1,5 +1,7 @@
 """Pipelines by NCCL's rules: what is issued to a group is carried one after the other; sends wait to be received."""
 
+import os
+import sys
 from datetime import timedelta
 from graphlib import TopologicalSorter
 
@@ -8,16 +10,17 @@ import torch
 from torch import nn
 
 from lightning_parallel import comm
-from lightning_parallel.comm import MeshGroups
+from lightning_parallel.comm import Group, MeshGroups, Pending
 from lightning_parallel.mesh import Mesh
 from lightning_parallel.pipeline.analysis import analyze
 from lightning_parallel.pipeline.engine import PipelineEngine
 from lightning_parallel.pipeline.schedule import SCHEDULES, Kind, build_schedule
 from lightning_parallel.pipeline.simulate import Cost, Link, simulate
 from lightning_parallel.strategies.setup.divide import message_groups
-from tests.harness import distributed
+from tests.harness import distributed, run, run_script
 from tests.pipeline.test_engine import expect_equal
 from tests.pipeline.test_skips import Towers, model_of
+from tests.strict_order import is_strict, strict_order
 
 
 class Tied(nn.Module):
@@ -56,7 +59,7 @@ def groups_of(schedule, world):
 
 def expect_one_process(world, name, build):
     schedule = build_schedule(name, world, 2 * world)
-    with comm.strict_order():
+    with strict_order():
         group, channels = groups_of(schedule, world)
         reference, reference_step, batch = build()
         model, step, _ = build()
@@ -108,14 +111,14 @@ def test_a_receive_holds_up_what_follows(group):
         pending = [comm.irecv(theirs, group, 1 - group.rank), comm.isend(mine, group, 1 - group.rank)]
         return pending, theirs
 
-    with comm.strict_order(False):
+    with strict_order(False):
         pending, theirs = crosswise()
         for work in pending:
             work.wait()
     assert theirs[0] == 1 - group.rank
     groups = MeshGroups(Mesh(pipeline_parallel=2), timeout=timedelta(seconds=2))
     group = groups.pipeline_parallel
-    with comm.strict_order():
+    with strict_order():
         pending, _ = crosswise()
         with pytest.raises(RuntimeError, match="recv along pipeline_parallel"):
             pending[0].wait()
@@ -126,6 +129,25 @@ def test_a_receive_holds_up_what_follows(group):
         mine, theirs = torch.full((4,), float(other.rank)), torch.empty(4)
         comm.exchange([(mine, 1 - other.rank)], [(theirs, 1 - other.rank)], other).wait()
         assert theirs[0] == 1 - other.rank
+
+
+def _rules(group):
+    return is_strict(), group.is_ordered, Pending.launch.__module__, "tests.preload" in sys.modules
+
+
+def test_the_environment_holds_in_pytest_in_ranks_and_in_scripts(tmp_path):
+    """`LIGHTNING_PARALLEL_STRICT_P2P=1 pytest` is to test all processes by the rules."""
+    is_on = os.environ.get("LIGHTNING_PARALLEL_STRICT_P2P", "") not in ("", "0")
+    here = (is_on, is_on, "tests.strict_order")
+    assert _rules(Group.alone("here"))[:3] == here
+    assert run(_rules, 2) == [(*here, True)] * 2
+    script = tmp_path / "script.py"
+    script.write_text(
+        "from lightning_parallel.comm import Group\n"
+        "from tests.pipeline.test_strict_order import _rules\n"
+        "print(_rules(Group.alone('here')))"
+    )
+    assert run_script(script).stdout == f"{(*here, True)}\n"
 
 
 # --------------------------------------------------------------------------------------------------- without processes

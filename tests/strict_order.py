@@ -1,9 +1,12 @@
 """NCCL's rules on gloo, to find on a machine without GPUs what would hang on one with them.
 
-NCCL carries what is issued to a group one after the other: a receive holds up all that follows until its message has
-come, and a send until it has been received. The host goes on meanwhile. gloo starts everything at once, so that an
+NCCL carries the operations of a group one after the other: a receive holds up all later operations until its message
+has come, and a send until it has been received. The host goes on meanwhile. gloo starts everything at once, so that an
 order that hangs on GPUs passes. With `LIGHTNING_PARALLEL_STRICT_P2P=1` in the environment, a thread per group does as
-NCCL does; messages between hosts, which do not travel through NCCL, are left out.
+NCCL does. Messages between hosts, which do not travel through NCCL, are left out.
+
+Importing this module lays the rules around the calls of `comm`, in this process and in its forks. `tests/conftest.py`
+and `tests/preload.py` import it: it holds in pytest, in the ranks of `harness`, and in scripts that `harness` runs.
 """
 
 from __future__ import annotations
@@ -16,11 +19,12 @@ from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
-from lightning_parallel.comm.threads import Helper
+from lightning_parallel.comm import Group, Helper, Pending, objects
 
-__all__ = ["OrderedWork", "finish_ordered", "in_strict_order", "is_strict", "strict_order"]
+__all__ = ["is_strict", "strict_order"]
 
 _is_strict = os.environ.get("LIGHTNING_PARALLEL_STRICT_P2P", "") not in ("", "0")
+_launch, _blocking_call, _is_ordered = Pending.launch, objects.blocking_call, Group.is_ordered
 
 
 def is_strict() -> bool:
@@ -39,7 +43,30 @@ def strict_order(is_on: bool = True) -> Iterator[None]:
         _is_strict = before
 
 
-class OrderedWork:
+def _launch_in_order(self: Pending, call: Callable[[], Any], between_hosts: bool = False) -> Pending:
+    # Messages between hosts are told apart by their tags, collectives by their order.
+    if _is_strict and not (between_hosts and self._peer is not None):
+        call = partial(_in_order, self._group.process_group, call)
+    return _launch(self, call, between_hosts)
+
+
+@contextmanager
+def _blocking_call_in_order(op: str, group: Group) -> Iterator[None]:
+    with _blocking_call(op, group):
+        # gloo pairs collectives of hosts, too, by the order of their start.
+        if group.process_group in _queues:
+            done = _OrderedWork(lambda: None)
+            _queues[group.process_group].put(done)
+            done.wait()
+        yield
+
+
+Pending.launch = _launch_in_order  # type: ignore[method-assign]
+objects.blocking_call = _blocking_call_in_order
+Group.is_ordered = property(lambda group: _is_strict or _is_ordered.fget(group))  # type: ignore
+
+
+class _OrderedWork:
     """An operation in the queue of its group.
 
     Args:
@@ -80,13 +107,13 @@ class _GroupQueue:
     """The operations of a group on this rank, first in, first out."""
 
     def __init__(self, process_group: Any) -> None:
-        self._waiting: queue.SimpleQueue[OrderedWork | None] = queue.SimpleQueue()
+        self._waiting: queue.SimpleQueue[_OrderedWork | None] = queue.SimpleQueue()
         stop = partial(self._waiting.put, None)
         self._helper = Helper(f"order-{process_group.group_name}", self._run, stop)
         self._helper.process_group = process_group
         self._helper.start()
 
-    def put(self, work: OrderedWork) -> None:
+    def put(self, work: _OrderedWork) -> None:
         self._waiting.put(work)
 
     def _run(self) -> None:
@@ -99,18 +126,10 @@ class _GroupQueue:
 _queues: dict[Any, _GroupQueue] = {}
 
 
-def finish_ordered(process_group: Any) -> None:
-    """Wait for what was issued to the group: gloo pairs collectives of hosts, too, by the order of their start."""
-    if process_group in _queues:
-        done = OrderedWork(lambda: None)
-        _queues[process_group].put(done)
-        done.wait()
-
-
-def in_strict_order(process_group: Any, call: Callable[[], Any]) -> OrderedWork:
+def _in_order(process_group: Any, call: Callable[[], Any]) -> _OrderedWork:
     """Put an operation behind those that were issued to the group before; `call` starts it."""
     if process_group not in _queues:
         _queues[process_group] = _GroupQueue(process_group)
-    work = OrderedWork(call)
+    work = _OrderedWork(call)
     _queues[process_group].put(work)
     return work
