@@ -1,7 +1,7 @@
 """The command line `lightning-parallel`: its arguments.
 
 Apart from the package, whose import loads torch and Lightning: `--help`, `--version` and mistakes in the arguments
-answer at once. What the commands do is in `lightning_parallel.cli`.
+answer at once. `lightning_parallel.cli` does the work of the commands.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run one subcommand.
 
     Args:
-        arguments: Words after the program's name; by default those of this process.
+        arguments: Words after the program's name; by default the words of this process.
 
     Returns:
         The exit status: 0; 1 for a damaged checkpoint, a plan without a layout that fits, or a problem that `doctor`
@@ -194,9 +194,9 @@ def _inspect_options(parser: argparse.ArgumentParser) -> None:
     parser.epilog = "example: lightning-parallel inspect --script main.py --tensor 2 --pipeline 2"
     _model_options(parser)
     layout = parser.add_argument_group("the layout")
-    layout.add_argument("--tensor", type=_count, help="tensor-parallel ranks (default: those of the script, else 1)")
-    layout.add_argument("--pipeline", type=_count, help="pipeline ranks (default: those of the script, else 1)")
-    layout.add_argument("--data", type=_count, help="replicas (default: those of the script, else 1)")
+    layout.add_argument("--tensor", type=_count, help="tensor-parallel ranks (default: as in the script, else 1)")
+    layout.add_argument("--pipeline", type=_count, help="pipeline ranks (default: as in the script, else 1)")
+    layout.add_argument("--data", type=_count, help="replicas (default: as in the script, else 1)")
     layout.add_argument("--schedule", default="1f1b", help=f"{_SCHEDULES} (default: %(default)s)")
     layout.add_argument(
         "--microbatches",
@@ -207,7 +207,7 @@ def _inspect_options(parser: argparse.ArgumentParser) -> None:
         "--zero-stage",
         type=int,
         choices=(0, 1, 2),
-        help="`zero_stage` of the strategies (default: that of the script, else 0)",
+        help="`zero_stage` of the strategies (default: as in the script, else 0)",
     )
     parser.add_argument(
         "--width", type=_columns, help="width of the output in columns (default: the width of the terminal)"

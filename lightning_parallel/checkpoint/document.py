@@ -1,6 +1,6 @@
 """A checkpoint's dict as JSON, with its tensors named: nothing in it can run code when it is read.
 
-What JSON has no form for is an object with one key, a tag that begins with `$`:
+A value without a form in JSON is an object with one key, a tag that begins with `$`:
 
     {"$tensor": "state_dict/layers.0.weight"}     {"$tuple": [...]}     {"$dict": [[key, value], ...]}     ...
 
@@ -19,7 +19,7 @@ from collections.abc import Callable, Mapping
 from datetime import date, datetime, timedelta
 from enum import Enum
 from pathlib import Path, PurePath
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -93,10 +93,11 @@ class _Encoder:
             except TypeError:
                 return None
             return None if tensors else {"$enum": [type(value).__module__, type(value).__qualname__, plain["value"]]}
-        for kind, tag, pack in _SCALARS:
-            is_other = isinstance(value, np.generic) and value.dtype.kind not in _NUMPY_KINDS
-            if isinstance(value, kind) and not (kind is np.generic and is_other):
-                return {tag: pack(value)}
+        # Text and bytes of numpy are Python's, too, and are packed as such.
+        is_numpy = isinstance(value, np.generic) and value.dtype.kind in _NUMPY_KINDS
+        for form in _FORMS:
+            if form.pack is not None and isinstance(value, form.kind) and (is_numpy or form.tag != "$numpy"):
+                return {form.tag: form.pack(value)}
         return None
 
     def _name(self, tensor: Tensor, path: str) -> str:
@@ -126,12 +127,9 @@ class _Encoder:
             return {"$namespace": self._encode_entries(vars(value), path)}
         if isinstance(value, Mapping):
             return self._encode_mapping(value, path)
-        # In lists the place of what is left out counts.
+        # A value that is left out keeps its place in a list.
         entries = [_none_if_left_out(self.encode(entry, _join(path, index))) for index, entry in enumerate(value)]
-        if type(value) is torch.Size:
-            return {"$size": entries}
-        tags = {tuple: "$tuple", set: "$set", frozenset: "$frozenset", deque: "$deque"}
-        tag = next((tag for kind, tag in tags.items() if isinstance(value, kind)), None)
+        tag = next((form.tag for form in _FORMS if form.pack is None and isinstance(value, form.kind)), None)
         return entries if tag is None else {tag: entries}
 
     def _encode_mapping(self, value: Mapping[Any, Any], path: str) -> Any:
@@ -196,16 +194,17 @@ def _decode(document: Any, tensor: Callable[[str], Tensor]) -> Any:
         return tensor(value) if tag == "$tensor" else tensor(value).numpy()
     if tag == "$enum":
         return _enum(value)
-    if tag not in _DECODERS:
+    if tag not in _BY_TAG:
         raise ValueError(
-            f"The kind of a value must be one of {', '.join(_DECODERS)}; got {tag!r}. The file is damaged, or a newer"
+            f"The kind of a value must be one of {', '.join(_BY_TAG)}; got {tag!r}. The file is damaged, or a newer"
             " version wrote it"
         )
     inner = _decode(value, tensor)
     try:
-        if not isinstance(inner, _CONTENTS.get(tag, object)):
+        # Not a range, say, as the content of a tuple: its numbers were never in the file.
+        if not isinstance(inner, _BY_TAG[tag].content):
             raise TypeError(type(inner))
-        return _DECODERS[tag](inner)
+        return _BY_TAG[tag].unpack(inner)
     except (TypeError, ValueError, LookupError, AttributeError, ArithmeticError, RuntimeError) as error:
         raise ValueError(f"The value must be of kind {tag}; got {str(value)[:100]!r}") from error
 
@@ -250,64 +249,52 @@ def _read_numpy_scalar(value: list[str]) -> Any:
     return np.frombuffer(base64.b64decode(value[1]), dtype)[0]
 
 
-_SCALARS: list[tuple[type, str, Callable[[Any], Any]]] = [
-    (np.generic, "$numpy", _numpy_scalar),
-    (int, "$int", int),
-    (float, "$float", repr),
-    (str, "$str", str),
-    (complex, "$complex", lambda value: [repr(value.real), repr(value.imag)]),
-    (bytes, "$bytes", lambda value: base64.b64encode(value).decode()),
-    (bytearray, "$bytes", lambda value: base64.b64encode(bytes(value)).decode()),
-    (PurePath, "$path", str),
-    (torch.dtype, "$dtype", lambda value: str(value).removeprefix("torch.")),
-    (torch.device, "$device", str),
-    (datetime, "$datetime", datetime.isoformat),
-    (date, "$date", date.isoformat),
-    (timedelta, "$timedelta", lambda value: [value.days, value.seconds, value.microseconds]),
-    (range, "$range", lambda value: [value.start, value.stop, value.step]),
-    (slice, "$slice", lambda value: [value.start, value.stop, value.step]),
-]
+class _Form(NamedTuple):
+    """The form of values of a kind.
 
-_LISTS = [
-    "$tuple",
-    "$set",
-    "$frozenset",
-    "$deque",
-    "$size",
-    "$dict",
-    "$defaultdict",
-    "$complex",
-    "$numpy",
-    "$timedelta",
-    "$range",
-    "$slice",
-]
-_CONTENTS = dict.fromkeys(_LISTS, list) | dict.fromkeys(("$counter", "$ordered", "$namespace"), dict)
-"""What is packed in a container: not a range, say, whose numbers were never in the file."""
+    Attributes:
+        tag: The key of the JSON object.
+        kind: The class, or classes, of the values.
+        content: The class of the content of the object.
+        unpack: Makes a value of its content.
+        pack: Makes the content of a value; None for a container, whose content is its entries.
+    """
 
-_DECODERS: dict[str, Callable[[Any], Any]] = {
-    "$tuple": tuple,
-    "$set": set,
-    "$frozenset": frozenset,
-    "$deque": deque,
-    "$size": torch.Size,
-    "$dict": lambda value: {key: entry for key, entry in value},  # noqa: C416 `dict` would make a list of a range
-    "$counter": Counter,
-    "$ordered": OrderedDict,
-    "$defaultdict": lambda value: defaultdict(_FACTORIES[value[0]], {**value[1]}),
-    "$namespace": lambda value: Namespace(**value),
-    "$float": float,
-    "$int": int,
-    "$str": str,
-    "$complex": lambda value: complex(float(value[0]), float(value[1])),
-    "$bytes": base64.b64decode,
-    "$path": Path,
-    "$dtype": _dtype,
-    "$device": torch.device,
-    "$numpy": _read_numpy_scalar,
-    "$datetime": datetime.fromisoformat,
-    "$date": date.fromisoformat,
-    "$timedelta": lambda value: timedelta(*value),
-    "$range": lambda value: range(*value),
-    "$slice": lambda value: slice(*value),
-}
+    tag: str
+    kind: type | tuple[type, ...]
+    content: type
+    unpack: Callable[[Any], Any]
+    pack: Callable[[Any], Any] | None = None
+
+
+# In the order of the first match: a bool of numpy is no int, and `torch.Size` is a tuple.
+_FORMS = [
+    _Form("$size", torch.Size, list, torch.Size),
+    _Form("$tuple", tuple, list, tuple),
+    _Form("$set", set, list, set),
+    _Form("$frozenset", frozenset, list, frozenset),
+    _Form("$deque", deque, list, deque),
+    _Form("$numpy", np.generic, list, _read_numpy_scalar, _numpy_scalar),
+    _Form("$int", int, object, int, int),
+    _Form("$float", float, object, float, repr),
+    _Form("$str", str, object, str, str),
+    _Form(
+        "$complex", complex, list, lambda v: complex(float(v[0]), float(v[1])), lambda v: [repr(v.real), repr(v.imag)]
+    ),
+    _Form("$bytes", (bytes, bytearray), object, base64.b64decode, lambda v: base64.b64encode(bytes(v)).decode()),
+    _Form("$path", PurePath, object, Path, str),
+    _Form("$dtype", torch.dtype, object, _dtype, lambda value: str(value).removeprefix("torch.")),
+    _Form("$device", torch.device, object, torch.device, str),
+    _Form("$datetime", datetime, object, datetime.fromisoformat, datetime.isoformat),
+    _Form("$date", date, object, date.fromisoformat, date.isoformat),
+    _Form("$timedelta", timedelta, list, lambda v: timedelta(*v), lambda v: [v.days, v.seconds, v.microseconds]),
+    _Form("$range", range, list, lambda v: range(*v), lambda v: [v.start, v.stop, v.step]),
+    _Form("$slice", slice, list, lambda v: slice(*v), lambda v: [v.start, v.stop, v.step]),
+    # Mappings, which `_encode_mapping` packs.
+    _Form("$dict", (), list, lambda v: {key: entry for key, entry in v}),  # noqa: C416 `dict` would make a list of a range
+    _Form("$counter", (), dict, Counter),
+    _Form("$ordered", (), dict, OrderedDict),
+    _Form("$defaultdict", (), list, lambda v: defaultdict(_FACTORIES[v[0]], {**v[1]})),
+    _Form("$namespace", (), dict, lambda v: Namespace(**v)),
+]
+_BY_TAG = {form.tag: form for form in _FORMS}

@@ -46,7 +46,7 @@ _NETWORK = {
     "NCCL_P2P_DISABLE": "1 turns direct transfers between GPUs off",
     "NCCL_SHM_DISABLE": "1 turns shared memory off",
     "NCCL_DEBUG": "INFO prints the transports that NCCL chooses",
-    "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0 lets a lost rank hang the others",
+    "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0 lets a lost rank hang the other ranks",
     "TORCH_DISTRIBUTED_DEBUG": "DETAIL checks every collective, slowly",
     "CUDA_VISIBLE_DEVICES": "GPUs that this process sees",
     "CUDA_DEVICE_MAX_CONNECTIONS": "1 lets a waiting communication stream block the compute stream",
@@ -77,7 +77,7 @@ def run_doctor(options: argparse.Namespace) -> int:
         meet(found, os.environ, options.timeout)
     else:
         _port(found, os.environ)
-    # One process prints the whole picture; the others print their own problems only.
+    # One process prints the whole picture; each other process prints its own problems only.
     if rank == 0:
         print("\n".join(found.lines[1:]))
         print()

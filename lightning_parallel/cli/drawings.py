@@ -50,7 +50,7 @@ def _simulate_one(name: str, options: argparse.Namespace, costs: list[Cost]) -> 
         choice = choose_schedule(workload, options.ranks, [options.microbatches], memory_limit_bytes=limit)
         Console(width=options.width, highlight=False).print(_choice_table(choice))
         return choice.best.timeline
-    # A name that is neither gets the error of `build_schedule`, which lists the known ones.
+    # For an unknown name `build_schedule` raises an error that lists the known names.
     if name in SCHEDULES or not Path(name).is_file():
         schedule = build_schedule(name, options.ranks, options.microbatches, options.virtual_stages, options.warmup)
     else:

@@ -65,7 +65,7 @@ def run_inspect(options: argparse.Namespace) -> int:
 
 
 def _take_layout(options: argparse.Namespace, trainer: Mapping[str, Any]) -> None:
-    """Complete the sizes that were not given: by the strategy of the script if none was, else by 1."""
+    """Complete the missing sizes: by the strategy of the script if no size was given, else by 1."""
     strategy, devices, nodes = trainer.get("strategy"), trainer.get("devices"), trainer.get("num_nodes") or 1
     sizes = {"tensor": 1, "pipeline": 1, "data": 1}
     is_asked = any(getattr(options, name) is not None for name in sizes)

@@ -35,7 +35,7 @@ def meet(found: Findings, environment: Mapping[str, str], timeout_s: float) -> N
     Args:
         found: Where lines and problems are added.
         environment: Variables of `torchrun` or of `srun`, with `MASTER_ADDR` and `MASTER_PORT`.
-        timeout_s: Seconds to wait for the others.
+        timeout_s: Seconds to wait for the other ranks.
     """
     try:
         rank, world_size = _place(environment)
@@ -97,7 +97,7 @@ def _store(
 
 
 def _present(store: dist.Store, rank: int, world_size: int, end_s: float) -> dict[int, dict[str, Any]]:
-    """Announce this rank, and read the announcements of the others until all came or the time is over."""
+    """Announce this rank, and read the announcements of other ranks until all came or the time is over."""
     mine = {"host": socket.gethostname(), "pid": os.getpid(), "clock": time.time(), "torch": torch.__version__}
     store.set(f"rank/{rank}", json.dumps({**mine, "version": version("lightning-parallel")}))
     present: dict[int, dict[str, Any]] = {}

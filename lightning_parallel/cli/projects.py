@@ -52,7 +52,7 @@ class Project:
     Attributes:
         module: Her model.
         batch: The first of her loader; None where none was given.
-        trainer: What her Trainer was given: `devices`, `num_nodes`, `accelerator`, `precision`, ...
+        trainer: The arguments of the Trainer: `devices`, `num_nodes`, `accelerator`, `precision`, ...
     """
 
     module: nn.Module

@@ -72,7 +72,7 @@ def broadcast_object(value: T, group: Group, source: int = 0) -> T:
 def broadcast_from(make: Callable[[], T], group: Group, source: int = 0, device: torch.device | None = None) -> T:
     """Call `make` on the rank at position `source` only, and return its result on every rank.
 
-    Tensors in the result that are large, or on a device, travel as tensors: the host does not wait for the device.
+    Large tensors in the result, and tensors on a device, travel as tensors: the host does not wait for the device.
 
     Args:
         make: Makes a value that can be pickled.
@@ -81,7 +81,7 @@ def broadcast_from(make: Callable[[], T], group: Group, source: int = 0, device:
         device: Where tensors are put on the other ranks that are on a device on this one.
 
     Raises:
-        Exception: On every rank, if `make` raises, or returns what cannot be pickled.
+        Exception: On every rank, if `make` raises, or returns a value that cannot be pickled.
     """
     value: T | None = None
     packed = _Packed(b"", [])
@@ -107,7 +107,7 @@ def broadcast_from(make: Callable[[], T], group: Group, source: int = 0, device:
 
 @dataclass(frozen=True)
 class _Packed:
-    """A pickled value, and shape, dtype and whether it is on a device of each tensor that was left out."""
+    """A pickled value; for each tensor that was left out its shape, its dtype, and whether it is on a device."""
 
     data: bytes
     tensors: list[tuple[torch.Size, torch.dtype, bool]]
@@ -155,7 +155,7 @@ def _broadcast_tensors(
     source: int,
     device: torch.device,
 ) -> list[Tensor]:
-    """Send tensors, those of a kind as one; returns them on every rank."""
+    """Send tensors, all tensors of a kind as one; returns them on every rank."""
     found = list(tensors) if tensors else [torch.empty(0)] * len(described)
     kinds: dict[tuple[torch.dtype, bool], list[int]] = {}
     for number, (_, dtype, is_on_device) in enumerate(described):
@@ -168,17 +168,17 @@ def _broadcast_tensors(
             flat = torch.empty(sum(sizes), dtype=dtype, device=device if is_on_device else "cpu")
         broadcast_(flat, group, source)
         for number, part in zip(numbers, flat.split(sizes)):
-            # A copy: what is kept of one must not keep the others.
+            # A copy: a tensor that is kept must not keep the other tensors in memory.
             found[number] = found[number] if group.rank == source else part.view(described[number][0]).clone()
     return found
 
 
 def barrier(group: Group) -> None:
-    """Wait until the host of every rank of `group` has arrived; what it has queued on its device may go on."""
+    """Wait until the host of every rank of `group` has arrived; work that is queued on devices may go on."""
     if group.process_group is not None:
         with blocking_call("barrier", group):
             if "nccl" in group.backend and group.host_device == "cpu":
-                # torch's barrier would let devices meet, and hosts wait for all that is queued there.
+                # torch's barrier would let devices meet, and hosts wait for all queued work.
                 dist.all_reduce(torch.zeros(1), group=group.process_group)
             else:
                 dist.barrier(group=group.process_group)
@@ -190,7 +190,7 @@ def barrier(group: Group) -> None:
 def raise_together(error: Exception | None, group: Group) -> None:
     """Raise on every rank of `group` if any rank brings an `error`, so that no rank is left waiting.
 
-    A rank that brings an error raises that one; the others raise one like it that names the failed ranks.
+    A rank that brings an error raises it. The other ranks raise a similar error that names the failed ranks.
     """
     try:
         found = all_gather_object(None if error is None else _carried(error), group)
@@ -208,7 +208,7 @@ def raise_together(error: Exception | None, group: Group) -> None:
 
 @contextmanager
 def failing_together(group: Group) -> Iterator[None]:
-    """Raise on every rank of `group` what is raised inside the block, in which ranks do not communicate, on any."""
+    """Raise an error of any rank in the block on every rank of `group`; in the block ranks do not communicate."""
     failure: Exception | None = None
     try:
         yield
@@ -218,7 +218,7 @@ def failing_together(group: Group) -> Iterator[None]:
 
 
 def _carried(error: Exception) -> tuple[str, str, bytes]:
-    """Return the type of an error, its text, and what it is made of, for other ranks; empty if it cannot be pickled."""
+    """Return the type of an error, its text, and its pickled content, which is empty if it cannot be pickled."""
     data = b""
     with suppress(Exception):  # it may hold a tensor with a graph
         data = pickle.dumps((type(error), error.args, vars(error)))
@@ -230,7 +230,7 @@ def _like(name: str, message: str, data: bytes, where: str) -> Exception:
     if "\n(found on rank " in message:
         where = ""  # it has been exchanged before
     with suppress(Exception):
-        # Not by its `__init__`, which may need arguments that are not known here.
+        # Not by its `__init__`, whose arguments are not known here.
         kind, arguments, attributes = pickle.loads(data)
         error = kind.__new__(kind, *arguments)
         error.__dict__.update(attributes)

@@ -1,8 +1,8 @@
 """How the processes of one attempt find each other in a store that has seen others.
 
 A launcher such as torchrun starts all processes again when one has died, and lends them the same store. There gloo
-would find the addresses of the dead ones. So each attempt keeps its keys under a prefix of its own, which its processes
-agree on in that very store: what dead processes have written there must not be taken for an answer.
+would find the addresses of dead processes. So each attempt keeps its keys under its own prefix. Its processes agree on
+the prefix in that very store, and must not take the words of dead processes for an answer.
 
     hello/r = nonce              each rank says that it is there, by a number that nobody has used
     welcome/r = nonce prefix     the first rank answers each number that it has not answered yet
@@ -21,7 +21,7 @@ import torch.distributed as dist
 __all__ = ["RendezvousError", "attempt_store", "may_outlive_attempts"]
 
 _LOOK_S = 0.02
-"""How often a rank looks for what it waits for."""
+"""Seconds between two looks of a waiting rank into the store."""
 
 
 class RendezvousError(RuntimeError):
@@ -56,7 +56,7 @@ def attempt_store(store: dist.Store, rank: int, world_size: int, timeout: timede
         store: One that processes of earlier attempts may have used.
         rank: Rank of this process.
         world_size: How many there are.
-        timeout: How long to wait for the others.
+        timeout: How long to wait for the other processes.
 
     Raises:
         RendezvousError: If a process does not come, with its rank.

@@ -1,8 +1,8 @@
-"""A roll call: ranks tell each other where they are, and go on when all of them are there.
+"""A roll call: ranks tell each other their place in the program, and go on when all of them are at one place.
 
-A collective pairs whatever arrives. A rank that ends an epoch before the others, or calls the model by itself, would
-exchange numbers with ranks that are somewhere else, or wait for ever. Here each rank writes its place into the
-rendezvous store, where places can be compared before any message is sent.
+A collective pairs any calls that arrive. A rank that ends an epoch early, or calls the model by itself, would exchange
+numbers with ranks at another place, or wait for ever. Here each rank writes its place into the rendezvous store. The
+places are compared there before any message is sent.
 """
 
 from __future__ import annotations
@@ -34,13 +34,13 @@ __all__ = ["ApartError", "RollCall"]
 
 _ROLL_CALL = "roll call/"
 _LOOK_S = 0.5
-"""How often a rank that waits looks what the others do."""
+"""Seconds between two looks of a waiting rank at the states of other ranks."""
 _STUCK_S = 8.0
 """A rank is that long in a collective that this one has left only where it waits for this one; not on a slow link."""
 _SILENCE_S = 15.0
 """A rank without a heartbeat for so long is gone; a shorter time may be spent in C, with the interpreter locked."""
 _READ_S = 10.0
-"""How long a rank that is about to fail lets the others read that: the store may end with its process."""
+"""Seconds that a failing rank lets other ranks read its place: the store may end with its process."""
 
 
 class ApartError(RuntimeError):
@@ -157,8 +157,8 @@ class _Unchanged:
 
 def _all_set(store: dist.Store, keys: list[str], patience_s: float) -> bool:
     """Wait until all keys are set; tell if they are."""
-    # Asked again and again: a wait inside of the store would keep other threads of this process from it, such as the
-    # heartbeat, and one that ends by a timeout prints warnings.
+    # Asked again and again: a wait in the store would block it for other threads of this process, such as the
+    # heartbeat. A wait that ends by a timeout prints warnings.
     begun_s = time.monotonic()
     while not store.check(keys):
         waited_s = time.monotonic() - begun_s
