@@ -1,4 +1,4 @@
-"""What `lightning-parallel checkpoint` does and prints: looks at checkpoints, checks and converts sharded ones.
+"""The actions of `lightning-parallel checkpoint`: show checkpoints, verify and convert sharded checkpoints.
 
 Names and texts in a checkpoint may be anybody's: they are printed without markup, and control no terminal.
 """
@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from datetime import datetime, timezone
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import numpy as np
@@ -21,19 +22,17 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeR
 from rich.table import Table
 from rich.text import Text
 
-from lightning_parallel.checkpoint.checksum import WORD, add_checksums, checksum
 from lightning_parallel.checkpoint.distributed import load_safely
 from lightning_parallel.checkpoint.document import encode
-from lightning_parallel.checkpoint.folder import MANIFEST, Folder, checkpoints_in, find, newest_in, retried
-from lightning_parallel.checkpoint.manifest import Manifest, SavedPart, SavedTensor
-from lightning_parallel.checkpoint.merging import merge_checkpoint, num_bytes_of
+from lightning_parallel.checkpoint.folder import MANIFEST, Folder, checkpoints_in, find, newest_in
+from lightning_parallel.checkpoint.manifest import BLOCK, Manifest, SavedPart, SavedTensor
+from lightning_parallel.checkpoint.place import put_file, retried
 from lightning_parallel.checkpoint.reader import SavedCheckpoint
 from lightning_parallel.checkpoint.rewriting import export_weights, reshard, size_in_bytes
 from lightning_parallel.tracing.spans import bytes_text, printable
 
-__all__ = ["run_checkpoint", "find_damage"]
+__all__ = ["find_damage", "merge_checkpoint", "run_checkpoint"]
 
-_BLOCK = 8 << 20
 _MOST_ROWS = 12
 """Tensors of a group that are shown without `--tensors`."""
 _GROUPS = {"state_dict": "model", "optimizer_states": "optimizer"}
@@ -76,7 +75,7 @@ def _inspect(options: argparse.Namespace) -> int:
     elif files:
         _print_all(console, files[0], _manifest_of_file(files[0]), options.tensors)
     else:
-        # One that is damaged is shown as well as it can be.
+        # A damaged checkpoint is shown as far as its manifest can be read.
         found = find(folder) or SavedCheckpoint.open(options.path).folder  # which raises
         _print_all(console, found, found.manifest(), options.tensors)
     return 0
@@ -119,7 +118,7 @@ _SUFFIXES = (".ckpt", ".pt", ".pth", ".bin")
 
 
 def _files_in(folder: Folder) -> Iterator[Folder]:
-    """Yield the files of checkpoints in a folder, or in its `checkpoints`: Lightning makes it in that of a run."""
+    """Yield the files of checkpoints in a folder, or in the folder `checkpoints` that Lightning makes there."""
     for place in (folder, folder.within("checkpoints")):
         if not place.fs.isdir(place.path):
             continue
@@ -149,7 +148,7 @@ def _manifest_of_file(file: Folder) -> Manifest:
         document, tensors, _ = encode({"state_dict": found} if is_state else found)
     except (TypeError, RecursionError) as error:
         raise ValueError(f"{file} must hold only numbers, text and tensors; got {error}") from error
-    part = SavedPart(file.name, 0, 0, 0, None, 0)
+    part = SavedPart(file.name, 0, 0, 0, None, ())
     described = {
         name: SavedTensor(str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape), False, (part,))
         for name, tensor in tensors.items()
@@ -188,7 +187,7 @@ def _summary(place: Folder, manifest: Manifest) -> Table:
     _add_row(table, "layout", _layout(manifest))
     _add_row(table, "versions", ", ".join(f"{name} {version}" for name, version in manifest.versions.items()))
     tensors = manifest.tensors.values()
-    _add_row(table, "tensors", f"{len(tensors)}, {bytes_text(sum(map(num_bytes_of, tensors)))}")
+    _add_row(table, "tensors", f"{len(tensors)}, {bytes_text(sum(tensor.num_bytes for tensor in tensors))}")
     folder = place.parent if manifest.name == _ONE_FILE else place
     for file, size in manifest.files.items():
         found = folder.size(file)
@@ -207,7 +206,7 @@ def _by_group(tensors: Mapping[str, SavedTensor]) -> dict[str, list[str]]:
 def _tensor_table(group: str, names: list[str], tensors: Mapping[str, SavedTensor], is_full: bool) -> Table:
     dtypes = Counter(tensors[name].dtype for name in names)
     listed = ", ".join(f"{count} {dtype}" for dtype, count in dtypes.items())
-    size = bytes_text(sum(num_bytes_of(tensors[name]) for name in names))
+    size = bytes_text(sum(tensors[name].num_bytes for name in names))
     table = _table("name", "shape", "dtype", "parts", title=f"\n{group}: {len(names)} tensors, {size} ({listed})")
     for name in names if is_full else names[:_MOST_ROWS]:
         tensor = tensors[name]
@@ -267,7 +266,7 @@ def _problems_of(folder: Folder) -> list[str]:
 
 
 def find_damage(saved: SavedCheckpoint, seen: Callable[[int], None]) -> Iterator[str]:
-    """Read all of a checkpoint in blocks, and yield what is not as it was written.
+    """Read all of a checkpoint in blocks, and yield each difference from the written bytes.
 
     Args:
         saved: The checkpoint.
@@ -285,45 +284,34 @@ def find_damage(saved: SavedCheckpoint, seen: Callable[[int], None]) -> Iterator
             continue
         if size != expected:
             yield f"{file}, {held}, must have {expected} bytes; got {size}"
-        yield from _damage_of_file(saved.folder, file, parts, seen)
+        yield from _damage_of_file(saved, file, parts, seen)
 
 
 def _damage_of_file(
-    folder: Folder, file: str, parts: list[tuple[str, SavedPart]], seen: Callable[[int], None]
+    saved: SavedCheckpoint, file: str, parts: list[tuple[str, SavedPart]], seen: Callable[[int], None]
 ) -> Iterator[str]:
-    path = folder.file(file)
-    with open(path, "rb") if folder.is_local else folder.fs.open(path, "rb") as stream:
+    path = saved.folder.file(file)
+    with open(path, "rb") if saved.folder.is_local else saved.folder.fs.open(path, "rb") as stream:
         problem = _damage_of_header(stream, [part for _, part in parts])
-        if problem:
-            yield f"{file}: {problem}"
-        for name, part in sorted(parts, key=lambda entry: entry[1].begin):
-            where = f"{file}, `{name}`, bytes {part.begin} to {part.begin + part.num_bytes}"
+    if problem:
+        yield f"{file}: {problem}"
+    for name, part in sorted(parts, key=lambda entry: entry[1].begin):
+        for first, expected in zip(range(0, part.num_bytes, BLOCK), part.checksums):
+            data = np.empty(min(BLOCK, part.num_bytes - first), np.uint8)
+            where = f"{file}, `{name}`, bytes {part.begin + first} to {part.begin + first + len(data)}"
             try:
-                found = _checksum_of_part(stream, part, seen)
-            except OSError as error:
+                found = saved.checksum_of(part, first, data)
+            except (OSError, ValueError) as error:
                 yield f"{where}, cannot be read: {error}"
-                continue
-            if found != part.checksum:
-                yield f"{where}, must have the checksum {part.checksum:016x}; got {found:016x}"
-
-
-def _checksum_of_part(stream: Any, part: SavedPart, seen: Callable[[int], None]) -> int:
-    total = 0
-    for at in range(0, part.num_bytes, _BLOCK):
-        size = min(_BLOCK, part.num_bytes - at)
-
-        def read(begin: int = part.begin + at, size: int = size) -> bytes:
-            stream.seek(begin)
-            return bytes(stream.read(size))
-
-        block = retried(read)
-        total = add_checksums(total, checksum(np.frombuffer(block, np.uint8), at // WORD))
-        seen(size)
-    return total
+                break
+            if found != expected:
+                yield f"{where}, must have the checksum {expected:08x}; got {found:08x}"
+                break
+            seen(len(data))
 
 
 def _damage_of_header(stream: Any, parts: list[SavedPart]) -> str:
-    """Tell what is wrong with the header of a `safetensors` file, by which other programs read it."""
+    """Describe the fault of the header of a `safetensors` file, by which other programs read it; empty if none."""
     stream.seek(0)
     size = int.from_bytes(stream.read(8), "little")
     first = min((part.begin for part in parts), default=8 + size)
@@ -346,7 +334,40 @@ def _say(options: argparse.Namespace, text: str) -> None:
 
 
 def _tensor_bytes(saved: SavedCheckpoint) -> int:
-    return sum(map(num_bytes_of, saved.manifest.tensors.values()))
+    return sum(tensor.num_bytes for tensor in saved.manifest.tensors.values())
+
+
+def merge_checkpoint(saved: SavedCheckpoint, output: str, seen: Callable[[int], None] | None = None) -> None:
+    """Write `saved` as one file of `torch.save`; tensors that were one tensor share their memory in it.
+
+    All tensors are in memory at once.
+
+    Args:
+        saved: The checkpoint.
+        output: Path or URL of the file; the complete new file replaces a file of this name.
+        seen: Called with the number of bytes of each tensor.
+
+    Raises:
+        ValueError: If the checkpoint is damaged, or there is a folder at `output`.
+    """
+    target = Folder.at(output)
+    if target.fs.isdir(target.path):
+        raise ValueError(f"The path {output} must be free, or a file; got a folder. Choose another name")
+
+    def read(name: str) -> torch.Tensor:
+        found = saved.read(name)
+        if seen is not None:
+            seen(found.nbytes)
+        return found
+
+    content = saved.decoded(read)
+    if target.is_local:
+        put_file(target.path, lambda file: torch.save(content, file))  # type: ignore[arg-type]
+        return
+    # Whole before it is sent: a store would keep the beginning of a file whose writer fails.
+    with TemporaryDirectory(prefix="lightning_parallel_merge_") as folder:
+        torch.save(content, f"{folder}/merged.ckpt")
+        retried(lambda: target.fs.put_file(f"{folder}/merged.ckpt", target.path))
 
 
 def _merge(options: argparse.Namespace) -> int:
@@ -369,7 +390,7 @@ def _export(options: argparse.Namespace) -> int:
     saved = SavedCheckpoint.open(options.path)
     size = size_in_bytes(options.max_shard_size)
     tensors = saved.manifest.tensors
-    total = sum(num_bytes_of(tensors[name]) for name in _by_group(tensors).get("model", ()))
+    total = sum(tensors[name].num_bytes for name in _by_group(tensors).get("model", ()))
     with _progress("export", total) as seen:
         files, left_out = export_weights(saved, options.output, size, options.prefix, seen)
     note = f"; left out {left_out} tensors whose names begin otherwise than `{options.prefix}`" if left_out else ""

@@ -4,7 +4,7 @@
     __0_0.distcp      chunks, each an object of `torch.save`
     meta.pt           the rest of the checkpoint
 
-They are read as our own are: of each tensor what a rank needs, when it is needed. Nothing in them can run code.
+A rank reads the chunks that it needs, when it needs them. Nothing in such a folder can run code.
 """
 
 from __future__ import annotations
@@ -24,8 +24,9 @@ import torch
 from torch import Tensor
 
 from lightning_parallel import comm
-from lightning_parallel.checkpoint.folder import Folder, retried
-from lightning_parallel.checkpoint.reader import StoredTensor, new_tensor
+from lightning_parallel.checkpoint.folder import Folder
+from lightning_parallel.checkpoint.place import retried
+from lightning_parallel.checkpoint.reader import Box, StoredTensor, assemble
 from lightning_parallel.comm import Group
 from lightning_parallel.compat.distributed_checkpoint import DistributedIndex, SavedChunk, SavedPlace, read_index
 from lightning_parallel.tensor.sharding import Shard
@@ -43,7 +44,7 @@ def load_safely(content: IO[bytes] | os.PathLike[str], name: str, is_mapped: boo
 
     Args:
         content: The file, or an open one.
-        name: What it is, for the error message.
+        name: Its name, for the error message.
         is_mapped: Leave the bytes of tensors in the file until they are used.
 
     Raises:
@@ -75,7 +76,7 @@ def load_safely(content: IO[bytes] | os.PathLike[str], name: str, is_mapped: boo
 
 
 def is_inflated(records: Iterable[ZipInfo], size: int) -> bool:
-    """Tell whether what is in a file of `torch.save` is larger than the file of `size` bytes: torch compresses nothing.
+    """Tell whether the records of a file of `torch.save` are larger than its `size`: torch compresses nothing.
 
     A small file could fill the memory so, by compressed records or by several in the same bytes.
     """
@@ -92,7 +93,7 @@ class DistributedCheckpoint:
 
     Args:
         folder: The folder.
-        index: What is in it.
+        index: Its content.
         rest: The content of `meta.pt`; None if there is none.
     """
 
@@ -107,7 +108,7 @@ class DistributedCheckpoint:
 
         Args:
             path: The folder, as path or URL.
-            group: Ranks that open it together: all get what the first one finds.
+            group: Ranks that open it together: all get the index that the first rank finds.
 
         Raises:
             ValueError: If its index is damaged or unsafe, or files are missing or too short.
@@ -197,24 +198,21 @@ class DistributedCheckpoint:
         """Read a tensor, or the part of it that `rank` has by `rule`, chunk after chunk.
 
         Raises:
-            ValueError: If a chunk is not what the index says.
+            ValueError: If a chunk differs from its entry in the index.
         """
         dtype, shape, chunks = self.index.tensors[name]
-        dim = 0 if rule is None else rule.dim % max(1, len(shape))
-        ranges = ((0, shape[dim] if shape else 1),) if rule is None else rule.ranges[rank]
-        result = new_tensor(shape if rule is None else rule.local_shape(shape, rank), dtype)
-        for chunk in chunks:
-            begin = chunk.offsets[dim] if shape else 0
-            end = begin + (chunk.shape[dim] if shape else 1)
-            loaded: Tensor | None = None
-            at = 0
-            for start, stop in ranges:
-                low, high = max(start, begin), min(stop, end)
-                if low < high:
-                    loaded = self._chunk(name, chunk, dtype) if loaded is None else loaded
-                    _place_chunk(result, loaded, chunk.offsets, dim, (low, high), at + low - start)
-                at += stop - start
-        return result
+        return assemble(shape, dtype, rule, rank, (self._box(name, chunk, dtype) for chunk in chunks))
+
+    def _box(self, name: str, chunk: SavedChunk, dtype: torch.dtype) -> Box:
+        loaded: list[Box] = []
+
+        def fill(target: Tensor, dim: int, begin: int, end: int) -> None:
+            # Once for all slices of a chunk, and only if a slice is wanted.
+            if not loaded:
+                loaded.append(Box.of(self._chunk(name, chunk, dtype)))
+            loaded[0].fill(target, dim, begin, end)
+
+        return Box(chunk.offsets, chunk.shape, fill)
 
     def _chunk(self, name: str, chunk: SavedChunk, dtype: torch.dtype) -> Tensor:
         found = self._load(name, chunk.place)
@@ -223,31 +221,13 @@ class DistributedCheckpoint:
             raise ValueError(f"`{name}` in {chunk.place.file} must be {dtype} {list(chunk.shape)}; got {what}")
         return found
 
-    def check_shared_parts(self, group: Group) -> None:
-        """Do nothing: these folders have no checksums; torch checks the form of each chunk."""
-
-
-def _place_chunk(
-    result: Tensor, loaded: Tensor, offsets: Sequence[int], dim: int, wanted: tuple[int, int], at: int
-) -> None:
-    """Copy indices `wanted` of `dim` to where they belong; along the other dimensions a chunk is where it was."""
-    if not offsets:
-        result.copy_(loaded)
-        return
-    low, high = wanted
-    target = result.narrow(dim, at, high - low)
-    for other, (offset, size) in enumerate(zip(offsets, loaded.shape)):
-        if other != dim:
-            target = target.narrow(other, offset, size)
-    target.copy_(loaded.narrow(dim, low - offsets[dim], high - low))
-
 
 def _number(key: str) -> int:
     return int(key.removeprefix(_OPTIMIZER)) if key.removeprefix(_OPTIMIZER).isdigit() else 0
 
 
 def _numbered_state(state: dict[str, Any]) -> dict[str, Any]:
-    """Turn the state of an optimizer by names into that by numbers, which `Optimizer.load_state_dict` takes."""
+    """Turn the state of an optimizer by names into a state by numbers, which `Optimizer.load_state_dict` takes."""
     groups = [state["param_groups"][index] for index in range(len(state["param_groups"]))] if state else []
     names = list(chain.from_iterable(group.get("params", []) for group in groups))
     position = {name: index for index, name in enumerate(names)}

@@ -3,9 +3,9 @@
 Parts of a tensor are cut along one dimension, each into one or several ranges of it:
 
     layers.0.up.weight (8, 4)    rank 0: rows 0..4      rank 1: rows 4..8
-    qkv.weight (12, 4)           rank 0: rows 0..2, 4..6, 8..10      rank 1: the others
+    qkv.weight (12, 4)           rank 0: rows 0..2, 4..6, 8..10      rank 1: the other rows
 
-What is read from a file is not trusted: every number is checked before a byte is read or a tensor is made by it.
+A manifest is not trusted: every number is checked before a byte is read or a tensor is made by it.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ import torch
 from lightning_parallel.tensor.sharding import Range
 
 __all__ = [
+    "BLOCK",
     "FORMAT",
     "Manifest",
     "SavedPart",
@@ -35,6 +36,8 @@ __all__ = [
 
 FORMAT = "lightning_parallel.sharded"
 VERSION = 1
+BLOCK = 1 << 20
+"""Bytes under one checksum: a rank that reads a slice of a part checks the blocks of the slice alone."""
 _MOST_ELEMENTS = 1 << 60
 _MOST_DIMS = 64
 """Of a tensor that torch can copy."""
@@ -50,9 +53,9 @@ class SavedPart:
         file: Name of the file in the folder.
         begin: Where its bytes begin in the file.
         num_bytes: How many they are.
-        dim: Dimension along which the tensor is cut; 0 of a part that is the whole tensor.
-        ranges: What it holds of that dimension, in the order of its memory; None: the whole tensor.
-        checksum: See `checksum`.
+        dim: Dimension along which the tensor is cut; 0 if the part is the whole tensor.
+        ranges: Its indices of that dimension, in the order of its memory; None: the whole tensor.
+        checksums: CRC-32 of each block of `BLOCK` bytes, counted from `begin`; the last block may be shorter.
     """
 
     file: str
@@ -60,7 +63,7 @@ class SavedPart:
     num_bytes: int
     dim: int
     ranges: tuple[Range, ...] | None
-    checksum: int
+    checksums: tuple[int, ...]
 
     def shape(self, full: Sequence[int]) -> torch.Size:
         """Return the shape of the part of a tensor of shape `full`."""
@@ -86,10 +89,15 @@ class SavedTensor:
     is_sharded: bool
     parts: tuple[SavedPart, ...]
 
+    @property
+    def num_bytes(self) -> int:
+        """Size of the full tensor."""
+        return prod(self.shape) * dtype_named(self.dtype).itemsize
+
 
 @dataclass
 class Manifest:
-    """What a sharded checkpoint holds.
+    """The content of a sharded checkpoint.
 
     Attributes:
         document: The checkpoint's dict, see `document.encode`.
@@ -162,7 +170,7 @@ class Manifest:
             raise ValueError("\n".join(problems))
 
     def _check_facts(self) -> None:
-        """Check what people are shown, and by what the newest checkpoint and its place are found."""
+        """Check the facts that people are shown, and by which the newest checkpoint and its place are found."""
         if self.name != "" and not is_file_name(self.name):
             raise ValueError(f"{self.name!r} is not the name of a folder")
         _count(self.step)
@@ -184,7 +192,7 @@ def is_file_name(name: object) -> bool:
 def check_places(places: Iterable[tuple[str, int, int, str]]) -> None:
     """Check that no two tensors are said to be in the same bytes of a file.
 
-    What is read is then no larger than the files are.
+    The tensors are then no larger than the files.
 
     Args:
         places: File, first byte, number of bytes and name of each.
@@ -226,7 +234,7 @@ def _part(entry: Mapping[str, Any]) -> SavedPart:
         _count(entry["num_bytes"]),
         _count(entry["dim"]),
         None if ranges is None else tuple((_count(start), _count(stop)) for start, stop in ranges),
-        _count(entry["checksum"]),
+        tuple(map(_count, entry["checksums"])),
     )
 
 
@@ -249,7 +257,7 @@ def dtype_named(name: str) -> torch.dtype:
 
 
 def check_coverage(tensors: Mapping[str, SavedTensor]) -> list[str]:
-    """Return what is wrong with the parts of tensors: every element must be in exactly one, and each of its size."""
+    """Return the faults of the parts of tensors: each element must be in one part, and each part has its size."""
     return [f"`{name}`: {problem}" for name, tensor in tensors.items() for problem in _uncovered(tensor)]
 
 
@@ -264,6 +272,9 @@ def _uncovered(tensor: SavedTensor) -> Iterable[str]:
             return
         if part.num_bytes != prod(part.shape(tensor.shape)) * item:
             yield f"a part in `{part.file}` has {part.num_bytes} bytes, which does not match its shape"
+            return
+        if len(part.checksums) != -(-part.num_bytes // BLOCK):
+            yield f"a part in `{part.file}` has {part.num_bytes} bytes and {len(part.checksums)} checksums of blocks"
             return
     if len({part.dim for part in tensor.parts if part.ranges is not None}) > 1:
         yield "its parts are sharded along different dimensions"

@@ -1,41 +1,109 @@
-"""Reads a sharded checkpoint: of each tensor the part that a rank needs, and each part against its checksum.
+"""Reads a sharded checkpoint: the part of each tensor that a rank needs, checked against its checksums.
 
     saved by 2 ranks, rows       read by 2 ranks, columns
-    [ part 0 ]                   [  |  ]      each reads half of each row of both parts, and computes
-    [ part 1 ]                   [  |  ]      the checksum of that: the sum over the ranks is that of the part
+    [ part 0 ]                   [  |  ]      each rank reads the blocks of both parts that hold some of its columns,
+    [ part 1 ]                   [  |  ]      and checks each block alone
 
-A part that a rank reads whole is checked at once; the others by `check_shared_parts`, all ranks of the tensor axis
-together. A tensor that is not needed is not read.
+A tensor that is not needed is not read. `assemble` puts a tensor together from boxes: the parts of this format, the
+chunks of `torch.distributed.checkpoint`, or a mapped file.
 """
 
 from __future__ import annotations
 
 import mmap
-from collections.abc import Callable, Iterator, Sequence
-from functools import cache, partial, reduce
+import zlib
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import cache, partial
 from math import prod
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from lightning_parallel import comm
-from lightning_parallel.checkpoint.checksum import WORD, add_checksums, checksum, checksum_of_runs
 from lightning_parallel.checkpoint.document import decode
-from lightning_parallel.checkpoint.folder import MANIFEST, Folder, find, retried
-from lightning_parallel.checkpoint.manifest import Manifest, SavedPart, dtype_named
+from lightning_parallel.checkpoint.folder import MANIFEST, Folder, find
+from lightning_parallel.checkpoint.manifest import BLOCK, Manifest, SavedPart, dtype_named
+from lightning_parallel.checkpoint.place import retried
 from lightning_parallel.comm import Group
 from lightning_parallel.compat.torch import DisableTorchFunctionSubclass, dispatch_modes_suspended
 from lightning_parallel.tensor.sharding import Range, Shard
 
-__all__ = ["SavedCheckpoint", "StoredTensor", "TensorSource", "bands_of", "bytes_of", "new_tensor", "take_part"]
-
+__all__ = [
+    "Box",
+    "SavedCheckpoint",
+    "StoredTensor",
+    "TensorSource",
+    "assemble",
+    "bands_of",
+    "bytes_of",
+    "new_tensor",
+    "take_part",
+]
 
 _OWN_PAGES = 1 << 20
 
-_BLOCK = 1 << 20
-"""Bytes that are read at a time."""
+Array = np.ndarray[Any, np.dtype[Any]]
+
+
+class Box(NamedTuple):
+    """A block of a tensor that is stored in one piece.
+
+    Attributes:
+        offsets: Where the block begins in the tensor, along each dimension.
+        shape: Its shape.
+        fill: Fills a tensor with indices `begin` to `end` of its dimension `dim`: `fill(target, dim, begin, end)`.
+    """
+
+    offsets: Sequence[int]
+    shape: Sequence[int]
+    fill: Callable[[Tensor, int, int, int], None]
+
+    @classmethod
+    def of(cls, full: Tensor) -> Box:
+        """Return the box of a full tensor in memory, or in a mapped file."""
+        whole = full.reshape(full.shape or (1,))
+        return cls([0] * full.dim(), full.shape, lambda target, dim, a, b: _copy(target, whole.narrow(dim, a, b - a)))
+
+
+def _copy(target: Tensor, source: Tensor) -> None:
+    target.copy_(source.view(target.shape) if source.shape != target.shape else source)
+
+
+def assemble(shape: Sequence[int], dtype: torch.dtype, rule: Shard | None, rank: int, boxes: Iterable[Box]) -> Tensor:
+    """Put together a tensor, or the part of it that `rank` has by `rule`, from the boxes that hold some of it.
+
+    Args:
+        shape: Of the full tensor.
+        dtype: Its dtype.
+        rule: How the tensor is sharded; None for the full tensor.
+        rank: Position of the rank.
+        boxes: The boxes, which cover the tensor; a box without wanted indices is not read.
+    """
+    result = new_tensor(shape if rule is None else rule.local_shape(shape, rank), dtype)
+    if result.numel() == 0:
+        return result
+    # A scalar is stored as one element.
+    whole = result.view(result.shape or (1,))
+    dim, wanted = _wanted(shape, rule, rank)
+    for box in boxes:
+        offsets, extent = tuple(box.offsets) or (0,), tuple(box.shape) or (1,)
+        target = whole
+        for other, (offset, size) in enumerate(zip(offsets, extent)):
+            target = target if other == dim else target.narrow(other, offset, size)
+        for start, stop, at in _with_offsets(wanted):
+            low, high = max(start, offsets[dim]), min(stop, offsets[dim] + extent[dim])
+            if low < high:
+                part = target.narrow(dim, at + low - start, high - low)
+                box.fill(part, dim, low - offsets[dim], high - offsets[dim])
+    return result
+
+
+def _wanted(shape: Sequence[int], rule: Shard | None, rank: int) -> tuple[int, Sequence[Range]]:
+    """Return the dimension along which a tensor is sharded, and the indices of it that `rank` has."""
+    sizes = tuple(shape) or (1,)
+    return (0, ((0, sizes[0]),)) if rule is None else (rule.dim % len(sizes), rule.ranges[rank])
 
 
 class SavedCheckpoint:
@@ -43,17 +111,19 @@ class SavedCheckpoint:
 
     Args:
         folder: Its folder.
-        manifest: What is in it.
+        manifest: Its content.
 
     Attributes:
         bytes_read: Bytes of tensors that were read so far.
     """
 
     def __init__(self, folder: Folder, manifest: Manifest) -> None:
-        self.folder, self.manifest = folder, manifest
+        self.folder = folder
+        self.manifest = manifest
         self.bytes_read = 0
         self._streams: dict[str, Any] = {}
-        self._shared: dict[tuple[str, int], dict[Range, tuple[int, int]]] = {}
+        # The last block of which a slice was wanted: often the next slice begins in it.
+        self._block: tuple[SavedPart, int, Array] | None = None
 
     @classmethod
     def open(
@@ -63,7 +133,7 @@ class SavedCheckpoint:
 
         Args:
             path: A folder, as path or URL.
-            group: Ranks that open it together: all get what the first one finds.
+            group: Ranks that open it together: all get the manifest that the first rank finds.
             storage_options: For fsspec.
 
         Raises:
@@ -90,7 +160,7 @@ class SavedCheckpoint:
         """Check that every file is there, in its size.
 
         Raises:
-            ValueError: With the first tensor of each that is not.
+            ValueError: With the first tensor of each file that is missing or has another size.
         """
         problems = []
         for file, expected in self.manifest.files.items():
@@ -110,7 +180,7 @@ class SavedCheckpoint:
         return self.decoded(self._tensor)
 
     def decoded(self, tensor: Callable[[str], Tensor]) -> Any:
-        """Return the checkpoint's dict, with what `tensor` gives for the names of tensors.
+        """Return the checkpoint's dict, with the values of `tensor` for the names of tensors.
 
         Raises:
             ValueError: If the dict is damaged.
@@ -143,94 +213,13 @@ class SavedCheckpoint:
         """Read a tensor, or the part of it that `rank` has by `rule`.
 
         Raises:
-            ValueError: If what is read is not what was written.
+            ValueError: If the bytes differ from the written bytes.
         """
         saved = self.manifest.tensors[name]
-        shape = torch.Size(saved.shape) if rule is None else rule.local_shape(saved.shape, rank)
-        result = new_tensor(shape, dtype_named(saved.dtype))
-        for number, part in enumerate(saved.parts):
-            if rule is None:
-                self._read_whole(name, part, result)
-            else:
-                self._read_slices(name, number, result, rule, rank)
-        return result
-
-    def _read_whole(self, name: str, part: SavedPart, result: Tensor) -> None:
-        saved = self.manifest.tensors[name]
-        if part.ranges is None or len(saved.parts) == 1 and part.ranges == ((0, saved.shape[part.dim]),):
-            self._check(name, part, self._read_into(part.file, part.begin, bytes_of(result)))
-            return
-        block = new_tensor(part.shape(saved.shape), result.dtype)
-        self._check(name, part, self._read_into(part.file, part.begin, bytes_of(block)))
-        for start, stop, at in _with_offsets(part.ranges):
-            result.narrow(part.dim, start, stop - start).copy_(block.narrow(part.dim, at, stop - start))
-
-    def _read_slices(self, name: str, number: int, result: Tensor, rule: Shard, rank: int) -> None:
-        """Read what the rank needs of one part, and note the checksum of what it is the first to have."""
-        saved = self.manifest.tensors[name]
-        part, dim = saved.parts[number], rule.dim % max(1, len(saved.shape))
-        slices = list(_slices(part, dim, saved.shape, rule, rank))
-        if not slices:
-            return
-        shape = part.shape(saved.shape)
-        if not _is_in_words(shape, dim, slices, result.element_size()) or _is_all(slices, shape[dim]):
-            is_whole = _is_all(slices, shape[dim]) and (part.ranges is None or part.dim == dim)
-            is_same = is_whole and shape == result.shape and all(begin == at for begin, _, at, _ in slices)
-            block = result if is_same else new_tensor(shape, result.dtype)
-            self._check(name, part, self._read_into(part.file, part.begin, bytes_of(block)))
-            if is_same:
-                return
-            for begin, size, at, _ in slices:
-                _place(result, block.narrow(dim, begin, size), part, dim, at)
-            return
-        for begin, size, at, is_owned in slices:
-            block, found = self._read_slice(part, shape, dim, begin, size, result.dtype)
-            _place(result, block, part, dim, at)
-            if is_owned:
-                # By place: what is read twice counts once.
-                self._shared.setdefault((name, number), {})[begin, size] = (found, block.numel())
-
-    def _read_slice(
-        self, part: SavedPart, shape: torch.Size, dim: int, begin: int, size: int, dtype: torch.dtype
-    ) -> tuple[Tensor, int]:
-        """Read `size` indices from `begin` of a dimension of a part; returns them, and their share of its checksum."""
-        inner = prod(shape[dim + 1 :]) * dtype.itemsize
-        outer, stride = prod(shape[:dim]), shape[dim] * inner
-        block = new_tensor((*shape[:dim], size, *shape[dim + 1 :]), dtype)
-        data, run = bytes_of(block), size * inner
-        if outer == 1:
-            return block, self._read_into(part.file, part.begin + begin * inner, data, begin * inner // WORD)
-        rows = data.reshape(outer, run)
-        self._read_runs(part.file, part.begin + begin * inner, stride, rows)
-        return block, checksum_of_runs(rows, begin * inner // WORD, stride // WORD)
-
-    def _check(self, name: str, part: SavedPart, found: int, where: str = "") -> None:
-        if found != part.checksum:
-            raise ValueError(
-                f"{self.folder.file(part.file)} is damaged: bytes {part.begin} to {part.begin + part.num_bytes}, of the"
-                f" tensor `{name}`, differ from the written bytes (their checksum must be {part.checksum:016x}; got"
-                f" {found:016x}){where}. Resume from another checkpoint"
-                " [LP036]"
-            )
-
-    def check_shared_parts(self, group: Group) -> None:
-        """Check the parts of which ranks have read slices; every rank of the tensor axis must call it.
-
-        Raises:
-            ValueError: If what was read is not what was written.
-        """
-        slices: dict[tuple[str, int], list[tuple[int, int]]] = {}
-        for shared in comm.all_gather_object(self._shared, group):
-            for key, sums in shared.items():
-                slices.setdefault(key, []).extend(sums.values())
-        self._shared.clear()
-        for (name, number), found_in in slices.items():
-            saved = self.manifest.tensors[name]
-            part = saved.parts[number]
-            # Where the ranks did not read all of it, nothing is known.
-            if sum(count for _, count in found_in) == prod(part.shape(saved.shape)):
-                found = reduce(add_checksums, (one for one, _ in found_in))
-                self._check(name, part, found, f", as ranks {', '.join(map(str, group.ranks))} found together")
+        dim, wanted = _wanted(saved.shape, rule, rank)
+        parts = (_PartBoxes(self, name, part, dim, wanted) for part in saved.parts)
+        boxes = (box for part in parts for box in part.boxes())
+        return assemble(saved.shape, dtype_named(saved.dtype), rule, rank, boxes)
 
     # ---------------------------------------------------------------------------------------------------------- bytes
 
@@ -242,44 +231,85 @@ class SavedCheckpoint:
             self._streams[file] = local() if self.folder.is_local else self.folder.fs.open(path, "rb")
         return self._streams[file]
 
-    def _read_into(self, file: str, begin: int, data: np.ndarray[Any, Any], first_word: int = 0) -> int:
-        """Fill `data` from a file; returns its checksum, if it begins at `first_word` of its part."""
+    def fill(self, name: str, part: SavedPart, dim: int, begin: int, target: Tensor) -> None:
+        """Fill `target` with indices of the dimension `dim` of a part, from `begin` on, and all of other dimensions.
 
-        def read() -> int:
-            stream, total = self._stream(file), 0
-            stream.seek(begin)
-            for at in range(0, len(data), _BLOCK):
-                block = data[at : at + _BLOCK]
-                if _fill(stream, memoryview(block.data)) < len(block):
-                    raise ValueError(
-                        f"{self.folder.file(file)} ends before byte {begin + len(data)}. It is damaged; load another"
-                        " checkpoint"
-                    )
-                # While the block is in the processor's cache.
-                total = add_checksums(total, checksum(block, first_word + at // WORD))
-            return total
+        Raises:
+            ValueError: If a block of the part differs from the written one.
+        """
+        # Bytes go straight to where they belong if they lie together there.
+        memory = target if target.is_contiguous() else new_tensor(target.shape, target.dtype)
+        shape = part.shape(self.manifest.tensors[name].shape) or (1,)
+        inner = prod(shape[dim + 1 :]) * memory.dtype.itemsize
+        rows = bytes_of(memory).reshape(-1, target.shape[dim] * inner)
+        stride = shape[dim] * inner
+        # Several short runs at once, but no block between two runs.
+        step = max(1, BLOCK // stride)
+        for first in range(0, len(rows), step):
+            group, at = rows[first : first + step], begin * inner + first * stride
+            if len(group) == 1:
+                self._read_bytes(name, part, at, group[0])
+                continue
+            span = np.empty((len(group) - 1) * stride + group.shape[1], np.uint8)
+            self._read_bytes(name, part, at, span)
+            group[:] = np.lib.stride_tricks.as_strided(span, group.shape, (stride, 1))
+        if memory is not target:
+            target.copy_(memory)
 
-        found = retried(read)
+    def _read_bytes(self, name: str, part: SavedPart, begin: int, data: Array) -> None:
+        """Fill `data` with the bytes of a part from `begin` on; checks each block that holds some of them."""
+        end = begin + len(data)
+        for first in range(begin // BLOCK * BLOCK, end, BLOCK):
+            last = min(first + BLOCK, part.num_bytes)
+            if begin <= first and last <= end:
+                self._read_block(name, part, first, data[first - begin : last - begin])
+                continue
+            if self._block is None or self._block[:2] != (part, first):
+                block = np.empty(last - first, np.uint8)
+                self._read_block(name, part, first, block)
+                self._block = part, first, block
+            low, high = max(begin, first), min(end, last)
+            data[low - begin : high - begin] = self._block[2][low - first : high - first]
+
+    def _read_block(self, name: str, part: SavedPart, first: int, data: Array) -> None:
+        """Fill `data` with the block at byte `first` of a part.
+
+        Raises:
+            ValueError: If the block differs from the written one.
+        """
+        found = self.checksum_of(part, first, data)
+        expected = part.checksums[first // BLOCK]
+        if found != expected:
+            begin = part.begin + first
+            raise ValueError(
+                f"{self.folder.file(part.file)} is damaged: bytes {begin} to {begin + len(data)}, of the tensor"
+                f" `{name}`, differ from the written bytes (their checksum must be {expected:08x}; got {found:08x})."
+                " Resume from another checkpoint [LP036]"
+            )
+
+    def checksum_of(self, part: SavedPart, first: int, data: Array) -> int:
+        """Fill `data` from byte `first` of a part on; returns the checksum."""
+
+        def read() -> None:
+            stream = self._stream(part.file)
+            stream.seek(part.begin + first)
+            if _fill(stream, memoryview(data.data)) < len(data):
+                raise ValueError(
+                    f"{self.folder.file(part.file)} ends before byte {part.begin + first + len(data)}. It is damaged;"
+                    " load another checkpoint"
+                )
+
+        retried(read)
         self.bytes_read += len(data)
-        return found
-
-    def _read_runs(self, file: str, begin: int, stride: int, rows: np.ndarray[Any, Any]) -> None:
-        """Read runs at equal distances, into (runs, bytes)."""
-        if not self.folder.is_local:
-            # One request; a store answers each by itself.
-            span = np.empty((len(rows) - 1) * stride + rows.shape[1], np.uint8)
-            self._read_into(file, begin, span)
-            rows[:] = np.lib.stride_tricks.as_strided(span, rows.shape, (stride, 1))
-            return
-        mapped = np.memmap(self.folder.file(file), np.uint8, "r", begin, ((len(rows) - 1) * stride + rows.shape[1],))
-        rows[:] = np.lib.stride_tricks.as_strided(mapped, rows.shape, (stride, 1), writeable=False)
-        self.bytes_read += rows.size
+        # While the block is in the processor's cache.
+        return zlib.crc32(data.data)
 
     def close(self) -> None:
         """Close its files."""
         for stream in self._streams.values():
             stream.close()
         self._streams.clear()
+        self._block = None
 
 
 def _read_manifest(wanted: Folder) -> tuple[str, bytes]:
@@ -315,7 +345,7 @@ def _what_is_at(folder: Folder) -> str:
 
 
 def new_tensor(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-    """Return a tensor without contents, a large one in pages of its own.
+    """Return a tensor without contents; a large tensor has its own pages.
 
     From the heap, tensors of many sizes that come and go would leave holes in which the next one just does not fit.
     """
@@ -342,54 +372,58 @@ def _with_offsets(ranges: Sequence[Range] | None) -> Iterator[tuple[int, int, in
         at += stop - start
 
 
-def _slices(
-    part: SavedPart, dim: int, shape: Sequence[int], rule: Shard, rank: int
-) -> Iterator[tuple[int, int, int, bool]]:
-    """Yield what `rank` needs of a part along `dim`: (begin in it, size, begin in its shard, is first holder)."""
-    owned = rule.owned_ranges(rank)
-    in_part = part.ranges if part.ranges is not None and part.dim == dim else ((0, shape[dim]),)
-    for start, stop, at in _with_offsets(rule.ranges[rank]):
-        bounds = {start, stop, *(bound for one in owned for bound in one if start < bound < stop)}
-        for low, high in _pairs(sorted(bounds)):
-            is_owned = any(begin <= low and high <= end for begin, end in owned)
-            for begin, end, offset in _with_offsets(in_part):
-                first, last = max(low, begin), min(high, end)
-                if first < last:
-                    yield offset + first - begin, last - first, at + first - start, is_owned
+class _PartBoxes:
+    """The boxes of one part of a tensor, one for each of its ranges.
+
+    Args:
+        saved: The checkpoint.
+        name: The tensor.
+        part: The part.
+        dim: The dimension of the slices that are wanted.
+        wanted: The indices of it that are wanted.
+    """
+
+    def __init__(self, saved: SavedCheckpoint, name: str, part: SavedPart, dim: int, wanted: Sequence[Range]) -> None:
+        self.saved = saved
+        self.name = name
+        self.part = part
+        self.shape = saved.manifest.tensors[name].shape or (1,)
+        ranges = part.ranges if part.ranges is not None else ((0, self.shape[part.dim]),)
+        self.ranges = list(_with_offsets(ranges))
+        self.is_along = part.dim == dim
+        bounds = [
+            (max(start, low), min(stop, high), at - start) for start, stop, at in self.ranges for low, high in wanted
+        ]
+        slices = [(low + shift, high + shift) for low, high, shift in bounds if low < high] if self.is_along else wanted
+        # Slices of rows share their blocks: all of them are read at once, then.
+        has_rows = prod(self.shape[:dim]) > 1
+        self.is_direct = (self.is_along or len(self.ranges) == 1) and not (has_rows and len(slices) > 1)
+        self.first = min((low for low, _ in slices), default=0)
+        self.last = max((high for _, high in slices), default=0)
+        self.loaded: Tensor | None = None
+
+    def boxes(self) -> Iterator[Box]:
+        """Yield the boxes."""
+        for start, stop, at in self.ranges:
+            offsets, extent = [0] * len(self.shape), list(self.shape)
+            offsets[self.part.dim], extent[self.part.dim] = start, stop - start
+            yield Box(offsets, extent, partial(self._fill, at, stop - start))
+
+    def _fill(self, at: int, size: int, target: Tensor, dim: int, begin: int, end: int) -> None:
+        first = begin + at if self.is_along else begin
+        if self.is_direct:
+            self.saved.fill(self.name, self.part, dim, first, target)
+            return
+        if self.loaded is None:
+            shape = list(self.part.shape(self.shape))
+            shape[dim] = self.last - self.first
+            self.loaded = new_tensor(shape, target.dtype)
+            self.saved.fill(self.name, self.part, dim, self.first, self.loaded)
+        found = self.loaded.narrow(dim, first - self.first, end - begin)
+        target.copy_(found if self.is_along else found.narrow(self.part.dim, at, size))
 
 
-def _pairs(values: Sequence[int]) -> Iterator[tuple[int, int]]:
-    return zip(values, values[1:])
-
-
-def _is_all(slices: Sequence[tuple[int, int, int, bool]], size: int) -> bool:
-    return sum(count for _, count, _, _ in slices) == size
-
-
-def _is_in_words(
-    shape: Sequence[int], dim: int, slices: Sequence[tuple[int, int, int, bool]], element_size: int
-) -> bool:
-    """Whether the checksum of each slice can be computed without its neighbours."""
-    inner = prod(shape[dim + 1 :]) * element_size
-    if prod(shape[:dim]) > 1 and shape[dim] * inner % WORD:
-        return False
-    return all(
-        begin * inner % WORD == 0 and (size * inner % WORD == 0 or begin + size == shape[dim])
-        for begin, size, _, _ in slices
-    )
-
-
-def _place(result: Tensor, block: Tensor, part: SavedPart, dim: int, at: int) -> None:
-    """Copy a slice of a part to where it belongs in the shard, from index `at` of `dim` on."""
-    target = result.narrow(dim, at, block.shape[dim])
-    if part.ranges is None or part.dim == dim:
-        target.copy_(block)
-        return
-    for start, stop, offset in _with_offsets(part.ranges):
-        target.narrow(part.dim, start, stop - start).copy_(block.narrow(part.dim, offset, stop - start))
-
-
-# -------------------------------------------------------------------------------------------- tensors that are not read
+# ------------------------------------------------------------------------------------------------------- lazy tensors
 
 _FACTS = {
     getattr(Tensor, name).__get__
@@ -401,7 +435,7 @@ _DEVICE = Tensor.device.__get__
 
 
 class TensorSource(Protocol):
-    """What tensors are read from."""
+    """A file or folder from which tensors are read."""
 
     def facts(self, name: str) -> tuple[Sequence[int], torch.dtype]:
         """Return the shape and the dtype of a tensor."""
@@ -411,7 +445,7 @@ class TensorSource(Protocol):
 
 
 class StoredTensor(Tensor):
-    """A tensor of a checkpoint, or a rank's part of it, that is read each time that something is computed from it."""
+    """A tensor of a checkpoint, or a rank's part of it, that is read anew for each computation."""
 
     read: Callable[[], Tensor]
     source: TensorSource
@@ -455,7 +489,7 @@ def _read_all(value: Any) -> Any:
 
 
 def take_part(value: Tensor, rule: Shard, rank: int) -> Tensor:
-    """Return what `rank` has of a full tensor by `rule`: of a stored one without reading it."""
+    """Return the part of a full tensor that `rank` has by `rule`; a stored tensor is not read."""
     if isinstance(value, StoredTensor):
         if value.shape[rule.dim] != rule.full_size:
             return rule.split(value, rank)  # raises
@@ -466,13 +500,12 @@ def take_part(value: Tensor, rule: Shard, rank: int) -> Tensor:
 def bands_of(value: Tensor, num_bytes: int) -> Iterator[Tensor]:
     """Yield a tensor in runs of its first dimension of about `num_bytes`, contiguous and on the CPU.
 
-    Of a stored one, nothing else is in memory. What is read of it is checked by `check_shared_parts`.
+    Of a stored tensor nothing else is in memory.
     """
     row_bytes = value.element_size() * prod(value.shape[1:])
     step = max(1, num_bytes // max(1, row_bytes))
     is_cut_elsewhere = isinstance(value, StoredTensor) and value.rule is not None and value.rule.dim != 0
-    # A slice that does not begin with a whole word of the checksum would be read with all around it.
-    if not isinstance(value, StoredTensor) or value.dim() == 0 or row_bytes % WORD or is_cut_elsewhere:
+    if not isinstance(value, StoredTensor) or value.dim() == 0 or is_cut_elsewhere:
         yield value.detach().cpu().contiguous()
         return
     rows = value.source.facts(value.stored_name)[0][0]

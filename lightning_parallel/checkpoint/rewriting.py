@@ -10,16 +10,15 @@ import json
 import re
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
-from uuid import uuid4
+from pathlib import Path
 
 from torch import Tensor
 
-from lightning_parallel.checkpoint.folder import Folder, NewFolder, new_key
+from lightning_parallel.checkpoint.folder import Folder, NewFolder
 from lightning_parallel.checkpoint.manifest import Manifest, SavedTensor, check_coverage
-from lightning_parallel.checkpoint.merging import num_bytes_of
+from lightning_parallel.checkpoint.place import hidden_path, new_key, put_in_place
 from lightning_parallel.checkpoint.reader import SavedCheckpoint, StoredTensor
 from lightning_parallel.checkpoint.writer import SAFETENSORS_DTYPES, TensorPart, write_file
-from lightning_parallel.comm import Group
 from lightning_parallel.tensor.sharding import Range, Shard
 
 __all__ = ["export_weights", "reshard", "size_in_bytes"]
@@ -52,7 +51,7 @@ def reshard(saved: SavedCheckpoint, output: str, files: int, seen: Seen | None =
 
     Args:
         saved: The checkpoint.
-        output: Path or URL of the new one, which may be that of the old one.
+        output: Path or URL of the new checkpoint, which may be the path of the old checkpoint.
         files: Number of files.
         seen: Called with the number of bytes of each block.
 
@@ -65,37 +64,32 @@ def reshard(saved: SavedCheckpoint, output: str, files: int, seen: Seen | None =
     if files < 1:
         raise ValueError(f"`--files` must be at least 1; got {files}")
     target = Folder.at(output)
-    new = NewFolder.begin(target, new_key())
-    try:
-        sizes: dict[str, int] = {}
-        tensors = {name: SavedTensor(t.dtype, t.shape, t.is_sharded, ()) for name, t in saved.manifest.tensors.items()}
-        shares = _shares(saved, files)
+    new, shares = NewFolder.found(target, new_key()), _shares(saved, files)
+    sizes: dict[str, int] = {}
+    tensors = {name: SavedTensor(t.dtype, t.shape, t.is_sharded, ()) for name, t in saved.manifest.tensors.items()}
+    with new.written():
+        NewFolder.begin(target, new.key)
         for number, parts in enumerate(shares):
             file = new.file(number)
             sizes[file], written = write_file(new.work, file, parts, seen)
             for name, part in written.items():
                 before = tensors[name]
                 tensors[name] = SavedTensor(before.dtype, before.shape, before.is_sharded, (*before.parts, part))
-        # What was read in slices: together they are the parts that were written.
-        saved.check_shared_parts(Group.alone("reshard"))
         problems = check_coverage(tensors)
         if problems:
             raise RuntimeError("The new checkpoint is incomplete and was removed:\n" + "\n".join(problems))
         old = saved.manifest
         new.commit(Manifest(old.document, tensors, sizes, old.layout, old.versions, old.step, old.created))
-    except BaseException:
-        new.abort()
-        raise
     return len(shares)
 
 
 def _shares(saved: SavedCheckpoint, files: int) -> list[dict[str, TensorPart]]:
-    """Return what is to be in each file, as tensors that are read when they are written."""
-    total = sum(map(num_bytes_of, saved.manifest.tensors.values()))
+    """Return the content of each file, as tensors that are read when they are written."""
+    total = sum(tensor.num_bytes for tensor in saved.manifest.tensors.values())
     shares: list[dict[str, TensorPart]] = [{} for _ in range(files)]
     at = 0
     for name, tensor in saved.manifest.tensors.items():
-        size = num_bytes_of(tensor)
+        size = tensor.num_bytes
         runs = list(_runs(tensor, at, size, total, files))
         at += size
         if len(runs) == 1:
@@ -132,12 +126,12 @@ def export_weights(
 ) -> tuple[list[str], int]:
     """Write the model's tensors as `model*.safetensors`, with an index if there are several files.
 
-    Of tensors that are tied the first name alone is written, as transformers does; it ties them again by the config.
+    A tied tensor is written under its first name alone, as transformers does, which ties it again by the config.
 
     Args:
         saved: The checkpoint.
         output: Path or URL of the folder, which may have other files, such as `config.json`.
-        max_shard_size: Most bytes of a file; a larger tensor has one of its own.
+        max_shard_size: Most bytes of a file; a larger tensor is alone in its file.
         prefix: Write only tensors whose names begin with it, without it.
         seen: Called with the number of bytes of each block.
 
@@ -157,12 +151,11 @@ def export_weights(
     groups = _file_groups(state, max_shard_size)
     names = [f"model-{number:05d}-of-{len(groups):05d}.safetensors" for number in range(1, len(groups) + 1)]
     names = names if len(groups) > 1 else ["model.safetensors"]
-    key = uuid4().hex[:12]
-    temporary = [f".{key}-{name}" for name in names] if folder.is_local else names
+    # Hidden until all are written; a store of objects shows a file when it is complete.
+    temporary = [Path(hidden_path("", suffix=".tmp")).name for _ in names] if folder.is_local else names
     try:
         for file, group in zip(temporary, groups):
             write_file(folder, file, {name: TensorPart(tensor) for name, tensor in group.items()}, seen)
-        saved.check_shared_parts(Group.alone("export"))
     except BaseException:
         for file in temporary:
             with suppress(OSError):
@@ -170,7 +163,7 @@ def export_weights(
         raise
     for before, name in zip(temporary, names):
         if before != name:
-            folder.fs.mv(folder.file(before), folder.file(name))
+            put_in_place(folder.file(before), folder.file(name))
     if len(names) > 1:
         places = {name: file for file, group in zip(names, groups) for name in group}
         size = sum(_num_bytes(tensor) for tensor in state.values())
@@ -181,7 +174,7 @@ def export_weights(
 
 
 def _weights(saved: SavedCheckpoint, prefix: str) -> tuple[dict[str, StoredTensor], int]:
-    """Return the model's tensors that are to be written, by name, and how many there are besides them."""
+    """Return the model's tensors to write, by name, and the number of its other tensors."""
     content = saved.decoded(lambda name: StoredTensor.of(saved, name))
     state = content.get("state_dict") if isinstance(content, Mapping) else None
     if not isinstance(state, Mapping):

@@ -1,4 +1,4 @@
-"""Initial weights from a file, for a module of any size: what a rank does not own is not read.
+"""Initial weights from a file, for a module of any size: a rank reads only the weights that it owns.
 
 `load_weights` gives each tensor of the file to the module by `load_state_dict`. Under the mesh strategies parameters
 that are built in `configure_model` have no data yet: they remember where theirs are, and a rank reads the part that it
@@ -12,16 +12,17 @@ import math
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import numpy as np
 import torch
+from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
 from lightning_parallel.checkpoint.distributed import DistributedCheckpoint, is_distributed_checkpoint, load_safely
 from lightning_parallel.checkpoint.folder import is_sharded_checkpoint
-from lightning_parallel.checkpoint.manifest import check_places, checked_shape, is_file_name
-from lightning_parallel.checkpoint.reader import SavedCheckpoint, StoredTensor, new_tensor
+from lightning_parallel.checkpoint.manifest import checked_shape, is_file_name
+from lightning_parallel.checkpoint.reader import Box, SavedCheckpoint, StoredTensor, assemble
 from lightning_parallel.checkpoint.writer import SAFETENSORS_DTYPES
 from lightning_parallel.comm import Group
 from lightning_parallel.tensor.sharding import Shard
@@ -29,8 +30,6 @@ from lightning_parallel.tensor.sharding import Shard
 __all__ = ["WeightFiles", "load_weights", "stored_weights"]
 
 _SAFETENSORS, _INDEX, _BIN = "model.safetensors", "model.safetensors.index.json", "pytorch_model.bin"
-_MOST_OF_HEADER = 100_000_000
-"""Bytes that `safetensors` reads of a header at most."""
 _DTYPES = {name: dtype for dtype, name in SAFETENSORS_DTYPES.items() if not dtype.is_complex} | {
     "C64": torch.complex64,
     "C128": torch.complex128,
@@ -182,7 +181,7 @@ class WeightFiles:
         files: The files.
 
     Attributes:
-        entries: For each tensor file, dtype, shape and first byte.
+        entries: For each tensor its file, dtype, shape and first byte.
         bytes_read: Bytes of tensors that were read so far.
 
     Raises:
@@ -190,35 +189,22 @@ class WeightFiles:
     """
 
     def __init__(self, files: Sequence[Path]) -> None:
-        self.entries: dict[str, tuple[Path, torch.dtype, tuple[int, ...], int]] = {}
+        self.entries: dict[str, tuple[IO[bytes], torch.dtype, tuple[int, ...], int]] = {}
         self.bytes_read = 0
-        # Kept open: they may be removed or replaced before they are read.
-        self._streams = {file: open(file, "rb") for file in files}  # noqa: SIM115
         for file in files:
-            self._add(file)
-
-    def _add(self, file: Path) -> None:
-        size = file.stat().st_size
-        try:
-            stream = self._streams[file]
-            begin = 8 + int.from_bytes(stream.read(8), "little")
-            if begin > min(size, 8 + _MOST_OF_HEADER):
-                raise ValueError(f"its header claims {begin - 8} bytes")
-            places = []
-            for name, entry in json.loads(stream.read(begin - 8)).items():
-                if name == "__metadata__":
-                    continue
-                dtype, shape = _DTYPES[entry["dtype"]], checked_shape(entry["shape"])
-                first, last = entry["data_offsets"]
-                if last - first != math.prod(shape) * dtype.itemsize or first < 0 or begin + last > size:
-                    raise ValueError(f"`{name}` is placed at {first} to {last} of {size - begin} bytes")
-                if type(first) is not int:
-                    raise TypeError(f"`{name}` is placed at {first}")
-                self.entries[name] = (file, dtype, shape, begin + first)
-                places.append((file.name, first, last - first, name))
-            check_places(places)
-        except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-            raise ValueError(f"{file} must be a `safetensors` file; got {type(error).__name__}: {error}") from error
+            # Kept open: the file may be removed or replaced before it is read.
+            stream = open(file, "rb")  # noqa: SIM115
+            try:
+                with safe_open(file, "pt") as opened:
+                    begin = 8 + int.from_bytes(stream.read(8), "little")
+                    # The library has checked that the tensors lie one behind the other, up to the end of the file.
+                    for name in opened.offset_keys():
+                        entry = opened.get_slice(name)
+                        dtype, shape = _DTYPES[entry.get_dtype()], checked_shape(entry.get_shape())
+                        self.entries[name] = stream, dtype, shape, begin
+                        begin += math.prod(shape) * dtype.itemsize
+            except (SafetensorError, ValueError, KeyError, TypeError) as error:
+                raise ValueError(f"{file} must be a `safetensors` file; got {type(error).__name__}: {error}") from error
 
     def facts(self, name: str) -> tuple[Sequence[int], torch.dtype]:
         """Return the shape and the dtype of a tensor."""
@@ -227,13 +213,14 @@ class WeightFiles:
 
     def read(self, name: str, rule: Shard | None = None, rank: int = 0) -> Tensor:
         """Read a tensor, or the part of it that `rank` has by `rule`."""
-        file, dtype, shape, begin = self.entries[name]
+        stream, dtype, shape, begin = self.entries[name]
         if math.prod(shape) == 0:
             return torch.empty(shape if rule is None else rule.local_shape(shape, rank), dtype=dtype, device="cpu")
-        # Only pages of the file that are copied from are read; nobody writes them, but torch warns of those it cannot.
-        mapped = np.memmap(self._streams[file], np.uint8, "c", begin, (math.prod(shape) * dtype.itemsize,))
+        # Mapped for this tensor alone: the pages that are copied from leave the memory with the map. "c": nobody writes
+        # them, but torch warns of pages that it cannot write.
+        mapped = np.memmap(stream, np.uint8, "c", begin, (math.prod(shape) * dtype.itemsize,))
         part = _part_of(torch.from_numpy(mapped).view(dtype).view(shape), rule, rank)
-        self.bytes_read += part.numel() * part.element_size()
+        self.bytes_read += part.nbytes
         return part
 
 
@@ -251,13 +238,7 @@ class _LoadedWeights:
 
 
 def _part_of(mapped: Tensor, rule: Shard | None, rank: int) -> Tensor:
-    if rule is None:
-        return new_tensor(mapped.shape, mapped.dtype).copy_(mapped)
-    part, at = new_tensor(rule.local_shape(mapped.shape, rank), mapped.dtype), 0
-    for start, stop in rule.ranges[rank]:
-        part.narrow(rule.dim, at, stop - start).copy_(mapped.narrow(rule.dim, start, stop - start))
-        at += stop - start
-    return part
+    return assemble(mapped.shape, mapped.dtype, rule, rank, [Box.of(mapped)])
 
 
 def _loaded(file: Path) -> dict[str, Any]:

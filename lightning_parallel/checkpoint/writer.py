@@ -1,13 +1,13 @@
-"""Writes a sharded checkpoint: every rank its part, to a file of its own; then all agree, and the first commits it.
+"""Writes a sharded checkpoint: each rank writes its part to one file, all ranks agree, and the first rank commits.
 
-    all      encode the dict, find what this rank writes     (in the background: copy it; training goes on)
+    all      encode the dict, find the tensors of this rank  (in the background: copy them; training goes on)
     first    begin the folder
     all      write a file, compute checksums, sync
-    all      exchange what was written, or why it could not be
+    all      exchange the places of the tensors, or the error
     first    check that every element is there once, write the manifest, rename the folder
 
-The files are in the form of `safetensors`, https://huggingface.co/docs/safetensors. That library writes a file from
-tensors that are all in memory, a second time as bytes; here they are written one after the other.
+The files are in the form of `safetensors`, https://huggingface.co/docs/safetensors. That library holds all tensors of
+a file in memory, and their bytes as well. Here one tensor is written after the other.
 """
 
 from __future__ import annotations
@@ -15,8 +15,10 @@ from __future__ import annotations
 import json
 import time
 import warnings
+import zlib
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import nullcontext
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
@@ -25,10 +27,10 @@ import torch
 from torch import Tensor
 
 from lightning_parallel import comm
-from lightning_parallel.checkpoint.checksum import WORD, add_checksums, checksum
 from lightning_parallel.checkpoint.document import encode
-from lightning_parallel.checkpoint.folder import Folder, NewFolder, new_key, retried, sync_file, sync_folder
-from lightning_parallel.checkpoint.manifest import Manifest, SavedPart, SavedTensor, check_coverage
+from lightning_parallel.checkpoint.folder import Folder, NewFolder
+from lightning_parallel.checkpoint.manifest import BLOCK, Manifest, SavedPart, SavedTensor, check_coverage
+from lightning_parallel.checkpoint.place import new_key, retried, sync_file, sync_folder
 from lightning_parallel.checkpoint.reader import bands_of, bytes_of
 from lightning_parallel.comm import Group
 from lightning_parallel.tensor.sharding import Range
@@ -44,8 +46,6 @@ __all__ = [
     "write_file",
 ]
 
-_BLOCK = 1 << 20
-"""Bytes that are hashed and written at a time."""
 REPORT_EVERY_S = 10.0
 _MOST_PENDING = 1
 SAFETENSORS_DTYPES = {
@@ -72,7 +72,7 @@ SAFETENSORS_DTYPES = {
 
 @dataclass(frozen=True)
 class TensorPart:
-    """What this rank writes of a tensor.
+    """The part of a tensor that this rank writes.
 
     Attributes:
         local: The elements; None if other ranks write it.
@@ -98,7 +98,7 @@ class PartialTensor(Tensor):
 
 
 def as_parts(full: Mapping[str, Any], is_mine: bool) -> dict[str, Any]:
-    """Return a state dict of full tensors as one of tensors without data, all of which one rank writes."""
+    """Return a state dict of tensors without data for a state dict of full tensors, which one rank writes."""
     found: dict[Any, Tensor] = {}
     state = {}
     for name, value in full.items():
@@ -113,7 +113,7 @@ def as_parts(full: Mapping[str, Any], is_mine: bool) -> dict[str, Any]:
 
 @dataclass
 class _Snapshot:
-    """What this rank writes, taken between two steps."""
+    """The parts that this rank writes, taken between two steps."""
 
     target: Folder
     document: Any
@@ -159,8 +159,8 @@ class ShardedWriter:
             checkpoint: The dict, the same on all ranks but for their parts of tensors.
             path: The folder, the same on all ranks.
             storage_options: Of its file system.
-            is_apart: Each rank has a folder of its own at its `path`, with its part; whoever copies them into one gets
-                the checkpoint. The manifest is in that of the first rank.
+            is_apart: Each rank has a folder at its own `path`, with its part. Copied into one folder, they are the
+                checkpoint. The manifest is in the folder of the first rank.
 
         Returns:
             Paths in the dict of hyperparameters that have no form in the file, and were left out.
@@ -186,14 +186,14 @@ class ShardedWriter:
         return left_out
 
     def remove(self, path: str) -> None:
-        """Remove the checkpoint at `path`, after those that are being written; on the first rank only.
+        """Remove the checkpoint at `path`, after the checkpoints that are being written; on the first rank only.
 
-        It warns if that is not possible: an error would end the first rank alone, for which the others would wait.
+        It warns if that is not possible: an error would end the first rank alone, and the other ranks would wait.
         """
         if self._thread is None:
             _remove(path)
         else:
-            # What it makes room for was perhaps not written.
+            # The checkpoint for which it makes room was perhaps not written.
             self._pending.append(self._thread.submit(lambda: None if self._failure else _remove(path)))
 
     @property
@@ -234,7 +234,7 @@ class ShardedWriter:
                     " `checkpoint_format='full'`"
                 )
             if part is None:
-                # The same on every rank, or of the first one, as in a file of its own.
+                # The same on every rank, or a tensor of the first rank, as in a full checkpoint.
                 part = TensorPart(tensor.detach() if self._group.rank == 0 else None)
             if part.local is not None:
                 parts[name] = part if self._thread is None else _copied(part)
@@ -262,24 +262,19 @@ class ShardedWriter:
         key = comm.broadcast_object(new_key(), self._group)
         new = NewFolder.found(snapshot.target, key)
         has_folder = self._group.rank == 0 or snapshot.is_apart
-        self._together(new, has_folder, lambda: NewFolder.begin(snapshot.target, key) if has_folder else None)
-        written: list[tuple[str, int, dict[str, SavedPart]]] = []
-
-        def write() -> None:
-            file = new.file(self._group.ranks[self._group.rank])
-            size, parts = write_file(new.work, file, snapshot.parts, self._progress(snapshot))
-            written.append((file, size, parts))
-
-        self._together(new, has_folder, write)
-        everyone = comm.all_gather_object(written[0], self._group)
-
-        def finish() -> None:
-            if self._group.rank == 0:
-                self._commit(new, snapshot, everyone)
-            elif has_folder:
-                new.take_part(*written[0][:2])
-
-        self._together(new, has_folder, finish)
+        with new.written() if has_folder else nullcontext():
+            with comm.failing_together(self._group):
+                if has_folder:
+                    NewFolder.begin(snapshot.target, key)
+            with comm.failing_together(self._group):
+                file = new.file(self._group.ranks[self._group.rank])
+                size, parts = write_file(new.work, file, snapshot.parts, self._progress(snapshot))
+            everyone = comm.all_gather_object((file, size, parts), self._group)
+            with comm.failing_together(self._group):
+                if self._group.rank == 0:
+                    self._commit(new, snapshot, everyone)
+                elif has_folder:
+                    new.take_part(file, size)
 
     def _progress(self, snapshot: _Snapshot) -> Callable[[int], None] | None:
         report = self._report
@@ -297,20 +292,6 @@ class ShardedWriter:
                 report(f"Saving {snapshot.target.name}: {share} on rank zero ({written / total:.0%})")
 
         return seen
-
-    def _together(self, new: NewFolder, has_folder: bool, function: Callable[[], Any]) -> None:
-        """Do a part of it on every rank; if one fails, nothing is left, and all raise."""
-        failure: Exception | None = None
-        try:
-            function()
-        except Exception as error:
-            failure = error
-        try:
-            comm.raise_together(failure, self._group)
-        except Exception:
-            if has_folder:
-                new.abort()
-            raise
 
     def _commit(
         self, new: NewFolder, snapshot: _Snapshot, everyone: Sequence[tuple[str, int, dict[str, SavedPart]]]
@@ -353,7 +334,7 @@ def _copied(part: TensorPart) -> TensorPart:
 
 
 def installed_versions(*packages: str) -> dict[str, str]:
-    """Return the versions of packages by name; what is not installed, such as sources on Python's path, is left out."""
+    """Return the versions of packages by name; packages that are not installed, such as sources, are left out."""
     found = {}
     for package in packages:
         try:
@@ -423,15 +404,23 @@ def _local(part: TensorPart) -> Tensor:
 
 
 def _write_part(stream: Any, file: str, begin: int, part: TensorPart, seen: Callable[[int], None] | None) -> SavedPart:
-    total = size = 0
+    size = crc = 0
+    checksums = []
     # One tensor at a time in the host's memory.
-    for band in bands_of(_local(part), _BLOCK):
-        data = bytes_of(band)
-        for at in range(0, len(data), _BLOCK):
-            block = data[at : at + _BLOCK]
-            total = add_checksums(total, checksum(block, (size + at) // WORD))
-            stream.write(memoryview(block.data))
+    for band in bands_of(_local(part), BLOCK):
+        data = memoryview(bytes_of(band).data)
+        while len(data):
+            # Bands of rows do not end where blocks end.
+            piece, data = data[: BLOCK - size % BLOCK], data[BLOCK - size % BLOCK :]
+            # While the piece is in the processor's cache.
+            crc = zlib.crc32(piece, crc)
+            stream.write(piece)
+            size += len(piece)
+            if size % BLOCK == 0:
+                checksums.append(crc)
+                crc = 0
             if seen is not None:
-                seen(len(block))
-        size += len(data)
-    return SavedPart(file, begin, size, part.dim, part.ranges, total)
+                seen(len(piece))
+    if size % BLOCK:
+        checksums.append(crc)
+    return SavedPart(file, begin, size, part.dim, part.ranges, tuple(checksums))

@@ -2,11 +2,11 @@
 
 gloo reports a dead peer as a closed connection with a port number; NCCL reports nothing, as the device waits and not
 the host. So each rank has a heartbeat: a thread that counts up in the rendezvous store about twice a second. A rank
-whose call has failed looks which counters stand still. Where devices wait, each heartbeat also watches the one of the
-next rank, and ends its own rank when any is lost.
+whose call has failed looks which counters stand still. Where devices wait, each heartbeat also watches the counter of
+the next rank, and ends its own rank when any rank is lost.
 
-A rank that fails may live on while other ranks wait for it. It reports its error and waits until these have ended.
-Their heartbeats close the connections in which they are blocked.
+A rank that fails may live on while other ranks wait for it. It reports its error and waits until these ranks have
+ended. Their heartbeats close the connections in which they are blocked.
 """
 
 from __future__ import annotations
@@ -23,14 +23,12 @@ import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from functools import cache
-from pathlib import Path
 from typing import Any, ClassVar, NamedTuple
-from uuid import uuid4
 
 import torch.distributed as dist
 
 from lightning_parallel.comm.groups import Group
+from lightning_parallel.comm.host import Process
 from lightning_parallel.comm.threads import Helper, current_helper, end_helpers, waiting_helpers
 from lightning_parallel.compat import users_place
 from lightning_parallel.compat.default_group import (
@@ -52,7 +50,6 @@ __all__ = [
     "explained",
     "heartbeats",
     "name_run",
-    "process_host",
     "report_failure",
     "reported_errors",
     "start_heartbeat",
@@ -74,7 +71,7 @@ _KEEPALIVE_S = 5
 """Seconds after which the system asks whether a quiet connection to the store still exists, and between requests."""
 
 GRACE_S = 30.0
-"""How long a rank that is told of a lost one may take to end by itself."""
+"""Seconds that a rank may take to end by itself after it learned of a lost rank."""
 
 _OF_GLOO = re.compile("gloo/transport|pair closure|Connection (closed|reset) by peer")
 
@@ -91,7 +88,7 @@ _SELDOM = 4
 """One of so many beats looks for failures where this rank is not known to wait."""
 
 HEARD_S = 10.0
-"""How long a rank that has failed lets the others read why: the store may end with its process."""
+"""Seconds that a failed rank lets other ranks read its error: the store may end with its process."""
 
 
 class LostRankError(RuntimeError):
@@ -121,13 +118,13 @@ class LostRankError(RuntimeError):
 
 
 class Blocked:
-    """What the thread that trains is blocked in, while it is: a collective, a message or a roll call.
+    """The call in which the training thread is blocked: a collective, a message or a roll call.
 
     Args:
         op: The operation, or the place of a roll call.
         group: The ranks that come together.
         index: Which collective of its group it is, or which roll call; 0 for a message.
-        key: The name of the roll call; that of the group for all others.
+        key: The name of a roll call; otherwise the name of the group.
     """
 
     __slots__ = ("group", "index", "key", "number", "op")
@@ -176,10 +173,10 @@ class Blocked:
 
 
 class BlockedCall(NamedTuple):
-    """What another rank is blocked in.
+    """The call in which another rank is blocked.
 
     Attributes:
-        number: Differs from those of other calls there.
+        number: Differs for each call there.
         key: The name of the roll call, or of the group.
         name: The operation and its axis, or the place of a roll call.
         place: The line of the user's code, see `compat.users_place`.
@@ -197,18 +194,18 @@ class _Heartbeat:
     """The thread of this rank, and its view of the other ranks."""
 
     def __init__(self, store: dist.Store, rank: int, world_size: int, watches: bool) -> None:
-        # A connection of its own: while a group is made the thread that trains waits in the store for others.
+        # A second connection: while a group is made, the training thread waits in the store for other ranks.
         before = _sockets() if hasattr(store, "clone") else {}
         own = store.clone() if hasattr(store, "clone") else store
         self.store = dist.PrefixStore("lightning_parallel/heartbeat", own)
         _notice_dead_connections(store, before)
         self.rank = rank
-        # The one that trains. Ray calls the user's function in a thread that is not the main one.
+        # The training thread. Ray calls the user's function in a thread that is not the main thread.
         self.caller = threading.get_ident()
         # The store outlives a run: what an earlier run of this process reported must not explain this one's.
         self.report("")
         self.store.set(f"blocked/{rank}", "")
-        self.store.set(f"process/{rank}", f"{process_host()} {os.getpid()}")
+        self.store.set(f"process/{rank}", str(Process.of()))
         self.run = self.store.add(f"run/{rank}", 1)
         # Equal on all ranks, unlike the number; empty until they have agreed on it.
         self.name = ""
@@ -216,7 +213,7 @@ class _Heartbeat:
         self._looks, self._released_s = 0, 0.0
         self.stopped = threading.Event()
         self._watch = _Watch(self, world_size) if watches else None
-        # A thread, because the one that trains may be inside a collective for as long as the slowest rank computes.
+        # The training thread may be in a collective for as long as the slowest rank computes.
         self.thread = Helper("heartbeat", self._beat, self.stopped.set)
         self.thread.start()
 
@@ -226,7 +223,7 @@ class _Heartbeat:
         while not self.stopped.wait(BEAT_S):
             try:
                 self.store.add(f"beat/{self.rank}", 1)
-                # What the thread that trains is in for a whole interval, for ranks that wait for it.
+                # Only a call that lasts for a whole interval is told to the ranks that wait for this rank.
                 now = Blocked.now
                 if now is not told and (now is None or now is seen):
                     self.store.set(f"blocked/{self.rank}", "" if now is None else self._description(now))
@@ -249,7 +246,7 @@ class _Heartbeat:
         return call.described(self.name, "" if frame is None else users_place(frame))
 
     def _release(self, call: Blocked | None) -> None:
-        """Let what this rank waits for fail, if another one has failed; roll calls find that by themselves."""
+        """Let the call of this rank fail if another rank has failed; roll calls find that by themselves."""
         self._looks += 1
         if not self.name or (call is None and self._looks % _SELDOM) or (call is not None and call.key):
             return
@@ -268,15 +265,15 @@ class _Heartbeat:
                 close_connections(process_group)
 
     def _give_up(self, loss: str) -> None:
-        """End this rank: the thread that trains may be waiting for a device, which waits for a rank that is gone."""
+        """End this rank: the training thread may be waiting for a device, which waits for a lost rank."""
         last = "" if Blocked.last is None else f"; the last call of this rank was {Blocked.last.name}"
         LostRankError.message = f"[rank {self.rank}] {loss}{last}"
-        # Said first: what follows needs that thread, and the device, to answer.
+        # Said first: the next steps need the training thread and the device, which may not answer.
         sys.stderr.write(f"{LostRankError.message}\n")
         with suppress(RuntimeError):
             self.report(loss)
         caller = ctypes.c_ulong(self.caller)
-        # Before the device is released: the thread that trains must not go on with what it then finds there.
+        # Before the device is released: the training thread must not go on with arbitrary values from there.
         ctypes.pythonapi.PyThreadState_SetAsyncExc(caller, ctypes.py_object(LostRankError))
         with suppress(RuntimeError, ValueError):
             abort_all_groups()
@@ -323,14 +320,7 @@ class _Heartbeat:
 
     def is_alive(self, rank: int) -> bool | None:
         """Tell whether the process of a rank exists; None if it is not of this machine."""
-        host, _, pid = self.read(f"process/{rank}").rpartition(" ")
-        if host != process_host():
-            return None
-        try:
-            # One that has ended stays until its parent asks for it, as Z. The name, in brackets, may hold anything.
-            return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
-        except OSError:
-            return False
+        return Process.parse(self.read(f"process/{rank}")).is_alive()
 
 
 def _sockets() -> dict[int, int]:
@@ -347,8 +337,8 @@ def _sockets() -> dict[int, int]:
 def _notice_dead_connections(store: dist.Store, before: Mapping[int, int]) -> None:
     """Let the system end the heartbeat's connection to the store when the network to it is cut.
 
-    The store waits for an answer without a deadline, so every request would wait for ever, also those by which a rank
-    that has noticed the cut looks for who is gone.
+    The store waits for an answer without a deadline. So every request would wait for ever, also the requests by which
+    a rank looks for the lost rank.
 
     Args:
         store: The store, whose address the connection has.
@@ -386,7 +376,7 @@ def _address_of_peer(connection: socket.socket) -> tuple[str, int]:
 class _Watch:
     """Finds out that a rank is lost, with a few requests to the store whatever the number of ranks.
 
-    Each rank watches the next one that runs, and all look at one key, in which the finder tells the others.
+    Each rank watches the next running rank. All ranks look at one key, into which the finder writes the lost rank.
     """
 
     def __init__(self, heartbeat: _Heartbeat, world_size: int) -> None:
@@ -428,16 +418,6 @@ class _Watch:
         return None
 
 
-@cache
-def process_host() -> str:
-    """Name the machine, and the part of it where a process number means one process; without /proc, this process."""
-    try:
-        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-        return f"{boot}/{os.stat('/proc/self/ns/pid').st_ino}"
-    except OSError:
-        return f"{socket.gethostname()}/{uuid4().hex}"
-
-
 _heartbeat: _Heartbeat | None = None
 
 
@@ -467,12 +447,12 @@ def stop_heartbeat() -> None:
 
 
 def trains_here() -> bool:
-    """Tell whether the heartbeat runs for the thread that asks, which is the one that trains."""
+    """Tell whether the calling thread is the training thread of the heartbeat."""
     return _heartbeat is not None and threading.get_ident() == _heartbeat.caller
 
 
 def name_run(name: str) -> None:
-    """Give the run a name, on all ranks the same and at the same point: what one waits for is then known to others."""
+    """Give the run a name, on all ranks the same and at the same point: ranks then tell each other their calls."""
     if _heartbeat is not None:
         Blocked.begun.clear()
         Blocked.of_helpers.clear()
@@ -480,7 +460,7 @@ def name_run(name: str) -> None:
 
 
 def blocked_calls(ranks: Sequence[int]) -> dict[int, BlockedCall]:
-    """Return what ranks are blocked in that wait for this one, too, by rank."""
+    """Return the calls of blocked ranks that wait for this rank, too, by rank."""
     if _heartbeat is None:
         return {}
     found = {}
@@ -518,7 +498,7 @@ def report_failure(error: BaseException) -> None:
 
 
 def explained(error: BaseException) -> BaseException:
-    """Return an error of a collective that was not called by this package, with the ranks that have failed or are gone.
+    """Add the failed and lost ranks to the error of a collective that another package called.
 
     Any other error is returned as it is.
     """
@@ -549,7 +529,7 @@ def describe_failure(what: str, ranks: Sequence[int], error: BaseException) -> s
     if _heartbeat is None or not dist.is_initialized():
         return message
     me = _heartbeat.rank
-    # All ranks of the world: the one that started the failures may be in another group than the one that failed here.
+    # All ranks of the world: the rank that failed first may not be in the group of the call that failed here.
     others = [rank for rank in range(all_processes().size()) if rank != me]
     try:
         errors = _heartbeat.errors(others)

@@ -535,7 +535,6 @@ class LocalSGDStrategy(HybridParallelStrategy):
         # A rank whose part does not fit must not leave its peers waiting in the next collective.
         with comm.failing_together(self.groups.world):
             self._restore(self.local, self.local.checkpoint, found)
-        self._check_shared_parts()
 
     def _restore(self, local: LocalSteps, state: Mapping[str, Any], found: Any) -> None:
         exchange = local.exchange

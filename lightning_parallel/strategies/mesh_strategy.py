@@ -452,7 +452,6 @@ class MeshStrategy(MeshProcesses):
         compression = None if self._run is None else self._run.compression
         if compression is not None:
             compression.restore(checkpoint, path, self.run.rules)
-            self._check_shared_parts()
         return checkpoint
 
     def _open_folder(self, path: str, kind: str) -> dict[str, Any]:
@@ -473,7 +472,6 @@ class MeshStrategy(MeshProcesses):
             part = self.run.checkpoints.scatter_state(checkpoint["state_dict"], source, strict)
             with self.run.state.own_parts():
                 self.module.load_state_dict(part, strict=strict)
-        self._check_shared_parts()
 
     @override
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
@@ -487,13 +485,6 @@ class MeshStrategy(MeshProcesses):
             # One optimizer after the other, so that a rank never holds the file's values of several.
             optimizer.load_state_dict(part)
             move_optimizers([optimizer], self.root_device)
-        self._check_shared_parts()
-
-    def _check_shared_parts(self) -> None:
-        if self._opened is None:
-            return
-        with comm.failing_together(self.groups.world):
-            self._opened.check_shared_parts(self.groups.tensor_parallel)
 
     # -------------------------------------------------------------------------------------------------- the steps
 

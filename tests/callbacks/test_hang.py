@@ -1,6 +1,5 @@
 """Training that no longer moves ends, with the name of the rank that did not come."""
 
-import os
 import re
 import socket
 import subprocess
@@ -12,7 +11,8 @@ import pytest
 from lightning.pytorch import Callback
 
 from lightning_parallel.callbacks import HangWatchdog
-from lightning_parallel.callbacks.monitors.hang import EXIT_STATUS, RankProcess, Watchdog, explain_hang
+from lightning_parallel.callbacks.monitors.hang import EXIT_STATUS, Watchdog, explain_hang
+from lightning_parallel.comm import Process
 from tests.harness import free_port, start_script
 from tests.strategies.models import Net, loader, trainer_for
 from tests.timing import compares_durations, durations
@@ -95,7 +95,7 @@ def test_training_is_watched_and_nothing_else():
 
 def watchdog(tmp_path, deadline):
     ended = threading.Event()
-    dog = Watchdog(0, [RankProcess(os.getpid())], tmp_path / "hang", deadline, end=ended.set)
+    dog = Watchdog(0, [Process.of()], tmp_path / "hang", deadline, end=ended.set)
     dog.start()
     return dog, ended
 
@@ -134,12 +134,9 @@ def test_where_details_cannot_be_written_it_says_so_and_ends(tmp_path, capfd):
 def test_a_process_of_a_container_with_the_same_hostname_is_not_killed():
     child = subprocess.Popen(["sleep", "100"])
     try:
-        process = RankProcess(child.pid)
-        own = process.host
-        process.host = socket.gethostname()
-        assert process.kill() is False
+        process = Process.of(child.pid)
+        assert process._replace(host=socket.gethostname()).kill() is False
         assert child.poll() is None
-        process.host = own
         assert process.kill() is True
     finally:
         child.kill()
@@ -147,9 +144,7 @@ def test_a_process_of_a_container_with_the_same_hostname_is_not_killed():
 
 
 def test_a_process_number_that_was_used_again_is_not_killed():
-    process = RankProcess(os.getpid())
-    process.start_time = "1"
-    assert process.kill() is False
+    assert Process.of()._replace(started="1").kill() is False
 
 
 def test_a_deadline_must_be_positive():

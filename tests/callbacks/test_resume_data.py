@@ -24,7 +24,7 @@ from lightning_parallel.callbacks.monitors.data_order import LoaderFacts, Resuma
 from lightning_parallel.callbacks.monitors.global_batch import GlobalBatch
 from lightning_parallel.callbacks.resume.folder import ResumeFolder
 from lightning_parallel.callbacks.resume.point import ResumePoint, TrainingData
-from lightning_parallel.checkpoint.folder import new_key
+from lightning_parallel.checkpoint.place import new_key
 from tests.callbacks.test_auto_resume import Dropping, Interrupt, Interruption, assert_equal_weights, fit, loader_of
 from tests.strategies.models import Samples, trainer_for
 
@@ -160,7 +160,7 @@ def test_a_damaged_checkpoint_is_passed_over(tmp_path):
     fit(tmp_path / "cut", loader_of(), 9)
     newest = tmp_path / "cut" / "step-00000008.ckpt"
     newest.write_bytes(newest.read_bytes()[:2000])
-    (tmp_path / "cut" / ".partial-step-00000010.ckpt").write_text("half")
+    (tmp_path / "cut" / f".partial-{dead_key()}.ckpt").write_text("half")
     with pytest.warns(UserWarning, match="step-00000008.ckpt CANNOT BE READ"):
         module, _ = fit(tmp_path / "cut", loader_of(), every=100)
     assert len(module.seen) == 27 - 6
@@ -169,18 +169,22 @@ def test_a_damaged_checkpoint_is_passed_over(tmp_path):
     assert names == ["damaged-step-00000008.ckpt", "step-00000006.ckpt", "step-00000027-end.ckpt"]
 
 
+def dead_key():
+    """The key of a process that had this one's number before."""
+    return new_key().rpartition("-")[0] + "-1"
+
+
 def test_what_lives_in_the_folder_stays(tmp_path):
     """A sharded save and another run write under hidden names too, as long as their processes live."""
     other = ResumeFolder(tmp_path)
-    dead_key = new_key().rpartition("-")[0] + "-1"  # of a process that had this one's number before
     elsewhere = "0123456789ab-00000000-1-1"  # on another machine, now
     living = [
         other.aside(other.place(8, False)),
         tmp_path / f".partial-{new_key()}",
         tmp_path / f".partial-{elsewhere}",
     ]
-    dead = [tmp_path / f".partial-{dead_key}", tmp_path / ".partial-step-00000010.ckpt"]
-    dead.append(tmp_path / "rank-state" / f".partial-{dead_key}")
+    dead = [tmp_path / f".partial-{dead_key()}", tmp_path / f".partial-{dead_key()}.ckpt"]
+    dead.append(tmp_path / "rank-state" / f".partial-{dead_key()}")
     for path in (*living, *dead):
         path.mkdir(parents=True)
         (path / "some.file").write_text("half")

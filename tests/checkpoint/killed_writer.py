@@ -4,7 +4,7 @@ import os
 import signal
 import sys
 
-from lightning_parallel.checkpoint import folder, writer
+from lightning_parallel.checkpoint import place, writer
 from lightning_parallel.compat import patched
 from tests.checkpoint.test_sharded_files import write
 
@@ -23,6 +23,6 @@ def killed(*args, **kwargs):
 
 
 if "two-renames" in sys.argv:
-    folder._exchange = lambda one, other: False
+    place._exchange = lambda one, other: False
 with patched(owner, name, killed) as real:
     write(path, 2.0, step=2)

@@ -272,7 +272,6 @@ import torch
 from pathlib import Path
 from lightning_parallel.checkpoint import SavedCheckpoint
 from lightning_parallel.checkpoint.commands import find_damage
-from lightning_parallel.checkpoint.merging import merge_checkpoint
 from lightning_parallel.checkpoint.rewriting import export_weights, reshard
 
 def status(name):
@@ -281,14 +280,11 @@ def status(name):
 path, output, what = sys.argv[1:]
 torch.nn.Linear(8, 8)(torch.randn(2, 8))
 work = {
-    "merge": lambda saved: merge_checkpoint(saved, output),
     "verify": lambda saved: list(find_damage(saved, lambda count: None)),
     "reshard": lambda saved: reshard(saved, output, 3),
     "export": lambda saved: export_weights(saved, output, 64 << 20),
 }[what]
-small = SavedCheckpoint.open(path + ".small")
-if what == "merge":
-    merge_checkpoint(small, output + ".small")  # what is imported and allocated once
+SavedCheckpoint.open(path + ".small")  # what is imported and allocated once
 open("/proc/self/clear_refs", "w").write("5")
 before = status("VmRSS")
 work(SavedCheckpoint.open(path))
@@ -307,7 +303,7 @@ def large(tmp_path_factory):
 
 
 @pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="needs Linux to measure memory")
-@pytest.mark.parametrize("what", ["merge", "verify", "reshard", "export"])
+@pytest.mark.parametrize("what", ["verify", "reshard", "export"])
 def test_memory_is_that_of_two_tensors_whatever_the_size_of_the_model(large, tmp_path, what):
     script = tmp_path / "measure.py"
     script.write_text(MEASURE)

@@ -215,12 +215,12 @@ def test_files_that_are_none_are_refused(tmp_path):
             stored_weights(path)
     deep = b'{"a":' * 100_000
     path.write_bytes(len(deep).to_bytes(8, "little") + deep)
-    with pytest.raises(ValueError, match="must be a `safetensors` file.*Recursion"):
+    with pytest.raises(ValueError, match="must be a `safetensors` file.*recursion"):
         stored_weights(path)
     with path.open("wb") as file:
         file.write((1 << 40).to_bytes(8, "little"))
         file.truncate((1 << 40) + 8)  # takes no space, and is not read
-    with pytest.raises(ValueError, match="its header claims 1099511627776 bytes"):
+    with pytest.raises(ValueError, match="header too large"):
         stored_weights(path)
     path.write_bytes(content)
     with torch.device("meta"):

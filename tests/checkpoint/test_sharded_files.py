@@ -17,8 +17,17 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lightning_parallel.checkpoint import PartialTensor, SavedCheckpoint, ShardedWriter, as_parts, folder, writer
-from lightning_parallel.checkpoint.checksum import WORD, add_checksums, checksum, checksum_of_runs
+from lightning_parallel.checkpoint import (
+    PartialTensor,
+    SavedCheckpoint,
+    ShardedWriter,
+    as_parts,
+    manifest,
+    place,
+    reader,
+    writer,
+)
+from lightning_parallel.checkpoint.commands import find_damage
 from lightning_parallel.checkpoint.folder import LATEST, MANIFEST, Folder
 from lightning_parallel.checkpoint.manifest import Manifest, SavedTensor, check_coverage
 from lightning_parallel.checkpoint.reader import bytes_of
@@ -65,8 +74,8 @@ def saved(path, full, rule):
     name = str(full.dtype).removeprefix("torch.")
     tensors = {"x": SavedTensor(name, tuple(full.shape), True, tuple(parts))}
     assert not check_coverage(tensors)
-    manifest = Manifest.from_json(Manifest({"x": {"$tensor": "x"}}, tensors, files).to_json(), "memory")
-    return SavedCheckpoint(Folder.at(path), manifest)
+    content = Manifest({"x": {"$tensor": "x"}}, tensors, files).to_json()
+    return SavedCheckpoint(Folder.at(path), Manifest.from_json(content, "memory"))
 
 
 @st.composite
@@ -86,10 +95,7 @@ def test_what_is_read_is_what_was_written_in_any_cut(tmp_path_factory, case, rng
     ranks = 1 if after is None else after.ranks
 
     def read():
-        # One object reads for all ranks: its sums are those that they would add.
-        found = [checkpoint.read("x", after, rank) for rank in range(ranks)]
-        checkpoint.check_shared_parts(Group.alone("tensor"))
-        return found
+        return [checkpoint.read("x", after, rank) for rank in range(ranks)]
 
     for rank, found in enumerate(read()):
         assert torch.equal(found, full if after is None else after.split(full, rank))
@@ -103,31 +109,67 @@ def test_what_is_read_is_what_was_written_in_any_cut(tmp_path_factory, case, rng
         read()
 
 
-def test_a_rank_reads_the_bytes_that_it_needs(tmp_path):
-    full = torch.randn(64, 96, 8)
-    for before in (None, Shard.even(0, 64, 4), Shard.even(1, 96, 3)):
-        checkpoint = saved(str(tmp_path), full, before)
-        for dim, size in enumerate(full.shape):
-            after = Shard.even(dim, size, 4)
-            checkpoint.bytes_read = 0
+def test_a_rank_reads_each_block_that_holds_its_bytes_once(tmp_path, monkeypatch):
+    """A rank reads no block without bytes that it needs: of rows hardly more than the rows."""
+    size, full = 512, torch.randn(64, 96, 8)
+    for module in (manifest, reader, writer):
+        monkeypatch.setattr(module, "BLOCK", size)
+    for before in (None, Shard.even(0, 64, 4), Shard.even(1, 96, 3), Shard.packed(1, [48, 48], 2)):
+        for dim, extent in enumerate(full.shape):
+            after = Shard.even(dim, extent, 4)
+            checkpoint = saved(str(tmp_path), full, before)
             found = checkpoint.read("x", after, 1)
-            assert checkpoint.bytes_read == found.numel() * 4, (before, dim)
+            assert torch.equal(found, after.split(full, 1))
+            assert checkpoint.bytes_read == needed_blocks(checkpoint, full, after, size), (before, dim)
+            checkpoint.close()
 
 
-def test_checksums_of_parts_add_up_and_see_every_word():
-    data = np.random.RandomState(0).randint(0, 256, (70_000, 12), dtype=np.uint8)
-    whole = checksum(data.reshape(-1))
-    runs = [checksum_of_runs(data[:, :4], 0, 3), checksum_of_runs(data[:, 4:], 1, 3)]
-    assert add_checksums(*runs) == whole
-    assert add_checksums(checksum(data[:100].reshape(-1)), checksum(data[100:].reshape(-1), 300)) == whole
-    wide = data.reshape(-1, 1400 * WORD)
-    assert add_checksums(
-        checksum_of_runs(wide[:, :2000], 0, 1400), checksum_of_runs(wide[:, 2000:], 500, 1400)
-    ) == checksum(wide.reshape(-1))
-    # Signs of two numbers, which a sum modulo 2^32 would not see.
-    data[0, 3] ^= 128
-    data[5, 3] ^= 128
-    assert checksum(data.reshape(-1)) != whole
+def needed_blocks(checkpoint, full, after, size):
+    """The bytes of all blocks that hold an element that rank 1 needs, from the place of each element in the file."""
+    is_needed = torch.zeros(full.shape, dtype=torch.bool)
+    is_needed.narrow(after.dim, *after.ranges[1][0][:1], after.local_size(1)).fill_(True)
+    total = 0
+    for part in checkpoint.manifest.tensors["x"].parts:
+        held = [is_needed.narrow(part.dim, start, stop - start) for start, stop in part.ranges or ((0, len(full)),)]
+        wanted = torch.cat(held, part.dim).flatten().repeat_interleave(4)
+        total += sum(len(block) for block in wanted.split(size) if block.any())
+    return total
+
+
+@pytest.mark.parametrize("damage", ["zeros", "torn", "bit", "exchanged"])
+def test_a_slice_is_checked_by_the_rank_that_reads_it_alone(tmp_path, damage):
+    """Other blocks are not: a rank can read what is whole, and `checkpoint verify` names what is not."""
+    full = torch.arange(1 << 20, dtype=torch.float32).reshape(1024, 1024)
+    checkpoint = saved(str(tmp_path), full, None)
+    (part,) = checkpoint.manifest.tensors["x"].parts
+    path = tmp_path / part.file
+    content = bytearray(path.read_bytes())
+    second = part.begin + manifest.BLOCK
+    third = second + manifest.BLOCK
+    if damage == "zeros":  # as a file system leaves them whose host lost its power
+        content[second:third] = bytes(manifest.BLOCK)
+    elif damage == "torn":
+        content[second + 4096 : third] = bytes(manifest.BLOCK - 4096)
+    elif damage == "bit":
+        content[second + 5] ^= 4
+    else:
+        content[second:third], content[third : third + manifest.BLOCK] = (
+            content[third:][: manifest.BLOCK],
+            content[second:third],
+        )
+    path.write_bytes(content)
+    rows = Shard.even(0, 1024, 4)  # a block each
+    for rank in range(4):
+        is_damaged = rank == 1 or (rank == 2 and damage == "exchanged")
+        if is_damaged:
+            with pytest.raises(ValueError, match=f"bytes {part.begin + rank * manifest.BLOCK} to .* of the tensor `x`"):
+                checkpoint.read("x", rows, rank)
+        else:
+            assert torch.equal(checkpoint.read("x", rows, rank), rows.split(full, rank))
+    with pytest.raises(ValueError, match="is damaged"):
+        checkpoint.read("x", Shard.even(1, 1024, 4), 3)
+    (found,) = find_damage(checkpoint, lambda count: None)
+    assert f"bytes {second} to {third}" in found
 
 
 def every_dtype():
@@ -203,7 +245,7 @@ def test_a_save_replaces_the_one_before_and_leaves_nothing_else(checkpoint):
 
 
 def test_without_an_exchange_of_names_a_save_replaces_the_one_before(checkpoint, monkeypatch):
-    monkeypatch.setattr(folder, "_exchange", lambda one, other: False)
+    monkeypatch.setattr(place, "_exchange", lambda one, other: False)
     write(checkpoint, 2.0)
     assert value_at(checkpoint) == 2.0
     assert files_of(checkpoint.parent) == ["a.ckpt", LATEST]
@@ -271,6 +313,8 @@ def changed_manifest(path, change):
         (lambda m: m["tensors"]["state_dict/bias"].update(shape=[-3]), "at least 0"),
         (lambda m: m["tensors"]["state_dict/bias"].update(shape=[2**40]), "does not match its shape"),
         (lambda m: m["tensors"]["state_dict/bias"].update(parts=[]), "no part holds it"),
+        (lambda m: m["tensors"]["state_dict/bias"]["parts"][0].update(checksums=[]), "0 checksums of blocks"),
+        (lambda m: m["tensors"]["state_dict/bias"]["parts"][0].update(checksums=["x"]), "at least 0"),
         (lambda m: m.update(document={"$call": "os.system"}), "must be one of"),
         (lambda m: m.update(document={"a": {"$tensor": "nowhere"}}), "does not hold"),
         (lambda m: m.update(document={"a": {"$dtype": "save"}}), "must be of kind \\$dtype"),
@@ -396,9 +440,12 @@ def test_what_a_killed_reshard_has_left_is_removed(checkpoint):
         (written,) = checkpoint.parent.glob(".partial-*") if not left else left[1:]
         name, _, start = written.name.rpartition("-")
         left[:] = [shutil.copytree(written, written.with_name(f"{name}-{int(start) - 1}"), dirs_exist_ok=True), written]
+        assert left[0].is_dir()
 
+    # The note which checkpoint is the latest is the next save.
     reshard(SavedCheckpoint.open(str(checkpoint)), str(checkpoint.parent / "b.ckpt"), 1, seen)
-    assert left[0].is_dir()
+    assert len(left) == 2
+    assert files_of(checkpoint.parent) == ["a.ckpt", "b.ckpt", LATEST]
     write(checkpoint)
     assert files_of(checkpoint.parent) == ["a.ckpt", "b.ckpt", LATEST]
 
@@ -465,7 +512,7 @@ def test_storage_that_fails_for_a_moment_is_tried_again(checkpoint, monkeypatch)
             raise OSError(failures.pop(), "for a moment")
         return real(*args)
 
-    monkeypatch.setattr(folder, "_PAUSES_S", (0.01, 0.01))
+    monkeypatch.setattr(place, "PAUSES_S", (0.01, 0.01))
     monkeypatch.setattr(writer, "_write_part", failing)
     write(checkpoint, 2.0)
     assert value_at(checkpoint) == 2.0
@@ -480,7 +527,7 @@ def test_storage_that_fails_for_a_moment_is_tried_again(checkpoint, monkeypatch)
             raise OSError(errno.EIO, "of the folder")
         os.fsync(descriptor)
 
-    monkeypatch.setattr(folder, "os", SimpleNamespace(**{**vars(os), "fsync": fsync}))
+    monkeypatch.setattr(place, "os", SimpleNamespace(**{**vars(os), "fsync": fsync}))
     with pytest.raises(OSError, match="of the folder"):
         write(checkpoint, 3.0)
     assert value_at(checkpoint) == 2.0

@@ -10,7 +10,7 @@ import pytest
 import torch.distributed as dist
 
 from lightning_parallel import comm
-from lightning_parallel.comm import heartbeat
+from lightning_parallel.comm import heartbeat, host
 from lightning_parallel.compat import patched
 from tests.harness import DEADLINE_S, RankError, distributed, run
 
@@ -77,7 +77,7 @@ def test_a_silent_rank_of_another_machine_is_lost():
 
 
 def _one_is_silent(group):
-    with patched(heartbeat, "SILENT_S", 1.0), patched(heartbeat, "process_host", lambda: f"machine {group.rank}"):
+    with patched(heartbeat, "SILENT_S", 1.0), patched(host, "host_id", lambda: f"machine{group.rank}"):
         comm.start_heartbeat(watches=True)
         comm.all_gather_object(None, group)
         if group.rank == 1:

@@ -6,13 +6,11 @@ import faulthandler
 import json
 import math
 import os
-import signal
 import sys
 import sysconfig
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import suppress
 from datetime import datetime
 from pathlib import Path
 from secrets import token_hex
@@ -24,17 +22,17 @@ from typing_extensions import override
 
 from lightning_parallel import comm, tracing
 from lightning_parallel.callbacks.recording.measuring import Accumulator, MeasuringCallback, create_folder
-from lightning_parallel.checkpoint.folder import replacing
+from lightning_parallel.checkpoint.place import put_file
 from lightning_parallel.compat.torch import flight_recorder_entries
 from lightning_parallel.tracing import InFlight, Recorder, Span
 
-__all__ = ["EXIT_STATUS", "HangWatchdog", "RankProcess", "Watchdog", "explain_hang"]
+__all__ = ["EXIT_STATUS", "HangWatchdog", "Watchdog", "explain_hang"]
 
 EXIT_STATUS = 70
 """Exit status of a process that made no progress."""
 
 GRACE_S = 5.0
-"""Seconds at least for which a rank waits for the states of the others; a twentieth of the deadline if that is more."""
+"""Seconds that a rank waits for the states of other ranks; a twentieth of the deadline if that is more."""
 
 RankState = Mapping[str, Any]  # as `state_of_rank` writes it
 
@@ -44,44 +42,11 @@ _PACKAGES = tuple(f"{os.sep}{name}{os.sep}" for name in ("site-packages", "light
 _LIBRARY = sysconfig.get_path("stdlib")
 
 
-class RankProcess:
-    """Identifies the process of a rank to other ranks.
-
-    Attributes:
-        host: Where it runs: the machine, and the part of it in which `pid` means this process.
-        pid: Its process ID there.
-        start_time: When it was started, in clock ticks of that host, as process IDs are used again; None if not known.
-    """
-
-    def __init__(self, pid: int) -> None:
-        self.host = comm.process_host()
-        self.pid = pid
-        self.start_time = _start_time(pid)  # process IDs are used again
-
-    def kill(self) -> bool:
-        """Kill the process, even a stopped one, if it runs on this host; returns whether it did."""
-        is_here = self.host == comm.process_host()
-        is_same = is_here and self.start_time is not None and _start_time(self.pid) == self.start_time
-        if is_same:
-            with suppress(ProcessLookupError, PermissionError):
-                os.kill(self.pid, signal.SIGKILL)
-        return is_same
-
-
-def _start_time(pid: int) -> str | None:
-    """Read when a process was started, in clock ticks: field 22 of /proc/<pid>/stat; None where it cannot be read."""
-    try:
-        # The second field, the name, may have spaces and brackets: count from its last bracket.
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19]
-    except OSError:
-        return None
-
-
 class Watchdog:
     """Ends the process when it has made no progress for `deadline` seconds, and reports why.
 
-    The ranks communicate through files in `folder`, as collectives may be what they are stuck in: the first rank that
-    misses its deadline creates the folder, the others see it, and each writes down its state.
+    The ranks communicate through files in `folder`, as they may be stuck in a collective. The first rank that misses
+    its deadline creates the folder. Other ranks see it, and each rank writes its state.
 
         rank0.txt    stacks of all threads
         rank0.json   communication that has begun and not ended, calls made so far, last spans
@@ -103,7 +68,7 @@ class Watchdog:
     def __init__(
         self,
         rank: int,
-        processes: list[RankProcess],
+        processes: list[comm.Process],
         folder: Path,
         deadline: float,
         end: Callable[[], Any] = lambda: os._exit(EXIT_STATUS),
@@ -161,7 +126,7 @@ class Watchdog:
                 return
 
     def _report(self) -> None:
-        self.folder.mkdir(parents=True, exist_ok=True)  # the signal for the others
+        self.folder.mkdir(parents=True, exist_ok=True)  # the signal for other ranks
         with (self.folder / f"rank{self.rank}.txt").open("w") as file:
             faulthandler.dump_traceback(file, all_threads=True)
         idle = time.monotonic() - self._since
@@ -249,9 +214,9 @@ class HangWatchdog(MeasuringCallback[PauseAccumulator]):
         session = self.open_session
         base = Path(self.folder or trainer.log_dir or trainer.default_root_dir)
         base = create_folder(base, session.group)
-        # That of rank 0 counts. Who makes this folder ends the run: nobody else is to know its name.
+        # The folder of rank 0 counts. A process that makes it ends the run: no other program must know its name.
         name = f"hang-{datetime.now():%Y%m%d-%H%M%S}-{token_hex(4)}"
-        by_rank = comm.all_gather_object((base / name, RankProcess(os.getpid())), session.group)
+        by_rank = comm.all_gather_object((base / name, comm.Process.of()), session.group)
         folder = by_rank[0][0]
         processes = [process for _, process in by_rank]
         self._watchdog = Watchdog(session.rank, processes, folder, self.deadline_s)
@@ -320,11 +285,11 @@ class HangWatchdog(MeasuringCallback[PauseAccumulator]):
 
 
 def state_of_rank(rank: int, where: str, progress: int, idle_s: float, thread: int) -> str:
-    """Describe what this process is doing, as JSON.
+    """Describe the state of this process, as JSON.
 
     Args:
         rank: Rank of this process.
-        where: Where training was at its last progress.
+        where: The place of its last progress in training.
         progress: How often it made progress: equal on ranks that are in step.
         idle_s: Seconds since the last progress.
         thread: Identifier of the thread that trains.
@@ -403,9 +368,7 @@ def _torch_groups() -> dict[str, dict[str, Any]]:
 
 def write_text(path: Path, text: str) -> None:
     """Write a file that others see whole or not at all."""
-    # Renaming is atomic, so that a file that exists is whole.
-    with replacing(path) as partial:
-        Path(partial).write_text(text)
+    put_file(path, text.encode())
 
 
 def read_states(folder: Path, world_size: int, patience_s: float) -> dict[int, RankState]:
@@ -427,7 +390,7 @@ class MissingCall(NamedTuple):
 
 
 def explain_hang(states: Mapping[int, RankState], world_size: int) -> list[str]:
-    """Name the missing ranks, and where each rank is, from the states of those that answered; one sentence per line."""
+    """Name the missing ranks, and where each rank is, by the states of the answering ranks; one sentence per line."""
     silent = [rank for rank in range(world_size) if rank not in states]
     lines = [f"rank {rank} does not answer: it is stopped, has ended, or holds the lock of Python" for rank in silent]
     # Calls that a thread visibly waits for first; a wait in C++ is not visible, only that the call has not ended.

@@ -187,9 +187,8 @@ def _answer(group: Group, asker: int, now: Callable[[], int]) -> None:
 
 def clock_id() -> str:
     """Identify the clock that `perf_counter_ns` reads: one boot of one host, in one time namespace."""
-    boot = Path("/proc/sys/kernel/random/boot_id")
     namespace = Path("/proc/self/ns/time")
     # Containers on one host share its clock unless they have a time namespace; elsewhere than on Linux the name serves.
-    if not (boot.exists() and namespace.is_symlink()):
+    if not (comm.boot_id() and namespace.is_symlink()):
         return platform.node()
-    return f"{boot.read_text()} {namespace.readlink()}"
+    return f"{comm.boot_id()} {namespace.readlink()}"

@@ -15,6 +15,7 @@ A new callback takes three methods:
 from __future__ import annotations
 
 import csv
+import io
 import json
 import warnings
 from abc import ABC, abstractmethod
@@ -32,7 +33,7 @@ from typing_extensions import override
 
 from lightning_parallel import comm
 from lightning_parallel.callbacks.recording.session import Accumulator, Session
-from lightning_parallel.checkpoint.folder import replacing
+from lightning_parallel.checkpoint.place import put_file
 from lightning_parallel.comm import Group
 from lightning_parallel.compat.lightning import logged_step, should_update_logs
 from lightning_parallel.compat.twins import Callback
@@ -210,14 +211,15 @@ class MeasuringCallback(Callback, ABC, Generic[A]):
         report = self.report()
         folder.mkdir(parents=True, exist_ok=True)
         # `allow_nan=False`: Python would write NaN, which is not JSON and which browsers refuse.
-        with replacing(folder / f"{self.name}.json") as temporary:
-            Path(temporary).write_text(json.dumps(report, indent=1, allow_nan=False))
+        text = json.dumps(report, indent=1, allow_nan=False)
+        put_file(folder / f"{self.name}.json", text.encode())
         rows = [_flat(row) for row in self.rows(report)]
-        with replacing(folder / f"{self.name}.csv") as temporary, open(temporary, "w", newline="") as file:
-            columns = dict.fromkeys(key for row in rows for key in row)  # in the order of their first row
-            writer = csv.DictWriter(file, list(columns))
-            writer.writeheader()
-            writer.writerows(rows)
+        columns = dict.fromkeys(key for row in rows for key in row)  # in the order of their first row
+        table = io.StringIO(newline="")
+        writer = csv.DictWriter(table, list(columns))
+        writer.writeheader()
+        writer.writerows(rows)
+        put_file(folder / f"{self.name}.csv", table.getvalue().encode())
 
     # --------------------------------------------------------------------------------------------------------- hooks
 

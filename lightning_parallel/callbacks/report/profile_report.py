@@ -6,7 +6,6 @@ missing ones. `rebuild` makes the page again from the files of a run that was ki
 
 from __future__ import annotations
 
-import gzip
 import json
 import shlex
 import socket
@@ -49,7 +48,7 @@ from lightning_parallel.callbacks.report.trace import (
     read_trace,
     write_trace,
 )
-from lightning_parallel.checkpoint.folder import replacing
+from lightning_parallel.checkpoint.place import put_file
 from lightning_parallel.checkpoint.writer import installed_versions
 from lightning_parallel.compat.lightning import tell
 from lightning_parallel.compression.compressor import check_integer
@@ -118,8 +117,7 @@ def write_files(folder: Path, report: Mapping[str, Any], trace: Mapping[str, Any
     folder.mkdir(parents=True, exist_ok=True)
     # JSON has no NaN, and browsers refuse files with it: `finite` has left none.
     for name, text in ((REPORT, json.dumps(report, indent=1, allow_nan=False)), (PAGE, render(report))):
-        with replacing(folder / name) as temporary:
-            Path(temporary).write_text(text, encoding="utf-8")
+        put_file(folder / name, text.encode("utf-8"))
     if trace is not None:
         write_trace(trace, folder / TRACE)
 
@@ -211,10 +209,8 @@ def part_path(folder: Path, rank: int) -> Path:
 
 def write_part(path: Path, part: Mapping[str, Any]) -> None:
     """Write one rank's part of a trace, so that others see it whole or not at all."""
-    path.parent.mkdir(parents=True, exist_ok=True)
     # Rank 0 looks for the file while it is written.
-    with replacing(path) as partial, gzip.open(partial, "wt", encoding="utf-8") as file:
-        json.dump(part, file)
+    write_trace(part, path)
 
 
 def read_parts(folder: Path, world_size: int, run: str, patience_s: float) -> list[dict[str, Any]]:

@@ -15,13 +15,13 @@ import zlib
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import IO, Any, cast
 
 from typing_extensions import override
 
 from lightning_parallel.callbacks.recording.clocks import ClockOffset
 from lightning_parallel.callbacks.recording.measuring import Accumulator
-from lightning_parallel.checkpoint.folder import replacing
+from lightning_parallel.checkpoint.place import NewFile, put_file
 from lightning_parallel.tracing import Span, Window
 
 __all__ = ["TraceAccumulator", "add_kineto", "chrome_trace", "read_json", "read_trace", "write_trace"]
@@ -335,8 +335,12 @@ def add_kineto(trace: dict[str, Any], kineto: Mapping[str, Any], rank: int | Non
 
 def write_trace(trace: Mapping[str, Any], path: Path) -> None:
     """Write a trace, compressed."""
-    with replacing(path) as temporary, gzip.open(temporary, "wt", encoding="utf-8", compresslevel=6) as file:
-        json.dump(trace, file, separators=(",", ":"))
+
+    def write(target: NewFile) -> None:
+        with gzip.open(cast(IO[bytes], target), "wt", encoding="utf-8", compresslevel=6) as file:
+            json.dump(trace, file, separators=(",", ":"))
+
+    put_file(path, write)
 
 
 def read_trace(path: Path) -> dict[str, Any]:

@@ -3,43 +3,37 @@
 from __future__ import annotations
 
 import re
-import shutil
 import time
 from pathlib import Path
 
 from lightning_parallel import comm
-from lightning_parallel.checkpoint.folder import new_key, remove_abandoned, state_beside
+from lightning_parallel.checkpoint.folder import remove_abandoned, state_beside
+from lightning_parallel.checkpoint.place import hidden_path, new_key, put_in_place, remove_path
 from lightning_parallel.comm import Group
 
 __all__ = ["ResumeFolder", "SaveClock"]
 
 _NAME = re.compile(r"step-(\d+)(-end)?\.ckpt")
-_ASIDE = ".partial-"
-_EARLIER = re.compile(r"\.partial-(replaced-|removed-)?(step-\d+(-end)?\.ckpt)")
-"""Names of earlier releases, which did not tell who has begun it."""
 
 
 class ResumeFolder:
     """Checkpoints named by their step, files or folders alike; used on one rank.
 
-    A checkpoint is written under another name, and gets its own when it is complete: one that was being written when
-    the process died is never taken for a checkpoint.
+    A checkpoint is written under a hidden name, and gets its name when it is complete. A checkpoint whose writer died
+    keeps the hidden name, so that nobody takes it for a checkpoint.
 
     Args:
         path: The folder.
-        key: Names the process that writes; on all its ranks that of the first.
     """
 
-    def __init__(self, path: Path, key: str | None = None) -> None:
+    def __init__(self, path: Path) -> None:
         self.path = path
-        self._key = key or new_key()
+        # All ranks get this object from the first rank, and so the same key.
+        self._key = new_key()
 
     def create(self) -> None:
-        """Create the folder, and remove what dead processes have left incomplete in it; what lives stays."""
+        """Create the folder, and remove the incomplete checkpoints of dead processes from it."""
         self.path.mkdir(parents=True, exist_ok=True)
-        for left in self.path.glob(f"{_ASIDE}*"):
-            if _EARLIER.fullmatch(left.name):
-                _remove(left)
         for folder in (self.path, Path(state_beside(self.path / "any")).parent):
             if folder.is_dir():
                 remove_abandoned(folder)
@@ -50,10 +44,7 @@ class ResumeFolder:
 
     def aside(self, place: Path) -> Path:
         """Return where a checkpoint is written until it is complete."""
-        return place.with_name(f"{_ASIDE}{self._key}{place.suffix}")
-
-    def _hidden(self) -> Path:
-        return self.path / f"{_ASIDE}{new_key()}"
+        return Path(hidden_path(place.parent, self._key, place.suffix))
 
     def found(self) -> list[Path]:
         """Return the checkpoints, newest first."""
@@ -67,32 +58,26 @@ class ResumeFolder:
     def commit(self, place: Path, keep: int, is_aside: bool) -> None:
         """Give a complete checkpoint that is aside its name; then remove all but the newest `keep`."""
         if is_aside:
-            self._rename(place)
+            written = self.aside(place)
+            _move_state(written, place)
+            # An earlier attempt may have written a checkpoint of this step.
+            put_in_place(str(written), str(place))
         found = self.found()
         for path in found[max(keep, found.index(place) + 1) :]:
             self.drop(path)
 
-    def _rename(self, place: Path) -> None:
-        written, replaced = self.aside(place), self._hidden()
-        if place.exists():
-            # Of an attempt before that went further than the checkpoint it was resumed from; folders do not replace.
-            place.rename(replaced)
-        _move_state(written, place)
-        written.rename(place)
-        _remove(replaced)
-
     def drop(self, path: Path) -> None:
         """Remove a checkpoint, which stops being one before its files are gone."""
-        removed = self._hidden()
+        removed = hidden_path(self.path)
         path.rename(removed)
-        _remove(removed)
-        _remove(Path(state_beside(path)))
+        remove_path(removed)
+        remove_path(state_beside(path))
 
 
 def _move_state(written: Path, place: Path) -> None:
-    """Move what ranks have written beside a checkpoint to where it belongs with the checkpoint's own name.
+    """Move the files of the ranks beside a checkpoint to their place beside its final name.
 
-    What belongs to the checkpoint that has had the name stays: until the new one has it, it is the one to be found.
+    The files of a checkpoint that has the name stay: until the new checkpoint has the name, it is the one to be found.
     """
     beside, target = Path(state_beside(written)), Path(state_beside(place))
     if beside.is_dir():
@@ -102,18 +87,11 @@ def _move_state(written: Path, place: Path) -> None:
         beside.rmdir()
 
 
-def _remove(path: Path) -> None:
-    if path.is_dir() and not path.is_symlink():
-        shutil.rmtree(path, ignore_errors=True)
-    else:
-        path.unlink(missing_ok=True)
-
-
 class SaveClock:
     """Tells all ranks at the same step that it is time to save.
 
-    Ranks agree on how many steps they go on before they ask again, so that they need not communicate in each: half of
-    the steps that the rest of the time would take, but no more than there were since the last checkpoint.
+    Ranks agree on a number of steps before they ask again, so that they need not communicate in each step. It is half
+    of the steps that the rest of the time would take, but no more than the steps since the last checkpoint.
 
     Args:
         minutes: Time between two checkpoints; None without end.
@@ -137,7 +115,7 @@ class SaveClock:
         waited_s, steps = time.monotonic() - self._begun_s, max(1, step - self._begun)
         left_s = self._every_s - waited_s
         pause = max(1, min(steps, int(left_s / 2 * steps / max(waited_s, 1e-9))))
-        # Clocks of ranks differ: that of the first counts.
+        # Clocks of ranks differ: the clock of the first rank counts.
         is_due, pause = comm.broadcast_object((left_s <= 0, pause), self._group)
         self._next = step + pause
         return is_due

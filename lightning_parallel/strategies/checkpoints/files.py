@@ -1,30 +1,20 @@
 """Files of checkpoints: a fault during a save leaves the previous file intact, and a damaged file is not loaded.
 
-A save writes a hidden file beside its target, flushes it to the disk, and replaces the target at once. Lightning
-instead writes to `$TMPDIR` and moves the file. Between file systems a move is a copy, which a full disk can interrupt.
-Rank zero writes, and all ranks learn the outcome. `SafeCheckpointIO` is only the default of the strategies: a plugin
-of the user replaces it.
-
-The lock on a hidden file tells whether its writer lives, because the lock ends with the process. The next save in the
-folder removes the files of killed writers.
+A save writes a hidden file beside its target, flushes it to the disk, and replaces the target at once
+(`checkpoint.place`). Lightning instead writes to `$TMPDIR` and moves the file. Between file systems a move is a copy,
+which a full disk can interrupt. Rank zero writes, and all ranks learn the outcome. `SafeCheckpointIO` is only the
+default of the strategies: a plugin of the user replaces it.
 """
 
 from __future__ import annotations
 
 import errno
 import os
-import shutil
-import socket
 import tarfile
-import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
-from hashlib import sha256
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Optional, TypeVar
-from uuid import uuid4
 from zipfile import BadZipFile, ZipFile, ZipInfo, is_zipfile
 
 import torch
@@ -36,14 +26,9 @@ from lightning.pytorch.trainer.states import TrainerStatus
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from typing_extensions import override
 
-try:
-    import fcntl
-except ImportError:  # on Windows
-    fcntl = None  # type: ignore[assignment]
-
 from lightning_parallel import comm
 from lightning_parallel.checkpoint.distributed import is_inflated
-from lightning_parallel.checkpoint.folder import ABANDONED_S, TRANSIENT, sync_folder
+from lightning_parallel.checkpoint.place import put_file
 from lightning_parallel.comm import Group
 from lightning_parallel.compat.lightning import (
     PathLike,
@@ -55,185 +40,18 @@ from lightning_parallel.compat.lightning import (
 )
 from lightning_parallel.compat.ray import accept_strategies, is_ray_environment, ray_device
 
-__all__ = ["LOCAL_STEPS", "SafeCheckpointIO", "SavesFiles", "StagedFile", "check_file", "local_path", "replace_file"]
+__all__ = ["LOCAL_STEPS", "SafeCheckpointIO", "SavesFiles", "check_file", "local_path"]
 
 T = TypeVar("T")
 
 LOCAL_STEPS = "local_sgd"
 """Of the entry that `LocalSGDStrategy` makes, whose compressors remember drifts of parameters."""
 
-RETRY_DELAYS_S = (0.5, 1.0, 2.0, 4.0)
-"""Waits before a write is tried again after an error that may pass."""
-
-# ENOENT: somebody has removed the folder, or our file in it, meanwhile.
-_TRANSIENT = TRANSIENT | {errno.ENOENT}
-
-# No part of the target's name: Lightning looks for "last" and for versions of `hpc_ckpt_` inside of names.
-_PREFIX, _SUFFIX = ".saving-", ".tmp"
-
 _ZIP_HEAD, _PICKLE_HEAD = b"PK\x03\x04", b"\x80"
 _IS_FOLDER = 0x10
 _TORCH_LOADS_ALL = "TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD"
-"""By which a user lets `torch.load` run what is in a file, where nothing else is said."""
+"""The variable by which a user lets `torch.load` run code of a file, without the argument `weights_only`."""
 _CHUNK_BYTES = 1 << 22
-
-
-# ---------------------------------------------------------------------------------------------------------- writing
-
-
-class StagedFile:
-    """A hidden file in the folder of its target, open for writing; `put` makes it the target, else it is removed.
-
-    It takes the place of a file for `torch.save`, which so needs no memory for a copy. An `OSError` of a write is
-    raised by `put`: torch would hide it behind one of its own when it ends the archive.
-
-    Args:
-        folder: The folder.
-    """
-
-    def __init__(self, folder: Path) -> None:
-        self.path, self._file = _create(folder)
-        self._failure: OSError | None = None
-        # As late as here, where the file has its lock, and before it takes space.
-        _remove_leftovers(folder, os.fstat(self._file).st_mtime)
-
-    def write(self, data: bytes | memoryview) -> int:
-        view = memoryview(data).cast("B")
-        size = len(view)
-        try:
-            while view and self._failure is None:
-                view = view[os.write(self._file, view) :]
-        except OSError as error:
-            self._failure = error
-        return size
-
-    def flush(self) -> None:
-        """Do nothing: nothing is buffered here."""
-
-    def put(self, target: Path) -> None:
-        """Replace `target` by what was written, once that is on the disk.
-
-        Raises:
-            OSError: If that, or a write before it, has failed.
-        """
-        if self._failure is not None:
-            raise self._failure
-        os.fsync(self._file)
-        if fcntl is None:
-            os.close(self._file)  # an open file cannot be renamed on Windows
-            self._file = -1
-        os.replace(self.path, target)
-        sync_folder(target.parent)
-
-    def __enter__(self) -> StagedFile:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        with suppress(OSError):
-            self.path.unlink(missing_ok=True)
-        with suppress(OSError):
-            os.close(self._file)
-
-
-def replace_file(target: Path, write: Callable[[StagedFile], Any]) -> None:
-    """Write a file and put it in the place of `target` at once; after an error what was there is there still.
-
-    Args:
-        target: The file; its folder is made.
-        write: Writes the content; called again after an error that may pass.
-
-    Raises:
-        RuntimeError: If the file cannot be written, with the reason of the system.
-    """
-    for delay in (*RETRY_DELAYS_S, None):
-        try:
-            target.parent.mkdir(parents=True, exist_ok=True)
-            if target.is_dir():
-                raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(target))
-            with StagedFile(target.parent) as file:
-                write(file)
-                file.put(target)
-            return
-        except OSError as error:
-            reason = error.strerror or str(error)
-            if error.errno not in _TRANSIENT or delay is None:
-                raise RuntimeError(
-                    f"{target} cannot be written: {reason} ({errno.errorcode.get(error.errno or 0, 'unknown')});"
-                    f" {_free_space(target.parent)}. A previous file of this name is intact. The new file is written"
-                    " beside it: make room for both and allow new files in the folder, or save elsewhere"
-                ) from error
-        rank_zero_warn(f"{target} cannot be written: {reason}. The next attempt is in {delay:g} s.")
-        time.sleep(delay)
-
-
-def _free_space(folder: Path) -> str:
-    try:
-        free = shutil.disk_usage(folder).free
-    except OSError:
-        return "its folder does not answer"
-    return f"{free / 2**20:.1f} MiB are free there"
-
-
-def _create(folder: Path) -> tuple[Path, int]:
-    """Create a hidden file with a lock on it; returns its path and descriptor."""
-    while True:
-        path = folder / f"{_beginning(folder)}{uuid4().hex}{_SUFFIX}"
-        # Windows would write a line feed as two bytes, but for the flag that only it has.
-        file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | getattr(os, "O_BINARY", 0), 0o666)
-        # Another writer may have taken it for a leftover before it had the lock.
-        if _lock(file) is not False and path.exists():
-            return path, file
-        os.close(file)
-
-
-def _lock(file: int) -> bool | None:
-    """Lock a file for this process as long as it is open; tell if it is ours, None where nothing can be locked."""
-    if fcntl is None:
-        return None  # leftovers then go by their age alone
-    try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        return True
-    except BlockingIOError:
-        return False
-    except OSError:
-        return None
-
-
-def _beginning(folder: Path) -> str:
-    """Return how names of hidden files begin here: by the running kernel and the mount.
-
-    Locks are seen there. Not all file systems show those of other hosts, or of other mounts of the same.
-    """
-    try:
-        kernel = Path("/proc/sys/kernel/random/boot_id").read_text()
-    except OSError:
-        kernel = socket.gethostname()
-    place = f"{kernel}{folder.stat().st_dev}"
-    return f"{_PREFIX}{sha256(place.encode()).hexdigest()[:12]}-"
-
-
-def _remove_leftovers(folder: Path, now: float) -> None:
-    """Remove the hidden files of killed writers; `now` is by the clock of the file system."""
-    # What cannot be removed must not stop a save.
-    with suppress(OSError):
-        for path in list(folder.glob(f"{_PREFIX}*{_SUFFIX}")):
-            with suppress(OSError):
-                _remove_if_left(path, now)
-
-
-def _remove_if_left(path: Path, now: float) -> None:
-    file = os.open(path, os.O_RDWR)
-    try:
-        is_ours = _lock(file)
-        is_free = is_ours and path.name.startswith(_beginning(path.parent))
-        # The lock of a writer on another host may not be seen here; one that waits for its disk changes nothing.
-        is_old = now - os.fstat(file).st_mtime > ABANDONED_S
-        if is_free or (is_ours is not False and is_old):
-            path.unlink()
-    finally:
-        os.close(file)
 
 
 # ---------------------------------------------------------------------------------------------------------- reading
@@ -245,7 +63,7 @@ def check_file(path: PathLike) -> None:
     Folders, files elsewhere, and the formats of `torch.save` that have none pass.
 
     Raises:
-        RuntimeError: If the file is damaged, with the records that are.
+        RuntimeError: If the file is damaged, with the damaged records.
     """
     local = local_path(path)
     if local is None or not local.is_file():
@@ -277,7 +95,7 @@ def check_file(path: PathLike) -> None:
 
 
 def _fault_of(archive: ZipFile, record: ZipInfo) -> str | None:
-    """Read a record to its end, where `zipfile` compares the CRC-32; returns what is wrong with it."""
+    """Read a record to its end, where `zipfile` compares the CRC-32; returns its fault, or None."""
     if record.external_attr & _IS_FOLDER:
         return f"record {record.filename!r} is marked as a folder"  # of which torch would read nothing, and not say so
     try:
@@ -316,7 +134,7 @@ class SafeCheckpointIO(TorchCheckpointIO):
         if local is None or storage_options is not None:
             super().save_checkpoint(checkpoint, path, storage_options)
         else:
-            replace_file(local, lambda file: torch.save(checkpoint, file))  # type: ignore[arg-type]
+            put_file(local, lambda file: torch.save(checkpoint, file))  # type: ignore[arg-type]
 
     @override
     def load_checkpoint(
@@ -338,9 +156,9 @@ class SafeCheckpointIO(TorchCheckpointIO):
 
 
 class SavesFiles(ParallelStrategy):
-    """Base class of strategies: files are written by `SafeCheckpointIO` by default, and what fails fails on all ranks.
+    """Base class of strategies: `SafeCheckpointIO` writes files by default, and an error is raised on all ranks.
 
-    Rank zero alone writes, and the others would wait for it.
+    Rank zero alone writes. Without its error the other ranks would wait.
     """
 
     @property
@@ -349,7 +167,7 @@ class SavesFiles(ParallelStrategy):
         return Group.of()
 
     def path_of_parts(self, filepath: PathLike) -> tuple[str, bool]:
-        """Return where this rank writes its part of a checkpoint, and whether each rank has a place of its own.
+        """Return the place of this rank's part of a checkpoint, and whether each rank has another place.
 
         All write beside the path of the first rank, as ranks may name a checkpoint after a metric of their own replica.
         But each beside its own path where Ray puts a folder of each worker together, from hosts that share no storage.
@@ -369,7 +187,7 @@ class SavesFiles(ParallelStrategy):
     @override
     def distributed_sampler_kwargs(self) -> dict[str, Any]:
         if is_ray_environment(self.cluster_environment):
-            # The Trainer inside of a worker believes in one host with one device.
+            # The Trainer in a worker believes in one host with one device.
             return {"num_replicas": self.world_size, "rank": self.global_rank}
         return super().distributed_sampler_kwargs
 
@@ -408,10 +226,10 @@ class SavesFiles(ParallelStrategy):
         self.together(save)
 
     def save_beside(self, filepath: PathLike) -> None:
-        """Write what belongs into the folder of a checkpoint; called on all ranks."""
+        """Write more files into the folder of a checkpoint; called on all ranks."""
 
     def remove_beside(self, filepath: PathLike) -> None:
-        """Remove what belongs to a checkpoint that is removed; called on the first rank."""
+        """Remove the files beside a checkpoint that is removed; called on the first rank."""
 
     @override
     def remove_checkpoint(self, filepath: PathLike) -> None:
@@ -426,12 +244,12 @@ class SavesFiles(ParallelStrategy):
                 queue.remove_checkpoint(filepath)
                 self.remove_beside(filepath)
 
-            # Lightning removes the one before while the new one, which may yet fail, is still being written.
+            # Lightning removes the old checkpoint while the new checkpoint, which may yet fail, is still being written.
             run_after_saves(queue, remove)
 
     @override
     def load_checkpoint(self, checkpoint_path: PathLike, weights_only: Optional[bool] = None) -> dict[str, Any]:
-        # One rank of a host for all: they read the same file. What a plugin of the user's wrote is not known.
+        # One rank of a host checks for all of them: they read the same file. A plugin of the user has its own format.
         is_mine = self.local_rank == 0 and isinstance(innermost_io(self.checkpoint_io), SafeCheckpointIO)
         load = super().load_checkpoint
         self.together(lambda: check_file(checkpoint_path) if is_mine else None)
@@ -447,6 +265,6 @@ class SavesFiles(ParallelStrategy):
                 assert failure is None or isinstance(failure, Exception)
                 comm.raise_together(failure, self.every_rank)
             elif failure is not None:
-                # After an exception the others may be anywhere, and it is the one to be raised.
+                # After an exception other ranks may be anywhere, and the exception is raised.
                 rank_zero_warn(f"A checkpoint was not saved: {failure}")
         super().teardown()

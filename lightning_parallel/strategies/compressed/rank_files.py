@@ -28,10 +28,11 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from lightning_parallel import comm
 from lightning_parallel.checkpoint.folder import state_beside
 from lightning_parallel.checkpoint.manifest import is_file_name
+from lightning_parallel.checkpoint.place import put_file
 from lightning_parallel.comm import Group, MeshGroups
 from lightning_parallel.compat.lightning import PathLike
 from lightning_parallel.compression.compressor_state import joined
-from lightning_parallel.strategies.checkpoints.files import check_file, local_path, replace_file
+from lightning_parallel.strategies.checkpoints.files import check_file, local_path
 
 __all__ = ["Place", "RankFiles", "remove_rank_files"]
 
@@ -184,7 +185,7 @@ def _write(target: str, state: Mapping[str, Any]) -> None:
     }
     local = local_path(target)
     if local is not None:
-        replace_file(local, lambda file: torch.save(on_host, file))  # type: ignore[arg-type]
+        put_file(local, lambda file: torch.save(on_host, file))  # type: ignore[arg-type]
         return
     fs, name = url_to_fs(target)
     fs.makedirs(posixpath.dirname(name), exist_ok=True)

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from lightning_parallel.checkpoint.reader import StoredTensor, TensorSource, take_part
+from lightning_parallel.checkpoint.reader import StoredTensor, take_part
 from lightning_parallel.compat.torch import pytree, schema_of, to_copy
 from lightning_parallel.tensor.sharding import Shard
 
@@ -335,12 +335,8 @@ def stored_origin(tensor: Tensor) -> tuple[StoredTensor, list[torch.dtype]] | No
         view = source
 
 
-def read_part(deferred: Tensor, rule: Shard | None, rank: int) -> tuple[Tensor, TensorSource] | None:
-    """Read the part of `rank` of a deferred tensor from a file; None if the tensor does not come from a file.
-
-    Returns:
-        The part, in new memory on the tensor's device, and the file that it was read from.
-    """
+def read_part(deferred: Tensor, rule: Shard | None, rank: int) -> Tensor | None:
+    """Read the part of `rank` of a deferred tensor from its file, into new memory; None if it comes from no file."""
     origin = stored_origin(deferred)
     if origin is None:
         return None
@@ -349,7 +345,7 @@ def read_part(deferred: Tensor, rule: Shard | None, rank: int) -> tuple[Tensor, 
     value = part.read() if isinstance(part, StoredTensor) else part
     for dtype in dtypes:
         value = value.to(dtype)
-    return torch.empty_like(value, device=deferred.device).copy_(value), stored.source
+    return torch.empty_like(value, device=deferred.device).copy_(value)
 
 
 # -------------------------------------------------------------------------------------------- schemas and generators

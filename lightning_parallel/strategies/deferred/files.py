@@ -15,6 +15,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import safetensors
 from torch import Tensor
 
 from lightning_parallel.checkpoint import StoredTensor
@@ -34,11 +35,7 @@ _ONE_BY_ONE = "HF_DEACTIVATE_ASYNC_LOAD"
 @contextmanager
 def files_deferred(threshold: int) -> Iterator[None]:
     """Defer tensors of `safetensors` files inside the block, if they have more than `threshold` elements."""
-    try:
-        from safetensors import safe_open
-    except ImportError:
-        yield
-        return
+    safe_open = safetensors.safe_open
 
     def opened(filename: Any, framework: str = "pt", *args: Any, **kwargs: Any) -> Any:
         file = safe_open(filename, framework, *args, **kwargs)

@@ -20,7 +20,7 @@ Small tensors are made at once, and data that the user brings (numpy arrays, che
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -31,7 +31,6 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from lightning_parallel import comm
-from lightning_parallel.checkpoint import SavedCheckpoint, TensorSource
 from lightning_parallel.comm import Group, MeshGroups
 from lightning_parallel.compat import ParallelState, Patches, patched
 from lightning_parallel.compat.initialization import initialize_tensors, set_data
@@ -258,7 +257,6 @@ def materialize_owned(
 def _make_parameters(
     held: PendingInitialization, groups: MeshGroups, holds: Callable[[Tensor], bool], is_shared: bool
 ) -> None:
-    sources: dict[TensorSource, None] = {}
     failure: Exception | None = None
     for key in list(held.parameters):
         # Taken out one by one, so that each record is freed before the next tensor is made.
@@ -271,24 +269,20 @@ def _make_parameters(
             del full
         elif holds(parameter) and failure is None:
             try:
-                source = _make_part(parameter, deferred, groups.tensor_parallel)
-                if source is not None:
-                    sources[source] = None
+                _make_part(parameter, deferred, groups.tensor_parallel)
             except Exception as error:
                 failure = error
     # A file may be damaged, or missing on one host.
     comm.raise_together(failure, groups.world)
-    _check_sources(sources, groups)
 
 
-def _make_part(parameter: nn.Parameter, deferred: Tensor, group: Group) -> TensorSource | None:
-    """Give a parameter this rank's part of its data; returns the source, if the data come from a file."""
-    found = read_part(deferred, getattr(parameter, "shard_rule", None), group.rank)
-    if found is None:
+def _make_part(parameter: nn.Parameter, deferred: Tensor, group: Group) -> None:
+    """Give a parameter the part that this rank holds, from a file or from recorded operations."""
+    part = read_part(deferred, getattr(parameter, "shard_rule", None), group.rank)
+    if part is None:
         _set_part(parameter, materialize(deferred), group)
-        return None
-    set_data(parameter, found[0])
-    return found[1]
+    else:
+        set_data(parameter, part)
 
 
 def _set_part(parameter: nn.Parameter, full: Tensor, group: Group) -> None:
@@ -296,22 +290,6 @@ def _set_part(parameter: nn.Parameter, full: Tensor, group: Group) -> None:
     local = full if rule is None else rule.split(full, group.rank)
     # A slice would keep the full tensor alive.
     set_data(parameter, local.clone() if local.untyped_storage().nbytes() > _num_bytes(local) else local)
-
-
-def _check_sources(sources: Iterable[TensorSource], groups: MeshGroups) -> None:
-    """Compare checksums of the tensors that the ranks of a stage have read together.
-
-    Raises:
-        ValueError: On every rank, if a file is damaged.
-    """
-    failure: Exception | None = None
-    for source in sources:
-        try:
-            if isinstance(source, SavedCheckpoint):
-                source.check_shared_parts(groups.tensor_parallel)
-        except ValueError as error:
-            failure = error
-    comm.raise_together(failure, groups.world)
 
 
 def _shared(deferred: Tensor, groups: MeshGroups) -> Tensor:

@@ -25,6 +25,7 @@ from torch import nn
 
 from lightning_parallel import comm
 from lightning_parallel.checkpoint import ModelNames, rules_by_name
+from lightning_parallel.checkpoint.place import put_file
 from lightning_parallel.comm import Group, MeshGroups
 from lightning_parallel.compat import ParallelState
 from lightning_parallel.compat.lightning import checkpoint_of_run, tell
@@ -46,7 +47,6 @@ from lightning_parallel.pipeline.schedule import SCHEDULES, Kind, Schedule, buil
 from lightning_parallel.pipeline.search import WITH_CHUNKS, Workload, choose_schedule
 from lightning_parallel.pipeline.stage import CutError
 from lightning_parallel.planner.links import measure_link
-from lightning_parallel.strategies.checkpoints.files import replace_file
 from lightning_parallel.strategies.options import PipelineOptions, TensorOptions
 from lightning_parallel.strategies.ranks import replicas
 from lightning_parallel.strategies.ranks.order import MessageOrder
@@ -416,8 +416,8 @@ def save_plan(plan: PipelinePlan, checkpoint: str | Path) -> None:
     folder = Path(checkpoint).parent
     # A loaded plan builds its schedule by name, so a custom schedule cannot be saved.
     if plan.schedule.name in SCHEDULES and folder.is_dir():
-        # `save` writes by name. `replace_file` flushes the file afterwards.
-        replace_file(folder / PLAN_FILE, lambda file: plan.save(file.path))
+        # `save` writes by name. `put_file` flushes the file afterwards.
+        put_file(folder / PLAN_FILE, lambda file: plan.save(file.path))
 
 
 def _microbatch_counts(wanted: int | Literal["auto"], ranks: int, samples: int | None) -> list[int]:

@@ -1,0 +1,87 @@
+"""Names the host of a process, and tells whether a process of this host is alive."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+from contextlib import suppress
+from functools import cache
+from pathlib import Path
+from typing import NamedTuple
+from uuid import uuid4
+
+__all__ = ["Process", "boot_id", "host_id"]
+
+
+@cache
+def boot_id() -> str:
+    """Identify one boot of one machine; empty where the system does not tell."""
+    with suppress(OSError):
+        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    return ""
+
+
+@cache
+def host_id() -> str:
+    """Identify the machine, and the part of the machine in which a process number means one process."""
+    with suppress(OSError):
+        return f"{boot_id()}/{os.stat('/proc/self/ns/pid').st_ino}"
+    # Several containers may share a host name. Without /proc no process counts as one of this host.
+    return f"{socket.gethostname()}/{uuid4().hex}"
+
+
+class Process(NamedTuple):
+    """Identifies a process to other processes, which may run on other hosts.
+
+    Attributes:
+        host: See `host_id`.
+        pid: Its number there.
+        started: When the process was started, in ticks of its host; empty if the host does not tell.
+    """
+
+    host: str
+    pid: int
+    started: str
+
+    @classmethod
+    def of(cls, pid: int | None = None) -> Process:
+        """Return the process of this host with the number `pid`; by default the calling process."""
+        pid = os.getpid() if pid is None else pid
+        return cls(host_id(), pid, _state_and_start(pid)[1])
+
+    @classmethod
+    def parse(cls, text: str) -> Process:
+        """Read the text of a process; a process of no host if the text is empty."""
+        host, pid, started = text.split(" ") if text else ("", "0", "")
+        return cls(host, int(pid), started)
+
+    def __str__(self) -> str:
+        return f"{self.host} {self.pid} {self.started}"
+
+    def is_alive(self) -> bool | None:
+        """Tell whether the process runs; None if it belongs to another host, or its host does not tell."""
+        if self.host != host_id() or not self.started:
+            return None
+        # A process that has ended stays as a zombie (Z) until its parent asks for its status.
+        state, started = _state_and_start(self.pid)
+        # The system uses process numbers again: a later process with this number has another start.
+        return started == self.started and state not in "ZX"
+
+    def kill(self) -> bool:
+        """Kill the process, even a stopped one, if it runs on this host; returns whether it did."""
+        is_here = bool(self.is_alive())
+        if is_here:
+            with suppress(ProcessLookupError, PermissionError):
+                os.kill(self.pid, signal.SIGKILL)
+        return is_here
+
+
+def _state_and_start(pid: int) -> tuple[str, str]:
+    """Return the state of a process and its start, fields 3 and 22 of /proc/<pid>/stat; empty without such a file."""
+    try:
+        # The second field, the name, may have spaces and brackets: fields are counted from its last bracket.
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+        return fields[0], fields[19]
+    except (OSError, IndexError):
+        return "", ""
