@@ -6,6 +6,7 @@ import os
 import pickle
 import warnings
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any, ClassVar, Optional, cast
 
@@ -19,6 +20,7 @@ from lightning_parallel import comm
 from lightning_parallel.callbacks.resume.folder import ResumeFolder, SaveClock
 from lightning_parallel.callbacks.resume.point import ResumePoint, TrainingData
 from lightning_parallel.callbacks.resume.rank_state import rank_state, restore_metrics, restore_random
+from lightning_parallel.checkpoint.place import touched
 from lightning_parallel.comm import Group
 from lightning_parallel.compat import Patches, patched
 from lightning_parallel.compat.default_group import all_processes
@@ -337,12 +339,15 @@ class AutoResume(Callback):
         """Save a checkpoint, and remove old ones; every rank must call it."""
         place = self._folder.place(trainer.global_step, is_end)
         strategy = trainer.strategy
-        # One that is written by a thread is complete some time later; a sharded one is whole or not there.
+        # A checkpoint that a thread writes is complete some time later; a sharded checkpoint is whole or not there.
         is_async = is_a(strategy.checkpoint_io, AsyncCheckpointIO) or getattr(strategy, "async_saves", False)
         is_aside = not is_async and not getattr(strategy, "is_sharded", False)
+        written = self._folder.aside(place) if is_aside else place
         self._is_saving = True
         try:
-            trainer.save_checkpoint(self._folder.aside(place) if is_aside else place)
+            # Another host removes a hidden checkpoint that nobody touches, however long its save takes.
+            with touched(written) if is_aside else nullcontext():
+                trainer.save_checkpoint(written)
         finally:
             self._is_saving = False
         if is_async:
