@@ -1,4 +1,4 @@
-"""Microbatches: split a batch of any structure, merge what a step gave for its parts.
+"""Microbatches: split a batch of any structure, and merge the results of a step on its parts.
 
 batch      {"ids": (7, 32), "mask": (7, 32), "names": 7 strings, "temperature": 0.5}   into 3
 parts      {"ids": (3, 32), "mask": (3, 32), "names": 3 strings, "temperature": 0.5}, (2, ...), (2, ...)
@@ -83,7 +83,7 @@ def microbatch_under_way() -> int | None:
 SplitBatch = Callable[[Any, int], list[Any]]
 """(batch, n) -> at most n microbatches, the same on every rank."""
 
-# Repeated in every microbatch. Other types are refused, since it is not known whether they have samples.
+# Repeated in every microbatch. Other types are refused, because they may or may not hold samples.
 _WHOLE = (type(None), str, bytes, bool, int, float, complex, Enum, torch.dtype, torch.device, np.generic)
 
 
@@ -93,7 +93,7 @@ class StepResult:
 
     Attributes:
         microbatches: The parts of the batch.
-        outputs: What the step returned for each microbatch, detached; empty except on the rank of the last stage.
+        outputs: The results of the step for each microbatch, detached; empty except on the rank of the last stage.
         weights: The share of each microbatch in the loss; they sum to 1.
         loss: Sum of the microbatches' losses by their weights, on the rank of the last stage in training.
     """
@@ -107,15 +107,15 @@ class StepResult:
 def split_batch(batch: Any, num_microbatches: int) -> list[Any]:
     """Split `batch` into up to `num_microbatches` parts whose sizes differ by at most one sample, larger ones first.
 
-    Tensors and arrays are cut along dimension 0, lists without tensors that have one entry per sample too; tuples,
-    lists, dicts, named tuples, dataclasses and `UserDict`s (Hugging Face's `BatchEncoding`) are rebuilt around their
-    parts; numbers, strings and tensors without dimensions are repeated. Fewer samples give fewer microbatches.
+    Tensors and arrays are split along dimension 0, and so are lists without tensors that have one entry per sample.
+    Tuples, lists, dicts, named tuples, dataclasses and `UserDict`s (Hugging Face's `BatchEncoding`) are rebuilt around
+    their parts. Numbers, strings and tensors without dimensions are repeated. Fewer samples give fewer microbatches.
 
     Raises:
-        ValueError: If two entries differ in their number of samples, or an entry cannot be cut; names its key.
+        ValueError: If two entries differ in their number of samples, or an entry cannot be split; names its key.
     """
     if num_microbatches == 1:
-        return [batch]  # also one that nobody can cut
+        return [batch]  # even a batch that cannot be split
     # Every rank splits the same batch by itself, so the sizes must not depend on anything but the batch.
     samples = num_samples(batch)
     count = min(num_microbatches, samples)
@@ -127,13 +127,13 @@ def split_batch(batch: Any, num_microbatches: int) -> list[Any]:
 
 
 def few_samples(batch: Any, count: int) -> Any:
-    """Return `count` samples of a batch: the first ones, but in the middle of them the one least like the first.
+    """Return `count` samples of a batch: the first ones, but the middle one is the sample least like the first.
 
-    That is, in what it leaves out: how many tokens are padded, masked or ignored shows whether a loss is a mean over
+    The measure is the number of tokens that are padded, masked or ignored. It shows whether a loss is a mean over
     samples or over tokens.
 
     Raises:
-        ValueError: As `split_batch`.
+        ValueError: See `split_batch`.
     """
     samples = num_samples(batch)
     if samples <= count:
@@ -154,12 +154,12 @@ def chosen_samples(batch: Any, chosen: list[int]) -> Any:
     """Return a batch of the samples at these positions.
 
     Raises:
-        ValueError: As `split_batch`.
+        ValueError: See `split_batch`.
     """
     return _part(batch, chosen, num_samples(batch))
 
 
-# The label that `cross_entropy` leaves out by default.
+# The label that `cross_entropy` ignores by default.
 _IGNORED = -100
 
 
@@ -206,7 +206,7 @@ def num_samples(batch: Any) -> int:
 
 
 def count_samples(batch: Any) -> int:
-    """Return the size of the sample dimension of `batch`; -1 where nobody but the user knows it."""
+    """Return the size of the sample dimension of `batch`; -1 if only the user knows it."""
     try:
         return num_samples(batch)
     except ValueError:
@@ -218,7 +218,7 @@ def entries_of(value: Any, key: str = "") -> Iterator[tuple[str, Any]]:
     """Yield every tensor and array, with its key such as `inputs.mask[0]`.
 
     Raises:
-        ValueError: At an entry of a type that cannot be cut.
+        ValueError: At an entry whose type cannot be split.
     """
     if isinstance(value, (Tensor, np.ndarray)):
         if isinstance(value, Tensor) and (value.layout != torch.strided or value.is_nested):
@@ -243,7 +243,7 @@ def entries_of(value: Any, key: str = "") -> Iterator[tuple[str, Any]]:
 
 
 def tensors_inside(value: Any, key: str = "", outer: tuple[int, ...] = ()) -> Iterator[tuple[str, Tensor | np.ndarray]]:
-    """Yield every tensor and array that `entries_of` yields, and those in attributes of objects of any class."""
+    """Yield every tensor and array that `entries_of` yields, and every one in attributes of objects of any class."""
     if isinstance(value, (Tensor, np.ndarray)):
         if isinstance(value, np.ndarray) or (value.layout == torch.strided and not value.is_nested):
             yield key, value
@@ -261,7 +261,7 @@ def tensors_inside(value: Any, key: str = "", outer: tuple[int, ...] = ()) -> It
         yield from tensors_inside(item, name, (*outer, id(value)))
 
 
-_DEEPEST = 6  # objects inside of objects, where a batch is looked into
+_DEEPEST = 6  # levels of objects inside objects, in the search of a batch
 
 
 def _quote(key: str) -> str:
@@ -283,9 +283,9 @@ def own_copy(value: Any, copies: dict[int, tuple[Any, Any]]) -> Any:
 
     Args:
         value: A microbatch of any structure.
-        copies: Is filled with (original, copy) by the `id` of the original, so that what occurs twice is one copy.
+        copies: Is filled with (original, copy) by the `id` of the original, so that a tensor used twice is one copy.
     """
-    # A leaf that requires a gradient is one whose `.grad` somebody reads.
+    # The code may read the `.grad` of a leaf that requires a gradient, so that leaf is not copied.
     if isinstance(value, np.ndarray) or (isinstance(value, Tensor) and not value.requires_grad):
         if id(value) not in copies:
             copies[id(value)] = (value, value.clone() if isinstance(value, Tensor) else value.copy())
@@ -301,8 +301,8 @@ def map_tensors(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
 
 
 def _rebuilt(value: Any, change: Callable[[Any], Any]) -> Any:
-    """Return a container of the same class with changed entries; other values as they are."""
-    # Copies keep the class and the attributes of what the user made, whose constructor is not known.
+    """Return a container of the same class with changed entries; return any other value unchanged."""
+    # Copies keep the user's class and attributes, because its constructor is unknown.
     if isinstance(value, UserDict):
         part: Any = copy.copy(value)
         part.data = {name: change(item) for name, item in value.data.items()}
@@ -317,7 +317,7 @@ def _rebuilt(value: Any, change: Callable[[Any], Any]) -> Any:
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         part = copy.copy(value)
         for field in dataclasses.fields(value):
-            # Also on frozen dataclasses.
+            # Unlike `setattr`, this also works on frozen dataclasses.
             object.__setattr__(part, field.name, change(getattr(value, field.name)))
         return part
     if isinstance(value, (tuple, list)):
@@ -330,7 +330,7 @@ _NUMBER = re.compile(r"\[-?\d+\]")
 
 
 def rule_of(rules: Mapping[str, str], label: str) -> str:
-    """Return how the values of microbatches under a name are merged, as the self-check has found.
+    """Return the rule of the self-check to merge the values of microbatches under a name.
 
     A new number in the name changes nothing: `self.outputs[self.current_epoch]` has one rule in all epochs.
     """
@@ -343,19 +343,19 @@ def rule_of(rules: Mapping[str, str], label: str) -> str:
 
 
 class Merging:
-    """How what microbatches give becomes that of the batch: by what the self-check has found, else by sizes.
+    """Merges the values of microbatches into the value of the batch: by the rules of the self-check, else by sizes.
 
     A kind is a word, and for tensors and numbers the dimensions of the result:
 
-    rows       one below the other, such as predictions, flat or not; of lists and dicts: all entries
-    entries    one for all microbatches: a mean, a count, a constant; of lists and dicts, one for each place
-    sum, first, last
+    - rows: one below the other, such as predictions, flat or not; of lists and dicts, all entries
+    - entries: one for all microbatches, such as a mean, a count, a constant; of lists and dicts, one for each place
+    - sum, first, last
 
     Args:
-        rules: Kinds by key, such as `return['preds']` for what a step returns, and `scores` for an attribute.
+        rules: Kinds by key, such as `return['preds']` for the result of a step, and `scores` for an attribute.
         samples: Samples in each microbatch; empty if no value has one entry per sample.
         weights: Share of each in the batch; they sum to 1.
-        is_strict: Whether to raise where microbatches cannot be merged by their rule.
+        is_strict: Whether to raise if microbatches cannot be merged by their rule.
 
     Attributes:
         found: The kinds that were used, by key.
@@ -375,7 +375,7 @@ class Merging:
         self.found: dict[str, str] = {}
 
     def kind(self, key: str, default: str) -> str:
-        """Return how what is under a key is merged."""
+        """Return the kind by which the values under a key are merged."""
         rule = rule_of(self.rules, key)
         # A list may be where others beside it, or earlier ones, were tensors.
         is_fitting = (" " in rule) == (" " in default)
@@ -391,17 +391,17 @@ class Merging:
     def rows(self, values: Sequence[Tensor], key: str) -> Any:
         """Put the rows of tensors one below the other."""
         dims = int(self.found[key].partition(" ")[2])
-        # Code that drops a dimension of size one, as by `squeeze()`, does so for a single sample, too.
+        # Code that drops a dimension of size one, as by `squeeze()`, also does so for a single sample.
         counts = self.samples or [1] * len(values)
         rows = [value[None] if value.dim() == dims - 1 and n == 1 else value for value, n in zip(values, counts)]
         if len({row.shape[1:] for row in rows}) == 1 and rows[0].dim() == dims:
             return torch.cat(rows)
         self.refuse(key, values)
-        # Of lengths that differ between microbatches.
+        # Rows may have other lengths in other microbatches.
         return [row for value in values for row in value] if self.is_per_sample(values) else list(values)
 
     def refuse(self, key: str, values: Sequence[Any]) -> None:
-        """Raise a ValueError if what microbatches give has to become what one process gives, and does not."""
+        """Raise a ValueError if values of microbatches must be merged by a rule, and do not fit it."""
         if self.is_strict and rule_of(self.rules, key):
             at = key.removeprefix(RETURNED)
             what = f"The result of the step{f' at {at}' if at else ''}" if key.startswith(RETURNED) else f"`self.{key}`"
@@ -416,11 +416,11 @@ class Merging:
 
 
 RETURNED = "return"
-"""What a step returns, among the names of attributes."""
+"""The key of the result of a step, among the names of attributes."""
 
 
 def other_kinds(kind: str) -> list[str]:
-    """Return in what other ways microbatches might be merged, the most usual first."""
+    """Return the other kinds by which microbatches might be merged, the most usual first."""
     word, _, dims = kind.partition(" ")
     if not dims:
         return ["rows" if word == "entries" else "entries"]
@@ -438,17 +438,17 @@ def _length(value: Any) -> int:
 
 
 def merge_outputs(values: Sequence[Any], merging: Merging, key: str = RETURNED) -> Any:
-    """Merge the outputs of a step for each microbatch into its output for the whole batch.
+    """Merge the outputs of a step for each microbatch into its output for the full batch.
 
-    Where no rule says how, tensors and lists with one entry per sample are concatenated; floating-point scalars, and
-    tensors without a sample dimension, become the mean by weights. Integers are counts and are added, except Python
-    integers that are equal in all microbatches and are not their sizes. Containers, and objects of the user's, are
-    merged entry by entry, arrays like tensors. Other values that are equal in all microbatches stay; anything else
-    becomes a list with an entry per microbatch.
+    Without a rule, tensors and lists with one entry per sample are concatenated. Floating-point scalars, and tensors
+    without a sample dimension, become the mean by weights. Integers are counts and are added, except Python integers
+    that are equal in all microbatches and differ from their sizes. Containers, and the user's objects, are merged entry
+    by entry, arrays like tensors. Other values that are equal in all microbatches stay. Anything else becomes a list
+    with an entry per microbatch.
 
     Args:
         values: The output for each microbatch.
-        merging: How they are merged.
+        merging: The rules.
         key: The name of the output.
     """
     first = values[0]
@@ -484,7 +484,7 @@ def merge_outputs(values: Sequence[Any], merging: Merging, key: str = RETURNED) 
 
 
 def _merge_numbers(values: Sequence[Any], merging: Merging, key: str) -> Any:
-    # A number of samples or tokens is added up; a constant such as the number of classes is not.
+    # Add a number of samples or tokens, but not a constant such as the number of classes.
     is_whole = all(type(value) is int for value in values)
     is_count = is_whole and (len(set(values)) > 1 or list(values) == list(merging.samples))
     kind = merging.kind(key, "sum 0" if is_count else "entries 0")
@@ -511,7 +511,7 @@ def _merge_tensors(values: list[Tensor], merging: Merging, key: str) -> Any:
         merging.refuse(key, values)
         return values
     if kind != "sum" and (first.is_floating_point() or first.is_complex()):
-        # A microbatch without weight (no tokens in it) may have given 0 / 0.
+        # A microbatch without weight (no tokens in it) may hold 0 / 0, and 0 * nan would spread.
         return torch.stack([weight * value for weight, value in zip(merging.weights, values) if weight]).sum(0)
     if first.dtype != torch.bool:
         return torch.stack(values).sum(0)
@@ -522,7 +522,7 @@ def _merge_mappings(values: Sequence[Any], merging: Merging, key: str) -> Any:
     first = values[0]
     is_alike = all(value.keys() == first.keys() for value in values)
     if merging.kind(key, "entries" if is_alike else "rows") == "rows":
-        # By names or numbers of samples.
+        # The keys are names or numbers of samples, so the entries do not collide.
         entries = {name: entry for value in values for name, entry in value.items()}
     elif is_alike:
         entries = {n: merge_outputs([value[n] for value in values], merging, f"{key}[{n!r}]") for n in first}
@@ -542,7 +542,7 @@ def _merge_sequences(values: Sequence[Any], merging: Merging, key: str) -> Any:
     is_fixed = hasattr(first, "_fields")
     are_rows = merging.is_per_sample(values) and not is_fixed and not all(isinstance(each, Tensor) for each in first)
     if are_rows and len({type(each) for each in first}) > 1:
-        # Such as logits and a dict, for as many samples by chance.
+        # Such as a pair of logits and a dict, in microbatches that happen to have two samples.
         rows = [{len(leaf) for _, leaf in tensors_inside(value) if len(leaf.shape)} for value in values]
         are_rows = not all(count in found for found, count in zip(rows, merging.samples))
     are_rows |= any(len(value) != len(first) for value in values)
@@ -556,7 +556,7 @@ def _merge_sequences(values: Sequence[Any], merging: Merging, key: str) -> Any:
 
 
 def merge_entries(added: Sequence[list[Any]], merging: Merging, key: str) -> list[Any]:
-    """Return the entries that one step adds to a list, from those of each microbatch: one per sample, or as many."""
+    """Merge the entries that one step adds to a list, given each microbatch's entries: one per sample, or as many."""
     entries = [entry for each in added for entry in each]
     counts = {len(each) for each in added}
     is_every = len(added) == len(merging.samples)
@@ -570,7 +570,7 @@ def merge_entries(added: Sequence[list[Any]], merging: Merging, key: str) -> lis
 
 
 def _is_per_step(added: list[Any], samples: Sequence[int]) -> bool:
-    """Return whether entries, as many as the samples, are still those of steps: figures, or tensors of samples."""
+    """Return whether entries, as many as the samples, still belong to steps: figures, or tensors of samples."""
     leaves = pytree.tree_leaves(added)
     if any(isinstance(leaf, Tensor) and leaf.dim() > 0 and leaf.shape[0] in samples for leaf in leaves):
         return True
@@ -578,12 +578,12 @@ def _is_per_step(added: list[Any], samples: Sequence[int]) -> bool:
 
 
 def reduce_logged(values: Tensor, sizes: Sequence[float], reduce_fx: str | Callable[[Any], Any]) -> Tensor:
-    """Reduce what was logged for each microbatch, stacked, as `self.log` says; means are weighted by `sizes`."""
+    """Reduce the stacked values that microbatches logged, by the rule of `self.log`; means are weighted by `sizes`."""
     kind = reduce_fx if isinstance(reduce_fx, str) else getattr(reduce_fx, "__name__", "")
     if kind in ("mean", "avg"):
         values = values if values.is_floating_point() else values.float()
         shares = (torch.tensor(sizes, dtype=values.dtype) / sum(sizes)).to(values.device, non_blocking=True)
-        # A microbatch without weight (no tokens in it) may have given 0 / 0.
+        # A microbatch without weight (no tokens in it) may hold 0 / 0, and 0 * nan would spread.
         return torch.tensordot(shares, torch.where(shares.view(-1, *[1] * (values.dim() - 1)) > 0, values, 0.0), 1)
     if kind in ("sum", "max", "min"):
         return getattr(torch, kind if kind == "sum" else f"a{kind}")(values, 0)
@@ -592,7 +592,7 @@ def reduce_logged(values: Tensor, sizes: Sequence[float], reduce_fx: str | Calla
 
 
 def tell_microbatch(error: BaseException, microbatches: Sequence[Any], number: int) -> None:
-    """Add to what a step raised on a microbatch that it was one, and what of the batch was split by its length."""
+    """Add to an error of a step that the step ran on a microbatch, and which lists were split by their length."""
     if len(microbatches) == 1:
         return
     counts = [count_samples(microbatch) for microbatch in microbatches]
@@ -604,7 +604,7 @@ WHOLE_BATCHES = "A step that needs full batches gets them with `num_microbatches
 
 
 def add_to_text(error: BaseException, text: str) -> None:
-    """Add sentences to the text of an error, or, where its text is not its argument, to its notes."""
+    """Add sentences to the text of an error, or to its notes if its text is not its argument."""
     if text in str(error):
         return
     if error.args == (str(error),):
@@ -614,12 +614,12 @@ def add_to_text(error: BaseException, text: str) -> None:
 
 
 def split_lists(batch: Any) -> str:
-    """Say which lists of a batch are split with its samples, or look as if they held one entry for each sample."""
+    """Name the lists of a batch that are split with its samples, or that look like one entry for each sample."""
     counts = {value.shape[0] for _, value in tensors_inside(batch) if len(value.shape)}
     plain, listed = [], []
     for key, items in _lists_in(batch):
         if any(True for _ in tensors_inside(items)):
-            # Two tensors of the same samples are usual, too: ids and labels, or two views.
+            # Two tensors of the same samples are common as well: ids and labels, or two views.
             is_pair = len(items) == 2 and all(isinstance(item, (Tensor, np.ndarray)) for item in items)
             if _are_alike(items) and not (is_pair and len(counts) == 1):
                 listed.append(_quote(key))
@@ -681,7 +681,7 @@ def _lists_in(value: Any, key: str = "") -> Iterator[tuple[str, Sequence[Any]]]:
 
 
 def _are_alike(items: Sequence[Any]) -> bool:
-    """Tell whether entries are of one structure, as samples are and the columns of a batch are not."""
+    """Return whether entries have one structure, like samples and unlike the columns of a batch."""
 
     def structure(value: Any) -> Any:
         if isinstance(value, (Tensor, np.ndarray)):
@@ -690,7 +690,7 @@ def _are_alike(items: Sequence[Any]) -> bool:
             return (type(value), tuple((name, structure(item)) for name, item in value.items()))
         if isinstance(value, (list, tuple)):
             entries = [structure(item) for item in value]
-            # Of any length where they are alike.
+            # Entries that are alike make lists of any length alike.
             return (type(value), tuple(dict.fromkeys(entries)) if len({*entries}) <= 1 else tuple(entries))
         return type(value)
 
@@ -698,7 +698,7 @@ def _are_alike(items: Sequence[Any]) -> bool:
 
 
 class LeftOutCache:
-    """Stands for a cache of keys and values in what a step returns, of which each rank has a part; refuses a look."""
+    """Replaces a cache of keys and values in the result of a step; each rank has a part of it, so reads are refused."""
 
     def __init__(self, key: str) -> None:
         self.__dict__["key"] = key
@@ -723,7 +723,7 @@ class LeftOutCache:
 
 
 def without_caches(output: Any, key: str = RETURNED) -> Any:
-    """Return what a step returns, with a stand-in for each cache that models keep for generating text."""
+    """Return the result of a step, with a `LeftOutCache` for each cache that models keep for generating text."""
     if any(base.__name__.endswith("Cache") for base in type(output).__mro__) and hasattr(output, "__dict__"):
         return output if isinstance(output, LeftOutCache) else LeftOutCache(key)
     if isinstance(output, MutableMapping):
@@ -744,7 +744,7 @@ class MissingLossError(ValueError):
 
 
 def loss_of(result: Any) -> Tensor:
-    """Return the loss of a step's result: the tensor itself, or the entry `loss`, else raise MissingLossError."""
+    """Return the loss of a step's result: the tensor itself, or the entry `loss`; otherwise raise MissingLossError."""
     loss = result.get("loss") if isinstance(result, Mapping) else result
     if not isinstance(loss, Tensor):
         raise MissingLossError(

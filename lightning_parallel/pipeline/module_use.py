@@ -3,8 +3,8 @@
     stack, use = trace_in_order(module, stack, step, microbatch, device)
 
 The step runs on placeholders. The layers come in the order of their calls, whatever the order of registration. A copy
-of the model that the step does not call, such as a moving average, is divided as its original is: code that goes
-through both, `for t, s in zip(teacher.parameters(), model.parameters())`, finds the same pieces on every stage.
+of the model that the step does not call, such as a moving average, is split like its original. Code that goes through
+both, `for t, s in zip(teacher.parameters(), model.parameters())`, then finds the same pieces on every stage.
 """
 
 from __future__ import annotations
@@ -41,13 +41,13 @@ Step = Callable[[Any], Any]
 
 @dataclass
 class ModuleUse:
-    """The layers at whose stages the parameters, and the modules outside of the layers, are used.
+    """The layers at whose stages the parameters, and the modules outside the layers, are used.
 
     Attributes:
         parameters: Parameter name -> the layers at whose stages it is used.
         modules: Module name -> the layers at whose stages it is called.
-        direct: The parameters that the step computes with outside of modules; None if that is not known.
-        stopped: Why the step was not followed to its end, if it lacked something else than data.
+        direct: The parameters that the step computes with outside modules; None if unknown.
+        stopped: Why the step was not followed to its end, unless only data was missing.
     """
 
     parameters: dict[str, set[int]] = field(default_factory=dict)
@@ -59,15 +59,15 @@ class ModuleUse:
 def trace_in_order(
     module: nn.Module, stack: LayerStack, step: Step, microbatch: Any, device: torch.device
 ) -> tuple[LayerStack, ModuleUse]:
-    """Return the stack in the order in which the step calls its containers, and where each module is used.
+    """Return the stack in the order in which the step calls its containers, and the use of each module.
 
-    Containers that it does not call are left out: a moving average, say, of the model that it trains.
+    Containers that it does not call are left out, such as a moving average of the model that it trains.
 
     Raises:
         ValueError: See `trace_use`.
     """
     tracer = _UseTracer(stack, device, in_order=False)
-    # What is wrong with the step, the trace of the stack in order will say.
+    # Ignore a fault of the step here: the trace of the stack in order will report it.
     with suppress(Exception):
         _trace(module, stack, tracer, step, microbatch, device)
         if tracer.called == list(range(len(stack.layers))):
@@ -81,8 +81,8 @@ def trace_in_order(
 def trace_use(module: nn.Module, stack: LayerStack, step: Step, microbatch: Any, device: torch.device) -> ModuleUse:
     """Run `step` once on placeholders and note where each parameter and module is used.
 
-    What follows the layers runs as far as it goes without data; parameters that are not reached are taken for used
-    after the last layer.
+    The code after the layers runs as far as it goes without data. Parameters that it does not reach count as used after
+    the last layer.
 
     Raises:
         ValueError: If the step cannot be run up to the last layer, or calls a layer twice; with the reason.
@@ -90,11 +90,11 @@ def trace_use(module: nn.Module, stack: LayerStack, step: Step, microbatch: Any,
     tracer = _UseTracer(stack, device, in_order=True)
     try:
         _trace(module, stack, tracer, step, microbatch, device)
-    # Not a matter of the cut: in one process this step would fail, too.
+    # Not a matter of the split: in one process this step would fail as well.
     except MissingLossError:
         raise
     except Exception as error:
-        # After the last layer a step may need data, for a metric say: all that matters has been seen by then.
+        # After the last layer a step may need data, for a metric say; the trace has seen all layers by then.
         if isinstance(error, CutError) or tracer.position + 1 != len(stack.layers):
             raise ValueError(
                 f"The model cannot be split at `{stack.path}`: the step stopped on tensors without data"
@@ -122,14 +122,14 @@ def _trace(
 
 
 def use_by_registration(module: nn.Module, stack: LayerStack) -> ModuleUse:
-    """Guess the use from the order of registration: what is registered before the layers is used before them."""
+    """Guess the use from the order of registration: modules registered before the layers are used before them."""
     use = ModuleUse(modules={name: set() for name, _ in outer_modules(module, stack)}, direct=None)
     order = {name: number for number, (name, _) in enumerate(module.named_modules(remove_duplicate=False))}
     starts = [order[name] for name in stack.names]
     names = {id(parameter): name for name, parameter in module.named_parameters()}
 
     def layer_before(owner: str) -> int:
-        # As the trace does: what is between two layers goes with the first of the two.
+        # Like the trace: a module between two layers goes with the first of the two.
         return max(0, sum(start < order[owner] for start in starts) - 1)
 
     for name, parameter in module.named_parameters(remove_duplicate=False):
@@ -143,7 +143,7 @@ def use_by_registration(module: nn.Module, stack: LayerStack) -> ModuleUse:
 
 
 class _UseTracer:
-    """Notes what is used at which layer, as a handler of calls; every module is a stub."""
+    """Notes the use of modules and parameters at each layer, as a handler of calls; every module is a stub."""
 
     entered = False
 
@@ -157,7 +157,7 @@ class _UseTracer:
         self._is_inside = False
 
     def note(self, parameter: str) -> None:
-        """Note that a parameter is used outside of intercepted modules."""
+        """Note that a parameter is used outside intercepted modules."""
         self.use.parameters.setdefault(parameter, set()).add(self.position)
         if not self._is_inside and self.use.direct is not None:
             self.use.direct.add(parameter)
@@ -198,9 +198,9 @@ class _UseTracer:
 
 
 def _completed(module: nn.Module, stack: LayerStack, use: ModuleUse, copies: dict[nn.Module, nn.Module]) -> ModuleUse:
-    """Add the parameters of layers and of outer modules; what was not seen is taken for used with the last layer.
+    """Add the parameters of layers and of outer modules; unseen parameters count as used with the last layer.
 
-    Of `copies`, the parameters go where those of their originals are, and no stage calls them.
+    The parameters of `copies` go to the stages of their originals, and no stage calls them.
     """
     last = len(stack.layers) - 1
     # By identity: a tied parameter is reached under several names, and counts under its first.
@@ -211,7 +211,7 @@ def _completed(module: nn.Module, stack: LayerStack, use: ModuleUse, copies: dic
     for name, outer in outer_modules(module, stack):
         for parameter in outer.parameters():
             use.parameters.setdefault(names[id(parameter)], set()).update(use.modules[name])
-    # Unused parameters have to be somewhere too: a checkpoint holds them.
+    # Unused parameters need a stage as well: a checkpoint holds them.
     for name in names.values():
         use.parameters[name] = use.parameters.get(name) or {last}
     for duplicate, original in copies.items():
@@ -229,15 +229,15 @@ def _completed(module: nn.Module, stack: LayerStack, use: ModuleUse, copies: dic
 
 
 def copies_of_layers(module: nn.Module, stack: LayerStack) -> dict[nn.Module, nn.Module]:
-    """Return the modules that are copies of one with the layers in it: a teacher, a target, a moving average.
+    """Return the copies of a module with the layers in it, such as a teacher, a target, a moving average.
 
-    A copy has as many parameters of the same shapes in the same order, all of its own. Largest ones only.
+    A copy has as many parameters of the same shapes in the same order, and shares none. Only the largest copies count.
     """
     layers = set(stack.layers)
-    # The module itself holds all copies too.
+    # The module itself is left out, because it holds all copies as well.
     originals = [child for child in module.modules() if child is not module and layers & set(child.modules())]
     originals = [child for child in originals if child not in layers]
-    # What is trained is no copy: a teacher may be registered, or called, before its student.
+    # Trained modules are originals: a teacher may be registered, or called, before its student.
     originals.sort(key=lambda child: not any(value.requires_grad for value in child.parameters()))
     by_shapes: dict[tuple[torch.Size, ...], nn.Module] = {}
     copies: dict[nn.Module, nn.Module] = {}
@@ -258,7 +258,7 @@ def copies_of_layers(module: nn.Module, stack: LayerStack) -> dict[nn.Module, nn
 
 
 def _divide_copies(module: nn.Module, stack: LayerStack, use: ModuleUse) -> dict[nn.Module, nn.Module]:
-    """Return the copies that the step does not compute with, which are divided as their originals."""
+    """Return the copies that the step does not compute with; they are split like their originals."""
     names = {id(value): name for name, value in module.named_parameters()}
     called = {module.get_submodule(name) for name, layers in use.modules.items() if layers}
     inside = {child for outer in called for child in outer.modules()}
@@ -275,9 +275,9 @@ def _shapes(module: nn.Module) -> tuple[torch.Size, ...]:
 
 
 def unpaired_copies(module: nn.Module, plan: PipelinePlan) -> dict[str, str]:
-    """Return the copies, and their originals, by name, of which a stage does not hold the same parameters.
+    """Return the copies, and their originals, by name, for which a stage does not hold the same parameters.
 
-    Code that goes through the parameters of both would pair other ones than in one process.
+    Code that goes through the parameters of both would form other pairs than in one process.
     """
     names = {id(value): name for name, value in module.named_parameters()}
     paths = {child: path for path, child in module.named_modules()}

@@ -1,18 +1,18 @@
 """Point-to-point messages between stages: activations forward, gradients back.
 
-Each (sender, receiver, direction) is a channel. Messages are used in the order in which they are made, which the
-schedule says, so both ends know what comes next:
+Each (sender, receiver, direction) is a channel. Messages are used in the order in which they are made. The schedule
+defines that order, so both ends know which message comes next:
 
     header      stage, microbatch, bytes of a new layout (0: the last one)          always
     tensors     in the last layout; in the header's message if they are small       receives posted ahead
     layout, tensors         only after a header that announces them
 
 If the layout has changed, the tensors that the receiver already waits for are sent without meaning. Gradients need no
-header: their shapes are those of the activations that they belong to.
+header: their shapes equal the shapes of their activations.
 
 A group that carries its messages one after the other (NCCL's) would hold up a send behind a receive that was posted
-ahead. There nothing is: the tensors of a message are one operation, issued where the schedule needs them, and headers
-and layouts pass between the hosts, which no device waits for.
+ahead. With such a group nothing is posted ahead. The tensors of a message are one operation, issued where the schedule
+needs them. Headers and layouts pass between the hosts, and no device waits for them.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ _Key = tuple[int, int]
 MessageGroups = Mapping[Channel, Group]
 """A group of two for each channel that this rank takes part in.
 
-For NCCL, which has no tags, and carries what is issued to a group one after the other: with fewer groups, messages of
+For NCCL, which has no tags, and runs the operations of a group one after the other. With fewer groups, messages of
 interleaved schedules would wait for each other, some of them in a circle.
 """
 
@@ -63,8 +63,8 @@ class StageMessages:
 
     Args:
         group: The pipeline group.
-        schedule: What will run; `group`'s position r runs row r.
-        device: Where the tensors are.
+        schedule: The schedule of the step; `group`'s position r runs row r.
+        device: The device of the tensors.
         layouts: Kept from step to step.
         message_groups: See `MessageGroups`; by default all messages pass through `group`.
     """
@@ -121,13 +121,13 @@ class StageMessages:
         else:
             sends = self._send_at_once(action, self._wire(message, last, action, description), receiver)
         self._sent[stage, microbatch] = (layout, sends)
-        # Now the shapes of the gradients that will come back are known.
+        # The shapes of the gradients that will come back are known from here on.
         for gradients in self._gradients.values():
             gradients.post()
 
     def _wire(self, message: Message, last: MessageLayout | None, action: Action, description: bytes) -> list[Tensor]:
-        """Return what is sent where the receiver has posted receives for the last layout."""
-        # They are filled in any case, or the order of messages on the channel would differ between the two ends.
+        """Return the tensors to send to a receiver that has posted receives for the last layout."""
+        # Fill these receives in any case: otherwise the channel's order of messages would differ between the two ends.
         wire = [_header(action.stage, action.microbatch, len(description), self.device)]
         if last is not None:
             tensors = [spec.empty(self.device) for spec in last.tensors] if description else message.tensors
@@ -146,7 +146,7 @@ class StageMessages:
         if sender == self.group.rank:
             return self._local.pop((Kind.F, stage - 1, microbatch))
         message = self._activations[sender].take(action)
-        # The sender used these gradients before it made what has just come: waiting takes no time, and frees them.
+        # The sender used these gradients before it made this message: waiting takes no time, and frees them.
         for _ in range(next(self._used[sender])):
             self._finish_sends(self._returned[sender].popleft())
         return message
@@ -161,13 +161,13 @@ class StageMessages:
         self._returned[receiver].append(send(Action(Kind.I, stage, microbatch), gradients, receiver))
 
     def receive_gradients(self, action: Action) -> list[Tensor]:
-        """Receive the gradients of the output of `action`'s stage, of those tensors that need one."""
+        """Receive the gradients of the output of `action`'s stage, for the tensors that need one."""
         _, stage, microbatch = action
         sender = self.stage_ranks[stage + 1]
         if sender == self.group.rank:
             return self._local.pop((Kind.I, stage + 1, microbatch))
         gradients = self._gradients[sender].take(action)
-        # The next stage has used what it was sent: waiting takes no time, and frees the activation.
+        # The next stage has used the activation: waiting takes no time, and frees it.
         self._finish_sends(self._sent.pop((stage, microbatch))[1])
         return gradients
 
@@ -176,7 +176,7 @@ class StageMessages:
         channel = self.channel(action.kind, self.group.rank, receiver)
         tag = _TAGS[action.kind]
         try:
-            # Empty tensors are not sent: both ends know from the layout which these are.
+            # Empty tensors are not sent: both ends know from the layout which tensors are empty.
             held = [_in_memory(tensor) for tensor in tensors if tensor.numel()]
             pending = [comm.isend(tensor, channel, self.peer(receiver, channel), tag) for tensor in held]
         except RuntimeError as error:
@@ -241,7 +241,7 @@ class StageMessages:
         """Wait for a message that `action` needs.
 
         Raises:
-            RuntimeError: If it does not come; says who waits for whom.
+            RuntimeError: If it does not come; names the waiting rank and the missing message.
         """
         try:
             pending.wait()
@@ -257,7 +257,7 @@ class StageMessages:
 def _used_before(schedule: Schedule, sender: int, receiver: int) -> Iterator[int]:
     """Count, for each activation that `sender` makes for `receiver`, the gradients of `receiver` that it used before.
 
-    Counted since the activation before, in the order of the sender's row.
+    The count starts at the previous activation, in the order of the sender's row.
     """
     used = 0
     for kind, stage, _ in schedule.rows[sender]:
@@ -270,14 +270,14 @@ def _used_before(schedule: Schedule, sender: int, receiver: int) -> Iterator[int
             used += 1
 
 
-# The same few headers are sent in every step, and nobody writes into them; making one copies to the device.
+# The same few headers are sent in every step and never written to; making one costs a copy to the device.
 @lru_cache(maxsize=4096)
 def _header(stage: int, microbatch: int, num_bytes: int, device: torch.device) -> Tensor:
     return torch.tensor([stage, microbatch, num_bytes], device=device).view(torch.uint8)
 
 
 def _tensor_of(data: bytes, device: torch.device) -> Tensor:
-    # A `bytearray`, since torch warns of buffers that cannot be written to.
+    # A `bytearray`, because torch warns about buffers that cannot be written to.
     return torch.frombuffer(bytearray(data), dtype=torch.uint8).to(device)
 
 
@@ -330,7 +330,7 @@ class _Activations:
     def post(self) -> None:
         """Begin to receive the next message, if none is under way: header first, then tensors of the last layout."""
         if self.header is None and self.coming:
-            # Layouts go by the stage that receives, `coming` by the one that sends.
+            # Layouts are keyed by the receiving stage, `coming` by the sending stage.
             known = self.messages.layouts.received.get(self.coming[0][0] + 1)
             if self.messages.is_ordered:
                 known = None
@@ -339,7 +339,7 @@ class _Activations:
             self.expected = [] if known is None or packed_bytes else self._begin_all(known)
 
     def take(self, action: Action) -> Message:
-        """Wait for the next message, and begin to receive the one after it."""
+        """Wait for the next message, and begin to receive its successor."""
         self.post()
         assert self.header is not None
         packet = self.header.finish(self.messages, action, self.sender)
@@ -356,7 +356,7 @@ class _Activations:
         tensors = self._finish_all(action)
         if num_bytes:
             description = self._begin_bytes(num_bytes).finish(self.messages, action, self.sender)
-            # From a rank of the same run, never from a file: what it runs is code that this rank trusts already.
+            # Unpickling runs code, but the sender is a rank of the same run, and this rank trusts that code already.
             received[action.stage] = pickle.loads(description.cpu().numpy().tobytes())
         layout = received[action.stage]
         if num_bytes or self.messages.is_ordered:
@@ -373,7 +373,7 @@ class _Activations:
     def _unpacked(self, packet: Tensor, layout: MessageLayout) -> list[Tensor]:
         tensors = []
         start = _HEADER_BYTES
-        # Copies, since views into the packet would keep all of it alive, and may not be aligned for their dtype.
+        # Copies, because views into the packet would keep all of it alive, and may not be aligned for their dtype.
         for spec in layout.tensors:
             tensor = spec.empty(self.messages.device)
             _as_bytes(tensor).copy_(packet[start : start + spec.num_bytes])
@@ -406,7 +406,7 @@ class _Gradients:
         self.expected: list[_Posted] | None = None
 
     def post(self) -> None:
-        """Begin to receive the next gradients, once the activations that they belong to have been sent."""
+        """Begin to receive the next gradients, once their activations have been sent."""
         if not self.messages.is_ordered:
             self._begin()
 
@@ -418,7 +418,7 @@ class _Gradients:
                 self.expected = _Posted.begin_all(specs, self.messages, Kind.I, self.sender)
 
     def take(self, action: Action) -> list[Tensor]:
-        """Wait for the next gradients, and begin to receive those after them."""
+        """Wait for the next gradients, and begin to receive their successors."""
         assert self.coming[0] == (action.stage, action.microbatch)
         self._begin()
         assert self.expected is not None

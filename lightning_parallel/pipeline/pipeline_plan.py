@@ -1,4 +1,4 @@
-"""The plan of a pipeline: how a model is divided, as plain data. Made by `analyze`, applied by `PipelineEngine`.
+"""The plan of a pipeline: how a model is split, as plain data. Made by `analyze`, applied by `PipelineEngine`.
 
 plan = analyze(module, group.size, example=(step, microbatch))
 print(plan)                                  # a line per stage
@@ -26,10 +26,10 @@ from lightning_parallel.pipeline.skips import Skip, Skips
 
 __all__ = ["Costs", "PipelinePlan", "PlannedParameter", "TiedParameter", "TensorLayout", "device_of"]
 
-# To be raised when `to_dict` changes: an old file is refused instead of misread.
+# Raise it when `to_dict` changes: an old file is refused instead of misread.
 _VERSION = 2
 _MOST_ACTIONS = 1 << 20
-"""Of a kind, in the schedule of a plan that is read: it is built, whatever a file says."""
+"""The most actions of a kind in the schedule of a plan from a file: the schedule is built, whatever a file says."""
 
 
 @dataclass(frozen=True)
@@ -53,7 +53,7 @@ class Costs:
         return any(cost.total_s for cost in (*self.layers, self.prologue, self.epilogue))
 
     def of_one_pass(self, passes: int) -> Costs:
-        """Add up the costs of the calls of each layer, where all layers are called so often, one after the other."""
+        """Add up the costs of the calls of each layer, if all layers are called `passes` times, one after the other."""
         count = len(self.layers) // passes
         layers = tuple(Cost.in_sequence(self.layers[first::count]) for first in range(count))
         return replace(self, layers=layers)
@@ -95,12 +95,12 @@ class PlannedParameter:
 
 @dataclass(frozen=True)
 class TiedParameter:
-    """A parameter that several stages compute with, so that its gradient is the sum of theirs.
+    """A parameter that several stages compute with, so that its gradient is the sum of their gradients.
 
     Attributes:
-        names: All its names in the model; the first is the one in `named_parameters()`.
+        names: All its names in the model, beginning with its name in `named_parameters()`.
         stages: The stages.
-        ranks: Positions in the pipeline group of the ranks that hold it, the one that counts it first.
+        ranks: Positions in the pipeline group of the ranks that hold it; the first of them counts it.
     """
 
     names: tuple[str, ...]
@@ -179,7 +179,7 @@ class PipelinePlan:
 
     def stage_parameters(self, stage: int) -> int:
         """Return the elements of the parameters that a stage computes with."""
-        # A tied parameter counts on each of its stages, since each holds it.
+        # A tied parameter counts on each of its stages, because each holds it.
         return sum(parameter.count for parameter in self.parameters.values() if stage in parameter.stages)
 
     def held_parameters(self, stage: int) -> list[PlannedParameter]:
@@ -205,7 +205,7 @@ class PipelinePlan:
 
     def in_flight(self, stage: int) -> int:
         """Return the most microbatches whose activations `stage` holds at once."""
-        # A rank with several stages need not hold the most of each at the same time, so each is counted by itself.
+        # A rank with several stages may hold the most of each at different times, so each is counted by itself.
         row = self.schedule.rows[self.schedule.stage_ranks[stage]]
         return max(activations_held([action for action in row if action.stage == stage]), default=0)
 
@@ -266,11 +266,11 @@ class PipelinePlan:
             )
         contradiction = self._contradiction({name for name, _ in module.named_modules(remove_duplicate=False)})
         if contradiction:
-            # Such as a file that was edited by hand: ranks would hold one thing and run another, and wait without end.
+            # Such as a file that was edited by hand: ranks would hold one part and run another, and wait without end.
             raise ValueError(f"The pipeline plan contradicts itself: {contradiction}. Make a new plan (`analyze`)")
 
     def _contradiction(self, modules: set[str]) -> str:
-        """Return what is wrong within the plan, for a model with the named `modules`; empty if nothing is."""
+        """Return the contradiction within the plan, for a model with the named `modules`; empty if there is none."""
         counts, num_layers, num_stages = list(self.layers_per_stage), len(self.layers), self.num_stages
         are_counts = all(isinstance(count, int) and count >= 1 for count in counts)
         if not are_counts or len(counts) != num_stages or sum(counts) != num_layers:
@@ -356,7 +356,7 @@ class PipelinePlan:
             raise ValueError(f"it names {sizes[0]} ranks and {sizes[1]} microbatches for its schedule")
         costs = data["costs"]
         link = data["link"]
-        # JSON makes lists of tuples, and a plan that was read has to equal the one that was written.
+        # JSON turns tuples into lists; turn them back, so that a plan equals itself after writing and reading.
         return cls(
             model=data["model"],
             container=data["container"],
@@ -425,7 +425,7 @@ def _finite(value: float) -> float | None:
 
 
 def device_of(module: nn.Module) -> torch.device:
-    """Return the device of the parameters that have data; the CPU where there are none."""
+    """Return the device of the parameters that have data; the CPU if none has data."""
     # The meta device does not tell where deferred parameters will be.
     for parameter in module.parameters():
         if not parameter.is_meta:
@@ -434,8 +434,8 @@ def device_of(module: nn.Module) -> torch.device:
 
 
 def _sizes(parameter: nn.Parameter) -> set[int]:
-    """Return what a plan may say of the size of a parameter: that of a shard on any tensor-parallel rank."""
-    # Layers are divided before a plan is made, perhaps unevenly, and all ranks take the plan of one.
+    """Return the sizes that a plan may give for a parameter: the size of a shard on any tensor-parallel rank."""
+    # Layers are sharded before a plan is made, perhaps unevenly, and all ranks take the plan of one rank.
     rule = getattr(parameter, "shard_rule", None)
     if rule is None or not parameter.numel():
         return {parameter.numel()}

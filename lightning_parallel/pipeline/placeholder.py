@@ -58,7 +58,7 @@ class PlaceholderError(RuntimeError):
 
     Attributes:
         is_missing: True if the data would be missing in a real run too.
-        sources: Of the data that are missing; see `PlaceholderTensor`.
+        sources: The sources of the missing data; see `PlaceholderTensor`.
     """
 
     def __init__(self, message: str, placeholders: Iterable[Any] = ()) -> None:
@@ -112,7 +112,7 @@ class PlaceholderTensor(Tensor):
         return placeholder
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
-        pass  # `Tensor.__init__` takes no arguments; all is done in `__new__`
+        pass  # `Tensor.__init__` takes no arguments; `__new__` sets the attributes
 
     @classmethod
     def like(
@@ -138,14 +138,14 @@ class PlaceholderTensor(Tensor):
         return f"PlaceholderTensor({tuple(shape)}, {dtype}, {self.provenance}{received})"
 
     def __deepcopy__(self, memo: dict[int, Any]) -> PlaceholderTensor:
-        # `Tensor.__deepcopy__` would copy a storage. A copy has received nothing.
+        # `Tensor.__deepcopy__` would copy a storage. The copy has no received data.
         copied = PlaceholderTensor(self.meta, self.device, self.provenance, self.parameter, self.available)
         copied.sources, copied.is_trained = self.sources, self.is_trained
         return copied
 
     def __dlpack__(self, *args: Any, **kwargs: Any) -> Any:
         if self.value is None:
-            # Others would read from the address of the data, which is zero.
+            # A consumer would read from the address of the data, which is zero.
             raise PlaceholderError(
                 f"{self.provenance} is on another pipeline stage, so there are no data to share", [self]
             )
@@ -166,7 +166,7 @@ class PlaceholderTensor(Tensor):
         return RemovableHandle(OrderedDict())
 
     def data_for(self, tensor: Tensor) -> Tensor | None:
-        """Return what `tensor` gets by `tensor.data = self`; None in a dry run, in which it stays as it is.
+        """Return the value that `tensor.data = self` sets; None in a dry run, in which `tensor` does not change.
 
         Raises:
             PlaceholderError: If the data are on another stage.
@@ -197,7 +197,7 @@ class PlaceholderTensor(Tensor):
         cls, func: Callable[..., Any], types: Iterable[type], args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         asking = module_that_asks()
-        # Values are put in above autograd, so that gradients flow back to what was received. In `__torch_dispatch__`,
+        # Put values in above autograd, so that gradients flow back to the received tensors. In `__torch_dispatch__`,
         # below autograd, the graph would already end at the placeholder.
         if func in _GRADIENT_QUESTIONS and _cannot_answer(args[0], asking):
             raise PlaceholderError(
@@ -230,7 +230,7 @@ class PlaceholderTensor(Tensor):
         written = _written(func, args, kwargs)
         if any(not isinstance(value, PlaceholderTensor) for value in written):
             _require_data_to_write(f"`{func}`", placeholders)
-            # It stays as it is: all that matters here are shapes. What does not return a list returns what it wrote.
+            # The tensor does not change: only shapes matter here. An operator without a list returns its tensor.
             returned = schema_of(func).returns
             return None if not returned else written[0] if len(returned) == 1 else tuple(written)
         for value in written:
@@ -259,7 +259,7 @@ class PlaceholderTensor(Tensor):
                 value.provenance = _provenance(placeholders)
             value.available, value.sources = available, sources
         if written:
-            # What writes into a list of tensors returns nothing.
+            # An operator that writes into a list of tensors returns nothing.
             return None if result is None else _rewritten(written[0], result)
         wrapped = _wrap(result, device, _provenance(placeholders), available, sources)
         if placeholders[0].view_of and isinstance(wrapped, PlaceholderTensor) and _is_view(func):
@@ -273,7 +273,7 @@ _REQUIRES_GRAD = Tensor.requires_grad.__get__  # type: ignore[attr-defined]
 _GRADIENT_QUESTIONS = {getattr(Tensor, name).__get__: name for name in ("requires_grad", "grad_fn", "is_leaf")}
 
 
-# These read the address of the data in C++, where there is none.
+# These functions read the address of the data in C++, and a placeholder has none.
 _NEEDS_ADDRESS = {"apply_", "data_ptr", "map2_", "map_", "numpy", "share_memory_", "storage", "tolist"}
 _NEEDS_ADDRESS |= {"__array__", "_typed_storage", "untyped_storage"}
 
@@ -290,11 +290,11 @@ def _require_address(name: str, values: Iterable[Any]) -> None:
 
 
 def _cannot_answer(placeholder: Any, asking: str) -> bool:
-    """Tell whether the answer may be another one where the data are; `asking` is the name of the module that asks."""
+    """Return whether the stage with the data may answer differently; `asking` is the name of the asking module."""
     if not isinstance(placeholder, PlaceholderTensor) or placeholder.value is not None or placeholder.parameter:
         return False
     is_differentiable = placeholder.signature[1].is_floating_point or placeholder.signature[1].is_complex
-    # Torch asks to warn, or to choose between ways to the same result.
+    # Torch itself asks only to warn, or to choose between ways to the same result.
     return (
         is_differentiable
         and torch.is_grad_enabled()
@@ -309,7 +309,7 @@ _draws_numbers = False
 def draws_numbers(is_drawing: bool) -> Iterator[None]:
     """Let operations on placeholders take as many random numbers inside the block as they would with data, or none.
 
-    What a step draws before its layers must be the same on the stage that has the data and on those that do not.
+    A step's draws before its layers must be the same on the stage with the data and on all other stages.
     """
     global _draws_numbers
     before, _draws_numbers = _draws_numbers, is_drawing
@@ -320,7 +320,7 @@ def draws_numbers(is_drawing: bool) -> Iterator[None]:
 
 
 def _with_data(value: Any) -> Any:
-    """Replace placeholders by ones; how many numbers are drawn depends on shapes only."""
+    """Replace placeholders by tensors of ones; the number of draws depends on shapes only."""
     if isinstance(value, PlaceholderTensor):
         meta = value.meta
         return torch.empty_strided(meta.shape, meta.stride(), dtype=meta.dtype, device=value.device).fill_(1)
@@ -366,7 +366,7 @@ def watch_parameters(watcher: Callable[[str], None]) -> Iterator[None]:
 
 def reveal(value: Any) -> Any:
     """Replace received placeholders by their data; lists and dicts that hold some stay the same objects."""
-    # Written out, since `pytree` takes several times longer, and this runs for every operation on a placeholder.
+    # Written out, because `pytree` takes several times longer, and this runs for every operation on a placeholder.
     if isinstance(value, PlaceholderTensor):
         return value if value.value is None else value.value
     if isinstance(value, tuple):
@@ -391,7 +391,7 @@ def sources_of(placeholders: Iterable[Any]) -> frozenset[Any]:
 
 
 def in_dry_run() -> bool:
-    """Tell whether available placeholders count as data."""
+    """Return whether available placeholders count as data."""
     return _in_dry_run
 
 
@@ -400,7 +400,7 @@ _of_inside: frozenset[Any] = frozenset()
 
 @contextmanager
 def inside_module(source: Any) -> Iterator[None]:
-    """Add `source` to those of all placeholders that are computed inside the block."""
+    """Add `source` to the sources of all placeholders that are computed inside the block."""
     global _of_inside
     before, _of_inside = _of_inside, frozenset([source])
     try:
@@ -415,7 +415,7 @@ _in_dry_run = False
 @contextmanager
 def dry_run() -> Iterator[None]:
     """Treat available placeholders as data inside the block."""
-    # Outside they count as missing: a module may have kept one from a dry run.
+    # Outside a dry run they count as missing: a module may have kept one from a dry run.
     global _in_dry_run
     _in_dry_run = True
     try:
@@ -447,7 +447,7 @@ def _check(func: Any, placeholders: list[PlaceholderTensor]) -> None:
 
 
 def _written(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
-    """Return what `func` writes in place."""
+    """Return the tensors that `func` writes in place."""
     place = _written_argument(func)
     if place is None:
         return []
@@ -460,7 +460,7 @@ def _written(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[A
 def _require_data_to_write(what: str, placeholders: list[PlaceholderTensor]) -> None:
     """Refuse to write placeholders into a real tensor, whose contents would be lost.
 
-    In a dry run this is fine where the data would be there; in a trace, which looks at no contents, always.
+    A dry run allows it if the data would be there. A trace, which reads no contents, always allows it.
     """
     lacking = [placeholder for placeholder in placeholders if not (_in_dry_run and placeholder.available)]
     if lacking and (_in_dry_run or not _in_trace):
@@ -476,7 +476,7 @@ _in_trace = False
 
 @contextmanager
 def nothing_written() -> Iterator[None]:
-    """Let placeholders be written into real tensors inside the block, which stay as they are."""
+    """Allow writes of placeholders into real tensors inside the block; the tensors do not change."""
     global _in_trace
     before, _in_trace = _in_trace, True
     patches = Patches()
@@ -493,7 +493,7 @@ _in_step = False
 
 @contextmanager
 def step_of_stage() -> Iterator[None]:
-    """Refuse inside the block what a step must not do on a stage, such as to write into parameters of others."""
+    """Refuse, inside the block, operations that a stage must not run, such as writes into other stages' parameters."""
     global _in_step
     before, _in_step = _in_step, True
     try:
@@ -502,13 +502,13 @@ def step_of_stage() -> Iterator[None]:
         _in_step = before
 
 
-# By `p.data = ...`, which is no operation.
+# `p.data = ...` is no operation, so it needs its own check.
 _SET_DATA = Tensor.data.__set__  # type: ignore[attr-defined]
 
 
 def _require_no_parameter(written: Any) -> None:
-    """Refuse a step that writes into a parameter outside of modules."""
-    # The proof does not see a teacher that equals its student, nor a bound that is not reached before the first step.
+    """Refuse a step that writes into a parameter outside modules."""
+    # The self-check misses a teacher that equals its student, and a bound that is not reached before the first step.
     if (_in_dry_run or (_in_step and not _in_trace)) and getattr(written, "view_of", None):
         error = PlaceholderError(
             f"The step writes into the parameter `{written.view_of}` in {innermost_users_line()}. A pipeline runs"
@@ -521,13 +521,13 @@ def _require_no_parameter(written: Any) -> None:
 
 @cache
 def _is_view(func: Any) -> bool:
-    """Tell whether what `func` returns shares the data of its first argument."""
+    """Return whether the result of `func` shares the data of its first argument."""
     return any(result.alias_info is not None for result in schema_of(func).returns)
 
 
 @cache
 def _written_argument(func: Any) -> tuple[int, str] | None:
-    """Return the position and name of the argument that `func` writes in place; None if there is none."""
+    """Return the position and name of the argument that `func` writes in place; None if it writes none."""
     for position, argument in enumerate(schema_of(func).arguments):
         if argument.alias_info is not None and argument.alias_info.is_write:
             return position, argument.name
@@ -536,7 +536,7 @@ def _written_argument(func: Any) -> tuple[int, str] | None:
 
 def _require_shape(func: Any, written: PlaceholderTensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     """Refuse operations that change the shape of `written` in place, which a tensor subclass cannot do."""
-    # Tried on copies, since the meta tensors of placeholders are shared.
+    # Tried on copies, because the meta tensors of placeholders are shared.
     changed = func(*_on_meta(args, copied=True), **_on_meta(kwargs, copied=True))
     if changed.shape != written.signature[0]:
         raise PlaceholderError(
@@ -556,7 +556,7 @@ _MOST_KNOWN = 10_000
 
 
 def _shapes(func: Any, args: Any, kwargs: Any) -> Any:
-    """Return the result of `func` on the meta device; cached, since meta kernels are slow Python code."""
+    """Return the result of `func` on the meta device; cached, because meta kernels are slow Python code."""
     key = (func, _key(args), _key(kwargs))
     try:
         return _known_shapes[key]
@@ -564,7 +564,7 @@ def _shapes(func: Any, args: Any, kwargs: Any) -> Any:
         pass
     except TypeError:  # an argument that cannot be hashed
         return func(*_on_meta(args), **_on_meta(kwargs))
-    # Sequence lengths vary without end in some data sets.
+    # Sequence lengths vary without end in some data sets, so the cache has a limit.
     if len(_known_shapes) > _MOST_KNOWN:
         _known_shapes.clear()
     result = _known_shapes[key] = func(*_on_meta(args), **_on_meta(kwargs))
@@ -572,7 +572,7 @@ def _shapes(func: Any, args: Any, kwargs: Any) -> Any:
 
 
 def _shapes_with_data(func: Any, args: Any, kwargs: Any) -> Any:
-    """Return what `_shapes` does, also where it depends on the data of other arguments, such as lengths."""
+    """Return the result of `_shapes`, even if it depends on the data of other arguments, such as lengths."""
     try:
         return _shapes(func, args, kwargs)
     except (RuntimeError, NotImplementedError):
@@ -601,7 +601,7 @@ def _to_meta(tensor: Tensor) -> Tensor:
 
 
 def _on_meta(value: Any, copied: bool = False, with_data: bool = False) -> Any:
-    """Replace tensors by those on the meta device, or copies of them; with `with_data`, placeholders only."""
+    """Replace tensors by tensors on the meta device, or by copies of these; with `with_data`, placeholders only."""
     if isinstance(value, Tensor):
         if with_data and not isinstance(value, PlaceholderTensor):
             return value
@@ -616,7 +616,7 @@ def _on_meta(value: Any, copied: bool = False, with_data: bool = False) -> Any:
 def _wrap(value: Any, device: torch.device, provenance: str, available: bool, sources: frozenset[Any]) -> Any:
     if isinstance(value, Tensor):
         if not value.is_meta:
-            return value  # made of other arguments, such as lengths
+            return value  # made from other arguments, such as lengths
         placeholder = PlaceholderTensor(value, torch.device(device), provenance, available=available)
         placeholder.sources = sources
         return placeholder

@@ -39,7 +39,7 @@ __all__ = [
 
 # 2^64 divided by the golden ratio, whose multiples are spread evenly over 64 bits.
 _GOLDEN = 0x9E3779B97F4A7C15
-_PRIME = 0xC2B2AE3D27D4EB4F  # another odd number with bits as mixed, so that seeds of calls are not those of layers
+_PRIME = 0xC2B2AE3D27D4EB4F  # another odd number with well-mixed bits, so that seeds of calls and layers differ
 
 
 def layer_seed(seed: int, layer: int) -> int:
@@ -48,7 +48,7 @@ def layer_seed(seed: int, layer: int) -> int:
 
 
 def call_seed(seed: int, number: int) -> int:
-    """Return a seed for the code after each call of a module outside of the layers; 0 is before the first call."""
+    """Return a seed for the code after each call of a module outside the layers; 0 is before the first call."""
     return (seed ^ (_PRIME * number)) & (2**63 - 1)
 
 
@@ -61,7 +61,7 @@ def seed_all(seed: int) -> None:
 
 @contextmanager
 def random_state_kept() -> Iterator[None]:
-    """Restore the global generators after the block. Takes as long as seeding ten times: not for every action."""
+    """Restore the global generators after the block. It takes as long as ten seedings, so not for every action."""
     torch_state = torch.get_rng_state()
     python_state = random.getstate()
     numpy_state = np.random.get_state()
@@ -95,7 +95,7 @@ class OwnGenerators:
     numbers on all stages, however often a stage runs the step, and the user's seed still decides.
 
     Args:
-        modules: Where to look.
+        modules: The objects whose attributes are searched.
     """
 
     def __init__(self, modules: Iterable[Any] = ()) -> None:
@@ -111,7 +111,7 @@ class OwnGenerators:
 
     @contextmanager
     def kept(self) -> Iterator[None]:
-        """Take a number from each, and restore its state after the block."""
+        """Take a number from each generator, and restore its state after the block."""
         self._seeds = [_draw(generator) for generator in self._generators]
         states = [_state(generator) for generator in self._generators]
         try:
@@ -122,7 +122,7 @@ class OwnGenerators:
 
     @contextmanager
     def preserved(self) -> Iterator[None]:
-        """Restore the state of each after the block."""
+        """Restore the state of each generator after the block."""
         states = self.states()
         try:
             yield
@@ -130,20 +130,20 @@ class OwnGenerators:
             self.restore(states)
 
     def states(self) -> list[bytes]:
-        """Return the state of each, in a form that can be compared between processes."""
+        """Return the state of each generator, in a form that can be compared between processes."""
         states = (_state(generator) for generator in self._generators)
-        # A pickled tensor has an address in it.
+        # A pickled tensor contains an address, so pickle the bytes.
         return [pickle.dumps(state.numpy().tobytes() if isinstance(state, Tensor) else state) for state in states]
 
     def restore(self, states: Sequence[bytes]) -> None:
-        """Set the state of each to one that `states` gave."""
+        """Set the state of each generator to its entry of `states`."""
         for generator, data in zip(self._generators, states):
             state = pickle.loads(data)
             is_torchs = isinstance(generator, torch.Generator)
             _restore(generator, torch.frombuffer(bytearray(state), dtype=torch.uint8) if is_torchs else state)
 
     def seed(self, key: int) -> None:
-        """Seed each by its number and `key`."""
+        """Seed each generator by its number and `key`."""
         for generator, seed in zip(self._generators, self._seeds):
             _seed(generator, (seed ^ key) & (2**63 - 1))
 
@@ -166,7 +166,7 @@ def _is_generator(kind: type) -> bool:
 
 def _draw(generator: _Generator) -> int:
     if isinstance(generator, torch.Generator):
-        # Its state is on the CPU; to read the number from a GPU would wait for all that was launched there before.
+        # Its state is on the CPU; reading a drawn number from a GPU would wait for all kernels launched before.
         state = generator.get_state().numpy().tobytes()
         torch.rand((), generator=generator, device=generator.device)
         return int.from_bytes(hashlib.blake2b(state, digest_size=8).digest(), "little") >> 2
@@ -284,7 +284,7 @@ class _Draws(TorchDispatchMode):
         kwargs = kwargs or {}
         if not hasattr(func, "name") or func.name().partition(".")[0] not in _DRAWING:
             return func(*args, **kwargs)
-        # With a stream of its own, as inside of divided layers, it is no draw of the step's.
+        # A draw from a separate stream, as inside sharded layers, does not belong to the step's streams.
         is_ours = kwargs.get("generator") is not torch.default_generator and _seeds() == self.seeds
         before = self.state(kwargs.get("generator")) if is_ours else ""
         value = func(*args, **kwargs)
@@ -295,7 +295,7 @@ class _Draws(TorchDispatchMode):
             else:
                 self.drawn_apart()
         elif is_ours and self.state(kwargs.get("generator")) != before:
-            self.passed_over()  # of another stage's data: with as many numbers, for nobody
+            self.passed_over()  # a placeholder draws only to advance the generator; its numbers are not used
         return value
 
     def state(self, generator: torch.Generator | None) -> str:
@@ -366,8 +366,8 @@ class ReplayedDraws(_Draws):
     Args:
         recorded: The numbers.
         sizes: The number of samples in each microbatch; empty if the samples cannot be counted.
-        by_views: The order of several rows per sample: true if all samples of a view follow each other, as in two
-            concatenated views; false if all rows of a sample follow each other.
+        by_views: The order of several rows per sample. True: all samples of a view follow each other, as in two
+            concatenated views. False: all rows of a sample follow each other.
 
     Attributes:
         missed: Whether a draw could not be given.
@@ -387,7 +387,7 @@ class ReplayedDraws(_Draws):
         super().__init__()
 
     def enter(self, stream: str, microbatch: int = 0) -> None:
-        """Count the draws that follow in `stream`, which has just been seeded, as those of a microbatch."""
+        """Count the next draws in `stream`, which has just been seeded, as draws of a microbatch."""
         super().enter(stream, microbatch)
         self._is_backward = False
 
@@ -402,7 +402,7 @@ class ReplayedDraws(_Draws):
         return dict(self._counts)
 
     def state(self, generator: torch.Generator | None) -> str:
-        """Return the state that a draw begins with: a recomputation begins with it again."""
+        """Return the generator state before a draw: a recomputation begins with the same state."""
         states = [torch.get_rng_state() if generator is None else generator.get_state()]
         if generator is None and torch.cuda.is_initialized():
             states.append(torch.cuda.get_rng_state())

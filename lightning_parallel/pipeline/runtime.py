@@ -1,14 +1,14 @@
 """Run a schedule: `for action in row: handle[action.kind](action)`.
 
     F  run the step from the first layer of the stage to the last; receive before, send after
-    B  run backward from the output; receive its gradient before, send that of the input after
+    B  run backward from the output; receive its gradient before, send the gradient of the input after
     I  as B, but the weight gradients of linear layers are deferred
     W  compute the deferred weight gradients
 
 Zero-bubble schedules (https://arxiv.org/abs/2401.10241) compute W when the rank would wait otherwise.
 
-A rank on which an action fails goes on through its row without computing, so that no rank waits for its messages:
-activations that say so, and gradients of zeros. All ranks then raise the error.
+A rank on which an action fails continues its row without computing, so that no rank waits for its messages. It sends
+activations that report the failure, and gradients of zeros. All ranks then raise the error.
 """
 
 from __future__ import annotations
@@ -65,20 +65,20 @@ _FAILURE = MessageLayout(-1, (), (), is_failure=True)
 
 
 class _FailedBeforeError(BaseException):
-    """Ends a step on a stage whose input has not been made."""
+    """Ends a step on a stage whose input was not made."""
 
     # Not an `Exception`, so that no handler in the model stops it.
 
 
 @dataclass
 class _MicrobatchState:
-    """A microbatch on one stage, from the moment at which its inputs come to the backward.
+    """A microbatch on one stage, from the arrival of its inputs to its backward.
 
     Attributes:
-        layout: Of what was received.
-        values: What was received, as part of the graph; until the forward ends.
-        placeholders: What stood for the arguments among them.
-        captured: The gradients of what was received.
+        layout: The layout of the received message.
+        values: The received tensors, as part of the graph; until the forward ends.
+        placeholders: The placeholders of the arguments among them.
+        captured: The gradients of the received tensors.
         roots: Where the backward starts; for the last stage, `loss`.
         deferred: The weight gradients, between I and W.
     """
@@ -99,19 +99,19 @@ class ScheduleRun:
     Args:
         model: The stages of this rank.
         group: The pipeline group.
-        schedule: What to run.
+        schedule: The schedule to run.
         step: The user's step.
         microbatches: As many as the schedule has.
         weights: Share of each in the loss.
         layouts: The last layouts of messages, kept from step to step.
         stage_inputs: The inputs that the next stages lack, kept from step to step.
         scale: The gradients are multiplied by this.
-        seed: Of the random numbers that all stages draw, equal on all of them.
-        generators: Those that modules keep themselves.
+        seed: The seed of draws that all stages make; equal on all stages.
+        generators: The generators that modules keep themselves.
         message_groups: Groups for messages between stages; see `MessageGroups`.
-        skips: What each stage is sent besides the arguments of its first layer; empty for none.
+        skips: The values that each stage is sent besides the arguments of its first layer; empty for none.
         end_stage: Called with each stage of this rank after its last action.
-        draws: What the step has drawn for all samples, of which microbatches get their rows.
+        draws: The step's draws for all samples, of which microbatches get their rows.
         at_once: Parameters, by `id`, whose gradients do not wait for a W.
     """
 
@@ -135,15 +135,15 @@ class ScheduleRun:
     def __post_init__(self) -> None:
         self.messages = StageMessages(self.group, self.schedule, self.model.device, self.layouts, self.message_groups)
         self.training = self.schedule.is_training
-        # Received tensors enter the graph by a function of this leaf: a function without inputs that require a gradient
-        # would record nothing.
+        # Received tensors enter the graph through a function of this leaf: autograd records nothing for a function
+        # without an input that requires a gradient.
         self.anchor = torch.empty(0, device=self.model.device, requires_grad=True)
         self.states: dict[tuple[int, int], _MicrobatchState] = {}
         self.outputs: dict[int, Any] = {}
         self.losses: dict[int, Tensor] = {}
         self.open = tracing.OpenSpan()
         self.failure: BaseException | None = None
-        self._has_received = False  # what comes from another stage for the current action
+        self._has_received = False  # whether the current action has received its message from another stage
         # Only for schedules with an I.
         splits = self.training and self.schedule.splits_backward
         self.parameters = [p for p in self.model.module.parameters() if p.requires_grad] if splits else []
@@ -152,9 +152,9 @@ class ScheduleRun:
         """Run this rank's row of the schedule.
 
         Raises:
-            PlaceholderError: If a stage needs data that another one has.
+            PlaceholderError: If a stage needs data that another stage has.
             RuntimeError: If a message does not come, or the step does not go through the layers.
-            Exception: What the step raises. On every rank, except if a message does not come.
+            Exception: Any error of the step. It is raised on every rank, except if a message does not come.
         """
         handle: Mapping[Kind, Callable[[Action], None]] = {
             Kind.F: self._forward,
@@ -204,7 +204,7 @@ class ScheduleRun:
                 raise lost if isinstance(self.failure, _FailedBeforeError) else self.failure from lost
 
     def _explained(self, error: BaseException) -> BaseException:
-        """Explain what lacks a parameter of another stage by its name."""
+        """Explain an error of a look-up by name, if the name is a parameter of another stage."""
         name = error.args[0] if isinstance(error, KeyError) and error.args else None
         parameter = self.model.plan.parameters.get(name) if isinstance(name, str) else None
         if parameter is None or set(parameter.stages) & set(self.model.stages):
@@ -233,7 +233,7 @@ class ScheduleRun:
                 self.messages.send_gradients(stage, microbatch, self._input_gradients(state))
 
     def _raise_together(self) -> None:
-        """Raise on every rank if an action failed on one."""
+        """Raise on every rank if an action failed on one rank."""
         failed = self.failure is not None
         if self.group.size > 1:
             [failed] = comm.on_any_rank([failed], self.group)
@@ -242,7 +242,7 @@ class ScheduleRun:
             self.states.clear()
             texts = comm.all_gather_object(None if own is None else str(own), self.group)
             first = next((text for text in texts if text is not None), None)
-            # One text for all: stages may stop for different reasons, and the first one is the cause of the others.
+            # One text for all ranks: stages may stop for different reasons, and the first one causes the rest.
             comm.raise_together(own if own is not None and str(own) == first else None, self.group)
 
     def _forward(self, action: Action) -> None:
@@ -261,23 +261,23 @@ class ScheduleRun:
         is_last = stage == self.model.num_stages - 1
         if is_last and self.training:
             handler.ran = []
-        # What the step draws before the layers, such as a mask of the batch, must be the same on all stages.
+        # The step's draws before the layers, such as a mask of the batch, must be the same on all stages.
         self._seed(microbatch)
         with self.model.handled_by(handler), draws_numbers(stage > 0), under_way(microbatch):
             try:
                 result = self.step(self.microbatches[microbatch])
             except StageExit as exit_:
-                # Not the exception itself: with its traceback it would make a circle through this frame, and keep
-                # activations, and what the frames of callers hold, until the garbage collector comes.
+                # Not the exception itself: its traceback would make a cycle through this frame. The cycle would keep
+                # activations, and all objects in the callers' frames, until the garbage collector runs.
                 end = exit_.end
             except Exception as error:
                 if type(error).__module__.partition(".")[0] not in ("torch", __name__.partition(".")[0]):
                     tell_microbatch(error, self.microbatches, microbatch)
                 raise
             else:
-                # On any stage but the last, a step that returns has not met the layer that ends it.
+                # On any stage but the last, a step that returns has not reached the layer that ends it.
                 self._require_end(stage, handler, is_last)
-        # Not longer: the graph keeps what the backward needs.
+        # Dropped here: the graph keeps the tensors that the backward needs.
         state.values = []
         if is_last:
             self._keep_result(microbatch, state, result)
@@ -290,25 +290,25 @@ class ScheduleRun:
             del self.states[stage, microbatch]
 
     def _seed(self, microbatch: int, number: int = 0) -> None:
-        """Seed what the step draws before its layers, after so many calls of outer modules."""
+        """Seed the step's draws before its layers, after `number` calls of outer modules."""
         seed_all(call_seed(self._seed_of(microbatch), number))
         self.generators.seed(call_seed(self._seed_of(microbatch) - self.seed, number))
         if self.draws is not None:
             self.draws.enter(f"call {number}", microbatch)
 
     def _seed_of(self, microbatch: int) -> int:
-        # What is drawn once for all samples is the same in all microbatches, where draws are those of one step.
+        # If the draws of one step are replayed, a draw for all samples is the same in all microbatches.
         return self.seed + (microbatch if self.draws is None else 0)
 
     def _seed_layer(self, microbatch: int, index: int) -> None:
-        """Seed what a layer draws, and what follows it."""
+        """Seed the draws of a layer, and the draws after it."""
         seed_all(layer_seed(self._seed_of(microbatch), index))
         self.generators.seed(layer_seed(self._seed_of(microbatch) - self.seed, index))
         if self.draws is not None:
             self.draws.enter(f"layer {index}", microbatch)
 
     def _seed_layer_again(self, microbatch: int, index: int) -> None:
-        # Torch's generators alone, as activation checkpoints put back no others.
+        # Torch's generators alone, because activation checkpoints restore no others.
         seed_torch(layer_seed(self._seed_of(microbatch), index))
 
     def _require_end(self, stage: int, handler: StageForward, is_last: bool) -> None:
@@ -341,7 +341,7 @@ class ScheduleRun:
         return arguments
 
     def _inputs(self, action: Action, state: _MicrobatchState) -> tuple[MessageLayout, list[Tensor]]:
-        """Receive what the stage before sent, once, when the step needs the first of it."""
+        """Receive the message of the stage before, once, when the step first needs one of its tensors."""
         if state.layout is None:
             message = self.messages.receive_activations(action)
             # The span of an action begins when its inputs are there, so that waiting shows as idle time.
@@ -352,7 +352,7 @@ class ScheduleRun:
             state.values = list(message.tensors)
             flags = [spec.requires_grad for spec in message.layout.tensors]
             if self.training and any(flags):
-                # Even where the step needs the first of it without gradients, as the output of a teacher.
+                # Even if the step first needs a tensor where gradients are off, as for the output of a teacher.
                 with torch.enable_grad():
                     state.values = list(_Received.apply(self.anchor, state.captured, flags, *message.tensors))
         return state.layout, state.values
@@ -360,7 +360,7 @@ class ScheduleRun:
     def _skipped(
         self, action: Action, state: _MicrobatchState, skip: Skip, placeholder: PlaceholderTensor
     ) -> Tensor | None:
-        """Return what has come for a skip connection; None if the stage before did not have it in this step."""
+        """Return the tensor of a skip connection; None if the stage before did not have it in this step."""
         layout, values = self._inputs(action, state)
         if skip not in layout.skips:
             return None
@@ -376,7 +376,7 @@ class ScheduleRun:
         positions: list[int],
         lacking: list[PlaceholderTensor],
     ) -> None:
-        """Compare the message with what this stage lacks: the sender found that out by a dry run on its own side."""
+        """Compare the message with the arguments that this stage lacks, which the sender found by its own dry run."""
         names = self.model.plan.layers
         if (layout.line, layout.index, layout.positions) != (line := line_of_step(), index, tuple(positions)):
             raise RuntimeError(
@@ -411,7 +411,7 @@ class ScheduleRun:
         if self.training:
             state.loss = loss_of(result)
             self.losses[microbatch] = state.loss.detach()
-        # Detached: an output that is kept must not keep its graph.
+        # Detached: a kept output must not keep its graph.
         self.outputs[microbatch] = pytree.tree_map_only(Tensor, lambda tensor: tensor.detach(), result)
 
     def _send(self, stage: int, microbatch: int, state: _MicrobatchState, end: StageEnd, kept: StageSkips) -> None:
@@ -428,25 +428,25 @@ class ScheduleRun:
                 )
         layout = MessageLayout(end.index, positions, tuple(map(TensorSpec.of, tensors)), end.line, skips)
         # Backward starts at edges of the graph, so that the data of an output can be freed before its gradient comes.
-        # An edge keeps a node of C++ alive, such as a view's, but before torch 2.7 no node of a custom function.
-        # In an evaluation there is none, also of parameters that are sent.
+        # An edge keeps a C++ node alive, such as a view's, but before torch 2.7 no node of a custom function.
+        # An evaluation has no graph, not even for parameters that are sent.
         roots = [tensor for tensor in tensors if tensor.requires_grad and self.training]
         state.roots = [get_gradient_edge(tensor.view_as(tensor)) for tensor in roots]
         self.messages.send_activations(stage, microbatch, Message(layout, tuple(tensor.detach() for tensor in tensors)))
 
     def _inputs_of_next(self, stage: int, microbatch: int, end: StageEnd, kept: StageSkips) -> StageInputs:
-        """Find what the next stage lacks by a dry run of its forward, once per structure of arguments."""
+        """Find the inputs that the next stage lacks by a dry run of its forward, once per structure of arguments."""
         known = self.stage_inputs.setdefault(stage + 1, [])
         for inputs in known:
             if inputs.fits(end.index, end.leaves, end.tree):
                 return inputs
-        # The same seed as in the forward: a step may draw numbers before the layers that decide what it does.
+        # The same seed as in the forward: a step's draws before the layers may decide about its path.
         handler = NextStageDryRun(
             stage + 1,
             self.model.stage_of,
             self.model.stubs,
             lambda number: self._seed(microbatch, number),
-            # Copies, since the step may change them in place.
+            # Copies, because the step may change them in place.
             self._skips_of(stage + 1, lambda skip, placeholder: kept.kept[skip].clone() if skip in kept.kept else None),
         )
         self._seed(microbatch)
@@ -470,7 +470,7 @@ class ScheduleRun:
     def _input_gradient(self, action: Action) -> None:
         state = self.states[action.stage, action.microbatch]
         state.deferred = WeightGradients(self.at_once)
-        # Those that have a gradient keep its memory.
+        # Only parameters without a gradient: the others accumulate into memory that they hold already.
         without = [parameter for parameter in self.parameters if parameter.grad is None]
         with deferring(state.deferred):
             self._differentiate(action, state)
@@ -484,7 +484,7 @@ class ScheduleRun:
 
     def _differentiate(self, action: Action, state: _MicrobatchState) -> None:
         _, stage, microbatch = action
-        # Only the last stage has a loss; its share is its weight, so that the sum is the mean over the whole batch.
+        # Only the last stage has a loss; its share is its weight, so that the sum is the mean over the full batch.
         if state.loss is not None:
             roots: list[Any] = [state.loss] if self.weights[microbatch] else []  # without a label it may be 0 / 0
             gradients = [torch.full_like(state.loss, self.weights[microbatch]).mul_(self.scale)][: len(roots)]
@@ -495,7 +495,7 @@ class ScheduleRun:
         self.open.restart()
         if self.draws is not None:
             self.draws.enter_backward(microbatch)
-        # If the output requires no gradient, received tensors may still need one, of zeros: the sender waits for it.
+        # If the output requires no gradient, the sender still waits for gradients of the received tensors: zeros.
         if roots:
             self.model.active.seed_again = partial(self._seed_layer_again, microbatch)
             try:
@@ -504,12 +504,12 @@ class ScheduleRun:
                 self.model.active.seed_again = None
         if stage > 0:
             self.messages.send_gradients(stage, microbatch, self._input_gradients(state))
-        # Frees the graph: with a split backward the state itself is kept until W.
+        # Free the graph now: with a split backward the state itself lives until W.
         state.roots = []
         state.loss = None
 
     def _input_gradients(self, state: _MicrobatchState) -> list[Tensor]:
-        """Return the gradients of the received tensors that need one; zeros for those that were not used."""
+        """Return the gradients of the received tensors that need one; zeros for unused tensors."""
         assert state.layout is not None
         specs = state.layout.tensors
         captured = state.captured or [None] * len(specs)
@@ -517,7 +517,7 @@ class ScheduleRun:
         for spec, gradient, placeholder in zip_longest(specs, captured, state.placeholders):
             if not spec.requires_grad:
                 continue
-            # A custom function that was given the placeholder itself leaves its gradient there, not at the value.
+            # A custom function that took the placeholder itself leaves its gradient there, not at the value.
             own = None if placeholder is None else placeholder.own_grad
             parts = [part for part in (gradient, own) if part is not None]
             if not parts:
@@ -529,7 +529,7 @@ class ScheduleRun:
 class _Received(Function):
     """Put received tensors into the graph and capture their gradients."""
 
-    # Outputs of a function instead of leaves, so that a layer may write into them, as it may in one process.
+    # Outputs of a function instead of leaves, so that a layer may write into them, as in one process.
 
     @staticmethod
     def forward(ctx: Any, anchor: Tensor, captured: list[Tensor | None], flags: list[bool], *tensors: Tensor) -> Any:
@@ -540,6 +540,6 @@ class _Received(Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor | None) -> Any:
-        # Captured here, since only leaves have a `.grad`.
+        # Captured here, because only leaves have a `.grad`.
         ctx.captured[:] = gradients
         return (None,) * (3 + len(gradients))

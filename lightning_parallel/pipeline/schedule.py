@@ -1,4 +1,4 @@
-"""Pipeline schedules: actions, what each waits for, one row of actions per rank, and the functions that build the rows.
+"""Pipeline schedules: actions, their dependencies, one row of actions per rank, and the functions that build the rows.
 
     rank 0:  0F0 0F1 0F2 0F3 0B0 0F4 0B1 ...        2F0 = stage 2, forward, microbatch 0
     rank 1:  1F0 1F1 1F2 1B0 1F3 1B1 ...
@@ -7,7 +7,7 @@ A schedule is data and nothing else: no communication, no times. The simulator, 
 line all read the same value; the builders are pure functions of (ranks, virtual stages, microbatches).
 
 Legend: P ranks, V stages on each rank ("virtual stages"), m microbatches, r a rank, s a stage; F, B, I, W the seconds
-of a rank's whole share of the model, B = I + W. "Bubble" is what the step takes beyond m(F+B).
+of a rank's full share of the model, B = I + W. "Bubble" is the time that the step takes beyond m(F+B).
 """
 
 from __future__ import annotations
@@ -46,12 +46,12 @@ __all__ = [
 
 
 class Kind(str, Enum):
-    """The kinds of actions, by what they compute."""
+    """The kinds of actions, by their result."""
 
     F = "F"
     """Forward."""
     B = "B"
-    """Whole backward: gradients of the stage's input and of its weights."""
+    """Full backward: gradients of the stage's input and of its weights."""
     I = "I"  # noqa: E741 - the literature's letter
     """Gradient of the stage's input only; the previous stage waits for it."""
     W = "W"
@@ -73,7 +73,7 @@ class Action(NamedTuple):
 
     @classmethod
     def parse(cls, text: str) -> Action:
-        """Read an action from its text form; raises ValueError if `text` is not of the form `2F0`."""
+        """Read an action from its text form; raise ValueError if `text` is not of the form `2F0`."""
         word = text.strip()
         match = _ACTION.fullmatch(word)
         if match is None:
@@ -83,7 +83,7 @@ class Action(NamedTuple):
 
 _ACTION = re.compile(r"(\d+)([FBIW])(\d+)")
 
-# A split backward holds what forward saved until its W, which needs the inputs of the linear layers.
+# A split backward holds the tensors saved in forward until its W, which needs the inputs of the linear layers.
 _HELD = {Kind.F: 1, Kind.B: -1, Kind.I: 0, Kind.W: -1}
 
 
@@ -91,7 +91,7 @@ def dependencies(action: Action, num_stages: int) -> tuple[Action, ...]:
     """Return the actions that must end before `action` may start, nearest first.
 
     F(s)  <- F(s-1)             the previous stage's output
-    B(s)  <- F(s), B(s+1)       what forward saved, and the gradient of the output
+    B(s)  <- F(s), B(s+1)       the tensors saved in forward, and the gradient of the output
     I(s)  <- F(s), I(s+1)
     W(s)  <- I(s)
     """
@@ -101,13 +101,13 @@ def dependencies(action: Action, num_stages: int) -> tuple[Action, ...]:
     if kind is Kind.W:
         return (Action(Kind.I, stage, microbatch),)
     forward = Action(Kind.F, stage, microbatch)
-    # The gradient of the output is named by the kind of `action`. The next stage may make it by the other: a stage that
-    # splits its backward and one that does not may be neighbours. `producer` gives both the same name.
+    # The gradient of the output is named by the kind of `action`. The next stage may make it by the other kind, because
+    # only one of two neighbours may split its backward. `producer` gives both kinds the same name.
     return (forward, Action(kind, stage + 1, microbatch)) if stage + 1 < num_stages else (forward,)
 
 
 def producer(action: Action) -> Action:
-    """Return `I` for `B`, and other actions as they are: both produce the gradient of the stage's input."""
+    """Return `I` for `B`, and any other action unchanged: both produce the gradient of the stage's input."""
     return action._replace(kind=Kind.I) if action.kind is Kind.B else action
 
 
@@ -124,8 +124,8 @@ def run_order(rows: Sequence[Sequence[Action]], num_stages: int) -> Iterator[tup
     waiting: dict[Action, list[int]] = {}
     rests = [iter(row) for row in rows]
     blocked: list[Action | None] = [next(rest, None) for rest in rests]
-    # A rank is looked at again only when the one action it waits for is done: searching all ranks after each action
-    # would be quadratic, and the search for a schedule plays many.
+    # A rank is examined again only when the single action that it waits for is done. To search all ranks after each
+    # action would be quadratic, and the search for a schedule plays many.
     ready = deque(range(len(rows)))
     while ready:
         rank = ready.popleft()
@@ -219,7 +219,7 @@ class Schedule:
         sent: dict[Channel, list[Action]] = {}
         for rank, row in enumerate(self.rows):
             for action in row:
-                # Activations go to the next stage, gradients to the one before; a W sends nothing.
+                # Activations go to the next stage, gradients to the previous stage; a W sends nothing.
                 target = action.stage + (1 if action.kind is Kind.F else -1)
                 if action.kind is Kind.W or not 0 <= target < self.num_stages:
                     continue
@@ -309,8 +309,8 @@ def gpipe(num_ranks: int, virtual_stages: int, num_microbatches: int) -> Schedul
     rows = []
     for rank in range(num_ranks):
         stages = range(rank, len(stage_ranks), num_ranks)
-        # Breadth first: with m >= P, the first input of a chunk has come round before the rank is done with the chunk
-        # before, so only the first chunk waits.
+        # Breadth first: with m >= P, the first input of a chunk has come round before the rank is done with the
+        # previous chunk, so only the first chunk waits.
         rows.append(
             [Action(Kind.F, s, i) for s in stages for i in range(num_microbatches)]
             + [Action(Kind.B, s, i) for s in reversed(stages) for i in range(num_microbatches)]
@@ -321,8 +321,8 @@ def gpipe(num_ranks: int, virtual_stages: int, num_microbatches: int) -> Schedul
 def one_f_one_b(num_ranks: int, virtual_stages: int, num_microbatches: int, warmup: float = 1) -> Schedule:
     """Build 1F1B: after a warm-up, one forward and one backward, alternating.
 
-    Bubble (P-1)(F+B), as GPipe, but rank r holds min(m, P-r) microbatches. `warmup=2` runs twice as far ahead,
-    holds 2(P-r)-1, and hides a link's latency, of which plain 1F1B exposes two hops in every steady step.
+    Bubble (P-1)(F+B), as GPipe, but rank r holds min(m, P-r) microbatches. `warmup=2` runs twice as far ahead and
+    holds 2(P-r)-1. It hides the latency of a link; plain 1F1B exposes two hops of it in every steady step.
     V must be 1; m may be less than P.
 
     Source: https://arxiv.org/abs/1806.03377
@@ -372,7 +372,7 @@ def zbv(num_ranks: int, virtual_stages: int, num_microbatches: int) -> Schedule:
     """
     _require_virtual_stages("zbv", virtual_stages, 2, "`interleaved_zb`")
     stage_ranks = (*range(num_ranks), *reversed(range(num_ranks)))
-    # Fewer microbatches than fill the V: the rows of a filled V without the microbatches that do not exist.
+    # Too few microbatches to fill the V: take the rows of a filled V without the missing microbatches.
     filled = max(num_microbatches, 2 * num_ranks - 1)
     rows: list[list[Action]] = []
     for rank in range(num_ranks):
@@ -416,7 +416,7 @@ def build_schedule(
 
     Args:
         name: One of `SCHEDULES`.
-        virtual_stages: V; by default 2 where the schedule needs chunks, else 1.
+        virtual_stages: V; by default 2 if the schedule needs chunks, else 1.
         warmup: For the schedules that take it, forwards run ahead per rank of distance to the last rank.
 
     Raises:
@@ -449,15 +449,15 @@ def _alternating(
     rows = []
     for rank in range(num_ranks):
         stages = range(rank, len(stage_ranks), num_ranks)
-        # A group passes through all chunks before the next begins, which bounds what a rank holds. Groups of one
-        # microbatch would leave every rank waiting until it has come round all the others.
+        # A group passes through all chunks before the next group begins, which bounds the activations of a rank. With
+        # groups of one microbatch, every rank would wait until it has come round all other ranks.
         forwards = [(s, i) for group in groups for s in stages for i in group]
         backwards = [(s, i) for group in groups for s in reversed(stages) for i in group]
-        # The first group goes through the earlier chunks before any backward. Earlier ranks run further ahead, since
+        # The first group goes through the earlier chunks before any backward. Earlier ranks run further ahead, because
         # their first gradient has to come back from the last rank.
         ahead = (virtual_stages - 1) * len(groups[0]) + math.ceil(warmup * (num_ranks - 1 - rank))
-        # Late ranks run few forwards ahead and may keep what a W needs for longer: with a lag of as many iterations as
-        # there are ranks before it, each rank holds about as much.
+        # Late ranks run few forwards ahead and may keep the inputs of a W for longer. With a lag of as many iterations
+        # as there are ranks before it, each rank holds about as much.
         rows.append(list(_interleave(forwards, backwards, ahead, math.ceil(warmup * rank) if split else None)))
     return replace(_finish(name, rows, stage_ranks, num_microbatches), warmup=warmup)
 
@@ -481,9 +481,9 @@ def _interleave(
 
 
 def _groups(num_ranks: int, num_microbatches: int) -> list[range]:
-    """Cut the microbatches into groups that pass through a rank's chunks together, larger groups first."""
-    # Groups of P keep every rank busy and hold least. Where P does not divide m a short last group would leave
-    # ranks waiting (or deadlock), so the remainder is spread and groups have up to 2P-1.
+    """Split the microbatches into groups that pass through a rank's chunks together, larger groups first."""
+    # Groups of P keep every rank busy and hold least. If P does not divide m, a short last group would leave ranks
+    # waiting (or deadlock), so the remainder is spread and groups have up to 2P-1.
     num_groups = max(1, num_microbatches // num_ranks)
     size, longer = divmod(num_microbatches, num_groups)
     starts = [g * size + min(g, longer) for g in range(num_groups + 1)]

@@ -1,10 +1,10 @@
-"""Search for the best cut and the best schedule, by dynamic programming and by simulation.
+"""Search for the best split points and the best schedule, by dynamic programming and by simulation.
 
     layers   1 1 1 1 9 1 1 1          the head costs 3, four stages
     uniform  [1 1][1 1][9 1][1 1 +3]  slowest 10
     measured [1 1 1 1][9][1 1][1 +3]  slowest 9
 
-The slowest stage sets the pace of every schedule, so an even cut saves more than the choice of schedule does.
+The slowest stage sets the pace of every schedule, so even stages save more time than the choice of a schedule.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ __all__ = [
 ]
 
 Balance = Literal["auto", "measured", "parameters", "uniform"] | Sequence[int]
-"""The quantity that a cut balances: measured seconds (`auto`, `measured`), parameters, or the number of layers
+"""The quantity that a split balances: measured seconds (`auto`, `measured`), parameters, or the number of layers
 (`uniform`); or the layers of each stage."""
 
 BALANCES = ("auto", "measured", "parameters", "uniform")
@@ -52,21 +52,21 @@ def cut_layers(
 ) -> tuple[int, ...]:
     """Choose how many consecutive layers each stage gets; at least one.
 
-    `measured` and `parameters` give the exact minimum, over all cuts, of the heaviest stage, with the prologue in
-    the first stage and the epilogue in the last; among the cuts that reach it, the most even one.
+    `measured` and `parameters` minimize the cost of the heaviest stage exactly, over all splits. The prologue is in the
+    first stage, and the epilogue in the last. Among the splits that reach the minimum, the most even one is chosen.
 
     Args:
         layers: Cost of each layer; `parameters` reads `resident_bytes`, `uniform` reads nothing.
-        num_stages: Stages to cut into, all virtual stages of all ranks.
-        balance: What to balance, or the layers of each stage.
-        prologue: Cost of what is computed before the layers.
-        epilogue: Cost of what is computed after them.
+        num_stages: Number of stages, all virtual stages of all ranks.
+        balance: The quantity to balance, or the layers of each stage.
+        prologue: Cost of the code before the layers.
+        epilogue: Cost of the code after the layers.
         memory_cap_bytes: Most bytes that a stage may hold.
         in_flight: Microbatches whose activations each stage holds at once; by default one.
 
     Raises:
-        ValueError: If there are fewer layers than stages, an explicit balance does not add up, nothing was
-            measured, or no cut fits under the cap.
+        ValueError: If there are fewer layers than stages, an explicit balance does not add up, or nothing was measured.
+            Also if no split fits under the cap.
     """
     if len(layers) < num_stages:
         raise ValueError(
@@ -84,8 +84,8 @@ def cut_layers(
     weight = _resident_bytes if balance == "parameters" else _total_s
     if not any(map(weight, layers)):
         raise ValueError(f"balance={balance!r} needs layers with a cost; got none. Measure them or use 'uniform'")
-    # Two objectives, one after the other: the slowest stage sets the pace of every schedule, and among the cuts that
-    # reach its minimum the most even one leaves most room for noise in what was measured.
+    # Two objectives, one after the other: the slowest stage sets the pace of every schedule. Among the splits that
+    # reach its minimum, the most even one leaves most room for noise in the measurements.
     heaviness = _segment_sum([weight(layer) for layer in layers], num_stages, weight(prologue), weight(epilogue))
     if memory_cap_bytes is None:
         return _most_even(len(layers), num_stages, heaviness)
@@ -118,7 +118,7 @@ def _explicit(balance: Sequence[int], num_layers: int, num_stages: int) -> tuple
 
 
 def _uniform(num_layers: int, num_stages: int) -> tuple[int, ...]:
-    # The remainder goes to the stages in the middle: the first and the last hold the prologue and the epilogue too.
+    # The remainder goes to the stages in the middle: the first and the last also hold the prologue and the epilogue.
     size, longer = divmod(num_layers, num_stages)
     first = (num_stages - longer) // 2
     return tuple(size + (first <= stage < first + longer) for stage in range(num_stages))
@@ -135,7 +135,7 @@ def _resident_bytes(cost: Cost) -> float:
 def _segment_sum(weights: Sequence[float], num_stages: int, prologue: float, epilogue: float) -> Segment:
     before = [0.0, *accumulate(weights)]
 
-    # Prefix sums: the search asks for O(stages x layers^2) runs.
+    # Prefix sums, because the search asks for O(stages x layers^2) runs.
     def segment(stage: int, start: int, stop: int) -> float:
         ends = prologue * (stage == 0) + epilogue * (stage == num_stages - 1)
         return before[stop] - before[start] + ends
@@ -174,7 +174,7 @@ def _most_even(num_layers: int, num_stages: int, segment: Segment) -> tuple[int,
 def _solve(
     num_layers: int, num_stages: int, segment: Segment, add: Callable[[float, float], float], limit: float
 ) -> tuple[float, tuple[int, ...]]:
-    """Minimise the stages' costs, combined by `add`, over the cuts whose stages cost at most `limit` each.
+    """Minimise the stages' costs, combined by `add`, over the splits whose stages cost at most `limit` each.
 
     `best[stop]` is the least combined cost of the stages so far over the first `stop` layers.
     """
@@ -183,11 +183,11 @@ def _solve(
     for stage in range(num_stages):
         found = [_INFINITE] * (num_layers + 1)
         where = [0] * (num_layers + 1)
-        # At least one layer for each stage before, hence `stage + 1`.
+        # Each earlier stage takes at least one layer, hence `stage + 1`.
         for stop in range(stage + 1, num_layers + 1):
             for start in range(stop - 1, stage - 1, -1):
                 cost = segment(stage, start, stop)
-                # Runs grow backwards from their end and cost no less with each layer: longer ones cannot be better.
+                # Runs grow backwards from their end, and each layer adds cost: longer runs cannot be better.
                 if cost > limit or add(0.0, cost) > found[stop]:
                     break
                 total = add(best[start], cost)
@@ -207,7 +207,7 @@ def _most_even_within(
     num_layers: int, num_stages: int, segment: Segment, memory: Segment, memory_cap_bytes: float
 ) -> tuple[int, ...]:
     def segment_if_it_fits(stage: int, start: int, stop: int) -> float:
-        # An infinite cost rules a run out without another constraint in the search: memory grows with the run too.
+        # An infinite cost rules a run out without another constraint in the search: memory also grows with the run.
         return segment(stage, start, stop) if memory(stage, start, stop) <= memory_cap_bytes else _INFINITE
 
     if _bottleneck(num_layers, num_stages, segment_if_it_fits) == _INFINITE:
@@ -229,12 +229,12 @@ class Workload:
 
     Args:
         layers: Cost of one microbatch in each layer.
-        prologue: Cost of what is computed before the layers.
-        epilogue: Cost of what is computed after them.
-        measured_microbatches: Split of the batch at which the costs were taken; with m microbatches the costs are
+        prologue: Cost of the code before the layers.
+        epilogue: Cost of the code after the layers.
+        measured_microbatches: Number of microbatches at the measurement; with m microbatches the costs are
             `measured_microbatches / m` times as large.
         overhead_s: Seconds that every action takes in addition, whatever the size of the microbatch.
-        link: Between any two ranks.
+        link: Link between any two ranks.
     """
 
     layers: Sequence[Cost]
@@ -245,12 +245,12 @@ class Workload:
     link: Link = Link()
 
     def cut(self, schedule: Schedule, memory_cap_bytes: float | None = None) -> tuple[tuple[int, ...], list[Cost]]:
-        """Cut the layers for a schedule; return the number of layers and the cost of each stage."""
+        """Split the layers for a schedule; return the number of layers and the cost of each stage."""
         factor = self.measured_microbatches / schedule.num_microbatches
         layers = [layer.scaled(factor) for layer in self.layers]
         prologue = self.prologue.scaled(factor)
         epilogue = self.epilogue.scaled(factor)
-        # The cap is per rank, the cut per stage: each stage of a rank gets an equal share of memory and of the
+        # The cap is per rank, the split per stage: each stage of a rank gets an equal share of memory and of the
         # microbatches in flight. `choose_schedule` then checks the rank's true peak.
         share = schedule.virtual_stages
         counts = cut_layers(
@@ -265,7 +265,7 @@ class Workload:
 
 
 class Candidate(NamedTuple):
-    """A schedule with a cut, and the step that was predicted for it."""
+    """A schedule with its split, and the predicted step."""
 
     schedule: Schedule
     layers_per_stage: tuple[int, ...]
@@ -282,7 +282,7 @@ class Candidate(NamedTuple):
 
 @dataclass(frozen=True)
 class Choice:
-    """The best candidate, and all of them, best first."""
+    """The best candidate, and all candidates, best first."""
 
     best: Candidate
     candidates: tuple[Candidate, ...]
@@ -316,8 +316,8 @@ class Choice:
 
 
 WITH_CHUNKS: Mapping[str, str] = {"1f1b": "interleaved_1f1b", "zb_h1": "interleaved_zb", "zbv": "interleaved_zb"}
-"""What schedules with one stage on each rank, or with the last one on the first rank, become where stages follow each
-other several times: see `LayerStack.passes`."""
+"""The schedules for stages that follow each other several times (see `LayerStack.passes`), by the name of a schedule
+that does not support them: one stage on each rank, or the last stage on the first rank."""
 
 
 def choose_schedule(
@@ -330,23 +330,22 @@ def choose_schedule(
     warmups: Sequence[float] = (1, 1.5, 2),
     memory_limit_bytes: float | None = None,
 ) -> Choice:
-    """Find the fastest of schedule x V x m x warm-up by simulation, among those that fit in memory.
+    """Find the fastest of schedule x V x m x warm-up by simulation, among the schedules that fit in memory.
 
-    A schedule that fits only with another cut of the layers gets that cut. Of equally fast ones, the one that holds
-    least is chosen.
+    A schedule that fits only with other split points gets these. Of equally fast schedules, the least memory decides.
 
     Args:
         workload: The layers and their measured costs.
         num_ranks: P.
         microbatches: Values of m to try.
         schedules: Names to try.
-        virtual_stages: Values of V to try; those that need more stages than there are layers are left out.
+        virtual_stages: Values of V to try; values that need more stages than there are layers are left out.
         warmups: Warm-ups to try, for the schedules that have one.
         memory_limit_bytes: Most bytes that a rank may hold.
 
     Raises:
-        ValueError: If there are fewer layers than ranks, no schedule can be built from the values given, or none
-            fits in memory.
+        ValueError: If there are fewer layers than ranks, no schedule can be built from the values given, or no
+            schedule fits in memory.
     """
     built = list(_schedules(num_ranks, microbatches, schedules, virtual_stages, warmups, len(workload.layers)))
     if not built:
@@ -355,7 +354,7 @@ def choose_schedule(
             f" virtual_stages in {list(virtual_stages)} and microbatches in {list(microbatches)}"
         )
     candidates = [_best_candidate(workload, schedule, memory_limit_bytes) for schedule in built]
-    # Rounded to nine digits: sums in another order differ in the last ones, and memory has to decide a tie.
+    # Rounded to nine digits: sums in another order differ in the last digits, and memory has to decide a tie.
     candidates.sort(key=lambda c: (not c.fits, float(f"{c.timeline.makespan_s:.9g}"), c.peak_bytes, c.held))
     if not candidates[0].fits:
         least = min(candidates, key=lambda candidate: candidate.peak_bytes)
@@ -390,7 +389,7 @@ def _schedules(
 
 
 def _best_candidate(workload: Workload, schedule: Schedule, limit_bytes: float | None) -> Candidate:
-    # First the fastest cut, whatever it holds; a cut under the cap is slower, and often not needed.
+    # First the fastest split, whatever memory it needs; a split under the cap is slower, and often not needed.
     candidate = _candidate(workload, schedule, limit_bytes, *workload.cut(schedule))
     if candidate.fits:
         return candidate

@@ -6,8 +6,8 @@ and marks the action, or says which ranks wait for each other:
     rank 0 waits at 0B1 for 1B1 of rank 1
     rank 1 waits at 1F0 for 0F0 of rank 0
 
-A `Timeline` says when each action started and ended on each rank. `simulate` makes one from costs, the
-`PipelineTimeline` callback from recorded spans, so that prediction and measurement can be compared.
+A `Timeline` says when each action started and ended on each rank. `simulate` makes one from costs, and the
+`PipelineTimeline` callback makes one from recorded spans, to compare prediction and measurement.
 
     costs = [Cost(forward_s=0.02, input_gradient_s=0.02, weight_gradient_s=0.02)] * 4
     simulate(build_schedule("1f1b", 4, 8), costs, Link(latency_s=1e-4)).bubble_fraction
@@ -45,16 +45,16 @@ class ScheduleError(ValueError):
 
 
 def validate(schedule: Schedule) -> None:
-    """Check that every rank can run its row to the end and that the result is one whole step, training or forward-only.
+    """Check that every rank can run its row to the end and that the result is one full step, training or forward-only.
 
-    In this order: each action exactly once and on its rank; each after what it depends on; no circular wait;
-    on every channel both ends agree on the order of messages; no more activations held than declared; and a
-    schedule that bears a builder's name is what that builder makes, action for action.
+    In this order: each action occurs exactly once and on its rank, and after its dependencies. No ranks wait in a
+    circle. Both ends of every channel agree on the order of messages. No more activations are held than declared. A
+    schedule with a builder's name equals the result of that builder, action for action.
 
     Raises:
         ScheduleError: At the first kind of fault found.
     """
-    # Each check relies on those before it: places and dependencies have no meaning in a table with gaps.
+    # Each check relies on the checks before it: places and dependencies have no meaning in a table with gaps.
     faults = _shape_faults(schedule) or _count_faults(schedule)
     if not faults:
         waits = describe_waits(schedule)
@@ -68,7 +68,7 @@ def validate(schedule: Schedule) -> None:
 
 
 def describe_waits(schedule: Schedule) -> str:
-    """Describe which rank waits at which action for what, if the rows cannot be played to the end; else return "".
+    """Describe where each rank waits, and for which action, if the rows cannot be played to the end; else return "".
 
     Ranks that wait for each other in a circle come first.
     """
@@ -86,7 +86,7 @@ def describe_waits(schedule: Schedule) -> str:
     lines = []
     for rank in _deadlock_first(schedule, waits):
         need = waits[rank]
-        # The neighbour may make the gradient by a B where this stage would by an I: print what its row has.
+        # The neighbour may make the gradient by a B where this stage would use an I: print its row's own action.
         owner, position = places.get(producer(need), (schedule.stage_ranks[need.stage], None))
         actual = need if position is None else schedule.rows[owner][position]
         whose = "later in its own row" if owner == rank else f"of rank {owner}"
@@ -173,7 +173,7 @@ def _deadlock_first(schedule: Schedule, waits: dict[int, Action]) -> list[int]:
     if not waits:
         return []
     path = [next(iter(waits))]
-    # Follow who waits for whom until a rank comes again, or one is reached that does not wait.
+    # Follow the waits from rank to rank, until a rank comes again, or one is reached that does not wait.
     while True:
         owner = schedule.stage_ranks[waits[path[-1]].stage]
         if owner in path:
@@ -206,7 +206,7 @@ def _channel_faults(schedule: Schedule) -> list[str]:
                 )
                 rows = _marked(schedule, sender, places[producer(second)][1]), _marked(schedule, receiver, next_at)
                 faults.append("\n".join((what, *rows)))
-                # One mistake mostly puts later pairs out of order, too.
+                # One mistake mostly puts later pairs out of order as well.
                 break
     return faults
 
@@ -222,7 +222,7 @@ def _in_flight_faults(schedule: Schedule) -> list[str]:
 
 
 def _builder_faults(schedule: Schedule) -> list[str]:
-    """Compare with the builder: an order may be legal, but that of another schedule, with another bubble."""
+    """Compare with the builder: an order may be legal, but belong to another schedule, with another bubble."""
     # `custom` and `forward_only` schedules have no builder.
     if schedule.name not in SCHEDULES:
         return []
@@ -239,7 +239,7 @@ def _builder_faults(schedule: Schedule) -> list[str]:
                     f"rank {rank} runs {action} where `{schedule.name}` runs {wanted}; "
                     f"name a schedule `custom` if no builder made it\n{_marked(schedule, rank, index)}"
                 )
-                # With one action more or less, all that follow are in another place.
+                # With one action more or less, all later actions are in another place.
                 break
     return faults
 
@@ -269,11 +269,11 @@ class Cost:
 
     Args:
         forward_s: Seconds of F.
-        input_gradient_s: Seconds of I. A whole backward B takes I and W together.
-        weight_gradient_s: Seconds of W; 0 where the backward cannot be split.
+        input_gradient_s: Seconds of I. A full backward B takes I and W together.
+        weight_gradient_s: Seconds of W; 0 if the backward cannot be split.
         activation_bytes: Held from F until B or W.
         boundary_bytes: Sent to the next stage, and as much gradient back.
-        resident_bytes: Parameters, gradients and optimizer state: held always, whatever the microbatch.
+        resident_bytes: Parameters, gradients and optimizer state: always held, whatever the microbatch.
 
     Raises:
         ValueError: If a value is negative.
@@ -287,7 +287,7 @@ class Cost:
     resident_bytes: float = 0
 
     def __post_init__(self) -> None:
-        # Written so that NaN, which is neither less nor more than anything, is refused too.
+        # Written so that NaN, which is neither less nor more than any number, is also refused.
         wrong = [f"{key}={value}" for key, value in vars(self).items() if not 0 <= value < inf]
         if wrong:
             raise ValueError(f"Costs must be finite and at least 0; got {', '.join(wrong)}")
@@ -309,10 +309,10 @@ class Cost:
 
     @classmethod
     def in_sequence(cls, costs: Iterable[Cost]) -> Cost:
-        """Add the costs of consecutive layers; `boundary_bytes` is that of the last."""
+        """Add the costs of consecutive layers; `boundary_bytes` comes from the last layer."""
         layers = list(costs)
         total = {key: sum(getattr(layer, key) for layer in layers) for key in cls.__dataclass_fields__}
-        # Outputs of the layers before the last stay inside of the stage.
+        # Outputs of the layers before the last stay inside the stage.
         return cls(**{**total, "boundary_bytes": layers[-1].boundary_bytes if layers else 0})
 
 
@@ -336,7 +336,7 @@ class Timeline:
     """Start and end of each action of a schedule, rank by rank, in the order in which they ran.
 
     Args:
-        schedule: What was to run.
+        schedule: The schedule that was to run.
         spans: For each rank, action -> (start, end) in seconds on a clock common to the ranks; empty to begin with.
     """
 
@@ -401,7 +401,7 @@ class Timeline:
         peaks = []
         for rank, row in enumerate(self.spans):
             held_bytes = peak = 0.0
-            # Without a backward nothing is saved. Stages differ in their bytes, so the count alone does not do.
+            # Without a backward nothing is saved. Stages differ in their bytes, so the count alone is not enough.
             is_training = any(action.kind is not Kind.F for action in row)
             for action in row if is_training else ():
                 step = {Kind.F: 1, Kind.B: -1, Kind.I: 0, Kind.W: -1}[action.kind]
@@ -411,9 +411,9 @@ class Timeline:
         return peaks
 
     def critical_path(self, tolerance_s: float = 0.0) -> list[Action]:
-        """Walk back from the last action to end, each time to what it waited for; first action first.
+        """Walk back from the last action to end, each time to the cause of its wait; return the first action first.
 
-        The step back is to the rank's previous action if that left no gap, else to the dependency that ended
+        The step back is to the rank's previous action if that left no gap. Otherwise it is to the dependency that ended
         last on another rank.
 
         Args:
@@ -431,7 +431,7 @@ class Timeline:
             needs = (producer(need) for need in dependencies(here, self.schedule.num_stages))
             remote = [actual[need] for need in needs if need.stage != here.stage and need in actual]
             if previous is not None:
-                # One that had ended before the previous action began counts as having arrived by that action's end.
+                # A dependency that ended before the previous action began counts as arrived by that action's end.
                 remote = [need for need in remote if span_of[need][1] > span_of[previous][0]]
             # Without a gap before it, the action started when its rank was free, whatever had arrived in the meantime.
             waited = previous is None or start_s - span_of[previous][1] > tolerance_s
@@ -456,14 +456,14 @@ def simulate(
     """Simulate a schedule from time 0: each action starts when its rank is free and its inputs have arrived.
 
     Args:
-        schedule: What to run.
+        schedule: The schedule to run.
         costs: One per stage, or one for all stages.
-        link: Between any two ranks; by default instant. Stages on one rank hand over without it.
+        link: Link between any two ranks; by default instant. Stages on one rank do not use it.
         overhead_s: Seconds that every action takes in addition to its cost.
 
     Raises:
         ValueError: If there is not one cost per stage.
-        ScheduleError: If the ranks wait for each other; says who waits for whom.
+        ScheduleError: If the ranks wait for each other; names them.
     """
     stages = [costs] * schedule.num_stages if isinstance(costs, Cost) else list(costs)
     if len(stages) != schedule.num_stages:
@@ -479,8 +479,8 @@ def simulate(
     # Every action comes after its dependencies, so one pass suffices: no events, no clock.
     for rank, action, needs in run_order(schedule.rows, schedule.num_stages):
         kind, stage, _ = action
-        # What the stage made itself is there as soon as its rank is free.
-        # The 0.0 is there for actions without needs: `max` of a single number is an error.
+        # A result of the same stage is there as soon as its rank is free.
+        # The 0.0 is for actions without needs: `max` of a single number is an error.
         start_s = max(free_s[rank], *(arrival_s[need] for need in needs if need.stage != stage), 0.0)
         end_s = start_s + seconds[stage][kind]
         free_s[rank] = end_s
@@ -493,7 +493,7 @@ def simulate(
         made = producer(action)
         arrival_s[made] = end_s
         if ranks[target] != rank:
-            # A channel carries one message at a time, but does not wait for the latency of the one before.
+            # A channel carries one message at a time, but does not wait for the latency of the previous message.
             channel = (rank, ranks[target], made.kind)
             sent_s = max(end_s, channel_free_s.get(channel, 0.0)) + transmit_s[boundary]
             channel_free_s[channel] = sent_s

@@ -1,11 +1,11 @@
-"""Skip connections over a cut: what later stages need besides the arguments of their first layer.
+"""Skip connections over a split point: values that later stages need besides the arguments of their first layer.
 
-    h = embed(x)            stage 0 runs `embed`, and sends its output along with what layer 2 gets
+    h = embed(x)            stage 0 runs `embed`, and sends its output along with the arguments of layer 2
     layers 0, 1
-    layers 2, 3             stage 1: its stub of `embed` returns what has come, and it sends that on
-    head(x + h)             stage 2: so does its own, and the step goes on as in one process
+    layers 2, 3             stage 1: its stub of `embed` returns the received tensor, and the stage sends it on
+    head(x + h)             stage 2: so does its stub, and the step continues as in one process
 
-Dry runs find them (`dry_runs`). They travel from neighbour to neighbour with the activations: a connection of its own
+Dry runs find them (`dry_runs`). They travel from neighbour to neighbour with the activations. A separate connection
 between distant stages would be one more order of messages to keep, and gradients would come back out of step.
 """
 
@@ -25,12 +25,12 @@ __all__ = ["NO_SKIPS", "Skip", "StageSkips", "Skips"]
 
 
 class Skip(NamedTuple):
-    """A tensor that skips over a cut.
+    """A tensor that skips over a split point.
 
     Attributes:
-        name: The module that returns it, or the parameter that it is.
+        name: The module that returns it; for a parameter, its own name.
         call: The number of the module's call in a step; -1 for a parameter.
-        leaf: Its position among the tensors that the call returns; -1 for what is made inside, which cannot be sent.
+        leaf: Its position among the tensors that the call returns; -1 for values inside the module, which are not sent.
     """
 
     name: str
@@ -39,12 +39,12 @@ class Skip(NamedTuple):
 
     @classmethod
     def inside(cls, name: str, call: int) -> Skip:
-        """Return what stands for all that a call makes and does not return."""
+        """Return the value that represents all tensors that a call makes and does not return."""
         return cls(name, call, -1)
 
     @property
     def is_parameter(self) -> bool:
-        """Whether it is a parameter, which the step reads by itself."""
+        """Whether it is a parameter, which the step reads directly."""
         return self.call < 0
 
     def __str__(self) -> str:
@@ -61,13 +61,13 @@ class StageSkips:
     """The skip connections of one stage, for one microbatch.
 
     Args:
-        incoming: What comes with the arguments of the stage's first layer.
-        outgoing: What the next stage gets with its own.
-        supply: Returns the tensor that has come, for a placeholder; None if there is none.
+        incoming: The tensors that come with the arguments of the stage's first layer.
+        outgoing: The tensors that go to the next stage with the arguments of its first layer.
+        supply: Returns the received tensor for a placeholder; None if there is none.
 
     Attributes:
         with_parameters: Whether there are parameters among them.
-        kept: What this stage has of `outgoing` so far.
+        kept: The tensors of `outgoing` that this stage has so far.
     """
 
     def __init__(
@@ -87,7 +87,7 @@ class StageSkips:
             self._places.setdefault((skip.name, skip.call), []).append(skip)
 
     def call(self, call: Call, run: Callable[[Call], Any]) -> Any:
-        """Run a call; what has come takes the places of placeholders in its output, and what is to be sent is kept."""
+        """Run a call; received tensors replace placeholders in its output, and outgoing tensors are kept."""
         if not self._places:
             return run(call)
         number = self._calls[call.site.name]
@@ -102,19 +102,19 @@ class StageSkips:
         return pytree.tree_unflatten(leaves, tree)
 
     def receive_parameters(self, placeholders: Mapping[str, Sequence[PlaceholderTensor]]) -> None:
-        """Fill the placeholders of parameters that have come, before the step begins."""
+        """Fill the placeholders of received parameters, before the step begins."""
         for skip in self.incoming:
             if skip.is_parameter:
-                # None in a layer of this stage, of which the step reads its own before the layers, too.
+                # `placeholders` lacks parameters that this stage holds: the step reads its own copy of these.
                 for placeholder in placeholders.get(skip.name, ()):
                     value = self._pass(skip, placeholder)
                     if value is not placeholder:
                         placeholder.receive(value)
 
     def keep_parameters(self, parameters: Mapping[str, Tensor]) -> None:
-        """Keep the parameters of this stage that the next one gets."""
+        """Keep the parameters of this stage that the next stage gets."""
         for skip in self.outgoing:
-            # What this stage has been sent it passes on, even where another stage of its rank holds the parameter.
+            # A received parameter is passed on as it came, even if another stage of this rank holds it.
             if skip.is_parameter and skip.name in parameters and skip not in self.kept:
                 self._pass(skip, parameters[skip.name])
 
@@ -122,11 +122,11 @@ class StageSkips:
         if skip in self.incoming and missing(value):
             come = self.supply(skip, value)
             if come is not None:
-                # Whoever has collected it, as hooks do, sees the data, too.
+                # Code that has collected the placeholder, such as a hook, also sees the data.
                 value.receive(come)
                 value = come
         if skip in self.outgoing and isinstance(value, Tensor) and not missing(value):
-            # A copy: the step may change its own in place, as the next stage will by itself.
+            # A copy: the step may change its own tensor in place, and the next stage will repeat that change itself.
             self.kept[skip] = value.clone()
         return value
 

@@ -1,13 +1,14 @@
-"""One stage of a model: the user's own step runs, and each intercepted call decides what happens there.
+"""One stage of a model: the user's own step runs, and the stage decides about each intercepted call.
 
     stage 1 of 3 owns layers 2 and 3
     embed, 0, 1     of stage 0: stubs return placeholders
     2               first owned: the placeholders among its arguments are received, then it runs
     3               runs
-    4               of stage 2: its arguments are what has to be sent; the step ends here
+    4               of stage 2: its arguments have to be sent; the step ends here
 
-`PipelineStages` keeps of a model what the stages of one rank need; names in `state_dict` stay those of the whole model.
-What several stages compute with, such as the matrix of an embedding that is the head too, stays on each ("tied").
+`PipelineStages` keeps the parts of a model that the stages of one rank need. Names in `state_dict` stay the names of
+the full model. A parameter of several stages, such as an embedding matrix that is also the head, stays on each
+("tied").
 """
 
 from __future__ import annotations
@@ -88,7 +89,7 @@ _REGISTERED = (
 
 
 class CutError(PlaceholderError):
-    """The model cannot be cut, or not here: a connection skips over the cut, or a layer runs twice."""
+    """The model cannot be split, or not here: a connection skips the split point, or a layer runs twice."""
 
 
 @dataclass(frozen=True)
@@ -126,16 +127,16 @@ class StageForward:
         stage: The stage.
         stage_of: The stage of each layer.
         stubs: Outputs of modules of other stages.
-        receive: Called once, at the first layer that is not of an earlier stage.
+        receive: Called once, at the first layer that does not belong to an earlier stage.
         on_entry: Called just before that.
         after_outer_call: Called with the number of calls of outer modules so far, until the first layer is called.
-        before_layer: Called with the index of each layer, but for those of later stages.
-        skips: What this stage gets and gives besides the arguments of layers.
+        before_layer: Called with the index of each layer, except layers of later stages.
+        skips: The tensors that this stage gets and gives besides the arguments of layers.
 
     Attributes:
         entered: Whether the stage has its inputs.
         last: The last layer that was called, -1 before the first.
-        ran: Where it is a list: from which to which number modules made the nodes of autograd's graph.
+        ran: If a list: for each module that ran, the range of its nodes in autograd's graph, by number.
     """
 
     def __init__(
@@ -164,13 +165,13 @@ class StageForward:
         self.ran: list[tuple[int, int]] | None = None
 
     def layer(self, call: Call) -> Any:
-        """Infer, receive and run, run, or leave the step, by where the layer is."""
+        """Infer the call, receive and run it, run it, or leave the step, according to the layer's stage."""
         index = call.layer_index
-        # Before anything else: a layer called twice would be received for twice, and the neighbour sends once.
+        # Before anything else: a second call of a layer would receive again, but the neighbour sends once.
         self._require_order(call.site, index)
         stage = self.stage_of[index]
         if stage < self.stage:
-            # What the step draws between layers is the same here as on the stage that runs them.
+            # The step's draws between layers must be the same here as on the stage that runs them.
             self.before_layer(index)
             return self.skips.call(call, self._infer)
         if not self.entered:
@@ -178,7 +179,7 @@ class StageForward:
         else:
             arguments = reveal(call.args), reveal(call.kwargs)
         if stage > self.stage:
-            # Entered above even so: what only passes through this stage has to be received to be sent on.
+            # Entered above even so: a tensor that only passes through this stage must be received to be sent on.
             leaves, tree = pytree.tree_flatten(arguments)
             raise StageExit(StageEnd(index, leaves, tree, line_of_step()))
         _require_data(call.site.name, arguments)
@@ -186,7 +187,7 @@ class StageForward:
         return self.skips.call(call.with_arguments(arguments), self._run)
 
     def outer_module(self, call: Call) -> Any:
-        """Infer before the stage is entered, run afterwards."""
+        """Infer the call before the stage is entered, run it afterwards."""
         result = self._outer_result(call)
         if self.last < 0:
             self.outer_calls += 1
@@ -231,19 +232,19 @@ class StageForward:
         self.last = index
 
     def _enter(self, index: int, call: Call) -> tuple[Any, Any]:
-        # From here on parameters that the step reads directly are this stage's own.
+        # From here on, parameters that the step reads directly are this stage's own.
         self.on_entry()
         leaves = pytree.tree_leaves((call.args, call.kwargs))
         positions = positions_to_receive(leaves)
         for position, value in zip(positions, self.receive(index, leaves, positions)):
-            # The placeholder stays the object that the model holds; lists it was put into before see its data too.
+            # The placeholder stays the object that the model holds, so lists that hold it see its data as well.
             leaves[position].receive(value)
         self.entered = True
         return reveal(call.args), reveal(call.kwargs)
 
 
 def positions_to_receive(leaves: list[Any]) -> list[int]:
-    """Return the positions of placeholders among `leaves`; of one that occurs twice, the first."""
+    """Return the positions of placeholders among `leaves`; for a placeholder that occurs twice, the first position."""
     seen: set[int] = set()
     positions = []
     for position, leaf in enumerate(leaves):
@@ -255,7 +256,7 @@ def positions_to_receive(leaves: list[Any]) -> list[int]:
 
 
 def are_tensors(leaves: list[Any]) -> tuple[bool, ...]:
-    """Tell which leaves are tensors."""
+    """Return for each leaf whether it is a tensor."""
     return tuple([isinstance(leaf, Tensor) for leaf in leaves])
 
 
@@ -275,7 +276,7 @@ def _seen_by_step(stages: PipelineStages) -> Iterator[None]:
 
 
 def _differentiated(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Return an `autograd.grad` that refuses what reaches the loss by other stages, too, in a step."""
+    """Return an `autograd.grad` that refuses, in a step, tensors that also reach the loss through other stages."""
 
     def grad(outputs: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
         for value in [inputs] if isinstance(inputs, Tensor) else inputs if _seen_stages is not None else ():
@@ -295,9 +296,9 @@ def _differentiated(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def in_whole_model(patches: Patches) -> None:
-    """Let `parameters()` of modules give those of other stages, too, in a step of a stage, until `patches` are undone.
+    """Let `parameters()` include parameters of other stages, in a step of a stage, until `patches` are undone.
 
-    They are placeholders, which refuse to be computed with: else a loop over parameters would leave them out silently.
+    These are placeholders, which refuse computations. Otherwise a loop over parameters would omit them silently.
     """
     named_parameters, get_parameter = nn.Module.named_parameters, nn.Module.get_parameter
 
@@ -337,7 +338,7 @@ def in_whole_model(patches: Patches) -> None:
 
 
 def _leaves_of(loss: Tensor, ran: Sequence[tuple[int, int]]) -> list[Tensor]:
-    """Return the leaves that a loss is computed from by nodes that were not made while modules `ran`."""
+    """Return the leaves that reach a loss through nodes that were not made while modules `ran`."""
     begins = [begin for begin, _ in ran]
     seen, waiting, found = set(), [loss.grad_fn], []
     while waiting:
@@ -349,7 +350,7 @@ def _leaves_of(loss: Tensor, ran: Sequence[tuple[int, int]]) -> list[Tensor]:
             found.append(node.variable)  # type: ignore[attr-defined]
             continue
         number = position_in_graph(node)
-        # Modules also hand on what is no output, such as losses that they append to a list.
+        # Modules also pass on tensors that are no outputs, such as losses that they append to a list.
         index = bisect(begins, number) - 1
         if index < 0 or number >= ran[index][1]:
             waiting += [function for function, _ in node.next_functions]
@@ -402,7 +403,7 @@ class InterceptedModel:
     Attributes:
         module: The model.
         active: The handler in use.
-        outer: Where the modules outside of the layers are intercepted.
+        outer: The call sites of the modules outside the layers.
     """
 
     def __init__(
@@ -423,19 +424,19 @@ class InterceptedModel:
             intercept(child, self.outer[-1])
 
     def restore_forwards(self) -> None:
-        """Put back methods that a step replaced and had no time to put back."""
+        """Restore methods that a step replaced, if it ended before it restored them."""
         self._forwards.restore()
 
     @contextmanager
     def handled_by(self, handler: CallHandler, seed: int | None = 0) -> Iterator[None]:
-        """Let `handler` decide what calls do inside the block, with the same random numbers each time.
+        """Let `handler` decide about calls inside the block, with the same random numbers each time.
 
         Args:
             handler: The handler.
-            seed: Of the random numbers; None goes on with those of outside.
+            seed: The seed of the random numbers; None continues the outer state.
         """
-        # What layers leave in their attributes is made of random data here, such as a moving average of an `.item()`.
-        # What the step itself leaves in attributes and buffers would be no better: placeholders.
+        # Layers may leave values from random data in their attributes here, such as a moving average of an `.item()`.
+        # The step itself may leave placeholders in attributes and buffers. Restore all of these.
         attributes, buffers = (
             SavedAttributes(self.module),
             [(child, dict(buffers_of(child))) for child in self.module.modules()],
@@ -457,18 +458,18 @@ class PipelineStages:
 
     Args:
         module: The model, with the same structure on all ranks. Parameters of other stages are freed, in place.
-        plan: What goes where.
+        plan: The stage of each part.
         rank: This rank's position in the pipeline group.
         device: Where stages compute.
 
     Attributes:
         stages: The stages of this rank.
         stage_of: The stage of each layer.
-        num_stages: Stages of the whole pipeline.
-        tied: Name of each parameter that several ranks hold -> where it is.
+        num_stages: Stages of the full pipeline.
+        tied: The names, stages and ranks of each parameter that several ranks hold, by its first name.
         stubs: Outputs of modules of other stages.
-        sites: Where calls are intercepted.
-        outside_of_layers: All modules but the layers and what is in them.
+        sites: The intercepted modules.
+        outside_of_layers: All modules except the layers and the modules inside them.
     """
 
     def __init__(self, module: nn.Module, plan: PipelinePlan, rank: int, device: torch.device) -> None:
@@ -482,41 +483,41 @@ class PipelineStages:
         stack = LayerStack.at(module, plan.container)
         inside = {child for layer in stack.layers for child in layer.modules()}
         self.outside_of_layers = [child for child in module.modules() if child not in inside]
-        # Before parameters are freed, as ties are found by identity.
+        # Before parameters are freed, because ties are found by identity.
         self.tied = self._find_tied()
         self._keys = {id(child): list(parameters_of(child)) for child in module.modules() if parameters_of(child)}
         self._known = WeakValueDictionary[int, Tensor]()
         self._names: dict[int, str] = {}
         self.note_parameters()
-        # What the step computes with directly, see `check_direct`.
+        # The parameters that the step computes with directly, see `check_direct`.
         self.direct = {*(plan.direct or ())}
         # Tensors with gradients that the step passes to modules of earlier stages.
         self.given_to_others: list[Tensor] = []
         self.is_first_step = True
-        # Also before: a module whose parameters are gone is recognized by its site.
+        # Before freeing as well: a module without its parameters is recognized by its site.
         self.sites = InterceptedModel(module, stack, self._holds)
         self._free(stack)
-        # After: only parameters that are still registered have to be hidden.
+        # After freeing: only parameters that are still registered have to be hidden.
         self._hidden = self._stand_ins(stack)
         self._freed = [(child, key) for child in self.outside_of_layers for key in vars(child) if _is_freed(child, key)]
         self._freed_in_layers = [(child, key) for child in inside for key in vars(child) if _is_freed(child, key)]
 
     @property
     def active(self) -> ActiveHandler:
-        """What decides about calls; it has a handler while a stage runs a step."""
+        """The object that decides about calls; it has a handler while a stage runs a step."""
         return self.sites.active
 
     @property
     def outer_names(self) -> list[str]:
-        """Names of the intercepted modules outside of the layers, which draw from streams of their own."""
+        """Names of the intercepted modules outside the layers, which draw from separate streams."""
         return [site.name for site in self.sites.outer]
 
     @contextmanager
     def handled_by(self, handler: Any) -> Iterator[None]:
-        """Let `handler` decide what calls do; until it is entered, parameters outside of modules are hidden."""
-        # What is received belongs to one microbatch: each has placeholders of its own.
+        """Let `handler` decide about calls; until its stage is entered, parameters outside modules are hidden."""
+        # Received data belong to one microbatch, so each gets separate placeholders.
         places = [] if handler.entered else list(self._freed)
-        # These are never received otherwise: their layers are not run here.
+        # Placeholders in layers receive data only as skips, because their layers do not run here.
         places += self._freed_in_layers if handler.skips.with_parameters else []
         freed = [(child, name, child.__dict__[name]) for child, name in places]
         for child, name, placeholder in freed:
@@ -532,7 +533,7 @@ class PipelineStages:
         finally:
             for child, name, placeholder in freed:
                 child.__dict__[name] = placeholder
-            # The step may have been left in the middle, by `StageExit` or an error.
+            # `StageExit` or an error may have ended the step early.
             self.sites.restore_forwards()
             self.show()
             self.stubs.forget_arguments()
@@ -559,19 +560,19 @@ class PipelineStages:
                 vars(child)[key] = value
 
     def note_parameters(self) -> None:
-        """Note which parameters there are, besides those that there were."""
+        """Note the current parameters, in addition to those noted before."""
         self._known.update({id(value): value for value in self.module.parameters()})
         self._names.update({id(value): name for name, value in self.module.named_parameters()})
 
     def parameters_seen(
         self, module: nn.Module, prefix: str, recurse: bool, remove_duplicate: bool
     ) -> Iterator[tuple[str, Tensor]]:
-        """Yield the parameters of a module in the order of the whole model, placeholders for those of other stages."""
+        """Yield the parameters of a module in the order of the full model, with placeholders for other stages."""
         known: set[Any] = set()
         children = module.named_modules(prefix=prefix, remove_duplicate=remove_duplicate) if recurse else None
         for path, child in [(prefix, module)] if children is None else children:
             own, attributes = parameters_of(child), vars(child)
-            # A copy of a module has placeholders, too.
+            # A copy of a module has placeholders as well.
             lacking = [key for key, value in attributes.items() if _is_freed(child, key)]
             for key in self._keys.get(id(child)) or dict.fromkeys([*own, *lacking]):
                 value = attributes.get(key)
@@ -585,16 +586,16 @@ class PipelineStages:
                     yield (f"{path}.{key}" if path else key), value
 
     def check_direct(self, loss: Tensor, ran: Sequence[tuple[int, int]]) -> None:
-        """Refuse a loss with parameters of layers that are used outside of modules, but were not before.
+        """Refuse a loss that uses parameters of layers directly, if the step did not do so before.
 
-        A loop over all parameters finds those of this stage only, which hooks or lists of the user's have kept.
+        A loop over all parameters, kept by hooks or lists of the user, finds the parameters of this stage only.
 
         Args:
-            loss: Of a microbatch, on the last stage.
-            ran: From which to which number modules made the nodes of its graph.
+            loss: The loss of a microbatch, on the last stage.
+            ran: For each module that ran, the range of its nodes in the graph, by number.
 
         Raises:
-            PlaceholderError: If there is one; names it.
+            PlaceholderError: If there is such a parameter; names it.
         """
         found = [leaf for leaf in _leaves_of(loss, ran) if self._known.get(id(leaf)) is leaf]
         if not found:
@@ -616,18 +617,18 @@ class PipelineStages:
             )
 
     def show(self) -> None:
-        """Undo what hides parameters from a stage that is not entered yet."""
+        """Undo the hiding of parameters from a stage that is not entered yet."""
         for module, name, _ in self._hidden:
             module.__dict__.pop(name, None)
 
     def _hide(self) -> None:
-        """Put placeholders before the parameters that the step reads directly, as a stage without them would see."""
-        # So does the stage before, which finds out by a dry run what this one lacks.
+        """Hide the parameters that the step reads directly behind placeholders, as if this stage lacked them."""
+        # The previous stage sees the same in its dry run, by which it finds the tensors to send to this stage.
         for module, name, placeholder in self._hidden:
             module.__dict__[name] = copy.deepcopy(placeholder)
 
     def _lacking_parameters(self) -> dict[str, list[PlaceholderTensor]]:
-        """Return what stands for parameters now, by name."""
+        """Return the current placeholders of parameters, by name."""
         found: dict[str, list[PlaceholderTensor]] = {}
         for child in self.module.modules():
             for value in vars(child).values():
@@ -670,8 +671,8 @@ class PipelineStages:
                 self._free_buffers(module, name, keep_constants=True)
 
     def _free_buffers(self, module: nn.Module, name: str, keep_constants: bool) -> None:
-        """Free the buffers of a module, with `keep_constants` only those that a checkpoint holds."""
-        # The others are constants, such as inverse frequencies, which any stage may read.
+        """Free the buffers of a module, with `keep_constants` only the buffers of its checkpoints."""
+        # Buffers outside checkpoints are constants, such as inverse frequencies, and any stage may read them.
         for path, child in module.named_modules(prefix=name):
             buffers = buffers_of(child)
             for key, value in list(buffers.items()):
@@ -681,7 +682,7 @@ class PipelineStages:
                     child.__dict__[key] = PlaceholderTensor.like(value, provenance, self.device)
 
     def _stand_ins(self, stack: LayerStack) -> list[tuple[nn.Module, str, PlaceholderTensor]]:
-        """Return placeholders for the parameters held here outside of the layers, which a step may read directly."""
+        """Return placeholders for this rank's parameters outside the layers, which a step may read directly."""
         inside = {id(child) for layer in stack.layers for child in layer.modules()}
         names = {id(parameter): name for name, parameter in self.module.named_parameters()}
         stand_ins = []

@@ -1,10 +1,10 @@
 """Stubs for modules owned by other stages: same structure, no parameters, placeholder outputs.
 
-A stub runs the module's own `forward` on placeholders once per input signature and keeps a recipe of the outputs, which
-layers of one kind share. A module whose outputs are also collected elsewhere, by a hook or in a list among its
-arguments, runs each time, so that a placeholder is collected there too.
+A stub runs the module's own `forward` on placeholders once per input signature. It keeps a recipe of the outputs, which
+layers of one kind share. A hook, or a list among its arguments, may also collect the outputs of a module. Such a module
+runs each time, so that a placeholder is collected there too.
 
-A `forward` that reads data is run on random ones, several times: numbers that differ between the runs depend on them,
+A `forward` that reads data runs several times, on random data. Numbers that differ between the runs depend on the data,
 and become values that refuse to be used.
 """
 
@@ -65,7 +65,7 @@ class StubOutputs:
     Args:
         device: Where the stage computes.
         repeats: Run each module every time, and let it change objects among its arguments. Otherwise it gets copies:
-            each layer reads only its own entries of a key-value cache, so those of other stages may be missing.
+            each layer reads only its own entries of a key-value cache, so entries of other stages may be missing.
     """
 
     def __init__(self, device: torch.device, repeats: bool = False) -> None:
@@ -90,7 +90,7 @@ class StubOutputs:
             key = (state, _signature(call.args), _signature(call.kwargs))
             recipe = self._recipes.get(key)
             if recipe is None:
-                # Sequence lengths vary without end in some data sets.
+                # Sequence lengths vary without end in some data sets, so the cache has a limit.
                 if len(self._recipes) >= _MOST_RECIPES:
                     self._recipes.clear()
                 result, self._recipes[key] = self._record(call)
@@ -117,14 +117,14 @@ class StubOutputs:
         return self._submodules[module]
 
     def _recipe_of_last(self, state: Any, call: Call) -> _OutputRecipe | None:
-        """Return the recipe of the call before if this one looks the same: layers mostly share their arguments."""
+        """Return the recipe of the previous call if this one looks the same: layers mostly share their arguments."""
         last = self._last
         if last is not None and last.state == state and _same_call(last, call.args, call.kwargs):
             return last.recipe
         return None
 
     def _follow(self, recipe: _OutputRecipe, call: Call) -> Any:
-        # New placeholders for each call, since each receives its own data.
+        # New placeholders for each call, because each receives separate data.
         provenance = call.site.provenance
         if recipe.tree is None:
             return PlaceholderTensor(recipe.leaves[0][1], self.device, provenance)
@@ -140,7 +140,7 @@ class StubOutputs:
         return pytree.tree_unflatten(leaves, recipe.tree)
 
     def _run(self, call: Call, available: bool = False) -> tuple[Any, bool]:
-        """Return the module's output, and whether it changed a list or dict that it was given."""
+        """Return the module's output, and whether it changed a list or dict among its arguments."""
         arguments = (call.args, call.kwargs)
         originals: dict[int, Any] = {}
         # Tensor-parallel layers communicate in their forward; the ranks of other stages do not take part here.
@@ -153,8 +153,8 @@ class StubOutputs:
             except Exception as error:
                 saved.restore()
 
-                # Data were read, as in routing by content: run again on random data, with fresh copies, since the first
-                # run may have changed some of them.
+                # The code reads data, such as routing by content, so run it again on random data. With fresh copies,
+                # because the first run may have changed some of them.
                 def copied() -> Any:
                     originals.clear()
                     return copy_args(arguments, originals)
@@ -185,9 +185,9 @@ class StubOutputs:
         return pytree.tree_map(finished, result), _write_back(arguments, given, finished)
 
     def _record(self, call: Call) -> tuple[Any, _OutputRecipe | None]:
-        """Run the module; return its output, and a recipe for it, None if there can be none."""
+        """Run the module; return its output, and a recipe for it, or None if there can be none."""
         inputs = pytree.tree_flatten((call.args, call.kwargs))[0]
-        # Not by identity for plain values: small integers are the same object wherever they come from.
+        # Not by identity for plain values: equal small integers are one object, whatever their origin.
         positions = {id(leaf): index for index, leaf in enumerate(inputs) if not isinstance(leaf, _PLAIN)}
         result, changed_arguments = self._run(call)
         if changed_arguments:
@@ -200,7 +200,7 @@ class StubOutputs:
             elif type(leaf) is PlaceholderTensor:
                 recipe.append(("placeholder", leaf.meta))
             elif isinstance(leaf, Tensor):
-                return result, None  # real data, computed from the batch: to be computed again each time
+                return result, None  # real data, computed from the batch, so compute them again each time
             else:
                 recipe.append(("constant", leaf))
         is_single = bool(leaves) and leaves[0] is result and recipe[0][0] == "placeholder"
@@ -208,9 +208,9 @@ class StubOutputs:
 
 
 def _described(error: Exception) -> str:
-    """Describe why a module could not be run on placeholders."""
+    """Describe why a module could not run on placeholders."""
     if isinstance(error, (KeyError, AttributeError, IndexError)):
-        # It is run alone, and on its own copies of objects.
+        # It ran alone, and on separate copies of objects.
         return (
             f"{type(error).__name__}: {error}; values that earlier layers leave for it in a shared object, such as"
             " keys and values, are missing here; return them from these layers"
@@ -230,8 +230,8 @@ def _run_on_random_data(
         available: Whether the resulting placeholders count as available.
 
     Returns:
-        Its output, and the arguments as it left them, with placeholders for all tensors but those it was called with.
-        A number or array that depends on the random data is an `UnknownValue`, in attributes of the module too.
+        Its output and its final arguments, with placeholders for all tensors except those it was called with. A number
+        or array that depends on the random data is an `UnknownValue`, also in attributes of the module.
     """
     saved = SavedAttributes(call.module)
     left = []
@@ -240,12 +240,12 @@ def _run_on_random_data(
         try:
             result = run_variant(call.with_arguments(copied()), device, available, variant)
         except Exception:
-            # The first is the run itself; of the others nothing is learned, as of an index that is out of range.
+            # The first variant is the run itself. A failure of another, as by an index out of range, shows nothing.
             if variant == 0:
                 raise
             continue
         attributes = [own_attributes(child) for child in call.module.modules()]
-        # Copies of the containers: the next run goes on with the same objects.
+        # Copies of the containers: the next run continues with the same objects.
         left.append(pytree.tree_map(lambda leaf: leaf, (result, attributes)))
     *others, mine = left
 
@@ -261,7 +261,7 @@ def _run_on_random_data(
 
 
 def _where_different(mine: Any, other: Any, unknown: Callable[[Any], UnknownValue]) -> Any:
-    """Replace plain values and arrays in `mine` that `other` does not have at the same place by unknown ones."""
+    """Replace plain values and arrays in `mine` by unknown values where `other` has different ones."""
     leaves, tree = pytree.tree_flatten(mine)
     others, other_tree = pytree.tree_flatten(other)
     if tree != other_tree:
@@ -277,12 +277,12 @@ def _where_different(mine: Any, other: Any, unknown: Callable[[Any], UnknownValu
 def _is_different(mine: Any, other: Any) -> bool:
     if isinstance(mine, (np.ndarray, np.generic)):
         return type(other) is not type(mine) or not np.array_equal(mine, other)
-    # NaN differs from itself.
+    # NaN differs from itself, so compare the texts.
     return isinstance(mine, (bool, int, float, complex, str)) and repr(mine) != repr(other)
 
 
 def _into(old: dict[str, Any], new: dict[str, Any]) -> dict[str, Any]:
-    """Return `new` with the containers of `old`, filled with its entries: others may hold the same objects."""
+    """Return `new` with the containers of `old`, filled with its entries: other objects may hold these containers."""
     for name, value in new.items():
         before = old.get(name)
         if type(before) is list and type(value) is list:
@@ -316,7 +316,7 @@ def free_parameters(module: nn.Module, freed: set[int], device: torch.device, na
     for key, value in own.items():
         name = names[id(value)]
         placeholders[id(value)] = PlaceholderTensor.like(value, f"the parameter `{name}`", device, name)
-        # Not registered, so that `parameters()`, optimizers and `state_dict` have those of this rank only.
+        # Not registered, so that `parameters()`, optimizers and `state_dict` hold this rank's parameters only.
         del parameters_of(module)[key]
         module.__dict__[key] = placeholders[id(value)]
     module.__dict__.update(parameter_lists(module, placeholders))
@@ -325,8 +325,7 @@ def free_parameters(module: nn.Module, freed: set[int], device: torch.device, na
 def _stand_ins(module: nn.Module, path: str, device: torch.device, available: bool) -> dict[str, Any]:
     """Return placeholders for the parameters and buffers that `module` itself still holds, by attribute.
 
-    Buffers that are not in checkpoints are constants, such as inverse frequencies, and code may read them: they are
-    copied.
+    Buffers outside checkpoints are constants, such as inverse frequencies, and code may read them, so they are copied.
     """
     own = {name: value for name, value in parameters_of(module).items() if value is not None}
     held = {**own, **{name: value for name, value in buffers_of(module).items() if value is not None}}
@@ -339,7 +338,7 @@ def _stand_ins(module: nn.Module, path: str, device: torch.device, available: bo
         else:
             provenance = f"`{path}.{name}`" if path else f"`{name}`"
             stand_ins[name] = PlaceholderTensor.like(value, provenance, device, available=available)
-    # One that has been received for the step itself: here nothing is computed.
+    # A placeholder that received data for the step is copied without them: stubs compute nothing.
     received = {
         name: value
         for name, value in vars(module).items()
@@ -366,7 +365,7 @@ def copy_args(arguments: Any, originals: dict[int, Any]) -> Any:
         try:
             duplicate = copy.deepcopy(leaf, memo)
         except Exception:
-            # What cannot be copied, such as a lock or a generator, is passed on as it is.
+            # An object that cannot be copied, such as a lock or a generator, is passed on itself.
             return leaf
         originals[id(duplicate)] = (leaf, duplicate)
         return duplicate
@@ -378,8 +377,8 @@ def _write_back(old: Any, new: Any, finished: Callable[[Any], Any]) -> bool:
     """Write the changes that a module made to copies of lists and dicts back to the originals.
 
     Args:
-        old, new: The arguments as they were passed, and the copies as the module left them.
-        finished: Converts a value of `new` to what may be seen outside of the dry run.
+        old, new: The original arguments, and the copies in their state after the call.
+        finished: Converts a value of `new` to a value for use outside the dry run.
 
     Returns:
         Whether a list or dict changed.
@@ -398,7 +397,7 @@ def _write_back(old: Any, new: Any, finished: Callable[[Any], Any]) -> bool:
     is_unchanged = entries.keys() == before.keys() and all(entries[key] is item for key, item in before.items())
     if is_unchanged or isinstance(old, tuple):
         return changed
-    # In place: whoever gave the list, such as a model that collects hidden states, reads it after the call.
+    # In place: the owner of the list, such as a model that collects hidden states, reads it after the call.
     old.clear()
     if isinstance(old, dict):
         old.update(entries)
@@ -416,13 +415,13 @@ def _same(old: Any, new: Any, finished: Callable[[Any], Any]) -> bool:
 
 
 def _note_copies(value: Any, memo: dict[int, Any], seen: set[int]) -> None:
-    """Add copies of the tensors in `value` that `deepcopy` cannot copy, such as those with a history, to its memo."""
+    """Add copies of tensors in `value` that `deepcopy` rejects, such as tensors with a history, to its memo."""
     if id(value) in seen:
         return
     seen.add(id(value))
     if isinstance(value, Tensor):
         is_refused = type(value) is Tensor and value.requires_grad and not value.is_leaf
-        # Of one without data, `deepcopy` copies the storage, which fails.
+        # `deepcopy` copies the storage, which fails for a tensor without data.
         if is_refused or isinstance(value, FakeTensor):
             memo[id(value)] = value.detach().clone().requires_grad_(value.requires_grad)
     elif isinstance(value, (list, tuple, set)):
@@ -434,7 +433,7 @@ def _note_copies(value: Any, memo: dict[int, Any], seen: set[int]) -> None:
 
 
 def autocast_dtype(device: torch.device) -> torch.dtype | None:
-    """Return the dtype of autocast on `device`, None if it is off."""
+    """Return the dtype of autocast on `device`; None if it is off."""
     return torch.get_autocast_dtype(device.type) if torch.is_autocast_enabled(device.type) else None
 
 
@@ -480,10 +479,10 @@ def named_placeholders(module: nn.Module, device: torch.device) -> Iterator[list
         for key, value in parameters_of(child).items()
         if value is not None
     ]
-    # Lists of parameters that modules keep, too: a step may sum over one.
+    # Also lists of parameters that modules keep: a step may sum over one.
     kept = [(child, parameter_lists(child, placeholders)) for child in module.modules()]
     before = [(child, {name: vars(child)[name] for name in lists}) for child, lists in kept if lists]
-    # An attribute of the instance comes before `__getattr__`, by which `nn.Module` finds registered parameters.
+    # An attribute of the instance takes precedence over `__getattr__`, by which `nn.Module` finds parameters.
     for child, key, placeholder in hidden:
         child.__dict__[key] = placeholder
     for child, lists in kept:
@@ -495,7 +494,7 @@ def named_placeholders(module: nn.Module, device: torch.device) -> Iterator[list
             yield name, placeholders.get(id(parameter), parameter)
 
     try:
-        # A step may sum over `self.parameters()`, of submodules too: hence the class and not the instance.
+        # Patch the class and not the instance: a step may sum over `parameters()` of submodules as well.
         with patched(nn.Module, "named_parameters", placeholders_by_name):
             yield list(placeholders.values())
     finally:

@@ -21,7 +21,7 @@ class UnknownValue:
         available: As for `PlaceholderTensor`.
 
     Attributes:
-        sources: None, unlike those of a placeholder: only tensors are sent.
+        sources: Empty, unlike a placeholder's: only tensors are sent.
     """
 
     def __init__(self, sample: Any, provenance: str, available: bool) -> None:
@@ -42,7 +42,7 @@ class UnknownValue:
         raise error
 
     def __getattr__(self, name: str) -> Any:
-        # Copying and pickling ask for methods that may be absent; everything else would be a use of the value.
+        # Copying and pickling ask for methods that may be absent; any other access would be a use of the value.
         if name.startswith("__") and name.endswith("__") and name not in ("__array__", "__array_interface__"):
             raise AttributeError(name)
         return self.refuse()
@@ -59,10 +59,10 @@ for _operation in _REFUSED.split():
 
 
 def require_known(value: Any, name: str) -> None:
-    """Refuse placeholders, and numbers of other stages, in what a step leaves behind.
+    """Refuse placeholders, and numbers of other stages, in a value that a step leaves behind.
 
     Args:
-        value: Of any structure.
+        value: A value of any structure.
         name: Where the step leaves it, for the message.
 
     Raises:

@@ -35,8 +35,8 @@ class _SplitLinear(nn.Linear):
     def forward(self, x: Tensor) -> Tensor:
         if not torch.is_grad_enabled():
             return nn.functional.linear(x, self.weight, self.bias)
-        # As autocast does inside `linear`, which leaves double precision alone, but before x is saved: backward
-        # multiplies it by a gradient of that dtype.
+        # `linear` would cast under autocast, except in double precision. Cast here, before x is saved, because backward
+        # multiplies x by a gradient of that dtype.
         if torch.is_autocast_enabled(x.device.type) and x.dtype != torch.float64:
             x = x.to(torch.get_autocast_dtype(x.device.type))
         return _Linear.apply(x, self.weight, self.bias)
@@ -52,7 +52,7 @@ class _Linear(Function):
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         ctx.save_for_backward(x, weight, bias)
         ctx.parameters = parameters_among(weight, bias)
-        # What is not 2-D comes out as a view, which autograd lets nobody change in place after a custom function.
+        # Output that is not 2-D is a view, and autograd forbids in-place changes of a view from a custom function.
         return nn.functional.linear(x, weight, bias).detach()
 
     @staticmethod
