@@ -308,13 +308,13 @@ class ParallelState:
             `losses[0]`: the kind of `pipeline.Merging` by which microbatches are merged. The kind is empty for a value
             that the microbatches leave one after another as a single step does.
         whole_batches: Steps for evaluation that are run as one microbatch, since several do not give the same.
-        doubt: Two microbatches together, and what the loss of a sketch of the model is on them, if that is not the mean
-            of their losses.
+        doubt: Two microbatches together, and a warning, if the loss of a sketch of the model is not the mean of their
+            losses.
         copies_in_doubt: Batches of copied samples for which the sketch's loss differs from the mean over their halves;
             None if the sketch could not run.
-        batch_states: While a step runs on a microbatch: metrics, and their states of that alone, by `id`.
-        followed: Paths of the modules that are not intercepted: all stages run their code, and the last one knows what
-            it leaves in attributes.
+        batch_states: While a step runs on a microbatch: metrics, and their states of this microbatch alone, by `id`.
+        followed: Paths of the modules that are not intercepted: all stages run their code, and the attributes on the
+            last stage count.
     """
 
     tensor_ranks: tuple[int, ...] = ()
