@@ -31,12 +31,11 @@ class TrustRatioOptimizer(Optimizer):
     """Base class of optimizers that look at norms of whole parameters.
 
     Attributes:
-        norms: Takes these norms; a strategy that divides parameters replaces it. Of `DTensor`s they are right by
-            themselves.
+        norms: Takes these norms, also of `DTensor`s; a strategy that shards parameters replaces it.
 
     Raises:
-        ValueError: From the constructor and from `step`, on every rank, for parameters that are parts of flattened
-            ones (FSDP1, DeepSpeed ZeRO): nothing tells the norms of the whole.
+        ValueError: From the constructor and from `step`, on every rank, for parts of flattened parameters (FSDP1,
+            DeepSpeed ZeRO), whose full norms are unknown.
         TypeError: From `step`, for sparse or complex gradients.
     """
 
@@ -104,10 +103,8 @@ class TrustRatioOptimizer(Optimizer):
         """Update the parameters that have gradients."""
 
     def _ratios(self, held: list[_Held], steps: dict[int, Tensor]) -> dict[int, Tensor]:
-        """Return (norm of the parameter, norm of `steps`) by `id` of the parameters that are to be adapted.
-
-        Without a gradient, too: ranks must agree on the message.
-        """
+        """Return (norm of the parameter, norm of `steps`) by `id` of the adapted parameters."""
+        # Also for parameters without a gradient here: all ranks must send messages of one layout.
         adapted = [one for one in held if one.group["adapt_vectors"] or one.parameter.dim() > 1]
         norms = self.norms(
             [one.parameter for one in adapted],
@@ -121,17 +118,18 @@ class TrustRatioOptimizer(Optimizer):
     ) -> None:
         """Add the steps of parameters of one group, times trust ratio, learning rate and `sign`, to `targets`."""
         plain: tuple[list[Tensor], list[Tensor], list[Tensor]] = [], [], []
-        # Once for all parameters: a number is copied to the device.
+        # Once for all parameters, since each number costs a copy to the device.
         rate = torch.as_tensor(mine[0].group["lr"], dtype=torch.float64, device=steps[0].device)
         for target, step, one in zip(targets, steps, mine):
             factor = rate.to(step.device)
             pair = norms.get(id(one.parameter))
             if pair is not None:
+                # On the device, without a branch: the host does not wait for the norms.
                 weight, other = pair.to(step.device).unbind()
                 is_known = (weight > 0) & (other > 0)
                 factor = torch.where(is_known, self._trust_ratio(weight, other, one.group), 1.0) * factor
             if step.dtype.itemsize < 4:
-                # Of 16 bits, the factor itself could be zero.
+                # In 16 bits the factor itself could round to zero.
                 target.add_(step * factor, alpha=sign)
                 continue
             for values, value in zip(plain, (target, step, factor.to(step.dtype))):
@@ -147,7 +145,7 @@ class TrustRatioOptimizer(Optimizer):
         """Return this rank's part of a tensor of the state, of the parameter's shape; zeros at first."""
         state = self.state[one.parameter]
         if key not in state:
-            # Like the parameter, and not like its part: checkpoints of `DTensor`s want to know the whole.
+            # Like the parameter, not like its part: checkpoints of `DTensor`s need the full shape.
             state[key] = torch.zeros_like(one.parameter, memory_format=torch.preserve_format)
         return local_part(state[key], one.parameter)
 
@@ -230,6 +228,7 @@ class LARS(TrustRatioOptimizer):
             if not group["momentum"]:
                 self._add_steps(values, steps, mine, norms, -1.0)
                 continue
+            # The momentum sums scaled steps, as in the paper, so a later learning rate does not rescale earlier steps.
             buffers = [self._remembered(one, "momentum_buffer") for one in mine]
             each("mul_", buffers, group["momentum"])
             self._add_steps(buffers, steps, mine, norms, 1.0)

@@ -190,6 +190,7 @@ class LayoutSearch:
         per_byte_s = (2 * copies - 1) / self.cluster.device.bytes_per_s
         self.optimizer_s = optimizer_s or (per_byte_s, 0.0)
         self._parts: dict[int, ModelParts] = {}
+        # By (tensor ranks, stages, samples): a cut does not depend on the schedule.
         self._cuts: dict[tuple[int, int, int], tuple[int, ...]] = {}
 
     # --------------------------------------------------------------------------------------------------- one layout
@@ -290,6 +291,7 @@ class LayoutSearch:
         shared_s = makespan_s if crowd == 1 else self._shared_s(mesh, schedule, together, link, plays, makespan_s)
         work = self._work(schedule, together)
         busiest = max(range(len(work)), key=work.__getitem__)
+        # The busiest rank alone decides how a step divides into kinds; other ranks wait for it.
         messages = _stages(costs.messages, counts)
         tensor_s = schedule.num_microbatches * sum(c.total_s for c in _of_rank(schedule, messages, busiest))
         busy_s = schedule.num_microbatches * work[busiest]
@@ -368,6 +370,7 @@ class LayoutSearch:
             return simulate(played, stages, link, self.action_s).makespan_s + max(work) * (
                 count - played.num_microbatches
             )
+        # Zero-bubble schedules fill the bubble with weight gradients.
         rest = sum(work) - max(work)
         if schedule.name in ("zb_h1", "interleaved_zb", "zbv"):
             rest -= 2 * sum(cost.weight_gradient_s for cost in stages) * (ranks - 1) / ranks

@@ -230,7 +230,7 @@ class Rehearsal:
 
     @property
     def compute_dtype(self) -> torch.dtype:
-        """What products are computed in."""
+        """The dtype of matrix products."""
         return _DTYPES[self.precision.partition("-")[0]]
 
     @property
@@ -259,13 +259,12 @@ class Rehearsal:
         dtype = self.compute_dtype if self.precision.endswith("true") else None
         module = without_data(self.module, None if dtype is torch.float32 else dtype)
         if (trainer := getattr(self.module, "_trainer", None)) is not None:
-            module.trainer = trainer  # which steps ask, and a LightningModule leaves out of its copies
+            module.trainer = trainer  # steps ask it, and a LightningModule leaves it out of its copies
         sharding = None
         if tensor > 1:
             group = Group.pretended(TENSOR, tensor, lambda op, num_bytes: self._notes.append((op, num_bytes)))
             sharding = apply_plan(module, make_plan(module, self._plan, group, self._sequence_parallel), group)
-        if tensor > 1:
-            # Where parts are used does not depend on how they are divided.
+            # The use of parts does not depend on their division, so it is traced once.
             whole = self.divided(1)
             stack = None if whole.stack is None else LayerStack.at(module, whole.stack.path)
             return Divided(module, sharding, stack, whole.use, whole.uncut)
@@ -295,7 +294,7 @@ class Rehearsal:
         return self._of(self.divided(tensor).module)
 
     def costs(self, tensor: int, microbatches: int) -> PartCosts:
-        """Return what one of so many microbatches costs on one of `tensor` ranks.
+        """Return the costs of one of so many microbatches on one of `tensor` ranks.
 
         Raises:
             ValueError: If the model cannot be divided over so many, or its step fails.
@@ -312,12 +311,13 @@ class Rehearsal:
         self._costs.clear()
 
     def count(self, quantity: Quantity, tensor: int, microbatches: int = 1) -> Costs:
-        """Count a quantity in a microbatch's F, I and W; what `Costs` calls seconds is of that quantity.
+        """Count a quantity in a microbatch's F, I and W; the seconds of `Costs` hold that quantity.
 
         Raises:
             ValueError: See `costs`.
         """
-        self.divided(tensor)  # before messages are counted
+        # First: a division sends messages, too, which must not count.
+        self.divided(tensor)
         self._notes.clear()
         with ExitStack() as context:
             is_real = self.measured and quantity == "seconds"

@@ -2,6 +2,7 @@
 
 import copy
 import tempfile
+import warnings
 from collections import defaultdict
 from pathlib import Path
 
@@ -10,7 +11,7 @@ import torch
 from lightning.pytorch.callbacks import BackboneFinetuning, BaseFinetuning
 from torch import nn
 
-from lightning_parallel import HybridParallelStrategy, comm
+from lightning_parallel import LAMB, HybridParallelStrategy, comm
 from lightning_parallel.comm import Group
 from lightning_parallel.strategies.hooks.watch import HookError
 from lightning_parallel.strategies.optimizers import checks as optimization
@@ -428,6 +429,20 @@ def test_optimizers_that_cannot_be_tried_are_refused():
         Lookahead(torch.optim.SGD(parameters, lr=0.1, momentum=0.9)),
     ):
         checks(optimizer)
+
+
+def test_optimizers_over_vectors_of_all_parameters():
+    parameters = list(nn.Linear(4, 4).parameters())
+    optimization.check_flattened([torch.optim.AdamW(parameters), AdamOfOwn(parameters)], "FSDP1")
+    for kind in (torch.optim.Adafactor, torch.optim.LBFGS, LAMB):
+        with pytest.raises(ValueError, match=f"`{kind.__name__}` computes with full tensors, but FSDP1 flattens"):
+            optimization.check_flattened([kind(parameters)], "FSDP1")
+    with pytest.warns(UserWarning, match="`Given` could not be tried .* single elements"):
+        optimization.check_flattened([Given(parameters, None)], "FSDP1")
+    of_deepspeed = type("FusedAdam", (Given,), {"__module__": "deepspeed.ops.adam"})
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        optimization.check_flattened([of_deepspeed(parameters, None)], "DeepSpeed's ZeRO")
 
 
 SPLITS = (optimization._row_halves, optimization._column_halves, optimization._slices)

@@ -1,13 +1,13 @@
-"""What the user's code made of dummies while it built optimizers: taken out again, or refused.
+"""Tensors that the user's code made of dummies while it built optimizers: taken out again, or refused.
 
 A pipeline stage shows dummies in place of the parameters of other stages, so that parameter groups are those of one
 process (`checkpoint.dummies`). Wrapper optimizers and averages copy parameters at that time, and step through both by
 position later, when the dummies are gone:
 
-    lists, tuples, sets      lose what belongs to a dummy, or its position where they follow the parameters
+    lists, tuples, sets      lose the entry of a dummy, or its position where they follow the parameters
     dicts                    by parameter, by name, by position: likewise
-    modules                  have what the stage has of a missing parameter
-    all else that is left    is refused
+    modules                  get the stage's placeholder of a missing parameter
+    any other holder         is refused
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ _PASSED = FOREIGN - {"torch"}  # an optimizer of torch may be inside of one of t
 
 
 class DummyTrace(TorchDispatchMode):
-    """Follows parameters through every operation, and knows what was made of a dummy alone.
+    """Follows parameters through every operation, and knows the tensors that were made of a dummy alone.
 
     Args:
         module: The user's module while it has the dummies.
@@ -60,11 +60,13 @@ class DummyTrace(TorchDispatchMode):
         result = func(*args, **kwargs)
         first = args[0] if args else None
         targets = first if schema_of(func).is_mutable else result
+        # Operators on lists, as averages use them, work entry by entry: an entry comes from its own parameter alone.
         if isinstance(first, (list, tuple)) and isinstance(targets, (list, tuple)) and len(first) == len(targets):
             others = [one for one in args if isinstance(one, (list, tuple)) and len(one) == len(first)]
             for *operands, target in zip(*others, targets):
                 self._follow(operands, target)
         else:
+            # `copy_` overwrites its target, so the target's own past does not count.
             written = targets if func.__name__.startswith("copy_") else None
             self._follow([one for one in pytree.tree_leaves((args, kwargs)) if one is not written], targets)
         return result
@@ -78,6 +80,7 @@ class DummyTrace(TorchDispatchMode):
     def _note(self, tensor: Tensor, owners: frozenset[str]) -> None:
         reference = storage_ref(tensor)
         if reference is not None:
+            # The line goes into the error, which comes long after the operation.
             line = innermost_users_line() if owners & self._names else ""
             self._made[reference.cdata] = reference, owners, line
 
@@ -89,9 +92,9 @@ class DummyTrace(TorchDispatchMode):
         )
 
     def is_of_dummy(self, tensor: Tensor) -> bool:
-        """Tell whether a tensor was made of dummies alone."""
+        """Return whether a tensor was made of dummies alone."""
         if tensor.dim() and tensor.numel() > 1 and not any(tensor.stride()):
-            return True  # a copy that no operator has made
+            return True  # expanded like a dummy: a copy that no operator has made, as by `deepcopy`
         owners = self.owners(tensor)
         return bool(owners) and owners <= self._names
 
@@ -104,28 +107,29 @@ class DummyTrace(TorchDispatchMode):
 
 
 class DummyPositions:
-    """Which positions of a list that follows the parameters are those of dummies.
+    """Positions of dummies in lists that follow the parameters.
 
     Args:
         module: The user's module while it has the dummies.
         dummies: The dummies, and their names.
-        optimizers: What `configure_optimizers` has made, with the dummies in its groups.
+        optimizers: The optimizers of `configure_optimizers`, with the dummies in their groups.
     """
 
     def __init__(self, module: nn.Module, dummies: Mapping[Any, str], optimizers: Sequence[Any]) -> None:
         groups = [[group["params"] for group in optimizer.param_groups] for optimizer in optimizers]
         every = list(module.parameters())
+        # User code lists parameters in the order of the optimizer, of the module, or of its trained parameters.
         orders = [list(chain.from_iterable(each)) for each in groups]
         orders += [every, [parameter for parameter in every if parameter.requires_grad]]
         self._groups = [[[each not in dummies for each in group] for group in each] for each in groups]
         self._masks = [[each not in dummies for each in order] for order in orders]
 
     def of(self, count: int) -> list[list[bool]]:
-        """Return which positions of so many stay, in the order of optimizers first."""
+        """Return masks of the positions that stay in a list of `count` entries, in the order of optimizers first."""
         return [mask for mask in self._masks if len(mask) == count > 1]
 
     def of_groups(self, values: Sequence[Any]) -> list[list[bool]] | None:
-        """Return which positions of lists for each group stay; None if they are of other lengths."""
+        """Return masks of the positions that stay in lists for each group; None if lengths differ."""
         for groups in self._groups:
             if len(groups) == len(values) and all(
                 isinstance(value, list) and len(value) == len(mask) for value, mask in zip(values, groups)
@@ -137,20 +141,21 @@ class DummyPositions:
 def take_out_dummies(
     trace: DummyTrace, module: nn.Module, optimizers: Sequence[Any], positions: DummyPositions
 ) -> None:
-    """Take out of what optimizers and the module hold what belongs to dummies, which must be gone from the module.
+    """Take the tensors of dummies out of optimizers and the module, which must have lost its dummies.
 
     Args:
-        trace: Knows what does.
+        trace: Knows the tensors of dummies.
         module: The user's module.
-        optimizers: What `configure_optimizers` has made.
-        positions: Which positions of lists are those of dummies.
+        optimizers: The optimizers of `configure_optimizers`.
+        positions: Positions of dummies in lists.
 
     Raises:
-        ValueError: If something is left that is held elsewhere.
+        ValueError: If something else still holds such a tensor.
     """
     cleaner = _Cleaner(trace, module, positions)
     for optimizer in optimizers:
         cleaner.clean(optimizer)
+    # From the likeliest holder to the rarest: a walk through a module or a garbage collection takes long.
     if trace.left() is not None:
         cleaner.clean(module)
     if trace.left() is not None:
@@ -176,11 +181,12 @@ class _Cleaner:
         self._module = module
         self._positions = positions
         trainer = getattr(module, "_trainer", None)
+        # Values are held beside their ids, so that no new object gets the id of one that is gone.
         self._seen: dict[int, Any] = {id(trainer): trainer, id(self): self, id(trace): trace}
         self._defaults: list[Any] = []
 
     def clean(self, value: Any) -> Any:
-        """Return a value without what belongs to dummies; what can be changed is changed in place."""
+        """Return a value without the tensors of dummies; mutable values are changed in place."""
         if isinstance(value, _NO_HOLDERS) or id(value) in self._seen:
             return value
         self._seen[id(value)] = value
@@ -212,7 +218,7 @@ class _Cleaner:
             values.extend(cleaned)
 
     def _kept(self, values: Sequence[Any]) -> list[Any]:
-        """Return the entries of a list that are not of dummies; parameter groups stay, without parameters."""
+        """Return the entries of a list without the entries of dummies; parameter groups stay, without parameters."""
         if values and all(isinstance(value, dict) and "params" in value for value in values):
             return list(values)
         groups = self._positions.of_groups(values)
@@ -227,11 +233,11 @@ class _Cleaner:
         return [each for each in values if not self._belongs(each)]
 
     def _mask_of(self, values: Sequence[Any]) -> list[bool] | None:
-        """Return which positions stay in values that follow the parameters; None if they do not."""
+        """Return a mask of the positions that stay in values that follow the parameters; None if they do not."""
         return next((mask for mask in self._positions.of(len(values)) if self._fits(values, mask)), None)
 
     def _fits(self, values: Sequence[Any], mask: Sequence[bool]) -> bool:
-        """Tell whether what is known to belong to a dummy is at its place."""
+        """Return whether every entry with a known owner agrees with the mask."""
         return all(stays != self._belongs(each) or not self._owners(each) for each, stays in zip(values, mask))
 
     def _clean_tuple(self, values: tuple[Any, ...]) -> Any:
@@ -276,7 +282,7 @@ class _Cleaner:
                 own[name] = cleaned
 
     def _clean_module(self, copied: nn.Module) -> None:
-        """Give a copy of a module what the stage has of parameters that it lacks."""
+        """Replace dummies in a copy of a module by the stage's parameters or placeholders."""
         parameters: Any = parameters_of(copied)
         found = [name for name, value in parameters.items() if value is not None and self._trace.is_of_dummy(value)]
         path = getattr(vars(copied).get(MARK), "path", None)
@@ -292,19 +298,19 @@ class _Cleaner:
                 vars(copied)[name] = vars(original)[name]
 
     def _belongs(self, value: Any) -> bool:
-        """Tell whether a value is of dummies alone: one of their tensors, or a record of such tensors."""
+        """Return whether a value holds tensors of dummies alone: one tensor, or a record of tensors."""
         if type(value) is int:
-            return value in self._trace.ids
+            return value in self._trace.ids  # dicts by `id(parameter)`
         tensors = _tensors_in(value)
         return bool(tensors) and all(self._trace.is_of_dummy(tensor) for tensor in tensors)
 
     def _owners(self, value: Any) -> bool:
-        """Tell whether a value is known to be of some parameter."""
+        """Return whether the parameter of a value is known."""
         return any(self._trace.owners(tensor) for tensor in _tensors_in(value))
 
 
 def _tensors_in(value: Any) -> list[Tensor]:
-    """Return the tensors of a record, such as a parameter with its copy; lists hold those of several parameters."""
+    """Return the tensors of a record, such as a parameter with its copy; a list is no record of one parameter."""
     if isinstance(value, Tensor):
         return [value]
     entries: Iterable[Any] = ()

@@ -83,6 +83,7 @@ def make_slices(stage: ZeroStage, module: LightningModule, groups: MeshGroups) -
             _check_gradients_unneeded(module)
         slices = ParameterSlices(dict(module.named_parameters()), groups.data_parallel)
         if stage == 2:
+            # From backward on parameters are narrow, and a hook may save the module before the step.
             slices.keep_states_whole(module)
     except ValueError as error:
         failure = error
@@ -125,7 +126,7 @@ def divide_optimizers(optimizers: Sequence[Optimizer], slices: ParameterSlices, 
 def follow_other_steps(slices: ParameterSlices, world: Group, patches: Patches) -> None:
     """Take an optimizer whose closure made its parameters narrow: a module's own `optimizer_step` may bring its own.
 
-    Its step has updated slices by then, which nobody else would gather; from then on it is one that is divided.
+    Its step has updated slices by then, which no other code would gather. From then on its steps are divided.
     """
 
     def take(optimizer: Optimizer) -> None:
