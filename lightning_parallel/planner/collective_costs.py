@@ -63,6 +63,7 @@ def collective_s(op: str, num_bytes: float, stride: int, size: int, cluster: Clu
     if cluster.num_nodes == 1 or cluster.is_inside_node(stride, size):
         measured = cluster.group_links.get(size)
         if measured is not None:
+            # Its latency and bandwidth were fitted to a ring (`planner.links`), so no tree may undercut it.
             return flat_collective_s(op, num_bytes, size, measured, is_ring=True)
         return flat_collective_s(op, num_bytes, size, cluster.node_link)
     flat_s = flat_collective_s(op, num_bytes, size, cluster.link)

@@ -160,12 +160,14 @@ def plan(
     _check_step(rehearsal, module)
     rehearsal.measured = _is_measurable(rehearsal) if measured is None else measured
     if rehearsal.measured:
+        # The costs so far come from the roofline model, which has decided that the parts are small enough to run.
         rehearsal.forget()
     notes = _notes(rehearsal)
     if optimizers is None:
         optimizers, note = optimizers_of(module)
         notes += [note] if note else []
     copies = optimizer_copies(optimizers) if optimizers else float(STATE_COPIES)
+    # Measured beside busy cores, as in the run: neighbours slow a core down.
     with cores_busy(_busy_cores(cluster)) if rehearsal.measured else nullcontext():
         if rehearsal.measured and optimizers:
             search.setdefault("optimizer_s", _update_s(optimizers))
@@ -288,6 +290,7 @@ def _optimizers(value: Any) -> Iterator[Optimizer]:
 def _update_s(optimizers: Sequence[Optimizer]) -> tuple[float, float]:
     """Measure an update here: seconds per byte of trained parameters, and per tensor."""
     shapes = [value.shape for one in optimizers for group in one.param_groups for value in group["params"]]
+    # As many tensors of one element cost the calls alone; the rest of the time goes with the bytes.
     full_s = _timed_update(optimizers[0], [torch.zeros(shape) for shape in shapes])
     small_s = _timed_update(optimizers[0], [torch.zeros(1) for _ in shapes])
     num_bytes = 4 * sum(shape.numel() for shape in shapes)
@@ -298,6 +301,7 @@ def _timed_update(optimizer: Optimizer, tensors: Sequence[torch.Tensor]) -> floa
     parameters = [nn.Parameter(tensor) for tensor in tensors]
     for parameter in parameters:
         parameter.grad = torch.ones_like(parameter)
+    # A shallow copy with other groups and state, so that the user's optimizer takes no step; a scheduler wraps `step`.
     probe = copy.copy(optimizer)
     probe.__dict__.pop("step", None)
     probe.param_groups = [{**optimizer.param_groups[0], "params": parameters}]
