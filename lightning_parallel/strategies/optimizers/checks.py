@@ -225,15 +225,11 @@ def check_optimizers(
             " updates each parameter by itself (SGD, Adam, AdamW, ...)"
         ),
     )
-    failure: Exception | None = None
-    try:
+    # A stage without sharded parameters has nothing to refuse, and would wait for the stages with some.
+    with comm.failing_together(world):
         _check(optimizers, sharded)
         if is_cut:
             _check(optimizers, lambda group: staged)
-    except ValueError as error:
-        failure = error
-    # A stage without sharded parameters has nothing to refuse, and would wait for the stages with some.
-    comm.raise_together(failure, world)
 
 
 def check_flattened(optimizers: Sequence[Any], flattener: str) -> None:
@@ -387,7 +383,7 @@ def _tell_untried(optimizer: Optimizer, keeps_tensors: bool) -> None:
     """Warn about an optimizer that no trial judges; refuse such an optimizer with several steps.
 
     Raises:
-        ValueError: On every rank alike, or within `raise_together`, for steps as of a SAM, which take a norm of all
+        ValueError: On every rank alike, or within `failing_together`, for steps as of a SAM, which take a norm of all
             gradients.
     """
     text = _no_trial(optimizer)

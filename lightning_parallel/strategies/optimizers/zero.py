@@ -76,18 +76,13 @@ def make_slices(stage: ZeroStage, module: LightningModule, groups: MeshGroups) -
     """
     if stage == 0 or groups.data_parallel.size == 1:
         return None
-    failure: Exception | None = None
-    slices = None
-    try:
+    with comm.failing_together(groups.world):
         if stage == 2:
             _check_gradients_unneeded(module)
         slices = ParameterSlices(dict(module.named_parameters()), groups.data_parallel)
         if stage == 2:
             # From backward on parameters are narrow, and a hook may save the module before the step.
             slices.keep_states_whole(module)
-    except ValueError as error:
-        failure = error
-    comm.raise_together(failure, groups.world)
     return slices
 
 
@@ -112,12 +107,8 @@ def divide_optimizers(optimizers: Sequence[Optimizer], slices: ParameterSlices, 
     Raises:
         ValueError: On every rank, if an optimizer would compute something else.
     """
-    failure: Exception | None = None
-    try:
+    with comm.failing_together(world):
         check_sliced(optimizers, slices.group.size)
-    except ValueError as error:
-        failure = error
-    comm.raise_together(failure, world)
     for optimizer in optimizers:
         if not slices.has_divided(optimizer):
             slices.divide(optimizer, patches)
