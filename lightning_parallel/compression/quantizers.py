@@ -240,7 +240,7 @@ class Quantize(Quantizer):
         if self.feedback.kind != "classic" or not (is_lone and works_in_cache(first)):
             yield from super().requests(block, step)
             return
-        # Added to its residual in the pieces that are encoded, while they are in the cache.
+        # `encode_rows` adds gradient and residual piece by piece, while the piece is in the cache.
         work, late = self.feedback.begin(block, step.memory, step.scale, in_place=False)
         yield from self._write_mean(work, block, step, late)
         self.feedback.update(block, step.memory, work, step.scale)
@@ -282,12 +282,12 @@ class Quantize(Quantizer):
         yield from (self._mean_of_parts if is_two_phase else self._mean_of_wholes)(source, step, mean)
 
     def _mean_of_wholes(self, source: _Source, step: StepContext, mean: Tensor) -> Requests:
-        """Send everything to the other rank: as many bytes as in two phases, and one rounding less."""
+        """Send everything to the other rank: as many bytes as in two phases, with one rounding instead of two."""
         count, n = source.rows.shape
         chunk = math.prod(self._grouping(n))
         everyone = yield AllGatherRequest(self._encode(source, 1, chunk).flatten())
         everyone = everyone.reshape(step.group.size, -1, self._group_bytes(chunk))
-        # A group that holds something not finite has such a scale, so the scales tell of all numbers.
+        # A group with a NaN or infinity has a scale that is not finite, so the scales tell of all numbers.
         step.watch(scales(everyone.flatten(0, 1), self.bits))
         if mean.is_contiguous() and (count == 1 or n == chunk):
             decode_mean(everyone, mean.view(-1), self.bits)

@@ -61,7 +61,7 @@ def encode_rows(
         rest: Leave the loss of the encoding in `numbers`.
         late: The sum to fill `numbers` with before: one contiguous gradient and its residual.
     """
-    if numbers.is_meta:  # only the size of `packed` is asked for
+    if numbers.is_meta:  # an estimate of bytes needs only the size of `packed`
         return
     extent = (packed.shape[1] - 8) * 8 // bits
     sums = []
@@ -99,7 +99,7 @@ def _fill(piece: Tensor, late: Sum, place: slice) -> None:
 
 
 def decode_rows(packed: Tensor, numbers: Tensor, bits: int) -> None:
-    """Decode `packed` (groups, bytes) into `numbers` (n), as many as there are of them."""
+    """Decode the first n numbers of `packed` (groups, bytes) into `numbers` (n)."""
     if numbers.is_meta:
         return
     extent = (packed.shape[1] - 8) * 8 // bits
@@ -110,9 +110,9 @@ def decode_rows(packed: Tensor, numbers: Tensor, bits: int) -> None:
 
 
 def decode_mean(packed: Tensor, numbers: Tensor, bits: int) -> None:
-    """Decode `packed` (ranks, groups, bytes) into `numbers` (n), as many as there are of them: the mean over the ranks.
+    """Decode the first n numbers of `packed` (ranks, groups, bytes) into `numbers` (n): the mean over the ranks.
 
-    Ranks with torch's kernels get the same bits from the same bytes; others may differ from them in the last one.
+    Ranks with torch's kernels get the same bits from the same bytes. Ranks without may differ in the last bit.
     """
     if numbers.is_meta:
         return
@@ -184,7 +184,7 @@ def _decode(packed: Tensor, bits: int, dtype: torch.dtype) -> Tensor:
     """Return rows (groups, extent)."""
     packed = packed.contiguous()
     if packed.storage_offset() % 4:
-        packed = packed.clone()  # of a message with other things: floats can be seen where they lie if that is aligned
+        packed = packed.clone()  # a slice of a joined message may begin at any byte, and a view of floats must not
     is_fused = _FUSED and dtype == torch.float32 and not launches_kernels(packed)
     if bits == 8:
         if is_fused:

@@ -254,6 +254,7 @@ class RandomK(Sparsifier):
         positions = drawn.mul_(lengths).bitwise_right_shift_(31).add_(starts[:-1])
         values = rows.gather(1, positions)
         if self.feedback.kind is None:
+            # Each element stands for its run, so the expected result is the mean.
             values.mul_(lengths.to(rows))
         # All ranks must find out about an element that is not finite, drawn or not: 0 times infinity is NaN.
         values[:, 0].add_(rows.sum(1), alpha=0)
@@ -424,7 +425,7 @@ def _largest(bits: np.ndarray, k: int) -> np.ndarray:
 
 
 def _threshold(sample: np.ndarray, share: float) -> np.integer:
-    """Return a magnitude that somewhat more than the wanted share of all elements reach, judging by a sample."""
+    """Return a magnitude that a little more than the wanted share of all elements reach, estimated from a sample."""
     expected = share * len(sample)
     # Four standard deviations more than expected: below that the sample would often give too few candidates.
     rank = min(len(sample), int(expected + 4 * expected**0.5) + 1)

@@ -24,9 +24,9 @@ from lightning_parallel.compression.wire import launches_kernels
 
 __all__ = ["Sum", "orthonormal", "times_left", "times_right", "works_in_cache", "write_product"]
 
-_CACHED = 1 << 17  # numbers in a piece of a tensor; pieces of two or three tensors are in use
+_CACHED = 1 << 17  # numbers in a piece of a tensor; two or three pieces must fit the cache at once
 _PRODUCTS = 1 << 18  # multiplications up to which no library divides a product among threads
-_LINE_BYTES = 64  # that a cache loads at once, or more
+_LINE_BYTES = 64  # a cache loads this much at once, or more
 
 _Array = Any  # of numpy, whose types the type checker does not know
 _Some = Union[int, slice]  # of the matrices
@@ -103,7 +103,7 @@ def write_product(
             torch.mm(one.t(), other, out=output.view(n, m))
         return
     factors = left.mT.contiguous().numpy(), right.numpy()
-    multiply = np.matmul if left.shape[1] > 1 else np.multiply  # the same; of rank 1 numpy's product is slow
+    multiply = np.matmul if left.shape[1] > 1 else np.multiply  # equal at rank 1, where numpy's product is slow
     subtracted = factors if taken is None else (taken[0].mT.contiguous().numpy(), taken[1].numpy())
     with np.errstate(all="ignore"):
         for some, all_rows in _divided(len(left), n, m, left.shape[1]):
@@ -176,7 +176,7 @@ def _array(gradients: Sequence[Tensor], dtype: torch.dtype) -> _Array:
     return one.detach().to(dtype).contiguous().numpy()
 
 
-_REFLECTED_ROWS = 32  # up to which as many reflections of all matrices together take less than QR one by one
+_REFLECTED_ROWS = 32  # up to this number reflections of all matrices together are faster than QR one by one
 
 
 def orthonormal(rows: Tensor) -> Tensor:

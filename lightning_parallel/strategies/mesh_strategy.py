@@ -65,11 +65,11 @@ from lightning_parallel.pipeline.microbatch import without_caches
 from lightning_parallel.pipeline.pipeline_plan import PipelinePlan
 from lightning_parallel.planner.rank_memory import optimizer_copies
 from lightning_parallel.strategies import checks
+from lightning_parallel.strategies.checkpoints.rank_files import remove_rank_files
 from lightning_parallel.strategies.compressed.advice import tell_costs, warn_of_misfits
 from lightning_parallel.strategies.compressed.memory import KeptState, check_kept_state
 from lightning_parallel.strategies.compressed.mesh import MeshCompression, gradient_reducer
 from lightning_parallel.strategies.compressed.nodes import Hierarchical, check_hierarchical
-from lightning_parallel.strategies.compressed.rank_files import remove_rank_files
 from lightning_parallel.strategies.deferred.init import deferred_init, materialize_owned, move_to_meta
 from lightning_parallel.strategies.deferred.tensor import is_deferred
 from lightning_parallel.strategies.hooks.changes import ModelWatch

@@ -34,7 +34,7 @@ from lightning_parallel.comm import Group
 from lightning_parallel.pipeline.analysis import analyze
 from lightning_parallel.pipeline.pipeline_plan import PipelinePlan
 from lightning_parallel.strategies.checkpoints.files import SafeCheckpointIO, check_file
-from lightning_parallel.strategies.compressed.rank_files import Place, RankFiles
+from lightning_parallel.strategies.checkpoints.rank_files import Place, RankFiles
 from tests.callbacks.sample import sample_report
 from tests.pipeline.models import built
 

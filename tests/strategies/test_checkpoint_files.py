@@ -38,7 +38,7 @@ from lightning_parallel.comm import Group
 from lightning_parallel.compat import patched
 from lightning_parallel.compat.lightning import innermost_io
 from lightning_parallel.strategies.checkpoints.files import SafeCheckpointIO, check_file
-from lightning_parallel.strategies.compressed.rank_files import Place, RankFiles
+from lightning_parallel.strategies.checkpoints.rank_files import Place, RankFiles
 from tests.harness import distributed, run_script, start_script
 from tests.strategies.models import Net, fit_single, loader, trainer_for
 

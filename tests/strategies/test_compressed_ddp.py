@@ -17,8 +17,8 @@ from lightning_parallel import CompressedDDPStrategy, LocalSGDStrategy, Policy, 
 from lightning_parallel.compat import patched
 from lightning_parallel.compression import Dense, HookState, compression_hook
 from lightning_parallel.strategies.checkpoints import files as checkpoint_files
+from lightning_parallel.strategies.checkpoints.rank_files import Place, RankFiles
 from lightning_parallel.strategies.compressed.memory import CompressorMemory
-from lightning_parallel.strategies.compressed.rank_files import Place, RankFiles
 from tests.harness import distributed, run
 from tests.strategies.models import Net, loader, trainer_for
 

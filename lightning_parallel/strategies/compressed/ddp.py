@@ -54,6 +54,7 @@ from lightning_parallel.compression import (
     warn_of_unmatched,
 )
 from lightning_parallel.strategies.checkpoints.files import SavesFiles
+from lightning_parallel.strategies.checkpoints.rank_files import Place, remove_rank_files
 from lightning_parallel.strategies.compressed.advice import tell_costs, warn_of_misfits
 from lightning_parallel.strategies.compressed.memory import (
     KEY,
@@ -69,7 +70,6 @@ from lightning_parallel.strategies.compressed.nodes import (
     hosts_of,
     size_of_node,
 )
-from lightning_parallel.strategies.compressed.rank_files import Place, remove_rank_files
 from lightning_parallel.strategies.options import named, spelled
 from lightning_parallel.strategies.ranks.processes import EndingLauncher, StartMethod, connect, start_method_here
 
@@ -123,7 +123,7 @@ class SavesCompression(SavesFiles):
     kept_state: KeptState = "local"
     _patches: Patches | None = None
 
-    def compress_by(self, compression: Reducer, compressor_state: KeptState) -> None:
+    def _compress_by(self, compression: Reducer, compressor_state: KeptState) -> None:
         """Set the compressor, and what checkpoints keep of its memory.
 
         Raises:
@@ -316,7 +316,7 @@ class CompressedDDPStrategy(SavesCompression, DDPStrategy):
         own = named(locals(), DDPStrategy.__init__)
         wrapping = named(locals(), DistributedDataParallel.__init__, CompressedDDPStrategy.__init__)
         super().__init__(**own, **wrapping)
-        self.compress_by(compression, compressor_state)
+        self._compress_by(compression, compressor_state)
         check_hierarchical(hierarchical, compression)
         self.hierarchical = hierarchical
         self._between_nodes: HierarchicalReducer | None = None

@@ -178,7 +178,7 @@ class CompressedDeepSpeedStrategy(SavesCompression, DeepSpeedStrategy):
         self, compression: Optional[Reducer], state: KeptState, wire_type: str | None, to_4bits: bool
     ) -> None:
         if compression is not None:
-            self.compress_by(compression, state)
+            self._compress_by(compression, state)
         else:
             check_kept_state(state)
             self.compression = None

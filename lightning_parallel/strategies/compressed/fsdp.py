@@ -138,7 +138,7 @@ class CompressedFSDPStrategy(SavesShardedCompression, FSDPStrategy):
     ) -> None:
         wrapping = named(locals(), FullyShardedDataParallel.__init__, CompressedFSDPStrategy.__init__)
         super().__init__(**{**wrapping, **named(locals(), FSDPStrategy.__init__)})
-        self.compress_by(compression, compressor_state)
+        self._compress_by(compression, compressor_state)
         self._wrapped: Any = None
 
     @override
@@ -327,7 +327,7 @@ class CompressedModelParallelStrategy(SavesShardedCompression, ModelParallelStra
         timeout: Optional[timedelta] = default_pg_timeout,
     ) -> None:
         super().__init__(**named(locals(), ModelParallelStrategy.__init__))
-        self.compress_by(compression, compressor_state)
+        self._compress_by(compression, compressor_state)
         self._synchronizes = True
 
     @property

@@ -14,8 +14,8 @@ from lightning_parallel.compat.lightning import PathLike
 from lightning_parallel.compression import HierarchicalReducer, Reducer
 from lightning_parallel.compression.compressor_state import without_memory
 from lightning_parallel.strategies.checkpoints.files import LOCAL_STEPS
+from lightning_parallel.strategies.checkpoints.rank_files import Place, RankFiles
 from lightning_parallel.strategies.compressed.parts import PARTS
-from lightning_parallel.strategies.compressed.rank_files import Place, RankFiles
 
 __all__ = ["KEY", "CompressorMemory", "KeptState", "check_kept_state", "is_memory_of"]
 

@@ -21,11 +21,11 @@ from lightning_parallel.compression import HierarchicalReducer, Reducer, bind_to
 from lightning_parallel.data_parallel import GradientReducer, ParameterSlices, ScatteringReducer
 from lightning_parallel.data_parallel.bucketed_reducer import BUCKET_BYTES
 from lightning_parallel.mesh import DATA
+from lightning_parallel.strategies.checkpoints.rank_files import Place
 from lightning_parallel.strategies.compressed.ddp import drop_gradients
 from lightning_parallel.strategies.compressed.memory import KEY, CompressorMemory, KeptState, is_memory_of
 from lightning_parallel.strategies.compressed.nodes import Hierarchical, between_nodes, hosts_of, size_of_node
-from lightning_parallel.strategies.compressed.parts import PARTS, assemble_state, divide_state
-from lightning_parallel.strategies.compressed.rank_files import Place
+from lightning_parallel.strategies.compressed.parts import PARTS, StateParts
 from lightning_parallel.tensor.plan import Sharding
 from lightning_parallel.tensor.sharding import Shard, reduce_partial_
 
@@ -134,7 +134,7 @@ class MeshCompression:
         if "optimizer_states" not in checkpoint:
             return
         if is_sharded and self.kept != "none":
-            checkpoint[KEY] = divide_state(self.means.state_dict(), self.module, rules, self.groups, self.nodes)
+            checkpoint[KEY] = StateParts(self.module, rules, self.groups, self.nodes).divide(self.means.state_dict())
         else:
             checkpoint[KEY] = self._memory.save(path)
 
@@ -149,7 +149,7 @@ class MeshCompression:
         if state.get("layout") == PARTS:
             # Each rank reads other parts, and one of them may be damaged.
             with comm.failing_together(self.groups.world):
-                state = assemble_state(state, self.module, rules, self.groups, self.nodes)
+                state = StateParts(self.module, rules, self.groups, self.nodes).assemble(state)
         self._memory.restore(state, path)
 
     @property

@@ -2,7 +2,7 @@
 
     "are_new"        [whether each replica's optimizers have no state yet]
     "optimizers"     in one file      the entry of `RankFiles`: each rank writes its slots beside the checkpoint
-                     in a folder      the entry of `parts.divide_state`
+                     in a folder      the entry of `StateParts.divide`
 
 A slot is an optimizer and a key of its state, "0.exp_avg", and holds tensors by parameter.
 """
@@ -21,8 +21,8 @@ from lightning_parallel import comm
 from lightning_parallel.comm import MeshGroups
 from lightning_parallel.compat.lightning import PathLike
 from lightning_parallel.compression.compressor_state import mean_of
-from lightning_parallel.strategies.compressed.parts import assemble_state, divide_state
-from lightning_parallel.strategies.compressed.rank_files import Place, RankFiles
+from lightning_parallel.strategies.checkpoints.rank_files import Place, RankFiles
+from lightning_parallel.strategies.compressed.parts import StateParts
 from lightning_parallel.tensor.sharding import Shard
 
 __all__ = ["ReplicaOptimizers"]
@@ -59,7 +59,7 @@ class ReplicaOptimizers:
         are_new = comm.all_gather_object(not mine, self.groups.data_parallel)
         mine = self._filled(mine)
         if is_sharded:
-            entry = divide_state(mine, self.module, self.rules, self.groups)
+            entry = self._parts.divide(mine)
         else:
             entry = _FILES.write(mine, Place.of(self.groups), path, self.groups.world)
         return {"are_new": are_new, "optimizers": entry}
@@ -80,7 +80,7 @@ class ReplicaOptimizers:
         if not RankFiles.are_in(saved):
             same_division = saved["model"] == [self.groups.pipeline_parallel.size, self.groups.tensor_parallel.size]
             saved = saved if same_division else {**saved, "by_position": []}
-            found = assemble_state(saved, self.module, self.rules, self.groups)
+            found = self._parts.assemble(saved)
         elif found is None:
             return
         if len(state["are_new"]) == data.size and state["are_new"][data.rank]:
@@ -97,6 +97,10 @@ class ReplicaOptimizers:
                 entry = optimizer.state[parameters[name]]
                 before = entry.get(key)
                 entry[key] = value.to(before if isinstance(before, Tensor) else self.device)
+
+    @property
+    def _parts(self) -> StateParts:
+        return StateParts(self.module, self.rules, self.groups)
 
     def clear(self) -> None:
         """Let this rank's optimizers forget everything."""
