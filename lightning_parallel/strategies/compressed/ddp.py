@@ -47,7 +47,6 @@ from lightning_parallel.compression import (
     HierarchicalReducer,
     HookState,
     Reducer,
-    ShardedSession,
     bind_to_module,
     check_reducer,
     compression_hook,
@@ -76,7 +75,6 @@ from lightning_parallel.strategies.ranks.processes import EndingLauncher, StartM
 __all__ = [
     "CompressedDDPStrategy",
     "SavesCompression",
-    "SavesShardedCompression",
     "drop_gradients",
     "warn_of_dropped_step",
 ]
@@ -218,26 +216,6 @@ class SavesCompression(SavesFiles):
         """Drop the gradients of `names`, or all: optimizers skip parameters without a gradient."""
         assert self.lightning_module is not None
         drop_gradients(self.lightning_module, names)
-
-
-class SavesShardedCompression(SavesCompression):
-    """Base class of the strategies that shard parameters: the compressor's state belongs to a session."""
-
-    _state: ShardedSession | None = None
-
-    @override
-    def _memory(self) -> CompressorMemory:
-        assert self._state is not None
-        # A step stays open until the next forward pass, and its residuals belong to the state.
-        self._state.finish()
-        place, replicas = Place(*self._state.place()), self._state.group
-        return CompressorMemory(self.compression, place, replicas, self.every_rank, self.kept_state)
-
-    @override
-    def teardown(self) -> None:
-        if self._state is not None:
-            self._state.close()
-        super().teardown()
 
 
 class CompressedDDPStrategy(SavesCompression, DDPStrategy):

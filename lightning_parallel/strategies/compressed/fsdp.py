@@ -44,15 +44,36 @@ from lightning_parallel.compression import (
     compress_fully_shard,
     shard_ranks,
 )
-from lightning_parallel.strategies.compressed.ddp import SavesShardedCompression
-from lightning_parallel.strategies.compressed.memory import KeptState
+from lightning_parallel.strategies.checkpoints.rank_files import Place
+from lightning_parallel.strategies.compressed.ddp import SavesCompression
+from lightning_parallel.strategies.compressed.memory import CompressorMemory, KeptState
 from lightning_parallel.strategies.optimizers.checks import check_flattened
 from lightning_parallel.strategies.options import named, spelled
 
 __all__ = ["CompressedFSDPStrategy", "CompressedModelParallelStrategy"]
 
 
-class CompressedFSDPStrategy(SavesShardedCompression, FSDPStrategy):
+class _SavesShardedCompression(SavesCompression):
+    """Base class of the strategies that shard parameters: the compressor's state belongs to a session."""
+
+    _state: ShardedSession | None = None
+
+    @override
+    def _memory(self) -> CompressorMemory:
+        assert self._state is not None
+        # A step stays open until the next forward pass, and its residuals belong to the state.
+        self._state.finish()
+        place, replicas = Place(*self._state.place()), self._state.group
+        return CompressorMemory(self.compression, place, replicas, self.every_rank, self.kept_state)
+
+    @override
+    def teardown(self) -> None:
+        if self._state is not None:
+            self._state.close()
+        super().teardown()
+
+
+class CompressedFSDPStrategy(_SavesShardedCompression, FSDPStrategy):
     """Compresses the gradients of Lightning's `FSDPStrategy` (FSDP1), also on CPU.
 
     If a gradient is not finite on any rank, all ranks skip the step. Checkpoints hold the compressor's state.
@@ -272,7 +293,7 @@ class CompressedFSDPStrategy(SavesShardedCompression, FSDPStrategy):
             self._skip_step()
 
 
-class CompressedModelParallelStrategy(SavesShardedCompression, ModelParallelStrategy):
+class CompressedModelParallelStrategy(_SavesShardedCompression, ModelParallelStrategy):
     """Compresses the gradients of Lightning's `ModelParallelStrategy`, also on CPU.
 
     Your `configure_model` passes a mesh to `fully_shard`. The mesh decides which communication is compressed:
