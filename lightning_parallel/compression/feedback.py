@@ -323,11 +323,6 @@ class CompressionError:
             # Left on the device: to read them here would block the host in every bucket.
             self._sums[name] = torch.stack(sums).double()
 
-    def sums(self, names: Iterable[str] | None = None) -> list[float]:
-        """Return the sums of error^2, true^2, ours^2 and ours * true over the elements of `names`, or of all."""
-        chosen = self._sums.keys() if names is None else self._sums.keys() & set(names)
-        return torch.stack([self._sums[name] for name in sorted(chosen)]).sum(0).tolist() if chosen else [0.0] * 4
-
     def report(self, names: Iterable[str] | None = None) -> dict[str, float]:
         """Return `relative_error` |ours - true| / |true| and the `cosine` of the angle between the two.
 
@@ -337,7 +332,11 @@ class CompressionError:
         Returns:
             The two numbers, or nothing if the true mean is zero: neither is defined then.
         """
-        error, true, ours, dot = self.sums(names)
+        chosen = self._sums.keys() if names is None else self._sums.keys() & set(names)
+        if not chosen:
+            return {}
+        # One transfer for all parameters: each waits for the device.
+        error, true, ours, dot = torch.stack([self._sums[name] for name in sorted(chosen)]).sum(0).tolist()
         if true == 0:
             return {}
         return {"relative_error": (error / true) ** 0.5, "cosine": dot / (ours * true) ** 0.5 if ours else 0.0}
