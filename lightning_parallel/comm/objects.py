@@ -38,15 +38,35 @@ T = TypeVar("T")
 _PICKLED_BYTES = 1 << 16
 """Tensors on the CPU up to this size are pickled: a message of their own would take longer."""
 
+_SIZE_BYTES, _HEAD_BYTES = 8, 1 << 10
+"""The first message about an object: its size, and as many of its bytes."""
+
 
 def all_gather_object(value: T, group: Group) -> list[T]:
     """Gather the picklable `value` of every rank, by position."""
     if group.process_group is None:
         return [value] * group.size
-    values: list[Any] = [None] * group.size
+    data = pickle.dumps(value)
     with blocking_call("all_gather_object", group):
-        dist.all_gather_object(values, value, group=group.process_group)
-    return values
+        # Torch sends the sizes first. Most objects are flags and names: their size and bytes are one message here.
+        head = len(data).to_bytes(_SIZE_BYTES, "little") + data[:_HEAD_BYTES]
+        heads = _all_gather_bytes(head, _SIZE_BYTES + _HEAD_BYTES, group)
+        sizes = [int.from_bytes(found[:_SIZE_BYTES], "little") for found in heads]
+        found = [found[_SIZE_BYTES:] for found in heads]
+        # All ranks see the sizes, and so agree whether there is a second message.
+        longest = max(sizes) - _HEAD_BYTES
+        if longest > 0:
+            rest = _all_gather_bytes(data[_HEAD_BYTES:], longest, group)
+            found = [first + second for first, second in zip(found, rest)]
+    return [pickle.loads(one[:size]) for one, size in zip(found, sizes)]
+
+
+def _all_gather_bytes(data: bytes, num_bytes: int, group: Group) -> list[bytes]:
+    """Gather `data` of every rank, filled up to `num_bytes`, by position."""
+    mine = torch.frombuffer(bytearray(data.ljust(num_bytes, b"\0")), dtype=torch.uint8).to(group.host_device)
+    found = mine.new_empty(group.size, num_bytes)
+    dist.all_gather(list(found.unbind()), mine, group=group.process_group)
+    return [row.tobytes() for row in found.cpu().numpy()]
 
 
 def gather_object(value: T, group: Group, target: int = 0) -> list[T] | None:
