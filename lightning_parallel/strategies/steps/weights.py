@@ -259,6 +259,7 @@ class _MeanCheck:
         self.step = step
         self.split = split
         self.num_bytes = 0
+        self._last_probe: tuple[tuple[bool, bool], _Probe] | None = None
 
     def see(self, pair: Any, world: Group) -> _Seen | None:
         """Run the step on microbatches together and one by one; None if there is no loss to compare."""
@@ -338,10 +339,13 @@ class _MeanCheck:
                     child.training = mode
 
     def _probe(self, runs_all: bool, double: bool) -> _Probe:
-        dtype = torch.float64 if double else None
-        probe = _Probe.of_plan(self.module, self.plan, self.device, runs_all, dtype)
-        assert isinstance(probe, _Probe)
-        return probe
+        # Only the last one can run again: each takes over the calls of the model's layers when it is made.
+        if self._last_probe is None or self._last_probe[0] != (runs_all, double):
+            dtype = torch.float64 if double else None
+            probe = _Probe.of_plan(self.module, self.plan, self.device, runs_all, dtype)
+            assert isinstance(probe, _Probe)
+            self._last_probe = (runs_all, double), probe
+        return self._last_probe[1]
 
 
 def find_microbatch_weight(
