@@ -60,7 +60,7 @@ def replaced(module: nn.Module, stand_ins: Callable[[str, nn.Module], dict[str, 
     for path, child in modules:
         attributes = stand_ins(path, child)
         done.append((child, {name: vars(child)[name] for name in attributes if name in vars(child)}, attributes))
-        # `nn.Module.__getattr__` finds registered parameters, and is asked only for what `__dict__` lacks.
+        # `nn.Module.__getattr__` finds registered parameters, and Python asks it only for names that `__dict__` lacks.
         child.__dict__.update(attributes)
     try:
         yield

@@ -121,6 +121,7 @@ def dry_run_stages(
     with dry_run(), named_placeholders(sites.module, device) as registered, _held_again(sites):
         trial = _Trial(sites, places, step, microbatch, StubOutputs(device, repeats=True), [*registered, *freed])
         trial.run()
+    # These placeholders stay in the model, so they must not keep the sources of this trial.
     for placeholder in freed:
         placeholder.sources = frozenset()
     return tuple(run.received for run in trial.runs[1:]), tuple(tuple(sorted(skips)) for skips in trial.skips)
@@ -226,6 +227,7 @@ class _Trial:
             for skip in failure.sources:
                 for later in range(self._made[skip] + 1, stage + 1):
                     self.skips[later].add(skip)
+                    # These stages receive more than in their last run, so they run again.
                     del self.runs[later:]
         if sum(map(len, self.skips)) == before:
             raise ValueError(failure.reason) from failure.cause
@@ -297,6 +299,7 @@ class _StageDryRun(StageForward):
                 result = step(microbatch)
         except StageExit as exit_:
             self.not_held = {position: leaf for position, leaf in enumerate(exit_.end.leaves) if missing(leaf)}
+        # Not a matter of the split: in one process this step would fail as well.
         except MissingLossError:
             raise
         except Exception as error:
@@ -343,6 +346,7 @@ class _StageDryRun(StageForward):
                 if skip in self.sent:
                     self._skipped[skip] = _layout_of(leaf)
                     if id(leaf) in given:
+                        # A new object, so that only this output becomes available, and not the argument.
                         leaf = PlaceholderTensor(leaf.meta, leaf.device, leaf.provenance)
                     leaf.available = True
                 elif id(leaf) not in given:

@@ -141,6 +141,7 @@ def few_samples(batch: Any, count: int) -> Any:
     counts = torch.zeros(samples, dtype=torch.int64)
     for _, value in entries_of(batch):
         tensor = torch.as_tensor(value)
+        # Only integers show ignored entries: tokens, masks and labels.
         if tensor.dim() > 1 and not (tensor.is_floating_point() or tensor.is_complex()):
             counts += ((tensor != 0) & (tensor != _IGNORED)).flatten(1).sum(1).cpu()
     chosen = list(range(count))
@@ -513,6 +514,7 @@ def _merge_tensors(values: list[Tensor], merging: Merging, key: str) -> Any:
     if kind != "sum" and (first.is_floating_point() or first.is_complex()):
         # A microbatch without weight (no tokens in it) may hold 0 / 0, and 0 * nan would spread.
         return torch.stack([weight * value for weight, value in zip(merging.weights, values) if weight]).sum(0)
+    # Integers are counts.
     if first.dtype != torch.bool:
         return torch.stack(values).sum(0)
     return first if all(torch.equal(value, first) for value in values) else values

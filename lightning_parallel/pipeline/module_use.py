@@ -66,6 +66,7 @@ def trace_in_order(
     Raises:
         ValueError: See `trace_use`.
     """
+    # First in any order: the calls show the true order, which registration may not.
     tracer = _UseTracer(stack, device, in_order=False)
     # Ignore a fault of the step here: the trace of the stack in order will report it.
     with suppress(Exception):
@@ -101,6 +102,7 @@ def trace_use(module: nn.Module, stack: LayerStack, step: Step, microbatch: Any,
                 f" {tracer.where()}: {error}"
                 " [LP039]"
             ) from error
+        # Missing data do not explain such an error, so the step needs something that a trace lacks.
         if isinstance(error, (AttributeError, LookupError)) or "NoneType" in str(error):
             tracer.use.stopped = f"{type(error).__name__}: {error}"
         else:

@@ -84,6 +84,7 @@ class StageMessages:
         self.message_groups = message_groups or {}
         self.stage_ranks = schedule.stage_ranks
         self._local: dict[tuple[Kind, int, int], Any] = {}
+        # Kept until the gradients return: the sent memory must stay valid, and the layout gives their shapes.
         self._sent: dict[_Key, tuple[MessageLayout, _Sends]] = {}
         self._returned: dict[int, deque[_Sends]] = {rank: deque() for rank in range(group.size)}
         self._used = {rank: _used_before(schedule, rank, group.rank) for rank in range(group.size)}
@@ -196,6 +197,7 @@ class StageMessages:
                 pending = [comm.isend(part, channel, peer, _HOST_TAG, between_hosts=True) for part in parts]
             held = [(_in_memory(tensor), peer) for tensor in tensors if tensor.numel()]
             if held:
+                # One operation for all tensors, like the receive on the other end.
                 pending.append(comm.exchange(held, [], channel, _TAGS[action.kind]))
         except RuntimeError as error:
             raise self._not_sent(action, receiver, error) from error

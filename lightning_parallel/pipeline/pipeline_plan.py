@@ -342,6 +342,7 @@ class PipelinePlan:
             raise ValueError(f"The pipeline plan must have version {_VERSION}; got {found!r}")
         try:
             return cls._read(data)
+        # A file may hold any JSON, so each of these means a wrong entry.
         except (LookupError, TypeError, AttributeError, ArithmeticError, RecursionError) as error:
             raise ValueError(
                 "The pipeline plan must be a file of `save`; got a missing entry or one of another kind"

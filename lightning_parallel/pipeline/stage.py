@@ -272,6 +272,7 @@ def _seen_by_step(stages: PipelineStages) -> Iterator[None]:
             yield
     finally:
         _seen_stages = before
+        # The list would keep activations alive.
         stages.given_to_others.clear()
 
 
@@ -306,6 +307,7 @@ def in_whole_model(patches: Patches) -> None:
         self: nn.Module, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
     ) -> Iterator[tuple[str, Any]]:
         if _seen_stages is None:
+            # The patch holds for every module of the process, so it does nothing outside a step.
             return named_parameters(self, prefix, recurse, remove_duplicate)
         return _seen_stages.parameters_seen(self, prefix, recurse, remove_duplicate)
 
@@ -606,6 +608,7 @@ class PipelineStages:
             name = self._names[id(leaf)]
             if id(leaf) in here and (name in self.direct or not name.startswith(inside)):
                 continue
+            # The trace did not reach the loss, so the first step shows the parameters that it uses.
             if id(leaf) in here and self.is_first_step and self.plan.direct is None:
                 self.direct.add(name)
                 continue

@@ -229,6 +229,7 @@ class ParallelAttention(nn.MultiheadAttention):
     def _project(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, ...]:
         """Project (..., E) each -> (..., h D) each, with one product for projections that share an input."""
         bias = self.in_proj_bias
+        # Self-attention: one product for all three projections, and one all-reduce of the input gradient.
         if self.in_proj_weight is not None and query is key and key is value:
             return column_linear(query, self.in_proj_weight, bias, self.inputs).chunk(3, -1)
         if self.in_proj_weight is not None:
@@ -385,8 +386,10 @@ def divide_by_heads(
             why = f"{heads.queries} heads for {group.size} ranks"
         if not few and _sees_single_heads(attention, others, heads):
             styles.update(by_heads)
+            # A norm of single heads sees the heads of this rank only, so its gradient is a sum over the ranks.
             for name in others:
                 styles.setdefault(prefix + name.rpartition(".")[0], Replicate(partial_gradient=True))
+            # The code of the attention reshapes by these numbers, so it must read the local ones.
             attributes[path] = local_attributes(attention, heads, group)
         else:
             gathered = {full: _gathered(style) for full, style in styles.items() if full.startswith(prefix)}

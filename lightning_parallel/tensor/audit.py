@@ -67,6 +67,7 @@ class StepAudit:
         self._users = _users_of_divided_parameters(module, sharding)
         self._names = {id(parameter): name for name, parameter in module.named_parameters()}
         self._divided = sharding.shards.keys() | sharding.partial
+        # Blocks of a sequence region pass pieces to each other by design, also over a split point.
         self._may_send_pieces = cuts_are_proven or bool(sharding.plan.sequence_regions)
         self._count, self._epoch = 0, -1
         self._known: set[tuple[str, ...]] = set()
@@ -131,6 +132,7 @@ class StepAudit:
         """
         self._count += 1
         terms = _terms(loss)
+        # Powers of two: a walk through the graph takes time, so it becomes rare once the loss is known.
         is_due = not self._count & (self._count - 1) or epoch != self._epoch
         if is_due or terms not in self._known:
             self.check_output(loss, "the loss")
@@ -160,6 +162,7 @@ class StepAudit:
             node, inside = todo.pop()
             if node is None or (node, inside) in seen:
                 continue
+            # Both belong to the key: a node may be reached from a sharded and from a full tensor.
             seen.add((node, inside))
             kind = node.name()
             if kind == LEAF:

@@ -79,6 +79,7 @@ def make_plan(module: nn.Module, plan: UserPlan, group: Group, sequence_parallel
         found = _automatic_plan(module, verifier, group)
     else:
         found = parse_plan(module, plan, group)
+        # The user has told the parts of these layers, so no trial has to find them.
         told = [pattern for pattern, wanted in plan.items() if isinstance(wanted, Column) and _tells_parts(wanted)]
         explicit = {path for path in found.styles if any(fnmatchcase(path, pattern) for pattern in told)}
         _verify_regions(module, found, verifier, group, explicit)
@@ -191,6 +192,7 @@ def _automatic_plan(module: nn.Module, verifier: PlanVerifier, group: Group) -> 
     join_lists(module, found, verifier, group)
     _plan_remaining_layers(module, found, group, search.reasons)
     resolve_ties(module, found, group.size)
+    # Last, because only layers with gathered outputs can be heads, and ties may change them.
     found.styles |= (heads := find_heads(module, found.styles))
     found.notes |= dict.fromkeys(heads, NOTE)
     if not any(style.rules(module.get_submodule(path), group.size) for path, style in found.styles.items()):
@@ -399,6 +401,7 @@ def _plan_by_structure(module: nn.Module, plan: Plan, search: _Search, path: str
             return
     prefix = f"{path}." if path else ""
     for name, child in module.named_children():
+        # A module that is registered twice is planned under its first path only.
         if search.paths[id(child)] == prefix + name:
             _plan_by_structure(child, plan, search, prefix + name)
     # Containers have no forward, so there is nothing to verify.
@@ -423,6 +426,7 @@ def _plan_by_structure(module: nn.Module, plan: Plan, search: _Search, path: str
     accepted = _regions_by_order(module, free, inside, search)
     if not accepted.styles.keys() >= {*free}:
         other = _regions_by_dataflow(module, free, inside, search, prefix)
+        # The plan that shards more weights; on a tie, the plan by order.
         accepted = max(accepted, other, key=lambda part: _weights(module, part))
         accepted = search.as_called(module, path, free, inside, accepted)
     if accepted.styles.keys() >= {*free}:
@@ -505,6 +509,7 @@ def _possible_regions(module: nn.Module, names: list[str]) -> Iterator[tuple[lis
             # Square layers (query, key, value, out) fit as opening and as closing: the last one of equal sizes closes.
             square = (in_features, out_features) == (width, first_out)
             more_of_the_same = sizes[position + 1 : position + 2] == [(in_features, out_features)]
+            # The opening layer may be fused: gate and up make two projections, query, key and value three.
             takes_in_the_region = in_features in (first_out, first_out // 3, first_out // 2)
             if takes_in_the_region and not (square and more_of_the_same):
                 yield [names[index] for index in opening], names[position]
@@ -520,6 +525,7 @@ def _candidates(module: nn.Module, opening: list[str], closing: str, group: Grou
     width = layer_sizes(module.get_submodule(closing))[0]
     outs = [layer_sizes(module.get_submodule(name))[1] for name in opening]
     owners = dict.fromkeys(name.rpartition(".")[0] for name in [*opening, closing])
+    # Either the owner of the layers or the block itself may keep the number of heads.
     for path in [*owners, ""]:
         owner = module.get_submodule(path)
         found = heads_of(owner)

@@ -137,6 +137,7 @@ class _CutBlock:
     def __init__(self, block: nn.Module, x: Tensor, call: BlockCall | None) -> None:
         self.x = x.requires_grad_(True)
         self.call = call
+        # In double precision, so that rounding is not taken for a dependence.
         self.module = copy_in_double(block)
         self.modules = dict(self.module.named_modules())
         self.layers = linear_layers(self.module)
@@ -191,6 +192,7 @@ class _CutBlock:
         if name in self.inputs:
             raise _RefusedError(f"`{name}` is called twice")
         self.inputs[name] = x
+        # Kept from run to run, so that runs differ only by the `given` outputs.
         if name not in self.outputs:
             shape = (*x.shape[:-1], self.sizes[name][1])
             self.outputs[name] = torch.randn(shape, dtype=x.dtype, device=x.device, requires_grad=True)
@@ -206,8 +208,10 @@ class _CutBlock:
         for name, y in self.inputs.items():
             if not y.requires_grad:
                 continue
+            # Random weights: the gradient of a plain sum may vanish, as behind a softmax or a norm.
             past, *found = _gradients(y * torch.randn_like(y), leaves)
             opening = tuple(leaf for leaf, gradient in zip(self.outputs, found) if bool(gradient.any()))
+            # If it also depends on the input of the block directly, the region is not closed.
             if opening and not bool(past.any()):
                 groups.setdefault(opening, []).append(name)
         regions = [(list(opening), closing) for opening, closing in groups.items()]
@@ -418,6 +422,7 @@ class _Region:
         except Exception:  # the user's code with sizes it may not be made for
             return False
         finally:
+            # In reverse: a module may be changed twice, and its first saved values are the original ones.
             for own, values in reversed(saved):
                 own.update(values)
         expected = {name: row.split(y, rank) if name in self.closing else y for name, y in self.cut.inputs.items()}

@@ -75,6 +75,7 @@ class Experts:
 
     def partial(self, module: nn.Module) -> frozenset[str]:
         """See `Style`."""
+        # Each rank has the gradients from its own features only, so all other gradients are sums.
         divided = {known.name for known in self.parameters}
         return frozenset(name for name, _ in module.named_parameters() if name not in divided)
 
@@ -246,6 +247,7 @@ def plan_experts(module: nn.Module, plan: Plan, verifier: PlanVerifier, group: G
         divisions = _divisions(owner, group.size)
         parts = path.split(".") if path else []
         accepted = None
+        # From the experts outwards: the smallest module that runs is the cheapest to try.
         for depth in range(len(parts), max(-1, len(parts) - MOST_AROUND - 1), -1):
             around = ".".join(parts[:depth])
             block = module.get_submodule(around)
@@ -403,6 +405,7 @@ def _divisions(owner: nn.Module, ranks: int) -> list[_Division]:
             counts = [weight.shape[dim] // width for weight, dim in zip(stacks.values(), dims)]
             # The other dimension has the width of the hidden states, and all weights should agree on it.
             whole = {weight.shape[3 - dim] for weight, dim in zip(stacks.values(), dims)}
+            # The last projection holds I features once; otherwise `width` is a divisor of I.
             if 1 not in counts:
                 continue
             in_turns = [False, True] if max(counts) > 1 else [False]

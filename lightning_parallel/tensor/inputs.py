@@ -113,6 +113,7 @@ class DividedInput(Tensor):
                 return func(*args, **kwargs)
         owner = getattr(func, "__self__", None)
         if name == "__get__" and getattr(owner, "__name__", "") in _ABOUT_TENSOR:
+            # The wrapper has no graph, so the piece answers for it.
             found = args[0].piece if getattr(owner, "__name__", "") == "requires_grad" else args[0]
             with DisableTorchFunctionSubclass():
                 return func(found)
@@ -171,6 +172,7 @@ def _is_by_position(
 ) -> bool:
     """Return whether a function computes each position by itself, given these arguments."""
     first = divided[0]
+    # Inputs with different shards do not match element by element.
     if any(other.dim() != first.dim() or other.division != first.division for other in divided[1:]):
         return False
     if first.division[0] >= first.dim() - 1 or not args:
@@ -178,6 +180,7 @@ def _is_by_position(
     others = [leaf for leaf in leaves if isinstance(leaf, Tensor) and not isinstance(leaf, DividedInput)]
     if name == "linear":
         return isinstance(args[0], DividedInput) and len(divided) == 1
+    # A full tensor of more dimensions may have one row per position, and each rank would need its own rows.
     if any(other.dim() > 1 for other in others):
         return False
     if name in _OVER_FEATURES:

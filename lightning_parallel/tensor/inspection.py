@@ -367,6 +367,7 @@ def read_elsewhere(root: nn.Module, path: str) -> bool:
         names = _own_names(type(around), called)
         if any(pattern.fullmatch(inside) for pattern in _weights_read(type(around), names)):
             return True
+        # A method that an outer module calls runs in a step, so its code counts further inside.
         called |= _methods_called(type(around), names)
     return False
 
@@ -505,6 +506,7 @@ MOST_NESTED = 4
 def _settings(module: nn.Module) -> tuple[object, ...]:
     """Return the attributes on which the behaviour of a module may depend, in addition to its class."""
     settings: list[object] = []
+    # Sorted: equal modules may set their attributes in another order.
     for name, value in sorted(vars(module).items()):
         if name in POSITIONS and not _computes_with(type(module), name):
             continue
@@ -538,6 +540,7 @@ def _fingerprint(value: Any, depth: int = 0) -> object:
     if isinstance(value, (set, frozenset)):
         return (type(value), frozenset(map(inner, value)))
     if inspect.isfunction(value):
+        # Functions of the same code compute with their cells and defaults, so these belong to the key.
         cells = [cell.cell_contents for cell in value.__closure__ or () if cell != CellType()]
         return (value.__code__, inner(cells), inner(value.__defaults__), inner(value.__kwdefaults__))
     return (type(value), id(value))

@@ -192,6 +192,7 @@ class DividedLogits(Tensor):
         cls, func: Any, types: Iterable[type], args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
+        # A view needs no data, so it must not cause the gather.
         if func in _UNREAD:
             return _unread(func, args[0], args[0]._data, args[1:], kwargs)
         if func is log_softmax_operator and (piece := args[0].valid_piece) is not None and not args[0].is_log:
@@ -243,6 +244,7 @@ def take_piece(whole: DividedLogits, dim: int, sizes: Sequence[int]) -> Tensor |
     piece = whole.unchanged_piece
     if piece is None or whole.class_dim != dim or whole.is_log or whole.family.rule.sizes != tuple(sizes):
         return None
+    # From here on, a gradient hook of the full tensor would miss the gradient of this piece; see `_watch`.
     whole.family.is_used = True
     return _PieceOfWhole.apply(whole) if whole._is_apart() else piece
 
@@ -565,6 +567,7 @@ def _argmax(logits: DividedLogits, piece: Tensor, dim: int | None = None, keepdi
     own = piece.detach()
     index = own.argmax(logits.class_dim, keepdim=True)
     best = own.gather(logits.class_dim, index)
+    # `index` counts from the first class of the piece; the result counts from the first of all classes.
     index += family.rule.ranges[family.group.rank][0][0]
     # Like torch, take the first of equal maxima: the ranks are in the order of their classes.
     best, index = (comm.all_gather(found, family.group, logits.class_dim) for found in (best, index))

@@ -60,6 +60,7 @@ def low_rank_of(module: nn.Module) -> LowRank | None:
             if len(layers) > 1 + 2 * MOST_TERMS:
                 return None
     terms = (len(layers) - 1) // 2
+    # A further parameter would be a further term, such as the magnitude of DoRA.
     if terms < 1 or len(layers) != 1 + 2 * terms or len([*module.parameters()]) != _count(layers):
         return None
     names = [*layers]
@@ -146,6 +147,7 @@ def _computes_low_rank(module: nn.Module, found: LowRank, layers: dict[str, nn.M
     tried = {name: _Tried(weights[name], bias if name == found.base else None) for name in layers}
 
     def run(x: Tensor, rows: slice = slice(None), columns: slice = slice(None), biased: bool = True) -> Tensor:
+        # Like shards: B and the base take some rows, A and the base take some columns.
         for name, layer in tried.items():
             weight = weights[name] if name in found.first else weights[name][rows]
             layer.used = weight if name in found.second else weight[:, columns]
@@ -159,6 +161,7 @@ def _computes_low_rank(module: nn.Module, found: LowRank, layers: dict[str, nn.M
         half = slice(0, width // 2)
         rest = slice(width // 2, width)
         plain = F.linear(x, weights[found.base], bias)
+        # A row-parallel layer adds its bias once, so one of the two terms leaves it out.
         summed = run(x[..., half], columns=half, biased=False) + run(x[..., rest], columns=rest)
         parts = (run(x, rows=slice(0, 2)), y[..., :2]), (summed, y)
         # `y` equals `plain` if the terms are switched off; this run then proves nothing about them.

@@ -103,6 +103,7 @@ class PerHeadModule(nn.Module):
         own = buffers_of(self)
         whole = {name: buffer for name in self.buffer_rules if (buffer := own.get(name)) is not None}
         local = {name: self.buffer_rules[name].split(buffer, self.group.rank) for name, buffer in whole.items()}
+        # A write into a local copy would be lost, so it must be detected.
         versions = {name: version_of(buffer) for name, buffer in local.items()}
         try:
             own.update(local)
@@ -115,6 +116,7 @@ class PerHeadModule(nn.Module):
                         " tensor_plan={..., '<its path>.*': 'replicate'}"
                     )
         finally:
+            # Also after an error: checkpoints read the full buffers.
             own.update(whole)
         return pytree.tree_map(whole_input, output)
 

@@ -336,6 +336,7 @@ def _tied_groups(modules: Mapping[str, nn.Module]) -> list[list[str]]:
         parameters = {id(parameter) for parameter in owner.parameters(recurse=False)}
         if not parameters or not _computes(owner):
             continue
+        # A module may share parameters with several groups, which then become one.
         joined = [group for group in groups if group[0] & parameters]
         paths: list[str] = []
         for others, other_paths in joined:

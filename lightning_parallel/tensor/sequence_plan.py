@@ -52,6 +52,7 @@ def divide_sequences(module: nn.Module, plan: Plan, verifier: PlanVerifier) -> N
             continue
         blocks = [f"{path}.{name}".lstrip(".") for name, _ in stack.named_children()]
         known = [block for region in plan.sequence_regions for block in region.blocks]
+        # A stack inside a block of a region is sharded together with that block.
         inside_of_another = any(path.startswith(f"{block}.") for block in known)
         if _holds_parts(modules, path):
             if any(_is_divided(modules[block], _inside(plan, block)) for block in blocks):
@@ -126,6 +127,7 @@ def _divide_stack(root: nn.Module, path: str, blocks: list[str], plan: Plan, ver
             _add_region(plan, path, run)
             run = []
             continue
+        # The new styles replace all styles of the block; some of the old paths have none any more.
         for inside in [name for name in plan.styles if name == block or name.startswith(f"{block}.")]:
             del plan.styles[inside]
         plan.add(block, found)
@@ -169,6 +171,7 @@ def _sequence_plan(block: nn.Module, inside: Plan, verifier: PlanVerifier, call:
     shape = None if call is None else call.hidden.shape
     if shape is not None and len(shape) < 3:
         return FLAT
+    # The trial has more positions than samples, so the longer dimension holds the positions.
     dim = 0 if _has_positions_first(block) or (shape is not None and shape[0] > shape[1]) else 1
     candidates = list(_candidates(block, inside, dim))
     given = Plan(attributes=inside.attributes)  # the candidates have the styles of all layers

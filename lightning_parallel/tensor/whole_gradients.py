@@ -107,6 +107,7 @@ class ShardGradient(Tensor):
 
 def _is_called_by_us() -> bool:
     """Return whether the caller is code that handles parts: this library or an optimizer."""
+    # Frame 0 is this function, and frame 1 is `__torch_function__`.
     frame = sys._getframe(2)
     # A mode that watches the step adds its own frame before the caller's.
     while frame.f_code.co_name == "__torch_function__" and frame.f_back is not None:
@@ -188,6 +189,7 @@ def give_whole_gradients(
 
 def _completed(part: Tensor, name: str, rule: Shard | None, sharding: Sharding, group: Group) -> Tensor:
     if name in sharding.partial:
+        # A copy, because the reduction is in place, and autograd may share the tensor that it returns.
         part = part.clone()
         with torch.no_grad():
             reduce_partial_({name: part}, {} if rule is None else {name: rule}, group)
@@ -221,6 +223,7 @@ def _through_pieces(
         if value.grad_fn is not None and value.grad_fn.name() == "_DividedLogitsBackward":
             inputs[index] = piece
     views = [index for index in pieces if inputs[index] is asked[index]]
+    # Some pieces may be unused; the `allow_unused` of the caller applies to the result below.
     results = own(outputs, [*inputs, *(pieces[index] for index in views)], allow_unused=True, **given)
     found = list(results[: len(inputs)])
     for index in pieces:
