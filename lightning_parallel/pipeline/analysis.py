@@ -127,9 +127,11 @@ class _Analysis:
         costs = self._costs(stack, use)
         passes = stack.passes_over(self.num_ranks)
         if passes > 1:
+            # A rank holds a layer once, however often the layer is called.
             costs = _held_once(costs, passes)
         schedule = self._schedule_for(stack, costs, passes)
         one_pass = stack.first_pass() if passes > 1 else stack
+        # All passes are split alike, so that a rank holds the same layers in each.
         layers_per_stage = self._layers_per_stage(one_pass, costs.of_one_pass(passes), schedule, passes) * passes
         stage_of = tuple(stage for stage, count in enumerate(layers_per_stage) for _ in range(count))
 

@@ -292,6 +292,7 @@ class _StageDryRun(StageForward):
         Raises:
             MissingLossError: If the step returns no loss.
         """
+        # The first stage receives nothing, so it has its parameters from the start.
         if self.entered:
             self._mark_held()
         try:

@@ -144,7 +144,7 @@ class PipelineEngine:
     Attributes:
         draws: The random numbers that microbatches replay while a step is compared; else None.
         unpaired: Copies of the model, and their originals, for which stages do not hold the same parameters.
-        tied_are_summed: Whether the gradients of tied parameters are sums over their owners, until others are added.
+        tied_are_summed: Whether the gradients of tied parameters are sums over their owners and not added to since.
 
     Raises:
         ValueError: If the plan is for another model, or another number of ranks; or without needed `message_groups`.

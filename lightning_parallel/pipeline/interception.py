@@ -159,6 +159,7 @@ class CallSite:
         """
         handler = self.active.handler
         if handler is not None and self.places:
+            # A layer with several places is told apart only by the order of calls.
             index = self.active.last = self.place_after(self.active.last)
             return handler.layer(Call(self, module, function, args, kwargs, index))
         call = Call(self, module, function, args, kwargs)

@@ -374,6 +374,7 @@ class _CostMeter(TruncatedModel):
         return [known.get(self.keys.get(index), Cost()) for index in range(len(self.stack.layers))]
 
     def _measured(self, noted: _NotedCall) -> Cost:
+        # First the full backward, then the backward with deferred weight gradients: W is the difference.
         whole = self._runs(noted, lambda: None)
         with _splitting(noted.call.module):
             at_once = shared_parameters(noted.call.module)

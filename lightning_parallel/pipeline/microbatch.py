@@ -249,6 +249,7 @@ def tensors_inside(value: Any, key: str = "", outer: tuple[int, ...] = ()) -> It
         if isinstance(value, np.ndarray) or (value.layout == torch.strided and not value.is_nested):
             yield key, value
         return
+    # `outer` ends the search where objects refer to each other in circles.
     if len(outer) > _DEEPEST or id(value) in outer or isinstance(value, (*_WHOLE, type, nn.Module)):
         return
     items: Any = ()
@@ -378,7 +379,7 @@ class Merging:
     def kind(self, key: str, default: str) -> str:
         """Return the kind by which the values under a key are merged."""
         rule = rule_of(self.rules, key)
-        # A list may be where others beside it, or earlier ones, were tensors.
+        # A rule for tensors does not fit a list, which may replace the tensors of earlier steps.
         is_fitting = (" " in rule) == (" " in default)
         self.found[key] = rule if rule and is_fitting else default
         return self.found[key].partition(" ")[0]

@@ -11,8 +11,8 @@ If the layout has changed, the tensors that the receiver already waits for are s
 header: their shapes equal the shapes of their activations.
 
 A group that carries its messages one after the other (NCCL's) would hold up a send behind a receive that was posted
-ahead. With such a group nothing is posted ahead. The tensors of a message are one operation, issued where the schedule
-needs them. Headers and layouts pass between the hosts, and no device waits for them.
+ahead. With such a group no tensor is posted ahead. The tensors of a message are one operation, issued where the
+schedule needs them. Headers and layouts pass between the hosts, and no device waits for them.
 """
 
 from __future__ import annotations
@@ -334,6 +334,7 @@ class _Activations:
         if self.header is None and self.coming:
             # Layouts are keyed by the receiving stage, `coming` by the sending stage.
             known = self.messages.layouts.received.get(self.coming[0][0] + 1)
+            # An ordered group posts only the header ahead, which passes between the hosts.
             if self.messages.is_ordered:
                 known = None
             packed_bytes = 0 if known is None else known.packed_bytes

@@ -235,6 +235,7 @@ class PlaceholderTensor(Tensor):
             return None if not returned else written[0] if len(returned) == 1 else tuple(written)
         for value in written:
             _require_no_parameter(value)
+        # Draw and discard: the generator must advance as far as on the stage with the data.
         if _draws_numbers and torch.Tag.nondeterministic_seeded in func.tags:
             func(*_with_data(args), **_with_data(kwargs))
         # Shapes are computed on the meta device; the result claims the device that the real operation would use.

@@ -111,7 +111,7 @@ class ScheduleRun:
         message_groups: Groups for messages between stages; see `MessageGroups`.
         skips: The values that each stage is sent besides the arguments of its first layer; empty for none.
         end_stage: Called with each stage of this rank after its last action.
-        draws: The step's draws for all samples, of which microbatches get their rows.
+        draws: The step's draws for all samples; each microbatch gets its rows.
         at_once: Parameters, by `id`, whose gradients do not wait for a W.
     """
 

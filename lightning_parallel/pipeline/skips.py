@@ -90,6 +90,7 @@ class StageSkips:
         """Run a call; received tensors replace placeholders in its output, and outgoing tensors are kept."""
         if not self._places:
             return run(call)
+        # A skip names the n-th call of a module, which is the same on all stages.
         number = self._calls[call.site.name]
         self._calls[call.site.name] += 1
         output = run(call)

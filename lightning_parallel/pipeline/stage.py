@@ -189,6 +189,7 @@ class StageForward:
     def outer_module(self, call: Call) -> Any:
         """Infer the call before the stage is entered, run it afterwards."""
         result = self._outer_result(call)
+        # Only before the first layer: from there on, each layer sets a seed.
         if self.last < 0:
             self.outer_calls += 1
             self.after_outer_call(self.outer_calls)
@@ -456,7 +457,7 @@ class InterceptedModel:
 
 
 class PipelineStages:
-    """A model of which this rank keeps the stages that a plan gives it.
+    """A model on one rank, with only the stages that a plan gives this rank.
 
     Args:
         module: The model, with the same structure on all ranks. Parameters of other stages are freed, in place.
@@ -576,6 +577,7 @@ class PipelineStages:
             own, attributes = parameters_of(child), vars(child)
             # A copy of a module has placeholders as well.
             lacking = [key for key, value in attributes.items() if _is_freed(child, key)]
+            # The order before parameters were freed: the registry has lost the freed ones.
             for key in self._keys.get(id(child)) or dict.fromkeys([*own, *lacking]):
                 value = attributes.get(key)
                 value = own.get(key) if value is None else value

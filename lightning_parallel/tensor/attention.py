@@ -153,7 +153,7 @@ def transformer_styles(module: nn.Module) -> dict[str, Style]:
         if name in vars(module) or getattr(type(module), name, None) is not getattr(base, name, None)
     ]
     if type(module) is not base and isinstance(module, ParallelEncoderLayer):
-        replaced = []  # divided before
+        replaced = []  # sharded before
     if replaced:
         raise TypeError(
             f"`TransformerLayer` must apply to layers with torch's own methods; got {describe(module)}, which"

@@ -102,6 +102,7 @@ def _verify_regions(
         block = module.get_submodule(path)
         inside = plan.under(path)
         verdict = verifier.verify(block, inside)
+        # The block cannot run alone, so only widths can show a fused layer.
         if verdict is None:
             _check_fused(block, path, inside, explicit)
         if verdict is not False:
@@ -240,6 +241,7 @@ def _hugging_face_plan(model: nn.Module, group: Group) -> Plan:
     found = Plan()
     unknown: set[str] = set()
     for path, child in model.named_modules():
+        # A hook would get a piece, so the layers beside this one stay out of the plan.
         if any(forward_hooks_of(child)):
             unknown.add(path.rpartition(".")[0])
         name = _planned(table, path)

@@ -219,7 +219,7 @@ def _values_of(like: Tensor) -> Tensor:
 
 
 def joined_blocks(root: nn.Module, blocks: Sequence[str], group: Group) -> set[tuple[str, str]]:
-    """Return the pairs of neighbours of which the first gives its output unchanged to the second, and to nothing else.
+    """Return the pairs of neighbours in which the first passes its output unchanged to the second, and nowhere else.
 
     Args:
         root: The full model.

@@ -47,6 +47,7 @@ def _subclass(layer: type[nn.Module], original: type[nn.Module]) -> type[nn.Modu
             # The user's forward goes first, and its `super().forward` finds `layer.forward`, not `native.forward`.
             bases: tuple[type, ...] = (original, _subclass(layer, native))  # type: ignore[arg-type]
             return type(name, bases, {"__module__": layer.__module__})
+    # The layer precedes the original class, so its `forward` overrides or wraps the original one.
     bases = (_Divided, layer, original)
     return class_in_place(name, bases, {"__module__": layer.__module__})
 

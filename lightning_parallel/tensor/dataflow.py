@@ -55,7 +55,7 @@ class Dataflow:
     """The findings about a block.
 
     Attributes:
-        regions: Ways to divide each region, the largest region first.
+        regions: Plans for each region, the largest region first.
         reasons: Why layers of the block are in no region, by path.
         idle: Layers that were not called.
     """
@@ -248,6 +248,7 @@ class _Region:
         self.y = cut.inputs[closing[0]]
         if not all(_equal(cut.inputs[name], self.y) for name in closing):
             raise _RefusedError("its output is used in several ways")
+        # Retry with features that all units share, until one unit does not span all features.
         for common in self._common():
             first, opened = self._first_unit(common)
             if not bool(first.all()):

@@ -50,7 +50,7 @@ MOST_PROJECTIONS = 3  # in one weight
 MOST_ATTRIBUTES = 4  # choices of some of them
 MOST_AROUND = 2  # modules around the experts that are tried to run, when the experts cannot be run alone
 FEW = 8  # features for each rank, in trials
-ALIGNED = 16  # bytes, of which rows are a multiple where kernels compute grouped products
+ALIGNED = 16  # bytes: kernels of grouped products need rows of a multiple of it
 
 
 @dataclass(frozen=True)
@@ -190,7 +190,7 @@ class _Division:
         tensors: The sharded tensors: name, dimension, and how many projections of I features that dimension holds.
         added: See `Experts`.
         in_turns: Whether several projections are packed feature by feature, and not one after the other.
-        attributes: Attributes of the module that equal I times so many projections.
+        attributes: Attributes of the module that equal a multiple of I, with that multiple.
         aligned: Features in rows of `ALIGNED` bytes.
     """
 
@@ -417,6 +417,7 @@ def _divisions(owner: nn.Module, ranks: int) -> list[_Division]:
                 added = tuple(name for name, kind in kinds.items() if kind == "added")
                 for level, attributes in enumerate(_attributes(owner, width, {1, *counts})):
                     division = _Division(width, tuple(divided), added, turns, attributes, aligned)
+                    # For the order: likely divisions agree on the hidden width and reduce few attributes.
                     found.append(((len(whole), level), division))
     return [division for _, division in sorted(found, key=lambda entry: entry[0])[:MOST_CANDIDATES]]
 

@@ -73,11 +73,11 @@ def _without_values(like: Tensor, shape: Sequence[int]) -> Tensor:
         return made.expand(*shape)
 
 
-# ---------------------------------------------------------------------------------------------- divided along positions
+# ---------------------------------------------------------------------------------------------- sharded along positions
 
 
 class DividedInput(Tensor):
-    """Activations (B, L, E) of which this rank holds some positions, and whose sizes read as the full ones.
+    """Activations (B, L, E) whose sizes read as the full ones, although this rank holds only some positions.
 
     Attributes:
         piece: This rank's part.

@@ -82,6 +82,7 @@ def _computes_linear(module: nn.Module) -> bool:
     plain = weight is not None and not is_lazy(weight) and weight.is_floating_point() and not [*module.children()]
     if not plain or not _has_class_forward(module) or type(module).forward is nn.Linear.forward:
         return False
+    # Without the sizes, so that all layers with equal settings share one trial.
     settings = tuple(item for item in _settings(module) if item[0] not in _SIZES_OF_LINEAR)  # type: ignore[index]
     return _tried_as_linear(type(module), module, settings)
 
@@ -222,6 +223,7 @@ class AttentionHeads:
 
 def heads_of(module: nn.Module, config: Any = None) -> AttentionHeads | None:
     """Return the heads of an attention module, from its attributes or else its configuration; None if it has none."""
+    # The attributes of the module come first: a configuration may describe further modules.
     sources = [source for source in (module, getattr(module, "config", None), config) if source is not None]
     queries = _first_count(sources, QUERY_NAMES)
     if queries is None:
@@ -245,6 +247,7 @@ def _first_count(sources: list[Any], names: tuple[str, ...]) -> int | None:
                 value = getattr(source, name, None)
             except Exception:  # a configuration whose layers differ raises when asked for one value
                 continue
+            # `True` is an integer, but no count.
             if isinstance(value, int) and not isinstance(value, bool) and value > 0:
                 return value
     return None

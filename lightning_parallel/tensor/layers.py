@@ -145,6 +145,7 @@ class Column:
         layer.feature_rule = rules["weight"].along(-1)
         layer.gather_output = self.gather_output
         layer.group = group
+        # One object for the group: layers that read one input then share one all-reduce of its gradient.
         layer.inputs = shared_inputs(group, self.sequence_dim)
         layer.in_sublayer = self.in_sublayer
         layer.region = None
@@ -451,6 +452,7 @@ def _feature_rule(parts: Sequence[ShardPart | int] | None, unit: int, features: 
 def gather_features(y: Tensor, rule: Shard, group: Group) -> Tensor:
     """Return all output features on every rank."""
     full = gather_from_group(y, group, -1, rule.sizes)
+    # Packed parts arrive in the order of the ranks; `merge` restores the order of the full layer.
     full = full if rule.consecutive else rule.merge(full.split(rule.sizes, -1))
     return full.contiguous()  # the output of a linear layer is contiguous, and code may `view` it
 

@@ -75,7 +75,7 @@ def row_linear(
     lengths: SequenceLengths | None = None,
     transposed: bool = False,
 ) -> Tensor:
-    """Compute the output of a linear layer of which this rank holds some input features.
+    """Compute the output of a linear layer; this rank holds some of its input features.
 
         sum over ranks of  x_r (..., in / ranks)  @  weight_r^T (in / ranks, out)  + bias  ->  y (..., out)
 
@@ -146,7 +146,7 @@ class SequenceLengths:
         return sizes
 
     def parts(self, local: int) -> list[int]:
-        """Return the length of each rank's part of the sequence of which this rank holds `local` positions.
+        """Return the length of each rank's part of a sequence, given the `local` positions of this rank.
 
         Raises:
             RuntimeError: If no sequence with such a part has been sharded.

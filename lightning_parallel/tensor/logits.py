@@ -1,11 +1,11 @@
 """Logits that stay sharded by class until code reads them.
 
-In training the head of a model returns a `DividedLogits`: a tensor with the shape of all logits, of which this rank
+In training the head of a model returns a `DividedLogits`: a tensor with the shape of all logits. This rank has
 computed its piece, the logits of its classes. An operation on it goes one of two ways:
 
     on the piece      views, casts and element-wise functions that leave the classes together; cross-entropy, by
                       `loss.cross_entropy`; `log_softmax` followed by `nll_loss`; `argmax` over the classes
-    on the whole      everything else: the pieces are gathered, once, and the result is an ordinary tensor
+    on all classes    everything else: the pieces are gathered, once, and the result is an ordinary tensor
 
 For autograd it is the output of a gather whose data are made at the first read. Gradients of the full logits go back to
 the piece as its slice, and gradients of the piece go back directly. Either every rank of the group reads, or none does:
@@ -111,7 +111,7 @@ class _Data:
 
 
 class DividedLogits(Tensor):
-    """Logits of all classes, of which this rank holds a piece until code reads them.
+    """Logits of all classes; this rank holds only its piece until code reads them.
 
     Attributes:
         piece: This rank's classes, a part of autograd's graph; None if the classes are no longer together.
@@ -221,7 +221,7 @@ _DATA = Tensor.data.__get__  # type: ignore[attr-defined]
 
 @torch.compiler.disable
 def divided_logits(piece: Tensor, rule: Shard, group: Group, dim: int = -1) -> DividedLogits:
-    """Return the full logits, of which this rank holds a piece.
+    """Return the full logits, given this rank's piece.
 
     Args:
         piece: (..., c), a part of autograd's graph.
@@ -272,7 +272,7 @@ class _DividedLogits(Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
-        # All ranks computed the same from the whole, so `grad` is the full gradient on each of them.
+        # All ranks computed the same from the full logits, so `grad` is the full gradient on each of them.
         return scatter_to_group(grad, *ctx.args), None, None
 
 
@@ -454,6 +454,7 @@ def _reshape(
     func: Callable[..., Any], logits: DividedLogits, piece: Tensor, rest: tuple[Any, ...], kwargs: Any
 ) -> DividedLogits | None:
     tried = func(_meta(logits), *rest, **kwargs)
+    # The classes stay together only if they are the last dimension before and after.
     stay = logits.class_dim == logits.dim() - 1 and tried.dim() > 0 and tried.shape[-1] == logits.shape[-1]
     if not stay:
         return None
@@ -488,6 +489,7 @@ def _select(func: Callable[..., Any], logits: DividedLogits, piece: Tensor, inde
     if logits.is_log or logits.class_dim != logits.dim() - 1 or not all(isinstance(place, Tensor) for place in places):
         return None
     taken = sum(place.dim() if place.dtype in (torch.bool, torch.uint8) else 1 for place in places)
+    # Such an index also selects single classes.
     if taken >= logits.dim():
         return None
     own = func(piece, index)

@@ -169,11 +169,11 @@ def _computes_low_rank(module: nn.Module, found: LowRank, layers: dict[str, nn.M
     return False
 
 
-# ------------------------------------------------------------------------------------------------------------- divided
+# ------------------------------------------------------------------------------------------------------------- sharded
 
 
 class LowRankLinear(nn.Module):
-    """Linear layer with low-rank terms, of which base and terms are sharded; draws its dropout like one layer.
+    """Linear layer with low-rank terms, with sharded base and terms; it draws its dropout like one layer.
 
     The ranks draw alike where the input is replicated, because A would get different gradients otherwise. They draw
     independently where each rank has its own features.

@@ -26,7 +26,7 @@ __all__ = ["DividedTensor", "PerHead", "PerHeadModule", "set_local_values"]
 
 @dataclass(frozen=True)
 class DividedTensor:
-    """A parameter or buffer of which each rank uses the entries of its heads.
+    """A parameter or buffer; each rank uses the entries of its heads.
 
     Attributes:
         name: Its name in its module.
@@ -49,7 +49,7 @@ class PerHead:
 
     Args:
         parameters: The sharded parameters.
-        buffers: The buffers of which the forward sees this rank's entries; they stay full, because checkpoints do.
+        buffers: The forward sees this rank's entries of these buffers; they stay full, as checkpoints keep them.
         shared: Names of parameters that all heads use: each rank has the gradient from its heads.
         width: The parts of the features of all heads, if the code takes their number from the input's last size. The
             code then reads this rank's number there.
@@ -96,7 +96,7 @@ class PerHeadModule(nn.Module):
         """Run the forward of the original class with this rank's entries.
 
         Raises:
-            RuntimeError: If it changes a buffer of which it sees this rank's entries only.
+            RuntimeError: If it changes a buffer, because it sees only this rank's entries.
         """
         if self.input_features is not None and args and isinstance(args[0], Tensor):
             args = (NarrowInput.of(args[0], self.input_features), *args[1:])

@@ -213,7 +213,7 @@ class RandomRegion:
         finally:
             self.close()
 
-    # ------------------------------------------------------------------------------------- draws for whole samples
+    # -------------------------------------------------------------------------------------- draws for full samples
 
     def watch(self, module: nn.Module, root: nn.Module) -> None:
         """Take the draws of `module` for full samples from the replicated stream while the region is open.

@@ -250,6 +250,7 @@ class Shard:
     def owned(self, local: Tensor, rank: int) -> Tensor:
         """Return the part of a shard that no lower rank holds, so that all ranks together count each element once."""
         mine = self._owned(rank)
+        # Most rules share no range, so this needs no copy.
         if sum(size for _, size, _ in mine) == self.sizes[rank]:
             return local
         slices = [local.narrow(self.dim, at, size) for at, size, _ in mine]
@@ -347,6 +348,7 @@ def reduce_partial_(gradients: Mapping[str, Tensor], rules: Mapping[str, Shard],
     kinds: dict[tuple[torch.dtype, torch.device], list[tuple[Tensor, Tensor, Shard | None]]] = {}
     for name, gradient in gradients.items():
         rule = rules.get(name)
+        # Without shared ranges each rank has the only gradient of its shard, and there is nothing to sum.
         if rule is None or rule.replicated:
             kinds.setdefault((gradient.dtype, gradient.device), []).append(
                 (gradient, gradient if rule is None else _spread(gradient, rule, group.rank), rule)

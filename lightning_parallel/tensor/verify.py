@@ -120,7 +120,7 @@ class PlanVerifier:
             block = _with_random_values(block)
         with chance_kept():
             seed_torch(0)
-            # Kernels of attention may know half precision only: the difference of a wrong division is larger still.
+            # Some attention kernels only compute in half precision; a wrong plan differs by more than its rounding.
             for dtype in TOLERANCES:
                 with _computing_in(dtype):
                     for x in _trial_inputs(block, call):

@@ -199,7 +199,7 @@ def _completed(part: Tensor, name: str, rule: Shard | None, sharding: Sharding, 
 def _through_pieces(
     own: Callable[..., Any], outputs: Any, asked: Sequence[Any], logits: Sequence[int], args: Any, kwargs: Any
 ) -> list[Any]:
-    """Return gradients, of sharded logits among others, through the pieces from which losses are computed.
+    """Return the asked gradients; for sharded logits through their pieces, because losses are computed from pieces.
 
     A view collects gradients through its piece and through the full logits; both are added. Gradients of the logits
     themselves all pass through their piece.
