@@ -16,7 +16,7 @@ from torch.optim import SGD, Adagrad, AdamW
 from lightning_parallel import LAMB, HybridParallelStrategy, LocalSGDStrategy, PowerSGD, comm
 from tests.harness import distributed
 from tests.strategies.models import Net, loader, trainer_for
-from tests.strategies.test_lifecycle import WatchingNorms
+from tests.strategies.test_lifecycle import TakingNorms
 from tests.strategies.test_pipeline import Deep, fit
 from tests.strategies.test_pipeline_checkpoint import Tied, resume_in_a_ring
 from tests.strategies.test_pipeline_lifecycle import HalfPrecision
@@ -246,22 +246,10 @@ def test_it_goes_with_compression(group):
         torch.testing.assert_close(found[1][name], value, rtol=1e-12, atol=1e-14, msg=name)
 
 
-class Watched(WatchingNorms):
-    """Takes the norms of others' functions, of one sort after the other, and clips by them."""
-
-    def __init__(self):
-        super().__init__()
-        self.norms = []
-
-    def configure_gradient_clipping(self, optimizer, gradient_clip_val=None, gradient_clip_algorithm=None):
-        norm_type = (1.0, 2.0, float("inf"))[len(self.norms) % 3]
-        self.norms.append(nn.utils.clip_grad_norm_(self.parameters(), 0.05, norm_type))
-
-
 @pytest.mark.parametrize("layout", ["data 4", "tensor 2, data 2", "pipeline 2, data 2"])
 @distributed(world_size=4)
 def test_norms_over_slices_are_those_of_whole_gradients(group, layout):
-    module, alone = Watched(), Watched()
+    module, alone = TakingNorms(), TakingNorms()
     fit(alone, "auto", 1)
     run(layout, module, 2)
     torch.testing.assert_close(torch.stack(module.norms), torch.stack(alone.norms), rtol=1e-10, atol=0)
