@@ -123,6 +123,7 @@ class _Analysis:
             use = use_by_registration(module, stack)
         else:
             stack, use = trace_in_order(module, stack, *self.example, self.device)
+            # Only after the trace, which shows how often layers are called.
             stack = with_enough_layers(stack, self.num_ranks)
         costs = self._costs(stack, use)
         passes = stack.passes_over(self.num_ranks)

@@ -173,6 +173,7 @@ class _Trial:
         for placeholder in placeholders:
             skip = Skip(str(placeholder.parameter))
             placeholder.sources = frozenset([skip])
+            # The first stage that holds a parameter sends it on.
             self._made[skip] = min(places.parameter_stages[skip.name])
 
     def run(self) -> None:

@@ -456,6 +456,7 @@ def merge_outputs(values: Sequence[Any], merging: Merging, key: str = RETURNED) 
     first = values[0]
     if len(values) == 1:
         return first
+    # By type and not `isinstance`: booleans are no numbers here.
     if all(type(value) in (int, float) for value in values):
         return _merge_numbers(values, merging, key)
     if any(type(value) is not type(first) for value in values):

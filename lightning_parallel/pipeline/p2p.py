@@ -86,6 +86,7 @@ class StageMessages:
         self._local: dict[tuple[Kind, int, int], Any] = {}
         # Kept until the gradients return: the sent memory must stay valid, and the layout gives their shapes.
         self._sent: dict[_Key, tuple[MessageLayout, _Sends]] = {}
+        # One queue per rank: a rank uses gradients in the order in which they were sent.
         self._returned: dict[int, deque[_Sends]] = {rank: deque() for rank in range(group.size)}
         self._used = {rank: _used_before(schedule, rank, group.rank) for rank in range(group.size)}
         self._activations: dict[int, _Activations] = {}

@@ -489,6 +489,7 @@ class PipelineStages:
         # Before parameters are freed, because ties are found by identity.
         self.tied = self._find_tied()
         self._keys = {id(child): list(parameters_of(child)) for child in module.modules() if parameters_of(child)}
+        # Weak, because an `id` is reused: an entry must vanish with its parameter.
         self._known = WeakValueDictionary[int, Tensor]()
         self._names: dict[int, str] = {}
         self.note_parameters()

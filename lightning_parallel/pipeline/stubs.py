@@ -179,6 +179,7 @@ class StubOutputs:
                 return leaf
             return originals.get(id(leaf), (leaf,))[0]
 
+        # Later calls and stages must see the changes of this call to shared objects.
         if self.repeats:
             for original, duplicate in originals.values():
                 getattr(original, "__dict__", {}).update(getattr(duplicate, "__dict__", {}))

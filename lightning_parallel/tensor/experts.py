@@ -116,6 +116,7 @@ class ExpertsModule(nn.Module):
             return copy_to_group(leaf, self.group) if _is_floating(leaf) else leaf
 
         args, kwargs = pytree.tree_map(enter, (args, kwargs))
+        # A draw in here may be for a part or for all experts, so a higher count is refused below.
         draws = RandomRegion.draws
         with self._added_once(), self._random_numbers((args, kwargs)):
             output = super().forward(*args, **kwargs)

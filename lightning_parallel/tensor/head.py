@@ -55,6 +55,7 @@ class HeadLinear(ColumnLinear):
     @torch.compiler.disable  # the collectives cannot be traced into a graph
     def forward(self, input: Tensor) -> Tensor:
         """Map (..., in) to (..., out)."""
+        # The parent class would gather at once; the piece becomes `DividedLogits` below.
         self.gather_output = False
         y = super().forward(input)
         self.gather_output = True

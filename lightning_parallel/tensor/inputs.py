@@ -44,6 +44,7 @@ class NarrowInput(Tensor):
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        # Sizes come from the wrapper; any other function needs the full values.
         if func in _SIZES:
             return super().__torch_function__(func, types, args, kwargs)
         narrow = next(leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, NarrowInput))
@@ -108,6 +109,7 @@ class DividedInput(Tensor):
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         name = getattr(func, "__name__", "")
+        # The wrapper has the full sizes, so these functions need no gather.
         if func in _SIZES or name in _ABOUT_SIZES:
             with DisableTorchFunctionSubclass():
                 return func(*args, **kwargs)

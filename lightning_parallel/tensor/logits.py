@@ -144,6 +144,7 @@ class DividedLogits(Tensor):
     def keep(self, piece: Tensor, dim: int, is_log: bool = False) -> None:
         """Compute on `piece` where that is possible, with the classes in dimension `dim`."""
         self.piece, self.class_dim, self.is_log = piece, dim, is_log
+        # An in-place change of the full logits raises their version, and the piece lacks that change.
         self._unchanged = version_of(self)
 
     def whole(self) -> Tensor:

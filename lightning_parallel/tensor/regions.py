@@ -164,6 +164,7 @@ class RandomRegion:
         if self._drew_outside and self._around is None and current_graph_task_id() != -1:
             raise RuntimeError(_RECOMPUTED)
         self._generator, self._state_before, self._extent = generator, before, extent
+        # A recomputation of a pass with a closed region starts from the same state, and must find it closed.
         if self._quiet >= QUIET or any(is_same_state(before, state) for state in self._left):
             self._is_left = True
             return
@@ -185,6 +186,7 @@ class RandomRegion:
                 # Open it from now on. A recomputation of this pass must draw as this pass did, so keep its state.
                 self._left.append(before)
                 self._quiet = -1
+                # Uneven parts drew different counts, so all ranks return to one state and advance alike.
                 if self._extent is not None and not self._extent.is_even:
                     _restore(generator, before)
                     _draw(generator)

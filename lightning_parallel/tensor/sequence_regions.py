@@ -140,6 +140,7 @@ def divide_sequence(
         piece = _main(output)
         return _exchanged(output, piece, gather_from_group(piece, group, dim, lengths.parts(piece.shape[dim])))
 
+    # Before `enter`, which notes the shape of the sharded hidden states: hooks run in this order.
     blocks[0].register_forward_pre_hook(scatter_input, with_kwargs=True)
     if not sends_pieces and group.size > 1:
         _hand_out_whole(blocks, scatter_input, lengths)
@@ -207,6 +208,7 @@ def _stand_for_whole(sublayer: nn.Module, lengths: SequenceLengths, wraps_all: b
             return None
         args, kwargs = pytree.tree_map_only(Tensor, _with_data, (args, kwargs))
         main = _main(args, kwargs)
+        # A residual has the shape and the dtype of the hidden states.
         for piece in _tensors_like(main, (args, kwargs)) if wraps_all else [main]:
             args, kwargs = _exchanged((args, kwargs), piece, divided_input(piece, lengths))
         return args, kwargs
