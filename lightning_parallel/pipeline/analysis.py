@@ -84,7 +84,7 @@ def analyze(
         device = device_of(module)
     # A schedule that is chosen later has at least one stage per rank.
     num_stages = num_ranks if callable(schedule) else schedule.num_stages
-    # Only a trace can tell whether several containers follow each other, and how often layers are called; without one,
+    # Only a trace can tell whether several containers follow each other, and how often layers are called. Without one,
     # the user has to name them.
     if example is None:
         stacks = [find_layer_stack(module, num_stages, layers)]

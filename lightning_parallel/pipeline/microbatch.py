@@ -702,7 +702,7 @@ def _are_alike(items: Sequence[Any]) -> bool:
 
 
 class LeftOutCache:
-    """Replaces a cache of keys and values in the result of a step; each rank has a part of it, so reads are refused."""
+    """Replaces a cache of keys and values in the result of a step. Each rank has a part of it, so reads are refused."""
 
     def __init__(self, key: str) -> None:
         self.__dict__["key"] = key

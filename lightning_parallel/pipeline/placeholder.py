@@ -180,7 +180,7 @@ class PlaceholderTensor(Tensor):
     def receive(self, value: Tensor) -> None:
         """Use `value` in place of this placeholder from now on."""
         # A custom autograd function that takes the placeholder computes with the value, but gives its gradient to the
-        # placeholder, which has to require one for that: see `own_grad`.
+        # placeholder. So the placeholder has to require one: see `own_grad`.
         if value.requires_grad and not isinstance(value, PlaceholderTensor):
             self.requires_grad_()
         self.value = value

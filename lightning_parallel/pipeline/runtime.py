@@ -484,7 +484,7 @@ class ScheduleRun:
 
     def _differentiate(self, action: Action, state: _MicrobatchState) -> None:
         _, stage, microbatch = action
-        # Only the last stage has a loss; its share is its weight, so that the sum is the mean over the full batch.
+        # Only the last stage has a loss. Its share is its weight, so that the sum is the mean over the full batch.
         if state.loss is not None:
             roots: list[Any] = [state.loss] if self.weights[microbatch] else []  # without a label it may be 0 / 0
             gradients = [torch.full_like(state.loss, self.weights[microbatch]).mul_(self.scale)][: len(roots)]

@@ -4,7 +4,7 @@
     rank 1:  1F0 1F1 1F2 1B0 1F3 1B1 ...
 
 A schedule is data and nothing else: no communication, no times. The simulator, the checks, the runtime and the command
-line all read the same value; the builders are pure functions of (ranks, virtual stages, microbatches).
+line all read the same value. The builders are pure functions of (ranks, virtual stages, microbatches).
 
 Legend: P ranks, V stages on each rank ("virtual stages"), m microbatches, r a rank, s a stage; F, B, I, W the seconds
 of a rank's full share of the model, B = I + W. "Bubble" is the time that the step takes beyond m(F+B).
@@ -309,8 +309,8 @@ def gpipe(num_ranks: int, virtual_stages: int, num_microbatches: int) -> Schedul
     rows = []
     for rank in range(num_ranks):
         stages = range(rank, len(stage_ranks), num_ranks)
-        # Breadth first: with m >= P, the first input of a chunk has come round before the rank is done with the
-        # previous chunk, so only the first chunk waits.
+        # Breadth first: only the first chunk waits. With m >= P, the first input of a later chunk has come round
+        # before the rank is done with the previous chunk.
         rows.append(
             [Action(Kind.F, s, i) for s in stages for i in range(num_microbatches)]
             + [Action(Kind.B, s, i) for s in reversed(stages) for i in range(num_microbatches)]
@@ -483,7 +483,7 @@ def _interleave(
 def _groups(num_ranks: int, num_microbatches: int) -> list[range]:
     """Split the microbatches into groups that pass through a rank's chunks together, larger groups first."""
     # Groups of P keep every rank busy and hold least. If P does not divide m, a short last group would leave ranks
-    # waiting (or deadlock), so the remainder is spread and groups have up to 2P-1.
+    # waiting (or deadlock). So the remainder is spread, and groups have up to 2P-1.
     num_groups = max(1, num_microbatches // num_ranks)
     size, longer = divmod(num_microbatches, num_groups)
     starts = [g * size + min(g, longer) for g in range(num_groups + 1)]

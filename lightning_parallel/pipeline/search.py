@@ -250,8 +250,8 @@ class Workload:
         layers = [layer.scaled(factor) for layer in self.layers]
         prologue = self.prologue.scaled(factor)
         epilogue = self.epilogue.scaled(factor)
-        # The cap is per rank, the split per stage: each stage of a rank gets an equal share of memory and of the
-        # microbatches in flight. `choose_schedule` then checks the rank's true peak.
+        # The cap is per rank, but the split is per stage. So each stage of a rank gets an equal share of memory and of
+        # the microbatches in flight. `choose_schedule` then checks the rank's true peak.
         share = schedule.virtual_stages
         counts = cut_layers(
             layers,

@@ -6,7 +6,7 @@
     head(x + h)             stage 2: so does its stub, and the step continues as in one process
 
 Dry runs find them (`dry_runs`). They travel from neighbour to neighbour with the activations. A separate connection
-between distant stages would be one more order of messages to keep, and gradients would come back out of step.
+between distant stages would add an order of messages to keep. Gradients would come back out of step.
 """
 
 from __future__ import annotations

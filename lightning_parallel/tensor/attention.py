@@ -354,7 +354,7 @@ def divide_by_heads(
     """Make `Column` and `Row` styles inside attention modules split full heads, and record the local head counts.
 
     Norms of single heads inside such a module see this rank's heads only, so their gradients become partial. Any other
-    parameter rules out sharding by heads: a parameter of the attention module itself, or of a layer that sees the
+    parameter rules out sharding by heads. It may belong to the attention module itself, or to a layer that sees the
     features of all heads. The outputs of that attention's layers are then gathered.
 
     Args:

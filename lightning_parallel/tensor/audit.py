@@ -142,8 +142,8 @@ class StepAudit:
     def check_output(self, output: Tensor, name: str) -> None:
         """Check that `output` depends on sharded activations only through operations that join them.
 
-        Also check the opposite direction: a replicated tensor (a parameter, a joined activation) may enter a sharded
-        region only through an operation that sums its gradient over the ranks.
+        Also check the opposite direction. A replicated tensor (a parameter, a joined activation) may enter a sharded
+        region only through an operation that sums its gradient.
 
         Args:
             output: A result of the step that must be equal on all tensor-parallel ranks, such as the loss.

@@ -402,8 +402,8 @@ def _on_piece(func: Callable[..., Any], name: str, args: tuple[Any, ...], kwargs
         return _REDUCTIONS[func](logits, piece, *rest, **kwargs)
     if name in _CASTS:
         own = None if logits.is_log else func(piece, *rest, **kwargs)
-        # Double precision is there to compare runs to 1e-10. After a cast to single precision the ranks' own sums
-        # over classes would round differently from one sum, and the runs would differ by more.
+        # Double precision is there to compare runs to 1e-10. After a cast to single precision, sums by rank would
+        # round differently from one sum over all classes.
         is_rounded = own is not None and piece.dtype == torch.float64 != own.dtype
         return None if own is None or is_rounded else _derived(logits, piece, own)
     if name in _RESHAPES:

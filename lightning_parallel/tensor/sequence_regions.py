@@ -3,8 +3,8 @@
     hidden | first: keep my part | norm | Column: all-gather ... Row: reduce-scatter | last: all-gather | hidden
     (L, E) | (L / ranks, E)             | (L, E / ranks)                              | (L / ranks, E)   | (L, E)
 
-An all-gather and a reduce-scatter send as many bytes as the all-reduce that they replace, and the activations between
-the layers take 1 / ranks of the memory. Each rank computes norms and biases there for its positions only, so their
+An all-gather and a reduce-scatter send as many bytes as the all-reduce that they replace. The activations between the
+layers take 1 / ranks of the memory. Each rank computes norms and biases there for its positions only, so their
 gradients are partial.
 
 A **sublayer** (attention, MLP) may take lengths from its input, so its input is a `DividedInput`, whose sizes read as

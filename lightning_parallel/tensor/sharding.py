@@ -333,7 +333,7 @@ def reduce_partial_(gradients: Mapping[str, Tensor], rules: Mapping[str, Shard],
     """Sum partial gradients over `group`, in place, with one all-reduce per dtype and device.
 
     A gradient without a rule is summed in full. Of a sharded gradient only the ranges that several ranks hold are
-    summed, over their holders; a rule without such ranges leaves the gradient unchanged. All ranks must pass the same
+    summed, over their holders. A rule without such ranges leaves the gradient unchanged. All ranks must pass the same
     names in the same order.
 
     Args:
@@ -344,7 +344,7 @@ def reduce_partial_(gradients: Mapping[str, Tensor], rules: Mapping[str, Shard],
     if group.size == 1:
         return
     # (gradient, its contribution to the message, its rule). A shared range is sent as a full tensor with zeros where
-    # this rank holds nothing: one all-reduce over the group then replaces one over each set of holders.
+    # this rank holds nothing. One all-reduce over the group then replaces one over each set of holders.
     kinds: dict[tuple[torch.dtype, torch.device], list[tuple[Tensor, Tensor, Shard | None]]] = {}
     for name, gradient in gradients.items():
         rule = rules.get(name)
