@@ -23,9 +23,8 @@ from torch import Tensor, nn
 from lightning_parallel.compat import PartialModule, class_in_place
 from lightning_parallel.compat.torch import buffers_of, forward_hooks_of, parameters_of, pytree
 from lightning_parallel.pipeline.attributes import SavedForwards, own_attributes, parameter_lists, replaced
-from lightning_parallel.pipeline.placeholder import PlaceholderTensor, reveal
+from lightning_parallel.pipeline.placeholder import PlaceholderTensor, UnknownValue, reveal
 from lightning_parallel.pipeline.random_streams import seed_all
-from lightning_parallel.pipeline.unknown_value import UnknownValue
 
 __all__ = [
     "ActiveHandler",

@@ -50,6 +50,7 @@ from lightning_parallel.pipeline.placeholder import (
     PARAMETERS_ELSEWHERE,
     PlaceholderError,
     PlaceholderTensor,
+    UnknownValue,
     missing,
     nothing_written,
     reveal,
@@ -58,7 +59,6 @@ from lightning_parallel.pipeline.placeholder import (
 from lightning_parallel.pipeline.random_streams import seeded
 from lightning_parallel.pipeline.skips import NO_SKIPS, StageSkips
 from lightning_parallel.pipeline.stubs import StubOutputs, free_parameters
-from lightning_parallel.pipeline.unknown_value import UnknownValue
 
 __all__ = [
     "REENTRANT",

@@ -25,9 +25,14 @@ from lightning_parallel.compat import patched
 from lightning_parallel.compat.torch import FakeTensor, buffers_of, non_persistent_buffers_of, parameters_of, pytree
 from lightning_parallel.pipeline.attributes import SavedAttributes, own_attributes, parameter_lists, replaced
 from lightning_parallel.pipeline.interception import VARIANTS, Call, has_listeners, run_variant
-from lightning_parallel.pipeline.placeholder import PlaceholderError, PlaceholderTensor, draws_numbers, nothing_written
+from lightning_parallel.pipeline.placeholder import (
+    PlaceholderError,
+    PlaceholderTensor,
+    UnknownValue,
+    draws_numbers,
+    nothing_written,
+)
 from lightning_parallel.pipeline.random_streams import random_state_kept
-from lightning_parallel.pipeline.unknown_value import UnknownValue
 
 __all__ = ["StubOutputs", "autocast_dtype", "copy_args", "free_parameters", "named_placeholders", "stubbed"]
 

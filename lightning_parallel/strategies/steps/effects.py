@@ -31,8 +31,7 @@ from lightning_parallel.pipeline.microbatch import (
     microbatch_under_way,
     reduce_logged,
 )
-from lightning_parallel.pipeline.placeholder import in_dry_run, missing, reveal
-from lightning_parallel.pipeline.unknown_value import require_known
+from lightning_parallel.pipeline.placeholder import in_dry_run, missing, require_known, reveal
 from lightning_parallel.strategies.steps.metrics import MetricCalls, MetricSnapshot, Place
 from lightning_parallel.strategies.steps.state import (
     MISSING,
