@@ -24,7 +24,6 @@ from lightning_parallel.comm import Group
 from lightning_parallel.compat import Patches
 from lightning_parallel.compat.torch import BatchNormalization, version_of
 from lightning_parallel.pipeline.dry_runs import Places, StageInputs, dry_run_stages
-from lightning_parallel.pipeline.message_layout import MessageLayouts
 from lightning_parallel.pipeline.microbatch import (
     UNCOUNTED,
     SplitBatch,
@@ -37,7 +36,7 @@ from lightning_parallel.pipeline.microbatch import (
     split_by,
 )
 from lightning_parallel.pipeline.module_use import unpaired_copies
-from lightning_parallel.pipeline.p2p import MessageGroups
+from lightning_parallel.pipeline.p2p import MessageGroups, MessageLayouts
 from lightning_parallel.pipeline.pipeline_plan import PipelinePlan, TiedParameter, device_of
 from lightning_parallel.pipeline.random_streams import OwnGenerators, ReplayedDraws
 from lightning_parallel.pipeline.runtime import ScheduleRun

@@ -29,9 +29,17 @@ from lightning_parallel import comm, tracing
 from lightning_parallel.comm import Group
 from lightning_parallel.compat.torch import pytree, seed_torch
 from lightning_parallel.pipeline.dry_runs import NextStageDryRun, StageInputs
-from lightning_parallel.pipeline.message_layout import Message, MessageLayout, MessageLayouts, TensorSpec, line_of_step
 from lightning_parallel.pipeline.microbatch import StepResult, loss_of, tell_microbatch, under_way
-from lightning_parallel.pipeline.p2p import LostMessageError, MessageGroups, StageMessages
+from lightning_parallel.pipeline.p2p import (
+    LostMessageError,
+    Message,
+    MessageGroups,
+    MessageLayout,
+    MessageLayouts,
+    StageMessages,
+    TensorSpec,
+    line_of_step,
+)
 from lightning_parallel.pipeline.placeholder import (
     PARAMETERS_ELSEWHERE,
     PlaceholderError,

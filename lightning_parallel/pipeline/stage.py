@@ -44,7 +44,7 @@ from lightning_parallel.pipeline.interception import (
     intercept,
 )
 from lightning_parallel.pipeline.layer_stack import LayerStack, layer_kinds, outer_modules
-from lightning_parallel.pipeline.message_layout import line_of_step
+from lightning_parallel.pipeline.p2p import line_of_step
 from lightning_parallel.pipeline.pipeline_plan import PipelinePlan, TiedParameter
 from lightning_parallel.pipeline.placeholder import (
     PARAMETERS_ELSEWHERE,

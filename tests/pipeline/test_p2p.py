@@ -8,8 +8,7 @@ import pytest
 import torch
 
 from lightning_parallel import comm
-from lightning_parallel.pipeline.message_layout import Message, MessageLayout, MessageLayouts, TensorSpec
-from lightning_parallel.pipeline.p2p import StageMessages
+from lightning_parallel.pipeline.p2p import Message, MessageLayout, MessageLayouts, StageMessages, TensorSpec
 from lightning_parallel.pipeline.schedule import Action, Kind, build_schedule
 from tests.harness import RankError, distributed, recorded_communication, run
 from tests.strict_order import strict_order
