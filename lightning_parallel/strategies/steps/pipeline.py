@@ -48,7 +48,7 @@ from lightning_parallel.strategies.checks import STEPS, first_batch, output_is_r
 from lightning_parallel.strategies.options import PipelineOptions
 from lightning_parallel.strategies.steps.effects import StepEffects, buffers_kept, side_effects_discarded, to_device
 from lightning_parallel.strategies.steps.gradient_hooks import GradientHooks
-from lightning_parallel.strategies.steps.watched_parameters import FrozenParameters, WatchedCopies
+from lightning_parallel.strategies.steps.state import FrozenParameters, WatchedCopies
 from lightning_parallel.strategies.whole.full_state import OutsideCalls
 from lightning_parallel.tensor.audit import StepAudit
 from lightning_parallel.tensor.logits import whole_logits
