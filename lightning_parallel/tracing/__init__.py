@@ -14,8 +14,9 @@ the time. They are read steps later, when the device has passed them: nothing ev
 CUDA is `callbacks.recording.clocks.CudaClock`; this package does not import torch.
 """
 
-from lightning_parallel.tracing.in_flight import DeviceClock, InFlight
 from lightning_parallel.tracing.recorder import (
+    DeviceClock,
+    InFlight,
     OpenSpan,
     Recorder,
     activate,
