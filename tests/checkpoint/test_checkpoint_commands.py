@@ -272,7 +272,7 @@ import torch
 from pathlib import Path
 from lightning_parallel.checkpoint import SavedCheckpoint
 from lightning_parallel.checkpoint.commands import find_damage
-from lightning_parallel.checkpoint.rewriting import export_weights, reshard
+from lightning_parallel.checkpoint.commands import export_weights, reshard
 
 def status(name):
     return next(int(line.split()[1]) for line in open("/proc/self/status") if line.startswith(name))

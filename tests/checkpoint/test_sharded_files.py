@@ -27,11 +27,10 @@ from lightning_parallel.checkpoint import (
     reader,
     writer,
 )
-from lightning_parallel.checkpoint.commands import find_damage
+from lightning_parallel.checkpoint.commands import find_damage, reshard
 from lightning_parallel.checkpoint.folder import LATEST, MANIFEST, Folder
 from lightning_parallel.checkpoint.manifest import Manifest, SavedTensor, check_coverage
 from lightning_parallel.checkpoint.reader import bytes_of
-from lightning_parallel.checkpoint.rewriting import reshard
 from lightning_parallel.checkpoint.writer import SAFETENSORS_DTYPES, TensorPart, write_file
 from lightning_parallel.comm import Group
 from lightning_parallel.tensor.sharding import Shard, ShardPart
