@@ -1,6 +1,7 @@
 """The actions of `lightning-parallel checkpoint`: show checkpoints, verify and convert sharded checkpoints.
 
 Names and texts in a checkpoint may be anybody's: they are printed without markup, and control no terminal.
+`reshard` and `export_weights` rewrite a checkpoint tensor by tensor: in files of equal size, or for other libraries.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
 """`lightning-parallel doctor`: the machine, the launcher and the network, before a run starts.
 
 Without `--rendezvous` nothing is started and no other process is needed. With it, every process of `torchrun` or `srun`
-runs this command: they meet in the rendezvous store, compare versions and clocks, and measure the links.
+runs this command: they meet in the rendezvous store, compare versions and clocks, and measure the links. Every wait
+has a deadline and names the missing ranks: this command exists for starts that hang.
 """
 
 from __future__ import annotations

@@ -518,6 +518,9 @@ def emptied(value: Any) -> Any:
 
 # ------------------------------------------------------------------------------- parameters that a step must not change
 
+# A stage holds other parameters than the next one, so a step that writes into parameters is refused. Hashes of the bits
+# tell it. The host waits for the hashes, so a run checks a few steps only.
+
 
 class WatchedCopies:
     """Refuses a run that changes a copy of the model, such as a teacher, if the copy is split in another way.
