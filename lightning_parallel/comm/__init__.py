@@ -48,6 +48,7 @@ from lightning_parallel.comm.objects import (
     gather_object,
     on_any_rank,
     raise_together,
+    shared_key,
 )
 from lightning_parallel.comm.rendezvous import RendezvousError, attempt_store, may_outlive_attempts
 from lightning_parallel.comm.roll_call import ApartError, RollCall
@@ -112,6 +113,7 @@ __all__ = [
     "on_any_rank",
     "overlapping_executor",
     "raise_together",
+    "shared_key",
     "reduce_",
     "reduce_scatter",
     "row_fingerprints",

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any, TypeVar, cast
+from uuid import uuid4
 
 import torch
 import torch.distributed as dist
@@ -31,6 +32,7 @@ __all__ = [
     "gather_object",
     "on_any_rank",
     "raise_together",
+    "shared_key",
 ]
 
 T = TypeVar("T")
@@ -191,6 +193,12 @@ def _broadcast_tensors(
             # A copy: a tensor that is kept must not keep the other tensors in memory.
             found[number] = found[number] if group.rank == source else part.view(described[number][0]).clone()
     return found
+
+
+def shared_key(group: Group) -> str:
+    """Return a new random key, equal on all ranks of `group`; every rank must call it."""
+    # No counter: ranks may have made different numbers of keys before.
+    return broadcast_object(uuid4().hex, group)  # type: ignore[no-any-return]
 
 
 def barrier(group: Group) -> None:

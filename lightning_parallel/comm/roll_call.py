@@ -11,7 +11,6 @@ import sys
 import time
 from collections.abc import Hashable, Mapping
 from contextlib import nullcontext
-from uuid import uuid4
 
 import torch.distributed as dist
 
@@ -26,7 +25,6 @@ from lightning_parallel.comm.heartbeat import (
     reported_errors,
     trains_here,
 )
-from lightning_parallel.comm.objects import broadcast_object
 from lightning_parallel.compat import users_place
 from lightning_parallel.compat.default_group import default_store
 
@@ -71,18 +69,22 @@ class ApartError(RuntimeError):
 class RollCall:
     """The roll call of a group for a purpose; all its ranks make it at the same point.
 
-    It takes a few round trips to the store, about 0.2 ms on one machine; in a group of more than `MOST_RANKS` ranks the
+    It takes a few round trips to the store, about 0.2 ms on one machine. In a group of more than `MOST_RANKS` ranks, the
     store would be asked too often.
+
+    Args:
+        group: The ranks that meet.
+        purpose: Tells roll calls apart in errors.
+        key: Tells roll calls apart in the store; all ranks of the group have it, see `comm.shared_key`.
     """
 
     MOST_RANKS = 64
 
-    def __init__(self, group: Group, purpose: str) -> None:
+    def __init__(self, group: Group, purpose: str, key: str) -> None:
         self._group = group
         self._ranks = group.ranks
         self._rank = group.ranks[group.rank]
-        # Not a number, since ranks may not have made the same ones.
-        self._name = f"{_ROLL_CALL}{purpose}/{broadcast_object(uuid4().hex, group)}"
+        self._name = f"{_ROLL_CALL}{purpose}/{key}"
         self._count = 0
 
     def meet(self, place: str, patience_s: float, note: str = "") -> list[str]:

@@ -13,7 +13,7 @@ from tests.harness import distributed
 
 @distributed(world_size=2)
 def test_ranks_go_on_together_with_the_notes_of_all(group):
-    calls = RollCall(group, "test")
+    calls = RollCall(group, "test", comm.shared_key(group))
     for turn in range(3):
         if turn == group.rank:
             time.sleep(0.1)
@@ -23,13 +23,13 @@ def test_ranks_go_on_together_with_the_notes_of_all(group):
 @distributed(world_size=2)
 def test_ranks_at_different_places_are_told_on_all(group):
     with pytest.raises(ApartError) as caught:
-        RollCall(group, "test").meet(f"place {group.rank}", 10.0)
+        RollCall(group, "test", comm.shared_key(group)).meet(f"place {group.rank}", 10.0)
     assert caught.value.places == {0: "place 0", 1: "place 1"}
 
 
 @distributed(world_size=2)
 def test_a_rank_that_does_not_come_is_told(group):
-    calls = RollCall(group, "test")
+    calls = RollCall(group, "test", comm.shared_key(group))
     if group.rank == 0:
         with pytest.raises(ApartError) as caught:
             calls.meet("here", 0.2)
@@ -39,7 +39,7 @@ def test_a_rank_that_does_not_come_is_told(group):
 
 @distributed(world_size=2)
 def test_a_rank_that_waits_in_a_collective_is_told(group):
-    calls = RollCall(group, "test")
+    calls = RollCall(group, "test", comm.shared_key(group))
     comm.start_heartbeat()
     if group.rank == 0:
         with patched(roll_call, "_STUCK_S", 1.0), pytest.raises(ApartError) as caught:

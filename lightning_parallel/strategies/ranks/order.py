@@ -20,7 +20,7 @@ from typing import Any, ParamSpec, TypeVar
 from lightning.fabric.plugins.collectives.torch_collective import default_pg_timeout
 from torch import nn
 
-from lightning_parallel.comm import ApartError, Group, RollCall
+from lightning_parallel.comm import ApartError, Group, RollCall, shared_key
 from lightning_parallel.compat import ParallelState, patched, users_line
 from lightning_parallel.compat.torch import has_compiled_parts
 from lightning_parallel.strategies.ranks.chance import SharedChance
@@ -62,7 +62,7 @@ class MessageOrder:
 
     def begin_run(self) -> None:
         """Count roll calls anew: in a failed run, ranks may have counted differently."""
-        self._calls = RollCall(self._group, _CALLS)
+        self._calls = RollCall(self._group, _CALLS, shared_key(self._group))
 
     def paused(self) -> AbstractContextManager[Any]:
         """Refuse messages inside the block, in which one rank alone runs the full model."""

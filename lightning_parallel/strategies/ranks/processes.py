@@ -440,9 +440,9 @@ class MeshProcesses(SavesFiles):
         start_heartbeat()
         comm.name_run(comm.broadcast_object(uuid4().hex, self.groups.world))
         if 1 < self.groups.replica.size <= RollCall.MOST_RANKS:
-            self._batches = RollCall(self.groups.replica, "batches")
+            self._batches = RollCall(self.groups.replica, "batches", comm.shared_key(self.groups.replica))
         if 1 < self.groups.world.size <= RollCall.MOST_RANKS:
-            self._ends = RollCall(self.groups.world, "ends of runs")
+            self._ends = RollCall(self.groups.world, "ends of runs", comm.shared_key(self.groups.world))
         share_random_state(self.groups.replica)
         self._chance = SharedChance(self.groups.replica)
         set_device_mesh(self.module, self.device_mesh)

@@ -244,7 +244,7 @@ class StepProof:
         self.module = runs.module
         self.replica = runs.groups.replica
         # A rank that fails in the middle of the sharded run tells the others, which may wait for its messages.
-        self.calls = RollCall(self.replica, "self-check")
+        self.calls = RollCall(self.replica, "self-check", comm.shared_key(self.replica))
 
     def prove(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], why: str = "") -> None:
         """Compare the step `name` on the first samples of its first batch; print the compared values.
