@@ -27,15 +27,6 @@ from lightning_parallel.comm.executors import (
 from lightning_parallel.comm.gradient_session import GradientSession, MeanReducer, MeanStep, Phases, fill_buckets
 from lightning_parallel.comm.groups import Group, MeshGroups, NodeGroups
 from lightning_parallel.comm.hashes import fingerprint, fingerprints, row_fingerprints
-from lightning_parallel.comm.heartbeat import (
-    LostRankError,
-    explained,
-    name_run,
-    report_failure,
-    start_heartbeat,
-    stop_heartbeat,
-    wait_until_heard,
-)
 from lightning_parallel.comm.host import Process, boot_id, host_id
 from lightning_parallel.comm.objects import (
     agree,
@@ -50,8 +41,18 @@ from lightning_parallel.comm.objects import (
     raise_together,
     shared_key,
 )
+from lightning_parallel.comm.presence import (
+    ApartError,
+    LostRankError,
+    RollCall,
+    explained,
+    name_run,
+    report_failure,
+    start_heartbeat,
+    stop_heartbeat,
+    wait_until_heard,
+)
 from lightning_parallel.comm.rendezvous import RendezvousError, attempt_store, may_outlive_attempts
-from lightning_parallel.comm.roll_call import ApartError, RollCall
 from lightning_parallel.comm.threads import Helper
 from lightning_parallel.comm.work import (
     PROFILING,

@@ -16,7 +16,7 @@ from torch.autograd.grad_mode import set_multithreading_enabled
 
 from lightning_parallel import tracing
 from lightning_parallel.comm.groups import Group
-from lightning_parallel.comm.heartbeat import Blocked, describe_failure, trains_here
+from lightning_parallel.comm.presence import Blocked, describe_failure, trains_here
 from lightning_parallel.comm.threads import current_helper
 from lightning_parallel.tracing import InFlight
 

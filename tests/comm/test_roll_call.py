@@ -6,7 +6,7 @@ import pytest
 import torch.distributed as dist
 
 from lightning_parallel import comm
-from lightning_parallel.comm import ApartError, RollCall, roll_call
+from lightning_parallel.comm import ApartError, RollCall, presence
 from lightning_parallel.compat import patched
 from tests.harness import distributed
 
@@ -42,7 +42,7 @@ def test_a_rank_that_waits_in_a_collective_is_told(group):
     calls = RollCall(group, "test", comm.shared_key(group))
     comm.start_heartbeat()
     if group.rank == 0:
-        with patched(roll_call, "_STUCK_S", 1.0), pytest.raises(ApartError) as caught:
+        with patched(presence, "_STUCK_S", 1.0), pytest.raises(ApartError) as caught:
             calls.meet("here", 60.0)
         assert caught.value.places == {0: "here", 1: "`barrier` along world"}
     comm.barrier(group)

@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 
 from lightning_parallel import comm
-from lightning_parallel.comm import heartbeat
+from lightning_parallel.comm import presence
 from lightning_parallel.tracing import DeviceClock, Recorder, activate, span
 from tests.harness import distributed, recorded_communication
 from tests.strict_order import strict_order
@@ -118,9 +118,9 @@ def test_the_error_of_an_earlier_run_does_not_explain_a_later_one(group):
         comm.start_heartbeat()
         comm.barrier(group)
         if attempt == 0:
-            heartbeat._heartbeat.report("an earlier error")
+            presence._heartbeat.report("an earlier error")
         comm.barrier(group)
-        assert bool(heartbeat._heartbeat.errors([1 - group.rank])) == (attempt == 0)
+        assert bool(presence._heartbeat.errors([1 - group.rank])) == (attempt == 0)
         comm.barrier(group)
         comm.stop_heartbeat()
 

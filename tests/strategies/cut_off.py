@@ -19,11 +19,11 @@ os.environ.update(GLOO_SOCKET_IFNAME="eth0")
 from lightning.pytorch.callbacks import ModelCheckpoint  # noqa: E402
 
 from lightning_parallel import PipelineParallelStrategy  # noqa: E402
-from lightning_parallel.comm import heartbeat  # noqa: E402
+from lightning_parallel.comm import presence  # noqa: E402
 from tests.strategies.models import loader, trainer_for  # noqa: E402
 from tests.strategies.test_pipeline import Deep  # noqa: E402
 
-heartbeat.SILENT_S = 6.0
+presence.SILENT_S = 6.0
 strategy = PipelineParallelStrategy(num_microbatches=2, checkpoint_format="sharded", timeout=timedelta(seconds=8))
 saves = ModelCheckpoint(folder, "{step}", every_n_train_steps=1, save_top_k=-1)
 trainer = trainer_for(

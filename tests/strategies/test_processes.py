@@ -15,9 +15,9 @@ from lightning.pytorch import LightningModule, Trainer
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 from lightning_parallel import TensorParallelStrategy
-from lightning_parallel.comm import roll_call
+from lightning_parallel.comm import presence
 
-roll_call._SILENCE_S = 3.0
+presence._SILENCE_S = 3.0
 
 class Project(LightningModule):
     def __init__(self):

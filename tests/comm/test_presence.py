@@ -10,7 +10,7 @@ import pytest
 import torch.distributed as dist
 
 from lightning_parallel import comm
-from lightning_parallel.comm import heartbeat, host
+from lightning_parallel.comm import host, presence
 from lightning_parallel.compat import patched
 from tests.harness import DEADLINE_S, RankError, distributed, run
 
@@ -33,7 +33,7 @@ def _one_is_lost(group, how):
     if group.rank > 0:
         comm.stop_heartbeat()  # rank 1 has finished; rank 0 watches the next one then
         return None  # its process goes on
-    with patched(heartbeat, "ENDED_S", 0.5), pytest.raises(comm.LostRankError) as error:
+    with patched(presence, "ENDED_S", 0.5), pytest.raises(comm.LostRankError) as error:
         wait_like_a_device()
     comm.stop_heartbeat()
     return str(error.value)
@@ -59,12 +59,12 @@ def _one_is_named(group, how, expected):
 @distributed(world_size=2)
 def test_who_is_slow_stopped_or_finished_is_not_lost(group):
     """A process of this machine that exists may go on; a run that has ended is no loss."""
-    with patched(heartbeat, "ENDED_S", 0.3), patched(heartbeat, "BEAT_S", 0.1):
+    with patched(presence, "ENDED_S", 0.3), patched(presence, "BEAT_S", 0.1):
         for _ in range(2):
             comm.start_heartbeat(watches=True)
             comm.barrier(group)
             if group.rank == 0:
-                heartbeat._heartbeat.stop()  # as where C code keeps the interpreter locked
+                presence._heartbeat.stop()  # as where C code keeps the interpreter locked
             time.sleep(1)
             comm.barrier(group)
             comm.stop_heartbeat()
@@ -77,11 +77,11 @@ def test_a_silent_rank_of_another_machine_is_lost():
 
 
 def _one_is_silent(group):
-    with patched(heartbeat, "SILENT_S", 1.0), patched(host, "host_id", lambda: f"machine{group.rank}"):
+    with patched(presence, "SILENT_S", 1.0), patched(host, "host_id", lambda: f"machine{group.rank}"):
         comm.start_heartbeat(watches=True)
         comm.all_gather_object(None, group)
         if group.rank == 1:
-            heartbeat._heartbeat.stop()
+            presence._heartbeat.stop()
         else:
             wait_like_a_device()
 
@@ -92,14 +92,14 @@ def test_looking_for_connections_leaves_no_descriptors_open():
     one, other = socket.socketpair()  # their peers have no port
     with one, other:
         before = len(os.listdir("/proc/self/fd"))
-        heartbeat._notice_dead_connections(store, {})
+        presence._notice_dead_connections(store, {})
         assert len(os.listdir("/proc/self/fd")) == before
 
 
 def _with_options():
     """Return the connections of this process that the system ends when nobody answers."""
     found = set()
-    for number, descriptor in heartbeat._sockets().items():
+    for number, descriptor in presence._sockets().items():
         with socket.socket(fileno=os.dup(descriptor)) as one:
             is_tcp = one.family in (socket.AF_INET, socket.AF_INET6)
             if is_tcp and one.getsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT):
@@ -112,8 +112,8 @@ def test_connections_of_others_keep_their_options():
     """Those of others to the store, too."""
     store = dist.TCPStore("127.0.0.1", 0, 1, True)
     client = dist.TCPStore("127.0.0.1", store.port, None, False)
-    before = set(heartbeat._sockets())
-    heart = heartbeat._Heartbeat(store, 0, 1, watches=False)
+    before = set(presence._sockets())
+    heart = presence._Heartbeat(store, 0, 1, watches=False)
     try:
         found = _with_options()
     finally:
