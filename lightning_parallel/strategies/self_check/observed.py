@@ -51,14 +51,14 @@ __all__ = [
 ]
 
 _TOLERANCES = {torch.float64: 1e-9, torch.float32: 1e-4}
-"""The largest difference, relative to the largest value, by the precision in which a step computes."""
+"""The largest difference relative to the largest value, by the precision of the step."""
 HALF = 5e-2
 """The largest difference in less precise steps."""
 _MIXED = 1e-5
-"""The largest difference in double precision with single precision somewhere inside, as in norms of transformers."""
+"""The largest difference in double precision with single precision inside, as in norms of transformers."""
 
 _PIECE = 1 << 22
-"""Elements of large tensors that are compared at a time."""
+"""Elements of a large tensor that are compared at a time."""
 
 
 def tolerance_of(precisions: set[torch.dtype]) -> float:
@@ -80,10 +80,10 @@ class ObservedStep:
         logged: Name and value of each call of `self.log`.
         output: Numbers and tensors in the output, by key.
         attributes: The attributes of the module that changed.
-        unknown: Attributes whose value is on another stage; a read of one raises an error.
+        unknown: Attributes whose value is on another stage; a read of such an attribute raises.
         counters: The numbers that changed in the user's submodules.
         flags: Attributes that were true or false before.
-        left_by_backward: The name of a value that the backward pass has changed.
+        left_by_backward: The name of a value, other than gradients, that the backward pass has changed.
         left_in_callback: The name of a value that the step has changed in a callback, as by a forward hook.
     """
 
@@ -130,7 +130,7 @@ def numbers_in(value: Any, name: str) -> dict[str, Any]:
 def changed_attributes(before: Snapshot) -> tuple[dict[str, Any], frozenset[str]]:
     """Return new and changed numbers and tensors, and the names of values that this rank does not know.
 
-    Of lists and sets, returns the entries that were added.
+    For lists and sets, returns the added entries.
     """
     changed: dict[str, Any] = {}
     unknown: set[str] = set()
@@ -141,7 +141,7 @@ def changed_attributes(before: Snapshot) -> tuple[dict[str, Any], frozenset[str]
         elif isinstance(edit, Added):
             value = edit.entries
         elif isinstance(edit, Members):
-            # In an order that is the same on all ranks.
+            # Sort the members: the order of a set differs between processes, and the entries are compared by position.
             value = sorted(edit.added, key=lambda member: (str(type(member)), str(member)))
         elif isinstance(edit, (Fresh, Replaced)):
             value = edit.value
@@ -158,11 +158,11 @@ def flags_of(snapshot: Snapshot) -> dict[str, bool]:
 
 
 def comparable_attributes(found: ObservedStep, expected: ObservedStep) -> dict[str, Any]:
-    """Return the attributes that one run changed and that can be compared with another run."""
+    """Return the attributes that the expected run changed, without attributes that cannot be compared."""
     return {
         name: value
         for name, value in expected.attributes.items()
-        # A first call sets flags, such as "hooks are registered". The analysis was that call, and its hooks stay.
+        # A first call sets flags, such as "hooks are registered". The analysis made the first call, and its hooks stay.
         if name not in found.unknown
         and not (isinstance(value, Tensor) and value.dtype == torch.bool and found.flags.get(name) is bool(value.all()))
     }
@@ -202,13 +202,13 @@ def _is_same(old: Any, new: Any) -> bool:
 
 @dataclass(frozen=True)
 class StepDifference:
-    """A value that differs from one process.
+    """A value of the parallel step that differs from a single-process run.
 
     Attributes:
         kind: `loss`, `gradient`, `logged value`, `output`, `attribute` or `buffer`.
-        name: Its name.
-        relative: Largest difference, in terms of the largest expected value; infinite for another shape.
-        detail: The values themselves, if they are short.
+        name: The name of the value.
+        relative: Largest difference, relative to the largest expected value; infinite for another shape.
+        detail: Both values in words, if they are short.
     """
 
     kind: str
@@ -233,9 +233,9 @@ def relative_difference(found: Tensor, expected: Tensor, floor: float) -> float:
     if not (found.is_floating_point() or found.is_complex()):
         return float((found != expected.to(found.dtype)).double().mean())
     if found.dtype == expected.dtype:
-        # Few passes over large gradients; values that are not finite are compared below.
+        # The fast path makes few passes over large gradients. Values that are not finite take the slow path below.
         expected = expected.detach().to(found.device)
-        # In pieces: beside parameters and gradients there may be no room for another tensor of the largest size.
+        # Compare in pieces: memory may have no room for another tensor of the largest size.
         pieces = zip(found.detach().reshape(-1).split(_PIECE), expected.reshape(-1).split(_PIECE))
         distances, scale = [largest_of(one - two) for one, two in pieces], largest_of(expected)
         if all(map(math.isfinite, (*distances, scale))):
@@ -256,7 +256,7 @@ def largest_of(value: Tensor) -> float:
         return 0.0
     if value.is_complex():
         return float(value.detach().abs().max())
-    # One fast pass; `vector_norm` takes seven times as long on a CPU.
+    # `aminmax` makes one fast pass; `vector_norm` takes seven times as long on a CPU.
     least, greatest = torch.aminmax(value.detach())
     return max(-float(least), float(greatest))
 
@@ -288,7 +288,7 @@ def compare(kind: str, found: Mapping[str, Any], expected: Mapping[str, Any], to
 
 
 def _as_tensor(value: Any) -> Tensor:
-    # The default precision would round a number before it is compared.
+    # Convert Python floats to double precision: the default dtype would round them before the comparison.
     return value if isinstance(value, Tensor) else torch.as_tensor(value, dtype=_DOUBLE.get(type(value)))
 
 
@@ -296,7 +296,7 @@ _DOUBLE = {float: torch.float64}
 
 
 def _two_numbers(found: float, expected: float) -> str:
-    """Return two numbers in words, with as many digits as show that they differ."""
+    """Return two numbers in words, with enough digits to show that they differ."""
     one, two = f"{found:.6g}", f"{expected:.6g}"
     for digits in range(7, 18):
         if one != two:
@@ -327,15 +327,15 @@ def compare_gradients(
 
 
 _Sketch = tuple[tuple[int, ...], tuple[float, ...]]
-"""Shape of a tensor, and three sums over it: enough to tell two tensors apart."""
+"""Shape of a tensor, and three means over its elements, which distinguish most tensors."""
 
 
 class ModuleTrace:
-    """Records a sketch of what each module returns, and of its gradient, for calls inside a block.
+    """Records a sketch of the output of each module, and of the output's gradient, for calls inside a block.
 
     Args:
         module: The module whose submodules are traced.
-        left_out: The `id` of modules that do not compute their outputs here, such as modules of other stages.
+        left_out: The `id` of modules that do not compute their outputs on this rank, such as modules of other stages.
 
     Attributes:
         outputs, gradients: By the path of the module and the number of its call, in the order of the forward pass.
@@ -348,7 +348,7 @@ class ModuleTrace:
         self._calls: Counter[str] = Counter()
 
     def __reduce__(self) -> Any:
-        # To another rank: what was recorded, without the module.
+        # Send the records to another rank without the module.
         return _trace, (self.outputs, self.gradients)
 
     @contextmanager
@@ -373,7 +373,7 @@ class ModuleTrace:
             tensor.register_hook(partial(self._record_gradient, key))
 
     def _record_gradient(self, key: tuple[str, int], gradient: Tensor | None) -> None:
-        if gradient is not None:  # none reaches an output of which only a detached copy is used
+        if gradient is not None:  # an output of which code uses only a detached copy gets no gradient
             self.gradients[key] = _sketch(gradient)
 
 
@@ -387,24 +387,25 @@ def _trace(outputs: dict[tuple[str, int], _Sketch], gradients: dict[tuple[str, i
 @torch.no_grad()
 def _sketch(tensor: Tensor) -> _Sketch:
     flat = tensor.detach().double().reshape(-1).cpu()
+    # The mean of products with a wave depends on the order of the elements, so it finds permuted elements.
     wave = torch.cos(torch.arange(len(flat), dtype=torch.float64))
     sums = [flat.mean(), flat.abs().mean(), (flat * wave).mean()] if len(flat) else []
     return tuple(tensor.shape), tuple(float(value) for value in sums)
 
 
 def first_difference(expected: ModuleTrace, found: Sequence[ModuleTrace], tolerance: float) -> tuple[str, str]:
-    """Find the first module, in the order of the forward pass, whose output differs, else the last by its gradient.
+    """Find the first module whose output differs, in the order of the forward pass; else the last wrong gradient.
 
-    Gradients come from behind: that of the last module is the first to be wrong. Outputs of another shape are pieces of
-    what one process has, and are passed over.
+    Backward begins with the last module, so its gradient is the first to be wrong. Outputs of another shape are shards
+    of the full output, and are skipped.
 
     Args:
-        expected: Of the step on the whole model.
-        found: Of the divided step, on each rank.
+        expected: The trace of the step on the full model.
+        found: The trace of the parallel step, for each rank.
         tolerance: Largest relative difference.
 
     Returns:
-        Its path, and what differs in words; both are empty if nothing does.
+        The path of the module, and a text about the difference. Both are empty without a difference.
     """
     for key, output in expected.outputs.items():
         distance = max((_distance(output, trace.outputs.get(key)) for trace in found), default=0.0)

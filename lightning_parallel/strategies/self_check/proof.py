@@ -5,12 +5,12 @@
     compared      loss, gradients by name, logged values, outputs, attributes and buffers that changed
 
 Dropout is off, because ranks draw other masks in sharded layers than one process does. With dropout, the ranks of
-sharded layers are compared with each other. The one-process run records the numbers that the step itself draws. Each
-microbatch gets its samples' part.
+sharded layers are compared with each other. The single-process run records the random numbers that the step itself
+draws. Each microbatch replays the numbers of its samples.
 
-The self-check examines a difference before it reports it. It leaves out values that differ from run to run on one
-process, such as times. Then it finds whether microbatches cause the difference, which code uses shards, or which module
-differs first.
+The self-check examines a difference before it reports the difference. It leaves out values that differ between two
+single-process runs, such as times. Then it finds the cause: microbatches, code that uses shards, or the first module
+that differs.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ Verify = Literal["auto", "always", "off"]
 _Result = TypeVar("_Result")
 
 _ALIKE_S = 15.0
-"""The wait of a rank that fails in the sharded run, for the other ranks to fail as well."""
+"""How long a rank that fails in the sharded run waits for the same failure on the other ranks."""
 
 _SHOWN = 6
 
@@ -129,7 +129,7 @@ _ORDER = ("loss", "logged value", "output", "attribute", "gradient", "parameter"
 
 
 class SelfCheckError(RuntimeError):
-    """Reports a parallel step whose result differs from that of the same step on one process.
+    """Reports a parallel step whose result differs from the result of the same step on one process.
 
     The strategy raises the error before the first batch of training. `verify="off"` turns the self-check off.
 
@@ -174,7 +174,7 @@ class FirstBatches:
         epoch: int,
         unproven: tuple[tuple[Any, ...], dict[str, Any]] | None = None,
     ) -> bool:
-        """Check a batch of training: once an epoch, that it is the same on all ranks.
+        """Check a batch of training; once an epoch, check that all ranks of the replica have the same batch.
 
         Args:
             args, kwargs: The arguments of the step.
@@ -208,7 +208,7 @@ class FirstBatches:
         self._loaders.clear()
 
     def see_evaluation(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], loader: int) -> None:
-        """Check a batch of evaluation: once for each loader, that it is the same on all ranks."""
+        """Check a batch of evaluation; once for each loader, check that all ranks have the same batch."""
         if (name, loader) not in self._loaders:
             check_same_batch((args, kwargs), self._groups.replica)
             self._loaders.add((name, loader))
@@ -222,8 +222,8 @@ class FirstBatches:
             if runs.steps is None or runs.steps.goes_in_stages(name, args, kwargs):
                 StepProof(runs).prove(name, args, kwargs, why)
                 if runs.steps is not None and name == "training_step" and not why:
-                    # The first batch finds empty attributes: a running minimum in a list may be right by chance then.
-                    # The same batch again shows the difference: the losses of its parts lie on both sides of its loss.
+                    # In the first batch attributes are empty, so a running minimum in a list may be right by chance.
+                    # A second run of the batch shows the difference: its loss lies between the losses of its parts.
                     rules = ParallelState.of(runs.module).merging.get(name, {})
                     is_left = any(not key.startswith(RETURNED) for key in rules)
                     if any(comm.all_gather_object(is_left, self._groups.world)):
@@ -243,7 +243,7 @@ class StepProof:
         self.runs = runs
         self.module = runs.module
         self.replica = runs.groups.replica
-        # A rank that fails in the middle of the sharded run tells the others, which may wait for its messages.
+        # A rank that fails in the middle of the sharded run tells the other ranks, which may wait for its messages.
         self.calls = RollCall(self.replica, "self-check", comm.shared_key(self.replica))
 
     def prove(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], why: str = "") -> None:
@@ -271,11 +271,11 @@ class StepProof:
             verdict = compare_step(self.runs, call, batch, self.calls)
             differs = not self.runs.fits_in_double and _on_any(verdict.differences, self.replica)
             if (verdict.failure or differs) and call.batch is not batch and verdict.may_go_on:
-                # Some steps are made for one size of batch, or take another path for a single sample.
+                # Some steps require one batch size, or take another path for a single sample.
                 verdict = compare_step(self.runs, replace(call, batch=batch), batch, self.calls)
             blames = comm.all_gather_object(verdict.blame, self.runs.groups.world)
             if verdict.may_go_on and any(blame in ("unknown", "user") for blame in blames):
-                # On all replicas, whose steps may talk to each other.
+                # Judge on all replicas together: their steps may communicate with each other.
                 verdict = _judge(self.runs, verdict, batch, self.calls)
             of_copies = self._on_copies(verdict, batch, why)
         if name == "training_step":
@@ -285,9 +285,9 @@ class StepProof:
         self._report(verdict, time.perf_counter() - begun_s, why)
 
     def _on_copies(self, first: Verdict, full: Any, why: str) -> Verdict | None:
-        """Return the verdict on copies of two samples, if the step differs on them.
+        """Return the verdict on copies of two samples; None if the step does not differ on them.
 
-        A loss of some samples may be right in the first comparison by chance: see `copies_of_two`.
+        A loss over some samples only may be right in the first comparison by chance: see `copies_of_two`.
         """
         call, steps, state = first.call, self.runs.steps, ParallelState.of(self.module)
         is_cut = steps is not None and steps.options.split_batch is split_batch and self.runs.microbatches > 1
@@ -310,12 +310,12 @@ class StepProof:
             wrong = [entry for entry in found.differences if entry.kind in ("loss", "gradient")]
             if _on_any(wrong, self.replica) or not found.may_go_on:
                 return found
-            # The way to merge copies tells little about other samples.
+            # Restore the rules: copies of samples tell little about the merging of other samples.
             state.merging[call.name] = dict(rules)
         return None
 
     def _first_samples(self, name: str, batch: Any) -> Any:
-        """Return two samples; in a pipeline two microbatches, with two samples each if the run's have several.
+        """Return two samples; in a pipeline two microbatches, with two samples each if the run has several.
 
         A large model gets one sample per microbatch. If the step fails or differs on one sample, the self-check
         compares it on the whole batch.
@@ -332,14 +332,14 @@ class StepProof:
             if steps.options.split_batch is split_batch:
                 most = 2 if self.runs.fits_in_double else 1
                 return few_samples(batch, 2 * min(most, max(1, num_samples(batch) // parts)))
-            # The user's function splits the batch; the first of its parts becomes two microbatches.
+            # The user's function splits the batch; the first part becomes two microbatches.
             return split_by(steps.options.split_batch, batch, max(1, parts // 2))[0]
         except ValueError:
             return batch
 
     def _report(self, verdict: Verdict, seconds: float, why: str) -> None:
         """Raise or warn on all ranks together; print the compared values."""
-        # An error of the sharded run is raised unchanged, as the step itself would raise it.
+        # Raise an error of the sharded run unchanged, as the step itself would raise it.
         comm.raise_together(verdict.error, self.runs.groups.world)
         mine = (verdict.failure, verdict.blame, verdict.differences, verdict.hint, verdict.varying, verdict.checked)
         everyone = comm.all_gather_object(mine, self.runs.groups.world)
@@ -407,12 +407,12 @@ class Verdict:
         way: How both runs computed.
         failure: Why the two runs could not be compared.
         blame: Whose fault the failure is: see `reference.Blame`.
-        error: The error of the sharded run, on this rank or on another one; all ranks have one then.
-        checked: The part of a sentence that tells what was compared instead.
+        error: The error of the sharded run on this rank or on another rank. If one rank has an error, all have one.
+        checked: The part of a sentence about the values that were compared instead.
         differences: The values that differ on this rank.
-        hint: The cause of the differences, and what to do.
-        summary: What was compared.
-        varying: The values that were left out, because runs on one process do not agree in them.
+        hint: The cause of the differences, and a remedy.
+        summary: A text about the compared values.
+        varying: The values that were left out because two single-process runs differ in them.
         limits: Why the step was compared as one microbatch.
         ignored: Kinds and names of the values that were left out.
     """
@@ -432,7 +432,7 @@ class Verdict:
 
     @property
     def may_go_on(self) -> bool:
-        """Whether further runs may be made: the messages of stages that failed are still on their way."""
+        """Whether further runs are possible. After an error, messages of failed stages may still be under way."""
         return self.error is None
 
 
@@ -454,7 +454,7 @@ def compare_step(runs: StepRuns, call: StepCall, full: Any, calls: RollCall) -> 
 
 
 def _judge(runs: StepRuns, verdict: Verdict, full: Any, calls: RollCall) -> Verdict:
-    """Return the verdict with the fault of a failed run on the whole model; all ranks of the replica call this."""
+    """Return the verdict with the fault of a failed run on the full model; all ranks of the replica call this."""
     comparison = _Comparison(runs, verdict.call, full, calls)
     comparison.way = verdict.way
     comparison.failure = verdict.failure
@@ -469,7 +469,7 @@ def _on_any(found: Any, replica: Group) -> bool:
 
 
 class _Comparison:
-    """The state of a comparison while its runs follow each other; `verdict` is its result, see `Verdict`."""
+    """Holds the state of a comparison during its runs; `verdict` is its result, see `Verdict`."""
 
     def __init__(self, runs: StepRuns, call: StepCall, full: Any, calls: RollCall) -> None:
         self.runs = runs
@@ -507,7 +507,7 @@ class _Comparison:
         )
 
     def end(self, failed: _ShardedError) -> None:
-        """Find out why the sharded run failed although the full model ran the step."""
+        """Find the fault of a sharded run that failed although the full model ran the step."""
         self.differences = []
         if self.runs.engine is None and failed.is_users:
             again = self.runs.whole(self.call, self.way)
@@ -521,7 +521,7 @@ class _Comparison:
         self.error = failed.error
 
     def judge(self) -> None:
-        """Find out why the full model could not run the step; compare the tensor-parallel ranks instead."""
+        """Find the fault of a failed run on the full model; compare the tensor-parallel ranks instead."""
         stages = self.runs.engine is not None
         if stages and self.blame == "user":
             return
@@ -530,7 +530,7 @@ class _Comparison:
         except _ShardedError as failed:
             self.failure = self.failure and f"{self.failure}, as did the sharded run of the self-check ({failed.error})"
             self.blame = self.blame and "user"
-            # Stages that fail leave messages on their way, and a failure on some ranks leaves other ranks waiting.
+            # Failed stages leave messages under way, and a failure on some ranks leaves other ranks waiting.
             self.error = None if failed.is_users and not stages else failed.error
             return
         if self.blame == "unknown":
@@ -548,7 +548,7 @@ class _Comparison:
         except Exception as error:
             failure = error
         text = "" if failure is None else f"{type(failure).__name__}: {failure}"
-        # Other ranks fail alike within moments, or wait in the step for this rank.
+        # Other ranks either fail with the same error within moments, or wait in the step for this rank.
         patience_s = default_pg_timeout.total_seconds() if failure is None else _ALIKE_S
         try:
             notes = self.calls.meet("self-check", patience_s, json.dumps(text))
@@ -566,7 +566,7 @@ class _Comparison:
         raise _ShardedError(failure, is_users=all(texts) and not any(text.startswith(_OURS) for text in texts))
 
     def run(self) -> None:
-        """Run the step both ways in the best precision that it works in, and compare.
+        """Run the step both ways in the best precision that works, and compare.
 
         Raises:
             _ShardedError: If the sharded run fails.
@@ -589,7 +589,7 @@ class _Comparison:
         self.summary = self._counted(whole)
         if has_norm:
             self.limits.append(_NORM)
-            # With fixed statistics, the rest of the step must be right in microbatches all the same.
+            # With fixed statistics, the step must be right in microbatches, too.
             self.way = replace(self.way, splits=True, fixed_norm=True)
             fixed = None if self.anywhere(self.differences) else self.runs.whole(self.call, self.way)
             if fixed is not None and not fixed.failure:
@@ -623,7 +623,7 @@ class _Comparison:
                 self.limits.append(_DRAWS)
 
     def _divided(self, whole: WholeRun) -> DividedRun:
-        """Run the sharded step with the draws of the full one; try both orders of several rows per sample."""
+        """Run the sharded step with the draws of the full step; try both orders of several rows per sample."""
         divided = self._sharded(self.way)
         has_views = divided.replayed is not None and divided.replayed.has_views
         if self.anywhere([has_views]) and self.anywhere(self._found(whole, divided)):
@@ -650,11 +650,11 @@ class _Comparison:
         """Return a difference if the loss of a sample depends on the other samples; the same on all ranks.
 
         A mean over samples has L(a, b) + L(b, a) = L(a, a) + L(b, b) for two halves of the samples, by their weights.
-        The test needs no draws of microbatches, as all four runs draw the same.
+        The test needs no draws of microbatches, since all four runs draw the same numbers.
 
         Args:
-            alike: Whether microbatches with the draws of the full step are equal to it. Then the step can only shuffle
-                samples, and has left them in their microbatches by chance; fewer tries are enough.
+            alike: Whether microbatches with the draws of the full step are equal to the full step. Then the step can
+                only shuffle samples, and has left them in their microbatches by chance. Fewer tries are enough.
         """
         if self.call.name != "training_step" or self.runs.engine is None:
             return []
@@ -669,7 +669,7 @@ class _Comparison:
             return []
         if not calls or not all(0 < weight < math.inf for weight in weights):
             return []
-        # Samples that are shuffled may stay in their halves, but not each time.
+        # Shuffled samples may stay in their halves by chance, so try several seeds.
         tries = 2 if half >= 4 else 4 if half > 1 else 6
         for number in range(tries // 2 if alike else tries):
             way = replace(self.way, seed=SEED + number, splits=False, hooks=False)
@@ -700,12 +700,12 @@ class _Comparison:
         return [entry for entry in differences if (entry.kind, entry.name) not in self.ignored]
 
     def _alike(self, compute: Callable[[], _Result]) -> _Result:
-        """Return the result of `compute` on this rank; raise on all ranks of the replica if it fails on one."""
+        """Return the result of `compute` on this rank; raise on all ranks of the replica if it fails on one rank."""
         with comm.failing_together(self.replica):
             return compute()
 
     def _leave_out_caches(self, whole: WholeRun, divided: DividedRun) -> None:
-        """Leave out buffers of another shape if nothing else differs: caches for a batch or a shard are like that."""
+        """Leave out buffers of another shape if no other value differs, such as caches for a batch or a shard."""
         others = [entry for entry in self.differences if entry.kind != "buffer" or not math.isinf(entry.relative)]
         if self.anywhere(others):
             return
@@ -733,7 +733,7 @@ class _Comparison:
         return self._alike(lambda: compare_gradients(divided.gradients, whole.gradients, floor, tolerance))
 
     def _value_differences(self, whole: WholeRun, divided: DividedRun, tolerance: float) -> list[StepDifference]:
-        """Compare buffers, parameters and numbers; if several stages hold one, one of them has to be right."""
+        """Compare buffers, parameters and numbers; if several stages hold a value, one stage must have it right."""
         parameters = dict(self.runs.module.named_parameters())
         held: dict[str, Tensor] = {**dict(self.runs.module.named_buffers()), **parameters}
 
@@ -748,7 +748,7 @@ class _Comparison:
             return found
 
         found = self._alike(compared)
-        # Modules of other stages change numbers too, when they run for the shapes of their outputs.
+        # Modules of other stages may change their numbers, too: they run to find the shapes of their outputs.
         elsewhere = self.runs.elsewhere()
         here = {path for path, child in self.runs.module.named_modules() if id(child) not in elsewhere}
         found = {name: relative for name, relative in found.items() if name.rpartition(".")[0] in here}
@@ -787,7 +787,7 @@ class _Comparison:
     # ------------------------------------------------------------------------------------------------- dropout
 
     def _compare_dropout(self) -> None:
-        """Compare the ranks of sharded layers once more, with dropout: their replicated layers draw alike."""
+        """Compare the tensor-parallel ranks again with dropout: replicated layers must draw the same numbers."""
         self._compare_ranks(self._sharded(replace(self.way, dropout=True, splits=False)))
         self.hint = (
             "With dropout, replicated layers must draw the same random numbers on all ranks. Use the same seed on"
@@ -795,7 +795,7 @@ class _Comparison:
         )
 
     def _compare_ranks(self, divided: DividedRun) -> None:
-        """Compare the ranks of sharded layers with each other: loss and gradients of replicated parameters."""
+        """Compare the loss and the gradients of replicated parameters between tensor-parallel ranks."""
         tensor_group = self.runs.groups.tensor_parallel
         mine = {
             name: float(gradient.double().abs().sum())
@@ -813,13 +813,13 @@ class _Comparison:
     # ------------------------------------------------------------------------------------------------- explanations
 
     def _explain(self, way: Way, whole: WholeRun, divided: DividedRun) -> None:
-        """Leave out values that differ from run to run, and find the cause of the other differences."""
+        """Leave out values that differ between runs on one process, and find the cause of the other differences."""
         varying = self.ignored = self._varying(whole, self.runs.whole(self.call, self.way))
         self.differences = [entry for entry in self.differences if (entry.kind, entry.name) not in varying]
         self.varying = sorted(name if kind == "loss" else f"{kind} `{name}`" for kind, name in varying)
         self._warn_of_pieces()
         if any(kind in ("loss", "gradient") for kind, _ in varying):
-            # The full runs, on the first rank alone, may have advanced state outside of the module.
+            # Only the first rank ran the full model, which may have advanced state outside the module.
             self._compare_ranks(self._sharded(way))
             if self.anywhere(self.differences):
                 self.hint = _UNSTEADY
@@ -865,7 +865,7 @@ class _Comparison:
         for _ in range(_MOST_KINDS):
             changed: dict[str, str] = {}
             for name in sorted(self._named_differences()):
-                # From the inside out: a list that is merged in another way may have other entries inside.
+                # Begin with inner values: another way to merge a list may change the entries inside.
                 for key in sorted((key for key in divided.merged if _is_in(name, key)), key=len, reverse=True):
                     kind = divided.merged[key]
                     ways = left.setdefault(key, [*other_kinds(kind), kind])
@@ -887,13 +887,13 @@ class _Comparison:
         return {name for theirs in comm.all_gather_object(mine, self.replica) for name in theirs}
 
     def _keep_kinds(self, divided: DividedRun) -> None:
-        """Keep the way in which microbatches were merged: by chance, later sizes could suggest another way."""
+        """Keep the rules by which microbatches were merged: later sizes could suggest another rule by chance."""
         if self.way.splits:
             for key, kind in divided.merged.items():
                 self._rules.setdefault(key, kind)
 
     def _use_whole_batches(self) -> None:
-        """Run a step for evaluation as one microbatch, which is equal: without gradients there is room for it."""
+        """Run a step of evaluation as one microbatch, which is exact: without gradients, memory has room for it."""
         name = self.call.name
         kinds = sorted(
             {str(each) for theirs in comm.all_gather_object(self.differences, self.replica) for each in theirs}
@@ -905,7 +905,7 @@ class _Comparison:
         self.way = replace(self.way, splits=False)
 
     def _kept_by_hand(self) -> str:
-        """Say how to keep a value of the step, if attributes and buffers alone differ in microbatches."""
+        """Return advice for the values that a step keeps, if only attributes and buffers differ in microbatches."""
         mine = [(entry.kind, entry.name) for entry in self.differences]
         found = sorted({each for theirs in comm.all_gather_object(mine, self.replica) for each in theirs})
         if not found or any(kind not in ("attribute", "buffer") for kind, _ in found):
@@ -933,7 +933,7 @@ class _Comparison:
             self.runs.divided(self.call, self.way, audit.wrap)
         except RuntimeError as error:
             found = str(error)
-        # The audit communicates nothing, and refuses the same on all ranks.
+        # The audit does not communicate, and refuses the same operations on all ranks.
         return next((text for text in comm.all_gather_object(found, self.replica) if text), "")
 
     def _first_module(self, way: Way) -> str:
@@ -963,7 +963,7 @@ class _Comparison:
 
 
 def _second_differences(runs: Sequence[WholeRun], weights: Sequence[float]) -> list[str]:
-    """Return the names of values that are no mean over samples in runs on the halves (a, b), (b, a), (a, a), (b, b)."""
+    """Return the names of values that are no mean over samples in runs on (a, b), (b, a), (a, a) and (b, b)."""
     tolerance = max(10 * tolerance_of(runs[0].precisions), 1e-8)
     losses = [{"loss": torch.tensor(run.effects.loss or 0.0, dtype=torch.float64)} for run in runs]
     of_a, of_b = (2 * weight / sum(weights) for weight in weights)
@@ -979,7 +979,7 @@ def _second_differences(runs: Sequence[WholeRun], weights: Sequence[float]) -> l
 
 
 class _ShardedError(Exception):
-    """The sharded run failed, on all ranks of the replica alike or on some.
+    """Reports a failure of the sharded run, on all ranks of the replica or on some.
 
     Attributes:
         error: The error to raise on this rank.

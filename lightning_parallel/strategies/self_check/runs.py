@@ -1,7 +1,7 @@
 """The two runs that the self-check compares: a step on the full model, and in shards or stages. Both are undone.
 
-whole       on the first rank of the replica, with the module as it was before it was divided (see `reference`)
-divided     on all ranks: in shards, and in stages on one or several microbatches
+`StepRuns.whole` runs the undivided module on the first rank of the replica (see `reference`). `StepRuns.divided` runs
+on all ranks: in shards, and in stages on one or several microbatches.
 """
 
 from __future__ import annotations
@@ -88,13 +88,13 @@ class StepCall:
 
 @dataclass(frozen=True)
 class Way:
-    """How both steps are run.
+    """Holds the settings of both runs of a step.
 
     Attributes:
-        dropout: Whether it is on in the sharded step. It is always off in the step on the whole model.
-        splits: Whether a pipeline cuts the samples into microbatches.
+        dropout: Whether dropout is on in the sharded step. In the step on the full model it is always off.
+        splits: Whether a pipeline splits the samples into microbatches.
         traces: Whether the outputs of modules are recorded.
-        double: Whether the steps compute in double precision, whatever the run does.
+        double: Whether the steps compute in double precision, independent of the precision of the run.
         plain: Whether the steps compute in the precision of their parameters, without autocast.
         fixed_norm: Whether batch normalization uses its running statistics.
         seed: The seed of the step on the full model.
@@ -123,13 +123,13 @@ class WholeRun:
         failure: Why the step could not run; empty if it ran.
         blame: Whose fault the failure is.
         effects: The results; the output on the first rank only.
-        gradients: The gradients of the parameters of this rank, cut to its shards.
+        gradients: The gradients of the parameters of this rank, as shards.
         values: The buffers and parameters of this rank that the step wrote into.
         precisions: The precisions in which the step computed.
         draws: Whether the step drew random numbers.
         dropout: Whether the model has dropout, which was off.
         trace: The outputs of modules, if `Way.traces`.
-        recorded: The random numbers of the step in a pipeline, as far as they are known.
+        recorded: The known random numbers of the step in a pipeline.
     """
 
     failure: str
@@ -154,7 +154,7 @@ class DividedRun:
         values: Buffers and parameters that the step changed.
         draws_apart: Whether sharded layers drew random numbers, which differ between ranks.
         trace: The outputs of modules, if `Way.traces`.
-        replayed: The random numbers that microbatches were given; None if they drew their own.
+        replayed: The random numbers that microbatches replayed; None if they drew their own.
         merged: How microbatches were merged, by key; see `Merging.found`.
     """
 
@@ -171,11 +171,11 @@ _LOSS = ("", "['loss']")
 """The keys under which a training step returns its loss."""
 
 _DOUBLE_BYTES = 64 << 20
-"""Parameters of a rank up to this size, in double precision, are converted to double precision for the proof."""
+"""Parameters of a rank up to this size, in double precision, are converted to double precision for the self-check."""
 
 
 class StepRuns:
-    """Runs steps of a module whole and divided; all ranks of a replica call its methods at the same points.
+    """Runs steps on the full model and in parallel; all ranks of a replica call its methods at the same points.
 
     Args:
         skeleton: The undivided module.
@@ -188,7 +188,7 @@ class StepRuns:
         device: The device of this rank.
 
     Attributes:
-        cuts_fully: Whether stages run as many microbatches as in the run, and not two.
+        cuts_fully: Whether stages run as many microbatches as in the run, instead of two.
     """
 
     def __init__(
@@ -231,8 +231,8 @@ class StepRuns:
     # ------------------------------------------------------------------------------------------------ the two runs
 
     def whole(self, call: StepCall, way: Way) -> WholeRun:
-        """Run a step on the whole model; its failure is in the result, on all ranks."""
-        # The step may toggle parameters and make buffers, so each run needs the inventory of its time.
+        """Run a step on the full model; the result holds its failure, on all ranks."""
+        # The step may toggle parameters and make buffers, so each run needs a new inventory.
         inventory = Inventory.of(self.module, self.rules, self.groups.pipeline_parallel)
         owners = Owners(self.module, inventory, self.groups, self.device)
         output: dict[str, Any] = {}
@@ -248,6 +248,7 @@ class StepRuns:
         try:
             with self._state_kept():
                 found = run_reference(self.skeleton, owners, run, way.double, keeps)
+            # The condition is equal on all ranks, so all ranks try again together.
             if found.failure and self.engine is None:
                 with self._state_kept(), self._whole_copies() as are_there:
                     if are_there:  # the step may have called a copy
@@ -303,7 +304,7 @@ class StepRuns:
 
     @contextmanager
     def _alone(self) -> Iterator[None]:
-        """Let norms of gradients and metrics be computed on this rank alone, which has the full model."""
+        """Compute metrics and norms of gradients on this rank alone inside the block, which has the full model."""
         state = ParallelState.of(self.module)
         with ExitStack() as stack:
             if self.steps is not None:
@@ -316,7 +317,7 @@ class StepRuns:
 
     @contextmanager
     def _whole_copies(self) -> Iterator[bool]:
-        """Make copies of the module, such as averages, whole on the first rank; tell whether there are some."""
+        """Give copies of the module, such as averages, full tensors on the first rank; yield whether copies exist."""
         state = ParallelState.of(self.module)
         has_copies = state.copies is not None and state.full_states is not None and bool(state.copies)
         if not comm.on_any_rank([has_copies], self.groups.replica)[0]:
@@ -333,12 +334,12 @@ class StepRuns:
                 tensor.data = part.copy_(value)
 
     def divided(self, call: StepCall, way: Way, around: Callable[..., Any] | None = None) -> DividedRun:
-        """Run a step as it is about to be run, without the mean over the replicas.
+        """Run a step in parallel, as the run will, but without the mean over the replicas.
 
         Args:
             call: The step.
-            way: How to run it.
-            around: Wraps the step of a module that is not cut into stages.
+            way: The settings of the run.
+            around: Wraps the step of a module that is not split into stages.
         """
         parameters = dict(self.module.named_parameters())
         buffers = {key: value.clone() for key, value in self.module.named_buffers() if type(value) is Tensor}
@@ -394,13 +395,13 @@ class StepRuns:
         around: Callable[..., Any] | None = None,
         model: WholeModel | None = None,
     ) -> ObservedStep:
-        """Run the module's own step on this rank, as the module is now, with its backward pass.
+        """Run the step of the module in its present form on this rank, with its backward pass.
 
         Args:
             call: The step.
-            way: How to run it.
-            around: Wraps it.
-            model: The whole parameters, where it is run on these.
+            way: The settings of the run.
+            around: Wraps the step.
+            model: The full parameters; None for a step on this rank's shards.
         """
         module = self.module
         before = self._kept()
@@ -410,12 +411,12 @@ class StepRuns:
         callbacks = None if self.engine is None else LeftInCallbacks(module)
         context = step_context(self.precision, call.name)
         with log_recorded(module, calls), self._manual(model), self._precision(way), context:
-            # All ranks gather sharded logits, although one rank alone compares them.
+            # `whole_logits` communicates, so all ranks call it, although only one rank compares the output.
             output = whole_logits((step if around is None else around(step))(batch, *call.rest, **call.kwargs))
         loss = None
         if call.name == "training_step" and module.automatic_optimization and output is not None:
             loss = loss_of(output)
-        # Before backward, which may free tensors that attributes refer to.
+        # Record before backward, which may free tensors that attributes refer to.
         with blamed_on_us("to record the results of the step"):
             effects = self._effects(calls, output, loss, before)
         effects.left_in_callback = "" if callbacks is None else callbacks.name()
@@ -468,6 +469,7 @@ class StepRuns:
         before = self._kept()
         calls: list[LogCall] = []
         patches = Patches()
+        # With one seed and no gradient scale, the gradients are comparable with the full model.
         patches.replace(steps.engine, "next_seed", lambda: SEED)
         patches.replace(steps, "gradient_scale", lambda: 1.0)
         patches.replace(steps, "is_compared", True)
@@ -501,6 +503,7 @@ class StepRuns:
     def _sum_partial(self, parameters: Mapping[str, nn.Parameter]) -> None:
         group = self.groups.tensor_parallel
         if self.sharding is not None:
+            # Ranks must sum the same names: a rank without a gradient sends zeros.
             mine = [name for name, p in parameters.items() if name in self.sharding.partial and p.grad is not None]
             names = sorted({name for found in comm.all_gather_object(mine, group) for name in found})
             gradients: dict[str, Tensor] = {}
@@ -512,10 +515,11 @@ class StepRuns:
                 reduce_partial_(gradients, self.rules, group)
 
     def _backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
-        """Run a backward pass and complete the gradients, as the strategy does: the step may read them."""
+        """Run a backward pass and complete the gradients like the strategy: the step may read them."""
         partial = frozenset() if self.sharding is None else self.sharding.partial
         mine = {name: p for name, p in self.module.named_parameters() if name in partial}
         before = {name: p.grad for name, p in mine.items()}
+        # Earlier gradients are sums over the ranks already, so only the new gradients may be summed.
         for p in mine.values():
             p.grad = None
         loss.backward(*args, **kwargs)
@@ -527,7 +531,7 @@ class StepRuns:
         self._are_complete = True
 
     def elsewhere(self) -> set[int]:
-        """Return the `id` of modules of which this rank has a stub only."""
+        """Return the `id` of modules that this rank holds only as stubs."""
         if self.engine is None:
             return set()
         plan = self.engine.plan
@@ -550,10 +554,10 @@ class StepRuns:
             stack.enter_context(random_state_kept())
             if self.reducer is not None:
                 stack.enter_context(self.reducer.paused())
-            # Profilers see operators and spans of time.
+            # Profilers would record the operators and spans of the self-check.
             stack.enter_context(dispatch_modes_suspended())
             stack.enter_context(tracing.suspended())
-            # Compiled code computes the same, and does not fit the undivided module.
+            # Compiled code computes the same values, but was compiled for the divided module.
             stack.enter_context(torch.compiler.set_stance("force_eager"))
             yield
         if self.device.type == "cuda":
@@ -578,7 +582,7 @@ class StepRuns:
         return self.device.type != "mps" and max(everyone) <= _DOUBLE_BYTES
 
     def precisions(self) -> list[Way]:
-        """Return the precisions to try, the best first; a step may not work in all of them."""
+        """Return the precisions to try, the best first; a step may fail in some precisions."""
         parameters = [value for value in self.module.parameters() if value.is_floating_point()]
         is_double = all(value.dtype == torch.float64 for value in parameters)
         ways = []
@@ -640,7 +644,7 @@ def _own_backward(loss: Tensor, *args: Any, **kwargs: Any) -> None:
 
 
 def _toggling(own: Callable[..., Any], model: WholeModel | None) -> Callable[..., Any]:
-    """Return `toggle_optimizer` or `untoggle_optimizer` for optimizers whose steps do nothing."""
+    """Return `toggle_optimizer` or `untoggle_optimizer` for `_Inert` optimizers."""
 
     def toggle(optimizer: Any) -> None:
         own(optimizer.inner if isinstance(optimizer, _Inert) else optimizer)

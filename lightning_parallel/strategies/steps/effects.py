@@ -81,7 +81,7 @@ class StepEffects:
         self._statistics = _BatchStatistics.of(module) if name == "training_step" else []
         self._history: list[dict[StatePath, Edit]] = []
         self.metrics = MetricCalls(module)
-        # A microbatch may leave the value that was there; it is part of the rows or the sum all the same.
+        # A value that is merged by rows or by sum counts in every microbatch, even in one that leaves it unchanged.
         totals = (label for label, rule in self._rules.items() if rule.startswith(("sum ", "rows ")))
         self._totals = [name for name in totals if isinstance(self._start.original((name,)), (int, float, Tensor))]
 
@@ -110,12 +110,12 @@ class StepEffects:
             if microbatch is not None:
                 for statistics in self._statistics:
                     statistics.note(microbatch)
-            # A single process sets the trainer once per batch, so the changes are made once, after the last microbatch.
+            # One process changes the trainer once per batch, so `repeat` makes the changes after the last microbatch.
             of_trainer = self._trainer.changes()
             self._trainer.restore()
         self._of_trainer.append(of_trainer)
         self.logged.append(calls)
-        # An attribute may hold a placeholder whose data came from an earlier stage: the data count.
+        # An attribute may hold a placeholder whose data came from an earlier stage: record the data.
         edits = {path: reveal(edit) for path, edit in before.changes().items()}
         for name in self._totals:
             edits.setdefault((name,), Value(before.original((name,)), before.entries_of(self.module)[name], False))
@@ -132,7 +132,8 @@ class StepEffects:
         changes = _merge_changes(self._history, merging)
         for path, _, value in changes:
             require_known(value, f"`self.{label_of(path)}`")
-        # Code after the step may not read data of other stages; most such attributes are read in the step only.
+        # Code after the step cannot read data of other stages. Most such attributes are read inside the step only, so
+        # not the attribute but a later read of it raises.
         for path, holder in self._start.modules():
             before = self._attributes[path]
             for name, value in vars(holder).items():
@@ -147,7 +148,7 @@ class StepEffects:
 
     @torch.no_grad()
     def settle(self, samples: Sequence[int]) -> None:
-        """Set the statistics of batch normalizations as after one step on the whole batch."""
+        """Set the statistics of batch normalizations to the result of one step on the whole batch."""
         with torch.inference_mode(False):
             for statistics in self._statistics:
                 statistics.settle(samples)
@@ -169,7 +170,7 @@ class StepEffects:
 
 
 class _BatchStatistics:
-    """The statistics of a batch normalization: the mean of the statistics of the microbatches, counted as one batch."""
+    """Averages the statistics of a batch normalization over the microbatches, and counts them as one batch."""
 
     def __init__(self, norm: Any) -> None:
         self._norm = norm
@@ -191,7 +192,7 @@ class _BatchStatistics:
         ]
 
     def reset(self, microbatch: int | None) -> None:
-        """Give the next microbatch the statistics before the batch, or the statistics after its own earlier calls."""
+        """Give the next microbatch the statistics from before the batch, or from its own call in an earlier stage."""
         found = self._before if microbatch is None else self._after.get(microbatch, self._before)
         for name, value in found.items():
             put(self._norm, name, value.clone())
@@ -203,7 +204,8 @@ class _BatchStatistics:
 
     def note(self, microbatch: int) -> None:
         """Keep the statistics that a microbatch leaves, if it ran the layer."""
-        # The kernels leave the versions of the statistics alone; to read data, the host would wait for the GPU.
+        # The kernels do not raise the versions of the statistics, so compare the counter's version. A comparison of
+        # values would make the host wait for the GPU.
         count = self._norm.num_batches_tracked
         if count is not self._count or version_of(count) != self._version:
             self._after[microbatch] = {name: getattr(self._norm, name) for name in _STATISTICS}
@@ -255,13 +257,13 @@ def log_recorded(module: LightningModule, calls: list[LogCall], metrics: MetricC
         name = bound.pop("name")
         value = bound.pop("value")
         if isinstance(value, Metric):
-            # By its path: every rank has another object for it.
+            # Record its path, since each rank has a different object for the metric.
             path = next((path for path, child in module.named_modules() if child is value), None)
             if path is None:
                 raise ValueError(f"The metric logged as {name!r} must be an attribute of the module; make it one")
             value = _MetricAt(path, batch_value_of(value), value, batches.get(id(value)))
         elif in_dry_run():
-            # In a real step `StepEffects.merged` refuses the value, when all ranks hear of the error.
+            # In a real step `StepEffects.merged` refuses the value: its error reaches all ranks.
             require_known(value, f"`self.log({name!r}, ...)`")
         elif isinstance(value, Tensor):
             # Logged values live until the batch ends; without `detach` they would keep the microbatch's graph.
@@ -296,7 +298,7 @@ def _merge_call(
     values = [value for _, _, value, _ in entries]
     arguments = dict(entries[-1][3])
     if arguments.get("batch_size") is not None and not is_constant:
-        # Lightning weights the batches of an epoch by these sizes, so they are the weights inside a batch, too.
+        # Lightning weights the batches of an epoch by these sizes, so use them as weights inside a batch, too.
         sizes = [float(entry["batch_size"]) for *_, entry in entries]
         arguments["batch_size"] = sum(entry["batch_size"] for *_, entry in entries)
     else:
@@ -319,7 +321,7 @@ def _merge_call(
             return name, merged, arguments
     values = [value.cache if isinstance(value, _BatchValue) else value for value in values]
     device = next((value.device for value in values if isinstance(value, Tensor)), None)
-    # The default precision would round a number of Python's before all are there.
+    # Stack Python floats in double precision: the default dtype would round each before the mean.
     dtype = torch.float64 if device is None and any(isinstance(value, float) for value in values) else None
     numbers = torch.stack([torch.as_tensor(value, device=device, dtype=dtype).detach() for value in values])
     number: Any = reduce_logged(numbers, sizes, arguments.get("reduce_fx", "mean"))
@@ -345,7 +347,7 @@ Change = tuple[StatePath, str, Any]
 
 
 def _agreed(found: Sequence[dict[tuple[str, str], Any]]) -> dict[tuple[str, str], Any]:
-    """Return the changes of the trainer that all microbatches have made.
+    """Return the changes of the trainer, which must be the same in all microbatches.
 
     Raises:
         ValueError: If two microbatches have set different values.
@@ -407,7 +409,7 @@ _OTHERS = (Value, Members, Gone)
 
 
 def _lists_anew(edits: Sequence[Edit], count: int) -> list[list[Any]]:
-    """Return the lists of tensors that all microbatches have made anew; empty if one has not.
+    """Return the new lists of tensors of all microbatches; empty if one microbatch has made no new list.
 
     An example is a list of the outputs of layers, which each step clears first.
     """
@@ -448,9 +450,9 @@ def _merge_entries_of(path: StatePath, found: Sequence[tuple[int, Any]], merging
 
 
 def _merge_values(path: StatePath, found: Sequence[tuple[int, Value]], merging: Merging) -> Change:
-    """Return the value of the last microbatch, or what the self-check has found: the rows, or the sum, of all.
+    """Return the value of the last microbatch, or the rows or the sum of all, as the self-check has found.
 
-    A sum is the size of a batch, such as the key of a cache.
+    An example of a sum is the size of a batch, such as the key of a cache.
     """
     after = found[-1][1].after
     ends = _ends(found, len(merging.samples))
@@ -467,7 +469,7 @@ def _merge_values(path: StatePath, found: Sequence[tuple[int, Value]], merging: 
 
 
 def _ends(found: Sequence[tuple[int, Value]], count: int) -> list[Any]:
-    """Return the numbers, or tensors, that the microbatches have left; empty if their kinds differ."""
+    """Return the number or tensor after each microbatch; an empty list if their kinds differ."""
     edits = {number: edit.after for number, edit in found}
     ends = [found[0][1].before]
     for number in range(count):
@@ -478,7 +480,7 @@ def _ends(found: Sequence[tuple[int, Value]], count: int) -> list[Any]:
 
 
 def _apply(module: LightningModule, start: Snapshot, changes: Sequence[Change], device: torch.device) -> None:
-    """Make changes in a module, whose attributes have the values of `start` again."""
+    """Make changes in a module, whose attributes must be restored to the values of `start`."""
     for path, action, value in changes:
         holder, key = start.holder(path), path[-1]
         value = pytree.tree_map_only(Elsewhere, lambda unknown: unknown.placeholder(device), to_device(value, device))
@@ -529,9 +531,9 @@ def side_effects_discarded(module: LightningModule) -> Iterator[None]:
         for metric in metrics:
             metric.restore()
         trainer.restore()
-        # In place: the skeleton knows the undivided module by its objects.
+        # Restore in place: the skeleton compares attributes by identity.
         before.restore(in_place=True)
-        # Tensors of other stages are freed inside the block, or moved to the device.
+        # The block may free tensors of other stages or move them to the device, so do not restore tensors.
         for child in inside:
             child.restore(removes=False, tensors=False, in_place=True)
 

@@ -1,8 +1,8 @@
 """Runs the user's hooks for gradients of parameters once per batch in a pipeline, as in one process.
 
-microbatches     the hooks are off, `.grad` collects the gradient of the batch
-end of a stage   each `register_hook` of its parameters gets this gradient, and may return another one
-backward         the gradient is added to `.grad` of earlier batches; then `register_post_accumulate_grad_hook`
+1. During the microbatches, the hooks are off, and `.grad` collects the gradient of the batch.
+2. At the end of a stage, each `register_hook` of its parameters gets this gradient, and may return a new gradient.
+3. In `backward`, the gradient is added to `.grad` of earlier batches; then `register_post_accumulate_grad_hook` runs.
 
 A hook runs only on the rank that holds its parameter, so its side effects would exist on that rank alone. Calls 1, 2,
 4, 8, ... of a hook are watched, and a side effect is refused. The self-check gives hooks the gradients of the step on
@@ -89,6 +89,7 @@ class GradientHooks:
         finally:
             for held in self._held.values():
                 for hooks, kept in zip(held.hooks, held.kept):
+                    # Keep hooks that the step has registered, after the hooks from before it.
                     new = {key: hook for key, hook in hooks.items() if key not in kept}
                     hooks.clear()
                     hooks.update(kept | new)
@@ -154,6 +155,8 @@ class GradientHooks:
     def end_step(self, earlier: Mapping[nn.Parameter, Tensor | None]) -> None:
         """Run hooks of tied parameters, on the sum over their owners; the first owner keeps the sum."""
         failure: Exception | None = None
+        # Sorted, since `sum_tied` communicates, and all owners must sum in one order. For the same reason a failed hook
+        # must not end the loop.
         for name in sorted(self._tied):
             self._engine.sum_tied([name])
             if name not in self._held:
@@ -174,6 +177,7 @@ class GradientHooks:
         if gradient is None:
             return
         for hook in self._held[name].taken(0):
+            # In one process, `.grad` holds the sum of earlier batches when such a hook runs.
             parameter.grad = earlier.get(parameter)
             with self._watched(hook, name):
                 result = hook(gradient)
@@ -233,7 +237,7 @@ def run_gradient_hooks(module: nn.Module, gradients: MutableMapping[str, Tensor]
             with _nothing_left(hook, name, module if is_pipeline else None):
                 result = hook(gradient)
             gradient = gradient if result is None else result
-        # The gradient may have another precision than the parameter.
+        # The gradient may have another dtype than the parameter, and torch refuses such a `.grad`.
         stand_in = nn.Parameter(parameter.detach().to(gradient.dtype))
         stand_in.grad = gradient
         for hook in after:
@@ -329,7 +333,7 @@ class LeftByBackward:
 
 
 class LeftInCallbacks:
-    """Finds changes of a step in callbacks, whose hooks read them after the step.
+    """Finds changes that a step makes in callbacks, whose hooks may read them after the step.
 
     Args:
         module: The user's module.
@@ -365,7 +369,7 @@ def refused_leaving(step: str, by_backward: str, in_callback: str) -> HookError 
 
 
 def _places(function: Any, seen: set[int]) -> Iterator[_Reach]:
-    """Yield the values that a function reaches, also by the functions that it names."""
+    """Yield the values that a function reaches, directly or by the functions that it names."""
     if id(function) in seen or _package_of(function).partition(".")[0] in FOREIGN - {"builtins"}:
         return
     seen.add(id(function))

@@ -1,7 +1,7 @@
 """Repeats the calls of torchmetrics objects in microbatches once, on the inputs of the whole batch.
 
     microbatches    metric(pred[:4], y[:4]), metric(pred[4:], y[4:])      values that the step may use
-    at the end      the metric as it was before the batch, then metric(pred, y), as in one process
+    at the end      the metric is restored, then metric(pred, y)          the state of one process
 
 A rank correlation, an average of batch means or a window over batches does not combine from microbatches. States that
 add up do, and no inputs are kept for them: most metrics of torchmetrics have such states, see `adds_up`.
@@ -44,7 +44,7 @@ class MetricSnapshot:
     """The states of a metric, or of a collection or wrapper of metrics with all metrics inside."""
 
     def __init__(self, holder: Metric | MetricCollection) -> None:
-        # States may be shared by the metrics of a group.
+        # The metrics of a compute group share states, so one copy per object keeps them shared.
         copies: dict[int, Any] = {}
         children = [child for child in holder.modules() if isinstance(child, (Metric, MetricCollection))]
         with torch.inference_mode(False):
@@ -123,7 +123,8 @@ class MetricCalls:
             is_kept = size <= _MOST_ENTRIES or not adds_up(holder)
             results = pytree.tree_leaves(result)
             if len({id(each) for each in results}) < len(results):
-                # One tensor under several names: the values of the whole batch may differ.
+                # Give each name its own view: `place_of` finds a result by identity, and values of the whole batch may
+                # differ by name.
                 result = pytree.tree_map_only(Tensor, lambda tensor: tensor.view_as(tensor), result)
                 results = pytree.tree_leaves(result)
             self._current.setdefault(id(holder), []).append(
@@ -173,7 +174,7 @@ class MetricCalls:
         if isinstance(holder, Metric) and not isinstance(holder, MeanMetric) and has_sums(holder):
             inputs = [(self._key(holder, key), value) for call in calls for key, value in _inputs_of(call).items()]
             if any(_is_number(value) and not self._kind(key) for key, value in inputs):
-                return False  # a mean, or a sum, over the samples
+                return False  # the metric is a mean or a sum over the samples
         return not adds_up(holder)
 
     def _repeat(
@@ -184,7 +185,7 @@ class MetricCalls:
         weights: Sequence[float],
     ) -> None:
         for number in range(max(map(len, lists))):
-            # A microbatch without rows for a metric may leave out its call.
+            # A microbatch that has no rows for the metric may not call it.
             found = {part: calls[number] for part, calls in enumerate(lists) if number < len(calls)}
             calls, first = [*found.values()], next(iter(found.values()))
             if any(
@@ -218,7 +219,7 @@ class MetricCalls:
         return number if isinstance(values[0], Tensor) else number.item()
 
     def _kind(self, key: str) -> str:
-        """Return how numbers combine to the number of the batch; an unknown metric takes the way of its class."""
+        """Return how numbers combine to the number of the batch; an unknown metric takes the rule of its class."""
         kinds = {kind for other, kind in self._known.items() if other.partition("(")[0] == key.partition("(")[0]}
         return self._known.get(key, kinds.pop() if len(kinds) == 1 else "")
 
@@ -246,7 +247,7 @@ def _is_number(value: Any) -> bool:
 def learn_numbers(
     module: nn.Module, whole: Mapping[str, Tensor], parts: Sequence[Mapping[str, Tensor]], shares: Sequence[float]
 ) -> None:
-    """Learn how numbers that metrics get in microbatches give the number of the batch: see `metric_numbers`."""
+    """Learn how numbers for metrics in microbatches combine to the number of the batch: see `metric_numbers`."""
     for key, expected in whole.items():
         values = [part[key] for part in parts if key in part]
         if len(values) < len(parts):
@@ -254,6 +255,7 @@ def learn_numbers(
         found = {kind: reduce_logged(torch.stack(values), shares, kind) for kind in ("mean", "sum", "max", "min")}
         errors = {kind: float((value - expected).abs()) for kind, value in found.items()}
         best = min(errors, key=lambda kind: errors[kind])
+        # Prefer the mean: equal numbers fit several rules, and rounding alone would decide between them.
         is_mean = errors["mean"] <= 100 * errors[best]
         ParallelState.of(module).metric_numbers[key] = "mean" if is_mean else best
 

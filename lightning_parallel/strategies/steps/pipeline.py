@@ -3,9 +3,9 @@
 training_step(batch)
 |  split -> each stage runs the user's `training_step` on each microbatch, forward and backward (engine)
 |  outputs, logged values and attributes of the last stage are merged, and repeated on every rank
-|  gradients are taken away: Lightning sets them to zero next
+|  gradients are set aside: Lightning sets `.grad` to zero next
 backward(loss)
-the gradients come back, and are reduced over the replicas
+the gradients are put back, and reduced over the replicas
 """
 
 from __future__ import annotations
@@ -127,7 +127,7 @@ class PipelineSteps:
         if not trainer.training:
             return step, batch
 
-        # A step that returns no loss is refused before anything is cut, not at the first batch on the last stage only.
+        # Refuse a step that returns no loss before the model is split. Later, the last stage alone would raise.
         def with_loss(microbatch: Any) -> Any:
             output = step(microbatch)
             loss_of(output)
@@ -147,10 +147,10 @@ class PipelineSteps:
 
         Args:
             args, kwargs: Of the module's `training_step`.
-            audit: Watches the step, on the first batch of a run with divided layers.
+            audit: Watches the step, on the first batch of a run with sharded layers.
             reducer: Begins to reduce gradients over the replicas once no further microbatch adds to them.
-            keeps_output: Whether the whole output of the step is sent to every rank, and not its loss alone; by default
-                if a hook of the user may read it.
+            keeps_output: Whether to send the full output of the step to every rank, not only its loss. By default, if
+                a hook of the user may read it.
         """
         self._copies.check()
         parameters = [parameter for parameter in self.module.parameters() if parameter.requires_grad]
@@ -262,7 +262,7 @@ class PipelineSteps:
         return name == _TRAINING or self._skips_of(name, args, kwargs) is not None
 
     def _skips_of(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Skips | None:
-        """Return the skip connections of a step; None if it is one for evaluation that cannot be run in stages.
+        """Return the skip connections of a step; None for a step of evaluation that cannot be run in stages.
 
         Raises:
             ValueError: If it is a `training_step` that cannot be run in stages.
@@ -278,7 +278,7 @@ class PipelineSteps:
             self._skips[kind] = plan.skips
             return plan.skips
         failure = None
-        # As in a step: metrics must not wait for other ranks.
+        # Metrics must not wait for other ranks here, as in a step.
         self._is_running = True
         with side_effects_discarded(self.module), buffers_kept(self.module), torch.set_grad_enabled(name == _TRAINING):
             try:
@@ -299,7 +299,7 @@ class PipelineSteps:
         return self._skips[kind]
 
     def _run_whole(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run a step as one process does: one that samples a text, say, calls each layer many times."""
+        """Run a step on the full model, as one process does: a step that samples a text calls each layer many times."""
         outside = self.engine.model.active.outside
         assert isinstance(outside, OutsideCalls)
         batch, *rest = args
@@ -324,7 +324,7 @@ class PipelineSteps:
 
     def _keeps(self, name: str, is_asked: bool | None) -> bool:
         if is_asked is None:
-            # Asked once: the callbacks of a run do not change.
+            # Ask once, since the callbacks of a run do not change.
             if name not in self._output_is_read:
                 self._output_is_read[name] = output_is_read(self.module, name)
             return self._output_is_read[name]
@@ -340,7 +340,7 @@ class PipelineSteps:
         keeps_output: bool | None = None,
         end_stage: Callable[[int], None] | None = None,
     ) -> Any:
-        """Run a step on the microbatches of a batch; its result and its effects are those on the whole batch."""
+        """Run a step on the microbatches of a batch, with the result and the effects of a step on the whole batch."""
         batch, *rest = args
         effects = StepEffects(self.module, name)
         kinds = self.loss_kinds if name == _TRAINING else None
@@ -351,8 +351,8 @@ class PipelineSteps:
         if self._metrics is not None:
             self._metrics.are_shared = False
             self._metrics.adopt(effects.metrics.holders)
-        # A step in stages draws from seeded streams. The global generator keeps its state, which decides the order of
-        # shuffled data in the next epoch.
+        # A step in stages draws from seeded streams. The global generator must keep its state, since it decides the
+        # order of shuffled data in the next epoch.
         state = torch.get_rng_state()
         try:
             if name == _TRAINING:
@@ -387,6 +387,7 @@ class PipelineSteps:
             is_new = name == _TRAINING and self.loss_kinds.end_step(self.is_compared)
             return (output, *merged, merging.found if self.is_compared else {}, is_new)
 
+        # Only the last stage has outputs; an error in `found` raises on every rank.
         output, calls, changes, self.merged, is_new = comm.broadcast_from(
             found, self.engine.group, self.engine.last_rank, self.device
         )
@@ -411,7 +412,7 @@ def step_context(precision: Precision, name: str) -> AbstractContextManager[Any]
 
 @contextmanager
 def _parts_told(module: nn.Module) -> Iterator[None]:
-    """Add to an error about shapes that activations between blocks are shards of the sequence, if they are."""
+    """Explain an error about shapes if activations between blocks are shards of the sequence."""
     try:
         yield
     except (RuntimeError, ValueError, IndexError) as error:
@@ -424,7 +425,7 @@ def _parts_told(module: nn.Module) -> Iterator[None]:
 
 
 def _is_of_shapes(error: Exception) -> bool:
-    """Tell whether torch may have raised `error` for the shape of a tensor, with data or without."""
+    """Tell whether torch may have raised `error` because of the shape of a tensor or placeholder."""
     text = str(error)
     if "sequence_parallel=" in text or type(error) not in (RuntimeError, ValueError, IndexError, PlaceholderError):
         return False
@@ -441,7 +442,7 @@ def _users_place(error: Exception) -> str:
 
 @contextmanager
 def _explain_missing_data(name: str) -> Iterator[None]:
-    """Add to an error of missing data inside the block that the first batch did not need the data."""
+    """Explain an error of missing data inside the block: the first batch did not need the data."""
     try:
         yield
     except PlaceholderError as error:
@@ -461,7 +462,7 @@ _MOST_PROOFS = 3
 
 
 class LossKinds:
-    """Notices a step whose loss is computed in another way than in the steps that the self-check compared.
+    """Notices a step that computes its loss in another way than the steps that the self-check compared.
 
     Two losses are of one kind if the last operations of their graphs are the same, in any number.
 
@@ -555,7 +556,7 @@ class _StageStep:
             self.kinds.see(output)
         if self.keeps_output:
             return without_caches(whole_logits(output))
-        # Nothing reads the output, and the logits of all microbatches would be in memory at once.
+        # No code reads the output, and keeping it would hold the logits of all microbatches in memory at once.
         if self.kinds is None:
             return None
         return {"loss": output["loss"]} if isinstance(output, Mapping) and "loss" in output else output
@@ -596,7 +597,7 @@ _SHARED = "_is_shared"
 
 
 class SharedMetrics:
-    """Lets torchmetrics objects compute on every rank, although the last stage alone updates them.
+    """Lets torchmetrics objects compute on every rank, although only the last stage updates them.
 
     Args:
         module: The user's module.
@@ -616,13 +617,13 @@ class SharedMetrics:
         self.are_shared = False
 
     def install(self, patches: Patches) -> None:
-        """Share them until `patches` are undone."""
+        """Share the metrics of the module until `patches` are undone."""
         self._patches = patches
         self.adopt(self._module.modules())
         at_end_of_epochs(self._module.trainer, self.share, patches)
 
     def adopt(self, modules: Iterable[nn.Module]) -> None:
-        """Share metrics that were made during the run, such as by a `MetricTracker`."""
+        """Share the metrics among `modules`, such as metrics that a `MetricTracker` made during the run."""
         for metric in modules:
             if isinstance(metric, Metric) and not hasattr(metric.compute, _SHARED):
                 self._patches.replace(metric, "compute", self._shared_compute(metric, metric.compute))
@@ -647,11 +648,11 @@ class SharedMetrics:
 
         def shared(*args: Any, **kwargs: Any) -> Any:
             if state.batch_states is not None:
-                # Inside `forward` the metric holds the states of the microbatch alone.
+                # Inside `forward`, the metric holds only the states of the microbatch.
                 states = {name: list(v) if isinstance(v, list) else v for name, v in states_of(metric).items()}
                 state.batch_states[id(metric)] = metric, states
             elif not self._is_running() and not self.are_shared:
-                # A collective: Lightning computes what is logged on every rank, in the same order.
+                # This is a collective: Lightning computes logged metrics on every rank, in the same order.
                 self._bring([metric])
             return compute(*args, **kwargs)
 

@@ -64,7 +64,7 @@ _COPIED_ENTRY_BYTES = 4 << 10
 _FOLLOWED_ITEMS = 10_000
 """The entries of longer containers, such as data sets, are not followed."""
 
-# Copies of tensors that have not changed since, by tensor: most buffers are constants.
+# Copies of tensors, reused as long as the tensor does not change: most buffers are constants.
 _copies = WeakTensorKeyDictionary()
 
 
@@ -110,26 +110,26 @@ class Members(NamedTuple):
 
 
 class Fresh(NamedTuple):
-    """A container that was not there before."""
+    """A new container."""
 
     value: Any
 
 
 class Replaced(NamedTuple):
-    """All of a container that was changed in another way."""
+    """All entries of a container that was changed other than by new entries at its end."""
 
     value: Any
 
 
 class Gone(NamedTuple):
-    """Removed."""
+    """A removed entry or attribute."""
 
 
 Edit = Value | Added | Members | Fresh | Replaced | Gone
 
 
 class _Child(str):
-    """Name of a module inside of another one."""
+    """Name of a submodule."""
 
     __slots__ = ()
 
@@ -161,10 +161,10 @@ class Snapshot:
     """The state of a module at one time.
 
     Args:
-        module: The module. Of its submodules, the snapshot follows those of `ParallelState.followed`.
+        module: The module. The snapshot also follows its submodules in `ParallelState.followed`.
         with_buffers: Whether buffers count.
-        is_exact: Whether to see writes into the `.data` of all tensors; else only of tensors that the self-check saw
-            change.
+        is_exact: Whether to find writes into the `.data` of all tensors; if not, only of tensors that changed in the
+            self-check.
     """
 
     def __init__(self, module: nn.Module, with_buffers: bool = True, is_exact: bool = False) -> None:
@@ -242,6 +242,7 @@ class Snapshot:
     def _visit(self, path: StatePath, holder: Any, most: int) -> None:
         if id(holder) in self._seen:
             return
+        # Containers may refer to each other in a cycle.
         self._seen.add(id(holder))
         items = self.entries_of(holder)
         self._holders[path], self._items[path] = holder, items
@@ -266,7 +267,7 @@ class Snapshot:
     # -------------------------------------------------------------------------------------------------- changes
 
     def changes(self) -> dict[StatePath, Edit]:
-        """Return what has changed since, by path."""
+        """Return the changes since the snapshot, by path."""
         edits: dict[StatePath, Edit] = {}
         self._compare((), self.module, edits)
         return edits
@@ -297,13 +298,13 @@ class Snapshot:
                 edits[place] = Value(self._kept.get((*path, key), old), _leaf(value), False)
         for key in before.keys() - now.keys():
             place = (*path, key)
-            # A placeholder has taken the value's place: a read of it raises an error, so nothing is removed.
+            # A placeholder may have taken the place of the value. The attribute still exists, so it is not removed.
             is_there = isinstance(holder, nn.Module) and (key in vars(holder) or key in buffers_of(holder))
             if not is_there and not isinstance(key, _Child):
                 edits[place] = Gone()
 
     def _compare_container(self, path: StatePath, old: Any, value: Any, edits: dict[StatePath, Edit]) -> None:
-        # `self.found = self.found + [x]` is `self.found.append(x)`.
+        # Treat `self.found = self.found + [x]` like `self.found.append(x)`: the entries of microbatches add up.
         if type(value) is list and type(old) is list and old and path in self._items:
             before = self._items[path]
             if len(value) >= len(before) and _shift(before, value, 0) == 0:
@@ -330,7 +331,7 @@ class Snapshot:
     def restore(self, removes: bool = True, tensors: bool = True, in_place: bool = False) -> None:
         """Restore the state.
 
-        A changed tensor is replaced by a copy of its earlier values: autograd may have saved the changed one.
+        A copy of its earlier values replaces a changed tensor: autograd may have saved the changed tensor.
 
         Args:
             removes: Whether to remove new attributes of the module.
@@ -455,13 +456,13 @@ def _copy_of(value: Any, is_exact: bool) -> Any:
 
 
 def _known_copy(tensor: Tensor) -> Tensor | None:
-    """Return the copy of a tensor that has not changed since it was made, if there is one."""
+    """Return the kept copy of a tensor, if there is one and the tensor has not changed since."""
     known = _copies.get(tensor) if type(tensor) is Tensor and not tensor.is_inference() else None
     return known[1] if known is not None and known[0] == _state_of(tensor) else None
 
 
 def _state_of(tensor: Tensor) -> tuple[int, int]:
-    """Return values that change when a tensor is written or gets other memory; a write into `.data` changes none."""
+    """Return values that change when a tensor is written or gets other memory; a write into `.data` changes neither."""
     return version_of(tensor), tensor.data_ptr()
 
 
@@ -469,6 +470,7 @@ def _is_equal(before: Any, value: Any) -> bool:
     if isinstance(value, Tensor):
         return before is _known_copy(value) or (before.shape == value.shape and torch.equal(before, value.detach()))
     if isinstance(value, np.ndarray):
+        # By bytes, since a NaN is not equal to itself.
         return before.shape == value.shape and before.tobytes() == value.tobytes()
     return bool(before == value)
 
@@ -478,7 +480,7 @@ def _is_same(old: Any, new: Any) -> bool:
 
 
 def _shift(before: list[Any], now: list[Any], most: int) -> int | None:
-    """Return how many of the first entries have left, up to `most`, as from a deque; None if other entries changed."""
+    """Return how many first entries were dropped, up to `most`, as a full deque does; None if other entries changed."""
     if len(now) < len(before):
         return None
     if all(map(operator.is_, before, now)):
@@ -518,12 +520,12 @@ def emptied(value: Any) -> Any:
 
 # ------------------------------------------------------------------------------- parameters that a step must not change
 
-# A stage holds other parameters than the next one, so a step that writes into parameters is refused. Hashes of the bits
-# tell it. The host waits for the hashes, so a run checks a few steps only.
+# Stages hold different parameters, so a step that writes into parameters is refused. Hashes of the bits find a write.
+# The host waits for the hashes, so a run checks only a few steps.
 
 
 class WatchedCopies:
-    """Refuses a run that changes a copy of the model, such as a teacher, if the copy is split in another way.
+    """Refuses a run that changes a copy of the model, such as a teacher, if the copy is not split like the model.
 
     Args:
         engine: The pipeline.
@@ -537,7 +539,7 @@ class WatchedCopies:
     @property
     def looks(self) -> bool:
         """Whether to check this step: often at first, then rarely, since an average may begin late."""
-        # Steps in pairs: 1 and 2, 2 and 3, 4 and 5, 8 and 9, ...
+        # A check compares two steps, so check pairs of steps: 1 and 2, 2 and 3, 4 and 5, 8 and 9, ...
         return self._steps < 2 or is_power_of_two(self._steps) or is_power_of_two(self._steps - 1)
 
     def check(self) -> None:
@@ -552,7 +554,8 @@ class WatchedCopies:
         failure = None
         for path, original in self._engine.unpaired.items():
             both = [self._engine.module.get_submodule(name) for name in (path, original)]
-            # By bits, since a write into `.data` leaves the version. The optimizer changes trained parameters.
+            # Compare bits, since a write into `.data` leaves the version unchanged. Leave out trained parameters, which
+            # the optimizer changes.
             frozen = [value for each in both for value in each.parameters() if not value.requires_grad]
             found = comm.fingerprints(frozen)
             before, self._before[path] = self._before.get(path, found), found
@@ -569,7 +572,7 @@ class WatchedCopies:
 class FrozenParameters:
     """Finds steps that write into frozen parameters, such as the parameters of a teacher.
 
-    The dry run has seen the writes of the first batch. An average may begin later.
+    The dry run finds writes in the first batch. A moving average may begin later.
 
     Args:
         module: The user's module.

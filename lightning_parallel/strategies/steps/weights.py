@@ -1,16 +1,16 @@
-"""Find the weights of microbatches, by which the mean of their losses and gradients is exact.
+"""Find the weights of microbatches with which the mean of their losses and gradients is exact.
 
 A mean over samples needs the numbers of samples. A mean over tokens, as with `ignore_index=-100` or a mask, needs the
-numbers of tokens. Each of these counts is tried on a few microbatches together and one by one. If no count fits, the
-self-check raises an error that names `microbatch_weight`.
+numbers of tokens. The search tries each of these counts on a few microbatches together and one by one. If no count
+fits, the self-check raises an error that names `microbatch_weight`.
 
     f(whole) = (n1 f(part 1) + n2 f(part 2)) / (n1 + n2)
 
 holds for the loss `f`, and for its gradients after the layers. An untrained model has nearly equal losses for all
 samples, which fit any weights; its gradients do not.
 
-A loss of some samples, such as of the worst half, may fit by chance: each part may have one of these samples. On copies
-of two samples such a loss never fits. The self-check compares the step on these copies.
+A loss over some samples only, such as the worst half, may fit by chance: each part may have one of these samples. On
+copies of two samples such a loss never fits. The self-check compares the step on these copies.
 """
 
 from __future__ import annotations
@@ -62,13 +62,13 @@ _LOOSE = 5e-3
 """Tolerance where layers may compute in half precision."""
 
 FEW_COPIES = 4
-"""Copies of each sample at least, where there is room: of fewer copies a loss selects all or none."""
+"""The fewest copies of each sample, if memory allows: a loss selects all or none of fewer copies."""
 _COPIES_BYTES = 64 << 20
-"""Outputs of modules for more copies than two microbatches."""
+"""The most bytes of module outputs for copies beyond two microbatches."""
 _OF_EACH_SIZE = 4
-"""Batches of copies that the self-check runs: the sketch may show a difference in another batch than the full model."""
+"""Batches of copies that the self-check runs: the full model may differ in another batch than the truncated model."""
 _MOST_SINGLE = 64
-"""Samples whose weights are computed."""
+"""The most samples whose weights are computed."""
 _MOST_PAIRS = 16
 """Further pairs of microbatches on which weights other than samples are tried."""
 
@@ -153,7 +153,7 @@ def _row_counts(batch: Any) -> list[RowCount]:
 def _candidates(batch: Any) -> Iterator[TokenCount]:
     """Yield the counts of tokens that a batch offers: by labels of -100, and by masks of zeros and ones."""
     tensors = [(key, value) for key, value in _tensors(batch) if value.dim()]
-    # Not of 8 bits: -100 would be compared as 156.
+    # Leave out 8-bit tensors: in uint8, -100 would be compared as 156.
     labels = [(key, value) for key, value in tensors if value.dtype in (torch.int64, torch.int32, torch.int16)]
     masks = [(key, value) for key, value in tensors if bool(((value == 0) | (value == 1)).all())]
     for ignored, found in ((_IGNORED_LABEL, labels), (0, masks)):
@@ -168,7 +168,7 @@ def _candidates(batch: Any) -> Iterator[TokenCount]:
 
 
 class _Probe(TruncatedModel):
-    """Runs a step on a truncated model, and differentiates its loss by factors of what the last layer returns."""
+    """Runs a step on a truncated model, and differentiates its loss by factors of the last layer's output."""
 
     def run_loss(
         self, step: Callable[[Any], Any], batch: Any, draws: DrawRecorder | ReplayedDraws
@@ -187,7 +187,7 @@ class _Probe(TruncatedModel):
         return loss.detach(), torch.cat([*parts, loss.new_zeros(0, dtype=torch.float64)]).detach()
 
     def layer(self, call: Call) -> Any:
-        """Multiply what the last layer returns by ones, by which the loss is differentiated."""
+        """Multiply the output of the last layer by factors of one, by which the loss is differentiated."""
         output = super().layer(call)
         if call.layer_index < len(self.stack.layers) - 1:
             return output
@@ -195,7 +195,7 @@ class _Probe(TruncatedModel):
         def scaled(tensor: Tensor) -> Tensor:
             if not tensor.is_floating_point() or not tensor.dim():
                 return tensor
-            # By the last dimension, which is no dimension of samples in any usual layout.
+            # One factor per feature: no usual layout has samples in the last dimension.
             self.factors.append(torch.ones_like(tensor[(0,) * (tensor.dim() - 1)]).detach().requires_grad_())
             return tensor * self.factors[-1]
 
@@ -244,7 +244,7 @@ class _Seen:
 class _MeanCheck:
     """Runs steps of a truncated model on a few microbatches.
 
-    The model is in evaluation mode. It is in double precision if possible, since half precision hides differences.
+    The model is in evaluation mode. It computes in double precision if it can, since half precision hides differences.
 
     Attributes:
         num_bytes: The size of all outputs of modules in the first run on two microbatches together.
@@ -279,7 +279,7 @@ class _MeanCheck:
         recorder = DrawRecorder()
         with self._counted():
             runs = [self._run(pair, double, recorder)]
-        # Each microbatch gets the random numbers that the run on both drew for its samples.
+        # Each microbatch replays the random numbers that the run on both drew for its samples.
         sizes = [count_samples(part) for part in parts]
         replayed = ReplayedDraws(recorder.found, sizes if min(sizes) > 0 else ())
         for number, part in enumerate(parts):
@@ -287,7 +287,7 @@ class _MeanCheck:
             runs.append(self._run(part, double, replayed))
         loss = runs[0][0][0]
         if loss.dim() or not loss.is_floating_point():
-            return None  # no loss: what `predict_step` returns
+            return None  # no loss, as in `predict_step`
         is_exact = double and loss.dtype in (torch.float64, torch.float32)
         tolerance = _SINGLE if is_exact else _LOOSE
         return _Seen(parts, [run[0] for run in runs], tolerance, [run[1] for run in runs], [run[2] for run in runs])
@@ -339,7 +339,7 @@ class _MeanCheck:
                     child.training = mode
 
     def _probe(self, runs_all: bool, double: bool) -> _Probe:
-        # Only the last one can run again: each takes over the calls of the model's layers when it is made.
+        # Keep only the last probe: a new probe takes over the calls of the model's layers.
         if self._last_probe is None or self._last_probe[0] != (runs_all, double):
             dtype = torch.float64 if double else None
             probe = _Probe.of_plan(self.module, self.plan, self.device, runs_all, dtype)
@@ -378,7 +378,7 @@ def find_microbatch_weight(
     """
     ParallelState.of(module).copies_in_doubt = None
     check, given = _MeanCheck(module, plan, device, step, split), weight
-    # Two microbatches at a time: a device that trains on one may not have room for the whole batch.
+    # Run two microbatches at a time: a device that trains on one may have no room for the whole batch.
     pairs = split_by(split, batch, plan.schedule.num_microbatches // 2)
     found = _seen_pairs(check, pairs, batch, weight, world)
     known = [(pair, seen) for pair, seen in found if seen is not None]
@@ -394,7 +394,7 @@ def find_microbatch_weight(
         return weight
     names = ["samples" if rule is num_samples else "given" if rule is given else str(rule) for rule in rules]
     fitting = [name for name, rule in zip(names, rules) if all(seen.fits(rule) for _, seen in known)]
-    # Replicas see other samples, and must choose alike: a weight counts if it fits on all ranks.
+    # Replicas have different samples, but must choose the same weight: a weight counts if it fits on all ranks.
     everyone = comm.all_gather_object(fitting, world)
     chosen = next((rule for name, rule in zip(names, rules) if all(name in theirs for theirs in everyone)), None)
     _learn_effects(module, [seen for _, seen in known], chosen or weight)
@@ -411,13 +411,13 @@ def find_microbatch_weight(
 def _seen_pairs(
     check: _MeanCheck, pairs: Sequence[Any], batch: Any, weight: Callable[[Any], float], world: Group
 ) -> list[tuple[Any, _Seen | None]]:
-    """Run the step on the first two microbatches, the last and two unlike each other; on more if `weight` is wrong."""
+    """Run the step on the first pair of microbatches, the last pair, and a mixed pair; on more if `weight` is wrong."""
     tried = [pairs[0], *pairs[1:][-1:]]
     if check.split is split_batch and len(pairs) > 1:
         tried.append(few_samples(batch, num_samples(pairs[0])))  # with the sample least like the first
     found = [(pair, check.see(pair, world)) for pair in tried]
     if not all(comm.all_gather_object(all(seen is None or seen.fits(weight) for _, seen in found), world)):
-        # Other counts fit a few samples by chance.
+        # Another count may fit a few samples by chance.
         more = min(comm.all_gather_object(len(pairs) - 2, world))
         found += [(pair, check.see(pair, world)) for pair in pairs[1 : 1 + max(0, min(more, _MOST_PAIRS))]]
     return found
@@ -464,7 +464,7 @@ def _copies_in_doubt(
             is_small = half <= room
             copies = copies_of_two(batch, half if is_small else part, weight, with_few=is_small)
             tried += copies if is_small else copies[:1]
-    # Replicas see other samples, but run their steps together.
+    # Replicas have different samples, but run their steps together, so all run equally many.
     most = min(comm.all_gather_object(len(tried), world))
     for number in range(most):
         seen = check.see(tried[number], world)

@@ -52,11 +52,11 @@ def end_run(module: LightningModule, checkpoints: Checkpoints, groups: MeshGroup
         states.remove()
     if module.trainer.state.status != TrainerStatus.RUNNING:
         return False
-    # A refused run has left the module before its parameters got their data.
+    # The strategy may refuse a run before the parameters have data.
     has_data = not any(parameter.is_meta for parameter in module.parameters())
     if skeleton is None or where == "off" or not has_data:
         return False
-    # Anew, since code may have frozen parameters during the run.
+    # Make a new inventory, since code may have frozen parameters during the run.
     inventory = Inventory.of(module, checkpoints.rules, groups.pipeline_parallel)
     total = inventory.total_bytes
     if where == "auto" and total > EVERYWHERE_BYTES:
@@ -110,7 +110,7 @@ def _chunks(names: Sequence[Any], sizes: Sequence[int]) -> list[list[Any]]:
 def divide_again(module: LightningModule, groups: MeshGroups) -> None:
     """Divide a module that `end_run` has restored; every rank must call it.
 
-    A module with other submodules, or for another mesh, stays full: the set-up divides it anew.
+    A module with other submodules, or for another mesh, stays full: the setup divides it again.
 
     Raises:
         ValueError: On every rank, if only some ranks hold the full module.
@@ -137,7 +137,7 @@ def divide_again(module: LightningModule, groups: MeshGroups) -> None:
 
 
 def forget_division(module: nn.Module) -> None:
-    """Remove all facts about the division from a restored module."""
+    """Remove all attributes of the division from a restored module."""
     for parameter in module.parameters():
         if hasattr(parameter, "shard_rule"):
             del parameter.shard_rule

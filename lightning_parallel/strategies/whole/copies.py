@@ -91,7 +91,7 @@ class ModuleCopies:
 
     @property
     def is_noting(self) -> bool:
-        """Whether the user makes the copies now, rather than this library."""
+        """Whether copies made now are the user's, not copies by this library."""
         states = self._state.full_states
         return states is not None and not states.is_paused
 
@@ -174,6 +174,7 @@ class ModuleCopies:
         """
         if not comm.on_any_rank([bool(self._families)], replica)[0]:
             return
+        # Free dead copies in reference cycles: their tensors would be gathered for nothing.
         gc.collect()
         self._families = [family for family in self._families if family.alive()]
         mine = {family.key: list(family.alive()) for family in self._families}
@@ -181,7 +182,7 @@ class ModuleCopies:
         families = {family.key: family for family in self._families}
         for key, paths in everyone[0][1].items():
             is_everywhere = all(key in alive and made.get(key[:2]) == self._made[key[:2]] for made, alive in everyone)
-            # One rank alone may copy, too. Without equal counts, copies of different ranks cannot be matched.
+            # One rank alone may copy, too. Copies of different ranks can be matched only if their counts are equal.
             if is_everywhere and len({made[key[:2]] for made, _ in everyone}) == 1:
                 common = [path for path in paths if all(path in alive[key] for _, alive in everyone)]
                 self._restore(families[key], common, replica, fetch, is_mine)
@@ -205,6 +206,7 @@ class ModuleCopies:
         if any(name not in described for name in wanted):
             return  # code has taken a part out of the copy
         tensors: dict[str, Tensor] = {}
+        # Sorted, since `fetch` communicates and all ranks must call it in one order.
         for name in sorted(wanted):
             dtype, device, is_trained = described[name]
             mine = held.get(name)
@@ -264,7 +266,7 @@ def _restore_copy(child: nn.Module, change: ModuleChange, mark: _Mark, tensors: 
 
 
 def _of_copy(child: nn.Module, change: ModuleChange, divided: Mapping[str, Any]) -> ModuleChange:
-    """Return the changes by the division for a copy, whose attributes are copies, too."""
+    """Return the changes by the division in a copy, whose attributes are copies, too."""
     names = (*change.added, *change.attributes)
     attributes = {name: copy.deepcopy(value) for name, value in change.attributes.items() if name != DEVICE_OF_MODULE}
     after = {name: divided[name] for name in names if name in divided}

@@ -6,7 +6,7 @@ networks, moving averages, teachers, `torch.save`). It would save or compare a s
 *Calls* of a module that is split into stages, in hooks and callbacks (samples, summaries, probes), run the full model
 on each rank. The rank fetches parameters when the code reads them.
 
-All ranks must do either, or none: the ranks meet before each communication.
+All ranks must do the same: the ranks meet before each communication.
 """
 
 from __future__ import annotations
@@ -62,13 +62,13 @@ class FullStates:
         module: The divided module.
         groups: The mesh's groups.
         inventory: The tensors of the full model.
-        device: Where messages are.
+        device: The device of messages.
 
     Attributes:
         inventory: The tensors of the full model.
         meet: Waits until all ranks of the replica are about to send the message that it is called with.
         trained: Names of the parameters that require a gradient.
-        is_paused: Whether state dicts hold the part of this rank for a while: see `paused`.
+        is_paused: Whether state dicts hold the part of this rank: see `paused`.
     """
 
     def __init__(self, module: nn.Module, groups: MeshGroups, inventory: Inventory, device: torch.device) -> None:
@@ -129,7 +129,7 @@ class FullStates:
         return [key for key in self._keys[path] if self.inventory.tensors[_joined(path, key)].is_saved]
 
     def _register(self, owner: nn.Module, path: str) -> list[Any]:
-        # Functions, since torch sets an attribute on a hook, and methods do not allow that. `deepcopy` copies hooks.
+        # torch sets an attribute on a hook, which a bound method does not allow. `deepcopy` copies hooks, too.
         return [
             owner.register_state_dict_post_hook(lambda *arguments: self._save(path, *arguments)),
             owner.register_load_state_dict_pre_hook(lambda *arguments: self._load(path, *arguments)),
@@ -189,7 +189,7 @@ class FullStates:
         dtypes = {key: tensors[_joined(path, key)].dtype for key in self._saved_keys(path)}
         own: dict[str, Any] = {**parameters_of(owner), **buffers_of(owner)}
         if id(owner) not in self._originals:
-            # A copy may have another precision than its original.
+            # A copy may have another dtype than its original, and receivers must allocate the dtype that is sent.
             held = {key: value.dtype for key, value in own.items() if value is not None}
             everyone = comm.all_gather_object(held, self._pipeline_group)
             dtypes = {key: everyone[self.inventory.owner(_joined(path, key))][key] for key in dtypes}
@@ -223,6 +223,7 @@ class FullStates:
         owner = self.inventory.owner(name)
         if group.size > 1:
             if group.rank == owner and tensor is not None:
+                # The clone keeps the result, which code may write into, apart from the tensor of the module.
                 sent = tensor.detach().to(self._device).contiguous().clone()
             else:
                 shape = self.inventory.tensors[name].local_shape
@@ -250,13 +251,13 @@ class FullStates:
 
 
 class OutsideCalls:
-    """Runs calls of a module that is cut into stages on the whole module, outside of steps, on all ranks alike.
+    """Runs calls of a module that is split into stages on the full module, outside steps, on all ranks alike.
 
     Args:
         module: The divided module.
         states: Gathers its tensors.
         groups: The mesh's groups.
-        device: Where the stages compute.
+        device: The device of the stages.
     """
 
     def __init__(self, module: nn.Module, states: FullStates, groups: MeshGroups, device: torch.device) -> None:
@@ -268,7 +269,7 @@ class OutsideCalls:
         self._anchor = torch.empty(0, device=device, requires_grad=True)
 
     def intercept(self, active: ActiveHandler) -> None:
-        """Let calls of the module and its submodules outside of steps come here."""
+        """Route calls of the module and its submodules outside steps to this object."""
         active.outside = self
         self._states.at_end(partial(setattr, active, "outside", None))
         stack = LayerStack.at(self._module, self._state.engine.plan.container)
@@ -288,18 +289,18 @@ class OutsideCalls:
 
     @contextmanager
     def whole_step(self) -> Iterator[None]:
-        """Make the module whole inside the block, which all ranks run with the same random numbers."""
-        # What follows may depend on draws, such as the next token, and has to be the same on all ranks.
+        """Show the full module inside the block, which all ranks run with the same random numbers."""
+        # All ranks must draw the same numbers, such as the next token: a draw may decide which parameters are fetched.
         share_random_state(self._replica)
         with self.whole():
             yield
 
     @contextmanager
     def whole(self, without_data: bool = False) -> Iterator[None]:
-        """Make the module whole inside the block; its parameters are fetched when they are read.
+        """Show the full module inside the block; its parameters are fetched when code reads them.
 
         Args:
-            without_data: Give parameters on the meta device, for code that looks at shapes only; no rank has to wait.
+            without_data: Give parameters on the meta device, for code that reads shapes only; no rank has to wait.
         """
         held: dict[str, Tensor] = dict(self._module.named_parameters())
         buffers = self._state.skeleton.buffers()
@@ -308,7 +309,7 @@ class OutsideCalls:
         def parameter(name: str) -> Tensor:
             trains = torch.is_grad_enabled() and name in self._states.trained
             key = (name, trains, torch.is_inference_mode_enabled())
-            # One object for a parameter while somebody holds it: code compares parameters by identity.
+            # Return one object for a parameter while code holds it: code compares parameters by identity.
             if key not in given:
                 mine = held.get(name)
                 with torch.no_grad():
@@ -326,7 +327,7 @@ class OutsideCalls:
         with self._state.skeleton.put_on(parameter, full, keeps=True):
             yield
         for name, value in full.items():
-            # Not by versions, which the kernels of batch normalisation leave alone.
+            # Compare values, not versions: the kernels of batch normalization do not raise the version.
             if name in buffers and not value.is_meta and not torch.equal(value, begun[name]):
                 self._keep_buffer(name, buffers[name], value)
 
@@ -342,9 +343,10 @@ class OutsideCalls:
         return torch.empty(inventory.full_shape(name), dtype=inventory.tensors[name].dtype, device="meta")
 
     def _keep(self, name: str, mine: Tensor | None, gradient: Tensor) -> None:
-        """Add the gradient of a full parameter to what this rank holds of it; each rank computes all of them."""
+        """Add the gradient of a full parameter to `.grad` of this rank's part; each rank computes all gradients."""
         if mine is None:
             return
+        # Every rank has run the same call, so its own part of the gradient is complete without communication.
         part = self._states.inventory.rules.get(name, REPLICATED).split(gradient.detach(), self._rank)
         mine.grad = part.clone() if mine.grad is None else mine.grad + part
 
@@ -356,7 +358,7 @@ def _release(module: nn.Module, kind: type) -> None:
 
 
 class _AroundSite(CallSite):
-    """A module that contains the layers: in steps it runs by itself, and its parts are intercepted."""
+    """The call site of a module that contains the layers: in steps it runs itself, and its parts are intercepted."""
 
     def dispatch(self, module: nn.Module, function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """Run the module."""
@@ -377,7 +379,7 @@ def _joined(path: str, key: str) -> str:
 def open_outside(
     module: LightningModule, groups: MeshGroups, inventory: Inventory, checkpoints: Checkpoints, patches: Patches
 ) -> None:
-    """Show the full module to code outside of its steps, until the run ends; every rank of the replica must call it."""
+    """Show the full module to code outside its steps, until the run ends; every rank of the replica must call this."""
     if groups.replica.size > 1:
         _open(module, groups, inventory, checkpoints.device, patches)
     _copy_averages(module.trainer, module, checkpoints, patches)
@@ -405,10 +407,10 @@ def _open(
 
 
 def _on_whole(summarize: Callable[[Any, LightningModule], None], calls: OutsideCalls) -> Callable[..., None]:
-    """Let a summary count the parameters of the whole module."""
+    """Let a summary count the parameters of the full module."""
 
     def on_fit_start(trainer: Any, pl_module: LightningModule) -> None:
-        # It calls the module only where it has an example.
+        # The summary calls the module only if it has an example input; without a call, shapes are enough.
         with calls.whole(without_data=pl_module.example_input_array is None):
             summarize(trainer, pl_module)
 
@@ -461,6 +463,7 @@ def _copy_averages(trainer: Trainer, module: LightningModule, checkpoints: Check
 def _gathered(average: nn.Module, own: Callable[[], Any], checkpoints: Checkpoints, states: FullStates) -> Any:
     """Return the full state dict of an average for a checkpoint, with values on the first rank only."""
     copied = average.module if isinstance(average, AveragedModel) else average
+    # `gather_state` gathers by itself, so the hooks of the copy must return the parts of this rank.
     with states.paused(), patched(average, "state_dict", own):
         full = replace(checkpoints, module=copied).gather_state()
         if copied is average:

@@ -114,7 +114,7 @@ class ModuleSnapshot:
                 self._keep(vars(child))
 
     def restore(self) -> None:
-        """Put everything back, in place.
+        """Restore all values in place.
 
         Raises:
             RuntimeError: If a parameter without a copy was changed.
@@ -130,10 +130,12 @@ class ModuleSnapshot:
                 if tensor.shape != before.shape:
                     tensor.data = before
                 elif not torch.equal(tensor, before):
+                    # A copy into `.data` leaves the version alone: autograd and other watchers see no write.
                     tensor.data.copy_(before)
         for array, values in self._arrays:
             if array.flags.writeable:
                 array[...] = values
+        # In place, since other code may refer to the same containers.
         for value, before in self._objects:
             value.clear()
             if isinstance(value, (dict, set)):
@@ -281,7 +283,7 @@ class StageStreams:
         """Seed inside the block."""
         module = self._engine.module
         hooks = []
-        # The numbers of each layer: one may be called several times.
+        # A layer has several numbers if the model calls it several times.
         numbers: dict[nn.Module, list[int]] = {}
         for number, name in enumerate(self._engine.plan.layers):
             numbers.setdefault(module.get_submodule(name), []).append(number)
@@ -400,7 +402,7 @@ def communication_refused(others: set[int], is_ours: Callable[[], bool], calls: 
             group = kwargs.get("group") or next((value for value in args if isinstance(value, dist.ProcessGroup)), None)
             group = group or dist.group.WORLD
             ranks = set(dist.get_process_group_ranks(group))
-            # Also with other replicas: a replica that looks into a difference runs steps alone.
+            # Refuse other replicas, too: a replica that searches for the cause of a difference runs steps alone.
             if not is_ours() and (ranks & others or (group is dist.group.WORLD and len(ranks) > 1)):
                 line = innermost_users_line()
                 text = f"the step communicates by itself (`torch.distributed.{name}`{f', in {line}' if line else ''})"

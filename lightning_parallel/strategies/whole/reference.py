@@ -2,8 +2,8 @@
 
 No rank holds the full model. The first rank of a replica runs the user's step on the undivided module. It fetches
 parameters from their owners when the step reads them, and sends gradients to their owners as they appear. The other
-ranks serve. If all ranks ran the step, they would share the cores of a host: the self-check would take half as long
-again.
+ranks serve. If all ranks ran the step, they would share the cores of a host, and the self-check would take 1.5 times as
+long.
 
     first rank                                      the other ranks
     the step asks for `layers.3.weight`
@@ -13,7 +13,7 @@ again.
       ("take", their names)          ----------->   receive their shards of them
     ("end", the results)             ----------->   return them
 
-Before each transfer, all ranks tell whether they are ready: an error on one rank raises on all.
+Before each transfer, all ranks report whether they are ready: an error on one rank raises on all ranks.
 
 Autograd keeps no parameter: a view of a parameter is saved by name, and fetched again in backward. The gradients and
 activations of a large model wait in a temporary file: the reference needs no more memory than the step itself.
@@ -99,10 +99,12 @@ class Spool:
         )
         if not is_plain or tensor.nbytes < _SPOOLED_BYTES:
             return tensor
+        # Only plain strided tensors reach this line, so their bytes are their values.
         data = _bytes_of(tensor.detach().cpu().contiguous())
         place = _SpoolPlace(self._end, tensor.shape, tensor.dtype, tensor.device)
         try:
             self._file.seek(place.offset)
+            # An unbuffered write may write fewer bytes than it was given.
             while data:
                 data = data[self._file.write(data) :]
         except OSError:
@@ -147,7 +149,7 @@ class SpooledTensors(MutableMapping[str, Tensor]):
 
     def __setitem__(self, name: str, tensor: Tensor) -> None:
         held = self._spool.put(tensor)
-        # A small tensor may be a view of a large message.
+        # A small tensor may be a view of a large message, which it would keep in memory.
         self._held[name] = held.clone() if isinstance(held, Tensor) else held
 
     def __delitem__(self, name: str) -> None:
@@ -180,8 +182,8 @@ class Owners:
         replica: The ranks that hold the model together.
         taken: The gradients of this rank's shards, by name.
         values: The new values of this rank's shards of buffers and parameters that the step wrote into, by name.
-        is_talking: Whether the first rank is sending or receiving; the user's code may not.
-        failure: Why the ranks could not exchange tensors. It is kept, as the user's code may catch the error.
+        is_talking: Whether the first rank is sending or receiving. The user's code must not communicate by itself.
+        failure: Why the ranks could not exchange tensors. It is kept because the user's code may catch the error.
     """
 
     def __init__(self, module: nn.Module, inventory: Inventory, groups: MeshGroups, device: torch.device) -> None:
@@ -252,6 +254,7 @@ class Owners:
                     pending.append((position, of_dtype, shapes, flat))
 
         self._agree(prepare)
+        # All receives start before the first wait, so that owners can send at the same time.
         works = [comm.irecv(flat, self.replica, position, _TAG) for position, _, _, flat in pending if len(flat)]
         for work in works:
             work.wait()
@@ -348,7 +351,7 @@ class Owners:
     # ------------------------------------------------------------------------------------------- on the other ranks
 
     def serve(self) -> tuple[Any, str]:
-        """Obey the first rank until it ends; return its result, and why a rank could not serve."""
+        """Execute the commands of the first rank until it ends; return its result, and why a rank could not serve."""
         nothing: tuple[str, Any] = ("", None)
         while True:
             command, argument = comm.broadcast_object(nothing, self.replica)
@@ -360,7 +363,7 @@ class Owners:
                 else:
                     self._take(*argument)
             except Exception as error:
-                # The first rank hears of the error with the next command; it has its tensors, or has raised as well.
+                # The first rank learns of the error with its next command. It has its tensors now, or has raised, too.
                 self.failure = self.failure or f"{type(error).__name__}: {error}"
 
     def _send(self, names: Sequence[str]) -> None:
@@ -516,7 +519,7 @@ class WholeModel:
             with torch.no_grad(), torch.inference_mode(False):
                 fetched = self._owners.fetch(self._chunk_of[name])
             for other in [other for other in fetched if other not in self._data]:
-                # `.data` counts versions from zero.
+                # `.data` starts a version counter at zero, so a later version means that the step wrote into it.
                 full = self._data[other] = (doubled(fetched[other]) if self._double else fetched[other]).data
                 self._names[full.untyped_storage().data_ptr()] = other
                 self._num_bytes += full.nbytes
@@ -530,7 +533,7 @@ class WholeModel:
         for name in list(self._data):
             if self._num_bytes <= self._room_bytes:
                 return
-            # A parameter that the step has changed, such as of a target network, cannot be fetched again.
+            # Keep a parameter that the step has changed, such as in a target network: the owners have the old value.
             if name not in kept and version_of(self._data[name]) == 0 and self._let_go(name):
                 full = self._data.pop(name)
                 self._num_bytes -= full.nbytes
@@ -543,7 +546,7 @@ class WholeModel:
         if any(sys.getrefcount(self._given[key]) > _OWN_REFERENCES or version_of(self._given[key]) for key in keys):
             return False
         for key in keys:
-            # Its place in autograd's graph stays; a number in its shape takes no memory.
+            # The object keeps its place in autograd's graph. One expanded element has the shape but takes no memory.
             given = self._given[key]
             given.data = given.new_empty(()).expand(given.shape)
         self._empty.update(keys)
@@ -577,7 +580,7 @@ class WholeModel:
             name = self._names.get(tensor.untyped_storage().data_ptr())
             if name is not None and self._data[name].dtype == tensor.dtype:
                 return _Saved(name, tensor.shape, tensor.stride(), int(tensor.storage_offset()))
-        # Without its history: an output of its own node would keep the node alive in a circle.
+        # Detach it: a node that saves its own output with history would keep itself alive in a reference cycle.
         saved = tensor.detach() if type(tensor) is Tensor else tensor
         return saved if self._activations is None else self._activations.put(saved)
 
@@ -595,9 +598,10 @@ class WholeModel:
         gradient = gradient.detach()
         gradient = gradient.to_dense() if gradient.is_sparse else gradient
         known = self._gradients.get(name)
-        # Nobody writes into a gradient that is held here; two parameters may have one and the same.
+        # Add out of place: autograd may pass one gradient tensor to two parameters.
         self._gradients[name] = gradient if known is None else known + gradient
         self._gradient_bytes += 0 if known is not None else gradient.numel() * gradient.element_size()
+        # Send gradients during backward, so that the first rank never holds the gradients of the full model.
         if self._gradient_bytes > _CHUNK_BYTES:
             self.deliver()
 
@@ -616,7 +620,7 @@ class WholeModel:
 class Fetched(Function):
     """Put a fetched parameter into the graph, and pass on its gradient."""
 
-    # An output of a function instead of a leaf: the graph would hold a leaf until its gradient is there.
+    # The parameter is an output of this function, not a leaf: the graph would hold a leaf until its gradient exists.
 
     @staticmethod
     def forward(ctx: Any, anchor: Tensor, keep: Callable[[Tensor], None], data: Tensor) -> Tensor:
@@ -665,7 +669,7 @@ class _Outcome(NamedTuple):
 def run_reference(
     skeleton: Skeleton, owners: Owners, run: Callable[[WholeModel], Any], double: bool, keeps: bool = False
 ) -> Reference:
-    """Run `run` on the whole model on the first rank of the replica; all its ranks call this.
+    """Run `run` on the full model on the first rank of the replica; all ranks of the replica call this.
 
     Args:
         skeleton: The undivided module.
@@ -715,7 +719,7 @@ def _sendable(outcome: _Outcome) -> _Outcome:
 def _run_alone(
     skeleton: Skeleton, owners: Owners, run: Callable[[WholeModel], Any], double: bool, keeps: bool
 ) -> _Outcome:
-    # The user's code may reach shards in other ways than by the module; their gradients show it afterwards.
+    # The user's code may reach shards other than through the module. A gradient of a shard shows it after the step.
     known = {name: parameter.grad for name, parameter in owners.parameters.items()}
     for parameter in owners.parameters.values():
         parameter.grad = None
@@ -743,7 +747,7 @@ def _run_alone(
         _deliver(owners, model, {n: value for n, value in buffers.items() if not _equal(value, before[n])})
         return _Outcome(result, precisions=frozenset(model.precisions))
     except Exception as error:
-        # Either the user's code fails on a few samples, or the self-check has a limit: the caller finds out.
+        # Either the user's code fails on a few samples, or the self-check has a limit: the caller finds the cause.
         blame: Blame = "unknown" if is_users else "check"
         if owners.failure or calls.ours or isinstance(error, ReferenceRunError):
             blame = "check"
@@ -780,5 +784,5 @@ def _threads_of(ranks: int) -> Iterator[None]:
 
 
 def _equal(one: Tensor, two: Tensor) -> bool:
-    # A buffer with a NaN counts as changed, and is compared with the buffer of the divided step.
+    # `torch.equal` is false for NaN, so a buffer with a NaN counts as changed and is compared with the parallel step.
     return one.shape == two.shape and torch.equal(one, two)

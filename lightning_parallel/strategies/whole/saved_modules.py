@@ -76,7 +76,7 @@ def put_full_copies(
         return parameters[name]
 
     if state.skeleton is None:
-        # Each replica holds the full module, but `zero_stage=2` may have cut a parameter for the step.
+        # Each replica holds the full module, but `zero_stage=2` may have sharded a parameter for the step.
         memo.update((id(held), parameter(name)) for name, held in module.named_parameters() if name in full)
         shown: Any = nullcontext()
     else:
@@ -100,7 +100,7 @@ def _is_alike(known: Tensor | None, value: Tensor) -> bool:
 
 
 def forget_watchers(module: nn.Module) -> None:
-    """Remove the hooks of this library from a copy: a file could not be read without the library."""
+    """Remove the hooks of this library from a copy: a file with them could not be read without the library."""
     own = vars(module)
     for name in ("_parallel_state", "_pipeline_site"):
         own.pop(name, None)
@@ -138,6 +138,7 @@ class _Finder(pickle.Pickler):
         self.found = False
 
     def persistent_id(self, value: Any) -> str | None:
+        # Pickle calls this method before it serializes an object, so the data of tensors are never written.
         if isinstance(value, nn.Module) and id(value) in self._parts:
             self.found = True
             return "module"
@@ -151,7 +152,7 @@ class _Finder(pickle.Pickler):
         try:
             finder.dump(value)
         except Exception:
-            # The writer names an object that cannot be pickled. A module may have come before that object.
+            # The writer of the checkpoint reports an object that cannot be pickled. A module may precede that object.
             return finder.found
         return finder.found
 

@@ -1,8 +1,8 @@
 """Keeps the classes and attributes of a module from before the division, without data.
 
-A divided module can put the skeleton on for a while: parameters are then fetched when code reads them (`put_on`). After
-a run, the module gets the skeleton and its full tensors back (`restore`). The next run divides the module in the same
-way (`divide_again`).
+A divided module can put the skeleton on inside a block (`put_on`): parameters are then fetched when code reads them.
+After a run, the module gets the skeleton and its full tensors back (`restore`). The next run divides the module in the
+same way (`divide_again`).
 """
 
 from __future__ import annotations
@@ -85,7 +85,7 @@ class Skeleton:
         self.module = module
         named = [*module.named_parameters(), *module.named_buffers()]
         self._first = {id(tensor): name for name, tensor in named}
-        # Lists and no dicts: the hash of a metric changes with its state.
+        # Lists, not dicts by module: the hash of a metric changes with its state.
         self.changes: list[tuple[nn.Module, ModuleChange]] = []
         self._before: list[dict[str, Any]] = []
         # Classes and attributes of the divided module, while the module is restored between runs.
@@ -99,7 +99,7 @@ class Skeleton:
             self._before.append(before)
 
     def close(self) -> None:
-        """Note the changes by the division, and forget everything else, which the user may change or delete."""
+        """Note the changes by the division, and drop all other values, which the user may change or delete."""
         for (child, change), before in zip(self.changes, self._before):
             after = {name: self._captured(value) for name, value in _attributes(child).items()}
             change.added = [name for name in after if name not in before]
@@ -119,7 +119,7 @@ class Skeleton:
         self._first.clear()
 
     def adopt(self, change_of: Callable[[nn.Module], ModuleChange | None]) -> None:
-        """Take the present form of the module: new submodules are not divided, and missing ones are forgotten.
+        """Take the present form of the module: new submodules count as not divided, removed submodules are dropped.
 
         Args:
             change_of: Returns the changes in a new submodule that is a copy of a divided one; None for any other.
@@ -139,7 +139,7 @@ class Skeleton:
         self._first.clear()
 
     def buffers(self) -> dict[str, Tensor]:
-        """Return the present buffers by first name, also if the module has replaced them."""
+        """Return the present buffers by first name, even if the module has replaced them."""
         return {
             name: value
             for child, change in self.changes
@@ -307,7 +307,7 @@ def _same(old: Any, new: Any) -> bool:
 
 
 def _put_on(child: nn.Module, change: ModuleChange, parameters: FetchParameter, buffers: Mapping[str, Tensor]) -> None:
-    # A buffer that was empty at the division, or came later, is only in the divided module.
+    # A buffer that was None at the division, or was registered later, exists only in the divided module.
     since = {key: value for key, value in buffers_of(child).items() if not isinstance(value, PlaceholderTensor)}
     strip_division(child, change)
     own = vars(child)
@@ -320,7 +320,7 @@ def _put_on(child: nn.Module, change: ModuleChange, parameters: FetchParameter, 
 
 
 def strip_division(child: nn.Module, change: ModuleChange) -> None:
-    """Undo the changes by the division in a module, except those that the user has overwritten."""
+    """Undo the changes by the division in a module, except for values that the user has overwritten."""
     child.__class__ = change.kind
     own = vars(child)
     for name in change.added:
@@ -330,7 +330,7 @@ def strip_division(child: nn.Module, change: ModuleChange) -> None:
         if not isinstance(value, _Named) and own.get(name, _GONE) is change.after.get(name, _GONE):
             own[name] = value
     for name, entries in change.entries.items():
-        # Not the former dict itself: the user may have registered hooks since.
+        # Edit a copy of the present dict instead of returning to the former dict: the user may have added hooks.
         kept = copy.copy(own[name])
         for key in change.added_entries[name]:
             kept.pop(key, None)
@@ -348,13 +348,13 @@ def fill_in_full(child: nn.Module, change: ModuleChange, tensors: Mapping[str, A
     for name, items in change.lists.items():
         own[name] = [tensors[item.name] if isinstance(item, _Named) else item for item in items]
     for registry, names in ((PARAMETERS, change.parameters), (BUFFERS, change.buffers)):
-        # The user may have set a key that was empty at the division.
+        # The user may have set a key that had no tensor at the division.
         since = {key: value for key, value in own[registry].items() if names.get(key) is None}
         own[registry] = {key: None if name is None else tensors[name] for key, name in names.items()} | since
 
 
 def take_out_full(child: nn.Module, change: ModuleChange, divided: Mapping[str, Any]) -> None:
-    """Take the full form from a module that the user has used since.
+    """Replace the full form of a module, which the user may have changed since, by the attributes of the division.
 
     Args:
         child: The module.
@@ -388,7 +388,7 @@ def _is_plain(value: Any) -> bool:
 
 
 def _with_plain_list(child: nn.Module, name: str, forward: Callable[..., Any] | None) -> Callable[..., Any]:
-    """Return a `forward` that gives the kernel a plain list: kernels of recurrent layers read the list in C."""
+    """Return a `forward` that gives kernels a plain list: kernels of recurrent layers read the list in C."""
 
     def call(*args: Any, **kwargs: Any) -> Any:
         fetched = vars(child)[name]
@@ -403,6 +403,8 @@ def _with_plain_list(child: nn.Module, name: str, forward: Callable[..., Any] | 
 
 class _FetchedParameters(dict[str, Any]):
     """Holds the parameters of one module, and fetches each of them when code reads it."""
+
+    # The reading methods are overridden, since the methods of `dict` in C do not call `__getitem__`.
 
     def __init__(self, names: Mapping[str, str | None], source: FetchParameter) -> None:
         super().__init__(names)
