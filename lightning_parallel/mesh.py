@@ -1,6 +1,6 @@
 """Ranks, coordinates and axes of a device mesh: arithmetic only.
 
-A mesh has three axes, outermost first. The last one varies fastest, so tensor-parallel peers are neighbours:
+A mesh has three axes, outermost first. The last axis varies fastest, so tensor-parallel peers are neighbours:
 
     Mesh(data_parallel=2, pipeline_parallel=1, tensor_parallel=2)
 
@@ -27,7 +27,7 @@ Size = Union[Literal["auto"], int]
 DATA: Axis = "data_parallel"
 PIPELINE: Axis = "pipeline_parallel"
 TENSOR: Axis = "tensor_parallel"
-# The order is that of the ranks, outermost first: `coordinate`, `peers` and torch's `DeviceMesh` go by it.
+# Outermost first, like the order of the ranks: `coordinate`, `peers` and torch's `DeviceMesh` depend on this order.
 AXES: tuple[Axis, ...] = (DATA, PIPELINE, TENSOR)
 
 
@@ -57,7 +57,7 @@ class Mesh:
     def __post_init__(self) -> None:
         for axis in AXES:
             size = getattr(self, axis)
-            # `True` is an int, and a size of `True` most likely a flag in the wrong place.
+            # `True` is an int, but a size of `True` is most likely a misplaced flag.
             if not isinstance(size, int) or isinstance(size, bool) or size < 1:
                 raise ValueError(f"`{axis}_size` must be a positive integer or 'auto'; got {size!r}")
 
@@ -65,12 +65,12 @@ class Mesh:
     def resolve(cls, world_size: int, sizes: Mapping[Axis, Size]) -> Mesh:
         """Fill in `"auto"` sizes so that the product is `world_size`.
 
-        The first automatic axis, innermost first, takes what the others leave; further automatic axes get 1.
+        The innermost automatic axis takes the remaining factor; further automatic axes get 1.
 
         Raises:
             ValueError: If the sizes cannot multiply to `world_size`.
         """
-        # Built first, so that a size of 0 is refused before anything is divided by it.
+        # Build it first: its check rejects a size of 0 before the division below.
         given = cls(**{axis: size for axis, size in sizes.items() if size != "auto"})
         # Innermost first: tensor parallelism communicates most, and neighbouring ranks share a node.
         automatic = [axis for axis in reversed(AXES) if sizes.get(axis, 1) == "auto"]
@@ -125,8 +125,8 @@ class Mesh:
         >>> Mesh(data_parallel=2, tensor_parallel=2).peers("data_parallel")
         [[0, 2], [1, 3]]
         """
-        # Positions come in the order of the ranks, so every process builds the same lists in the same order, as torch
-        # requires where groups are created.
+        # Positions come in the order of the ranks, so every process builds the same lists in the same order. Torch
+        # requires this when processes create groups.
         fixed = [axis for axis in AXES if axis not in axes]
         groups: dict[tuple[int, ...], list[int]] = {}
         for position in product(*map(range, self.shape)):

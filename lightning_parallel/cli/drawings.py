@@ -43,7 +43,7 @@ def _simulate_one(name: str, options: argparse.Namespace, costs: list[Cost]) -> 
     bandwidth = float("inf") if options.bandwidth is None else parse_bandwidth(options.bandwidth)
     link = Link(parse_seconds(options.latency), bandwidth)
     if name == "auto":
-        # With one cost, a rank's layers are taken as four equal ones; else each cost is a layer.
+        # A single cost is the cost of a rank, taken as four equal layers. Several costs are the costs of layers.
         layers = [costs[0].scaled(1 / 4)] * 4 * options.ranks if len(costs) == 1 else costs
         workload = Workload(layers, measured_microbatches=options.microbatches, link=link)
         limit = None if options.memory is None else parse_bytes(options.memory)
@@ -55,9 +55,9 @@ def _simulate_one(name: str, options: argparse.Namespace, costs: list[Cost]) -> 
         schedule = build_schedule(name, options.ranks, options.microbatches, options.virtual_stages, options.warmup)
     else:
         schedule = Schedule.from_text(Path(name).read_text())
-    # A schedule from a file may deadlock, which a simulation would only run into.
+    # A schedule from a file may deadlock: check it before the simulation runs into the deadlock.
     validate(schedule)
-    if len(costs) == 1:  # of a rank's layers, which its stages share
+    if len(costs) == 1:  # the cost of a rank, which its stages share
         costs = [costs[0].scaled(1 / schedule.virtual_stages)] * schedule.num_stages
     if len(costs) != schedule.num_stages:
         raise ValueError(
@@ -81,7 +81,7 @@ def _read_cost(group: str) -> Cost:
     except ValueError:
         seconds = []
     if len(seconds) == 2:
-        # Both gradients of a matrix product are products of the same size.
+        # Split B evenly: both gradients of a matrix product are products of the same size.
         seconds = [seconds[0], seconds[1] / 2, seconds[1] / 2]
     if len(seconds) != 3:
         raise ValueError(f"`--costs` must be `F,B` or `F,I,W` in milliseconds; got `{group}`")

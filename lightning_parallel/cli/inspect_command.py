@@ -31,7 +31,7 @@ def run_inspect(options: argparse.Namespace) -> int:
     """Print the tables of a layout.
 
     Args:
-        options: Those of `project_of`, and `tensor`, `pipeline`, `data`, `schedule`, `microbatches`, `zero_stage`.
+        options: Options of `project_of`, and `tensor`, `pipeline`, `data`, `schedule`, `microbatches`, `zero_stage`.
 
     Raises:
         ValueError: If the model cannot be sharded or split so, with the reason.
@@ -39,7 +39,7 @@ def run_inspect(options: argparse.Namespace) -> int:
     project = project_of(options)
     _take_layout(options, project.trainer)
     batch, precision = batch_of(project, options), precision_of(project, options)
-    # The tables are the same on every device: no time is asked for.
+    # Any device will do: the tables are the same on every device, and show no times.
     ranks = options.tensor * options.pipeline * options.data
     cluster = Cluster(device_named("H100"), ranks, ranks)
     rehearsal = Rehearsal(
@@ -65,7 +65,7 @@ def run_inspect(options: argparse.Namespace) -> int:
 
 
 def _take_layout(options: argparse.Namespace, trainer: Mapping[str, Any]) -> None:
-    """Complete the missing sizes: by the strategy of the script if no size was given, else by 1."""
+    """Fill in missing sizes: from the strategy of the script if no size was given, else with 1."""
     strategy, devices, nodes = trainer.get("strategy"), trainer.get("devices"), trainer.get("num_nodes") or 1
     sizes = {"tensor": 1, "pipeline": 1, "data": 1}
     is_asked = any(getattr(options, name) is not None for name in sizes)

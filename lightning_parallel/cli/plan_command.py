@@ -1,4 +1,4 @@
-"""`lightning-parallel plan`: which layout a model fits on, how fast each is, and YAML for the best."""
+"""`lightning-parallel plan`: the layouts that fit a model, their speed, and YAML for the best layout."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ __all__ = ["run_plan"]
 
 
 def run_plan(options: argparse.Namespace) -> int:
-    """Plan, print, and write what the options ask for; returns the exit status, 1 if no layout can be run."""
+    """Plan, print, and write the requested files; return the exit status, 1 if no layout can run."""
     _check(options)
     project = project_of(options)
     cluster = _cluster(options, project.trainer)
@@ -65,7 +65,7 @@ def run_plan(options: argparse.Namespace) -> int:
 
 
 def _check(options: argparse.Namespace) -> None:
-    """Refuse mistakes before the minutes that a plan may take."""
+    """Reject mistakes early: a plan may take minutes."""
     for name in ("devices", "per_node", "cores", "rows", "global_batch"):
         value = getattr(options, name)
         if value is not None and value < 1:
@@ -81,7 +81,7 @@ def _cluster(options: argparse.Namespace, given: Mapping[str, Any]) -> Cluster:
     nodes = int(given.get("num_nodes") or 1)
     asked = given.get("devices")
     per_node = options.per_node
-    # Of a project on one node, `devices` says how many there are, and not how many a node of the planned cluster has.
+    # In a project on one node, `devices` is the total. It says nothing about the nodes of the planned cluster.
     if per_node is None and (options.devices is None or nodes > 1):
         per_node = asked if isinstance(asked, int) and asked > 0 else None
     devices = options.devices or (per_node * nodes if per_node else None)
@@ -103,7 +103,7 @@ def _cluster(options: argparse.Namespace, given: Mapping[str, Any]) -> Cluster:
 
 
 def _device(options: argparse.Namespace, given: Mapping[str, Any]) -> Device | None:
-    """Return a device of the table, or one that the options describe; None for the cores of this machine."""
+    """Return a device of the table, or the device that the options describe; None for the cores of this machine."""
     name = options.device
     described = [options.peak, options.memory_bandwidth]
     if any(described):

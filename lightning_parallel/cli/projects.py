@@ -3,8 +3,8 @@
     captured_script("main.py", ["fit", "--config", "base.yaml"])     # any script that calls `Trainer.fit`
     captured_config(["base.yaml"])                                   # class_path entries for model and data
 
-The script runs up to `Trainer.fit`. Its Trainer is built for one processor, whatever devices it asks for: they need not
-be here.
+The script runs up to `Trainer.fit`. Its Trainer is built for one processor: the devices of the script need not exist
+here.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ class Project:
 
 
 class _Captured(BaseException):
-    """Ends a script at `Trainer.fit`; no `except Exception` of the user's may stop it."""
+    """Ends a script at `Trainer.fit`; no `except Exception` of the user can catch it."""
 
     def __init__(self, trainer: Any, arguments: Mapping[str, Any]) -> None:
         super().__init__()
@@ -69,7 +69,7 @@ class _Captured(BaseException):
         self.arguments = arguments
 
 
-# What a Trainer is built with here, so that it needs none of the devices that the script asks for.
+# Arguments that replace the arguments of the script's Trainer, so that it needs no device of the script.
 _HERE = {
     "accelerator": "cpu",
     "devices": 1,
@@ -90,12 +90,12 @@ _HERE = {
 
 
 def _with_here() -> list[str]:
-    """Return Python's path with the working directory last: no file in it takes the place of an installed package."""
+    """Return Python's path with the working directory last, so that its files cannot shadow installed packages."""
     return [*(entry for entry in sys.path if entry), ""]
 
 
 def project_of(options: argparse.Namespace) -> Project:
-    """Build the project that the arguments of a command name.
+    """Build the project from the arguments of a command.
 
     Args:
         options: `script`, `config`, `script_args`, `model`, `model_args`.
@@ -118,10 +118,10 @@ def project_of(options: argparse.Namespace) -> Project:
 
 
 def batch_of(project: Project, options: argparse.Namespace) -> Any:
-    """Return the batch of `--batch`, or the first of the project's loader.
+    """Return the batch of `--batch`, or the first batch of the project's loader.
 
     Raises:
-        ValueError: If there is none.
+        ValueError: If there is no batch.
     """
     batch = parsed_batch(options.batch) if options.batch else project.batch
     if batch is None:
@@ -133,7 +133,7 @@ def precision_of(project: Project, options: argparse.Namespace) -> PrecisionName
     """Return the precision of `--precision`, or of the project's Trainer, as Lightning names it.
 
     Raises:
-        ValueError: If it is none that can be planned.
+        ValueError: If a plan does not support this precision.
     """
     given = str(options.precision or project.trainer.get("precision") or "32-true")
     found = _PRECISIONS.get(given, given)
@@ -166,7 +166,7 @@ def captured_config(paths: Sequence[str]) -> Project:
     """Build the model and the data that LightningCLI's YAML files name by `class_path`.
 
     Raises:
-        ValueError: If they do not name them.
+        ValueError: If the files name no model or no data.
     """
     arguments = [word for path in paths for word in ("--config", path)]
 
@@ -195,7 +195,7 @@ def _captured(run: Any, what: str) -> Project:
             run()
         except _Captured as captured:
             return _project(captured, given)
-        except SystemExit as error:  # argparse's, for a mistake in the arguments; it has printed what is wrong
+        except SystemExit as error:  # from argparse, which has already printed the mistake in the arguments
             raise ValueError(
                 f"The project must call `Trainer.fit`; {what} ended before, with exit status {error.code}"
             ) from error
@@ -215,7 +215,7 @@ def _trainer_classes() -> Iterator[type]:
 def _stopped_at_fit(kind: type, given: dict[str, Any]) -> Iterator[None]:
     build: Any = kind.__init__  # type: ignore[misc]
 
-    # The signature stays: LightningCLI reads the Trainer's arguments from it.
+    # Keep the signature: LightningCLI reads the Trainer's arguments from it.
     @functools.wraps(build)
     def init(self: Any, *args: Any, **kwargs: Any) -> None:
         names = [name for name in inspect.signature(build).parameters if name != "self"]
@@ -264,7 +264,7 @@ _LIGHTNING = ("lightning.", "pytorch_lightning.")
 
 
 def project_of_class(path: str, arguments: str = "{}") -> Project:
-    """Build a module by its class, without data where that is possible.
+    """Build a module by its class, without data if possible.
 
     Args:
         path: `package.module:Class`.
@@ -287,7 +287,7 @@ def project_of_class(path: str, arguments: str = "{}") -> Project:
         try:
             with torch.device("meta"):
                 module = kind(**given)
-        except (NotImplementedError, RuntimeError):  # it reads values of its parameters
+        except (NotImplementedError, RuntimeError):  # its constructor reads values of its parameters
             module = kind(**given)
     except Exception as error:  # the user's code
         raise ValueError(f"`{path}` cannot be built with {given}: {type(error).__name__}: {error}") from error
@@ -298,10 +298,10 @@ def project_of_class(path: str, arguments: str = "{}") -> Project:
 
 
 def parsed_batch(texts: Sequence[str]) -> Any:
-    """Make a batch of zeros from descriptions of its tensors: `8x2048:int64`, or `input_ids=8x2048:int64 ...`.
+    """Create a batch of zeros from descriptions of its tensors: `8x2048:int64`, or `input_ids=8x2048:int64 ...`.
 
     Raises:
-        ValueError: If one of them is none, or some have names and others have the same or none.
+        ValueError: If a description is malformed, if only some tensors have names, or if two names are equal.
     """
     named: list[tuple[str, torch.Tensor]] = []
     for text in texts:

@@ -9,8 +9,8 @@
 | all_to_all     | (n-1) a + (n-1)/n S b            |                               |
 | send           | a + S b                          |                               |
 
-n ranks, S bytes (the whole tensor), a seconds of latency, b seconds per byte. Of two algorithms the faster one counts.
-A group on several nodes reduces inside each node, then across nodes, and spreads the result inside again.
+n ranks, S bytes (the full tensor), a seconds of latency, b seconds per byte. The faster of two algorithms counts. A
+group on several nodes reduces inside each node, then across nodes, and then gathers the result inside each node.
 
 Source: Thakur, Rabenseifner and Gropp, https://doi.org/10.1177/1094342005051521
 """
@@ -26,15 +26,15 @@ __all__ = ["collective_s", "flat_collective_s"]
 
 
 def flat_collective_s(op: str, num_bytes: float, size: int, link: Link, is_ring: bool = False) -> float:
-    """Return the seconds of a collective between `size` ranks with the same link between any two.
+    """Return the seconds of a collective between `size` ranks with the same link between any two ranks.
 
     Args:
-        op: In torch's terms; others count as a message.
-        num_bytes: As `comm` counts them: the whole tensor of all_reduce and broadcast, the total of all_gather and
-            reduce_scatter, what one rank sends of all_to_all, and a message.
-        size: Ranks.
-        link: Between any two.
-        is_ring: Whether a tree is out of the question.
+        op: The operation, in torch's terms; an unknown operation counts as a message.
+        num_bytes: Bytes, counted like in `comm`. For all_reduce and broadcast, the full tensor. For all_gather and
+            reduce_scatter, the total. For all_to_all and messages, the bytes that one rank sends.
+        size: Number of ranks.
+        link: Link between any two ranks.
+        is_ring: Whether to exclude a tree.
     """
     if size == 1:
         return 0.0
@@ -52,9 +52,9 @@ def flat_collective_s(op: str, num_bytes: float, size: int, link: Link, is_ring:
 
 
 def collective_s(op: str, num_bytes: float, stride: int, size: int, cluster: Cluster) -> float:
-    """Return the seconds of a collective between the ranks 0, stride, 2 stride, ... of a cluster, and of groups alike.
+    """Return the seconds of a collective in groups of `size` ranks with this stride, such as 0, stride, 2 stride, ...
 
-    A group with several ranks on each of several nodes works inside nodes first.
+    A group with several ranks on each of several nodes communicates inside the nodes first.
     """
     if size == 1:
         return 0.0

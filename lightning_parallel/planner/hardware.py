@@ -1,4 +1,4 @@
-"""Devices, links, and the cluster that they make: from a table, from text such as `400Gbit/s`, or measured here.
+"""Devices, links and clusters: devices come from a table or from a measurement on this machine.
 
 Cluster(device_named("H100"), num_devices=16, per_node=8, node_link=Link(5e-6, 450e9), link=Link(1e-5, 50e9))
 """
@@ -37,17 +37,17 @@ _GIB = 2**30
 
 @dataclass(frozen=True)
 class Device:
-    """What a device can do.
+    """Speed and memory of a device.
 
     Attributes:
-        name: As its maker calls it.
+        name: The maker's name of the device.
         flops: Peak operations per second in dense matrix products, by dtype (`float32`, `tf32`, `bfloat16`, ...).
-        memory_bytes: What a process can use of it.
+        memory_bytes: Memory that a process can use.
         bytes_per_s: Bandwidth of its memory.
         launch_s: Least seconds of one operation, from the call to its end.
         efficiency: Share of the peak that large matrix products reach.
-        reserved_bytes: What its runtime and the communicators take of the memory, by experience.
-        source: Where the figures come from.
+        reserved_bytes: Typical memory of the runtime and the communicators.
+        source: Source of the figures.
     """
 
     name: str
@@ -60,7 +60,7 @@ class Device:
     source: str = "data sheet"
 
     def flops_per_s(self, dtype: str) -> float:
-        """Return the speed of matrix products of `dtype`; float32 uses TF32 where the device has it."""
+        """Return operations per second in matrix products of `dtype`; an unknown dtype falls back to float32."""
         peak = self.flops.get(dtype) or self.flops.get("float32") or max(self.flops.values())
         return peak * self.efficiency
 
@@ -83,14 +83,15 @@ _PEAKS: tuple[tuple[str, dict[str, float]], ...] = (
     ("T4", {"float16": 65e12, "float32": 8.1e12}),
     ("MI300X", {"bfloat16": 1307.4e12, "float16": 1307.4e12, "float32": 163.4e12}),
 )
-"""Operations per second in dense matrix products, from data sheets, by a part of the device's name, specific first.
+"""Operations per second in dense matrix products, from data sheets. Keys are parts of device names, specific first.
 
-Lightning's `get_available_flops` (2.6) has figures for sparse matrices, twice as high, and takes L40 for L4.
+Not from Lightning's `get_available_flops` (2.6): its figures for sparse matrices are twice as high, and it confuses
+L40 with L4.
 """
 
 
 def data_sheet_flops(name: str) -> Mapping[str, float]:
-    """Return the peaks of a device by dtype, by the name that its driver gives; empty if they are not known."""
+    """Return the peaks by dtype of the device with this driver name; empty if they are unknown."""
     return next((peaks for part, peaks in _PEAKS if re.search(rf"\b({part})\b", name)), {})
 
 
@@ -108,7 +109,7 @@ def _gpu(name: str, gib: float, tb_per_s: float) -> Device:
 DEVICES: Mapping[str, Device] = {
     device.name: device
     for device in (
-        # Usable memory as drivers report it, which is less than the figure on the card.
+        # Usable memory by the driver, which is less than the figure on the card.
         _gpu("H200", 139.8, 4.8),
         _gpu("H100", 79.1, 3.35),
         _gpu("A100-80GB", 79.1, 2.039),
@@ -126,10 +127,10 @@ DEVICES: Mapping[str, Device] = {
 
 
 def device_named(name: str) -> Device:
-    """Return the device of the table with this name; upper and lower case are the same.
+    """Return the device of the table with this name; the case does not matter.
 
     Raises:
-        ValueError: With the names, if there is none.
+        ValueError: If the table has no such device; the message lists the names.
     """
     wanted = re.sub(r"[\s_]", "-", name).lower()
     for known, device in DEVICES.items():
@@ -142,10 +143,10 @@ def device_named(name: str) -> Device:
 
 
 def device_here(device: torch.device) -> Device | None:
-    """Return the device of the table that a GPU of this process is, with the memory that it has; None for the CPU.
+    """Return the table's device for a GPU of this process, with its actual memory; None for the CPU.
 
     Raises:
-        ValueError: If the table does not have it.
+        ValueError: If the table has no such device.
     """
     if device.type == "cpu":
         return None
@@ -157,20 +158,21 @@ def device_here(device: torch.device) -> Device | None:
     if not fitting:
         raise ValueError(f"The device must be one of {', '.join(DEVICES)}; got `{properties.name}`")
     known = DEVICES[fitting[0]]
-    # Of its variant: cards of one name on PCIe and on NVLink differ.
+    # Use the peaks of the exact variant: PCIe and NVLink cards of one name differ.
     flops = data_sheet_flops(properties.name) or known.flops
     return replace(known, flops=flops, memory_bytes=properties.total_memory)
 
 
 def available_cores() -> int:
-    """Return the cores that this process may use."""
+    """Return the number of cores that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def clock_here() -> Callable[[], float]:
-    """Return the clock of measurements on this processor.
+    """Return the clock for measurements on this processor.
 
-    With one thread, the clock of the process leaves out the time of other programs. Spinning threads would count twice.
+    With one thread, the process clock excludes the time of other programs. With several threads, the process clock
+    would count spinning threads, too, so use the wall clock.
     """
     return time.process_time if torch.get_num_threads() == 1 else time.perf_counter
 
@@ -190,9 +192,9 @@ while os.getppid() == parent and time.monotonic() < until:
 
 @contextmanager
 def cores_busy(count: int) -> Iterator[None]:
-    """Let other processes compute inside the block, on so many cores, as other ranks will.
+    """Keep `count` cores busy with other processes inside the block, as the other ranks of a run do.
 
-    Cores share caches, memory and, as hyperthreads, units: a core is faster while its neighbours sleep.
+    Cores share caches, memory and, as hyperthreads, execution units: a core is faster while its neighbours sleep.
     """
     threads = {f"{name}_NUM_THREADS": "1" for name in ("OMP", "OPENBLAS", "MKL")}
     command = [sys.executable, "-c", _BUSY]
@@ -200,7 +202,7 @@ def cores_busy(count: int) -> Iterator[None]:
     try:
         for worker in workers:
             assert worker.stdout is not None
-            worker.stdout.readline()
+            worker.stdout.readline()  # the worker prints when its imports have ended: only then is the core busy
         yield
     finally:
         for worker in workers:
@@ -209,7 +211,7 @@ def cores_busy(count: int) -> Iterator[None]:
 
 
 def measured_cpu(threads: int = 1, seconds: float = 0.1) -> Device:
-    """Measure a matrix product, a copy and a small operation on so many threads of this machine."""
+    """Measure a matrix product, a copy and a small operation on `threads` threads of this machine."""
     before = torch.get_num_threads()
     torch.set_num_threads(threads)
     try:
@@ -227,7 +229,7 @@ def measured_cpu(threads: int = 1, seconds: float = 0.1) -> Device:
 
 def _fastest(call: object, seconds: float) -> float:
     assert callable(call)
-    call()  # the first one allocates
+    call()  # the first call allocates memory
     fastest, until = float("inf"), time.perf_counter() + seconds
     while (start := time.perf_counter()) < until:
         call()
@@ -237,22 +239,22 @@ def _fastest(call: object, seconds: float) -> float:
 
 
 class _AssumedLink(Link):
-    """A link whose bandwidth nobody has given or measured."""
+    """A link with an assumed bandwidth: neither given nor measured."""
 
 
 @dataclass(frozen=True)
 class Cluster:
-    """Devices, as many on each node, and the links between them.
+    """Devices, with the same number on each node, and the links between them.
 
     Attributes:
         device: The kind of all devices.
-        num_devices: The number of devices, one rank on each.
+        num_devices: Number of devices, with one rank on each.
         per_node: Devices on one node.
-        node_link: Between two devices of a node, in one direction; assumed if not given, see `assumed_links`.
-        link: Between two nodes, in one direction, as far as one device of a node can use it; likewise.
+        node_link: Link between two devices of a node, in one direction; assumed by default, see `assumed_links`.
+        link: One device's share of the link between two nodes, in one direction; assumed by default.
         memory_bytes: Most bytes that a rank may hold.
-        cores: Cores of a node, which its ranks share; None where each rank has a device for itself.
-        threads: Threads of each rank, where cores are shared.
+        cores: Cores of a node, which its ranks share; None if each rank has its own device.
+        threads: Threads of each rank, if ranks share cores.
         group_links: Measured links inside groups on one node, by the number of ranks in a group.
 
     Raises:
@@ -293,7 +295,7 @@ class Cluster:
 
     @property
     def assumed_links(self) -> str:
-        """Say which bandwidths of the links that ranks use were not given; empty if none."""
+        """Describe the assumed links that ranks use; empty if all used links were given or measured."""
         used = {
             "within a node (`--intra-node-bandwidth`)": self.node_link if self.ranks_per_node > 1 else None,
             "between nodes, per device (`--inter-node-bandwidth`)": self.link if self.num_nodes > 1 else None,
@@ -306,9 +308,9 @@ class Cluster:
         return ", ".join(listed)
 
     def is_inside_node(self, stride: int, size: int) -> bool:
-        """Return whether `size` ranks 0, stride, 2 stride, ... are on one node, and so for all groups alike."""
+        """Return whether every group of `size` ranks with this stride lies on one node."""
         return stride * size <= self.ranks_per_node and self.ranks_per_node % (stride * size) == 0
 
     def link_of(self, stride: int, size: int) -> Link:
-        """Return the slowest link that messages of a group of such ranks cross."""
+        """Return the slowest link inside a group of `size` ranks with this stride."""
         return self.node_link if self.num_nodes == 1 or self.is_inside_node(stride, size) else self.link

@@ -1,11 +1,11 @@
-"""Every layout of a cluster: does it fit, how long is a step, and what makes it impossible.
+"""Every layout of a cluster: its memory, the time of a step, and the reason if it is impossible.
 
-The time of a layout is found in two passes. A closed form ranks the schedules of each layout, and the layouts:
+Two passes find the time of a layout. A closed form ranks the schedules of each layout, and the layouts:
 
     makespan = work of the busiest rank + work of other ranks before its first and after its last microbatch / V
 
-The schedules of the best layouts are simulated, for three rounds of the pipeline at most. Each further microbatch takes
-as long as the busiest rank works on it.
+A simulation runs the schedules of the best layouts, for three rounds of the pipeline at most. Each further microbatch
+adds the work of the busiest rank.
 """
 
 from __future__ import annotations
@@ -36,18 +36,20 @@ SCHEDULE_CHOICES: dict[str, tuple[int, ...]] = {
     "interleaved_zb": (2, 4),
     "zbv": (2,),
 }
-"""Schedules to try, with their stages per rank; of equally fast ones the first is taken."""
+"""Schedules to try, with their stages per rank; the first of equally fast schedules wins."""
 
 STEP_OPERATIONS, ACTION_OPERATIONS = 3000, 1000
-"""What the Trainer and a strategy do on the host for each batch, and the pipeline's runtime for each action, in small
-operations of torch: they grow and shrink with the speed of the interpreter. Fitted to runs of `benchmarks/plan.py`; on
-GPUs the device computes meanwhile."""
+"""Host work of Trainer and strategy for each batch, and of the pipeline's runtime for each action.
+
+The unit is a small operation of torch, whose time scales with the interpreter's speed. The values were fitted to runs
+of `benchmarks/plan.py`. On GPUs, the device computes meanwhile.
+"""
 
 MOST_RANKS_TRIED = 64
-"""Ranks up to which layouts are predicted that the rules of the field exclude."""
+"""Most ranks of a layout that is predicted although a common rule excludes it."""
 
 MOST_BATCH_SIZES = 3
-"""Ways to load the samples of a step in fewer, larger batches that are tried for each pipeline."""
+"""Most ways to try, for each pipeline, to load the samples of a step in fewer, larger batches."""
 
 ROUNDS = 3
 MOST_ACTIONS = 6000
@@ -68,7 +70,7 @@ class StepTime:
         compute: Computation of the busiest rank.
         tensor: Messages of the tensor axis, between its computations.
         pipeline: Waits of the busiest rank: the bubble and transfers.
-        cores: Waits for cores that other ranks use.
+        cores: Waits for cores while other ranks use them.
         reduction: Gradient all-reduce over the replicas, as far as backward does not hide it.
         optimizer: Update of the parameters.
         overhead: Work of the Trainer and the strategy around these kinds.
@@ -93,23 +95,23 @@ class StepTime:
 
 @dataclass(frozen=True)
 class Layout:
-    """A mesh with a schedule and its predictions; or why it is impossible.
+    """A mesh with a schedule and its predictions, or the reason why the layout is impossible.
 
     Attributes:
         mesh: The axes.
         schedule, microbatches, virtual_stages: The pipeline.
-        layers_per_stage: How the layers are cut.
+        layers_per_stage: Number of layers of each stage.
         accumulated: Batches of each replica in an optimizer step.
         samples: Samples of an optimizer step, of all replicas.
-        zero_stage: The lowest stage that fits: 1 divides the optimizer's state over the replicas; 2 gradients, too.
-        memory: Bytes of the rank that holds most.
+        zero_stage: The lowest stage that fits: 1 shards the optimizer's state over the replicas; 2 gradients, too.
+        memory: Bytes of the rank with the highest memory.
         memories: Bytes of each rank of the pipeline.
         step: Seconds of an optimizer step.
         processor_s: Seconds of computation and communication in that step, all ranks together.
-        compressed_reduction_s: Seconds of the reduction with `Quantize(8)`, its kernels included; None where replicas
+        compressed_reduction_s: Seconds of the reduction with `Quantize(8)`, including its kernels; None if replicas
             reduce no full gradients.
-        refusal: Why it cannot be run; empty if it can.
-        warnings: Rules of the field that it breaks.
+        refusal: Reason why the layout cannot run; empty if it can.
+        warnings: Common rules that the layout breaks.
     """
 
     mesh: Mesh
@@ -130,7 +132,7 @@ class Layout:
 
     @property
     def samples_per_s(self) -> float:
-        """Of all replicas together; 0 for an impossible layout."""
+        """Samples per second of all replicas together; 0 for an impossible layout."""
         return self.samples / self.step.total if self.step.total and not self.refusal else 0.0
 
     @property
@@ -148,15 +150,15 @@ class LayoutSearch:
         rehearsal: Costs of the model's parts.
         copies: See `optimizer_copies`.
         optimizer_s: Seconds of an update, for (bytes of trained parameters, tensors).
-        global_batch: Samples of an optimizer step of all replicas; None: as many as the replicas' loaders give.
-        accumulated: Batches of each replica in an optimizer step; a global batch decides it itself.
+        global_batch: Samples of an optimizer step of all replicas; None uses the batches of the replicas' loaders.
+        accumulated: Batches of each replica in an optimizer step; `global_batch` overrides it.
         schedules: Names to try.
-        microbatches: Values to try; None: by the size of the pipeline and the batch.
-        action_s: What the pipeline's runtime takes for each action; by default `ACTION_OPERATIONS` on processors.
-        step_s: What the Trainer takes for each batch; by default `STEP_OPERATIONS` on processors.
+        microbatches: Values to try; None chooses by the size of the pipeline and the batch.
+        action_s: Seconds of the pipeline's runtime per action; by default `ACTION_OPERATIONS` on processors.
+        step_s: Seconds of the Trainer per batch; by default `STEP_OPERATIONS` on processors.
         zero_stages: Values of `zero_stage` to try, in this order, until a layout fits.
-        larger_batches: Whether a pipeline's loader may give batches that are accumulated otherwise: as one batch they
-            are cut into more microbatches, with fewer bubbles.
+        larger_batches: Whether a pipeline's loader may merge accumulated batches into one batch. The larger batch has
+            more microbatches, and so fewer bubbles.
     """
 
     def __init__(
@@ -190,13 +192,13 @@ class LayoutSearch:
         per_byte_s = (2 * copies - 1) / self.cluster.device.bytes_per_s
         self.optimizer_s = optimizer_s or (per_byte_s, 0.0)
         self._parts: dict[int, ModelParts] = {}
-        # By (tensor ranks, stages, samples): a cut does not depend on the schedule.
+        # By (tensor ranks, stages, samples): the split points do not depend on the schedule.
         self._cuts: dict[tuple[int, int, int], tuple[int, ...]] = {}
 
     # --------------------------------------------------------------------------------------------------- one layout
 
     def candidates(self, mesh: Mesh) -> list[Layout]:
-        """Return what can be run on a mesh, by the closed form, best first; or one layout with a refusal."""
+        """Return the possible layouts of a mesh by the closed form, best first; or one layout with a refusal."""
         if mesh.world_size > MOST_RANKS_TRIED and not self.cluster.is_inside_node(1, mesh.tensor_parallel):
             return [Layout(mesh, refusal="not tried, because tensor parallelism would span nodes")]
         try:
@@ -222,11 +224,11 @@ class LayoutSearch:
                     found.append(Layout(mesh, refusal=_first_line(error)))
         if not found:
             return [Layout(mesh, refusal="no schedule can be built for this layout")]
-        # If no layout fits, the layout that lacks least says most.
+        # If no layout fits, the layout that needs the least memory tells most.
         return sorted(found, key=lambda one: (bool(one.refusal), one.memory.total if one.refusal else one.step.total))
 
     def simulated(self, layout: Layout) -> Layout:
-        """Return a layout with the time of a simulation of its schedule."""
+        """Return the layout with the time from a simulation of its schedule."""
         if layout.refusal or layout.mesh.pipeline_parallel == 1:
             return layout
         pipeline = layout.mesh.pipeline_parallel
@@ -235,7 +237,7 @@ class LayoutSearch:
         return self._predicted(layout.mesh, schedule, per_replica, layout.accumulated, plays=True)
 
     def _batches(self, mesh: Mesh) -> list[tuple[int, int]]:
-        """Return the samples of a replica's batch and how many batches are accumulated, for each way to load a step."""
+        """Return, for each way to load a step, a replica's samples in a batch and its number of batches."""
         samples, accumulated = self._batch(mesh)
         ways = [(samples, accumulated)]
         if self.larger_batches and mesh.pipeline_parallel > 1:
@@ -244,7 +246,7 @@ class LayoutSearch:
         return ways
 
     def _batch(self, mesh: Mesh) -> tuple[int, int]:
-        """Return the samples of a replica's batch, and how many of them are accumulated."""
+        """Return the samples of a replica's batch, and the number of accumulated batches."""
         loaded = self.rehearsal.samples
         if self.global_batch is None:
             return loaded, self.accumulated
@@ -274,7 +276,7 @@ class LayoutSearch:
                     try:
                         schedule = build_schedule(name, pipeline, count, chunks)
                     except ValueError:
-                        continue  # such as a number of microbatches that its chunks cannot take in turns
+                        continue  # such as a number of microbatches that its chunks cannot alternate
                     key = hash(schedule) if len(schedule.rows[0]) < MOST_ACTIONS else (name, chunks, count)
                     if key not in seen:
                         seen.add(key)
@@ -291,13 +293,13 @@ class LayoutSearch:
         shared_s = makespan_s if crowd == 1 else self._shared_s(mesh, schedule, together, link, plays, makespan_s)
         work = self._work(schedule, together)
         busiest = max(range(len(work)), key=work.__getitem__)
-        # The busiest rank alone decides how a step divides into kinds; other ranks wait for it.
+        # The kinds of a step follow the busiest rank alone, because the other ranks wait for it.
         messages = _stages(costs.messages, counts)
         tensor_s = schedule.num_microbatches * sum(c.total_s for c in _of_rank(schedule, messages, busiest))
         busy_s = schedule.num_microbatches * work[busiest]
         held = self._parts_of(tensor).held(counts, schedule.stage_ranks)
         zero_stage, memories = self._memories(mesh, schedule, together, costs.compute.epilogue, held, accumulated)
-        # More ranks than cores: all of them reduce and update at the same time.
+        # With more ranks than cores, all ranks reduce and update at the same time, so the crowd counts in full.
         reduction_s = crowd * max(self._reduction_s(mesh, one, busy_s / 2, zero_stage) for one in held)
         optimizer_s = crowd * max(self._update_s(mesh, one, zero_stage) for one in held)
         step = StepTime(
@@ -333,8 +335,8 @@ class LayoutSearch:
     def _costs(self, tensor: int, samples: int, microbatches: int) -> PartCosts:
         """Return the costs of a microbatch.
 
-        Parts that run for real are measured at this size, as caches and threads decide. Computed costs grow in
-        proportion between a sample and the loader's batch.
+        Parts that run for real are measured at this size, because caches and threads decide their time. Predicted costs
+        are interpolated between one sample and the loader's batch.
         """
         loaded = self.rehearsal.samples
         wanted = samples / microbatches
@@ -360,7 +362,7 @@ class LayoutSearch:
         return self._cuts[key]
 
     def _makespan_s(self, schedule: Schedule, stages: list[Cost], link: Link, plays: bool) -> float:
-        """Return the seconds of forward and backward if each rank has a device for itself."""
+        """Return the seconds of forward and backward with one device per rank."""
         count, ranks = schedule.num_microbatches, schedule.num_ranks
         if ranks == 1:
             return sum(cost.total_s for cost in stages)
@@ -379,10 +381,10 @@ class LayoutSearch:
     def _shared_s(
         self, mesh: Mesh, schedule: Schedule, stages: list[Cost], link: Link, plays: bool, alone_s: float
     ) -> float:
-        """Return the same on cores that are fewer than the ranks."""
+        """Return the seconds of forward and backward with fewer cores than ranks."""
         copies = mesh.data_parallel * mesh.tensor_parallel
         count = schedule.num_microbatches
-        each_s = sum(self._work(schedule, stages)) * copies / self._cores  # of a microbatch, all cores busy
+        each_s = sum(self._work(schedule, stages)) * copies / self._cores  # of a microbatch, with all cores busy
         played = _played(schedule)
         if schedule.num_ranks == 1 or not plays or played is None:
             return max(alone_s, count * each_s)
@@ -390,14 +392,14 @@ class LayoutSearch:
         return max(alone_s, makespan_s + (count - played.num_microbatches) * each_s)
 
     def _processor_s(self, mesh: Mesh, work_s: float, held: list[Held], accumulated: int, zero_stage: int) -> float:
-        """Return the seconds of a step of all ranks together, from the seconds of a batch on one rank of each stage."""
+        """Return the seconds of all ranks together in a step; `work_s` is a batch on one rank of each stage."""
         copies = mesh.data_parallel * mesh.tensor_parallel
         ends_s = sum(self._reduction_s(mesh, one, 0.0, zero_stage) for one in held)
         ends_s += sum(self._update_s(mesh, one, zero_stage) for one in held)
         return copies * (accumulated * (work_s + len(held) * self.step_s) + ends_s)
 
     def _work(self, schedule: Schedule, stages: list[Cost]) -> list[float]:
-        """Return the seconds in which each rank works on a microbatch."""
+        """Return the seconds of work of each rank on a microbatch."""
         actions_s = self.action_s * len(schedule.rows[0]) / schedule.num_microbatches if schedule.num_ranks > 1 else 0.0
         ranks = range(schedule.num_ranks)
         return [actions_s + sum(cost.total_s for cost in _of_rank(schedule, stages, rank)) for rank in ranks]
@@ -408,11 +410,11 @@ class LayoutSearch:
         return float("inf") if cores is None else cores * self.cluster.num_nodes / self.cluster.threads
 
     def _crowd(self, mesh: Mesh) -> float:
-        """Return how many ranks share what one of them computes with."""
+        """Return the number of ranks that share the cores of one rank."""
         return max(1.0, mesh.world_size / self._cores)
 
     def _reduction_s(self, mesh: Mesh, held: Held, backward_s: float, zero_stage: int) -> float:
-        """Return the seconds of the mean over replicas that backward does not hide, and of what replicas gather."""
+        """Return the seconds of the gradient reduction that backward does not hide, and of the parameter gather."""
         if mesh.data_parallel == 1 or not held.trained_bytes:
             return 0.0
         stride = mesh.pipeline_parallel * mesh.tensor_parallel
@@ -422,15 +424,16 @@ class LayoutSearch:
             return collective_s(op, held.trained_bytes / buckets, stride, mesh.data_parallel, self.cluster)
 
         each_s = bucket_s("reduce_scatter" if zero_stage == 2 else "all_reduce")
-        # In a pipeline a stage sends when its last backward is over; on shared cores messages take time of others.
+        # Nothing is hidden in a pipeline, where a stage sends after its last backward, nor on shared cores, where
+        # messages take time from computation.
         hidden = 0.0 if mesh.pipeline_parallel > 1 or self.cluster.cores is not None else backward_s
         gathered_s = buckets * bucket_s("all_gather") if zero_stage else 0.0
         return max(each_s, buckets * each_s - hidden * (buckets - 1) / buckets) + gathered_s
 
     def _compressed_s(self, mesh: Mesh, held: Held, backward_s: float, zero_stage: int) -> float:
-        """Return the seconds of the mean over replicas, as `_reduction_s`, if `Quantize(8)` sends it."""
+        """Return the seconds of `_reduction_s` with gradients compressed by `Quantize(8)`."""
         sent = replace(held, trained_bytes=ceil(held.trained_bytes * COMPRESSED_SHARE))
-        # Parameters are gathered in full.
+        # Compression applies to gradients only: the gather of parameters stays at full size.
         gathered_s = self._reduction_s(mesh, held, 0.0, zero_stage) - self._reduction_s(mesh, held, 0.0, 0)
         kernels_s = COMPRESSION_PASSES * held.trained_bytes / self.cluster.device.bytes_per_s
         return kernels_s + self._reduction_s(mesh, sent, backward_s, 0) + gathered_s
@@ -450,7 +453,7 @@ class LayoutSearch:
     def _memories(
         self, mesh: Mesh, schedule: Schedule, stages: list[Cost], epilogue: Cost, held: list[Held], accumulated: int
     ) -> tuple[int, tuple[RankMemory, ...]]:
-        """Return the bytes of each rank, with the first `zero_stage` with which they fit, or the last stage."""
+        """Return the first `zero_stage` that fits, or else the last, and the bytes of each rank."""
 
         def memory(rank: int, zero_stage: int) -> RankMemory:
             mine = [stage for stage, owner in enumerate(schedule.stage_ranks) if owner == rank]
@@ -503,7 +506,7 @@ class LayoutSearch:
 
 
 def _played(schedule: Schedule) -> Schedule | None:
-    """Return the schedule with few enough microbatches to be played; None if it has too many actions all the same."""
+    """Return the schedule with few microbatches for a simulation; None if it still has too many actions."""
     count = min(schedule.num_microbatches, ROUNDS * schedule.num_ranks)
     if count * len(schedule.rows[0]) // schedule.num_microbatches * schedule.num_ranks > MOST_ACTIONS:
         return None
@@ -513,7 +516,7 @@ def _played(schedule: Schedule) -> Schedule | None:
 
 
 def _chunks_of(name: str, passes: int) -> tuple[int, ...]:
-    """Return the stages on each rank to try; as many in each pass through layers that are called several times."""
+    """Return the numbers of stages per rank to try; with repeated passes over the layers, multiples of the passes."""
     choices = SCHEDULE_CHOICES[name]
     if passes == 1:
         return choices
@@ -532,7 +535,7 @@ def _stages(costs: Costs, counts: Sequence[int]) -> list[Cost]:
 
 
 def _with_repeated_prologue(stages: list[Cost], prologue: Cost) -> list[Cost]:
-    """Add to later stages the masks and positions that they compute again from the batch."""
+    """Add the prologue's forward to later stages: they recompute masks and positions from the batch."""
     later = (replace(stage, forward_s=stage.forward_s + prologue.forward_s) for stage in stages[1:])
     return [*stages[:1], *later]
 

@@ -1,4 +1,4 @@
-"""Links, measured: between two processes of this machine, and between ranks that have met."""
+"""Measured links: between processes of this machine, and between the ranks of a run."""
 
 from __future__ import annotations
 
@@ -20,26 +20,26 @@ from lightning_parallel.pipeline.simulate import Link
 
 __all__ = ["MOST_RANKS_MEASURED", "fitted_link", "group_links", "measure_link", "measured_links"]
 
-_PROBE_BYTES = {"cpu": 1 << 18, "cuda": 1 << 24}  # they take longer than the latency varies
+_PROBE_BYTES = {"cpu": 1 << 18, "cuda": 1 << 24}  # large: the transfer must take longer than the noise of the latency
 _LINK_REPEATS = 5
-# Of no other message: stages use 1 and 2, tied parameters 1000 and more.
+# No other message has this tag: stages use 1 and 2, tied parameters 1000 and more.
 _TAG = 900
-# Bytes. Not more: for larger tensors the allocator asks the system for new pages each time, as it does not in a run.
+# In bytes. For larger tensors, the allocator would ask the system for new pages each time, unlike in a run.
 _SIZES = (1 << 10, 1 << 18)
 _REPEATS, _ROUNDS = 30, 5
 _COMPUTED = 256  # rows of a matrix: its product takes about as long as a message
 MOST_RANKS_MEASURED = 8
-"""Processes of a node that measure the links of groups together."""
+"""Most processes of a node that measure the links of groups together."""
 _DEADLINE_S = 60.0
 
 
 def measured_links(ranks: int, cores: int) -> dict[int, Link]:
-    """Fork processes that share `cores`, and find the links of groups of each size, see `group_links`.
+    """Fork processes that share `cores`, and measure the links of groups of each size, see `group_links`.
 
     Raises:
-        RuntimeError: If they fail, or do not end in a minute.
+        RuntimeError: If the processes fail, or do not end within a minute.
     """
-    # Forked: to import the library again takes longer than all that is measured. The children use no other thread.
+    # Fork, as importing the library again takes longer than the whole measurement. The children use no other thread.
     context = multiprocessing.get_context("fork")
     with tempfile.TemporaryDirectory() as folder:
         receiver, sender = context.Pipe(duplex=False)
@@ -64,15 +64,15 @@ def _measure(rank: int, path: str, ranks: int, cores: int, sender: Connection) -
     found = group_links(cores)
     if rank == 0:
         sender.send({size: (link.latency_s, link.bytes_per_s) for size, link in found.items()})
-    time.sleep(_DEADLINE_S)  # killed as soon as this is read; one that left earlier could fail the other
+    time.sleep(_DEADLINE_S)  # the parent kills all at once; an early exit could fail the other processes
 
 
 def group_links(cores: int) -> dict[int, Link]:
-    """Time all-reduces between computations, in groups of each size that divides the world; on all ranks of it.
+    """Time all-reduces between computations, in groups of each size that divides the world; every rank must call it.
 
-    With this latency and bandwidth, a ring would add as much to the step. All groups of a size communicate at a time,
-    as replicas do. Where ranks are more than cores, the time that a message adds is divided by their ratio, like the
-    time of a computation: the plan multiplies both.
+    The returned latency and bandwidth are fitted to a ring: a ring with these values adds the measured time. All groups
+    of a size communicate at the same time, like replicas. With more ranks than cores, the time of a message is divided
+    by their ratio, like the time of a computation: the plan multiplies both.
     """
     world = Group.of().size
     found = {}
@@ -85,12 +85,13 @@ def group_links(cores: int) -> dict[int, Link]:
 
 
 def _added_s(group: Group, num_bytes: int, share: float) -> float:
-    """Return the seconds that an all-reduce adds to a computation; the median of a few rounds."""
+    """Return the seconds that an all-reduce adds to a computation; the median over the rounds."""
     tensor, matrix = torch.zeros(num_bytes // 4), torch.ones(_COMPUTED, _COMPUTED)
     added = []
     for _ in range(_ROUNDS):
         begun, computed = time.perf_counter(), 0.0
         for _ in range(_REPEATS):
+            # Process time: other ranks on this core must not count as computation of this rank.
             before = time.process_time()
             matrix @ matrix
             computed += time.process_time() - before
@@ -100,7 +101,10 @@ def _added_s(group: Group, num_bytes: int, share: float) -> float:
 
 
 def fitted_link(group: Group, device: torch.device) -> Link:
-    """Time all-reduces of two sizes in `group`, on all its ranks; of each the least of many, as load adds to them."""
+    """Time all-reduces of two sizes in `group`; every rank must call it.
+
+    The least of many times counts for each size, because other load only adds time.
+    """
     short_s, long_s = (_all_reduce_s(group, size, device) for size in _SIZES)
     steps = group.size - 1
     per_byte_s = max((long_s - short_s) / (_SIZES[1] - _SIZES[0]) / (2 * steps / group.size), 1e-12)
@@ -120,12 +124,13 @@ def _all_reduce_s(group: Group, num_bytes: int, device: torch.device) -> float:
 
 
 def measure_link(group: Group, device: torch.device, sync_group: Group | None = None) -> Link:
-    """Time messages there and back between neighbours, every second pair at a time; the slowest pair counts.
+    """Time round trips between neighbours, every second pair at a time; the slowest pair counts.
 
     Args:
-        group: The pipeline group; all its ranks call this.
-        device: Where messages are.
-        sync_group: The ranks that are to find the same, the world in a mesh of several axes; by default `group`.
+        group: The pipeline group; every rank of it must call this.
+        device: Device of the messages.
+        sync_group: The ranks that must get equal results, such as the world in a mesh of several axes; by default
+            `group`.
     """
     probe_bytes = _PROBE_BYTES.get(device.type, 1 << 24)
     short_s = long_s = 0.0
@@ -139,15 +144,15 @@ def measure_link(group: Group, device: torch.device, sync_group: Group | None = 
     found = comm.all_gather_object((short_s, long_s), sync_group or group)
     latency_s = max(short for short, _ in found)
     transfer_s = max(long for _, long in found) - latency_s
-    # On a fast link the difference of the two is lost in noise, and may be negative.
+    # On a fast link, the difference is lost in noise and may be negative.
     return Link(latency_s, probe_bytes / transfer_s if transfer_s > 0 else float("inf"))
 
 
 def _one_way_s(group: Group, peer: int, leads: bool, num_bytes: int, device: torch.device) -> float:
-    """Return half the least of a few round trips, in seconds."""
+    """Return half of the shortest round trip, in seconds."""
     message = torch.zeros(num_bytes, dtype=torch.uint8, device=device)
     taken = []
-    # There and back, so that one clock is read: the clocks of two hosts differ.
+    # Time a round trip, so that only one clock is read: the clocks of two hosts differ.
     for _ in range(_LINK_REPEATS):
         begun_s = time.perf_counter()
         for sends in (leads, not leads):

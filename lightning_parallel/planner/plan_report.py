@@ -144,7 +144,7 @@ def _row(layout: Layout) -> Iterator[str]:
 
 
 def _listed(title: str, told: Sequence[tuple[Layout, str]]) -> Iterator[str]:
-    """Yield a line for each text, with all layouts of which it is told."""
+    """Yield a line for each text, with all layouts that share it."""
     layouts: dict[str, list[Layout]] = {}
     for layout, text in told:
         layouts.setdefault(text, []).append(layout)
@@ -155,7 +155,7 @@ def _listed(title: str, told: Sequence[tuple[Layout, str]]) -> Iterator[str]:
 
 
 def reason(plan: LayoutPlan, layout: Layout) -> str:
-    """Say in a sentence or two what a layout reaches, and what most of its step and memory are."""
+    """Describe the speed of a layout, and the largest parts of its step and memory, in a sentence or two."""
     kinds = sorted(layout.step.by_kind().items(), key=lambda item: -item[1])
     shares = [f"{_MEANINGS[kind]} {seconds / layout.step.total:.0%}" for kind, seconds in kinds[:3] if seconds]
     memory = sorted(layout.memory.by_kind().items(), key=lambda item: -item[1])

@@ -1,10 +1,10 @@
-"""From a model, a batch and a cluster to layouts, best first.
+"""Layouts of a model on a cluster, best first.
 
     plan(module, batch, Cluster(device_named("H100"), 16, 8)) -> LayoutPlan
     plan.best[0].mesh, plan.yaml(plan.best[0])
 
-Nothing is communicated, and the model may be on the meta device. Layouts are compared by samples per second: each
-replica gets a batch as large as `batch`, or its share of `global_batch`.
+Planning needs no communication, and the model may be on the meta device. Samples per second rank the layouts: each
+replica gets a batch of the size of `batch`, or its share of `global_batch`.
 """
 
 from __future__ import annotations
@@ -33,10 +33,10 @@ from lightning_parallel.tracing.spans import bytes_text
 __all__ = ["LayoutPlan", "optimizers_of", "plan"]
 
 MOST_SIMULATED = 8
-"""Layouts whose schedules are simulated, the best by the closed form."""
+"""Number of layouts with a simulated schedule: the best layouts by the closed form."""
 
 MEASURABLE_S = 2.0
-"""Seconds of a batch up to which parts of the model are run here, by the roofline model."""
+"""Most seconds of a batch, by the roofline model, for which parts of the model run here."""
 
 
 @dataclass(frozen=True)
@@ -45,13 +45,13 @@ class LayoutPlan:
 
     Attributes:
         model: Class of the model.
-        cluster: Where it is to run.
+        cluster: The devices of the planned run.
         precision: As Lightning names it.
         layouts: The best schedule of each mesh: possible layouts by samples per second, then impossible layouts.
         alone: The model on one device.
-        measured: Whether the parts of the model were run here.
+        measured: Whether the parts of the model ran here.
         notes: Assumptions of the plan.
-        accumulated: Batches of each replica in an optimizer step, as the project has it.
+        accumulated: Batches of each replica in an optimizer step of the project.
     """
 
     model: str
@@ -65,17 +65,17 @@ class LayoutPlan:
 
     @property
     def possible(self) -> tuple[Layout, ...]:
-        """Layouts that can be run."""
+        """Layouts that can run."""
         return tuple(layout for layout in self.layouts if not layout.refusal)
 
     @property
     def best(self) -> tuple[Layout, ...]:
-        """The three with most samples per second."""
+        """The three layouts with the most samples per second."""
         return self.possible[:3]
 
     @property
     def obstacle(self) -> str:
-        """Say why no layout can be run, and what to do; empty if one can."""
+        """Say why no layout can run, and suggest a remedy; empty if a layout can run."""
         if self.possible:
             return ""
         cluster = self.cluster
@@ -94,7 +94,7 @@ class LayoutPlan:
         )
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the plan as values that JSON can hold."""
+        """Convert the plan to values for JSON."""
         rows = []
         for layout in self.layouts:
             row = {**asdict(layout), "mesh": layout.mesh.shape, "samples_per_s": layout.samples_per_s}
@@ -129,25 +129,25 @@ def plan(
     measured: bool | None = None,
     **search: Any,
 ) -> LayoutPlan:
-    """Predict every layout of `cluster`, and sort them.
+    """Predict every layout of `cluster`, and sort the layouts.
 
     Args:
-        module: The full model, which is not changed; its parameters may be on the meta device.
+        module: The full model; unchanged. Its parameters may be on the meta device.
         batch: A batch of one replica's loader.
         cluster: Devices and links.
         precision: As Lightning names it.
         step: Runs the step of a module on a batch; by default its `training_step`.
-        optimizers: By default the optimizers of `configure_optimizers`; Adam where that method fails.
-        global_batch: Samples of an optimizer step; None: `accumulated` batches of each loader.
+        optimizers: The optimizers; by default from `configure_optimizers`, or Adam if that method fails.
+        global_batch: Samples of an optimizer step; None means `accumulated` batches of each loader.
         accumulated: Batches of each replica in an optimizer step, the project's `accumulate_grad_batches`.
         tensor_plan, sequence_parallel, layers: See `HybridParallelStrategy`.
-        measured: Whether parts of the model are run here; None: on a cluster of processors like this one, if they are
-            small.
+        measured: Whether to run parts of the model here. None runs small parts if the cluster has processors like this
+            one.
         search: Further arguments of `LayoutSearch`.
 
     Raises:
-        ValueError: If the model's step cannot be run on the batch, `layers` names none of its modules, `global_batch`
-            has no samples, or a step no batches.
+        ValueError: If the model's step does not run on the batch, or if `layers` names no module. Also if
+            `global_batch` or `accumulated` is below 1.
     """
     if global_batch is not None and global_batch < 1:
         raise ValueError(f"`global_batch` must be at least 1 sample; got {global_batch}")
@@ -167,7 +167,7 @@ def plan(
         optimizers, note = optimizers_of(module)
         notes += [note] if note else []
     copies = optimizer_copies(optimizers) if optimizers else float(STATE_COPIES)
-    # Measured beside busy cores, as in the run: neighbours slow a core down.
+    # Keep the other cores busy, as in the run: neighbours slow a core down.
     with cores_busy(_busy_cores(cluster)) if rehearsal.measured else nullcontext():
         if rehearsal.measured and optimizers:
             search.setdefault("optimizer_s", _update_s(optimizers))
@@ -190,12 +190,12 @@ def _notes(rehearsal: Rehearsal) -> list[str]:
 
 
 def _busy_cores(cluster: Cluster) -> int:
-    """Return the cores that other ranks use while one computes."""
+    """Return the number of cores that other ranks use while one rank computes."""
     return 0 if cluster.cores is None else min(cluster.ranks_per_node - 1, cluster.cores // cluster.threads - 1)
 
 
 def _check_step(rehearsal: Rehearsal, module: nn.Module) -> None:
-    """Refuse a step that fails by itself, whatever the layout."""
+    """Refuse a step that fails in every layout."""
     try:
         rehearsal.costs(1, 1)
     except Exception as error:  # the user's code
@@ -211,7 +211,7 @@ def _search(search: LayoutSearch, cluster: Cluster) -> tuple[Layout, ...]:
     candidates.sort(key=lambda found: -found[0].samples_per_s)
     layouts = []
     for place, found in enumerate(candidates):
-        # The second best schedule by the closed form may be the best one in the simulation.
+        # The second best schedule by the closed form may win in the simulation.
         played = [search.simulated(layout) for layout in found[:2]] if place < MOST_SIMULATED else found[:1]
         layouts.append(max(played, key=lambda layout: layout.samples_per_s))
     return tuple(sorted(layouts, key=lambda layout: (bool(layout.refusal), -layout.samples_per_s)))
@@ -241,9 +241,10 @@ def _is_measurable(rehearsal: Rehearsal) -> bool:
 
 
 class _PlannedTrainer:
-    """Answers `configure_optimizers` as the Trainer of some run would, without touching a loader.
+    """Stands in for a Trainer in `configure_optimizers`, without touching a loader.
 
-    The numbers decide on schedules only, which cost nothing. Everything else is the Trainer's own, if there is one.
+    Its numbers only affect learning-rate schedules, which cost nothing. Any other attribute comes from the real
+    Trainer, if there is one.
     """
 
     estimated_stepping_batches = num_training_batches = 1000
@@ -259,7 +260,7 @@ class _PlannedTrainer:
 
 
 def optimizers_of(module: nn.Module) -> tuple[list[Optimizer], str]:
-    """Return the optimizers of a LightningModule, on a copy without data; or none and why Adam is assumed."""
+    """Return the optimizers of a LightningModule, on a copy without data; or none, and the reason to assume Adam."""
     copied = without_data(module)
     configure = getattr(copied, "configure_optimizers", None)
     if configure is None:
@@ -267,12 +268,12 @@ def optimizers_of(module: nn.Module) -> tuple[list[Optimizer], str]:
     if isinstance(getattr(type(copied), "trainer", None), property):
         try:
             own = module.trainer
-        except RuntimeError:  # Lightning's, before a run
+        except RuntimeError:  # Lightning raises it outside a run
             own = None
         copied.trainer = _PlannedTrainer(own)  # type: ignore[assignment]
     try:
         found = list(_optimizers(configure()))
-    except Exception as error:  # the user's code, outside of a run
+    except Exception as error:  # the user's code, which runs outside a `fit` here
         return [], f"the optimizer is assumed to be Adam: `configure_optimizers` raised an error in the plan ({error})"
     return found, "" if found else "the optimizer is assumed to be Adam: `configure_optimizers` returned none"
 
@@ -288,9 +289,9 @@ def _optimizers(value: Any) -> Iterator[Optimizer]:
 
 
 def _update_s(optimizers: Sequence[Optimizer]) -> tuple[float, float]:
-    """Measure an update here: seconds per byte of trained parameters, and per tensor."""
+    """Measure an optimizer update here: seconds per byte of trained parameters, and per tensor."""
     shapes = [value.shape for one in optimizers for group in one.param_groups for value in group["params"]]
-    # As many tensors of one element cost the calls alone; the rest of the time goes with the bytes.
+    # Tensors of one element cost only the calls. The rest of the time is proportional to the bytes.
     full_s = _timed_update(optimizers[0], [torch.zeros(shape) for shape in shapes])
     small_s = _timed_update(optimizers[0], [torch.zeros(1) for _ in shapes])
     num_bytes = 4 * sum(shape.numel() for shape in shapes)
@@ -301,14 +302,15 @@ def _timed_update(optimizer: Optimizer, tensors: Sequence[torch.Tensor]) -> floa
     parameters = [nn.Parameter(tensor) for tensor in tensors]
     for parameter in parameters:
         parameter.grad = torch.ones_like(parameter)
-    # A shallow copy with other groups and state, so that the user's optimizer takes no step; a scheduler wraps `step`.
+    # A shallow copy with other groups and state, so that the user's optimizer takes no step. A scheduler may have
+    # wrapped `step` of the original: drop that attribute.
     probe = copy.copy(optimizer)
     probe.__dict__.pop("step", None)
     probe.param_groups = [{**optimizer.param_groups[0], "params": parameters}]
     probe.state = defaultdict(dict)
     clock = clock_here()
     fastest = float("inf")
-    for _ in range(4):  # the first one makes the state
+    for _ in range(4):  # the first update creates the state
         begun = clock()
         type(probe).step(probe)
         fastest = min(fastest, clock() - begun)

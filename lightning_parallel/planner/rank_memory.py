@@ -1,7 +1,7 @@
-"""What a rank holds, by kind: parameters, gradients, the optimizer's state, activations, and what communication needs.
+"""Memory of a rank by kind: parameters, gradients, optimizer state, activations, and communication buffers.
 
 Adam in single precision holds 16 bytes for each trained parameter: 4 for itself, 4 for its gradient, 8 for two moments.
-Mixed precision holds the same, and casts of it among the activations; true half precision holds half. A frozen
+Mixed precision holds the same bytes; its casts count among the activations. True half precision holds half. A frozen
 parameter has neither gradient nor state.
 """
 
@@ -44,7 +44,7 @@ class Held:
 
     @classmethod
     def of(cls, parameters: Iterable[nn.Parameter]) -> Held:
-        """Sum up parameters, each once."""
+        """Add up parameters; each distinct parameter counts once."""
         distinct = {id(parameter): parameter for parameter in parameters}.values()
         trained = [parameter.nbytes for parameter in distinct if parameter.requires_grad]
         frozen = sum(parameter.nbytes for parameter in distinct if not parameter.requires_grad)
@@ -68,11 +68,11 @@ class RankMemory:
     """Bytes of a rank, by kind; the fields are the kinds.
 
     Attributes:
-        parameters: Trained and frozen.
-        gradients: Gradients, and a new gradient that is added to the sum over earlier microbatches.
+        parameters: Trained and frozen parameters.
+        gradients: Gradients, and the largest new gradient before its addition to the sum over microbatches.
         optimizer: State of the optimizer.
         activations: Tensors that layers keep from forward to backward, of all microbatches in flight.
-        logits: Tensors that the head and the loss keep likewise.
+        logits: Tensors that the head and the loss keep from forward to backward.
         buckets: Gradients on their way between replicas.
         reserved: Memory of the device's runtime and its communicators.
     """
@@ -106,11 +106,11 @@ class RankMemory:
             accumulates: Whether several microbatches add to one gradient.
             activations, logits, reserved: See the attributes.
             replicas: Number of replicas.
-            zero_stage: 1 divides the optimizer's state over the replicas; 2 gradients, too.
+            zero_stage: 1 shards the optimizer's state over the replicas; 2 gradients, too.
         """
         gradients: float = held.trained_bytes + (held.largest_bytes if accumulates else 0)
         optimizer = held.trained_bytes * max(0.0, copies - 2)
-        # Buckets are copies, and all of them may be under way when backward ends.
+        # Buckets are copies, and all buckets may be in flight when backward ends.
         buckets: float = held.trained_bytes if replicas > 1 else 0
         if zero_stage > 0 and replicas > 1:
             optimizer /= replicas
@@ -118,7 +118,7 @@ class RankMemory:
             few = min(held.trained_bytes, (MOST_IN_FLIGHT + 1) * BUCKET_BYTES)
             buckets = max(buckets if zero_stage == 1 else 0, few * (1 + 1 / replicas))
             if zero_stage == 2 and not accumulates:
-                # Full gradients are freed as they are sent; at last there are slices.
+                # Sending frees the full gradients bucket by bucket. In the end only slices remain.
                 gradients = max(min(held.trained_bytes, BUCKET_BYTES), held.trained_bytes / replicas)
         return cls(held.parameter_bytes, gradients, optimizer, activations, logits, buckets, reserved)
 
@@ -132,7 +132,7 @@ class RankMemory:
 
 
 def stage_memory(plan: PipelinePlan, stage: int, copies: float, replicas: int = 1, zero_stage: int = 0) -> RankMemory:
-    """Predict what a stage of a pipeline holds, without what another stage of its rank holds already.
+    """Predict the memory of a pipeline stage, without parameters that another stage of its rank already holds.
 
     Args:
         plan: The plan.
@@ -153,18 +153,18 @@ def stage_memory(plan: PipelinePlan, stage: int, copies: float, replicas: int = 
 
 
 def state_variants(memory: RankMemory, width: int, replicas: int) -> dict[str, float]:
-    """Return the bytes of parameters, gradients and optimizer by how they could be kept.
+    """Return the bytes of parameters, gradients and optimizer in each alternative precision and ZeRO stage.
 
     Args:
-        memory: Of one rank that holds the whole model.
-        width: Bytes of one of its parameters.
-        replicas: That could share them, by ZeRO (https://arxiv.org/abs/1910.02054): stage 1 divides the optimizer's
-            state over them, 2 the gradients, too, 3 (FSDP) everything.
+        memory: Memory of one rank that holds the full model.
+        width: Bytes of one element of a parameter.
+        replicas: Number of replicas. By ZeRO (https://arxiv.org/abs/1910.02054), stage 1 shards the optimizer's state
+            over them, stage 2 the gradients, too, and stage 3 (FSDP) also the parameters.
     """
     parameters, gradients, optimizer = memory.parameters, memory.gradients, memory.optimizer
     whole = parameters + gradients + optimizer
     found = {"now": whole}
-    # Mixed precision keeps all of it in single precision; its casts are among the activations.
+    # Mixed precision keeps these bytes in single precision; its casts are among the activations.
     for name, other in {"single or mixed precision": 4, "true half precision": 2}.items():
         if other != width:
             found[f"in {name}"] = whole * other / width
@@ -176,7 +176,7 @@ def state_variants(memory: RankMemory, width: int, replicas: int) -> dict[str, f
 
 @dataclass(frozen=True)
 class ModelParts:
-    """Parameters of a divided model: before, in and after its layers."""
+    """Parameters of a sharded model: before, in and after its layers."""
 
     prologue: list[nn.Parameter]
     layers: list[list[nn.Parameter]]
@@ -200,7 +200,12 @@ class ModelParts:
         return cls(first, layers, [value for name, value in outside if last in used[name] and last > 0])
 
     def held(self, counts: Sequence[int], ranks: Sequence[int]) -> list[Held]:
-        """Return the parameters of each rank of a pipeline with so many layers per stage; each parameter once."""
+        """Return the parameters of each rank of a pipeline; each parameter counts once per rank.
+
+        Args:
+            counts: Number of layers of each stage.
+            ranks: Rank of each stage.
+        """
         if not self.layers:
             return [Held.of(self.prologue)]
         found: list[list[nn.Parameter]] = [[] for _ in range(max(ranks) + 1)]
@@ -217,8 +222,8 @@ class ModelParts:
 def optimizer_copies(optimizers: Sequence[Optimizer]) -> float:
     """Return the bytes held for each byte of a trained parameter: itself, its gradient, and the optimizer's state.
 
-    The state is measured by a step of a copy of the optimizer on a small parameter. If that fails, two moments are
-    assumed.
+    A copy of the optimizer takes a step on a small parameter to measure its state. If the step fails, the result
+    assumes two moments.
     """
     states = [_state_copies(optimizer) for optimizer in optimizers]
     return 2 + (max(states) if states else 0.0)
@@ -230,12 +235,12 @@ def _state_copies(optimizer: Optimizer) -> float:
         return 2.0
     parameter = nn.Parameter(torch.zeros(8, 8, device=_real(options["params"][0].device)))
     parameter.grad = torch.ones_like(parameter)
-    # A shallow copy: the options that the user set, but none of the state. The class's constructor is not known.
+    # A shallow copy keeps the user's options: the arguments of the constructor are unknown. It gets a new state below.
     probe = copy.copy(optimizer)
-    # Schedulers put a `step` of the true optimizer into its attributes.
+    # Schedulers set a `step` attribute that is bound to the original optimizer.
     probe.__dict__.pop("step", None)
     probe.param_groups = [{**options, "params": [parameter]}]
-    # As the constructor of `Optimizer` makes it: optimizers read the entry of a parameter without asking.
+    # A defaultdict, like in the constructor of `Optimizer`: optimizers read missing entries of a parameter.
     probe.state = defaultdict(dict)
     try:
         type(probe).step(probe)
@@ -246,7 +251,7 @@ def _state_copies(optimizer: Optimizer) -> float:
 
 
 def _keeps_tensors_elsewhere(optimizer: Optimizer) -> bool:
-    """Return whether a step of a shallow copy could change the optimizer itself, such as weights in a list."""
+    """Return whether a step of a shallow copy could change the original, such as weights in a list."""
     usual = vars(SGD([nn.Parameter(torch.zeros(1))])).keys() | {"step"}
     own = vars(optimizer)
     return bool(usual - {"step"} - own.keys()) or not all(

@@ -1,11 +1,11 @@
-"""The costs of a model on one of t tensor-parallel ranks: a real division, for a group of which one rank is there.
+"""The costs of a model on one of t tensor-parallel ranks, found by sharding it for a group with one real rank.
 
     rehearsal = Rehearsal(module, batch, cluster)
     rehearsal.costs(tensor=4, microbatches=8)       # seconds and bytes of prologue, layers and epilogue
 
-The divided copy of the module has no data; its parts get random data while they run. If the device is this machine's
-processor, a rank's part runs for real, and its time is measured. Otherwise it runs on tensors without data, and the
-roofline model gives the time. The alpha-beta model gives the time of messages.
+The sharded copy of the module has no data; its parts get random data while they run. If the device is this machine's
+processor, the part of a rank runs for real, and its time is measured. Otherwise the part runs on tensors without data,
+and the roofline model gives the time. The alpha-beta model gives the time of messages.
 """
 
 from __future__ import annotations
@@ -48,14 +48,14 @@ _DTYPES = {"32": torch.float32, "64": torch.float64, "bf16": torch.bfloat16, "16
 _CPU = torch.device("cpu")
 
 Quantity = Literal["seconds", "flops", "messages", "message_bytes"]
-"""What the clock of a rehearsal counts."""
+"""Quantity that the clock of a rehearsal counts."""
 
 
 def without_data(module: nn.Module, dtype: torch.dtype | None = None) -> nn.Module:
-    """Return a copy of `module` whose parameters are on the meta device; buffers keep their values, or have zeros.
+    """Return a copy of `module` with parameters on the meta device; buffers keep their values, or become zeros.
 
     Args:
-        module: The model, which is not changed. Its Trainer, which cannot be copied, is shared.
+        module: The model; unchanged. The copy shares its Trainer, which cannot be copied.
         dtype: Dtype of the copy's floating-point parameters; None keeps their dtypes.
     """
     memo: dict[int, Any] = {}
@@ -66,11 +66,11 @@ def without_data(module: nn.Module, dtype: torch.dtype | None = None) -> nn.Modu
         )
     for buffer in module.buffers():
         if buffer.is_meta:
-            memo[id(buffer)] = torch.zeros_like(buffer, device="cpu")  # steps compute masks and positions from them
+            memo[id(buffer)] = torch.zeros_like(buffer, device="cpu")  # steps compute masks and positions from it
     for shared in (getattr(module, "_trainer", None), getattr(module, "_fabric", None)):
         memo[id(shared)] = shared
     copied = copy.deepcopy(module, memo)
-    # A Trainer's results are not there outside of a run, and a rehearsal is none.
+    # Outside a run, a Trainer has no results to log into.
     for name in ("log", "log_dict"):
         if hasattr(copied, name):
             setattr(copied, name, lambda *_, **__: None)
@@ -79,11 +79,11 @@ def without_data(module: nn.Module, dtype: torch.dtype | None = None) -> nn.Modu
 
 @dataclass(frozen=True)
 class PartCosts:
-    """What a microbatch costs on one rank.
+    """Costs of a microbatch on one rank.
 
     Attributes:
         compute: Seconds of computation, activations and boundaries of prologue, layers and epilogue.
-        messages: Seconds of the tensor axis's messages in them.
+        messages: Seconds of their messages along the tensor axis.
     """
 
     compute: Costs
@@ -103,7 +103,7 @@ class PartCosts:
         return PartCosts(*(Costs(tuple(parts[1:-1]), parts[0], parts[-1]) for parts in scaled))
 
     def towards(self, other: PartCosts, share: float) -> PartCosts:
-        """Return the costs on the line from these (share 0) to `other` (share 1), or beyond."""
+        """Return the costs on the line from these costs (share 0) to `other` (share 1), or beyond."""
 
         def between(one: Cost, two: Cost) -> Cost:
             values = {key: max(0.0, value + share * (getattr(two, key) - value)) for key, value in vars(one).items()}
@@ -114,7 +114,7 @@ class PartCosts:
         return PartCosts(*(Costs(tuple(parts[1:-1]), parts[0], parts[-1]) for parts in found))
 
     def in_blocks(self, blocks: Sequence[int]) -> PartCosts:
-        """Add up the layers of each entry of the stack: a nested list is cut nowhere inside."""
+        """Add up the layers of each entry of the stack: no split point lies inside a nested list."""
         ends = [0, *accumulate(blocks)]
 
         def added(costs: Costs) -> Costs:
@@ -125,13 +125,13 @@ class PartCosts:
 
     @classmethod
     def of(cls, costs: Costs) -> PartCosts:
-        """Divide costs that a clock of `_Seconds` measured."""
+        """Separate computation and messages in costs that a clock of `_Seconds` measured."""
         compute, messages = ([_taken(part, which) for part in _parts(costs)] for which in (0, 1))
         return cls(*(Costs(tuple(parts[1:-1]), parts[0], parts[-1]) for parts in (compute, messages)))
 
 
 class _Seconds(float):
-    """Seconds of computation and of messages together, which are known apart."""
+    """Sum of the seconds of computation and messages, with both parts kept."""
 
     parts: tuple[float, float]
 
@@ -154,7 +154,7 @@ _TIMES = ("forward_s", "input_gradient_s", "weight_gradient_s")
 
 def _taken(cost: Cost, which: int) -> Cost:
     """Return the seconds of computation (0) or of messages (1)."""
-    # A split backward may start the same message in another half, after noise has decided which half is which.
+    # Noise may assign a message to either half of a split backward, so a difference may be negative: use 0 then.
     values = {name: getattr(getattr(cost, name), "parts", (getattr(cost, name), 0.0))[which] for name in _TIMES}
     return replace(cost, **{name: max(0.0, value) for name, value in values.items()})
 
@@ -165,14 +165,14 @@ def _added(one: Cost, other: Cost) -> Cost:
 
 @dataclass(frozen=True)
 class Divided:
-    """A copy of the model without data, divided for t ranks.
+    """A copy of the model without data, sharded for t ranks.
 
     Attributes:
         module: The copy.
-        sharding: How it is divided; None for one rank.
-        stack: Its repeated layers; None where no pipeline can cut it.
-        use: Where its parameters are used.
-        uncut: Why no pipeline can cut it.
+        sharding: The sharding of the copy; None for one rank.
+        stack: Its repeated layers; None if no pipeline can split the model.
+        use: Uses of its parameters by its layers.
+        uncut: Reason why no pipeline can split the model.
     """
 
     module: nn.Module
@@ -183,12 +183,12 @@ class Divided:
 
 
 class Rehearsal:
-    """Finds the costs of a divided model, without other ranks, and without its data.
+    """Finds the costs of a sharded model without other ranks, and without its data.
 
     Args:
-        module: The full model, which is not changed; its parameters may be on the meta device.
+        module: The full model; unchanged. Its parameters may be on the meta device.
         batch: The batch of one replica for a step.
-        cluster: Where it is to run.
+        cluster: The devices of the planned run.
         step: Runs the step of a module on a batch; by default its `training_step`.
         precision: As Lightning names it.
         plan, sequence_parallel: See `TensorParallelStrategy`.
@@ -196,7 +196,7 @@ class Rehearsal:
         measured: Whether the parts run for real on this machine's processor.
 
     Attributes:
-        has_guessed: Whether the step asked for the value of a tensor that has none here: see `Roofline`.
+        has_guessed: Whether the step asked for the value of a tensor without data; see `Roofline`.
     """
 
     def __init__(
@@ -239,10 +239,10 @@ class Rehearsal:
         return sum(num_samples(part) for part in split_by(split_batch, self.batch, 1))
 
     def divided(self, tensor: int) -> Divided:
-        """Return the model as one of `tensor` ranks has it.
+        """Return the part of the model on one of `tensor` ranks.
 
         Raises:
-            ValueError: If it cannot be divided over so many, with the reason.
+            ValueError: If the model cannot be sharded over this number of ranks, with the reason.
         """
         found = self._divided.get(tensor)
         if found is None:
@@ -259,12 +259,12 @@ class Rehearsal:
         dtype = self.compute_dtype if self.precision.endswith("true") else None
         module = without_data(self.module, None if dtype is torch.float32 else dtype)
         if (trainer := getattr(self.module, "_trainer", None)) is not None:
-            module.trainer = trainer  # steps ask it, and a LightningModule leaves it out of its copies
+            module.trainer = trainer  # steps use it, and copies of a LightningModule lose it
         sharding = None
         if tensor > 1:
             group = Group.pretended(TENSOR, tensor, lambda op, num_bytes: self._notes.append((op, num_bytes)))
             sharding = apply_plan(module, make_plan(module, self._plan, group, self._sequence_parallel), group)
-            # The use of parts does not depend on their division, so it is traced once.
+            # Sharding does not change the use of the parts, so reuse the trace of the full model.
             whole = self.divided(1)
             stack = None if whole.stack is None else LayerStack.at(module, whole.stack.path)
             return Divided(module, sharding, stack, whole.use, whole.uncut)
@@ -286,7 +286,7 @@ class Rehearsal:
         return split_by(split_batch, self.batch, count)[0]
 
     def step_of(self, tensor: int) -> Callable[[Any], Any]:
-        """Return the step of the model as one of `tensor` ranks has it.
+        """Return the step of the model's part on one of `tensor` ranks.
 
         Raises:
             ValueError: See `divided`.
@@ -294,10 +294,10 @@ class Rehearsal:
         return self._of(self.divided(tensor).module)
 
     def costs(self, tensor: int, microbatches: int) -> PartCosts:
-        """Return the costs of one of so many microbatches on one of `tensor` ranks.
+        """Return the costs of one of `microbatches` microbatches on one of `tensor` ranks.
 
         Raises:
-            ValueError: If the model cannot be divided over so many, or its step fails.
+            ValueError: If the model cannot be sharded over this number of ranks, or its step fails.
         """
         key = (tensor, microbatches)
         if key not in self._costs:
@@ -307,16 +307,16 @@ class Rehearsal:
         return self._costs[key]
 
     def forget(self) -> None:
-        """Drop the costs, so that the next question measures again."""
+        """Drop the costs, so that the next call of `costs` measures again."""
         self._costs.clear()
 
     def count(self, quantity: Quantity, tensor: int, microbatches: int = 1) -> Costs:
-        """Count a quantity in a microbatch's F, I and W; the seconds of `Costs` hold that quantity.
+        """Count a quantity in F, I and W of a microbatch; the seconds of `Costs` hold this quantity.
 
         Raises:
             ValueError: See `costs`.
         """
-        # First: a division sends messages, too, which must not count.
+        # Shard first: sharding sends messages, too, which must not count.
         self.divided(tensor)
         self._notes.clear()
         with ExitStack() as context:
@@ -352,14 +352,14 @@ class Rehearsal:
         if divided.stack is None or divided.use is None:
             return _whole_step(divided.module, step, batch, now, repeats)
         with warnings.catch_warnings():
-            # Layers whose parameters are counted could not be compared with others.
+            # `measure` only warns and counts parameters instead. Such costs do not compare with measured costs.
             warnings.filterwarnings("error", "The layers could not be measured")
             try:
                 return measure(
                     divided.module, divided.stack, divided.use.parameters, step, batch, _CPU, now, repeats, repeats > 1
                 )
             except UserWarning as error:
-                # Layers may not run by themselves. What is wrong with the step itself, this raises.
+                # Some layers do not run by themselves. If the step itself fails, the next line raises its error.
                 costs = _whole_step(divided.module, step, batch, now, repeats)
                 reason = str(error).partition(";")[0]
                 self._divided[tensor] = replace(divided, stack=None, use=None, uncut=reason)
@@ -376,7 +376,7 @@ class Rehearsal:
 
 
 def training_step(module: nn.Module, batch: Any) -> Tensor:
-    """Run the `training_step` of a LightningModule, or call another module; returns the loss."""
+    """Run the `training_step` of a LightningModule, or call any other module; return the loss."""
     function = getattr(module, "training_step", module)
     if function is module:
         return loss_of(module(**batch) if isinstance(batch, dict) else module(batch))
@@ -385,7 +385,7 @@ def training_step(module: nn.Module, batch: Any) -> Tensor:
 
 
 class _Step(nn.Module):
-    """A step as the forward of a module around the model, so that `functional_call` can run it with other tensors."""
+    """Wraps a step as the forward of a module, so that `functional_call` can run it with other tensors."""
 
     def __init__(self, model: nn.Module, step: Callable[[Any], Any]) -> None:
         super().__init__()
@@ -400,10 +400,10 @@ class _Step(nn.Module):
 def _whole_step(
     module: nn.Module, step: Callable[[Any], Any], batch: Any, now: Callable[[], float], repeats: int
 ) -> Costs:
-    """Measure the step of a model that no pipeline can cut; all of it counts as prologue."""
+    """Measure the step of a model that no pipeline can split; the full step counts as prologue."""
     found = []
     wrapper = _Step(module, step)
-    # Zeros, or no data in a mode without data; `functional_call` gives tied parameters the same tensor.
+    # Zeros, or fake tensors inside a `FakeTensorMode`. `functional_call` gives tied parameters the same tensor.
     values: dict[str, Tensor] = {
         name: nn.Parameter(torch.zeros(value.shape, dtype=value.dtype), value.requires_grad)
         for name, value in wrapper.named_parameters()

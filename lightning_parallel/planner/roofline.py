@@ -1,7 +1,7 @@
-"""Operations counted as they run, and their time on a device that need not be there: the roofline model.
+"""The roofline model: counts operations while they run, and predicts their time on a device that need not exist here.
 
-An operation takes as long as its products at the device's peak, or as its tensors through the device's memory,
-whichever is longer, and at least as long as it takes to start it.
+The time of an operation is the longest of three times: its products at the device's peak, its tensors through the
+device's memory, and its launch.
 
 Source: Williams, Waterman and Patterson, https://doi.org/10.1145/1498765.1498785
 """
@@ -42,25 +42,25 @@ _FORMULAS: dict[Any, Callable[..., int]] = {
     CPU_FLASH_ATTENTION: _attention,
     CPU_FLASH_ATTENTION_BACKWARD: _attention_backward,
 }
-"""Operations that torch's table lacks."""
+"""Formulas that torch's table lacks."""
 
 
 def flops_of(func: Any, args: Any, kwargs: Any, out: Any) -> int | None:
-    """Return the operations of a call, a multiplication and its addition as two; None if there is no formula for it."""
+    """Return the operations of a call, or None without a formula; a multiplication and its addition count as two."""
     operator = overload_packet(func)
     formula = _FORMULAS.get(operator) or flop_registry.get(operator)
     return None if formula is None else formula(*args, **(kwargs or {}), out_val=out)
 
 
 class Roofline(TorchDispatchMode):
-    """Adds up the time of the operations inside the block on `device`, forward and backward.
+    """Adds up the time on `device` of all operations inside the block, forward and backward.
 
-    Where tensors have no data, a step that asks for a value (`item()`, `if mask.all()`) gets False, or one.
+    If tensors have no data, a step that asks for a value (`item()`, `if mask.all()`) gets False, or one.
 
     Attributes:
-        seconds: So far.
+        seconds: Seconds so far.
         flops: Operations of products so far.
-        has_guessed: Whether a value was asked for.
+        has_guessed: Whether a step asked for a value without data.
     """
 
     def __init__(self, device: Device) -> None:
@@ -76,10 +76,10 @@ class Roofline(TorchDispatchMode):
             out = func(*args, **(kwargs or {}))
         except DataDependentOutputException:
             self.has_guessed = True
-            # `if x.isnan().any()` is mostly False; a number may become a size, or a divisor.
+            # Checks such as `if x.isnan().any()` are mostly False. A number may become a size or a divisor, so not 0.
             kind = args[0].dtype
             return False if kind == torch.bool else 1.0 if kind.is_floating_point else 1
-        # A view is no work; a write into an argument is.
+        # A view costs nothing, but a write into an argument does.
         if any(value.alias_info and not value.alias_info.is_write for value in schema_of(func).returns):
             return out
         flops = flops_of(func, args, kwargs, out) or 0

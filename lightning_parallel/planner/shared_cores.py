@@ -1,7 +1,7 @@
-"""Simulation of ranks that share cores: actions that run at the same time slow each other down.
+"""Simulation of ranks that share cores: concurrent actions slow each other down.
 
-`pipeline.simulate` gives each rank one device. Where there are fewer cores than ranks, other ranks use a core during
-the bubble of one rank. So a step takes at least all ranks' work over the cores, and mostly not much more.
+`pipeline.simulate` gives each rank one device. With fewer cores than ranks, other ranks use a core during the bubble
+of one rank. So a step takes at least the work of all ranks divided by the cores, and mostly little more.
 """
 
 from __future__ import annotations
@@ -20,21 +20,20 @@ _EPSILON_S = 1e-12
 def shared_makespan_s(
     schedule: Schedule, costs: Sequence[Cost], link: Link, cores: float, copies: int = 1, overhead_s: float = 0.0
 ) -> float:
-    """Return the seconds of a step whose actions share `cores` evenly whenever there are more of them.
+    """Return the seconds of a step in which more concurrent actions than `cores` share the cores evenly.
 
     Args:
-        schedule: What each rank of a pipeline runs.
-        costs: One per stage, of a core that nobody else uses.
-        link: Between any two ranks.
-        cores: For all ranks together.
-        copies: Processes for each rank of the pipeline, which do the same at the same time: replicas, and the ranks
-            that share its layers.
+        schedule: Actions of each rank of a pipeline.
+        costs: One cost per stage, on a core without other work.
+        link: Link between any two ranks.
+        cores: Cores of all ranks together.
+        copies: Processes for each rank of the pipeline that run the same actions: replicas and tensor-parallel ranks.
         overhead_s: Seconds that every action takes in addition.
     """
     seconds = [{kind: overhead_s + s for kind, s in cost.seconds().items()} for cost in costs]
-    done: dict[Action, float] = {}  # by what is made, when it is there
+    done: dict[Action, float] = {}  # by the action that makes a result, the time at which the result exists
     places = dict.fromkeys(range(schedule.num_ranks), 0)
-    left: dict[int, float] = {}  # of the action that a rank is in
+    left: dict[int, float] = {}  # by rank, the remaining seconds of its current action
     now = 0.0
 
     while True:
@@ -53,6 +52,7 @@ def shared_makespan_s(
                 return now
             now = waiting
             continue
+        # The share of a core changes when any action begins or ends, so advance only to the next such moment.
         rate = min(1.0, cores / (len(left) * copies))
         step_s = min(min(left.values()) / rate, waiting - now)
         now += step_s
@@ -69,7 +69,7 @@ def shared_makespan_s(
 def _ready_at(
     schedule: Schedule, costs: Sequence[Cost], link: Link, action: Action, done: Mapping[Action, float]
 ) -> float:
-    """Return when all that an action needs is there; infinity where some of it is not made yet."""
+    """Return the time at which all inputs of an action exist; infinity if a producer has not ended."""
     found = 0.0
     for need in dependencies(action, schedule.num_stages):
         made = done.get(producer(need))

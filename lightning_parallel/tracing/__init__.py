@@ -1,6 +1,6 @@
 """Spans of time, the recorder that keeps them, and the phases of a step.
 
-Code that does work names it where it happens; without an active recorder that costs one function call:
+Code names its work with a span; without an active recorder, a span costs one function call:
 
     with tracing.span("1B0", phase="backward", category="pipeline", stage=1, microbatch=0):
         ...
@@ -9,9 +9,9 @@ A `Recorder` keeps the latest spans in a ring buffer. Its `Ledger` charges every
 innermost phase that was running, so the phases of a step add up to its wall time exactly. Times are
 `time.perf_counter_ns()`, one clock for all processes of a host.
 
-Where a device computes while the host runs ahead, a `DeviceClock` puts marks into the device's queue instead of reading
-the time. They are read steps later, when the device has passed them: nothing ever waits for the device. The one for
-CUDA is `callbacks.recording.clocks.CudaClock`; this package does not import torch.
+If a device computes while the host runs ahead, a `DeviceClock` puts marks into the device's queue instead of reading
+the time. The recorder reads the marks steps later, when the device has passed them, so nothing waits for the device.
+The clock for CUDA is `callbacks.recording.clocks.CudaClock`; this package does not import torch.
 """
 
 from lightning_parallel.tracing.recorder import (

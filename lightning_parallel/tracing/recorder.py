@@ -29,8 +29,8 @@ __all__ = [
 
 
 ARRIVAL_NS = 300_000
-"""A wait that blocks longer than this ends when the communication does. After a shorter wait, the communication may
-have been complete long before, while the thread was computing."""
+"""Shortest wait whose end counts as the end of the communication. Before a shorter wait, the communication may have
+been complete for long, while the thread was computing."""
 
 
 class DeviceClock(Protocol):
@@ -40,13 +40,13 @@ class DeviceClock(Protocol):
         """Put a mark into the queue."""
 
     def is_on_main_stream(self) -> bool:
-        """Return whether marks go to the queue whose time is charged to phases."""
+        """Return whether marks now go to the main queue, whose time is charged to phases."""
 
     def is_main(self, stream: Any) -> bool:
-        """Return whether `stream` is that queue."""
+        """Return whether `stream` is the main queue."""
 
     def completion(self, work: Any, lane: Hashable) -> Any:
-        """Make a mark that is passed when `work` is complete; work on other lanes does not hold it up."""
+        """Create a mark that is passed when `work` is complete; work on other lanes does not delay it."""
 
     def passed(self, mark: Any) -> bool:
         """Return whether the device has passed `mark`."""
@@ -59,14 +59,14 @@ class DeviceClock(Protocol):
 
 
 class InFlight:
-    """A communication call that has begun; as a context manager, it records that the calling thread is blocked by it.
+    """A communication call that has begun; as a context manager, it records that the call blocks the thread.
 
     Attributes:
-        complete: When it was complete, where something reports that: nanoseconds, or a mark of the device clock.
-        tensors: What it reads and writes, where something has to keep them until it is over.
+        complete: Time of completion, if known: nanoseconds, or a mark of the device clock.
+        tensors: Tensors of the call, if the recorder must keep them alive until its end.
     """
 
-    # One is made for every communication call of a step; slots keep that cheap.
+    # Every communication call of a step creates one object; slots keep it cheap.
     __slots__ = (
         "_blocked",
         "_exposes",
@@ -101,7 +101,7 @@ class InFlight:
     ) -> None:
         self._recorder = recorder
         self._blocked: list[Any] = []  # begin, end, begin, end, ...
-        self._exposes = False  # whether the thread that trains was blocked, and no other
+        self._exposes = False  # whether the training thread was blocked, and no other thread
         self.tensors: Sequence[Any] = ()
         self.apart = recorder.apart
         self.step = recorder.step
@@ -116,7 +116,7 @@ class InFlight:
         self.sequence = recorder.calls_of(axis, ranks, group, op, peer, tag).add(op, num_bytes, dtype)
         self.complete: Any = None
         self.start: Any = recorder.now()
-        # By identity, as several calls of one kind may be in flight; a hang is explained from these.
+        # Keyed by identity, because several equal calls may be in flight. The hang watchdog reads this dict.
         recorder.in_flight[id(self)] = self
 
     @property
@@ -130,11 +130,11 @@ class InFlight:
         return self._recorder.now()
 
     def watch(self, work: Any, on_device: bool) -> None:
-        """Let the backend note when `work` is complete, which may be long before anything waits for it.
+        """Let the backend note the completion of `work`, which may come long before any wait.
 
         Args:
             work: Torch's handle.
-            on_device: Whether a device carries the communication, whose streams wait instead of the host.
+            on_device: Whether a device carries the communication; its streams then wait instead of the host.
         """
         clock = self.clock
         if clock is not None:
@@ -147,22 +147,22 @@ class InFlight:
                 work.get_future().add_done_callback(self._note_completion)
 
     def _note_completion(self, _: Any) -> None:
-        # Runs on a thread of gloo. It must do nothing that takes long: that thread also completes other collectives.
+        # Runs on a thread of gloo, which also completes other collectives. So this must be quick.
         self.complete = perf_counter_ns()
 
     def note_wait(self, begin: Any, end: Any) -> None:
-        """Note a wait from `begin` to `end`, which tells when the communication was complete if nothing else does."""
+        """Note a wait from `begin` to `end`; a long wait sets the completion time if it is unknown."""
         if self.complete is None and self.clock is None and end - begin > ARRIVAL_NS:
             self.complete = end
 
     @property
     def has_ended(self) -> bool:
-        """Whether the device is known to have completed it."""
+        """Whether the device is known to have completed the communication."""
         return self.clock is not None and self.complete is not None and self.clock.passed(self.complete)
 
     @property
     def is_waited_for(self) -> bool:
-        """Whether a thread is blocked by it right now."""
+        """Whether the communication blocks a thread right now."""
         return len(self._blocked) % 2 == 1
 
     def __enter__(self) -> None:
@@ -180,16 +180,16 @@ class InFlight:
 
     @property
     def released(self) -> Any:
-        """When the calling thread was last released, at first by the call itself."""
+        """Time of the thread's last release from a wait; the start of the call before any wait."""
         return self._blocked[-1] if self._blocked else self.start
 
     def block(self, begin: Any, end: Any) -> None:
-        """Note that the thread that trains was blocked from `begin` to `end`, which something else has charged."""
+        """Note that the training thread was blocked from `begin` to `end`; the caller charges this time elsewhere."""
         self._blocked += begin, end
         self._exposes = True
 
     def finish(self, end: Any = None) -> None:
-        """Record the span: the calling thread has the result, since `end`, or since it was last blocked."""
+        """Record the span; its end is `end`, or else the end of the last wait."""
         recorder = self._recorder
         recorder.land(self)
         blocked = self._blocked
@@ -198,7 +198,7 @@ class InFlight:
         call = recorder.step, None, None, self.axis, self.op, self.bytes, self.ranks, self.peer, self.dtype
         facts = (*call, get_ident(), self.sequence, self.tag, self.group, self.apart)
         if recorder.clock is None:
-            self.tensors = ()  # a device may still read them: they stay until it has passed the completion
+            self.tensors = ()  # with a device, keep them: it may read them until it has passed the completion
         recorder.add("communication", self.op, facts, self._exposes, self.start, end, self.complete, *blocked)
 
 
@@ -206,9 +206,9 @@ SpanFacts = tuple[Any, ...]
 """The fields of a `Span` from `step` to `apart`, in their order."""
 
 Write = tuple[Callable[..., Any], tuple[Any, ...], tuple[Any, ...]]
-"""A function, its arguments, and the marks of a device clock whose times it takes after them."""
+"""A function, its first arguments, and device marks; the times of the marks are its last arguments."""
 
-# Thousands of spans a step are possible, and this takes a third of the time of `Span(...)`.
+# A step may have thousands of spans, and this takes a third of the time of `Span(...)`.
 _new_span = partial(tuple.__new__, Span)
 
 
@@ -216,21 +216,21 @@ class Recorder:
     """Keeps the latest spans of this process, and the ledger of its main thread.
 
     Args:
-        capacity: Spans kept; older ones are dropped.
-        clock: Reads the time of the device; None where the host computes.
+        capacity: Number of spans to keep; older spans are dropped.
+        clock: Reads the time of the device; None if the host computes.
         absorbing: Phases that keep the time of all phases nested in them, such as validation.
-        calls: Counters to go on with, see the attribute.
+        calls: Counters to continue, see the attribute.
 
     Attributes:
         step: Number of the open window.
         now: Reads the clock: nanoseconds, or a mark of the device clock.
-        in_flight: Communications that have begun and not ended, on the device if there is one.
+        in_flight: Unfinished communication calls; with a device, calls that the device has not finished.
         add: Keeps a finished span, see `_keep`.
         calls: Collectives issued in each group, by axis, ranks and name; messages also by operation, peer and tag.
-        apart: The absorbing phase that runs, if one does.
-        on_submit: Called where work is given to another thread or stream; tells whether a backward pass waits for it.
-        beside: When work that a backward pass waits for was done, in the order in which it ended.
-        num_beside: How much of such work has not ended.
+        apart: The running absorbing phase; None outside such phases.
+        on_submit: Called when another thread or stream gets work; returns whether a backward pass waits for the work.
+        beside: End times of the work for which a backward pass waits, in the order of the ends.
+        num_beside: Number of unfinished pieces of such work.
     """
 
     def __init__(
@@ -253,35 +253,35 @@ class Recorder:
         self.num_beside = 0
         self._absorbing = frozenset(absorbing)
         self._num_nested = 0  # phases that began within `apart`
-        # The time of the host, also with a device clock, whose anchor is on this clock.
+        # Host time even with a device clock: the device clock is anchored to this clock.
         self._ledger = Ledger(perf_counter_ns(), absorbing)
         self._start_ns = self._ledger.last_ns
         self._ended: list[Span] = []
         self._windows: list[Window] = []
-        # Under a device clock all entries wait here, in the order of their issue, until the device has passed their
-        # marks; the ledger needs them in order.
+        # With a device clock, all entries wait here until the device has passed their marks. They stay in the order of
+        # their issue, because the ledger needs ordered times.
         self._unread: deque[Write] = deque()
         self.add: Callable[..., None] = self._keep if clock is None else self._keep_later
 
     # ------------------------------------------------------------------------------------------------------- phases
 
     def is_main_thread(self) -> bool:
-        """Return whether the caller is the thread that trains; autograd's threads count, as they run in its stead."""
+        """Return whether the caller is the training thread, or a thread of autograd, which runs in its place."""
         if get_ident() == self.main_thread:
             return True
-        # Autograd starts its threads in C++: Python has a dummy object for each, of a class with no public name.
+        # Autograd starts its threads in C++. Python represents each by a dummy object of a private class.
         return isinstance(threading.current_thread(), threading._DummyThread)
 
     def is_computing(self) -> bool:
-        """Return whether the time of the caller is charged to phases: it trains, in the stream that computes."""
+        """Return whether the caller's time is charged to phases: the training thread, in the compute stream."""
         if get_ident() != self.main_thread and not self.is_main_thread():
             return False
         return self.clock is None or self.clock.is_on_main_stream()
 
     def enter(self, phase: str) -> Any:
-        """Charge the main thread's time to `phase`, until `leave`; returns `now()`."""
+        """Charge the main thread's time to `phase`, until `leave`; return `now()`."""
         now = self.now()
-        # Compared here first: the call is the slower part, and almost all phases are entered on the main thread.
+        # Compare identifiers first: the call is slower, and the main thread enters almost all phases.
         if get_ident() == self.main_thread or self.is_main_thread():
             if self.apart is not None:
                 self._num_nested += 1
@@ -294,7 +294,7 @@ class Recorder:
         return now
 
     def leave(self) -> Any:
-        """End the innermost phase; returns `now()`."""
+        """End the innermost phase; return `now()`."""
         now = self.now()
         if get_ident() == self.main_thread or self.is_main_thread():
             if self._num_nested:
@@ -308,7 +308,7 @@ class Recorder:
         return now
 
     def charge(self, phase: str, start: Any) -> Any:
-        """Charge the time since `start`, in which no phase began or ended; returns `now()`. See `is_computing`."""
+        """Charge the time since `start`, and return `now()`; no phase may have begun or ended. See `is_computing`."""
         now = self.now()
         if self.clock is None:
             self._ledger.charge(phase, start, now)
@@ -317,12 +317,12 @@ class Recorder:
         return now
 
     def reassign(self, phase: str, start: Any, end: Any, source: str | None = None) -> None:
-        """Charge the time between two values of `now()` to `phase` instead of `source`, or the innermost one."""
+        """Charge the time between two values of `now()` to `phase` instead of `source`, or of the innermost phase."""
         if self.is_main_thread():
             self._put(partial(self._ledger.reassign, source=source), (phase,), start, end, self.now())
 
     def submitted(self) -> Callable[[], None] | None:
-        """Note that another thread or stream gets work; returns a function to call at its end, if anything."""
+        """Note that another thread or stream gets work; return a function to call at its end, or None."""
         # Outside a backward pass, the caller waits for its work by itself.
         if self.on_submit is None or not self.on_submit():
             return None
@@ -334,13 +334,13 @@ class Recorder:
         self.num_beside -= 1
 
     def add_wait(self, name: str, start: Any, end: Any) -> None:
-        """Keep a wait of the thread that trains, which something else has charged."""
+        """Keep a wait of the training thread; the caller charges its time elsewhere."""
         self.add("wait", name, _plain_facts(self.step), False, start, end)
 
     # -------------------------------------------------------------------------------------------------------- spans
 
     def land(self, flight: InFlight) -> None:
-        """Note that the caller has gone on; if a device waits for the caller, the communication may not have ended."""
+        """Remove a call from the calls in flight, after its completion on the device if there is one."""
         if self.clock is None or flight.complete is None:
             self.in_flight.pop(id(flight), None)
         else:
@@ -364,9 +364,9 @@ class Recorder:
         return calls
 
     def last_steps(self, count: int) -> list[Span]:
-        """Return the spans of the last `count` steps, oldest first; may be called from any thread."""
+        """Return the spans of the last `count` steps, oldest first; any thread may call it."""
         first = self.step - count
-        # A copy first: the main thread may append meanwhile.
+        # Copy first: the main thread may append during the iteration.
         return [span for span in list(self.spans) if span.step > first]
 
     def _keep(
@@ -386,13 +386,13 @@ class Recorder:
             category: See `Span`.
             name: See `Span`.
             facts: See `SpanFacts`.
-            exposes: Whether the thread that trains was blocked, and no other thread.
-            start_ns: When it began.
-            end_ns: When it ended.
-            complete_ns: When a communication was complete, if that is known.
-            blocked_ns: Begin and end of each time for which the calling thread was blocked.
+            exposes: Whether the training thread was blocked, and no other thread.
+            start_ns: Start of the span.
+            end_ns: End of the span.
+            complete_ns: Completion of a communication, if known.
+            blocked_ns: Begin and end of each interval in which the calling thread was blocked.
         """
-        # Nearly always: one call that blocks, or one wait.
+        # The fast path: nearly every call blocks once, in the call or in its wait.
         if len(blocked_ns) == 2:
             total_ns = blocked_ns[1] - blocked_ns[0]
         else:
@@ -419,10 +419,10 @@ class Recorder:
     # ------------------------------------------------------------------------------------------------------ windows
 
     def close_step(self, wait: bool = False) -> list[Window]:
-        """End the step; returns the steps completed since the last call: this one, where the host computes.
+        """End the step; return the steps that completed since the last call. Without a device, this is the ended step.
 
         Args:
-            wait: Wait for the device, so that this step is among them.
+            wait: Wait for the device, so that the result includes the ended step.
         """
         self._put(self._close, (self.step,), self.now())
         self.step += 1
@@ -453,7 +453,7 @@ class Recorder:
             return
         unread = self._unread
         while unread:
-            # In order: the ledger takes times that do not decrease, and a window needs all spans before its end.
+            # Stop at the first unread mark: the ledger needs non-decreasing times, and a window needs all its spans.
             function, arguments, marks = unread[0]
             if not all(mark is None or clock.passed(mark) for mark in marks):
                 return
@@ -462,8 +462,8 @@ class Recorder:
             unread.popleft()
 
 
-# One for the process: code that names its spans should not have to be given a recorder. Not a context variable, since
-# autograd and communication threads record into it, too.
+# One recorder per process, so that code can name spans without getting a recorder. No context variable, because
+# threads of autograd and communication must see the same recorder.
 _active: Recorder | None = None
 
 
@@ -488,7 +488,7 @@ _suspended = False
 
 
 def is_suspended() -> bool:
-    """Tell whether the code that runs now is no part of the measured run."""
+    """Return whether recording is suspended: the running code is no part of the measured run."""
     return _suspended
 
 
@@ -510,19 +510,19 @@ def span(
     stage: int | None = None,
     microbatch: int | None = None,
 ) -> OpenSpan:
-    """Record the block as a span, and charge its time to `phase` where one is given."""
+    """Record the block as a span, and charge its time to `phase`, if given."""
     if _active is None:
         return _NOTHING
     return _RecordedSpan(_active, phase, category, name, _plain_facts(_active.step, stage, microbatch))
 
 
 class OpenSpan(AbstractContextManager["OpenSpan"]):
-    """A span that has begun; this base class does nothing, for where nothing is recorded."""
+    """A span that has begun; this base class does nothing, and stands in if no recorder is active."""
 
     __slots__ = ()
 
     def restart(self) -> None:
-        """Let the span begin now: the time before was waiting."""
+        """Begin the span now: the time before was waiting."""
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
@@ -555,12 +555,12 @@ class _RecordedSpan(OpenSpan):
 
 
 def _plain_facts(step: int, stage: int | None = None, microbatch: int | None = None) -> SpanFacts:
-    """Return the facts of a span that is no communication."""
+    """Return the facts of a span without communication."""
     return step, stage, microbatch, None, None, None, (), None, None, get_ident(), None, None, "", None
 
 
 def waiting(what: str) -> OpenSpan:
-    """Record that the thread that trains waits in the block for work that it gave to another thread or stream."""
+    """Record the block as a wait of the training thread for its work on another thread or stream."""
     if _active is None or not _active.is_computing():
         return _NOTHING
     return _RecordedSpan(_active, "communication_exposed", "wait", what, _plain_facts(_active.step))

@@ -1,6 +1,6 @@
-"""Measured values and how they are printed.
+"""Measured values and their formatting.
 
-Spans, counts of collectives, the time of a step by phase, samples of many steps; and one formatter for each unit.
+The module has spans, counts of collectives, the times of a step by phase, samples of steps, and a formatter per unit.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ __all__ = [
 ]
 
 OTHER = "other"
-"""The phase of time in which no named phase was running."""
+"""Phase of the time outside all named phases."""
 
 WIDTH_OF_FILES = 120
 """Columns of a table that is not printed to a terminal."""
@@ -43,30 +43,31 @@ T = TypeVar("T")
 
 
 class Span(NamedTuple):
-    """Something that happened on this rank from `start_ns` to `end_ns`.
+    """An event on this rank from `start_ns` to `end_ns`.
 
     Attributes:
-        category: `phase`, `pipeline`, `communication`, `compression`, `wait` (the thread that trains waited for another
-            one), or another name for a row of the trace.
-        name: What is shown: a phase, an action, an operation.
+        category: `phase`, `pipeline`, `communication`, `compression`, `wait` (the training thread waited for another
+            thread), or another name for a row of the trace.
+        name: Displayed name: a phase, an action or an operation.
         step: Training batch, from 0.
         stage: Pipeline stage.
         microbatch: Microbatch within the step.
         axis: Mesh axis of a communication.
         op: Operation of a communication, in torch's names.
-        bytes: Payload of a communication; None if it is not known.
+        bytes: Payload of a communication; None if unknown.
         ranks: Global ranks of the group.
         peer: Global rank at the other end of a point-to-point message.
         dtype: Element type of the payload.
-        thread: Identifier of the thread that reported it.
-        sequence: Number of calls of this rank in that group (with that peer, operation and tag) before this one.
-        tag: Of a point-to-point message; messages of one tag arrive in the order in which they were sent.
+        thread: Identifier of the reporting thread.
+        sequence: Number of earlier calls of this rank in the group; for messages, with the same peer, operation and
+            tag.
+        tag: Tag of a point-to-point message; messages of one tag arrive in the order of their sends.
         group: Name of the group, the same on all its ranks; several groups may have the same ranks.
-        apart: The phase aside from the steps in which it began, such as validation.
-        blocked_ns: Nanoseconds for which the calling thread was blocked, by the call and by the wait for it.
-        in_flight: Nanoseconds from the start to the completion, if the calling thread noticed the end only later.
-        exposed_ns: Nanoseconds for which the thread that trains stood still for it. If that thread made the call, these
-            are `blocked_ns`. If another thread made the call, the first thread waited for that one meanwhile.
+        apart: The phase outside the steps in which the span began, such as validation.
+        blocked_ns: Nanoseconds for which the call and its wait blocked the calling thread.
+        in_flight: Nanoseconds from the start to the completion, if known.
+        exposed_ns: Nanoseconds for which the training thread stood still for the span. If the training thread made the
+            call, the value equals `blocked_ns`. Otherwise it is the overlap with waits for the calling thread.
     """
 
     category: str
@@ -95,7 +96,7 @@ class Span(NamedTuple):
 
     @property
     def complete_ns(self) -> int:
-        """When the operation itself was complete."""
+        """Time of the completion of the operation."""
         return self.end_ns if self.in_flight is None else self.start_ns + self.in_flight
 
 
@@ -103,9 +104,9 @@ class CallCounter:
     """Counts the collectives that this rank issued in one group.
 
     Attributes:
-        count: How many.
-        digest: Hash of their kinds in order: ranks with equal digests issued the same calls.
-        recent: The latest ones, as (operation, bytes, dtype).
+        count: Number of calls.
+        digest: Hash of the ordered kinds of the calls: ranks with equal digests issued the same calls.
+        recent: The latest calls, as (operation, bytes, dtype).
     """
 
     def __init__(self) -> None:
@@ -115,10 +116,10 @@ class CallCounter:
         self._hashes: dict[tuple[str, int | None, str | None], int] = {}
 
     def add(self, op: str, num_bytes: int | None, dtype: str | None) -> int:
-        """Count a call; returns its number in the group, from 0."""
-        # In an all_to_all ranks may send different amounts, so its size must not enter the digest.
+        """Count a call; return its number in the group, from 0."""
+        # In an all_to_all, ranks may send different amounts, so its size must not enter the digest.
         call = (op, None if op == "all_to_all" else num_bytes, dtype)
-        # The same few calls come in every step: each is hashed once. Not by `hash`, which differs between processes.
+        # Every step repeats the same few calls, so cache their hashes. `hash` of a string differs between processes.
         call_hash = self._hashes.get(call)
         if call_hash is None:
             call_hash = self._hashes[call] = zlib.crc32(repr(call).encode())
@@ -130,7 +131,7 @@ class CallCounter:
 
 
 class Window(NamedTuple):
-    """One step: its nanoseconds by phase, which add up to its length, and the spans that ended in it."""
+    """One step: its nanoseconds by phase, which add up to its length, and all spans that ended in the step."""
 
     step: int
     start_ns: int
@@ -145,7 +146,7 @@ class Window(NamedTuple):
 
 
 class Ledger:
-    """Exclusive times of nested phases: every nanosecond is charged to exactly one.
+    """Exclusive times of nested phases: every nanosecond is charged to exactly one phase.
 
     >>> ledger = Ledger(now_ns=0)
     >>> ledger.enter("optimizer", 10)
@@ -156,7 +157,7 @@ class Ledger:
     {'other': 15, 'optimizer': 15, 'forward': 30}
 
     Args:
-        now_ns: When the first window begins.
+        now_ns: Start of the first window.
         absorbing: Phases that keep the time of all phases nested in them.
     """
 
@@ -168,7 +169,7 @@ class Ledger:
 
     def enter(self, phase: str, now_ns: int) -> None:
         """Charge the time from now on to `phase`, until `leave`."""
-        # Written out instead of a call of `_charge`: this runs for every span of a phase.
+        # Inlined `_charge`: this runs for every span of a phase.
         around = self._phases[-1]
         self._charged[around] += now_ns - self.last_ns
         self.last_ns = now_ns
@@ -179,7 +180,7 @@ class Ledger:
         phases = self._phases
         self._charged[phases[-1]] += now_ns - self.last_ns
         self.last_ns = now_ns
-        # One `leave` too many must not break a user's run: the outermost phase stays.
+        # A surplus `leave` must not break a user's run, so the outermost phase stays.
         if len(phases) > 1:
             phases.pop()
 
@@ -191,9 +192,9 @@ class Ledger:
         self.last_ns = end_ns
 
     def reassign(self, phase: str, start_ns: int, end_ns: int, now_ns: int, source: str | None = None) -> int:
-        """Charge an interval to `phase` instead of `source`, by default the current one; returns the nanoseconds."""
+        """Charge an interval to `phase` instead of `source`, by default the current phase; return the nanoseconds."""
         self._charge(now_ns)
-        # At most the time charged to that phase in this window, so that no phase becomes negative.
+        # Move at most the time charged to the source in this window, so that no phase becomes negative.
         current = self._phases[-1] if source is None else source
         reassigned = min(max(end_ns - start_ns, 0), self._charged[current])
         self._charged[current] -= reassigned
@@ -201,9 +202,9 @@ class Ledger:
         return reassigned
 
     def close(self, now_ns: int) -> dict[str, int]:
-        """End the window and begin the next; returns nanoseconds by phase, which add up to its length."""
+        """End the window and begin the next window; return nanoseconds by phase, which add up to its length."""
         self._charge(now_ns)
-        # Open phases go on in the next window; only their charged time is taken.
+        # Open phases continue in the next window, so take only their charged time.
         charged = dict(self._charged)
         self._charged.clear()
         return charged
@@ -214,7 +215,7 @@ class Ledger:
 
 
 def expose(spans: list[Span]) -> list[Span]:
-    """Give communication of other threads the time for which the training thread waited for these threads meanwhile.
+    """Set `exposed_ns` of communication on other threads: its overlap with waits of the training thread.
 
     >>> lane = Span("communication", "all_reduce", 0, 90, 0, blocked_ns=50)
     >>> expose([lane, Span("wait", "backward", 70, 100, 0)])[0].exposed_ns
@@ -252,7 +253,7 @@ class StepSampler(Generic[T]):
         """Keep the value of `step` if it is a multiple of the current stride, which doubles when there are too many."""
         if step % self._stride == 0:
             self.values[step] = value
-        # Which steps are kept depends on how many there were, so that ranks keep the same ones without agreeing on it.
+        # The kept steps depend only on the number of steps, so ranks keep the same steps without any agreement.
         while len(self.values) > self._most:
             self._stride *= 2
             self.values = {step: value for step, value in self.values.items() if step % self._stride == 0}

@@ -1,4 +1,4 @@
-"""Communication by kind of call: how often, how many bytes, how fast, and which rank waits."""
+"""Communication by kind of call: number, bytes, speed, and the waits of the ranks."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ from lightning_parallel.tracing import CallCounter, Span, Window
 __all__ = ["CommunicationAccumulator", "CommunicationProfiler", "bus_factor", "wire_factor"]
 
 SAMPLES = 16
-"""Calls of each kind whose times the ranks compare at every exchange: the latest ones."""
+"""Number of latest calls of each kind whose times the ranks compare at every exchange."""
 
 RECENT = 64
-"""Calls of each group that the ranks share, to find the first in which they differ."""
+"""Number of latest calls of each group that the ranks share, to find the first difference."""
 
 
 class CallKind(NamedTuple):
-    """Facts that calls of one kind have in common. `peer` is the rank at the other end of a message."""
+    """Common facts of the calls of one kind. `peer` is the rank at the other end of a message."""
 
     axis: str
     op: str
@@ -39,7 +39,7 @@ class CallKind(NamedTuple):
 
 
 class CallSample(NamedTuple):
-    """One call, waited for since `waiting_ns`; `duration_ns` is None where nothing reported its completion."""
+    """One call. Its wait began at `waiting_ns`; `duration_ns` is None if its completion is unknown."""
 
     sequence: int
     tag: int | None
@@ -50,7 +50,7 @@ class CallSample(NamedTuple):
 
 
 class CallTotals:
-    """Calls of one kind: how many, of which size, how long threads waited for them, and the latest ones."""
+    """Calls of one kind: their number, bytes and waits, and the latest spans."""
 
     __slots__ = ("blocked_ns", "bytes", "count", "exposed_ns", "last")
 
@@ -98,8 +98,8 @@ class CommunicationAccumulator(Accumulator):
             if span.apart is not None:
                 self._add_apart(span)
                 continue
-            # Python objects have another size each time. A plain tuple finds the `CallKind` that equals it, and is made
-            # in a fraction of the time.
+            # Python objects have another size each time, so their kind has no size. A plain tuple equals its
+            # `CallKind` as a key, and takes a fraction of the time to create.
             size = None if span.dtype is None else span.bytes
             key = span.axis, span.op, span.ranks, span.group, span.peer, span.dtype, size
             totals = self._totals.get(key)  # type: ignore[call-overload]
@@ -129,7 +129,7 @@ class CommunicationAccumulator(Accumulator):
             kind: (one.count, one.bytes, one.blocked_ns, one.exposed_ns, [_sample(span) for span in one.last])
             for kind, one in self._totals.items()
         }
-        # Keys of three are groups; the longer ones are messages, which only two ranks know of.
+        # Keys of length three are groups. Longer keys are messages, which only two ranks know.
         calls = {
             key: (calls.count, calls.digest, list(calls.recent)[-RECENT:])
             for key, calls in list(self._calls.items())
@@ -142,12 +142,12 @@ class CommunicationAccumulator(Accumulator):
         if not any(rank["steps"] for rank in shared):
             return {"records": [], "apart": [], "desynchronised": []}
         shared, uncertainty_ns = on_one_clock(shared, self._clocks, _shifted)
-        # One record for each axis, not for each group: the groups along an axis do the same on other data.
+        # One record for each axis, not for each group: the groups of an axis do the same on other data.
         groups: defaultdict[tuple[Any, ...], list[tuple[dict[str, Any], CallKind]]] = defaultdict(list)
         for rank in shared:
             for kind in rank["kinds"]:
                 groups[kind.axis, kind.op, len(kind.ranks), kind.dtype, kind.bytes].append((rank, kind))
-        # Send and arrival are on different ranks: without a common clock there is no time between them.
+        # Send and arrival happen on different ranks: without a common clock, the time between them is unknown.
         arrivals = {} if uncertainty_ns is None else _message_times(shared)
         records = [_record(key, found, len(shared), uncertainty_ns, arrivals) for key, found in groups.items()]
         records.sort(key=lambda record: (record["axis"], record["op"], -(record.get("payload_bytes") or 0)))
@@ -281,7 +281,7 @@ class CommunicationProfiler(MeasuringCallback[CommunicationAccumulator]):
 def bus_factor(op: str, size: int) -> float:
     """Return the ratio of bus bandwidth to algorithm bandwidth in a group of `size` ranks."""
     op = op.removesuffix("_object")
-    # In a ring each rank sends its share n - 1 times to reduce it, and as often to gather the result.
+    # In a ring, each rank sends its share n - 1 times to reduce it, and n - 1 times to gather the result.
     if op == "all_reduce":
         return 2 * (size - 1) / size
     return (size - 1) / size if op in ("all_gather", "reduce_scatter", "all_to_all") else 1.0
@@ -301,7 +301,7 @@ def wire_factor(op: str, size: int) -> float:
 def _sample(span: Span) -> CallSample:
     length = span.end_ns - span.start_ns
     duration = span.in_flight
-    # Where nothing reported the completion, a rank that waited nearly all the time saw it itself.
+    # If the completion is unknown, a rank that waited nearly all the time saw it: the end of its wait.
     if duration is None and span.blocked_ns > 0.8 * length:
         duration = length
     waiting_ns = span.end_ns - span.blocked_ns
@@ -316,7 +316,7 @@ def _record(
     arrivals: Mapping[tuple[int, CallKind], list[int]],
 ) -> dict[str, Any]:
     axis, op, size, dtype, payload = key
-    # Kinds hold exact totals, samples only the latest calls: counts come from the former, times from the latter.
+    # Counts come from the totals of a kind, which are exact. Times come from samples of the latest calls.
     count, num_bytes, blocked_ns, exposed_ns = (sum(rank["kinds"][kind][i] for rank, kind in found) for i in range(4))
     steps = max(rank["steps"] for rank, _ in found)
     record = {"axis": axis, "op": op, "group_size": size, "dtype": dtype, "count": count / steps / num_ranks}
@@ -329,9 +329,9 @@ def _record(
         times = [time for rank, kind in found for time in arrivals.get((rank["rank"], kind), ())]
         skews: list[int] = []
     else:
-        # Ranks keep their latest samples; a call that not all still have says nothing about the last rank.
+        # Ranks keep only their latest samples. A call without the samples of all ranks has no known last rank.
         calls = [call for call in _matched(found) if len(call) == size]
-        # The time of a call is shorter than the possible error of clocks of several hosts.
+        # A call is shorter than the possible error between clocks of several hosts, so then use durations.
         latencies = [_latency(call, uncertainty_ns == 0) for call in calls]
         times = [latency for latency in latencies if latency is not None]
         known = () if uncertainty_ns is None else calls
@@ -351,7 +351,7 @@ def _record(
 
 
 def _matched(found: Iterable[tuple[dict[str, Any], CallKind]]) -> list[list[CallSample]]:
-    """Group the samples by collective: for each one, the samples of the ranks that still have it."""
+    """Group the samples by collective; ranks that no longer have a call are left out of its group."""
     calls: defaultdict[tuple[Any, ...], list[CallSample]] = defaultdict(list)
     for rank, kind in found:
         for sample in rank["kinds"][kind][-1]:
@@ -383,11 +383,11 @@ def _last_start(call: Sequence[CallSample]) -> int:
 
 
 def _latency(call: Sequence[CallSample], one_clock: bool) -> int | None:
-    """Return the nanoseconds from the last call to the end; without a common clock, of the rank that waited least."""
+    """Return the nanoseconds from the last rank's call to the end; without a common clock, the shortest duration."""
     if one_clock:
         began = _last_start(call)
         ends = [sample.start_ns + sample.duration_ns for sample in call if sample.duration_ns is not None]
-        # The source of a broadcast may end before others call.
+        # The source of a broadcast may end before other ranks call, so skip earlier ends.
         return min((end - began for end in ends if end > began), default=None)
     durations = [sample.duration_ns for sample in call if sample.duration_ns is not None]
     # The rank that called last waited for no rank, so its duration is the shortest and holds no waiting.
@@ -395,8 +395,8 @@ def _latency(call: Sequence[CallSample], one_clock: bool) -> int | None:
 
 
 def _message_times(shared: Sequence[dict[str, Any]]) -> dict[tuple[int, CallKind], list[int]]:
-    """Return the nanoseconds from send to arrival, by rank and kind, where the receiver already waited at the send."""
-    # A message is found at both ends by sender, receiver, group, tag and its number among the messages of that tag.
+    """Return the nanoseconds from send to arrival, by rank and kind, if the receiver already waited at the send."""
+    # Sender, receiver, group, tag and sequence number identify a message at both ends.
     sent: dict[tuple[Any, ...], tuple[CallKind, int]] = {}
     for rank, kind, sample in _samples_of(shared, "send"):
         sent[rank, kind.peer, kind.ranks, kind.group, sample.tag, sample.sequence] = (kind, sample.start_ns)
@@ -406,7 +406,7 @@ def _message_times(shared: Sequence[dict[str, Any]]) -> dict[tuple[int, CallKind
         if message not in sent:
             continue
         send_kind, send_ns = sent[message]
-        # A receiver that came later finds the message there; when it had arrived nobody knows.
+        # For a later receiver, the time of arrival is unknown.
         if sample.waiting_ns < send_ns:
             times[rank, kind].append(sample.end_ns - send_ns)
             times[kind.peer or 0, send_kind].append(sample.end_ns - send_ns)
@@ -422,7 +422,7 @@ def _samples_of(shared: Sequence[dict[str, Any]], op: str) -> Iterator[tuple[int
 
 
 def _apart(shared: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """List the communication aside from the steps: calls and bytes of a rank, mean over the ranks."""
+    """List the communication outside the steps: calls and bytes of a rank, mean over the ranks."""
     sums: Counter[tuple[Any, ...]] = Counter()
     for rank in shared:
         sums.update(rank["apart"])
@@ -440,16 +440,16 @@ def _apart(shared: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def _desynchronised(shared: Sequence[dict[str, Any]]) -> Iterable[dict[str, Any]]:
-    """Find the groups whose ranks did not issue the same collectives, and the ranks that differ from most of them."""
+    """Find the groups whose ranks issued different collectives, and the ranks that differ from the majority."""
     issued: defaultdict[tuple[Any, ...], dict[int, tuple[int, int, list[Any]]]] = defaultdict(dict)
     for rank in shared:
         for key, calls in rank["calls"].items():
             issued[key][rank["rank"]] = calls
     for (axis, group, _), by_rank in issued.items():
-        # A rank that issued nothing in a group has no counter there.
+        # A rank without a call in a group has no counter for it.
         verdicts = {rank: (0, 0) if rank not in by_rank else by_rank[rank][:2] for rank in group}
         present = {rank["rank"] for rank in shared}
-        # A rank that did not answer is not accused.
+        # Do not accuse a rank that did not answer.
         if not present.issuperset(group) or len(set(verdicts.values())) == 1:
             continue
         (usual, _), *_ = Counter(verdicts.values()).most_common(1)
@@ -464,7 +464,7 @@ def _difference(rank: int, reference: int, by_rank: Mapping[int, tuple[int, int,
     mine, _, my_recent = by_rank.get(rank, (0, 0, []))
     theirs, _, their_recent = by_rank.get(reference, (0, 0, []))
     head = f"rank {rank} issued {mine} collectives, rank {reference} {theirs}"
-    # Both lists end with the latest call; they are compared from the first call that both still have.
+    # Both lists end with the latest call. Compare from the first call that both ranks still have.
     first = max(mine - len(my_recent), theirs - len(their_recent))
     my_first = first - mine + len(my_recent)
     their_first = first - theirs + len(their_recent)

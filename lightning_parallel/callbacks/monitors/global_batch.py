@@ -1,4 +1,4 @@
-"""Continue with another number of replicas: the same samples in each optimizer step."""
+"""A resumed run with another number of replicas: it keeps the samples of each optimizer step."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ __all__ = ["GlobalBatch", "adapt_trainer"]
 
 @dataclass(frozen=True)
 class GlobalBatch:
-    """How the samples of an optimizer step come about.
+    """Composition of the samples of an optimizer step.
 
     Attributes:
         replicas: Number of replicas.
-        batch_size: Samples of a batch of one replica.
-        accumulate: Batches of an optimizer step.
+        batch_size: Samples in a batch of one replica.
+        accumulate: Batches of each replica in an optimizer step.
     """
 
     replicas: int
@@ -43,10 +43,10 @@ class GlobalBatch:
         return f"{self.replicas} replicas x batches of {self.batch_size} x {self.accumulate} accumulated"
 
     def kept_by(self, replicas: int, batch_size: int) -> GlobalBatch:
-        """Return how other replicas, or other batches, come to as many samples in a step.
+        """Return the composition with the same samples in a step, for other replicas or another batch size.
 
         Raises:
-            ValueError: If they cannot.
+            ValueError: If no number of accumulated batches gives the same samples.
         """
         at_once = replicas * batch_size
         if self.samples % at_once:
@@ -60,10 +60,10 @@ class GlobalBatch:
 
 
 def adapt_trainer(trainer: Trainer, first: GlobalBatch, now: GlobalBatch, patches: Patches) -> None:
-    """Let numbers that a Trainer counts in batches mean the same samples as at the first start of the run.
+    """Adapt the batch counts of a Trainer so that they mean the same samples as at the first start of the run.
 
     Raises:
-        ValueError: If one of them would be no integer, or if a callback changes how batches are accumulated.
+        ValueError: If a count would be no integer, or if a callback changes the number of accumulated batches.
     """
     if trainer.accumulate_grad_batches != now.accumulate:
         if any(is_a(callback, GradientAccumulationScheduler) for callback in trainer.callbacks):  # type: ignore[attr-defined]
@@ -81,7 +81,7 @@ def adapt_trainer(trainer: Trainer, first: GlobalBatch, now: GlobalBatch, patche
             patches.replace(trainer, name, _scaled(f"Trainer({name}={value})", value, ratio, first, now))
     steps = Fraction(now.accumulate, first.accumulate)
     for config in trainer.lr_scheduler_configs:
-        # Lightning counts batches for it, not steps.
+        # Lightning compares this frequency with the number of batches, not of optimizer steps.
         if config.interval == "step" and config.frequency > 1 and steps != 1:
             frequency = _scaled(f"a scheduler's frequency of {config.frequency}", config.frequency, steps, first, now)
             patches.replace(config, "frequency", frequency)

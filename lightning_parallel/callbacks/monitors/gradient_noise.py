@@ -1,4 +1,4 @@
-"""Gradient noise scale: the batch beyond which more samples in a step, and so more replicas, help little."""
+"""Gradient noise scale: the batch size beyond which more samples or replicas help little."""
 
 from __future__ import annotations
 
@@ -30,14 +30,14 @@ _MOST_POINTS = 1000
 
 
 class NoisePoint(NamedTuple):
-    """Figures of one rank on one step, of the elements that this rank counts.
+    """Figures of one rank in one step, over the gradient elements that this rank counts.
 
     Attributes:
         step: The optimizer step.
-        small: Mean of the squared norms of its small batches' gradients.
+        small: Mean of the squared norms of the gradients of its small batches.
         big: Squared norm of the step's gradient.
         small_samples: Samples of a small batch.
-        samples: Samples of its replica in the step.
+        samples: Samples of the rank's replica in the step.
     """
 
     step: int
@@ -50,11 +50,13 @@ class NoisePoint(NamedTuple):
 def noise_estimates(small: float, big: float, small_samples: float, big_samples: float) -> tuple[float, float]:
     """Return unbiased estimates of the squared norm of the true gradient, and of the trace of its covariance.
 
-    The covariance is taken over gradients of single samples.
+    `C` is the covariance of the gradients of single samples.
 
     Args:
         small: Mean squared norm of gradients over `small_samples` samples.
-        big: Squared norm of a gradient over `big_samples` samples, which is more.
+        big: Squared norm of a gradient over `big_samples` samples.
+        small_samples: Samples of a small batch.
+        big_samples: Samples of a step; more than `small_samples`.
 
     Source: McCandlish et al., https://arxiv.org/abs/1812.06162, appendix A.1
     """
@@ -68,9 +70,9 @@ class GradientNoiseAccumulator(Accumulator):
 
     Args:
         mesh: The mesh of all ranks.
-        rank: Of this process.
-        decay: Of the exponential means of both estimates.
-        latest: Returns the data that the ranks shared last, by rank; nothing before the first exchange.
+        rank: Rank of this process.
+        decay: Decay of the exponential means of both estimates.
+        latest: Returns the last shared data, by rank; empty before the first exchange.
         missing: Sentences on parts that are not measured.
     """
 
@@ -91,7 +93,7 @@ class GradientNoiseAccumulator(Accumulator):
 
     def keep(self, point: NoisePoint) -> None:
         """Add a measured step; a step without finite gradients is left out."""
-        # If one rank alone has met infinity, it leaves out a step that other ranks keep: such steps are not complete.
+        # If only one rank meets infinity, the other ranks keep the step. `_steps` later drops such incomplete steps.
         if isfinite(point.small) and isfinite(point.big):
             self._points.append(point)
 
@@ -102,7 +104,7 @@ class GradientNoiseAccumulator(Accumulator):
     @override
     def summarize(self, shared: Sequence[dict[str, Any]]) -> dict[str, Any]:
         missing = list(self._missing)
-        # A rank by itself knows its part only.
+        # A single rank knows only its part, so a report needs all ranks.
         steps = list(self._steps(shared)) if len(shared) == self._mesh.world_size else []
         if not steps:
             missing.append("No step was measured on all ranks.")
@@ -111,7 +113,7 @@ class GradientNoiseAccumulator(Accumulator):
         series = []
         for point in steps:
             one = noise_estimates(point.small, point.big, point.small_samples, point.samples)
-            # Means of both, since the mean of their quotient would be biased, over all steps so far.
+            # Average both terms separately over all steps so far: the mean of their quotient would be biased.
             square = self._decay * square + (1 - self._decay) * one[0]
             variance = self._decay * variance + (1 - self._decay) * one[1]
             weight = self._decay * weight + (1 - self._decay)
@@ -134,7 +136,7 @@ class GradientNoiseAccumulator(Accumulator):
         report |= {
             "noise_scale": scale,
             "critical_replicas": max(1, round(scale / replica)),
-            # Of the samples that a step would need if batches were small: 1 / (1 + B / B_noise).
+            # Share of the samples that small batches would need: 1 / (1 + B / B_noise).
             "efficiency": 1.0 / (1.0 + last.samples / scale),
             "gain_of_doubling": (1.0 + scale / last.samples) / (1.0 + scale / (2 * last.samples)),
         }
@@ -151,7 +153,7 @@ class GradientNoiseAccumulator(Accumulator):
             if len(found) < len(shared):
                 continue
             samples = {self._mesh.coordinate(rank).data_parallel: point.samples for rank, point in found}
-            # The mean over replicas weighs them alike: others are no mean over samples.
+            # The mean over replicas weighs them alike. With unequal sample counts it is no mean over samples.
             if len(set(samples.values())) > 1:
                 continue
             small, big = (sum(getattr(point, key) for _, point in found) / replicas for key in ("small", "big"))
@@ -179,11 +181,11 @@ def _total(squares: Sequence[Tensor]) -> float:
 
 
 class _BatchGradients:
-    """Squares of the gradients of single batches, as autograd hands them to parameters: before any reduction.
+    """Squared gradients of single batches, taken before any reduction.
 
     Args:
         trainer: The trainer.
-        module: The module, whose parameters are whole on this rank.
+        module: The module; this rank holds its full parameters.
     """
 
     def __init__(self, trainer: Trainer, module: LightningModule) -> None:
@@ -202,7 +204,7 @@ class _BatchGradients:
     def end(self, batches: int) -> tuple[float, float, float]:
         """Return (mean square of small batches, square of the mean, small batches of this rank)."""
         self.cancel()
-        # Lightning divides the loss of each batch by the number of batches.
+        # Lightning divides the loss of each batch by the number of batches, so multiply by its square.
         small = _total(self._squares) * batches**2 / batches
         gradients = [p.grad for p in self._module.parameters() if p.grad is not None and p.requires_grad]
         return small, _total([_square(gradient) for gradient in gradients]), batches
@@ -213,10 +215,10 @@ class _BatchGradients:
 
 
 class _ReplicaGradients:
-    """Squares of the gradients of this replica as they are sent, of the elements that this rank counts.
+    """Squared gradients of this replica before their all-reduce, over the elements that this rank counts.
 
     Args:
-        trainer: Its strategy divides the model over a mesh.
+        trainer: The trainer; its strategy shards or splits the model over a mesh.
         module: The module.
     """
 
@@ -224,7 +226,7 @@ class _ReplicaGradients:
         self._strategy = cast(Any, trainer.strategy)
         self._module = module
         engine = self._strategy.run.engine
-        # Each owner of a tied parameter has a part of its gradient. The sum is not there before the mean over replicas.
+        # Each owner of a tied parameter has a part of its gradient. The sum exists only after the mean over replicas.
         self.left_out = frozenset() if engine is None else frozenset(engine.tied)
         self._squares: dict[str, Tensor] = {}
 
@@ -245,7 +247,7 @@ class _ReplicaGradients:
         if rule is not None:
             part: Tensor = rule.owned(gradient, rank)
             return part
-        # All tensor-parallel ranks hold a replicated parameter: one rank counts it.
+        # All tensor-parallel ranks hold a replicated parameter, so only the first rank counts it.
         return gradient if rank == 0 else None
 
     def end(self, batches: int) -> tuple[float, float, float]:
@@ -380,7 +382,7 @@ class GradientNoiseScale(MeasuringCallback[GradientNoiseAccumulator]):
         assert self._gradients is not None
         batches, self._is_measuring = len(self._sizes), False
         small, big, parts = self._gradients.end(batches)
-        # At the end of an epoch, fewer are accumulated than the loss was divided by.
+        # The end of an epoch accumulates fewer batches, but Lightning divides the loss by the full number.
         if batches != trainer.accumulate_grad_batches or len(set(self._sizes)) > 1:
             return
         scaler = getattr(trainer.precision_plugin, "scaler", None)
@@ -410,7 +412,7 @@ class GradientNoiseScale(MeasuringCallback[GradientNoiseAccumulator]):
 
 
 def noise_rows(report: Mapping[str, Any]) -> list[list[str]]:
-    """Give the figures of a report in words: rows of a table; none where they are not known."""
+    """Format the figures of a report as rows of a table; no rows without a noise scale."""
     if "noise_scale" not in report:
         return []
     replicas = report["critical_replicas"]

@@ -29,7 +29,7 @@ from lightning_parallel.tracing import InFlight, Recorder, Span
 __all__ = ["EXIT_STATUS", "HangWatchdog", "Watchdog", "explain_hang"]
 
 EXIT_STATUS = 70
-"""Exit status of a process that made no progress."""
+"""Exit status of a process without progress."""
 
 GRACE_S = 5.0
 """Seconds that a rank waits for the states of other ranks; a twentieth of the deadline if that is more."""
@@ -37,27 +37,27 @@ GRACE_S = 5.0
 RankState = Mapping[str, Any]  # as `state_of_rank` writes it
 
 _LAST_SPANS = 50
-# Frames of packages and of the standard library are passed over, to show a line of the user's.
+# Skip frames of packages and of the standard library, to show a line of the user's code.
 _PACKAGES = tuple(f"{os.sep}{name}{os.sep}" for name in ("site-packages", "lightning_parallel"))
 _LIBRARY = sysconfig.get_path("stdlib")
 
 
 class Watchdog:
-    """Ends the process when it has made no progress for `deadline` seconds, and reports why.
+    """Ends the process after `deadline` seconds without progress, and reports the reason.
 
-    The ranks communicate through files in `folder`, as they may be stuck in a collective. The first rank that misses
-    its deadline creates the folder. Other ranks see it, and each rank writes its state.
+    The ranks communicate through files in `folder`, because they may be stuck in a collective. The first rank that
+    misses its deadline creates the folder. The other ranks then see the folder, and each rank writes its state.
 
         rank0.txt    stacks of all threads
         rank0.json   communication that has begun and not ended, calls made so far, last spans
         verdict.txt  the missing ranks
 
-    A process of this host that does not answer is killed: a stopped one would stay for ever.
+    The watchdog kills a process of this host that does not answer: a stopped process would never end.
 
     Args:
         rank: Rank of this process.
         processes: The processes of all ranks, by rank.
-        folder: Used by this run only, the same on all ranks; must not exist.
+        folder: The same on all ranks, and used by this run only; must not exist.
         deadline: Seconds without progress after which the process ends.
         end: Ends the process; by default with `EXIT_STATUS`.
 
@@ -94,11 +94,11 @@ class Watchdog:
 
     @property
     def started(self) -> bool:
-        """Whether it was started."""
+        """Whether the watchdog was started."""
         return self._thread.ident is not None
 
     def progress(self, where: str) -> None:
-        """Note progress: training has come to `where`."""
+        """Note progress: training has reached `where`."""
         now = time.monotonic()
         self.longest = max(self.longest, now - self._since)
         self._where = where
@@ -112,12 +112,12 @@ class Watchdog:
             self._thread.join(timeout=GRACE_S)
 
     def _watch(self) -> None:
-        # This thread goes on while the main thread waits in a collective, which releases Python's lock.
+        # A collective releases Python's lock, so this thread runs while the main thread waits in one.
         while not self._stopped.wait(min(1.0, self.deadline / 10)):
             if time.monotonic() - self._since > self.deadline or self.folder.exists():
                 try:
                     self._report()
-                except Exception as error:  # such as a full disk: stderr is what remains
+                except Exception as error:  # such as a full disk: only stderr remains
                     text = f"[rank {self.rank}] no progress in {self._where}; could not write details: {error!r}"
                     print(text, file=sys.stderr, flush=True)  # noqa: T201
                     faulthandler.dump_traceback()
@@ -139,7 +139,7 @@ class Watchdog:
         text = "\n".join(
             [f"[rank {self.rank}] no progress for {idle:.0f} s", *lines, f"details: {self.folder} [LP029]"]
         )
-        # All ranks come to the same verdict; one of them says it.
+        # All ranks reach the same verdict, so only the lowest answering rank prints it.
         if self.rank == min(states):
             write_text(self.folder / "verdict.txt", text + "\n")
             print(text, file=sys.stderr, flush=True)  # noqa: T201 - loggers may be stuck, and the process ends
@@ -214,7 +214,7 @@ class HangWatchdog(MeasuringCallback[PauseAccumulator]):
         session = self.open_session
         base = Path(self.folder or trainer.log_dir or trainer.default_root_dir)
         base = create_folder(base, session.group)
-        # The folder of rank 0 counts. A process that makes it ends the run: no other program must know its name.
+        # The folder of rank 0 counts. Creating the folder ends the run, so no other program may guess its name.
         name = f"hang-{datetime.now():%Y%m%d-%H%M%S}-{token_hex(4)}"
         by_rank = comm.all_gather_object((base / name, comm.Process.of()), session.group)
         folder = by_rank[0][0]
@@ -228,7 +228,7 @@ class HangWatchdog(MeasuringCallback[PauseAccumulator]):
 
     @override
     def on_sanity_check_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        # Not in `on_fit_start`: callbacks further down may take any time to set up.
+        # Not in `on_fit_start`: the setup of later callbacks may take any time.
         self._start()
 
     @override
@@ -271,7 +271,7 @@ class HangWatchdog(MeasuringCallback[PauseAccumulator]):
         self._progress("the end of training")
         super().on_train_end(trainer, pl_module)
         if self._watchdog is not None:
-            self._watchdog.stop()  # an export of the model may take its time
+            self._watchdog.stop()  # later work, such as an export of the model, may take any time
 
     @override
     def _leave(self) -> None:
@@ -290,7 +290,7 @@ def state_of_rank(rank: int, where: str, progress: int, idle_s: float, thread: i
     Args:
         rank: Rank of this process.
         where: The place of its last progress in training.
-        progress: How often it made progress: equal on ranks that are in step.
+        progress: Number of progress events; equal on ranks at the same place.
         idle_s: Seconds since the last progress.
         thread: Identifier of the thread that trains.
     """
@@ -302,7 +302,7 @@ def state_of_rank(rank: int, where: str, progress: int, idle_s: float, thread: i
 
 
 def _line(thread: int) -> str:
-    """Return the line that a thread is at, in the user's code if there is any on its stack."""
+    """Return the current line of a thread; in the user's code, if its stack has any."""
     frame = sys._current_frames().get(thread)
     frames = list(_walk(frame))
     if not frames:
@@ -356,7 +356,7 @@ def _torch_groups() -> dict[str, dict[str, Any]]:
     for entry in flight_recorder_entries():
         name, description = entry["process_group"]
         count = entry["collective_seq_id"]
-        # Messages have counters of their own, by pair of ranks.
+        # Skip messages: torch counts them separately, by pair of ranks.
         if not entry["is_p2p"] and count >= groups.get(name, {"count": -1})["count"]:
             last = entry["profiling_name"].partition(":")[2]
             groups[name] = {"count": count, "last": last, "name": description}
@@ -367,12 +367,12 @@ def _torch_groups() -> dict[str, dict[str, Any]]:
 
 
 def write_text(path: Path, text: str) -> None:
-    """Write a file that others see whole or not at all."""
+    """Write a file atomically: other processes see the complete file or no file."""
     put_file(path, text.encode())
 
 
 def read_states(folder: Path, world_size: int, patience_s: float) -> dict[int, RankState]:
-    """Read the states of the ranks that write one within `patience_s`."""
+    """Read the states of all ranks that write their state within `patience_s` seconds."""
     until = time.monotonic() + patience_s
     paths = {rank: folder / f"rank{rank}.json" for rank in range(world_size)}
     while time.monotonic() < until and not all(path.exists() for path in paths.values()):
@@ -381,7 +381,14 @@ def read_states(folder: Path, world_size: int, patience_s: float) -> dict[int, R
 
 
 class MissingCall(NamedTuple):
-    """A call that `rank` has not made and `waiters` wait for, since a Unix time (infinite if not known); as text."""
+    """A call that `rank` has not made, and for which `waiters` wait.
+
+    Attributes:
+        since: Unix time at which the wait began; infinite if unknown.
+        waiters: The waiting ranks.
+        rank: The missing rank.
+        text: Sentence that describes the call.
+    """
 
     since: float
     waiters: list[int]
@@ -390,10 +397,10 @@ class MissingCall(NamedTuple):
 
 
 def explain_hang(states: Mapping[int, RankState], world_size: int) -> list[str]:
-    """Name the missing ranks, and where each rank is, by the states of the answering ranks; one sentence per line."""
+    """Name the missing ranks and the place of each answering rank, in one sentence per line."""
     silent = [rank for rank in range(world_size) if rank not in states]
     lines = [f"rank {rank} does not answer: it is stopped, has ended, or holds the lock of Python" for rank in silent]
-    # Calls that a thread visibly waits for first; a wait in C++ is not visible, only that the call has not ended.
+    # Prefer calls for which a thread visibly waits. For a wait in C++, only the unfinished call is visible.
     missing = list(_missing_calls(states, waited_for=True)) or list(_missing_calls(states, waited_for=False))
     missing.sort(key=lambda call: call.since)
     waiting = {waiter for call in missing for waiter in call.waiters}
@@ -401,7 +408,7 @@ def explain_hang(states: Mapping[int, RankState], world_size: int) -> list[str]:
     roots = [call for call in missing if call.rank not in waiting]
     if not roots and not silent and missing:
         lines.append("ranks wait for each other: one rank left out a call, or made an extra call")
-        # The longest wait first; clocks and ranks are not in step enough to conclude more.
+        # List the longest wait first. The clocks of the ranks differ too much to conclude more.
         roots = missing
     lines += [call.text for call in roots]
     if not lines:
@@ -416,7 +423,7 @@ def _place(state: RankState) -> str:
 
 
 def _missing_calls(states: Mapping[int, RankState], waited_for: bool) -> Iterator[MissingCall]:
-    """Find the calls that keep ranks waiting; or the unfinished ones that no thread visibly waits for."""
+    """Find the missing calls behind unfinished communication, with or without a visible wait of a thread."""
     seen = set()
     for state in states.values():
         for flight in state.get("in_flight", ()):
@@ -427,7 +434,7 @@ def _missing_calls(states: Mapping[int, RankState], waited_for: bool) -> Iterato
 
 
 def _missing_in(flight: RankState, waiter: int, states: Mapping[int, RankState]) -> Iterator[MissingCall]:
-    """Find the ranks that have not made their part of a communication that `waiter` has begun."""
+    """Find the ranks that have not yet joined a communication of `waiter`."""
     op = flight["op"]
     ranks = flight["ranks"]
     sequence = flight["sequence"]
@@ -451,7 +458,7 @@ def _missing_in(flight: RankState, waiter: int, states: Mapping[int, RankState])
 
 
 def _count(state: RankState, flight: RankState, op: str = "", peer: int | None = None, tag: Any = None) -> int:
-    """Return the number of calls that a rank has made in the group of `flight`; messages are counted separately."""
+    """Return a rank's number of calls in the group of `flight`; messages have separate counters."""
     wanted = {"ranks": flight["ranks"], "group": flight["group"], "op": op, "peer": peer, "tag": tag}
     for calls in state.get("calls", ()):
         if all(calls[key] == value for key, value in wanted.items()):
@@ -460,7 +467,7 @@ def _count(state: RankState, flight: RankState, op: str = "", peer: int | None =
 
 
 def _ranks_behind(states: Mapping[int, RankState]) -> list[str]:
-    """Name ranks that have issued fewer of torch's collectives than others, or else made less progress."""
+    """Name ranks that issued fewer of torch's collectives than other ranks, or else made less progress."""
     by_group: dict[str, dict[int, Mapping[str, Any]]] = {}
     for rank, state in states.items():
         for name, issued in state.get("torch_groups", {}).items():

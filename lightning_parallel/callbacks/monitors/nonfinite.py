@@ -1,6 +1,7 @@
-"""Losses and gradients that are not finite: all ranks treat the step alike.
+"""Losses and gradients that are not finite: all ranks take the same action.
 
-This is no part of `AutoResume`, which communicates only for checkpoints: the guard communicates in each optimizer step.
+The guard is no part of `AutoResume`. The guard communicates in each optimizer step, and `AutoResume` only for
+checkpoints.
 """
 
 from __future__ import annotations
@@ -82,12 +83,12 @@ class NonFiniteGuard(Callback):
         if self.action == "ignore" or getattr(trainer.precision_plugin, "scaler", None) is not None:
             return
         gradients = list(_gradients(pl_module))
-        # One number, for which the host waits.
+        # Reduce to one number, so that the host waits for the device only once.
         largest = norms_of([value for _, value in gradients], math.inf)
         values = [loss.abs().max() for loss in losses] + largest
         is_finite = not values or bool(torch.stack(values).isfinite().all())
         world = Group.of(all_processes())
-        # All ranks decide alike: a rank that alone took the step would make replicas unequal.
+        # All ranks must decide alike: if a single rank took the step, replicas would differ.
         if not comm.on_any_rank([not is_finite], world)[0]:
             return
         has_loss = all(bool(loss.isfinite().all()) for loss in losses)
@@ -101,7 +102,7 @@ class NonFiniteGuard(Callback):
         self.skipped_steps += 1
         if self.action == "stop":
             trainer.should_stop = True
-        # After 1, 2, 4, 8, ... skipped steps: a run that skips each step must not fill its log.
+        # Warn after 1, 2, 4, 8, ... skipped steps: a run that skips each step must not fill its log.
         if self.skipped_steps & (self.skipped_steps - 1) == 0:
             times = f"; {self.skipped_steps} steps so far" if self.skipped_steps > 1 else ""
             rank_zero_warn(
@@ -110,7 +111,7 @@ class NonFiniteGuard(Callback):
 
 
 def _gradients(module: LightningModule) -> Iterator[tuple[str, Any]]:
-    """Yield the parts of the module's gradients that are on this rank."""
+    """Yield this rank's parts of the module's gradients."""
     for name, parameter in module.named_parameters():
         gradient: Any = parameter.grad
         if gradient is not None:
@@ -121,7 +122,7 @@ def _gradients(module: LightningModule) -> Iterator[tuple[str, Any]]:
 
 
 def _described(found: list[tuple[bool, str]]) -> str:
-    """Name ranks and values that are not finite: ranks with such a loss first, then ranks that got it by reduction."""
+    """Name the ranks and values that are not finite: losses first, because their ranks cause the fault."""
     by_loss = [str(rank) for rank, (is_finite, _) in enumerate(found) if not is_finite]
     by_name: dict[str, list[str]] = {}
     for rank, (_, name) in enumerate(found):

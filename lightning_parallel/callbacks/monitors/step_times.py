@@ -1,4 +1,4 @@
-"""The time of each step: how it divides into phases, and which rank is later than its peers."""
+"""The time of each step: its phases, and the ranks that are slower than their peers."""
 
 from __future__ import annotations
 
@@ -46,10 +46,10 @@ _HEADS = {
     "checkpoint": "check-\npoint",
     "validation": "valid-\nation",
 }
-"""Heads of the table: all of its columns fit into 80."""
+"""Headers of the table: all columns together fit into 80 characters."""
 
 KEPT = 256
-"""Steps that the ranks compare at most, evenly spread over the run."""
+"""Largest number of steps that the ranks compare, evenly spread over the run."""
 
 
 # ---------------------------------------------------------------------------------------------------------- breakdown
@@ -75,13 +75,13 @@ class BreakdownAccumulator(Accumulator):
     @override
     def add(self, window: Window) -> None:
         self._steps += 1
-        # By step, as only the waits of the same step can be compared between ranks.
+        # Keyed by step: ranks can compare only the waits of the same step.
         self._waits.add(window.step, window.phases.get(EXPOSED, 0))
         self.end(window)
 
     @override
     def end(self, window: Window) -> None:
-        # A user's span may have a phase that is not among ours; the sum must still be the wall time.
+        # A user's span may have an unknown phase. It counts as other, so that the sum stays the wall time.
         for phase, duration_ns in window.phases.items():
             self._total[phase if phase in PHASES else OTHER] += duration_ns
         self._total[HIDDEN] += hidden_ns(window.spans)
@@ -94,13 +94,13 @@ class BreakdownAccumulator(Accumulator):
     def _means(self, total_ns: Mapping[str, int], steps: int) -> dict[str, float]:
         """Return seconds per step; `wall` is the sum of the phases."""
         wall = sum(total_ns[phase] for phase in PHASES)
-        # In tables and files the hidden communication stands next to the exposed one.
+        # Tables and files show hidden communication next to exposed communication.
         phases = {phase: total_ns[phase] for phase in (*PHASES[:4], HIDDEN, *PHASES[4:])}
         return {key: value / steps / 1e9 for key, value in {"wall": wall, **phases}.items()}
 
     @override
     def summarize(self, shared: Sequence[dict[str, Any]]) -> dict[str, Any]:
-        # A rank that ended no step has no means to show.
+        # A rank without a finished step has no means.
         report: dict[str, Any] = {"ranks": [rank["row"] for rank in shared if rank["waits"]]}
         # With a rank missing, the shortest wait of the known ranks would be no bound.
         if len(report["ranks"]) == len(shared) > 1:
@@ -112,7 +112,7 @@ class BreakdownAccumulator(Accumulator):
         steps = self._steps - self._steps_logged
         if steps == 0:
             return {}
-        # Since the last logging: in a mean over the whole run a change would be slow to show.
+        # Only since the last logging: a mean over the whole run would show a change late.
         recent = Counter({phase: self._total[phase] - self._logged[phase] for phase in self._total})
         self._logged = self._total.copy()
         self._steps_logged = self._steps
@@ -191,10 +191,10 @@ class StepBreakdown(MeasuringCallback[BreakdownAccumulator]):
         title = f"Where a step goes: milliseconds, mean of {report['steps']} steps"
         table = Table(title=title, box=box.SIMPLE_HEAD, padding=0)
         keys = ["wall", *PHASES[:4], HIDDEN, *PHASES[4:]]
-        # Phases that no rank spent time in are left out.
+        # Leave out phases in which no rank spent time.
         shown = [key for key in keys if any(rank.get(key, 0.0) > 0 for rank in ranks)]
         for header in ("rank", *(_HEADS.get(key, key) for key in shown)):
-            # What is too narrow is folded: two that are cut off may look the same.
+            # Fold headers that are too narrow: two truncated headers may look the same.
             table.add_column(header, justify="right", overflow="fold")
         for rank in ranks:
             table.add_row(str(rank["rank"]), *(_milliseconds(rank[key]) if key in rank else "-" for key in shown))
@@ -207,13 +207,13 @@ def _milliseconds(seconds: float) -> str:
 
 
 def training_seconds(rank: Mapping[str, Any]) -> float:
-    """Return the time of a step on a rank without validation and checkpoints, which are no part of it."""
+    """Return the seconds of a step on a rank, without validation and checkpoints."""
     seconds: float = rank["wall"] - rank.get("validation", 0.0) - rank.get("checkpoint", 0.0)
     return seconds
 
 
 def _least_waits(shared: Sequence[Mapping[str, Any]]) -> list[float]:
-    """Find the shortest wait among the ranks of each pipeline stage in a step: seconds, mean over the steps."""
+    """Return, for each pipeline stage, the shortest wait of its ranks in a step: seconds, mean over the steps."""
     by_stage: dict[int, list[dict[int, int]]] = {}
     for rank in shared:
         by_stage.setdefault(rank["row"]["coordinate"][PIPELINE], []).append(rank["waits"])
@@ -225,10 +225,10 @@ def _least_waits(shared: Sequence[Mapping[str, Any]]) -> list[float]:
 
 
 def hidden_ns(spans: Iterable[Span]) -> int:
-    """Return the time for which collectives were in flight while the thread that trains did other things.
+    """Return the time for which collectives were in flight while the training thread worked.
 
-    A collective that was complete before it was waited for counts only if something reported when. Messages between
-    pipeline stages are left out: the schedule hides them, see `PipelineTimeline`.
+    A collective that completed before its wait counts only if its completion time is known. Messages between pipeline
+    stages are left out: the schedule hides them, see `PipelineTimeline`.
     """
     flights: list[tuple[int, int]] = []
     stalls: list[tuple[int, int]] = []
@@ -241,7 +241,7 @@ def hidden_ns(spans: Iterable[Span]) -> int:
             continue
         if span.in_flight is not None:
             flights.append((span.start_ns, span.complete_ns))
-        # Whose time is exposed by a wait of another thread, that wait is among the stalls.
+        # If a wait for another thread exposes the collective, that wait is among the stalls already.
         if span.exposed_ns == span.blocked_ns:
             stalls.append((span.end_ns - span.blocked_ns, span.end_ns))
     # Collectives may overlap: the union counts each moment once.
@@ -261,10 +261,10 @@ def union_ns(intervals: Iterable[tuple[int, int]]) -> int:
 # --------------------------------------------------------------------------------------------------------- stragglers
 
 WORK = ("data_wait", "forward", "backward", "optimizer", OTHER)
-"""Phases in which a rank works. In other phases it waits for ranks, or has work that its peers need not do."""
+"""Phases in which a rank works. In the other phases it waits for ranks, or does work that its peers need not do."""
 
 MIN_STEPS = 20
-"""Steps below which nothing is concluded."""
+"""Least number of steps for a conclusion."""
 
 LATE_SHARE = 0.75
 """Share of the steps in which a straggler is late."""
@@ -282,10 +282,10 @@ class RankLateness:
 
     Attributes:
         rank: Global rank.
-        own: Seconds of work per step; the median, as all figures.
-        excess: Seconds by which that is longer than the median of its peers.
+        own: Seconds of work per step. All figures are medians over the steps.
+        excess: Seconds by which the work exceeds the median of its peers.
         late: Share of the steps in which the excess is above the threshold.
-        cause: The phase that covers most of the excess, if one covers enough of it.
+        cause: The phase that covers most of the excess; None if no phase covers enough of it.
     """
 
     rank: int
@@ -302,20 +302,20 @@ def compare_peers(
 
     Args:
         ranks: The peers, at least two.
-        steps: Each rank's times in the steps that all of them have.
+        steps: The times of each rank in the steps that all ranks have.
         threshold: Share of the step's time by which a late rank exceeds the median of its peers.
     """
     found = []
-    # Of the whole step, with its waits: that is about as long on all peers.
+    # A share of the full step with its waits, because the full step is about equally long on all peers.
     limits = [threshold * median(step[peer]["wall"] for peer in ranks) for step in steps]
     for rank in ranks:
         excesses = [_excess(step, rank, WORK) for step in steps]
         late = sum(excess > limit for excess, limit in zip(excesses, limits)) / len(steps)
-        # Medians: a few steps that are far slower, such as steps with a checkpoint, must not make a straggler.
+        # Medians: a few far slower steps, such as steps with a checkpoint, must not make a straggler.
         typical = median(excesses)
         by_phase = {phase: median(_excess(step, rank, [phase]) for step in steps) for phase in WORK}
         cause = max(by_phase, key=lambda phase: by_phase[phase])
-        # Phases have noise of their own, so that some phase is always the largest; it need not explain anything.
+        # Noise alone makes some phase the largest, so the largest phase need not explain the excess.
         is_explained = typical > 0 and by_phase[cause] >= CAUSE_SHARE * typical
         own = median(_work(step[rank], WORK) for step in steps)
         found.append(RankLateness(rank, own, typical, late, cause if is_explained else None))
@@ -324,7 +324,7 @@ def compare_peers(
 
 def _excess(step: Mapping[int, WorkTimes], rank: int, phases: Sequence[str]) -> float:
     """Return the seconds by which `rank` exceeds the median of its peers."""
-    # Without the rank itself, which would be half of its reference among two peers.
+    # Without the rank itself: of two peers, it would be half of the reference.
     others = [_work(times, phases) for other, times in step.items() if other != rank]
     return _work(step[rank], phases) - median(others)
 
@@ -334,7 +334,7 @@ def _work(times: WorkTimes, phases: Sequence[str]) -> float:
 
 
 class StragglerAccumulator(Accumulator):
-    """Keeps this rank's times of work in steps that all ranks keep.
+    """Keeps this rank's work times in a sample of the steps; all ranks sample the same steps.
 
     Args:
         rank_info: `rank` and `coordinate` of this process.
@@ -369,7 +369,7 @@ class StragglerAccumulator(Accumulator):
             }
         stragglers = [
             {"rank": one.rank, "cause": one.cause, "excess": one.excess}
-            # Worst first, as the table and the page list them.
+            # Worst first, the order of the table and of the page.
             for one in sorted(found, key=lambda one: -one.excess)
             if one.late >= LATE_SHARE
         ]
@@ -377,7 +377,7 @@ class StragglerAccumulator(Accumulator):
         return {"stragglers": stragglers, "ranks": rows}
 
     def _compare(self, shared: Sequence[dict[str, Any]]) -> list[RankLateness]:
-        """Compare the ranks at each pipeline and tensor coordinate, which do the same work on other data."""
+        """Compare the ranks of each pipeline and tensor coordinate: they do the same work on other data."""
         peers: dict[tuple[int, int], list[int]] = {}
         for rank in shared:
             coordinate = rank["coordinate"]
@@ -385,7 +385,7 @@ class StragglerAccumulator(Accumulator):
         steps = {rank["rank"]: rank["steps"] for rank in shared}
         found: list[RankLateness] = []
         for ranks in peers.values():
-            # Ranks sample the same steps, but one that did not answer lately has fewer.
+            # All ranks sample the same steps, but a rank that did not answer lately has fewer.
             common = sorted(set.intersection(*(set(steps[rank]) for rank in ranks)))
             if len(ranks) > 1 and len(common) >= MIN_STEPS:
                 together = [{rank: steps[rank][number] for rank in ranks} for number in common]

@@ -18,14 +18,15 @@ __all__ = ["NOT_COMPARED", "ClockOffset", "CudaClock", "clock_id", "compare_cloc
 
 PINGS = 16
 ANCHOR_MS = 1000.0
-"""CUDA gives the time between two events in single precision: over a second, to less than a tenth of a microsecond."""
+"""Longest distance between two events. CUDA measures it in single precision: below 0.1 microseconds over a second."""
 
 
 class CudaClock:
     """Reads the time of a CUDA device from events in its streams, after the fact.
 
-    Host and device time are compared once, when the clock is made. From then on times are differences between events,
-    to an event at most a second earlier. The two oscillators drift apart by some microseconds a second at most.
+    The clock compares host and device time once, when it is created. Every later time is a difference between two
+    events, of which the earlier is about a second old at most. The two oscillators drift apart by a few microseconds
+    per second.
 
     Args:
         device: A CUDA device.
@@ -39,7 +40,8 @@ class CudaClock:
         torch.cuda.synchronize(device)
         self._anchor = self.mark()
         self._anchor.synchronize()
-        self._anchor_ns = perf_counter_ns()  # the host wakes up some microseconds late, once and for all
+        # The host wakes up some microseconds late. The error is constant, so differences between times are exact.
+        self._anchor_ns = perf_counter_ns()
 
     def mark(self) -> torch.cuda.Event:
         """Put a mark into the current stream."""
@@ -48,23 +50,24 @@ class CudaClock:
         return event
 
     def is_on_main_stream(self) -> bool:
-        """Return whether the current stream is the one in which the clock was made: the one that computes."""
+        """Return whether the current stream is the compute stream, in which the clock was created."""
         return torch.cuda.current_stream(self._device) == self._main
 
     def is_main(self, stream: Any) -> bool:
-        """Return whether `stream`, the current one where it is None, is the one that computes."""
+        """Return whether `stream` is the compute stream. None stands for the current stream."""
         return stream is None or stream == self._main
 
     def completion(self, work: Any, lane: Hashable) -> torch.cuda.Event:
-        """Make a mark that is passed when `work` is complete, without delaying the stream that computes.
+        """Create a mark that is passed when `work` is complete, without delaying the compute stream.
 
         Args:
-            work: Torch's handle. The caller keeps its tensors: torch lets go of them at the first wait, which is here.
-            lane: What completes in the order of its start, such as a group.
+            work: Torch's handle. The caller must keep its tensors: torch releases them at the first wait, which is
+                here.
+            lane: Key of a sequence whose operations complete in the order of their start, such as a group.
         """
         event = torch.cuda.Event(enable_timing=True)
         side = self._lanes[lane]
-        # `work.wait()` makes the current stream wait, so it must not be the one that computes.
+        # `work.wait()` makes the current stream wait, so the current stream must not be the compute stream.
         with torch.cuda.stream(side):
             work.wait()
             event.record(side)
@@ -78,7 +81,7 @@ class CudaClock:
         """Return when the device passed `mark`, in `perf_counter_ns`."""
         elapsed_ms = self._anchor.elapsed_time(mark)
         time_ns = self._anchor_ns + round(elapsed_ms * 1e6)
-        # Distances stay short, so that single precision does: marks are read in the order of their time.
+        # Marks are read in the order of their time. The anchor moves along, so single precision stays good enough.
         if elapsed_ms > ANCHOR_MS:
             self._anchor = mark
             self._anchor_ns = time_ns
@@ -111,13 +114,13 @@ class ClockOffset(NamedTuple):
 def compare_clocks(group: Group, clock_id: str, now: Callable[[], int] = perf_counter_ns) -> ClockOffset:
     """Compare the clocks of all ranks of `group` with the clock of its first rank; every rank must call it.
 
-    Ranks with the same `clock_id` read the same clock. For every other clock, one rank exchanges 16 messages with the
-    first rank. The fastest round trip bounds the offset best: the answer was given at some moment within it.
+    Ranks with the same `clock_id` read the same clock. For every other clock, one rank makes 16 round trips to the
+    first rank. The fastest round trip bounds the offset best: the first rank answered at some moment within the trip.
 
     Args:
         group: All ranks; on CPU.
         clock_id: Identifies the clock that this rank reads.
-        now: Reads it.
+        now: Reads the clock.
     """
     ids = comm.all_gather_object(clock_id, group)
     # One rank for each clock: other ranks on its host read the same clock.
@@ -150,20 +153,20 @@ def on_one_clock(
         shift: Adds nanoseconds to all times in the data of a rank.
 
     Returns:
-        The data, and the nanoseconds by which a time between two ranks may be off. These are None if a clock is
+        The data, and the possible error of a time between two ranks, in nanoseconds. The error is None if a clock is
         unknown; the times are then unchanged.
     """
     if clocks is None:
         return shared, 0
     if not clocks.keys() >= {rank["rank"] for rank in shared}:
         return shared, None
-    # Two ranks are involved in a time between ranks: at worst the two least certain ones.
+    # A time between ranks involves two ranks: at worst the two least certain ranks.
     uncertainties = sorted(clocks[rank["rank"]].uncertainty_ns for rank in shared)
     return [shift(rank, clocks[rank["rank"]].offset_ns) for rank in shared], sum(uncertainties[-2:])
 
 
 def _ask(group: Group, now: Callable[[], int]) -> tuple[int, int]:
-    """Ask the first rank for its time; returns the offset of its clock, and the possible error."""
+    """Ask the first rank for its time; return the offset of its clock, and the possible error."""
     answer = torch.zeros(1, dtype=torch.int64)
     trips = []
     for _ in range(PINGS):
@@ -172,7 +175,7 @@ def _ask(group: Group, now: Callable[[], int]) -> tuple[int, int]:
         comm.irecv(answer, group, 0).wait()
         end = now()
         trips.append((end - begin, int(answer.item()) - (begin + end) // 2))
-    # The answer was given between `begin` and `end`: half the trip is the largest possible error.
+    # The first rank answered between `begin` and `end`, so the error is at most half of the trip.
     length, offset = min(trips)
     return offset, (length + 1) // 2
 
@@ -188,7 +191,7 @@ def _answer(group: Group, asker: int, now: Callable[[], int]) -> None:
 def clock_id() -> str:
     """Identify the clock that `perf_counter_ns` reads: one boot of one host, in one time namespace."""
     namespace = Path("/proc/self/ns/time")
-    # Containers on one host share its clock unless they have a time namespace; elsewhere than on Linux the name serves.
+    # Containers on one host share its clock unless they have a time namespace. Other systems than Linux use the name.
     if not (comm.boot_id() and namespace.is_symlink()):
         return platform.node()
     return f"{comm.boot_id()} {namespace.readlink()}"

@@ -1,7 +1,7 @@
 """Records communication of other code: Lightning, DDP, FSDP, DeepSpeed, DTensor, the user.
 
-Inside `trace_collectives`, all operations that pass through the dispatcher of PyTorch are recorded, from C++ as from
-Python. So is each time for which the thread that trains, or the stream that computes, stands still for communication:
+`trace_collectives` records all operations that pass through the dispatcher of PyTorch, from C++ and from Python. It
+also records the times in which the training thread, or the compute stream, stands still for communication:
 
 ```
  the wait is                          seen by           charged by                      the call ends
@@ -46,10 +46,10 @@ EXPOSED = "communication_exposed"
 
 
 class CollectiveTracer:
-    """Names the groups of communication of other code, and keeps calls that have not ended.
+    """Names the process groups of other code, and keeps its calls that have not ended.
 
     Args:
-        axes: Mesh axis of groups by their ranks; other groups are called `world`.
+        axes: Mesh axis of a group, by its ranks; every other group is called `world`.
         default: Name of the default group.
     """
 
@@ -57,8 +57,8 @@ class CollectiveTracer:
         self._axes = dict(axes)
         self._default = default
         self._groups: dict[Any, tuple[str, tuple[int, ...], str, bool]] = {}
-        # By handle, in the order of their issue. Threads of autograd begin calls, and the training thread ends them. A
-        # kept handle is the same object when its caller asks for it, and keeps its tensors no longer than the caller.
+        # By handle, in the order of their issue. Threads of autograd begin calls, and the training thread ends them.
+        # Keeping the handle keeps its identity: the caller's later wait finds its flight by the same object.
         self._open: dict[Any, InFlight] = {}
         self._lock = threading.Lock()
         self._thread = threading.local()
@@ -66,7 +66,7 @@ class CollectiveTracer:
         self._graph_end: Any = None
 
     def group(self, process_group: Any) -> tuple[str, tuple[int, ...], str, bool]:
-        """Axis, ranks and name of a group, and whether devices carry its messages."""
+        """Return axis, ranks and name of a group, and whether devices carry its messages."""
         found = self._groups.get(process_group)
         if found is None:
             found = self._groups[process_group] = self._describe(process_group)
@@ -76,7 +76,7 @@ class CollectiveTracer:
         try:
             ranks = tuple(dist.get_process_group_ranks(process_group))
             backend = backend_of(process_group)
-        except (KeyError, RuntimeError, ValueError):  # made by hand, so that torch does not know its ranks
+        except (KeyError, RuntimeError, ValueError):  # created by hand: torch does not know its ranks
             return "world", tuple(range(process_group.size())), "", False
         axis = self._default if process_group is all_processes() else self._axes.get(ranks, "world")
         return axis, ranks, getattr(process_group, "group_name", ""), "nccl" in backend
@@ -84,24 +84,24 @@ class CollectiveTracer:
     # ------------------------------------------------------------------------------------------------ intercepted calls
 
     def is_listening(self) -> bool:
-        """Return whether something records, and `comm` does not record the present call of the thread by itself."""
+        """Return whether a recorder is active, and `comm` does not already record the thread's current call."""
         if tracing.active() is None:
             return False
         known = comm.current_call()
-        return known is None or known.dtype is None  # of Python objects `comm` does not know the size
+        return known is None or known.dtype is None  # `comm` does not know the size of Python objects
 
     def issue(self, collective: Collective, call: Callable[[], Any]) -> None:
         """Record an operation, unless `comm` does."""
         active = tracing.active()
         known = comm.current_call()
         if active is None or known is not None:
-            # Of Python objects `comm` does not know the size.
+            # `comm` does not know the size of Python objects, so add the sizes of their messages.
             if known is not None and known.dtype is None and collective.payload and known.op != "barrier":
                 known.bytes = (known.bytes or 0) + _size_bytes(collective)
             call()
             return
         axis, ranks, name, on_device = self.group(collective.process_group)
-        if len(ranks) == 1:  # the user's code speaks to the only replica
+        if len(ranks) == 1:  # a group of one rank sends nothing
             call()
             return
         self.note_backward()
@@ -112,9 +112,9 @@ class CollectiveTracer:
             flight.complete = active.now()
             flight.finish(flight.complete)
         elif on_device and is_coalescing(collective.process_group):
-            flight.finish()  # it has not begun: torch issues it with others, by a call that is not seen here
+            flight.finish()  # not begun yet: torch issues it with other operations, in a call that is not intercepted
         elif collective.is_waited_for and active.clock is None:
-            self._thread.next = work, flight  # the wait tells when it is complete
+            self._thread.next = work, flight  # the wait follows at once, and its end is the completion
         else:
             self._leave_open(active, flight, work, collective.tensors, on_device)
 
@@ -130,10 +130,10 @@ class CollectiveTracer:
     def _leave_open(
         self, active: Recorder, flight: InFlight, work: Any, tensors: Sequence[Tensor], on_device: bool
     ) -> None:
-        """Note when `work` completes, until something waits for it."""
-        # The caller may let go of them: torch keeps them only until something waits, which may be our clock.
+        """Keep the flight of `work` open until something waits for `work`, and note its completion."""
+        # The caller may release the tensors. Torch keeps them only until the first wait, which may be our clock.
         flight.tensors = tensors
-        # On CUDA work has no callback at its completion, only a stream that can wait for it.
+        # On CUDA, work has no callback at its completion. Only a stream can wait for it.
         flight.watch(work, on_device and bool(tensors) and tensors[0].is_cuda)
         with self._lock:
             self._open[work] = flight
@@ -153,7 +153,7 @@ class CollectiveTracer:
             with self._lock:
                 flight = self._open.pop(work, None)
         if flight is None:
-            # Several operations that were issued as one, or a wait of another thread's.
+            # Several operations were issued as one, or another thread has waited already.
             with tracing.waiting("communication"):
                 return call()
         begin = active.now()
@@ -161,17 +161,17 @@ class CollectiveTracer:
             result = call()
         if active.clock is None:
             end = active.now()
-            # Torch waited at once, so that the end of the wait is the end of the communication.
+            # Torch waited at once, so the end of the wait is the end of the communication.
             if following is not None and flight.complete is None:
                 flight.complete = end
             flight.note_wait(begin, end)
-        flight.tensors = ()  # as torch, which lets go of them here
-        # Where another stream waits the host goes on, and so does the stream that computes.
+        flight.tensors = ()  # torch releases the tensors here, too
+        # If another stream waits, both the host and the compute stream go on.
         flight.finish(flight.complete if active.clock is not None and not active.is_computing() else None)
         return result
 
     def wait_tensor(self, tensor: Tensor, call: Callable[[], Any]) -> Any:
-        """Record the wait for a functional collective, of which nothing but a result is known."""
+        """Record the wait for a functional collective. The caller knows only its result, not its handle."""
         if not self._open or tensor.is_meta:
             return call()
         address = storage_address(tensor.untyped_storage())
@@ -184,7 +184,7 @@ class CollectiveTracer:
         return self.wait(works[0], call) if works else call()
 
     def finish(self, call: Callable[[], Any]) -> Any:
-        """Record operations that are issued and waited for in one call."""
+        """Record operations that one call both issues and waits for."""
         active = tracing.active()
         if active is None or comm.current_call() is not None or not active.is_computing():
             return call()
@@ -200,7 +200,7 @@ class CollectiveTracer:
             self._end_together(active, flights, end)
 
     def _end_together(self, active: Recorder, flights: Sequence[InFlight], end: Any) -> None:
-        """End flights that C++ has waited for, one after the other, until `end`."""
+        """End flights for which C++ has waited, one after the other, until `end`."""
         if active.clock is not None:
             for flight in flights[-1:]:
                 flight.block(flight.released, end)
@@ -208,7 +208,7 @@ class CollectiveTracer:
             reached = 0
             for flight in flights:
                 complete = end if flight.complete is None else flight.complete
-                # Times that overlap would be counted twice.
+                # Begin after the last completion: overlapping times would be counted twice.
                 begin = max(reached, flight.released)
                 reached = max(begin, complete)
                 flight.block(begin, reached)
@@ -216,7 +216,7 @@ class CollectiveTracer:
             flight.finish(end if flight.complete is None else flight.complete)
 
     def wait_event(self, event: Any, stream: Any, call: Callable[[], Any]) -> Any:
-        """Record how long the stream that computes stands still for another one while communication is in flight."""
+        """Record how long the compute stream stands still for another stream while communication is in flight."""
         active = tracing.active()
         clock = None if active is None else active.clock
         if active is None or clock is None or not active.in_flight or not active.is_computing():
@@ -229,13 +229,13 @@ class CollectiveTracer:
     # ---------------------------------------------------------------------------------------------- backward passes
 
     def note_backward(self) -> bool:
-        """Watch for the end of the backward pass that runs in this thread; returns whether one does."""
+        """Watch for the end of the backward pass in this thread; return whether a backward pass runs."""
         graph = current_graph_task_id()
         if graph == -1:
             return False
         active = tracing.active()
         if graph != self._graph and active is not None:
-            # Passes may be nested in others, as with activation checkpointing: the end of the last one counts.
+            # Backward passes may be nested, as with activation checkpointing. The end of the last pass counts.
             self._graph = graph
             self._graph_end = None
             on_graph_end(lambda: self._note_graph_end(active))
@@ -245,14 +245,14 @@ class CollectiveTracer:
         self._graph_end = active.now()
 
     def finish_pending(self, active: Recorder, source: str | None = None) -> None:
-        """End complete operations, and charge the waits of a backward pass since it had no node left to run.
+        """End complete operations, and charge the waits of a backward pass after its last node.
 
         Only C++ has waited for these operations: the buckets of DDP, and work that its communication hooks gave to
         other threads and streams.
 
         Args:
             active: The recorder.
-            source: The phase in which it waited; by default the innermost phase.
+            source: The phase of the wait; by default the innermost phase.
         """
         begin, self._graph_end = self._graph_end, None
         with self._lock:
@@ -265,7 +265,7 @@ class CollectiveTracer:
             if active.clock is None:
                 end = self._charge_on_host(active, begin, flights, max(beside, default=begin))
             else:
-                # Marks of a device have no order before they are read; streams pass them in the order of their issue.
+                # Marks of a device have no order before they are read. Streams pass them in the order of their issue.
                 end = self._charge_on_device(active, begin, flights, beside)
             active.reassign(EXPOSED, begin, end, source)
         for flight in flights:
@@ -291,7 +291,7 @@ class CollectiveTracer:
         return flights[-1].complete
 
     def end_step(self, active: Recorder) -> None:
-        """End complete operations, and operations of earlier steps for which nothing waited."""
+        """End complete operations, and operations of earlier steps that had no wait."""
         self.finish_pending(active, source="forward")
         with self._lock:
             old = [work for work, flight in self._open.items() if flight.step < active.step]
@@ -301,8 +301,8 @@ class CollectiveTracer:
 
 
 def _is_complete(work: Any, flight: InFlight) -> bool:
-    """Tell whether an operation is over; on the host, its flight then has the time of its completion."""
-    # A wait in C++ ends before the thread of gloo has noted the completion.
+    """Return whether an operation is complete; on the host, also set the completion time of its flight."""
+    # A wait in C++ may end before the thread of gloo has noted the completion, so ask the future.
     if flight.complete is None and flight.clock is None:
         with suppress(AttributeError, RuntimeError):  # not every operation has a future
             if work.get_future().done():
@@ -320,7 +320,7 @@ def tracer_for(trainer: Trainer, mesh: Mesh) -> CollectiveTracer:
     axes: dict[tuple[int, ...], str] = {}
     for axis in AXES:
         axes.update({tuple(ranks): axis for ranks in mesh.peers(axis) if len(ranks) > 1})
-    # Strategies of others use the default group for the axis of all ranks, if there is one: replicas, or a device mesh.
+    # Strategies of Lightning use the default group for the axis that spans all ranks, if there is such an axis.
     whole = [axis for axis in AXES if mesh.size(axis) == mesh.world_size]
     return CollectiveTracer(axes, "world" if hasattr(trainer.strategy, "groups") or not whole else whole[0])
 

@@ -52,7 +52,7 @@ __all__ = [
 ]
 
 VERSION = 1
-"""Version of the keys of all reports; changes when the meaning of a key does."""
+"""Version of the keys of all reports; changes when the meaning of a key changes."""
 
 
 A = TypeVar("A", bound=Accumulator)
@@ -99,7 +99,7 @@ class MeasuringCallback(Callback, ABC, Generic[A]):
     ) -> None:
         check_integer("every_n_batches", every_n_batches, least=1)
         check_integer("warmup_batches", warmup_batches, least=0)
-        # `DataShardingMonitor` audits every n batches and sets the public name; ranks exchange at this pace still.
+        # `DataShardingMonitor` sets the public name to its own interval. The ranks still exchange at the private one.
         self.every_n_batches = every_n_batches
         self._every_n_batches = every_n_batches
         self.warmup_batches = warmup_batches
@@ -210,7 +210,7 @@ class MeasuringCallback(Callback, ABC, Generic[A]):
         folder = Path(dirpath)
         report = self.report()
         folder.mkdir(parents=True, exist_ok=True)
-        # `allow_nan=False`: Python would write NaN, which is not JSON and which browsers refuse.
+        # `allow_nan=False`: Python would write NaN, which is not JSON; browsers cannot parse it.
         text = json.dumps(report, indent=1, allow_nan=False)
         put_file(folder / f"{self.name}.json", text.encode())
         rows = [_flat(row) for row in self.rows(report)]
@@ -225,20 +225,20 @@ class MeasuringCallback(Callback, ABC, Generic[A]):
 
     @override
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        # A callback may measure one `fit` after another; results of the last one must not be taken for new ones.
+        # A callback may measure one `fit` after another. Results of an earlier `fit` must not pass for new results.
         self._report = None
         self._accumulator = None
         self.session = session = Session.of(trainer)
         if self.dirpath is not None:
             create_folder(Path(self.dirpath), self.session.group)
-        # Creating it may communicate, so all ranks must get here in the order of their callbacks.
+        # Creating the accumulator may communicate, so all ranks must get here in the order of their callbacks.
         self._accumulator = self.accumulate(trainer, pl_module)
         session.join(self._accumulator, self._every_n_batches, self.warmup_batches)
 
     @property
     def _led(self) -> Session | None:
         """Return the session if this callback leads it: the callback of the first member, or any without a member."""
-        # As long as nobody has joined, a callback that fails in `on_fit_start` has to close the session.
+        # While the session has no member, a callback that fails in `on_fit_start` has to close the session.
         session = self.session
         return session if session is not None and session.is_led_by(self._accumulator) else None
 
@@ -249,7 +249,7 @@ class MeasuringCallback(Callback, ABC, Generic[A]):
 
     @override
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        # Lightning's profiler names single actions of validation only. Before training (sanity check) nothing records.
+        # Lightning's profiler has no action for validation as a whole. No recorder exists in the sanity check.
         if self._led is not None and self._led.recorder is not None:
             self._led.recorder.enter("validation")
 
@@ -267,7 +267,7 @@ class MeasuringCallback(Callback, ABC, Generic[A]):
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        # Before the scalars: they include this step.
+        # The step must end before the scalars are read, because they include this step.
         if self._led is not None:
             self._led.end_step()
         session = self.open_session
@@ -276,7 +276,7 @@ class MeasuringCallback(Callback, ABC, Generic[A]):
             session.bar |= self.bar_items(self._summarize(session))
         if trainer.loggers and should_update_logs(trainer):
             session.hand_out()
-            # Straight to the loggers: values that `log` of the module gets become metrics of the module, too.
+            # Not through `log` of the module: its values would become metrics that other callbacks monitor.
             scalars = self.accumulator.scalars()
             for logger in trainer.loggers if scalars else ():
                 logger.log_metrics(scalars, step=logged_step(trainer))
@@ -301,7 +301,7 @@ class MeasuringCallback(Callback, ABC, Generic[A]):
         self._leave()
 
     def _leave(self) -> None:
-        # After an error there was no `on_train_end`; the report holds the values exchanged until then.
+        # After an error Lightning skips `on_train_end`. The report then holds the values exchanged so far.
         if self.session is not None and self._accumulator is not None and self._report is None:
             self._report = self._summarize(self.session)
         if self._led is not None:
@@ -319,10 +319,10 @@ class MeasuringCallback(Callback, ABC, Generic[A]):
 
 @contextmanager
 def errors_as_warnings(what: str) -> Iterator[None]:
-    """Turn errors of the block into warnings: work after training must not end a run that went well.
+    """Turn errors of the block into warnings: work after training must not fail a successful run.
 
     Args:
-        what: What failed, as the beginning of the warning.
+        what: The failed action, as the beginning of the warning.
     """
     try:
         yield
@@ -340,19 +340,19 @@ def create_folder(path: Path, group: Group) -> Path:
     def make() -> Path:
         try:
             path.mkdir(parents=True, exist_ok=True)
-            with TemporaryFile(dir=path):  # permissions alone would not show a file system that is full or read-only
+            with TemporaryFile(dir=path):  # permissions alone do not show a full or read-only file system
                 return path
         except OSError as error:
             raise ValueError(f"The folder for profiles must be writable; got {path}: {error}") from error
 
-    # An error of the first rank reaches all: otherwise they would wait for it until the deadline.
+    # An error of the first rank must reach all ranks: otherwise they would wait for it until the deadline.
     return comm.broadcast_from(make, group)
 
 
 def finite(value: Any) -> Any:
     """Convert nested dicts and lists for JSON, which has no NaN and no infinity.
 
-    In a dict, entries that are not finite are left out, as signals that no rank has; in a list None takes their place.
+    A dict loses its entries that are not finite, like a signal that no rank has. In a list, None takes their place.
 
     >>> finite({"cosine": float("nan"), "loss": [(0, 0.5), (1, float("inf"))]})
     {'loss': [[0, 0.5], [1, None]]}
@@ -370,7 +370,7 @@ def rank_info(session: Session) -> dict[str, Any]:
 
 
 def _flat(row: Mapping[str, Any]) -> dict[str, Any]:
-    """Give nested values columns, such as `coordinate.data_parallel`."""
+    """Flatten nested values into columns, such as `coordinate.data_parallel`."""
     flat: dict[str, Any] = {}
     for key, value in row.items():
         if isinstance(value, Mapping):

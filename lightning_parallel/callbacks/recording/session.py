@@ -1,4 +1,4 @@
-"""The session of the callbacks of a Trainer: one recorder, one clock of steps and ranks, one exchange of the ranks."""
+"""The session that the callbacks of a Trainer share: one recorder, one clock, and one exchange between ranks."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ PHASES = (
 ABSORBING = ("checkpoint", "validation")
 """Phases that keep the time of phases inside them: the forward of a validation step is validation."""
 
-# The names come with their owner, such as `[Strategy]DDPStrategy.training_step`: which strategy it is does not matter.
+# Lightning prefixes names with their owner, such as `[Strategy]DDPStrategy.training_step`. Any strategy counts.
 _ACTIONS = {
     "train_dataloader_next": "data_wait",
     "batch_to_device": "data_wait",
@@ -66,17 +66,17 @@ _ACTIONS = {
     "optimizer_zero_grad": "optimizer",
     "save_checkpoint": "checkpoint",
 }
-# Callbacks are announced, too, and may have methods of the same names: their time belongs to the phase around them.
+# Lightning announces callbacks, too. Their methods may have the same names, but belong to the surrounding phase.
 _OWNERS = ("[Strategy]", "[LightningModule]", "[_TrainingEpochLoop]")
 
 
 class Accumulator(ABC):
-    """Adds up the measurements of one callback on one rank. Holds plain numbers only, and communicates nothing."""
+    """Adds up the measurements of one callback on one rank. Holds plain numbers only, and does not communicate."""
 
-    def add(self, window: Window) -> None:  # noqa: B027 callbacks that look at something else than time need no spans
+    def add(self, window: Window) -> None:  # noqa: B027 callbacks that do not measure time need no spans
         """Add a step; does nothing by default."""
 
-    def end(self, window: Window) -> None:  # noqa: B027 few have a use for it
+    def end(self, window: Window) -> None:  # noqa: B027 few accumulators use it
         """Add the time after the last step, such as its validation and its checkpoint; does nothing by default."""
 
     @abstractmethod
@@ -88,16 +88,16 @@ class Accumulator(ABC):
         """Return the keys of the report from the shared data of the ranks, without signals that no rank has."""
 
     def scalars(self) -> dict[str, float]:
-        """Return values to log, of this rank, over the steps since the last call."""
+        """Return values of this rank to log, over the steps since the last call."""
         return {}
 
 
 class Session:
     """Recording of one `fit`, and exchange of results between the ranks.
 
-    The first member that joins leads: it says when a step ends. Ranks exchange the data of their members in a group and
-    on a thread used for nothing else, so that training never waits. A rank that does not answer within the deadline
-    ends the exchange, not the training; `failure` then says why reports are incomplete.
+    The first member that joins leads the session: it reports the end of each step. Ranks exchange the data of their
+    members in a separate group and on a separate thread, so training never waits. A rank that does not answer within
+    the deadline ends the exchange, not the training. `failure` then says why reports are incomplete.
 
     Args:
         trainer: In `fit`, with the strategy set up.
@@ -108,15 +108,15 @@ class Session:
         group: All ranks, for the callbacks' exchange only; always gloo, even under NCCL.
         recorder: Records this rank's spans; None before training begins.
         calls: Collectives issued in each group, see `Recorder.calls`.
-        cores: The processors of this rank: its share, where several ranks use the same processors.
+        cores: Number of processors of this rank; its share if several ranks use the same processors.
         clocks: By rank, the offset of its clock to the clock of the first rank, as of the last exchange; None if all
-            ranks run on one host, and read the same clock.
+            ranks read the same clock.
         clock: The offset of the clock of this rank, as of the last exchange.
         missing: The communication of the strategy that is not recorded, in sentences.
         steps: Steps counted, without the warm-up.
-        latest: The last shared data: by rank, then by member; empty before the first exchange, or if it fails,
-            and until the end of training on all ranks but the first.
-        failure: Why the exchange between the ranks ended early, if it did.
+        latest: The last shared data: by rank, then by member. Empty before the first exchange and after a failed
+            one. On all ranks but the first, empty until the end of training.
+        failure: Reason for an early end of the exchange between the ranks; None without one.
         bar: Figures that the members add to the progress bar; None where there is no bar.
     """
 
@@ -138,7 +138,7 @@ class Session:
         self.device: torch.device = trainer.strategy.root_device
         self.group = self._create_group(trainer)
         self.calls: dict[tuple[Any, ...], CallCounter] = {}
-        # The clock tells hosts apart, and the numbers of the processors tell ranks of a host apart.
+        # The clock tells hosts apart. The processor numbers tell apart the ranks of a host that share no processors.
         place = clock_id(), processors()
         places = comm.all_gather_object(place, self.group)
         is_one_clock = len({clock for clock, _ in places}) == 1
@@ -157,8 +157,8 @@ class Session:
     def _create_group(self, trainer: Trainer) -> Group:
         if trainer.world_size == 1:
             return Group.alone(PROFILING)
-        # On NCCL an exchange would run on the device, after all the training that is queued there. Nor may it share a
-        # group with training: it is issued from another thread, so that ranks would issue calls in different orders.
+        # With NCCL, an exchange would run on the device, after all queued training. It must not share a group with
+        # training either: another thread issues it, so ranks would issue their calls in different orders.
         process_group = dist.new_group(timeout=self.DEADLINE, backend="gloo")
         return Group.of(process_group, PROFILING)
 
@@ -174,14 +174,15 @@ class Session:
     def join(self, member: Accumulator, every_n_batches: int, warmup_batches: int) -> None:
         """Add a member, which gets every step after the first `warmup_batches`.
 
-        Smallest `every_n_batches` of all members, steps between two exchanges, and the largest `warmup_batches` count.
+        The smallest `every_n_batches` (steps between two exchanges) and the largest `warmup_batches` of all members
+        count.
         """
         self.members.append(member)
         self.every_n_batches = min(every_n_batches, self.every_n_batches or every_n_batches)
         self.warmup_batches = max(warmup_batches, self.warmup_batches)
 
     def is_led_by(self, member: Accumulator | None) -> bool:
-        """Return whether `member` says when a step ends; None leads as long as there is no member."""
+        """Return whether `member` reports the end of each step; None leads while the session has no member."""
         return next(iter(self.members), None) is member
 
     # --------------------------------------------------------------------------------------------------------- steps
@@ -191,7 +192,7 @@ class Session:
         """The recorder, once training has begun.
 
         Raises:
-            RuntimeError: Before.
+            RuntimeError: If training has not begun.
         """
         if self.recorder is None:
             raise RuntimeError("Nothing is recorded before training begins")
@@ -199,7 +200,7 @@ class Session:
 
     def begin(self, trainer: Trainer) -> None:
         """Begin to record; `close` undoes every change of the trainer, of its parts and of torch."""
-        # Before the recorder starts: a CUDA clock waits for the device, which must not count as part of the first step.
+        # Before the recorder starts: a CUDA clock waits for the device, and the wait is no part of the first step.
         clock = CudaClock(self.device) if self.device.type == "cuda" else None
         self.recorder = Recorder(clock=clock, absorbing=ABSORBING, calls=self.calls)
         self._context.enter_context(tracing.activate(self.recorder))
@@ -207,7 +208,7 @@ class Session:
         bar = trainer.progress_bar_callback
         if bar is not None and self.rank == 0:
             self.bar, metrics = {}, bar.get_metrics
-            # Not by `log` of the module, whose values become metrics that callbacks monitor.
+            # Not through `log` of the module: its values would become metrics that other callbacks monitor.
             self._context.enter_context(patched(bar, "get_metrics", lambda *args: {**metrics(*args), **self.bar}))
         if trainer.world_size > 1:
             self._tracer = tracer_for(trainer, self.mesh)
@@ -215,12 +216,12 @@ class Session:
             self.missing += blind_spots()
 
     def after_backward(self) -> None:
-        """Charge the waits at the end of a backward pass: the gradients are there."""
+        """Charge the waits at the end of a backward pass, when the gradients are complete."""
         if self.recorder is not None and self._tracer is not None:
             self._tracer.finish_pending(self.recorder)
 
     def end_step(self) -> None:
-        """End a step, which the members get soon, see `hand_out`; every n steps exchange their data."""
+        """End a step, and exchange the data of the members every n steps; see `hand_out` for their steps."""
         recorder = self.active_recorder
         if self._tracer is not None:
             self._tracer.end_step(recorder)
@@ -229,7 +230,7 @@ class Session:
             self._keep(window)
         if len(self._windows) >= self.MOST_WINDOWS or self._num_spans >= self.MOST_SPANS:
             self.hand_out()
-        # All ranks count the same steps, so that they exchange at the same ones without agreeing on it.
+        # All ranks count the same steps, so they exchange after the same steps without any agreement.
         if self.group.size > 1 and recorder.step % self.every_n_batches == 0:
             self._exchange()
 
@@ -240,10 +241,10 @@ class Session:
             self._num_spans += len(window.spans)
 
     def hand_out(self) -> None:
-        """Hand the steps that have ended to the members, before anything reads these.
+        """Hand the ended steps to the members; must run before anything reads a member.
 
-        Many steps at once: after a step of training nothing of a member is in the processor's caches, and to add that
-        one would take five times as long.
+        Hands out many steps at once. After a training step, no data of a member is left in the processor's caches, so
+        adding a single step takes five times as long.
         """
         windows, self._windows, self._num_spans = self._windows, [], 0
         for member in self.members if windows else ():
@@ -253,12 +254,12 @@ class Session:
     def end(self) -> None:
         """End the recording, and exchange for the last time. Waits for the other ranks, up to the deadline."""
         *steps, tail = self.active_recorder.close_step(wait=True)
-        # Nothing is recorded from here on: members and the exchange are not part of training.
+        # Stop recording here: the members and the exchange are not part of training.
         self._context.close()
         for window in steps:
             self._keep(window)
         self.hand_out()
-        # Without a counted step, no step could take the time after the last one.
+        # The tail is distributed over the counted steps, so there must be one.
         if self.steps:
             for member in self.members:
                 member.end(tail)
@@ -271,7 +272,7 @@ class Session:
         if self._worker is not None:
             self._worker.close()
             self._worker = None
-        # While a collective is in flight, which a lost rank may keep so, the group must stay.
+        # The group must stay while a collective is in flight; a lost rank may keep it in flight.
         if self._is_idle and self.group.process_group is not None:
             dist.destroy_process_group(self.group.process_group)
             self.group = Group.alone(PROFILING)
@@ -308,7 +309,7 @@ class Session:
             self._worker = ThreadExecutor(torch.device("cpu"))
 
         def call() -> list[Any] | None:
-            # After a failure ranks no longer issue the same calls: calls that were submitted since must not run.
+            # After a failure, ranks no longer issue the same calls. Calls submitted since then must not run.
             if self.failure is not None:
                 return None
             try:
@@ -325,7 +326,7 @@ class Session:
         self._is_idle = False
 
     def _gather_clocks_and(self, value: Any, to_first: bool) -> list[Any] | None:
-        # Clocks of several hosts drift: compared again for the times that are shared now.
+        # Clocks of several hosts drift, so compare them again for the times of this exchange.
         if self.clocks is not None:
             self.clock = compare_clocks(self.group, clock_id())
         gather = comm.gather_object if to_first else comm.all_gather_object
@@ -344,12 +345,12 @@ class Session:
         return None if pending is None else pending()
 
 
-# Weak, as a Trainer may go without a teardown. Callbacks know only the Trainer in common.
+# The callbacks have only the Trainer in common. Weak keys: a Trainer may disappear without a teardown.
 _sessions: WeakKeyDictionary[Trainer, Session] = WeakKeyDictionary()
 
 
 def mesh_of(trainer: Trainer) -> Mesh:
-    """Return the mesh of the trainer's strategy; strategies that know only replicas have one axis."""
+    """Return the mesh of the trainer's strategy; a strategy without a mesh has only replicas."""
     mesh = getattr(trainer.strategy, "mesh", None)
     if isinstance(mesh, Mesh):
         return mesh
@@ -388,10 +389,10 @@ def phase_of(action: str) -> str | None:
 
 @contextmanager
 def lightning_phases(trainer: Trainer) -> Iterator[None]:
-    """Inside the block, record Lightning's actions as phases.
+    """Record Lightning's actions as phases inside the block.
 
     Under any strategy, Lightning tells its profiler of every start and stop. The exception is the backward under manual
-    optimization, so the backward is taken from the strategy itself.
+    optimization, so this patches the backward of the strategy.
     """
     patches = Patches()
     try:
@@ -420,7 +421,7 @@ def _record_actions(profiler: Profiler, patches: Patches) -> None:
             opened.append((action_name, span))
 
     def stop_phase(action_name: str) -> None:
-        # Most actions have no phase, and opened nothing.
+        # Most actions have no phase and opened no span. A mismatched name is such an action inside a phase.
         if opened and opened[-1][0] == action_name:
             opened.pop()[1].__exit__(None, None, None)
         stop(action_name)
@@ -431,7 +432,7 @@ def _record_actions(profiler: Profiler, patches: Patches) -> None:
 
     patches.replace(profiler, "start", start_phase)
     patches.replace(profiler, "stop", stop_phase)
-    # About a hundred actions a step: the profiler that does nothing need not even be asked to.
+    # A step has about a hundred actions, so skip the call into Lightning's profiler that does nothing.
     if type(profiler) in kinds_of(PassThroughProfiler):
         patches.replace(profiler, "profile", profile)
 

@@ -1,4 +1,4 @@
-"""A run that goes on by itself when it is started again: after a crash, a pre-emption, or on other machines."""
+"""A run that continues by itself after a restart: after a crash, after a pre-emption, or on other machines."""
 
 from __future__ import annotations
 
@@ -41,17 +41,17 @@ __all__ = ["AutoResume"]
 _KEY = "auto_resume"
 
 _UNREADABLE = (ValueError, RuntimeError, OSError, EOFError, KeyError, pickle.UnpicklingError)
-"""What reading a checkpoint raises that is damaged."""
+"""Errors that a read of a damaged checkpoint raises."""
 
 _ended: set[Path] = set()
-"""Folders of the fits of this process that have ended well."""
+"""Folders of the successful `fit` calls of this process."""
 
 
 class AutoResume(Callback):
     """Continues an interrupted `fit` when you start the same script again.
 
     Use `AutoResume` with `torchrun --max-restarts`, or with any other program that starts a script again. The callback
-    saves checkpoints into a folder of its own. `trainer.fit(...)` continues from the newest checkpoint in this folder.
+    saves checkpoints into a separate folder. `trainer.fit(...)` continues from the newest checkpoint in this folder.
     The `ckpt_path` that you pass to `fit` counts for the first start only.
 
     With the same number of processes, the final weights equal the weights of an undisturbed run bit for bit. Dropout is
@@ -141,7 +141,7 @@ class AutoResume(Callback):
             return
         if sum(isinstance(callback, AutoResume) for callback in trainer.callbacks) > 1:  # type: ignore[attr-defined]
             raise ValueError("A Trainer must have one `AutoResume`; got several, but a run resumes from one checkpoint")
-        # After the processes have met: all take the checkpoints that the first process finds.
+        # Only after the process group exists: all processes take the checkpoints that the first process finds.
         self._folder, self._found = comm.broadcast_from(lambda: self._look(trainer), _world())
         path = self._folder.path
         if path.resolve() in _ended and self._found:
@@ -173,16 +173,17 @@ class AutoResume(Callback):
         self._undo = [patches.undo, self._point.release, lambda: announce_checkpoint(trainer, None)]
         restore_by(trainer, self._restore_modules, self._restore_training, patches)
         if self._found:
-            # Strategies look beside it for the plan that it was made with, before it is read.
+            # Strategies look for a plan beside the checkpoint, before they read the checkpoint.
             announce_checkpoint(trainer, self._found[0])
         prepare_loader_by(trainer, self._point.prepare, patches)
         before_each_batch(trainer, lambda fetcher: self._between_batches(trainer, fetcher), patches)
-        # In evaluation replicas end each by itself, and gradients that are accumulated are not in checkpoints.
+        # Hold it back in evaluation, where each replica ends by itself, and within a step: checkpoints lack accumulated
+        # gradients.
         self._undo.append(hold_sigterm(trainer, lambda: self._may_save))
-        if not hasattr(trainer.strategy, "begin_batch"):  # ours agree by themselves
+        if not hasattr(trainer.strategy, "begin_batch"):  # strategies of this package agree by themselves
             agree = trainer.strategy.reduce_boolean_decision
             agree_on_sigterm(trainer, lambda flag: agree(flag, all=False), patches)
-        # Loaders go on where they were by `ResumePoint`, which Lightning does not know.
+        # `ResumePoint` moves the loaders to their place. Lightning does not know that, and would warn.
         self._undo.append(_ignore_warning("You're resuming from a checkpoint that ended before the epoch ended"))
 
     def _leave(self) -> None:
@@ -200,7 +201,7 @@ class AutoResume(Callback):
         return self._found[0] if self._found else None
 
     def _restore_modules(self, restore: Callable[[Any], None], given: Any) -> None:
-        """Restore modules and callbacks from the newest readable checkpoint, else from the path of the user."""
+        """Restore modules and callbacks from the newest readable checkpoint; without one, from the user's path."""
         self._restore = restore
         self._given = given
         while True:
@@ -224,7 +225,7 @@ class AutoResume(Callback):
         self._clock.restart(self._saved_step)
 
     def _attempt(self, restore: Callable[[], None]) -> Exception | None:
-        """Restore; tell on all ranks why it failed on some."""
+        """Restore; return, on all ranks, the error of any rank."""
         assert self._point is not None
         strategy = self._point.trainer.strategy
         load = strategy.load_checkpoint
@@ -235,7 +236,7 @@ class AutoResume(Callback):
                 found = load(*args, **kwargs)
             except _UNREADABLE as error:
                 failure = error
-            # A rank that cannot read its file must not leave other ranks waiting where they restore modules.
+            # If one rank cannot read its file, other ranks must not wait for it in the restore of modules.
             comm.raise_together(failure, _world())
             return found
 
@@ -252,7 +253,7 @@ class AutoResume(Callback):
         return None
 
     def _pass_over(self, failure: Exception) -> None:
-        if self._path is None:  # it is the user's own
+        if self._path is None:  # the user's checkpoint: there is no older one
             raise failure
         if len(self._found) == 1:
             raise RuntimeError(
@@ -285,10 +286,10 @@ class AutoResume(Callback):
     # ------------------------------------------------------------------------------------------------- each batch
 
     def _between_batches(self, trainer: Trainer, fetcher: Any) -> None:
-        """Resume before the first batch, and save where it is time; all of the batch before is over."""
+        """Resume before the first batch, and save if a checkpoint is due; the previous batch is over."""
         assert self._point is not None
         if self not in trainer.callbacks:  # type: ignore[attr-defined]
-            return  # a callback tries something, such as learning rates
+            return  # a callback runs trial batches, such as a search for learning rates
         if self._state is not None:
             self._go_on(trainer, fetcher, self._state)
             self._state = None
@@ -298,12 +299,12 @@ class AutoResume(Callback):
 
     @property
     def _may_save(self) -> bool:
-        """Whether the run is in training, and no gradients are accumulated; asked between batches."""
+        """Whether the run trains, and holds no accumulated gradients; valid between batches."""
         return self._point is not None and self._point.trainer.training and self._point.is_between_steps
 
     def _is_due(self, step: int) -> bool:
         every = self.every_n_train_steps
-        # Asked first: all ranks must ask the clock at the same steps.
+        # Ask the clock first, as it communicates: all ranks must ask it at the same steps.
         is_time = self._clock.is_due(step)
         return is_time or (every is not None and step // every > self._saved_step // every)
 
@@ -311,13 +312,13 @@ class AutoResume(Callback):
         assert self._point is not None
         self._point.go_on(fetcher, state["data"])
         is_same = state["layout"] == _layout(trainer)
-        # In another layout as at a first start, where all processes begin with the same numbers.
+        # In another layout, all ranks take the state of rank 0: at a first start, too, all begin with equal numbers.
         mine = state["ranks"][_world().rank if is_same else 0]
         if is_same:
             restore_metrics(mine, trainer.lightning_module)
             self._epoch_values = dict(mine["epoch"])
             trainer.callback_metrics.update(mine["callback_metrics"])
-        # Last, as all before may have drawn numbers.
+        # Last, because the calls above may draw random numbers.
         restore_random(mine, trainer, trainer.lightning_module)
 
     @override
@@ -339,13 +340,13 @@ class AutoResume(Callback):
         """Save a checkpoint, and remove old ones; every rank must call it."""
         place = self._folder.place(trainer.global_step, is_end)
         strategy = trainer.strategy
-        # A checkpoint that a thread writes is complete some time later; a sharded checkpoint is whole or not there.
+        # An asynchronous checkpoint is complete only later. The write of a sharded checkpoint is atomic already.
         is_async = is_a(strategy.checkpoint_io, AsyncCheckpointIO) or getattr(strategy, "async_saves", False)
         is_aside = not is_async and not getattr(strategy, "is_sharded", False)
         written = self._folder.aside(place) if is_aside else place
         self._is_saving = True
         try:
-            # Another host removes a hidden checkpoint that nobody touches, however long its save takes.
+            # Another host removes a hidden checkpoint that no process touches, so a long save must touch it.
             with touched(written) if is_aside else nullcontext():
                 trainer.save_checkpoint(written)
         finally:
@@ -358,7 +359,7 @@ class AutoResume(Callback):
         self._clock.restart(self._saved_step)
 
     def _drop_later(self, trainer: Trainer, place: Path) -> None:
-        """Remove old checkpoints after the write to `place`: strategies keep the order of their tasks."""
+        """Remove old checkpoints after the write to `place`; strategies run their tasks in order."""
         if not trainer.is_global_zero:
             return
         older = [path for path in self._folder.found() if path != place]
@@ -367,7 +368,7 @@ class AutoResume(Callback):
 
     @override
     def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
-        # Checkpoints of other callbacks are saved at other places of the loop, and Lightning restores them.
+        # Other callbacks save at other places of the loop. Lightning alone restores their checkpoints.
         if self._is_saving:
             assert self._point is not None
             ranks = comm.all_gather_object(rank_state(trainer, pl_module), _world())
@@ -375,7 +376,7 @@ class AutoResume(Callback):
 
     @override
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        # Without it, a script that fails after `fit` would train the last steps again.
+        # Without this checkpoint, a script that fails after `fit` would repeat the last steps.
         if self._point is not None:
             self._save(trainer, is_end=True)
             _ended.add(self._folder.path.resolve())
@@ -383,7 +384,7 @@ class AutoResume(Callback):
     @override
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
         if is_a(exception, SIGTERMException) and self._undo:
-            # `SystemExit`, whose `code` is read when it has reached the interpreter.
+            # The error is a `SystemExit`: the interpreter reads its `code` at the very end.
             exception.code = self.EXIT_PREEMPTED
             ignore_sigterm(trainer)
             if self._may_save:
@@ -398,7 +399,7 @@ class AutoResume(Callback):
 
 
 def _ignore_warning(message: str) -> Callable[[], None]:
-    """Ignore warnings that begin with `message`; returns a function that ends this and leaves other filters alone."""
+    """Ignore warnings that begin with `message`; return a function that removes only this filter."""
     before = list(warnings.filters)
     warnings.filterwarnings("ignore", message=message)
     added = warnings.filters[0]
@@ -417,5 +418,5 @@ def _layout(trainer: Trainer) -> list[int]:
 
 
 def _world() -> Group:
-    """Return the group of all processes, also while the group of the replicas is torch's default."""
+    """Return the group of all processes, even while the group of the replicas is torch's default group."""
     return Group.of(all_processes())

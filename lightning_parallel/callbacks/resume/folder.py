@@ -1,4 +1,4 @@
-"""Where and when checkpoints of a run that may be interrupted are written: aside first, the newest few are kept."""
+"""Place and time of the checkpoints of `AutoResume`: written under a hidden name first; only the newest few stay."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ _NAME = re.compile(r"step-(\d+)(-end)?\.ckpt")
 
 
 class ResumeFolder:
-    """Checkpoints named by their step, files or folders alike; used on one rank.
+    """Checkpoints named by their step, either files or folders; used on one rank.
 
-    A checkpoint is written under a hidden name, and gets its name when it is complete. A checkpoint whose writer died
-    keeps the hidden name, so that nobody takes it for a checkpoint.
+    A checkpoint is written under a hidden name, and gets its final name when it is complete. If the writer dies, the
+    checkpoint keeps the hidden name, and no run resumes from it.
 
     Args:
         path: The folder.
@@ -28,7 +28,7 @@ class ResumeFolder:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        # All ranks get this object from the first rank, and so the same key.
+        # The first rank sends this object to all ranks, so all ranks have the same key.
         self._key = new_key()
 
     def create(self) -> None:
@@ -39,11 +39,11 @@ class ResumeFolder:
                 remove_abandoned(folder)
 
     def place(self, step: int, is_end: bool) -> Path:
-        """Return where the checkpoint of a step belongs."""
+        """Return the final path of the checkpoint of a step."""
         return self.path / f"step-{step:08d}{'-end' if is_end else ''}.ckpt"
 
     def aside(self, place: Path) -> Path:
-        """Return where a checkpoint is written until it is complete."""
+        """Return the hidden path of a checkpoint that is not yet complete."""
         return Path(hidden_path(place.parent, self._key, place.suffix))
 
     def found(self) -> list[Path]:
@@ -56,9 +56,10 @@ class ResumeFolder:
         return [path for *_, path in sorted(places, reverse=True)]
 
     def commit(self, place: Path, keep: int, is_aside: bool) -> None:
-        """Give a complete checkpoint that is aside its name; then remove all but the newest `keep`."""
+        """Rename a complete hidden checkpoint to its final name; then remove all but the newest `keep` checkpoints."""
         if is_aside:
             written = self.aside(place)
+            # The state beside it first: a checkpoint that has its name must have its state, too.
             _move_state(written, place)
             # An earlier attempt may have written a checkpoint of this step.
             put_in_place(str(written), str(place))
@@ -67,7 +68,7 @@ class ResumeFolder:
             self.drop(path)
 
     def drop(self, path: Path) -> None:
-        """Remove a checkpoint, which stops being one before its files are gone."""
+        """Remove a checkpoint; rename it first, so that no run finds a half-removed checkpoint."""
         removed = hidden_path(self.path)
         path.rename(removed)
         remove_path(removed)
@@ -77,7 +78,7 @@ class ResumeFolder:
 def _move_state(written: Path, place: Path) -> None:
     """Move the files of the ranks beside a checkpoint to their place beside its final name.
 
-    The files of a checkpoint that has the name stay: until the new checkpoint has the name, it is the one to be found.
+    The files of an earlier checkpoint of this name stay. A restarted run finds the earlier checkpoint until the rename.
     """
     beside, target = Path(state_beside(written)), Path(state_beside(place))
     if beside.is_dir():
@@ -90,11 +91,11 @@ def _move_state(written: Path, place: Path) -> None:
 class SaveClock:
     """Tells all ranks at the same step that it is time to save.
 
-    Ranks agree on a number of steps before they ask again, so that they need not communicate in each step. It is half
-    of the steps that the rest of the time would take, but no more than the steps since the last checkpoint.
+    Ranks agree on a number of steps until their next question, so they need not communicate in each step. The number
+    is half of the steps that fit into the remaining time. It is at most the number of steps since the last checkpoint.
 
     Args:
-        minutes: Time between two checkpoints; None without end.
+        minutes: Time between two checkpoints; None for no limit.
         group: All ranks.
     """
 
@@ -104,18 +105,18 @@ class SaveClock:
         self.restart(0)
 
     def restart(self, step: int) -> None:
-        """Begin to wait at `step`."""
+        """Restart the interval at `step`."""
         self._begun_s, self._begun = time.monotonic(), step
         self._next = step + 1
 
     def is_due(self, step: int) -> bool:
-        """Tell whether it is time; every rank must ask at the same steps."""
+        """Return whether a checkpoint is due; every rank must ask at the same steps."""
         if self._every_s is None or step < self._next:
             return False
         waited_s, steps = time.monotonic() - self._begun_s, max(1, step - self._begun)
         left_s = self._every_s - waited_s
         pause = max(1, min(steps, int(left_s / 2 * steps / max(waited_s, 1e-9))))
-        # Clocks of ranks differ: the clock of the first rank counts.
+        # The clocks of the ranks differ, so the clock of the first rank counts.
         is_due, pause = comm.broadcast_object((left_s <= 0, pause), self._group)
         self._next = step + pause
         return is_due

@@ -1,4 +1,4 @@
-"""The place of a run between two batches: saved as plain values, and found again, also with other replicas."""
+"""The place of a run in its data: saved as plain values, and restored even with another number of replicas."""
 
 from __future__ import annotations
 
@@ -26,7 +26,10 @@ __all__ = ["LoaderKind", "ResumePoint", "TrainingData", "TrainingLoader"]
 
 
 LoaderKind = Literal["samples", "local", "batches", "read", "stateful"]
-"""How a loader goes on: by samples of all replicas, by samples of this rank, by batches, by a new pass, by itself."""
+"""Way to continue a loader.
+
+By samples of all replicas, by samples of this rank, by batches, by another read from the start, or by its `state_dict`.
+"""
 
 
 @dataclass
@@ -40,17 +43,17 @@ class TrainingLoader:
 
     @property
     def batch_size(self) -> int:
-        """Samples of a batch; 1 where batches are made by a batch sampler of the user's, or elsewhere."""
+        """Samples of a batch; 1 if the loader has no batch size, as with a batch sampler of the user."""
         return getattr(self.loader, "batch_size", None) or 1
 
     @property
     def num_replicas(self) -> int:
-        """Replicas among which its samples are divided."""
+        """Number of replicas that share the samples of the loader."""
         return self.order.num_replicas if isinstance(self.order, ResumableSampler) else 1
 
     @property
     def digest(self) -> str:
-        """Tells orders apart, where the order is known."""
+        """Identifies the order of the samples; empty if the order is unknown."""
         return "" if self.order is None else self.order.digest
 
 
@@ -59,7 +62,7 @@ class TrainingData:
 
     Args:
         seed: Seed of the run, equal on all ranks.
-        replicas: How many replicas there are, and which of them this is.
+        replicas: Number of replicas, and the index of this replica.
     """
 
     def __init__(self, seed: int, replicas: tuple[int, int]) -> None:
@@ -68,16 +71,16 @@ class TrainingData:
         self.loaders: list[TrainingLoader] = []
 
     def add(self, loader: Any, divides: bool, default: Callable[[], Any]) -> TrainingLoader:
-        """Give a loader a sampler that can go on within an epoch.
+        """Give a loader a sampler that can resume within an epoch.
 
         Args:
             loader: The user's loader.
-            divides: Whether its samples are to be divided among the replicas.
-            default: Prepares it as Lightning does.
+            divides: Whether the replicas share its samples.
+            default: Prepares the loader as Lightning does.
         """
         known = next((added for added in self.loaders if added.loader is loader), None)
         if known is not None:
-            return known  # it was asked for anew, for another epoch
+            return known  # Lightning prepares it again for another epoch
         if hasattr(loader, "state_dict") and hasattr(loader, "load_state_dict"):
             added = TrainingLoader(default(), "stateful", None, _nothing)
         elif not isinstance(loader, DataLoader) or isinstance(loader.dataset, IterableDataset):
@@ -103,7 +106,8 @@ class TrainingData:
         return self._replace(loader, "samples", ResumableSampler(source, self.seed, *place))
 
     def _replace(self, loader: Any, kind: LoaderKind, order: ResumableSampler | ResumableBatches) -> TrainingLoader:
-        # In the loader itself: to build another one of a class of the user's may fail. It forbids to set these.
+        # Change the loader itself, as a class of the user may not be constructible again. Through `vars`: `DataLoader`
+        # forbids to assign these attributes.
         own = vars(loader)
         name = "batch_sampler" if kind == "batches" else "sampler"
         before = own[name]
@@ -120,7 +124,7 @@ class TrainingData:
         return TrainingLoader(loader, kind, order, undo)
 
     def begin_epoch(self, epoch: int, loaders: list[Any]) -> None:
-        """Begin an epoch at its first batch, in the loaders that are in use; forget other loaders."""
+        """Begin an epoch at its first batch in the loaders in use; restore and drop all other loaders."""
         in_use = {id(loader) for loader in loaders}
         for loader in [added for added in self.loaders if id(added.loader) not in in_use]:
             self.loaders.remove(loader)
@@ -130,23 +134,23 @@ class TrainingData:
                 loader.order.begin(epoch)
 
     def of(self, loaders: list[Any]) -> list[TrainingLoader]:
-        """Return the training loaders for the loaders that are in use."""
+        """Return the training loaders of the loaders in use."""
         known = {id(added.loader): added for added in self.loaders}
         return [known.get(id(loader)) or TrainingLoader(loader, "read", None, _nothing) for loader in loaders]
 
     def release(self) -> None:
-        """Give all loaders their own samplers again."""
+        """Restore the original samplers of all loaders."""
         while self.loaders:
             self.loaders.pop().undo()
 
 
 class ResumePoint:
-    """Where a run is in its data, and how it gets there again.
+    """Place of a run in its data, and the way back to it.
 
     Args:
         trainer: The trainer.
         data: Its training loaders.
-        rescale: Scale learning rates, rather than keep the samples of an optimizer step, where replicas are others.
+        rescale: If the number of replicas changes, scale learning rates instead of keeping the samples of a step.
     """
 
     def __init__(self, trainer: Trainer, data: TrainingData, rescale: bool) -> None:
@@ -158,7 +162,7 @@ class ResumePoint:
         self._first: GlobalBatch | None = None
         self._rates: StepRates | None = None
         self._saved: dict[str, Any] | None = None
-        # Samples that were skipped when the epoch was resumed, and the count of batches at that place.
+        # Samples that the resumed epoch skipped, and the count of batches at that place.
         self._skipped = self._skipped_batches = 0
 
     # -------------------------------------------------------------------------------------------------------- save
@@ -169,7 +173,7 @@ class ResumePoint:
 
     @property
     def is_between_steps(self) -> bool:
-        """Whether no gradients are accumulated."""
+        """Whether the run holds no accumulated gradients."""
         return batches_done(self.trainer) % self.trainer.accumulate_grad_batches == 0
 
     def _loaders(self) -> list[TrainingLoader]:
@@ -205,7 +209,7 @@ class ResumePoint:
     # ------------------------------------------------------------------------------------------------------ resume
 
     def restore(self, saved: dict[str, Any]) -> None:
-        """Take note of a place, once Lightning has restored its loops; the loaders are made after that."""
+        """Keep a saved place after Lightning has restored its loops, and before it creates the loaders."""
         self._saved = saved
         self._data.seed = saved["seed"]
         self._first = GlobalBatch(**saved["first"])
@@ -213,7 +217,7 @@ class ResumePoint:
             self.trainer.should_stop = True
 
     def prepare(self, loader: Any, divides: bool, default: Callable[[], Any]) -> Any:
-        """Prepare a training loader; it begins where the run was."""
+        """Prepare a training loader so that it begins at the saved place."""
         added = self._data.add(loader, divides, default)
         saved = self._saved
         if saved is None:
@@ -223,9 +227,9 @@ class ResumePoint:
         if len(saved["loaders"]) == 1 and added.kind == saved["loaders"][0]["kind"] == "samples":
             self._begin_at_sample(added, saved)
         elif isinstance(added.order, ResumableSampler):
-            # Shorter loaders are read several times in an epoch.
+            # In a `CombinedLoader`, an epoch reads shorter loaders several times.
             repetition, batches = divmod(saved["batches"], max(1, len(added.loader)))
-            # Only replicas that share the samples count: a replica that reads all samples skips its own batches.
+            # Count only replicas that share the samples. A replica that reads all samples skips its own batches.
             added.order.begin(saved["epoch"], batches * added.batch_size * added.num_replicas, repetition)
         elif added.order is not None:
             added.order.begin(saved["epoch"], saved["batches"])
@@ -240,12 +244,12 @@ class ResumePoint:
             if then.samples != now.samples and not self._rescale:
                 now = then.kept_by(now.replicas, now.batch_size)
         adapt_trainer(self.trainer, first, now, self._patches)
-        # Checkpoints have the plain rates, which were chosen for the first start.
+        # Checkpoints hold the unscaled rates of the first start, so scale relative to the first start.
         if now.samples != first.samples:
             self._scale(now.samples / first.samples)
         samples = saved["samples"]
         if now.at_once != then.at_once:
-            # From the end, so that the epoch has as many batches as are left of it.
+            # Count from the end of the epoch, so that the remaining batches fit exactly.
             left = _num_batches(len(order) * now.replicas - samples, now.at_once, added.loader.drop_last)
             done = len(added.loader) - left if samples else 0
             set_batches_done(self.trainer, done, then.at_once / now.at_once)
@@ -254,20 +258,20 @@ class ResumePoint:
         order.begin(saved["epoch"], samples)
 
     def _scale(self, factor: float) -> None:
-        # That callback multiplies by a rule of the user.
+        # `LearningRateScaling` multiplies already, by a rule of the user.
         if any(isinstance(callback, LearningRateScaling) for callback in self.trainer.callbacks):  # type: ignore[attr-defined]
             return
         rank_zero_warn(
             f"AutoResume: learning rates are multiplied by {factor:g}, because optimizer steps have {factor:g} times as"
             " many samples"
         )
-        # A loader may be prepared twice before the first batch: factors must not multiply.
+        # Lightning may prepare a loader twice before the first batch. The factor must apply only once.
         if self._rates is not None:
             self._rates.close()
         self._rates = StepRates(self.trainer, lambda: factor, "AutoResume")
 
     def go_on(self, fetcher: Any, saved: dict[str, Any]) -> None:
-        """Begin with the first batch that was not read, of loaders that were prepared.
+        """Continue the prepared loaders at the first unread batch.
 
         Raises:
             ValueError: If the interrupted run had other data, or if the data cannot be continued.
@@ -328,7 +332,7 @@ class ResumePoint:
         self._data.begin_epoch(self._epoch, loaders_of(self.trainer)[0])
 
     def release(self) -> None:
-        """Give the loaders their samplers and the trainer its numbers again."""
+        """Restore the samplers of the loaders, and the batch counts of the trainer."""
         if self._rates is not None:
             self._rates.close()
         self._patches.undo()

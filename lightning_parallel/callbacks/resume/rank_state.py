@@ -1,7 +1,8 @@
-"""What a rank needs besides weights and optimizers to go on as if nothing had been, as plain values for checkpoints.
+"""State of a rank beside weights and optimizers, as plain values: a resumed run needs it to equal an undisturbed run.
 
-Random generators (global ones, those that modules keep, the seeds that pipeline stages share), torchmetrics of the
-module and the means that the running epoch logs. Nothing is pickled: a checkpoint must not run code when it is read.
+The state covers random generators, torchmetrics of the module, and the means that the running epoch logs. Generators
+are the global generators, the generators of modules, and the shared seeds of pipeline stages. Nothing is pickled:
+reading a checkpoint must not run code.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from lightning_parallel.pipeline.random_streams import OwnGenerators
 __all__ = ["rank_state", "restore_metrics", "restore_random"]
 
 _MOST_METRIC_BYTES = 1 << 24
-"""Metrics that keep more, such as all predictions, are not saved: each checkpoint holds those of all ranks."""
+"""Largest metric to save. Each checkpoint holds the metrics of all ranks; a metric of all predictions is too large."""
 
 
 def rank_state(trainer: Trainer, module: LightningModule) -> dict[str, Any]:
@@ -31,7 +32,7 @@ def rank_state(trainer: Trainer, module: LightningModule) -> dict[str, Any]:
     values, metrics = epoch_values(trainer)
     return {
         "torch": torch.get_rng_state(),
-        # Asked only where it is in use, as a run on CPUs must not make a context on a GPU.
+        # Only if CUDA is in use: a run on CPUs must not create a context on a GPU.
         "cuda": torch.cuda.get_rng_state() if torch.cuda.is_initialized() else None,
         "python": _packed_python(random.getstate()),
         "numpy": _packed_numpy(numpy.random.get_state()),
@@ -48,13 +49,14 @@ def _copy(value: Tensor) -> Tensor:
 
 
 def restore_random(state: dict[str, Any], trainer: Trainer, module: LightningModule) -> None:
-    """Continue all generators from a state that `rank_state` gave."""
+    """Continue all generators from a state that `rank_state` returned."""
     torch.set_rng_state(state["torch"])
     if state["cuda"] is not None and torch.cuda.is_initialized():
         torch.cuda.set_rng_state(state["cuda"])
     random.setstate(_unpacked_python(state["python"]))
     numpy.random.set_state(_unpacked_numpy(state["numpy"]))
     own = OwnGenerators(module.modules()).generators
+    # With other generators than at the save, no state belongs to a known generator.
     for generator, packed in zip(own, state["own"] if len(own) == len(state["own"]) else ()):
         _unpack_into(generator, packed)
     engine = getattr(getattr(trainer.strategy, "run", None), "engine", None)
@@ -112,11 +114,11 @@ def _unpack_into(generator: Any, packed: Any) -> None:
 
 
 def _plain(value: Any) -> Any:
-    """Replace numpy's values in the state of one of its bit generators."""
+    """Replace numpy's values in the state of a bit generator by plain values."""
     if isinstance(value, dict):
         return {key: _plain(entry) for key, entry in value.items()}
     if isinstance(value, numpy.ndarray):
-        # As text: torch's integers have a sign, and keys may take all 64 bits.
+        # As text: torch's integers are signed, but keys may use all 64 bits.
         return {"dtype": value.dtype.str, "values": [str(entry) for entry in value.tolist()]}
     return value.item() if isinstance(value, numpy.generic) else value
 
@@ -133,7 +135,7 @@ def _arrays(value: Any) -> Any:
 
 
 def _metric_states(module: LightningModule) -> dict[str, Any]:
-    """Return the states of the module's metrics that were updated since they were reset, by name."""
+    """Return, by name, the states of the module's metrics with an update since their last reset."""
     found: dict[str, Any] = {}
     for name, metric in module.named_modules():
         if not isinstance(metric, Metric) or not update_count_of(metric):
@@ -153,7 +155,7 @@ def _num_bytes(value: Any) -> int:
 
 
 def restore_metrics(state: dict[str, Any], module: LightningModule) -> None:
-    """Continue the module's metrics from a state that `rank_state` gave."""
+    """Continue the module's metrics from a state that `rank_state` returned."""
     metrics = {name: metric for name, metric in module.named_modules() if isinstance(metric, Metric)}
     for name, (count, states) in state["metrics"].items():
         metric = metrics.get(name)
