@@ -75,7 +75,7 @@ def all_reduce(tensor: Tensor, group: Group, op: str = "sum") -> Tensor:
 
 
 def broadcast_(tensor: Tensor, group: Group, source: int = 0, async_op: bool = False) -> Any:
-    """Overwrite a contiguous `tensor` with the tensor of the rank at position `source`.
+    """Overwrite the contiguous `tensor` with the tensor of the rank at position `source`.
 
     Returns:
         `tensor`; with `async_op`, a `Pending` that gives it.
@@ -92,7 +92,7 @@ def broadcast_(tensor: Tensor, group: Group, source: int = 0, async_op: bool = F
 def reduce_(tensor: Tensor, group: Group, to: int, async_op: bool = False) -> Any:
     """Sum a contiguous `tensor` over `group` into the tensor of the rank at position `to`.
 
-    The tensors of other ranks have arbitrary values then.
+    Afterwards the tensors of all other ranks have arbitrary values.
 
     Returns:
         `tensor`; with `async_op`, a `Pending` that gives it.
@@ -119,12 +119,12 @@ def all_gather(
         async_op: Return a `Pending` instead of waiting.
 
     Returns:
-        The whole tensor; with `async_op`, a `Pending` that gives it.
+        The full tensor; with `async_op`, a `Pending` that gives it.
     """
     if group.size == 1:
         return Done(tensor) if async_op else tensor
     sizes = [tensor.shape[dim]] * group.size if sizes is None else sizes
-    # `dist.all_gather` expects equal shapes, so smaller parts are sent with padding, which is cut off again.
+    # `dist.all_gather` expects equal shapes, so smaller parts travel with padding, which `result` cuts off.
     part = _padded(tensor.movedim(dim, 0), max(sizes)).contiguous()
     whole = part.new_empty((group.size, *part.shape))
 
@@ -133,14 +133,14 @@ def all_gather(
             gathered = whole.flatten(0, 1).movedim(0, dim)
         else:
             gathered = torch.cat([padded[:size] for padded, size in zip(whole, sizes)]).movedim(0, dim)
-        # Once here: query, key and value layers would copy it each, in forward and in backward.
+        # One copy here: otherwise each of the query, key and value layers would copy it, in forward and in backward.
         return gathered.contiguous()
 
     return _issue("all_gather", group, whole, result, partial(_start_all_gather, whole, part, group), async_op)
 
 
 def all_gather_(whole: Tensor, group: Group, async_op: bool = False) -> Any:
-    """Fill the rows of a contiguous `whole` (ranks, ...) in place; the row of this rank is given.
+    """Fill the rows of the contiguous `whole` (ranks, ...) in place; the caller gives the row of this rank.
 
     Returns:
         `whole`; with `async_op`, a `Pending` that gives it.
@@ -155,10 +155,10 @@ def _start_all_gather(whole: Tensor, part: Tensor, group: Group, has_handle: boo
     is_large = part.numel() * part.element_size() >= DIRECT_MIN_BYTES
     if is_large and group.size == 2 and part.device.type == "cpu" and not group.is_ordered:
         if whole[group.rank].data_ptr() != part.data_ptr():
-            whole[group.rank].copy_(part.detach())  # as gloo does, which autograd does not see
+            whole[group.rank].copy_(part.detach())  # detached: autograd does not see the copy that gloo makes either
         return _Swap(part, whole[1 - group.rank], group, _GATHER_TAG)
     if part.device.type == "cpu":
-        # gloo must not read a row while it writes the rows.
+        # gloo writes all rows, this rank's row too, so it must not read from one.
         is_row = whole[group.rank].data_ptr() == part.data_ptr()
         source = part.clone() if is_row else part
         return dist.all_gather(list(whole.unbind()), source, group=group.process_group, async_op=True)
@@ -200,11 +200,11 @@ def _start_reduce_scatter(mine: Tensor, rows: Tensor, group: Group, has_handle: 
         parts = rows.detach().view(2, *mine.shape)
         kept = parts[group.rank]
         return _Swap(parts[1 - group.rank], mine, group, _SCATTER_TAG, lambda: mine.add_(kept))
-    # Tried rather than asked: whether gloo has it depends on the version of torch, and nothing tells.
+    # Tried: whether gloo has the operation depends on the version of torch, which offers no query for it.
     try:
         if mine.device.type != "cpu":
             return reduce_scatter_single(mine.view(-1), rows.view(-1), group=group.process_group, async_op=has_handle)
-        # gloo takes twice as long for megabytes in one tensor; NCCL, given a list, would copy all of it.
+        # gloo takes twice as long for megabytes in one tensor. NCCL would copy every tensor of a list.
         listed = list(rows.view(group.size, *mine.shape).unbind())
         return dist.reduce_scatter(mine, listed, group=group.process_group, async_op=True)
     except RuntimeError as error:
@@ -217,14 +217,14 @@ class _AllReduceAndSlice:
     """A reduce-scatter for backends that have none: gloo in older versions of torch."""
 
     def __init__(self, mine: Tensor, rows: Tensor, group: Group) -> None:
-        whole = rows.clone()  # it may be the caller's
+        whole = rows.clone()  # `rows` may share memory with the caller's tensor
         self._mine = mine
         self._part = whole.view(group.size, *mine.shape)[group.rank]
         self._work = dist.all_reduce(whole, group=group.process_group, async_op=True)
 
     def wait(self) -> None:
         self._work.wait()
-        # Not before: until then the buffer holds partial sums.
+        # Not earlier: before the wait the buffer holds partial sums.
         self._mine.copy_(self._part)
 
 
@@ -262,10 +262,10 @@ def isend(tensor: Tensor, group: Group, to: int, tag: int = 0, between_hosts: bo
     """Start sending a contiguous `tensor` to the rank at position `to`; it must not change until `wait` returns.
 
     Args:
-        tensor: With `between_hosts`, on the group's `host_device`.
+        tensor: The message; with `between_hosts`, on the group's `host_device`.
         group: The group.
         to: Position of the receiver.
-        tag: Of the message; NCCL has none, and carries messages of a group in the order in which they are issued.
+        tag: Tag of the message. NCCL has no tags, and carries the messages of a group in the order of the calls.
         between_hosts: The message travels between hosts, and may overtake messages that travel between devices.
     """
     peer = group.ranks[to]
@@ -294,7 +294,7 @@ def exchange(
         sent: Contiguous tensors, which must not change until `wait` returns, and the positions of their receivers.
         received: Contiguous tensors to receive into, and the positions of their senders.
         group: The group.
-        tag: Of all of them.
+        tag: Tag of all messages.
     """
     ways = [(dist.isend, tensor, peer) for tensor, peer in sent] + [
         (dist.irecv, tensor, peer) for tensor, peer in received
@@ -320,7 +320,7 @@ def exchange(
 
 
 def _on_wire(tensor: Tensor, group: Group) -> Tensor:
-    """Return what takes the place of a tensor in messages: gloo sends and receives nothing on a GPU."""
+    """Return `tensor`, or its copy on the CPU if it is on a GPU and gloo, which cannot reach GPUs, carries it."""
     is_staged = tensor.device.type != "cpu" and group.backend == "gloo"
     return torch.empty_like(tensor, device="cpu").copy_(tensor) if is_staged else tensor
 
@@ -356,8 +356,8 @@ def _issue(
         async_op: Return a `Pending` instead of the result.
         between_hosts: See `isend`.
     """
-    # On the host a handle is needed also without `async_op`: waits are recorded there. On a GPU a collective without
-    # a handle takes its place in the stream that computes, with no events in between.
+    # On the host a handle is needed also without `async_op`, because the host records waits. On a GPU, a collective
+    # without a handle runs on the stream that computes, without events in between.
     has_handle = async_op or moved.device.type == "cpu"
     pending = _pending(op, group, moved, result).launch(lambda: start(has_handle), between_hosts)
     return pending if async_op else pending.wait()
@@ -388,13 +388,13 @@ def _padded(tensor: Tensor, length: int) -> Tensor:
 # ----------------------------------------------------------------------------------------- messages between CPU ranks
 
 DIRECT_MIN_BYTES = 1 << 18
-"""Bytes from which on two ranks gather by messages; below, gloo's latency is the lower one."""
+"""Bytes from which two ranks gather by messages; below, gloo has the lower latency."""
 PAIRWISE_MAX_BYTES = 1 << 21
 """Bytes up to which two ranks reduce by messages.
 
 Above, the addition in the calling thread costs more than the steps of gloo's ring.
 """
-# Outside the range of the tags of messages between stages; one for each collective that may be under way.
+# Outside the range of tags between stages. One tag per kind: collectives of several kinds may be in flight at once.
 _REDUCE_TAG, _GATHER_TAG, _SCATTER_TAG = ((1 << 20) + number for number in range(3))
 _COMBINE: dict[str, Callable[..., Tensor]] = {
     "sum": torch.add,
@@ -407,21 +407,22 @@ _COMBINE: dict[str, Callable[..., Tensor]] = {
 class _Swap:
     """A collective between two processes on CPUs: each sends the other a tensor.
 
-    This moves as many bytes as gloo's ring does, in one step instead of several, each of which wakes a thread. It takes
-    about half the time.
+    It moves as many bytes as gloo's ring. The ring takes several steps, each of which wakes a thread. The swap takes
+    one step, and about half the time.
 
     Args:
         sent: The tensor for the other rank.
-        received: Filled by the other rank.
-        group: The group of both.
-        tag: Of both messages.
-        finish: Makes the result when both have come.
+        received: The memory for the other rank's tensor.
+        group: The group of both ranks.
+        tag: Tag of both messages.
+        finish: Makes the result after both messages.
     """
 
     def __init__(
         self, sent: Tensor, received: Tensor, group: Group, tag: int, finish: Callable[[], Any] | None = None
     ) -> None:
         peer = group.ranks[1 - group.rank]
+
         self._works = (
             dist.irecv(received, peer, group=group.process_group, tag=tag),
             dist.isend(sent, peer, group=group.process_group, tag=tag),
@@ -445,5 +446,5 @@ def swaps_all_reduce(tensor: Tensor, group: Group) -> bool:
 
 def _swapped_all_reduce(tensor: Tensor, group: Group, op: str) -> _Swap:
     other = torch.empty_like(tensor)
-    # Both ranks get the same bits: a + b == b + a also in floating point.
+    # Both ranks get the same bits: floating-point addition is commutative, though not associative.
     return _Swap(tensor, other, group, _REDUCE_TAG, lambda: _COMBINE[op](tensor, other, out=tensor))

@@ -1,4 +1,4 @@
-"""Where the communication of gradients runs while the host or the device goes on with backward.
+"""Executors: they run the communication of gradients while the host or the device goes on with backward.
 
     InlineExecutor    in the calling thread, at once
     ThreadExecutor    on a second thread, which on CUDA has a second stream
@@ -32,13 +32,13 @@ class Executor(Protocol):
     """Runs calls one after another, in the order in which they were submitted.
 
     Attributes:
-        overlaps_host: True if calls run while the host goes on, so that they may block.
+        overlaps_host: True if calls run while the host goes on, so that a call may block.
     """
 
     overlaps_host: bool
 
     def submit(self, call: Callable[[], T]) -> Callable[[], T]:
-        """Run `call` after everything submitted before; it sees the results of the current stream so far.
+        """Run `call` after all earlier calls; it sees the results of the current stream so far.
 
         Returns:
             A function that waits for this call alone and returns its result, or raises its error. Executors that run
@@ -72,9 +72,9 @@ class InlineExecutor:
 class ThreadExecutor:
     """Runs calls on a second thread, on CUDA also on a second stream.
 
-    A compression method waits for one collective before it issues the next. Waiting inside a callback of gloo would
-    block the very threads that have to bring the answer: with two buckets they wait for each other. This thread may
-    wait, and being one it gives the collectives one order on all ranks.
+    A compression method waits for one collective before it issues the next. A callback of gloo must not wait: it would
+    block the threads that bring the answer, and two buckets would wait for each other. This thread may wait. As the
+    only thread, it issues the collectives in one order on all ranks.
 
     Args:
         device: Device of the tensors that the calls work on.
@@ -91,7 +91,7 @@ class ThreadExecutor:
         self._helpers[0].start()
 
     def submit(self, call: Callable[[], T]) -> Callable[[], T]:
-        """Run `call` on the thread; the stream of the caller waits for it when its result is taken."""
+        """Run `call` on the thread; the caller's stream waits for the call when the caller takes its result."""
         future: Future[tuple[T, torch.cuda.Event | None]] = Future()
         stream = self._stream
         # The event orders the call after the kernels that the caller has enqueued: they may not have run yet.
@@ -106,13 +106,13 @@ class ThreadExecutor:
         return result
 
     def start_beside(self, name: str, work: Callable[[], None], stop: Callable[[], None]) -> None:
-        """Start another thread, on which calls of this one wait for messages; it is stopped when this one has ended."""
+        """Start another thread that waits for messages on behalf of this thread, and stop it after this thread."""
         self._stops.append(stop)
         self._helpers.append(Helper(name, work, stop=lambda: None))
         self._helpers[-1].start()
 
     def wake(self, call: Callable[[], object]) -> None:
-        """Run `call` on the thread, from any thread; nothing tells when it is over, but `wait` raises its error."""
+        """Run `call` on the thread, from any thread; only `wait` tells when the call is over, and raises its error."""
         self._calls.put(partial(self._run, call, Future(), None))
 
     def wait(self) -> None:
@@ -126,7 +126,7 @@ class ThreadExecutor:
             torch.cuda.current_stream(self._stream.device).wait_stream(self._stream)
 
     def close(self) -> None:
-        """End the thread when it has run all calls; a call that still waits after some seconds fails."""
+        """End the thread after all calls; a call that still waits after `PATIENCE_S` fails."""
         end_helpers(self._helpers)
 
     def _work(self) -> None:
@@ -136,6 +136,7 @@ class ThreadExecutor:
                 call()
             finally:
                 self._calls.task_done()
+        # Only now: calls of this thread may have waited for messages on the other threads.
         for stop in self._stops:
             stop()
 
@@ -149,13 +150,14 @@ class ThreadExecutor:
             if self._stream is None or ready is None:
                 future.set_result((call(), None))
                 return
+            # The current stream belongs to a thread: without the block, kernels would go to the default stream.
             self._stream.wait_event(ready)
             with torch.cuda.stream(self._stream):
                 value = call()
-            # An event of this call: the stream that takes its result must not wait for later calls.
+            # An event per call: the caller's stream waits for this call, not for later calls.
             future.set_result((value, self._stream.record_event()))
         except BaseException as error:
-            # Nobody may ask for the result, as in a hook of DDP: `wait` then raises the error.
+            # A caller may never ask for the result, as in a hook of DDP. `wait` then raises the error.
             self._error = self._error or error
             future.set_exception(error)
 
@@ -172,7 +174,7 @@ class StreamExecutor:
         self._stream = torch.cuda.Stream(device)
 
     def submit(self, call: Callable[[], T]) -> Callable[[], T]:
-        """Enqueue the kernels of `call` now; the stream of the caller waits for them when the result is taken."""
+        """Enqueue the kernels of `call` now; the caller's stream waits for them when the caller takes the result."""
         # Kernels that the caller enqueues later do not delay the call, which is the point of a second stream.
         self._stream.wait_stream(torch.cuda.current_stream(self._stream.device))
         call = _noted(call)
@@ -191,7 +193,7 @@ class StreamExecutor:
 
 
 def _noted(call: Callable[[], T]) -> Callable[[], T]:
-    """Let `call`, which leaves the thread or the stream, tell the recorder when it is done, if that wants to know."""
+    """Wrap `call`, which leaves the thread or the stream, so that the active recorder learns when it is done."""
     recorder = tracing.active()
     note_done = None if recorder is None else recorder.submitted()
     if note_done is None:
@@ -213,7 +215,8 @@ def _taken_over(value: T, done: torch.cuda.Event, stream: torch.cuda.Stream | No
     current.wait_event(done)
     for tensor in pytree.tree_leaves(value):
         if isinstance(tensor, Tensor) and tensor.is_cuda:
-            # Its memory belongs to the other stream, which may use it again as soon as the tensor is gone.
+            # The allocator would give the memory back to the other stream as soon as Python drops the tensor, while
+            # kernels of the current stream may still read it.
             tensor.record_stream(current)
     return value
 

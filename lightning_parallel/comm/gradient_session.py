@@ -94,21 +94,21 @@ _Done = Callable[[Optional[BaseException]], None]
 class _BucketsInFlight:
     """Runs the reductions of several buckets at a time on one thread: one computes while others wait for messages.
 
-    Bucket k communicates in group k modulo their number, and begins when the one before it there has ended. So a group
-    carries the messages of one bucket after another, in the order in which buckets were added, which is the same on all
+    Bucket k communicates in group k modulo the number of groups. It begins when the previous bucket of this group has
+    ended. So a group carries the messages of one bucket after another, in the order of `add`, which is the same on all
     ranks. The first message to arrive decides which bucket a rank computes first. It changes no order within a group,
     and no order between groups is needed.
 
     Ranks cannot wait for each other in a circle. The thread waits for the next message of any bucket, never of one
-    bucket alone. Take the first bucket, by the order of adding, that does not end on some rank. All buckets before it
-    have ended everywhere. So every rank begins this bucket once it has the gradients, and answers all its messages.
+    bucket alone. Take the first bucket, in the order of `add`, that does not end on some rank. All earlier buckets
+    have ended on all ranks. So every rank begins this bucket once it has the gradients, and answers all its messages.
 
     After bucket k has failed, k + 1 goes on, and no bucket from k + 2 on begins until `forget`. If k failed on all
     ranks, all ranks therefore run the same buckets. If k failed on some ranks, the other ranks get no message of a
     later bucket in place of a message of k. They wait for k until the connection is closed. `finish` raises the error.
 
     Args:
-        groups: Groups of the same ranks, which carry nothing else while buckets are in flight.
+        groups: Groups of the same ranks, which carry no other messages while buckets are in flight.
         executor: The thread.
     """
 
@@ -128,7 +128,7 @@ class _BucketsInFlight:
             self._advance(*self._arrived.get())
         number = self._added
         self._added += 1
-        # All buckets up to `number - len(groups)` have ended here: whether one of them failed is no matter of time.
+        # All buckets up to `number - len(groups)` have ended here, so the answer does not depend on timing.
         if self._failed is not None and self._failed[0] <= number - len(self._groups):
             done(self._failed[1])
             return
@@ -136,7 +136,7 @@ class _BucketsInFlight:
         self._advance(place)
 
     def proceed(self) -> None:
-        """Go on with the buckets whose messages have come."""
+        """Go on with the buckets whose messages have arrived."""
         while True:
             try:
                 arrived = self._arrived.get_nowait()
@@ -157,13 +157,13 @@ class _BucketsInFlight:
         self._added = 0
 
     def forget(self) -> None:
-        """Begin anew after an error, when nothing is in flight."""
+        """Start again after an error, when no bucket is in flight."""
         self._added = 0
         self._failed = None
 
     @torch.no_grad()
     def _advance(self, place: int, error: BaseException | None = None) -> None:
-        """Go on with one bucket, whose messages have come or failed."""
+        """Go on with one bucket, whose messages have arrived or failed."""
         number, phases, done = self._buckets[place]
         try:
             if error is not None:
@@ -196,25 +196,26 @@ class _BucketsInFlight:
             except BaseException as found:
                 error = found
             self._arrived.put((place, error))
-            # Whether the thread is waiting for this or for its next call.
+            # `proceed` takes the message if the thread is idle. If `add` or `finish` takes it first, `proceed` does
+            # nothing.
             self._executor.wake(self.proceed)
 
 
 class GradientSession:
     """The steps of a reducer whose gradients arrive in buckets.
 
-    A parameter that comes a second time before `finish` (another backward pass, a module used twice under FSDP) begins
-    the next step.
+    A parameter may come a second time before `finish`: in another backward pass, or from a module that runs twice under
+    FSDP. It then begins the next step.
 
     Args:
         reducer: Computes the means.
         group: The ranks to take the mean over.
         executor: Runs the reduction; `InlineExecutor` when omitted. If it overlaps with other communication of the same
-            ranks, `group` must be an extra one.
-        loss_scale: Returns the loss scale when a step begins; if omitted, whoever owns the reducer sets its `scale`.
-        verdict_group: Ranks that must all agree that a step was finite, because they hold other parts of the model or
+            ranks, `group` must be an extra group.
+        loss_scale: Returns the loss scale when a step begins; if omitted, the owner of the reducer sets its `scale`.
+        verdict_group: Ranks that must agree that a step was finite, because they hold other parts of the model or
             other shards of the means. None if all ranks see the same numbers.
-        device: Device of the verdict's tensor before any gradient was added.
+        device: Device of the verdict's tensor before the first gradient.
         second_group: Another group like `group`. With it, and a thread for gradients on the CPU, two buckets are in
             flight at once.
 
@@ -243,8 +244,8 @@ class GradientSession:
         self._step: MeanStep | None = None
         self._added: set[str] = set()
         self._earlier_applied = True
-        # On a device the order of a stream already lets a message travel while the kernels before it still run; and
-        # two communicators of NCCL at once hang unless every device begins their kernels in one order.
+        # Only on the CPU. On a device, streams already let a message travel while earlier kernels still run. And two
+        # communicators of NCCL at once hang unless every device begins their kernels in one order.
         self._in_flight: _BucketsInFlight | None = None
         if second_group is not None and isinstance(executor, ThreadExecutor) and self._device.type == "cpu":
             self._in_flight = _BucketsInFlight([group, second_group], executor)
@@ -280,11 +281,11 @@ class GradientSession:
             Exception: The first error of the executor; the step is then dropped.
         """
         try:
-            # Buckets of a failed step are missing: the rest must not be committed.
             if self._in_flight is not None:
                 self.executor.submit(self.drain)
             self.executor.wait()
         except BaseException:
+            # Buckets of a failed step are missing: the other buckets must not be committed.
             self.discard()
             if self._in_flight is not None:
                 self._in_flight.forget()
@@ -301,15 +302,15 @@ class GradientSession:
             Exception: The first error of the executor.
         """
         self.wait()
-        # A step may have ended since the last call, by a parameter that came again: its verdict counts, too.
+        # A parameter that came again may have ended a step since the last call: the verdict of that step counts, too.
         self.applied = self.end_step() and self._earlier_applied
         self._earlier_applied = True
         return self.applied
 
     def close(self) -> None:
-        """Close the executor, when the buckets in flight have ended, which are waited for as long as it waits."""
+        """Close the executor after the buckets in flight; the executor limits the wait."""
         if self._in_flight is not None:
-            # A backward pass that failed may have left some: other ranks wait for their messages.
+            # A backward pass that failed may have left buckets. Other ranks wait for the messages of these buckets.
             self.executor.submit(self.drain)
         self.executor.close()
 
@@ -319,7 +320,7 @@ class GradientSession:
     def step(self) -> MeanStep:
         """The open step; a new one begins when there is none."""
         if self._step is None:
-            # The scale may change between steps, but residuals are kept without it: it is read once, at the beginning.
+            # Read once per step: the scale may change between steps, and residuals are stored without it.
             if self._loss_scale is not None:
                 self.reducer.scale = self._loss_scale()
             self._step = self.reducer.begin(self.group)
@@ -346,9 +347,9 @@ class GradientSession:
         shards: Mapping[str, int] | None = None,
         copy: bool = False,
     ) -> None:
-        """Begin to reduce one bucket; `done` is called on the executor with its means, or with the error.
+        """Begin to reduce one bucket; the executor calls `done` with the means, or with the error.
 
-        It is over when this returns, or raises, unless two buckets may be in flight.
+        The reduction is over when this method returns or raises, unless two buckets may be in flight.
         """
 
         def end(error: BaseException | None) -> None:
@@ -359,6 +360,7 @@ class GradientSession:
             if self._in_flight is not None and self.step.overlaps(named_gradients):
                 self._in_flight.add(partial(self.step.phases, named_gradients, shards=shards), end)
                 return
+            # This bucket cannot overlap, and it uses `group`: the buckets in flight there must end first.
             self.drain()
             self.step.reduce_(named_gradients, shards)
         except BaseException as error:
@@ -368,8 +370,8 @@ class GradientSession:
         end(None)
 
     def _take(self, named_gradients: Mapping[str, Tensor], copy: bool) -> Mapping[str, Tensor]:
-        """Return the gradients to reduce, as the next ones of the step."""
-        # Nobody announces a backward pass: a parameter that comes again can only belong to the next one.
+        """Return the gradients to reduce, or copies of them, and note their names in the step."""
+        # No call announces a backward pass: a parameter that comes again can only belong to the next backward pass.
         if not self._added.isdisjoint(named_gradients):
             self._earlier_applied &= self.end_step()
         self._added.update(named_gradients)
@@ -377,17 +379,17 @@ class GradientSession:
         if copy:
             for gradient in named_gradients.values():
                 if gradient.is_cuda:
-                    # The caller may let go of it before this stream has read it.
+                    # The caller may drop the gradient before this stream has read it.
                     gradient.record_stream(torch.cuda.current_stream(gradient.device))
             named_gradients = {name: gradient.detach().clone() for name, gradient in named_gradients.items()}
-        # NCCL communicates tensors of its device only: the verdict is taken where the gradients are.
+        # NCCL communicates only tensors on its device, so the verdict must be on the device of the gradients.
         for gradient in named_gradients.values():
             self._device = gradient.device
             break
         return named_gradients
 
     def drain(self) -> None:
-        """Wait for the buckets in flight; afterwards `group` carries nothing."""
+        """Wait for the buckets in flight; afterwards `group` carries no message."""
         if self._in_flight is not None:
             self._in_flight.finish()
 
@@ -401,8 +403,8 @@ class GradientSession:
         self._added.clear()
         if step is None:
             return self.applied
-        # Agreed on before the commit: a rank with another part of the model may have found a NaN that is not here. The
-        # host reads only the verdict of all ranks, so it waits once.
+        # Agreed before the commit: only a rank with another part of the model may have found the NaN. The host reads
+        # only the joint verdict, so it waits for the device once.
         finite = None
         if self._verdict_group is not None:
             verdict = step.verdict.to(self._device, torch.uint8)
@@ -433,7 +435,7 @@ def _one_kind(name: str) -> Hashable:
 def fill_buckets(
     sizes: Mapping[str, int], bucket_bytes: int, kind: Callable[[str], Hashable] = _one_kind
 ) -> list[list[str]]:
-    """Divide parameters into buckets of about `bucket_bytes`, in order; the first one is small.
+    """Divide parameters into buckets of about `bucket_bytes`, in order; the first bucket is small.
 
     Args:
         sizes: Bytes of each gradient by parameter name, in the order in which gradients are expected.
@@ -448,8 +450,8 @@ def fill_buckets(
     filled: dict[Hashable, int] = {}
     for name, num_bytes in sizes.items():
         key = kind(name)
-        # One bucket per kind is open at a time. Kinds alternate along a model (weights in 16 bits, norms in 32): a new
-        # bucket at each change would make many small messages.
+        # One bucket per kind is open at a time. Kinds alternate along a model, as with weights in 16 bits and norms in
+        # 32 bits. A new bucket at each change would make many small messages.
         if key not in open_buckets:
             open_buckets[key] = []
             filled[key] = 0

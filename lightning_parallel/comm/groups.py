@@ -32,7 +32,7 @@ class Group:
         rank: Position of this process in `ranks`.
         process_group: The torch group; None for a group of one.
         gate: Called before each collective on tensors, with its name.
-        note: Of a pretended group: called with the name and the bytes of what it would have sent.
+        note: In a pretended group, called with the name and the bytes of each collective that it would have sent.
     """
 
     axis: str
@@ -55,7 +55,7 @@ class Group:
         return vars(self)
 
     def guarded_by(self, gate: Callable[[str], None]) -> Group:
-        """Return the same ranks with a gate."""
+        """Return this group with a gate."""
         return replace(self, gate=gate)
 
     @property
@@ -70,12 +70,12 @@ class Group:
 
     @property
     def is_ordered(self) -> bool:
-        """Whether operations of the group wait for those that were issued before, as NCCL's do."""
+        """Whether each operation of the group waits for all earlier operations, as in NCCL."""
         return "nccl" in self.backend
 
     @property
     def host_device(self) -> str:
-        """Type of the device of tensors that hosts exchange: the CPU, unless the group knows GPUs only."""
+        """Device type of tensors that hosts exchange: the CPU, unless the group communicates tensors on GPUs only."""
         return "cuda" if self.backend == "nccl" else "cpu"
 
     @cached_property
@@ -90,15 +90,15 @@ class Group:
 
     @classmethod
     def pretended(cls, axis: str, size: int, note: Callable[[str, int], None] | None = None) -> Group:
-        """Make a group of `size` ranks of which only the first, this process, is there: see `is_pretended`."""
+        """Make a group of `size` ranks without other processes; this process is the first rank. See `is_pretended`."""
         return cls(axis, tuple(range(size)), 0, None, note=note)
 
     @property
     def is_pretended(self) -> bool:
-        """Whether the other ranks are imagined, to find out what one rank of so many would compute and send.
+        """Whether the other ranks do not exist: the group only measures the work and the messages of one rank.
 
-        Collectives on tensors return at once, in the right shapes, with arbitrary values; those on objects answer as if
-        all ranks had brought the same.
+        Collectives on tensors return at once, in the right shapes, with arbitrary values. Collectives on objects
+        answer as if all ranks had given the same value.
         """
         return self.process_group is None and self.size > 1
 
@@ -107,8 +107,8 @@ class Group:
         """Wrap a torch process group.
 
         Args:
-            process_group: The group; None for torch's default: all ranks, in a run those along the data axis, see
-                `MeshGroups.make_data_default`; or this process alone where torch is not distributed.
+            process_group: The group. None means torch's default group: all ranks or, in a run, the ranks along the data
+                axis (see `MeshGroups.make_data_default`). Where torch is not distributed, None means this process.
             axis: See `Group`.
 
         Raises:
@@ -116,10 +116,11 @@ class Group:
         """
         if not dist.is_available() or not dist.is_initialized():
             return cls.alone(axis)
-        # None stands for the default group, but its name and backend are those of the object.
+        # The object instead of None, which torch also takes for the default group: name and backend are its attributes.
         wrapped = dist.group.WORLD if process_group is None else process_group
         if wrapped in _stand_ins:
-            # torch takes ranks given with its default group for positions in it, and those of others for global ones.
+            # torch reads a rank as a position if the group is its default group, and as a global rank otherwise. So the
+            # library uses its own group of these ranks.
             return replace(_stand_ins[wrapped], axis=axis)
         ranks = tuple(dist.get_process_group_ranks(wrapped))
         rank = all_processes().rank()
@@ -128,18 +129,18 @@ class Group:
         return cls(axis, ranks, ranks.index(rank), wrapped if len(ranks) > 1 else None)
 
 
-# By group that stands in for torch's default group: the other one of the same ranks, which is the library's own.
+# By group that stands in for torch's default group: the library's own group of the same ranks.
 _stand_ins: dict[Any, Group] = {}
 
 
 @dataclass(frozen=True, eq=False)
 class NodeGroups:
-    """This rank's place in a group whose ranks are on several nodes, as many on each.
+    """This rank's place in a group whose ranks are on several nodes, with equal numbers on each node.
 
     Attributes:
         whole: The group.
-        inside: Its ranks on this rank's node.
-        across: Those at the same place as this one on each node, in the order of the nodes.
+        inside: The ranks of the group on this rank's node.
+        across: The rank at this rank's place on each node, in the order of the nodes.
     """
 
     whole: Group
@@ -151,8 +152,8 @@ class NodeGroups:
         """Create the groups of all ranks; every rank must call it at the same point, with the same arguments.
 
         Args:
-            hosts: What tells the nodes apart, by global rank.
-            size: Ranks on a node: so many, one after the other. None: those with equal `hosts`.
+            hosts: A name of the node, by global rank.
+            size: Number of consecutive ranks that form a node. None: ranks with equal `hosts` form a node.
             timeout: Deadline of each collective.
 
         Raises:
@@ -192,10 +193,14 @@ def _divide_by_node(ranks: Sequence[int], hosts: Mapping[int, str], size: int | 
 def _node_groups(
     whole: Group, lines: Sequence[list[list[int]]], create: Callable[[list[list[int]]], dist.ProcessGroup | None]
 ) -> NodeGroups:
-    """Create the groups along all `lines` of a mesh, of which `whole` is one, each given by the ranks on its nodes."""
+    """Create the groups along all `lines` of a mesh; a line lists the ranks on each of its nodes.
+
+    `whole` is the group along this rank's line.
+    """
     me = whole.ranks[whole.rank]
 
     def made(axis: str, peers: list[list[int]]) -> Group:
+        # `peers` holds the groups of all ranks, so all ranks agree whether to make the collective call `create`.
         process_group = create(peers) if any(len(ranks) > 1 for ranks in peers) else None
         ranks = next(ranks for ranks in peers if me in ranks)
         return Group(axis, tuple(ranks), ranks.index(me), process_group if len(ranks) > 1 else None)
@@ -208,16 +213,16 @@ def _node_groups(
 class MeshGroups:
     """This rank's groups in `mesh`.
 
-    Every rank must construct it at the same point, with the same arguments.
+    Every rank must construct the object at the same point, with the same arguments.
 
     Args:
-        mesh: The mesh; its size must be that of the default process group.
+        mesh: The mesh. It must have as many ranks as the default process group.
         timeout: Deadline of each collective.
-        backend: Backend of the groups; None for that of the default group.
+        backend: Backend of the groups; None for the backend of the default group.
 
     Attributes:
         data_parallel, pipeline_parallel, tensor_parallel: The group along each axis.
-        replica: The ranks that together hold the model once: pipeline x tensor.
+        replica: The ranks that together hold one copy of the model: pipeline x tensor.
         world: All ranks.
 
     Raises:
@@ -240,7 +245,7 @@ class MeshGroups:
         self.data_parallel = self._create((DATA,), DATA)
         self.pipeline_parallel = self._create((PIPELINE,), PIPELINE)
         self.tensor_parallel = self._create((TENSOR,), TENSOR)
-        # A process group costs threads and sockets, so the replica has one of its own only where no axis spans it.
+        # A process group costs threads and sockets, so the replica gets a new group only if no axis spans it.
         if self.pipeline_parallel.size > 1 and self.tensor_parallel.size > 1:
             self.replica = self._create((PIPELINE, TENSOR), "replica")
         elif self.pipeline_parallel.size > 1:
@@ -250,11 +255,11 @@ class MeshGroups:
 
     def _create(self, axes: Sequence[Axis], name: str) -> Group:
         me = self.world.ranks[self.world.rank]
-        # The size of an axis is the same everywhere: either all ranks create groups for it, or none does.
+        # An axis has one size on all ranks: either all ranks create groups for it, or none does.
         if self.mesh.size(*axes) == 1:
             return Group.alone(name, me)
         peers = self.mesh.peers(*axes)
-        # Layers wait for the messages of the tensor axis: they go before those that overlap with computation.
+        # Layers wait for the messages of the tensor axis. So these precede messages that overlap with computation.
         process_group = self._new_groups(peers, is_urgent=axes == (TENSOR,))
         ranks = next(ranks for ranks in peers if me in ranks)
         return Group(name, tuple(ranks), ranks.index(me), process_group)
@@ -263,9 +268,9 @@ class MeshGroups:
         return _new_groups(peers, self._timeout, self._backend, is_urgent)
 
     def between(self, axis: Axis, pairs: Sequence[tuple[int, int]], purpose: str) -> dict[tuple[int, int], Group]:
-        """Return a group for each pair of positions along `axis` that this rank is one of, created by the first call.
+        """Return a group for each pair of positions along `axis` that includes this rank; the first call creates them.
 
-        All ranks of the mesh must ask for them at the same point.
+        All ranks of the mesh must call it at the same point.
         """
         if (axis, purpose) not in self._between:
             me = self.world.ranks[self.world.rank]
@@ -284,10 +289,10 @@ class MeshGroups:
         return self._between[axis, purpose]
 
     def extra(self, axis: Axis, purpose: str) -> Group:
-        """Return a further group of the ranks along `axis`, one per `purpose`, created by the first call.
+        """Return a further group of the ranks along `axis`, one per `purpose`; the first call creates it.
 
-        Collectives of one group must start in the same order on all its ranks; a group of its own lets a thread or a
-        stream communicate independently of the others. All ranks of the mesh must ask for it at the same point.
+        Collectives of one group must start in the same order on all its ranks. With a separate group, a thread or a
+        stream communicates independently of other threads. All ranks of the mesh must call it at the same point.
         """
         if (axis, purpose) not in self._extra:
             self._extra[axis, purpose] = self._create((axis,), axis)
@@ -311,10 +316,10 @@ class MeshGroups:
         return self._hosts[purpose]
 
     def make_data_default(self) -> None:
-        """Let torch's default group be the data axis, as in a project for replicas; `default_group_kept` undoes it.
+        """Make the ranks along the data axis torch's default group, as in a replicated run.
 
-        All ranks of the mesh must call it at the same point. It is a group of its own, also for one replica: messages
-        of the user's code must not meet those of the library.
+        All ranks of the mesh must call it at the same point. `default_group_kept` undoes it. The default group is a
+        separate group, also for one replica: messages of the user's code must not meet messages of the library.
         """
         if self.data_parallel.size == self.world.size:
             return
@@ -336,7 +341,7 @@ class MeshGroups:
 def _new_groups(
     peers: list[list[int]], timeout: timedelta | None, backend: str | None, is_urgent: bool = False
 ) -> dist.ProcessGroup | None:
-    """Create groups that share no rank, with one call on all ranks; returns that of this rank, if it has one."""
+    """Create groups that share no rank, with one call on all ranks; returns the group of this rank, if any."""
     world = all_processes()
     has_nccl = "nccl" in (backend or backend_of(world))
     options: dict[str, Any] = {"timeout": timeout}
@@ -347,7 +352,7 @@ def _new_groups(
         if group is not None and timeout is not None:
             set_timeout(group, timeout)
         return group
-    # torch requires every rank to create every group, also those of which it is not a member.
+    # torch requires every rank to create every group, also a group without this rank.
     return dist.new_subgroups_by_enumeration(peers, backend=backend, **options)[0]
 
 

@@ -1,4 +1,4 @@
-"""Hashes of tensors that are equal where all bits are, by which ranks compare what they hold."""
+"""Hashes of tensors, by which ranks compare their tensors: equal bits give equal hashes."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def fingerprint(tensor: Tensor) -> int:
-    """Hash the bytes of a tensor to 64 bits: a sum of its words of eight bytes, each weighted by its position."""
+    """Hash the bytes of a tensor to 64 bits: the sum of its eight-byte words, weighted by their positions."""
     return fingerprints([tensor])[0]
 
 
@@ -48,12 +48,12 @@ def _weighted_sum(tensor: Tensor) -> Tensor:
 
 
 def _words(tensor: Tensor) -> Tensor:
-    """View the bytes as integers of eight bytes, (words,); zeros fill up the last one."""
+    """View the bytes as integers of eight bytes, (words,); zeros fill up the last word."""
     flat = tensor.contiguous().view(-1)
     if flat.is_complex():
         flat = torch.view_as_real(flat).view(-1)
     per_word = 8 // flat.element_size()
-    # A view needs whole words from an aligned offset; everything else is copied.
+    # A view needs full words from an aligned offset. Other tensors are copied.
     if len(flat) % per_word == 0 and flat.storage_offset() % per_word == 0:
         return flat.view(torch.int64)
     raw = flat.view(torch.uint8)
@@ -73,6 +73,7 @@ def row_fingerprints(tensor: Tensor, elements: int = 256) -> Tensor:
     flat = flat[:, :: max(1, flat.shape[1] // elements)].contiguous()
     if flat.element_size() not in _INTEGERS:  # complex128
         flat = torch.view_as_real(flat).flatten(1)
+    # Bits instead of values: a NaN equals nothing, and 0.0 equals -0.0. Integer sums do not depend on their order.
     integers = flat.view(_INTEGERS[flat.element_size()]).to(torch.int64)
     weights = 2 * torch.arange(integers.shape[1], device=flat.device) + 1
     return (integers * weights).sum(1).mul_(_MIXER)

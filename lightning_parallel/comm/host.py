@@ -1,4 +1,4 @@
-"""Names the host of a process, and tells whether a process of this host is alive."""
+"""The identity of hosts and processes, and whether a process of this host is alive."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ __all__ = ["Process", "boot_id", "host_id"]
 
 @cache
 def boot_id() -> str:
-    """Identify one boot of one machine; empty where the system does not tell."""
+    """Identify one boot of one machine; empty if the system does not tell."""
     with suppress(OSError):
         return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     return ""
@@ -24,10 +24,10 @@ def boot_id() -> str:
 
 @cache
 def host_id() -> str:
-    """Identify the machine, and the part of the machine in which a process number means one process."""
+    """Identify the machine and the PID namespace, in which a process number means one process."""
     with suppress(OSError):
         return f"{boot_id()}/{os.stat('/proc/self/ns/pid').st_ino}"
-    # Several containers may share a host name. Without /proc no process counts as one of this host.
+    # Several containers may share a host name. Without /proc, no other process counts as a process of this host.
     return f"{socket.gethostname()}/{uuid4().hex}"
 
 
@@ -36,7 +36,7 @@ class Process(NamedTuple):
 
     Attributes:
         host: See `host_id`.
-        pid: Its number there.
+        pid: Its number on the host.
         started: When the process was started, in ticks of its host; empty if the host does not tell.
     """
 
@@ -52,7 +52,7 @@ class Process(NamedTuple):
 
     @classmethod
     def parse(cls, text: str) -> Process:
-        """Read the text of a process; a process of no host if the text is empty."""
+        """Parse the text of a process; an empty text gives a process without a host."""
         host, pid, started = text.split(" ") if text else ("", "0", "")
         return cls(host, int(pid), started)
 
@@ -65,11 +65,11 @@ class Process(NamedTuple):
             return None
         # A process that has ended stays as a zombie (Z) until its parent asks for its status.
         state, started = _state_and_start(self.pid)
-        # The system uses process numbers again: a later process with this number has another start.
+        # The system reuses process numbers: a later process with this number has another start.
         return started == self.started and state not in "ZX"
 
     def kill(self) -> bool:
-        """Kill the process, even a stopped one, if it runs on this host; returns whether it did."""
+        """Kill the process, even if it is stopped, if it runs on this host; return whether it ran here."""
         is_here = bool(self.is_alive())
         if is_here:
             with suppress(ProcessLookupError, PermissionError):

@@ -1,6 +1,6 @@
 """Collectives on Python objects, and the checks that ranks make together: all go on, or all raise.
 
-A group of one rank communicates nothing; in a pretended one, all ranks bring the same.
+A group of one rank communicates nothing. In a pretended group, all ranks give the same value.
 """
 
 from __future__ import annotations
@@ -38,10 +38,10 @@ __all__ = [
 T = TypeVar("T")
 
 _PICKLED_BYTES = 1 << 16
-"""Tensors on the CPU up to this size are pickled: a message of their own would take longer."""
+"""Tensors on the CPU up to this size are pickled: a separate message would take longer."""
 
 _SIZE_BYTES, _HEAD_BYTES = 8, 1 << 10
-"""The first message about an object: its size, and as many of its bytes."""
+"""Bytes of the first message about an object: of its size, and of the first part of its data."""
 
 
 def all_gather_object(value: T, group: Group) -> list[T]:
@@ -50,12 +50,12 @@ def all_gather_object(value: T, group: Group) -> list[T]:
         return [value] * group.size
     data = pickle.dumps(value)
     with blocking_call("all_gather_object", group):
-        # Torch sends the sizes first. Most objects are flags and names: their size and bytes are one message here.
+        # Torch sends the sizes first. Most objects are flags and names: here one message holds their size and bytes.
         head = len(data).to_bytes(_SIZE_BYTES, "little") + data[:_HEAD_BYTES]
         heads = _all_gather_bytes(head, _SIZE_BYTES + _HEAD_BYTES, group)
         sizes = [int.from_bytes(found[:_SIZE_BYTES], "little") for found in heads]
         found = [found[_SIZE_BYTES:] for found in heads]
-        # All ranks see the sizes, and so agree whether there is a second message.
+        # All ranks see all sizes, and so agree whether there is a second message.
         longest = max(sizes) - _HEAD_BYTES
         if longest > 0:
             rest = _all_gather_bytes(data[_HEAD_BYTES:], longest, group)
@@ -72,7 +72,7 @@ def _all_gather_bytes(data: bytes, num_bytes: int, group: Group) -> list[bytes]:
 
 
 def gather_object(value: T, group: Group, target: int = 0) -> list[T] | None:
-    """Gather the picklable `value` of every rank, by position, on the rank at position `target`; None on the others."""
+    """Gather the picklable `value` of every rank, by position, on the rank at position `target`; None elsewhere."""
     if group.process_group is None:
         return [value] * group.size
     values: list[Any] | None = [None] * group.size if group.rank == target else None
@@ -99,8 +99,8 @@ def broadcast_from(make: Callable[[], T], group: Group, source: int = 0, device:
     Args:
         make: Makes a value that can be pickled.
         group: The group.
-        source: Position of the rank that makes it.
-        device: Where tensors are put on the other ranks that are on a device on this one.
+        source: Position of the rank that makes the value.
+        device: Device of the other ranks for the tensors that are on a device on the rank at `source`; the CPU if None.
 
     Raises:
         Exception: On every rank, if `make` raises, or returns a value that cannot be pickled.
@@ -112,7 +112,7 @@ def broadcast_from(make: Callable[[], T], group: Group, source: int = 0, device:
     if group.rank == source:
         try:
             value = make()
-            # Pickled here rather than by the broadcast: an error there would leave the other ranks waiting.
+            # Pickled here, not in the broadcast: an error in the broadcast would leave the other ranks waiting.
             if group.size > 1:
                 packed, tensors = _pack(value)
         except Exception as error:
@@ -129,7 +129,7 @@ def broadcast_from(make: Callable[[], T], group: Group, source: int = 0, device:
 
 @dataclass(frozen=True)
 class _Packed:
-    """A pickled value; for each tensor that was left out its shape, its dtype, and whether it is on a device."""
+    """A pickled value. For each tensor left out: its shape, its dtype, and whether it is on a device."""
 
     data: bytes
     tensors: list[tuple[torch.Size, torch.dtype, bool]]
@@ -143,6 +143,7 @@ class _Pickler(pickle.Pickler):
         self.tensors: list[Tensor] = []
 
     def persistent_id(self, value: Any) -> int | None:
+        # Subclasses may have their own way to pickle, and a sparse tensor is several tensors: pickle takes both.
         if type(value) not in (Tensor, nn.Parameter) or value.layout != torch.strided:
             return None
         if value.device.type == "cpu" and value.numel() * value.element_size() <= _PICKLED_BYTES:
@@ -177,7 +178,7 @@ def _broadcast_tensors(
     source: int,
     device: torch.device,
 ) -> list[Tensor]:
-    """Send tensors, all tensors of a kind as one; returns them on every rank."""
+    """Broadcast tensors, with one message for all tensors of a dtype and device; return them on every rank."""
     found = list(tensors) if tensors else [torch.empty(0)] * len(described)
     kinds: dict[tuple[torch.dtype, bool], list[int]] = {}
     for number, (_, dtype, is_on_device) in enumerate(described):
@@ -190,7 +191,7 @@ def _broadcast_tensors(
             flat = torch.empty(sum(sizes), dtype=dtype, device=device if is_on_device else "cpu")
         broadcast_(flat, group, source)
         for number, part in zip(numbers, flat.split(sizes)):
-            # A copy: a tensor that is kept must not keep the other tensors in memory.
+            # A copy: a view would keep all tensors of the message in memory.
             found[number] = found[number] if group.rank == source else part.view(described[number][0]).clone()
     return found
 
@@ -202,11 +203,11 @@ def shared_key(group: Group) -> str:
 
 
 def barrier(group: Group) -> None:
-    """Wait until the host of every rank of `group` has arrived; work that is queued on devices may go on."""
+    """Wait until the host of every rank of `group` has arrived; queued work of devices may go on."""
     if group.process_group is not None:
         with blocking_call("barrier", group):
             if "nccl" in group.backend and group.host_device == "cpu":
-                # torch's barrier would let devices meet, and hosts wait for all queued work.
+                # torch's barrier would synchronize devices, so each host would wait for all its queued work.
                 dist.all_reduce(torch.zeros(1), group=group.process_group)
             else:
                 dist.barrier(group=group.process_group)
@@ -216,16 +217,16 @@ def barrier(group: Group) -> None:
 
 
 def raise_together(error: Exception | None, group: Group) -> None:
-    """Raise on every rank of `group` if any rank brings an `error`, so that no rank is left waiting.
+    """Raise on every rank of `group` if any rank gives an `error`, so that no rank is left waiting.
 
-    A rank that brings an error raises it. The other ranks raise a similar error that names the failed ranks.
+    A rank with an error raises its error. The other ranks raise a similar error that names the failed ranks.
     """
     try:
         found = all_gather_object(None if error is None else _carried(error), group)
     except RuntimeError as failure:
         if error is None:
             raise
-        # A rank that has heard of the error already is gone: that it is must not hide the error itself.
+        # A rank that already knows of the error may have ended. Its absence must not hide the error itself.
         raise error from failure
     if error is not None:
         raise error
@@ -236,7 +237,7 @@ def raise_together(error: Exception | None, group: Group) -> None:
 
 @contextmanager
 def failing_together(group: Group) -> Iterator[None]:
-    """Raise an error of any rank in the block on every rank of `group`; in the block ranks do not communicate."""
+    """Raise an error of any rank in the block on every rank of `group`; the block must not communicate."""
     failure: Exception | None = None
     try:
         yield
@@ -246,7 +247,7 @@ def failing_together(group: Group) -> Iterator[None]:
 
 
 def _carried(error: Exception) -> tuple[str, str, bytes]:
-    """Return the type of an error, its text, and its pickled content, which is empty if it cannot be pickled."""
+    """Return the type of an error, its text, and its pickled content; no content if it cannot be pickled."""
     data = b""
     with suppress(Exception):  # it may hold a tensor with a graph
         data = pickle.dumps((type(error), error.args, vars(error)))
@@ -254,16 +255,17 @@ def _carried(error: Exception) -> tuple[str, str, bytes]:
 
 
 def _like(name: str, message: str, data: bytes, where: str) -> Exception:
-    """Return the error of another rank, with where it was found."""
+    """Rebuild the error of another rank, and add `where` it was found to its text."""
     if "\n(found on rank " in message:
         where = ""  # it has been exchanged before
     with suppress(Exception):
-        # Not by its `__init__`, whose arguments are not known here.
+        # Not through `__init__`, whose arguments are unknown here.
         kind, arguments, attributes = pickle.loads(data)
         error = kind.__new__(kind, *arguments)
         error.__dict__.update(attributes)
+        # A different text means that the class needs more than its arguments: a known class replaces it below.
         if str(error) == message:
-            # Of some classes, such as `KeyError`, the text is not the argument itself.
+            # In some classes, such as `KeyError`, the text is not the argument itself.
             error.args = (message + where,) if error.args == (message,) else error.args
             return error
     kind = {"ValueError": ValueError, "TypeError": TypeError}.get(name, RuntimeError)
@@ -272,20 +274,20 @@ def _like(name: str, message: str, data: bytes, where: str) -> Exception:
 
 def equal_everywhere(number: int, group: Group) -> bool:
     """Tell whether all ranks of `group` hold the same 63-bit `number`."""
-    # One small all-reduce, where `agree` takes several: the maximum of x and of -x gives the largest and the smallest.
+    # One small all-reduce, not the gather of `agree`: the maxima of x and -x give the largest and smallest number.
     both = torch.tensor([number, -number], device=group.host_device)
     largest, smallest = all_reduce_(both, group, "max", between_hosts=True).tolist()
     return largest == -smallest
 
 
 def on_any_rank(flags: Sequence[bool], group: Group) -> list[bool]:
-    """Tell for each of `flags`, as many on all ranks, whether it is set on some rank of `group`.
+    """Tell for each of `flags` whether it is set on some rank of `group`; all ranks give equally many flags.
 
-    The host waits for the other hosts, and for a device only in a group that knows devices only.
+    The host waits for the other hosts. It waits for a device only if the group communicates on devices only.
     """
     shared = torch.tensor(flags, dtype=torch.uint8)
     if group.size > 1 and group.host_device != "cpu":
-        # From memory that does not move, so that the host need not wait for the copy as well.
+        # Pinned memory, so that the host need not wait for the copy as well.
         shared = shared.pin_memory().to(group.host_device, non_blocking=True)
     return [bool(flag) for flag in all_reduce_(shared, group, "max", between_hosts=True).tolist()]
 
@@ -294,7 +296,7 @@ def agree(what: str, value: Any, group: Group) -> None:
     """Check that all ranks of `group` hold an equal `value`, described by `what`.
 
     Raises:
-        ValueError: On every rank, with the values of all ranks; of dicts, with the entries that differ.
+        ValueError: On every rank, with the values of all ranks; for dicts, with the entries that differ.
     """
     values = all_gather_object(value, group)
     if any(other != values[0] for other in values):
@@ -304,7 +306,7 @@ def agree(what: str, value: Any, group: Group) -> None:
 
 
 def _differing(values: list[Any]) -> list[Any]:
-    """Reduce dicts to the entries in which they differ; leave other values as they are."""
+    """Reduce dicts to the entries in which they differ; leave other values unchanged."""
     if not all(isinstance(value, dict) for value in values):
         return values
     keys = dict.fromkeys(key for value in values for key in value)

@@ -1,14 +1,16 @@
-"""Presence of ranks in the rendezvous store: which ranks live, where each one is, and which have failed.
+"""Presence of ranks in the rendezvous store: which ranks live, the place of each rank, and which ranks have failed.
 
-gloo reports a dead peer as a closed connection with a port number. NCCL reports nothing, as the device waits and not
-the host. Three things in the store tell more:
+gloo reports a dead peer as a closed connection with a port number. NCCL reports nothing, because the device waits
+instead of the host. Three kinds of entries in the store tell more:
 
-* **Beats.** A thread of each rank counts up about twice a second. A rank whose call has failed looks for counters that
-  stand still. Where devices wait, this thread also watches the counter of the next rank, and ends its rank with it.
+* **Beats.** A thread of each rank counts up about twice a second. After a failed call, a rank looks for counters that
+  stand still. Where devices wait, this thread also watches the counter of the next rank. It ends its own rank when any
+  rank is lost.
 * **Errors.** A rank that fails may live on while other ranks wait for it. It reports its error and waits until these
   ranks have ended. Their threads close the connections in which they are blocked.
 * **Roll calls.** A collective pairs any calls that arrive. A rank that ends an epoch early would exchange numbers with
-  ranks at another place, or wait without end. Before such a message each rank writes its place; all go on at one place.
+  ranks at another place, or wait forever. Before such a message each rank writes its place into the store. The ranks
+  go on when all of them are at one place.
 """
 
 from __future__ import annotations
@@ -67,30 +69,33 @@ BEAT_S = 0.4
 """Seconds between two beats of the heartbeat."""
 
 ENDED_S = 2.0
-"""A process of this machine without a beat for so long that does not exist any more has ended."""
+"""Seconds without a beat after which a process of this machine counts as ended, if it no longer exists."""
 
 SILENT_S = 20.0
-"""A process of another machine without a beat for so long is gone; less may pass in C, with the interpreter locked."""
+"""Seconds without a beat after which a process of another machine counts as gone.
+
+C code that holds Python's lock may stop the beat for a shorter time.
+"""
 
 _KEEPALIVE_S = 5
-"""Seconds after which the system asks whether a quiet connection to the store still exists, and between requests."""
+"""Seconds until the system first probes a quiet connection to the store, and between two probes."""
 
 GRACE_S = 30.0
-"""Seconds that a rank may take to end by itself after it learned of a lost rank."""
+"""Seconds that a rank may take to end by itself after it has learned of a lost rank."""
 
 _OF_GLOO = re.compile("gloo/transport|pair closure|Connection (closed|reset) by peer")
 
 _AFTER = "stopped after rank "
-"""Begins the report of a rank that failed since another one had."""
+"""Begins the report of a rank that failed because another rank had failed."""
 
 _FOR_ALL = "found for all ranks: "
 """Begins the report of an error whose text is the same on all ranks."""
 
 RELEASE_S = 2.0
-"""How long a rank may go on, after another one has failed, before its groups are closed."""
+"""Seconds that a rank may go on after the failure of another rank, before its groups are closed."""
 
 _SELDOM = 4
-"""One of so many beats looks for failures where this rank is not known to wait."""
+"""While this rank is not known to wait, one beat in this many looks for failures."""
 
 HEARD_S = 10.0
 """Seconds that a failed rank lets other ranks read its error: the store may end with its process."""
@@ -118,7 +123,7 @@ class LostRankError(RuntimeError):
     message: ClassVar[str] = ""
 
     def __init__(self, message: str | None = None) -> None:
-        # Python makes the error in the other thread without arguments.
+        # `PyThreadState_SetAsyncExc` makes the error in the other thread without arguments.
         super().__init__(self.message if message is None else message)
 
 
@@ -127,8 +132,8 @@ class Blocked:
 
     Args:
         op: The operation, or the place of a roll call.
-        group: The ranks that come together.
-        index: Which collective of its group it is, or which roll call; 0 for a message.
+        group: The ranks that take part.
+        index: Number of the collective in its group, or of the roll call, from 1; 0 for a message.
         key: The name of a roll call; otherwise the name of the group.
     """
 
@@ -138,9 +143,9 @@ class Blocked:
     last: ClassVar[Blocked | None] = None
     count: ClassVar[int] = 0
     begun: ClassVar[Counter[str]] = Counter()
-    """How many collectives of a group, and roll calls of a name, this rank has begun in this run."""
+    """Number of collectives per group, and of roll calls per name, that this rank has begun in this run."""
     of_helpers: ClassVar[set[str]] = set()
-    """Groups in which other threads begin collectives, so that the next one cannot be known."""
+    """Groups in which other threads begin collectives, so that the next collective is unpredictable."""
 
     def __init__(self, op: str, group: Group, index: int, key: str = "") -> None:
         self.op = op
@@ -172,7 +177,7 @@ class Blocked:
         return self.op if self.key else f"`{self.op}` along {self.group.axis}"
 
     def described(self, run: str, place: str) -> str:
-        """Return what other ranks need to know, with the line of the user's code."""
+        """Return the description of this call for other ranks, with the line of the user's code."""
         ranks = list(self.group.ranks) if self.index else []
         return json.dumps([run, self.number, ranks, self.key or self.group.name, self.index, self.name, place])
 
@@ -181,11 +186,11 @@ class BlockedCall(NamedTuple):
     """The call in which another rank is blocked.
 
     Attributes:
-        number: Differs for each call there.
+        number: A number that differs for each call of that rank.
         key: The name of the roll call, or of the group.
         name: The operation and its axis, or the place of a roll call.
         place: The line of the user's code, see `compat.users_place`.
-        is_apart: Whether it is waiting for this rank, which has not begun that call.
+        is_apart: Whether the call waits for this rank, which has not begun it.
     """
 
     number: int
@@ -207,12 +212,12 @@ class _Heartbeat:
         self.rank = rank
         # The training thread. Ray calls the user's function in a thread that is not the main thread.
         self.caller = threading.get_ident()
-        # The store outlives a run: what an earlier run of this process reported must not explain this one's.
+        # The store outlives a run: the report of an earlier run of this process must not explain errors of this run.
         self.report("")
         self.store.set(f"blocked/{rank}", "")
         self.store.set(f"process/{rank}", str(Process.of()))
         self.run = self.store.add(f"run/{rank}", 1)
-        # Equal on all ranks, unlike the number; empty until they have agreed on it.
+        # Equal on all ranks, unlike the number of the run; empty until the ranks have agreed on it.
         self.name = ""
         self.world_size = world_size
         self._looks, self._released_s = 0, 0.0
@@ -228,7 +233,7 @@ class _Heartbeat:
         while not self.stopped.wait(BEAT_S):
             try:
                 self.store.add(f"beat/{self.rank}", 1)
-                # Only a call that lasts for a whole interval is told to the ranks that wait for this rank.
+                # Only a call that lasts for a full interval is published for the ranks that wait for this rank.
                 now = Blocked.now
                 if now is not told and (now is None or now is seen):
                     self.store.set(f"blocked/{self.rank}", "" if now is None else self._description(now))
@@ -238,7 +243,7 @@ class _Heartbeat:
                 seen = now
                 loss = None if self._watch is None else self._watch.look()
             except RuntimeError:
-                # The process that hosts the store is gone. Where hosts wait, their calls fail by themselves.
+                # The process with the store is gone. Where hosts wait, their calls fail without the heartbeat.
                 if self._watch is None or self.stopped.wait(ENDED_S):
                     return
                 loss = "the process with the rendezvous store (rank 0's, or the launcher's) is gone"
@@ -251,7 +256,7 @@ class _Heartbeat:
         return call.described(self.name, "" if frame is None else users_place(frame))
 
     def _release(self, call: Blocked | None) -> None:
-        """Let the call of this rank fail if another rank has failed; roll calls find that by themselves."""
+        """Make the call of this rank fail if another rank has failed; roll calls look for failures themselves."""
         self._looks += 1
         if not self.name or (call is None and self._looks % _SELDOM) or (call is not None and call.key):
             return
@@ -261,7 +266,8 @@ class _Heartbeat:
         if call is not None:
             groups = [call.group.process_group, *(helper.process_group for helper in waiting_helpers())]
         elif time.monotonic() > self._released_s:
-            # It computes, and must not wait for others after that, or is in a collective of torch or of the user's.
+            # This rank computes, and must not wait for others afterwards. Or it is in a collective that torch or the
+            # user has called, which `Blocked` does not see.
             groups = list(groups_of_run())
         else:
             return
@@ -273,12 +279,12 @@ class _Heartbeat:
         """End this rank: the training thread may be waiting for a device, which waits for a lost rank."""
         last = "" if Blocked.last is None else f"; the last call of this rank was {Blocked.last.name}"
         LostRankError.message = f"[rank {self.rank}] {loss}{last}"
-        # Said first: the next steps need the training thread and the device, which may not answer.
+        # Printed first: the next steps need the training thread and the device, which may not answer.
         sys.stderr.write(f"{LostRankError.message}\n")
         with suppress(RuntimeError):
             self.report(loss)
         caller = ctypes.c_ulong(self.caller)
-        # Before the device is released: the training thread must not go on with arbitrary values from there.
+        # Before the abort releases the device: the training thread must not go on with arbitrary values.
         ctypes.pythonapi.PyThreadState_SetAsyncExc(caller, ctypes.py_object(LostRankError))
         with suppress(RuntimeError, ValueError):
             abort_all_groups()
@@ -290,17 +296,18 @@ class _Heartbeat:
         end_helpers([self.thread])
 
     def report_end(self) -> None:
-        """Publish that the run has ended here: other ranks do not miss this one, unless it has reported an error."""
+        """Publish that the run has ended here, so that other ranks do not miss this rank."""
         with suppress(RuntimeError):  # the store may be gone
             self.store.set(f"ended/{self.rank}", str(self.run))
             if self.name and not self.read(f"error/{self.rank}"):
                 self.store.add(f"over/{self.name}", 1)
 
     def report(self, message: str) -> None:
-        """Publish the error that ends this rank, for the ranks that miss it."""
+        """Publish the error that ends this rank, for the ranks that wait for this rank."""
         is_first = message and not self.read(f"error/{self.rank}")
         if is_first:
             self.store.set(f"order/{self.rank}", str(self.store.add("order", 1)))
+        # After the order, which readers of the error expect, and before the counters, which make ranks look for it.
         self.store.set(f"error/{self.rank}", message)
         if is_first and self.name:
             self.store.add(f"failed/{self.name}", 1)
@@ -313,23 +320,23 @@ class _Heartbeat:
         return [rank for rank in ranks if self.store.add(f"beat/{rank}", 0) == before[rank]]
 
     def errors(self, ranks: Sequence[int]) -> dict[int, str]:
-        """Return the errors that ranks have reported, the first one first."""
+        """Return the reported errors by rank, in the order of the reports."""
         reported = {rank: self.read(f"error/{rank}") for rank in ranks}
         found = [rank for rank, message in reported.items() if message]
         return {rank: reported[rank] for rank in sorted(found, key=lambda rank: int(self.read(f"order/{rank}")))}
 
     def read(self, key: str) -> str:
-        """Return the value of a key, empty if it was never set."""
+        """Return the value of a key; empty if it was never set."""
         # `get` would wait for the key, until the store's timeout.
         return self.store.get(key).decode() if self.store.check([key]) else ""
 
     def is_alive(self, rank: int) -> bool | None:
-        """Tell whether the process of a rank exists; None if it is not of this machine."""
+        """Tell whether the process of a rank exists; None if it runs on another machine."""
         return Process.parse(self.read(f"process/{rank}")).is_alive()
 
 
 def _sockets() -> dict[int, int]:
-    """Return the descriptors of this process's sockets, by what tells each socket from all others."""
+    """Return the descriptors of this process's sockets, by inode number."""
     found = {}
     for name in os.listdir("/proc/self/fd") if os.path.isdir("/proc/self/fd") else ():
         with suppress(OSError):
@@ -342,12 +349,12 @@ def _sockets() -> dict[int, int]:
 def _notice_dead_connections(store: dist.Store, before: Mapping[int, int]) -> None:
     """Let the system end the heartbeat's connection to the store when the network to it is cut.
 
-    The store waits for an answer without a deadline. So every request would wait for ever, also the requests by which
+    The store waits for an answer without a deadline. So every request would wait forever, also the requests by which
     a rank looks for the lost rank.
 
     Args:
-        store: The store, whose address the connection has.
-        before: Sockets that there were before the connection was made, which belong to others.
+        store: The store at the other end of the connection.
+        before: Sockets that existed before the connection, and belong to other code.
     """
     while isinstance(store, dist.PrefixStore):
         store = store.underlying_store
@@ -361,7 +368,7 @@ def _notice_dead_connections(store: dist.Store, before: Mapping[int, int]) -> No
         if number in before:
             continue
         with suppress(OSError), socket.socket(fileno=os.dup(descriptor)) as connection:
-            # Options belong to the connection, of which this is a second descriptor.
+            # A second descriptor of the same connection: options belong to the connection, not to the descriptor.
             is_tcp = connection.type == socket.SOCK_STREAM and connection.family in (
                 socket.AF_INET,
                 socket.AF_INET6,
@@ -375,13 +382,13 @@ def _notice_dead_connections(store: dist.Store, before: Mapping[int, int]) -> No
 
 def _address_of_peer(connection: socket.socket) -> tuple[str, int]:
     host, port, *_ = connection.getpeername()
-    return host.removeprefix("::ffff:"), port  # as IPv6 writes addresses of IPv4
+    return host.removeprefix("::ffff:"), port  # IPv6 writes this prefix before addresses of IPv4
 
 
 class _Watch:
-    """Finds out that a rank is lost, with a few requests to the store whatever the number of ranks.
+    """Detects a lost rank, with a few requests to the store for any number of ranks.
 
-    Each rank watches the next running rank. All ranks look at one key, into which the finder writes the lost rank.
+    Each rank watches the next running rank. A rank that detects a loss writes it to one key, which all ranks read.
     """
 
     def __init__(self, heartbeat: _Heartbeat, world_size: int) -> None:
@@ -391,7 +398,7 @@ class _Watch:
         self._since_s = 0.0
 
     def look(self) -> str | None:
-        """Return which rank is lost, if any is known to be."""
+        """Return a description of the lost rank; None if no rank is known to be lost."""
         heartbeat = self._heartbeat
         key = f"lost/{heartbeat.run}"
         found: str | None = heartbeat.read(key)
@@ -430,7 +437,7 @@ def start_heartbeat(watches: bool | None = None) -> None:
     """Start the heartbeat in the store of the default process group, unless it runs or torch is not distributed.
 
     Args:
-        watches: Whether it ends this rank when another one is lost; by default where devices wait for each other.
+        watches: Whether it ends this rank when another rank is lost; by default where devices wait for each other.
     """
     global _heartbeat
     if _heartbeat is None and dist.is_initialized() and all_processes().size() > 1:
@@ -457,15 +464,16 @@ def trains_here() -> bool:
 
 
 def name_run(name: str) -> None:
-    """Give the run a name, on all ranks the same and at the same point: ranks then tell each other their calls."""
+    """Give the run a name, the same on all ranks and at the same point: ranks then tell each other their calls."""
     if _heartbeat is not None:
+        # Counted from here, a point that all ranks share, so that equal numbers mean the same call.
         Blocked.begun.clear()
         Blocked.of_helpers.clear()
         _heartbeat.name = name
 
 
 def blocked_calls(ranks: Sequence[int]) -> dict[int, BlockedCall]:
-    """Return the calls of blocked ranks that wait for this rank, too, by rank."""
+    """Return the calls of other ranks that wait for this rank, by rank."""
     if _heartbeat is None:
         return {}
     found = {}
@@ -479,22 +487,22 @@ def blocked_calls(ranks: Sequence[int]) -> dict[int, BlockedCall]:
 
 
 def reported_errors(ranks: Sequence[int]) -> dict[int, str]:
-    """Return the errors that have ended ranks, as far as they have told, the first one first."""
+    """Return the reported errors by rank, in the order of the reports."""
     return {} if _heartbeat is None else _heartbeat.errors(ranks)
 
 
 def heartbeats(ranks: Sequence[int]) -> dict[int, int]:
-    """Return how often the hearts of ranks have beaten; nothing if this rank has none."""
+    """Return the number of beats by rank; empty if this rank has no heartbeat."""
     return {} if _heartbeat is None else {rank: _heartbeat.store.add(f"beat/{rank}", 0) for rank in ranks}
 
 
 def ended_processes(ranks: Sequence[int]) -> list[int]:
-    """Return the ranks whose processes, on this machine, do not exist any more."""
+    """Return the ranks on this machine whose processes no longer exist."""
     return [] if _heartbeat is None else [rank for rank in ranks if _heartbeat.is_alive(rank) is False]
 
 
 def report_failure(error: BaseException) -> None:
-    """Publish the error that ends this rank, unless it has: the ranks that wait for this one will name it."""
+    """Publish the error that ends this rank, unless it has published one: the ranks that wait will name it."""
     if _heartbeat is not None and dist.is_initialized():
         with suppress(RuntimeError):  # the store may be gone
             if not _heartbeat.errors([_heartbeat.rank]):
@@ -505,7 +513,7 @@ def report_failure(error: BaseException) -> None:
 def explained(error: BaseException) -> BaseException:
     """Add the failed and lost ranks to the error of a collective that another package called.
 
-    Any other error is returned as it is.
+    Any other error is returned unchanged.
     """
     if _heartbeat is None or not isinstance(error, RuntimeError) or not _OF_GLOO.search(str(error)):
         return error
@@ -514,7 +522,7 @@ def explained(error: BaseException) -> BaseException:
 
 
 def wait_until_heard() -> None:
-    """Wait until all ranks that can have ended the run, too, if this one has failed: its process may hold the store."""
+    """Wait after a failure of this rank until all living ranks have ended the run: its process may hold the store."""
     heart = _heartbeat
     if heart is None or not heart.name or not dist.is_initialized():
         return
@@ -553,7 +561,7 @@ def describe_failure(what: str, ranks: Sequence[int], error: BaseException) -> s
             return f"{text.removeprefix(_FOR_ALL)}\n(found on rank {rank})"
         if not text.startswith(_AFTER):
             details.append(f"rank {rank} stopped with: {text}")
-    # How the call failed, after that, is no news.
+    # With the error of another rank, the text of this rank's own error adds nothing.
     return "\n".join([f"[rank {me}] {place if errors else message}", *details])
 
 
@@ -562,11 +570,11 @@ def describe_failure(what: str, ranks: Sequence[int], error: BaseException) -> s
 
 _ROLL_CALL = "roll call/"
 _LOOK_S = 0.5
-"""Seconds between two looks of a waiting rank at the states of other ranks."""
+"""Seconds between two looks of a waiting rank at the other ranks."""
 _STUCK_S = 8.0
-"""A rank is that long in a collective that this one has left only where it waits for this one; not on a slow link."""
+"""Seconds in one call after which a rank counts as stuck there: a slow link would not take as long."""
 _SILENCE_S = 15.0
-"""A rank without a heartbeat for so long is gone; a shorter time may be spent in C, with the interpreter locked."""
+"""Seconds without a beat after which a rank counts as gone; C code may hold Python's lock for a shorter time."""
 _READ_S = 10.0
 """Seconds that a failing rank lets other ranks read its place: the store may end with its process."""
 
@@ -575,9 +583,10 @@ class ApartError(RuntimeError):
     """Ranks wait for each other at different places.
 
     Attributes:
-        places: Where they are, by rank; empty for a rank that has not come and is not known to wait.
-        lines: The lines of the user's code there, see `compat.users_place`, by rank; empty where none is known.
-        purposes: Of the roll calls in which they wait, by rank; empty where it is none. Given by their whole names.
+        places: The place of each rank; empty for a rank that has not come and is not known to wait.
+        lines: The line of the user's code on each rank, see `compat.users_place`; empty if it is unknown.
+        purposes: The purpose of the roll call in which each rank waits; empty if it waits in none. The constructor
+            takes the full names of the roll calls.
     """
 
     def __init__(self, places: Mapping[int, str], lines: Mapping[int, str], names: Mapping[int, str]) -> None:
@@ -590,22 +599,22 @@ class ApartError(RuntimeError):
         super().__init__("; ".join(listed))
 
     def told(self, text: str) -> RuntimeError:
-        """Return an error of which other ranks give the text as it is."""
+        """Return an error whose text is the same on all ranks, so that other ranks report it unchanged."""
         error = RuntimeError(text)
         error.is_for_all_ranks = True  # type: ignore[attr-defined]
         return error
 
 
 class RollCall:
-    """The roll call of a group for a purpose; all its ranks make it at the same point.
+    """The roll call of a group for a purpose; all ranks of the group construct it at the same point.
 
-    It takes a few round trips to the store, about 0.2 ms on one machine. A group of more than `MOST_RANKS` ranks
-    would ask the store too often.
+    A roll call takes a few round trips to the store, about 0.2 ms on one machine. A group of more than `MOST_RANKS`
+    ranks would send too many requests to the store.
 
     Args:
         group: The ranks that meet.
         purpose: Tells roll calls apart in errors.
-        key: Tells roll calls apart in the store; all ranks of the group have it, see `comm.shared_key`.
+        key: Tells roll calls apart in the store; all ranks of the group have the same key, see `comm.shared_key`.
     """
 
     MOST_RANKS = 64
@@ -621,7 +630,7 @@ class RollCall:
         """Wait until all ranks are at `place`; returns their notes, by position in the group.
 
         Raises:
-            ApartError: On every rank that waits, if one is at another place; if one does not come within `patience_s`.
+            ApartError: On every rank that waits, if a rank is at another place or does not come within `patience_s`.
             RuntimeError: If a rank is gone.
         """
         self._count += 1
@@ -637,7 +646,7 @@ class RollCall:
                 f"[rank {self._rank}] {place}: the rendezvous store of rank 0 or the launcher does not answer"
                 f" ({error}). Its process ended, or the network failed"
             ) from error
-        # All have read the keys before these: the store of a long run must not fill up.
+        # All ranks are past the previous roll call, so no rank reads its keys. A long run must not fill the store.
         store.delete_key(f"{self._name}/{self._count - 1}/{self._rank}")
         notes, places = zip(*(value.decode().split("\n", 1) for value in store.multi_get(keys)))
         if len(set(places)) > 1:
@@ -655,7 +664,7 @@ class RollCall:
             absent = [rank for rank, key in zip(self._ranks, keys) if not store.check([key])]
             blocked = blocked_calls(absent)
             stuck = [rank for rank, call in blocked.items() if call.is_apart or since(rank, call.number) > _STUCK_S]
-            # Others may be about to say where they are.
+            # The other absent ranks may be about to report their places: wait a little for a complete error.
             is_known = len(blocked) == len(absent) or since("stuck", bool(stuck)) > 2 * _LOOK_S
             if stuck and is_known or time.monotonic() >= end_s:
                 blocked = blocked if stuck else {}
@@ -675,7 +684,7 @@ def _names(blocked: Mapping[int, BlockedCall], name: str) -> dict[int, str]:
 
 
 class _Unchanged:
-    """For how many seconds values have been the same."""
+    """Measures for how many seconds values have been unchanged."""
 
     def __init__(self) -> None:
         self._seen: dict[Hashable, tuple[int, float]] = {}
@@ -688,14 +697,14 @@ class _Unchanged:
 
 
 def _all_set(store: dist.Store, keys: list[str], patience_s: float) -> bool:
-    """Wait until all keys are set; tell if they are."""
-    # Asked again and again: a wait in the store would block it for other threads of this process, such as the
-    # heartbeat. A wait that ends by a timeout prints warnings.
+    """Wait until all keys are set, or for `patience_s`; tell whether they are set."""
+    # Polled: a wait in the store would block its connection for other threads of this process, such as the heartbeat.
+    # And a wait that times out prints warnings.
     begun_s = time.monotonic()
     while not store.check(keys):
         waited_s = time.monotonic() - begun_s
         if waited_s > patience_s:
             return False
-        # Often at first, as peers are seldom late.
+        # Often at first, because peers are seldom late.
         time.sleep(min(waited_s, 1e-3 if waited_s < 0.1 else 5e-3))
     return True

@@ -1,10 +1,10 @@
-"""How the processes of one attempt find each other in a store that has seen others.
+"""The rendezvous of the processes of one attempt, in a store that earlier attempts may have used.
 
-A launcher such as torchrun starts all processes again when one has died, and lends them the same store. There gloo
-would find the addresses of dead processes. So each attempt keeps its keys under its own prefix. Its processes agree on
-the prefix in that very store, and must not take the words of dead processes for an answer.
+After the death of a process, a launcher such as torchrun starts all processes again with the same store. In this store
+gloo would find the addresses of dead processes. So each attempt keeps its keys under its own prefix. Its processes
+agree on the prefix in the same store, and must not mistake the keys of dead processes for answers.
 
-    hello/r = nonce              each rank says that it is there, by a number that nobody has used
+    hello/r = nonce              each rank announces itself by a number that is new
     welcome/r = nonce prefix     the first rank answers each number that it has not answered yet
     <prefix>/joined/r            the rank has read the answer to its own number
 """
@@ -45,7 +45,7 @@ class RendezvousError(RuntimeError):
 
 
 def may_outlive_attempts() -> bool:
-    """Tell whether the launcher lends its store to the processes, rather than the first of them making one."""
+    """Tell whether the processes use the launcher's store, instead of a store that the first process makes."""
     return dist.is_torchelastic_launched() or os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
 
 
@@ -53,9 +53,9 @@ def attempt_store(store: dist.Store, rank: int, world_size: int, timeout: timede
     """Return the part of `store` that belongs to these processes alone; each of them must call it.
 
     Args:
-        store: One that processes of earlier attempts may have used.
+        store: A store that processes of earlier attempts may have used.
         rank: Rank of this process.
-        world_size: How many there are.
+        world_size: Number of processes.
         timeout: How long to wait for the other processes.
 
     Raises:
@@ -68,13 +68,14 @@ def attempt_store(store: dist.Store, rank: int, world_size: int, timeout: timede
 
 
 def _welcome(hall: dist.Store, world_size: int, end_s: float) -> str:
-    """Answer the ranks until all have joined, the living ones after the dead ones whose words are still there."""
+    """Answer the ranks until all have joined; the store may still hold the hellos of dead processes."""
     prefix = uuid4().hex
     missing = list(range(1, world_size))
     answered: dict[int, str] = {}
     while missing := [rank for rank in missing if not hall.check([f"{prefix}/joined/{rank}"])]:
         for rank in missing:
             nonce = _read(hall, f"hello/{rank}")
+            # The first nonce may be a dead process's. A new nonce of the rank needs a new answer.
             if nonce and answered.get(rank) != nonce:
                 hall.set(f"welcome/{rank}", f"{nonce} {prefix}")
                 answered[rank] = nonce
@@ -94,6 +95,7 @@ def _enter(hall: dist.Store, rank: int, end_s: float) -> str:
     hall.set(f"hello/{rank}", nonce)
     while True:
         answered, _, prefix = _read(hall, f"welcome/{rank}").partition(" ")
+        # Any other nonce is the answer to a dead process of this rank.
         if answered == nonce:
             hall.set(f"{prefix}/joined/{rank}", "")
             return prefix
@@ -106,5 +108,5 @@ def _enter(hall: dist.Store, rank: int, end_s: float) -> str:
 
 
 def _read(store: dist.Store, key: str) -> str:
-    # `get` would wait for the key.
+    # Without the check, `get` would wait for the key until the store's timeout.
     return store.get(key).decode() if store.check([key]) else ""

@@ -1,13 +1,13 @@
-"""Threads beside the one that trains, all of which end before the interpreter does.
+"""Threads beside the training thread, all of which end before the interpreter does.
 
-While the interpreter ends, a thread that asks for Python's lock is ended on the spot (before Python 3.14). torch asks
-in destructors, which may not be left so: C++ aborts the process, and a run that has succeeded ends with SIGABRT. It is
-enough that a thread drops its last reference to a process group, or that a message comes for which it waits.
+While the interpreter ends, it ends any thread that asks for Python's lock on the spot (before Python 3.14). torch asks
+for the lock in destructors. C++ aborts the process when a thread ends inside a destructor, so a run that has succeeded
+ends with SIGABRT. A thread needs only to drop its last reference to a process group, or to receive a message.
 
     h = Helper("messages", work, stop)      h.start()
-    end_helpers([h])                        stops it; what it still waits for then, is interrupted
+    end_helpers([h])                        stops the thread, and interrupts it if it still waits for a message
 
-At exit all that are left are ended so: those of an abandoned trainer, or of a training loop that closes nothing.
+At exit the module ends all threads that are left, such as the threads of an abandoned trainer.
 """
 
 from __future__ import annotations
@@ -28,25 +28,25 @@ PATIENCE_S = 5.0
 
 
 class Helper(threading.Thread):
-    """A thread beside the one that trains.
+    """A thread beside the training thread.
 
     Args:
-        name: What it does.
-        work: What it runs.
-        stop: Lets `work` return when it has done what it was given; called from another thread, perhaps twice.
+        name: The task of the thread.
+        work: The function that the thread runs.
+        stop: Lets `work` return after its queued calls. Another thread calls it, perhaps twice.
 
     Attributes:
-        process_group: Whose other ranks it is waiting for, if it is.
-        is_interrupted: Whether the connections of that group were closed, so that it need not wait any longer.
+        process_group: The group in which the thread waits for other ranks; None while it waits for none.
+        is_interrupted: Whether `interrupt` has closed the connections of that group.
     """
 
     def __init__(self, name: str, work: Callable[[], None], stop: Callable[[], None]) -> None:
-        # A daemon, as the interpreter waits for other threads before it calls what could stop them.
+        # A daemon: the interpreter joins all other threads before it calls `_end_all`, which would stop them.
         super().__init__(name=f"lightning_parallel-{name}", target=work, daemon=True)
         self.stop = stop
         self.process_group: dist.ProcessGroup | None = None
         self.is_interrupted = False
-        # What is registered last is called first: before anybody destroys the groups that threads work with.
+        # Exit functions run in reverse order. Registered last, `_end_all` runs before any function destroys the groups.
         atexit.unregister(_end_all)
         atexit.register(_end_all)
 
@@ -56,13 +56,14 @@ class Helper(threading.Thread):
         super().run()
 
     def interrupt(self) -> None:
-        """Let what it waits for fail, here and on the ranks that would wait for this one."""
+        """Close the connections of the group, so that its calls fail here and on the ranks that wait for this rank."""
         if self.process_group is not None:
             self.is_interrupted = True
             close_connections(self.process_group)
 
 
 class _State(threading.local):
+    # One value per thread: only a helper sees itself here.
     helper: Helper | None = None
 
 
@@ -70,7 +71,7 @@ _state = _State()
 
 
 def current_helper() -> Helper | None:
-    """Return the helper that calls, None in other threads."""
+    """Return the helper of the calling thread; None in other threads."""
     return _state.helper
 
 
@@ -80,7 +81,7 @@ def waiting_helpers() -> list[Helper]:
 
 
 def end_helpers(helpers: Sequence[Helper]) -> None:
-    """End threads: they do what they were given, and then what they still wait for is interrupted."""
+    """End threads after their queued calls; interrupt the threads that still wait after `PATIENCE_S`."""
     for helper in helpers:
         helper.stop()
     if _end_in_time(helpers):
@@ -90,7 +91,7 @@ def end_helpers(helpers: Sequence[Helper]) -> None:
         for helper in helpers:
             if helper.is_alive():
                 helper.interrupt()
-        # Again and again: one that goes on may come to the next message.
+        # Again and again: an interrupted thread may go on and wait for its next message.
         if _end_in_time(helpers, 0.05):
             return
 
@@ -98,7 +99,7 @@ def end_helpers(helpers: Sequence[Helper]) -> None:
 def _end_in_time(helpers: Sequence[Helper], seconds: float = PATIENCE_S) -> bool:
     until = time.monotonic() + seconds
     for helper in helpers:
-        # One that was not started cannot be waited for.
+        # `join` raises for a thread that was never started.
         if helper.is_alive():
             helper.join(max(0.0, until - time.monotonic()))
     return not any(helper.is_alive() for helper in helpers)

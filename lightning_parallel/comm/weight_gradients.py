@@ -1,7 +1,7 @@
-"""A queue of weight gradients that are computed later than those of inputs, for zero-bubble schedules.
+"""A queue of weight gradients, which are computed later than input gradients, for zero-bubble schedules.
 
-The pipeline opens it, and layers of any package put off what nobody waits for. A layer takes part by asking in its
-backward, with the parameter that it kept from its forward:
+The pipeline opens the queue. Layers of any package defer weight gradients, because no other stage waits for them. A
+layer takes part by a call in its backward, with the parameter that it kept from its forward:
 
     return input_gradient, put_off(ctx.weight, lambda: gradient.t() @ x, gradient, x)
 """
@@ -31,7 +31,7 @@ class WeightGradients:
     """A queue of weight gradients that are computed later.
 
     Args:
-        at_once: Parameters, by `id`, whose gradients do not wait; see `shared_parameters`.
+        at_once: Parameters, by `id`, whose gradients must not be deferred; see `shared_parameters`.
     """
 
     def __init__(self, at_once: Collection[int] = ()) -> None:
@@ -47,10 +47,10 @@ class WeightGradients:
         Args:
             parameter: The parameter.
             compute: Computes its gradient.
-            reads: What it computes with, which nobody may change until then.
+            reads: The tensors that `compute` reads. They must not change before it runs.
         """
-        # Only a parameter itself can wait. The gradient of a cast or a view of one has to pass through a graph that is
-        # freed by then; so has that of a tensor which hooks recomputed (activation checkpointing).
+        # Only a parameter itself can wait. The gradient of a cast or a view has to pass through a graph, which backward
+        # has freed by then. The same holds for a tensor that hooks have recomputed (activation checkpointing).
         if not isinstance(parameter, nn.Parameter) or id(parameter) in self._at_once:
             return False
         self._deferred.append((parameter, compute, [(tensor, version_of(tensor)) for tensor in reads]))
@@ -58,10 +58,10 @@ class WeightGradients:
 
     @torch.no_grad()
     def separate(self, parameters: Iterable[nn.Parameter]) -> None:
-        """Copy the gradients of `parameters` that lie in what is read later: the next backward adds to them in place.
+        """Copy each gradient of `parameters` that shares memory with a deferred read.
 
-        Autograd takes a gradient that comes to a parameter as it is for `.grad`, if nobody else refers to it. What a
-        sum gives to each of its terms is one tensor; of views autograd does not know who else reads them.
+        The next backward adds to `.grad` in place. Autograd stores an incoming gradient as `.grad` without a copy if
+        it sees no other reference. But a sum gives the same tensor to all its terms, and a view hides its base.
         """
         read = {storage_address(tensor.untyped_storage()) for *_, reads in self._deferred for tensor, _ in reads}
         for parameter in parameters:
@@ -76,7 +76,7 @@ class WeightGradients:
         """Compute the deferred gradients and accumulate them as a backward pass does: hooks run once per parameter.
 
         Raises:
-            RuntimeError: If what they are computed with has been changed in place.
+            RuntimeError: If a tensor that a deferred gradient reads was changed in place.
         """
         deferred, self._deferred = self._deferred, []
         # Summed before autograd sees them: a layer that ran twice would run its hooks twice.
@@ -99,12 +99,12 @@ class WeightGradients:
             torch.autograd.backward(parameters, gradients)
 
 
-# Global instead of thread-local: autograd runs backward functions of CUDA tensors on threads of its own.
+# Global instead of thread-local: autograd runs backward functions of CUDA tensors on its own threads.
 _queue: WeightGradients | None = None
 
 
 def weight_gradient_queue() -> WeightGradients | None:
-    """Return the queue for weight gradients; None if they are to be computed now."""
+    """Return the queue for weight gradients; None if layers must compute them now."""
     return _queue
 
 
@@ -120,22 +120,22 @@ def deferring(gradients: WeightGradients) -> Iterator[None]:
 
 
 def put_off(parameter: Tensor | None, compute: Callable[[], Tensor], *reads: Tensor) -> Tensor | None:
-    """Return what a backward is to return for `parameter`: its gradient, None if it is deferred; see `defer`."""
+    """Return the gradient of `parameter` for the caller's backward; None if it is deferred, see `defer`."""
     return None if _queue is not None and _queue.defer(parameter, compute, *reads) else compute()
 
 
 def parameters_among(*tensors: Tensor | None) -> tuple[nn.Parameter | None, ...]:
-    """Return what a forward is to keep of its weights for `put_off`: None for what is no parameter itself."""
-    # Saved tensors come back as other objects under unpacking hooks; only in forward is known which are parameters.
+    """Return the parameters among `tensors`, which a forward keeps for `put_off`; None for any other tensor."""
+    # Unpacking hooks return saved tensors as other objects, so only forward can tell which tensors are parameters.
     return tuple(tensor if isinstance(tensor, nn.Parameter) else None for tensor in tensors)
 
 
 def shared_parameters(module: nn.Module) -> frozenset[int]:
     """Return the parameters of `module` that several modules share, by `id`: their gradients must be complete at once.
 
-    An embedding computes the gradient of the matrix that the head has as well in the ordinary backward.
+    For example, the head and the embedding share a matrix. The embedding computes its gradient in ordinary backward.
     """
-    # Read as attributes: while a layer is measured, the parameters that it computes with take the place of its own.
+    # Read as attributes: while a layer is measured, other tensors take the place of its parameters.
     found = (getattr(child, name) for child in module.modules() for name in parameters_of(child))
     owners = Counter(id(parameter) for parameter in found if parameter is not None)
     return frozenset(parameter for parameter, count in owners.items() if count > 1)

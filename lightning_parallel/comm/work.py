@@ -37,7 +37,7 @@ PROFILING = "profiling"
 
 class _ThreadState(threading.local):
     skips_communication = False
-    # The call of this module that the thread is in: operations that torch issues for it belong to it.
+    # The call that this thread issues or waits for. The operations that torch issues for the call belong to it.
     call: InFlight | _Unrecorded | None = None
 
 
@@ -48,11 +48,11 @@ _thread = _ThreadState()
 def skip_communication() -> Iterator[None]:
     """Skip the communication of this thread inside the block.
 
-    Collectives on tensors return tensors of the right shape with arbitrary values. A computation that would fail on
-    some ranks only then fails here, where no other rank waits for it. Python objects are still exchanged.
+    Collectives on tensors return tensors of the right shape with arbitrary values. If a computation can fail on some
+    ranks only, it fails here, where no other rank waits for it. Python objects are still exchanged.
     """
     # The flag belongs to the thread: a compressor's background thread must go on communicating meanwhile. Backward on
-    # CUDA runs on threads of autograd's own, which would not see the flag, unless it is told to stay on this thread.
+    # CUDA would run on the threads of autograd, which do not see the flag, so it must stay on this thread.
     before = _thread.skips_communication
     _thread.skips_communication = True
     try:
@@ -71,13 +71,13 @@ class Pending:
         num_bytes: Payload: the full tensor for all_reduce and broadcast, the gathered total for all_gather and
             reduce_scatter, the bytes that this rank sends for all_to_all, the message for send and recv.
         dtype: Element type of the payload.
-        result: What `wait` returns, or a function that makes it.
+        result: The result of `wait`, or a function that makes it.
         peer: Global rank at the other end of a message; None for a collective.
         tag: Tag of a message.
-        on_device: Whether a device carries it, whose streams wait instead of the host.
+        on_device: Whether a device carries the payload. Then its streams wait, instead of the host.
     """
 
-    # One is made for every collective of a step; slots keep that cheap.
+    # Each collective of a step makes an object of this class; slots keep the object cheap.
     __slots__ = (
         "_bytes",
         "_call",
@@ -119,18 +119,19 @@ class Pending:
         """Start the communication.
 
         Args:
-            call: Returns torch's handle of it, or None if it is over, as far as the current stream can tell.
-            between_hosts: Whether it never passes through a device, even where there is one.
+            call: Returns torch's handle, or None if the communication is over in the order of the current stream.
+            between_hosts: Whether the payload never passes through a device, even if the group has one.
 
         Raises:
-            RuntimeError: If it fails; names the ranks that are gone.
+            RuntimeError: If the communication fails; names the ranks that are gone.
         """
         if _thread.skips_communication:
             return self
-        if self._group.process_group is None:  # pretended: nobody would answer
+        if self._group.process_group is None:  # pretended: no other rank would answer
             if self._group.note is not None:
                 self._group.note(self._op, self._bytes)
             return self
+        # Before the call: a gate that raises keeps this rank out of a collective that other ranks do not enter.
         if self._group.gate is not None:
             self._group.gate(self._op)
         flight = self._flight = _begin(self._op, self._group, self._bytes, self._dtype, self._peer, self._tag)
@@ -143,20 +144,20 @@ class Pending:
         if self._work is None:
             flight.finish()
             return self
-        # Its tensors stay alive with it: torch keeps them only until something waits, which may be a recorder.
+        # Keeps the tensors of the call alive: torch keeps them only until the first wait, which may be a recorder's.
         self._call = call
-        # Handles of messages between hosts are left out: they have no future, and are used up by one wait.
+        # Handles of messages between hosts are left out: they have no future, and only one wait is possible.
         if self._on_device or (self._peer is None and self._group.backend == "gloo"):
             flight.watch(self._work, self._on_device)
         return self
 
     def wait(self) -> Any:
-        """Wait for the communication and return its result; calling it again returns the same.
+        """Wait for the communication and return its result; a second call returns the same result.
 
         Raises:
-            RuntimeError: If it fails; names the ranks that are gone.
+            RuntimeError: If the communication fails; names the ranks that are gone.
         """
-        # Cleared first, so that a second call does not wait again for a handle that is used up.
+        # Cleared first: only one wait is possible on some handles of torch, so a second call must not wait again.
         work, self._work = self._work, None
         if work is not None:
             flight = self._flight
@@ -183,7 +184,7 @@ class Done(Pending):
 
 
 class _Unrecorded:
-    """Takes the place of an `InFlight` where nothing is recorded, so that callers need not ask."""
+    """Takes the place of an `InFlight` without an active recorder, so that callers need no condition."""
 
     op = ""
     bytes: int | None = 0
@@ -209,7 +210,7 @@ _UNRECORDED = _Unrecorded()
 
 
 class _as_call:
-    """Let `current_call` return `flight` during the block, and a helper know the ranks for which it may wait."""
+    """Make `flight` the result of `current_call` in the block, and store the group in the calling helper."""
 
     # Entered twice for each call of a step: `contextmanager` would take three times as long.
     __slots__ = ("_before", "_flight", "_group", "_helper")
@@ -232,9 +233,9 @@ class _as_call:
 
 
 def current_call() -> InFlight | _Unrecorded | None:
-    """Return the call of this module that the calling thread issues or waits for, None if it does neither.
+    """Return the call of this module that the calling thread issues or waits for; None if there is none.
 
-    This call is recorded, or left out, by itself: an observer of torch must not record its operations again.
+    The call records itself where a recorder wants it. An observer of torch must not record its operations again.
     """
     return _thread.call
 
@@ -259,7 +260,7 @@ def blocking_call(op: str, group: Group) -> Iterator[None]:
     """Record the block as one call in `group` that blocks the thread, of an unknown number of bytes.
 
     Raises:
-        RuntimeError: If the block does; names the ranks that are gone.
+        RuntimeError: If the block raises one; names the ranks that are gone.
     """
     flight = _begin(op, group, None, None)
     try:
@@ -278,7 +279,7 @@ def raise_explained(error: RuntimeError, op: str, group: Group) -> NoReturn:
     """Raise the failure of a call again, with the ranks that are gone."""
     helper = current_helper()
     if helper is not None and helper.is_interrupted:
-        raise error  # this rank interrupted the helper at its end: its own error must not be replaced
+        raise error  # this rank has closed the connection: a description would replace the error that it has reported
     raise RuntimeError(describe_failure(f"{op} along {group.axis}", group.ranks, error)) from error
 
 
@@ -286,7 +287,7 @@ class Traffic:
     """Bytes of the buckets that are on their way between replicas.
 
     Attributes:
-        peak: The most at once, so far.
+        peak: The largest number of bytes at once, so far.
     """
 
     def __init__(self) -> None:
@@ -294,14 +295,14 @@ class Traffic:
         self.peak = 0
 
     def add(self, num_bytes: int) -> None:
-        """Count a bucket that is sent."""
+        """Count a bucket that is on its way."""
         self._now += num_bytes
         self.peak = max(self.peak, self._now)
 
     def remove(self, num_bytes: int) -> None:
-        """Count it no more."""
+        """Remove a bucket that has arrived."""
         self._now -= num_bytes
 
     def clear(self) -> None:
-        """Say that none is under way."""
+        """Remove all buckets."""
         self._now = 0

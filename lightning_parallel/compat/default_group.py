@@ -1,7 +1,7 @@
-"""The default group of `torch.distributed`, in whose place a run puts the data axis.
+"""The default group of `torch.distributed`, which a run replaces by the data axis.
 
-Projects for replicas mean their replicas by `get_world_size()`, `get_rank()` and collectives without a group, and so do
-the libraries that they use. The library itself names its groups, and asks `all_processes` for all ranks.
+In a replicated project and its libraries, `get_world_size()`, `get_rank()` and collectives without a group mean the
+replicas. This library itself names its groups, and asks `all_processes` for all ranks.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ __all__ = [
 def default_store() -> dist.Store:
     """Return the rendezvous store of the default process group.
 
-    No public function does, and with `init_method="env://"` torch creates the store by itself.
+    No public function returns it, and with `init_method="env://"` torch creates the store itself.
     """
     return dist.distributed_c10d._world.pg_map[all_processes()][1]
 
@@ -55,16 +55,16 @@ def abort_all_groups() -> None:
 
 
 def groups_of_run() -> list[dist.ProcessGroup]:
-    """Return the groups of several ranks that this process is in, without that of all processes."""
+    """Return the groups of several ranks that this process is in, without the group of all processes."""
     found = list(dist.distributed_c10d._world.pg_map)
     return [one for one in found if one is not all_processes() and one.size() > 1]
 
 
 def close_connections(process_group: dist.ProcessGroup) -> None:
-    """Let what hosts wait for in `process_group` fail at once, here and on its other ranks; it is of no use then.
+    """Make all waits of hosts in `process_group` fail at once, here and on its other ranks; it is unusable afterwards.
 
-    `abort` and `shutdown` do nothing in gloo, and who waits there waits until the timeout. But a message that does not
-    come in time closes all connections of its group, and every wait in it ends with an error.
+    `abort` and `shutdown` do nothing in gloo: a waiting rank would wait until the timeout. But a message that does not
+    arrive in time closes all connections of its group, and every wait in the group ends with an error.
     """
     if "gloo" not in backend_of(process_group):
         return
@@ -73,25 +73,25 @@ def close_connections(process_group: dist.ProcessGroup) -> None:
         process_group.recv([torch.empty(1)], peer, _NEVER_SENT).wait(timedelta(milliseconds=1))
 
 
-_NEVER_SENT = (1 << 20) + 17  # the tag of a message that nobody sends
+_NEVER_SENT = (1 << 20) + 17  # the tag of a message that no rank sends
 
 
-# Groups that stand in for the default group, each with the one before it, outermost first.
+# Groups that stand in for the default group, each with the previous default group, outermost first.
 _stand_ins: list[tuple[dist.ProcessGroup, dist.ProcessGroup]] = []
 _stand_in_patches = Patches()
 
 
 def all_processes() -> Any:
-    """Return the group of all processes, also while another one is the default; None where there is none."""
+    """Return the group of all processes, also while another group is the default; None without torch.distributed."""
     world = dist.group.WORLD
     return _stand_ins[0][1] if _stand_ins and world is _stand_ins[-1][0] else world
 
 
 def replace_default_group(process_group: dist.ProcessGroup) -> None:
-    """Let `torch.distributed` take `process_group` for its default, until the end of `default_group_kept`.
+    """Make `process_group` the default group of `torch.distributed`, until the end of `default_group_kept`.
 
-    Sizes, ranks and collectives without a group, also those of other libraries, then mean its ranks. What makes or
-    destroys groups goes on from all processes.
+    Sizes, ranks and collectives without a group then mean its ranks, also in other libraries. Functions that make or
+    destroy groups still start from all processes.
     """
     if not _stand_ins:
         _patch_distributed()
@@ -102,10 +102,10 @@ def replace_default_group(process_group: dist.ProcessGroup) -> None:
 
 
 def check_connected(environment: Any) -> None:
-    """Refuse a default group of other processes than the Trainer counts by its cluster environment.
+    """Check that the default group has as many processes as the Trainer's cluster environment.
 
     Raises:
-        ValueError: On each of these processes.
+        ValueError: On every process, if the numbers differ.
     """
     if dist.is_initialized() and all_processes().size() != environment.world_size():
         raise ValueError(
@@ -118,32 +118,32 @@ def check_connected(environment: Any) -> None:
 def backend_of(process_group: dist.ProcessGroup) -> str:
     """Return the backend of a group, by device if it has several: `cpu:gloo,cuda:nccl`."""
     name = dist.get_backend(process_group)
-    # So torch calls the backends of a default group that was started without naming one.
+    # torch returns `undefined` for a default group that was started without the name of a backend.
     return dist.get_backend_config(process_group) if name == "undefined" else name
 
 
 def set_timeout(process_group: dist.ProcessGroup, timeout: timedelta) -> None:
-    """Set the timeout of all backends of a group: one that is split off takes it for NCCL only."""
+    """Set the timeout of all backends of a group: `split_group` sets it for NCCL only."""
     dist.distributed_c10d._set_pg_timeout(timeout, process_group)
 
 
 def splits_groups(world: dist.ProcessGroup) -> bool:
     """Tell whether `torch.distributed.split_group` makes groups with all backends of `world`."""
-    # Older versions of torch have a `split_group` that leaves out gloo, by which objects travel.
+    # In older versions of torch, `split_group` leaves out gloo, which carries Python objects.
     is_complete = hasattr(dist, "split_group") and "backend" in inspect.signature(dist.split_group).parameters
     return is_complete and getattr(world, "bound_device_id", None) is not None
 
 
 @contextmanager
 def default_group_kept() -> Iterator[None]:
-    """Undo at the end of the block what `replace_default_group` has done inside."""
+    """Undo the calls of `replace_default_group` in the block at its end."""
     depth = len(_stand_ins)
     try:
         yield
     finally:
         while len(_stand_ins) > depth:
             stand_in, before = _stand_ins.pop()
-            # Otherwise the block has shut torch.distributed down.
+            # If it is another group, the block has shut torch.distributed down: nothing to restore.
             if dist.group.WORLD is stand_in:
                 dist.GroupMember.WORLD = before
         if not _stand_ins:
@@ -152,18 +152,20 @@ def default_group_kept() -> Iterator[None]:
 
 @contextmanager
 def all_processes_as_default() -> Iterator[None]:
-    """Let the default group be that of all processes inside the block."""
+    """Make the group of all processes the default group in the block."""
     stand_in, world = dist.group.WORLD, all_processes()
     dist.GroupMember.WORLD = world
     try:
         yield
     finally:
+        # Not after `destroy_process_group` in the block, which has left no default group.
         if dist.group.WORLD is world:
             dist.GroupMember.WORLD = stand_in
 
 
-# Old versions of torch compare the rank in the default group with a global one in them, whatever group they are given.
+# In old versions of torch, these functions compare the rank in the default group with a global rank, for any `group`.
 _BY_GLOBAL_RANK = ("gather", "scatter", "gather_object", "broadcast_object_list", "scatter_object_list")
+# Per thread: another thread may call `get_rank` meanwhile.
 _asked = threading.local()
 
 _MAKE_GROUPS = (
@@ -177,7 +179,7 @@ _MAKE_GROUPS = (
 
 
 def _with_global_rank(signature: inspect.Signature, function: Callable[..., Any]) -> Callable[..., Any]:
-    """Let `function` find the rank among all processes, where it is given a group that is not the default one."""
+    """Let `function` find the rank among all processes if its `group` is not the default group."""
 
     @wraps(function)
     def call(*args: Any, **kwargs: Any) -> Any:

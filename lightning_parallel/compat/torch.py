@@ -1,6 +1,6 @@
 """Private names of PyTorch that the library cannot do without, each with the reason.
 
-They exist under these names in torch 2.6 to 2.13; `tests/test_compat.py` says which one an update has moved.
+They exist under these names in torch 2.6 to 2.13; `tests/test_compat.py` names each one that an update has moved.
 """
 
 from __future__ import annotations
@@ -30,18 +30,18 @@ from torch._C import _current_graph_task_id as current_graph_task_id
 # Lets C++ code that asks for the address of a tensor's data raise an error instead of reading address zero.
 from torch._C import _set_throw_on_mutable_data_ptr as forbid_data_access
 
-# Exchanges what two tensor objects stand for. `torch.utils.swap_tensors` refuses tensors with weak references, which
-# recurrent layers keep of their weights, and exchanges attributes too.
+# Exchanges the C++ tensors behind two Python objects. `torch.utils.swap_tensors` refuses tensors with weak references,
+# which recurrent layers keep of their weights, and exchanges attributes too.
 from torch._C import _swap_tensor_impl as swap_tensor_impl
 
-# Tensors without data on a device that need not be there, with torch's own shape functions: what `torch.export` uses.
+# Tensors without data, on a device that need not exist, with torch's own shape functions; `torch.export` uses them too.
 from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensor, FakeTensorMode
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import _CHECKPOINT_PREFIX as CHECKPOINT_PREFIX
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.distributed.fsdp._common_utils import FSDP_PREFIX
 
 # -- used by callbacks: imports -----
-# The one base of all batch and instance normalization: a list of their public classes would miss those of users.
+# The base of all batch and instance normalization. A list of the public classes would miss the users' subclasses.
 from torch.nn.modules.batchnorm import _BatchNorm as BatchNormalization
 from torch.nn.modules.batchnorm import _NormBase as NormalizationBase
 from torch.nn.parallel import DistributedDataParallel
@@ -57,10 +57,10 @@ from torch.utils import _pytree as pytree
 # Sees every operator; a public name in a private module, and no public module has it.
 from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
 
-# Takes all modes that see operators away for a block; torch does so itself, for what it runs on its own account.
+# Suspends all dispatch modes for a block. torch does the same for its internal operations.
 from torch.utils._python_dispatch import _disable_current_modes as dispatch_modes_suspended
 
-# How many modes see operators: one that is entered in the middle of another's block would be left in its place.
+# The innermost dispatch mode. Leaving a mode takes away the innermost one, whichever it is: see `leave_mode`.
 from torch.utils._python_dispatch import _get_current_dispatch_mode as current_dispatch_mode
 
 from lightning_parallel.compat import Patches
@@ -148,7 +148,7 @@ __all__ = [
 
 # -- used by tensor -----
 
-# Keys of these registries in `vars(module)`, to take a whole one out and put another in its place.
+# Keys of these registries in `vars(module)`, to replace a full registry by another.
 PARAMETERS = "_parameters"
 BUFFERS = "_buffers"
 MODULES = "_modules"
@@ -157,8 +157,8 @@ MODULES = "_modules"
 def parameters_of(module: nn.Module) -> dict[str, nn.Parameter | None]:
     """Return the parameters that belong to the module itself, by name, to read or replace.
 
-    `named_parameters` leaves out entries that are None and repeated ones, and setting an attribute instead would run
-    the `__setattr__` of the module's class.
+    `named_parameters` leaves out None and repeated entries. Setting an attribute would run the `__setattr__` of the
+    module's class.
     """
     return module._parameters
 
@@ -177,14 +177,14 @@ def non_persistent_buffers_of(module: nn.Module) -> set[str]:
 
 
 def children_of(module: nn.Module) -> dict[str, nn.Module | None]:
-    """Return the modules registered in `module` itself, by name: `named_children` leaves out repeated ones and None."""
+    """Return the modules registered in `module` itself, by name: `named_children` leaves out None and repetitions."""
     return module._modules
 
 
 _HookDicts = tuple[dict[int, Any], dict[int, Any]]
 
-# Returns the hooks that run after and before a module's `forward`, by id, to read or replace. They are registered in
-# public, but those of others cannot be seen. Written in C: stubs ask it of every submodule at every call.
+# Returns the hooks that run after and before a module's `forward`, by id, to read or replace. Public functions register
+# hooks, but do not list them. `attrgetter` runs in C: stubs call it for every submodule at every call.
 forward_hooks_of: Callable[[nn.Module], _HookDicts] = attrgetter("_forward_hooks", "_forward_pre_hooks")
 backward_hooks_of: Callable[[nn.Module], _HookDicts] = attrgetter("_backward_hooks", "_backward_pre_hooks")
 
@@ -193,7 +193,7 @@ state_hooks_of: Callable[[nn.Module], _HookDicts] = attrgetter("_state_dict_hook
 
 
 def has_compiled_parts(module: nn.Module) -> bool:
-    """Return whether `module` or one inside it is compiled, by `torch.compile(part)` or by `part.compile()`."""
+    """Return whether `module` or a module inside it is compiled, by `torch.compile(part)` or `part.compile()`."""
     return any(map(has_compiled_calls, module.modules()))
 
 
@@ -221,12 +221,12 @@ WRAPPER_PREFIXES = (FSDP_PREFIX, CHECKPOINT_PREFIX, "_orig_mod.")
 
 
 def ddp_ignored_names(module: nn.Module) -> Collection[str]:
-    """Return the names of parameters that DDP was told to ignore; torch has only a setter for them, a private one."""
+    """Return the names of parameters that DDP ignores; torch has only a setter for them, a private function."""
     return getattr(module, "_ddp_params_and_buffers_to_ignore", ())
 
 
 def remove_ddp_hooks(model: DistributedDataParallel) -> None:
-    """Take the hooks of DDP off the module's parameters, so that it can be wrapped anew; deleting DDP leaves them."""
+    """Remove DDP's hooks from the module's parameters before it is wrapped again; deleting DDP leaves the hooks."""
     model._remove_autograd_hooks()
 
 
@@ -243,8 +243,8 @@ def fsdp1_comm_hook(unit: FullyShardedDataParallel) -> Any:
 def install_fsdp1_comm_hook(unit: FullyShardedDataParallel, hook: Any, state: Any, patches: Patches) -> None:
     """Give one FSDP module, without its children, a communication hook.
 
-    `register_comm_hook` refuses modules that shard and replicate, gives all children the same state, and there is no
-    way to remove its hook.
+    `register_comm_hook` refuses modules that shard and replicate, and gives all children the same state. No function
+    removes its hook.
     """
     patches.replace(unit, "_comm_hook", hook)
     patches.replace(unit, "_comm_hook_state", state)
@@ -258,7 +258,7 @@ def fsdp1_replica_group(unit: FullyShardedDataParallel) -> Any:
 def fsdp1_gradient_views(unit: FullyShardedDataParallel, gradient: Tensor) -> dict[str, Tensor]:
     """Return views of a flat gradient, padded to equal shards, by the parameters' names in the unit.
 
-    A communication hook gets the flat gradient; only the private handle knows which parameters lie where in it.
+    A communication hook gets the flat gradient; only the private handle knows the place of each parameter in it.
     """
     handle: Any = unit._handle
     flat = handle.flat_param
@@ -277,7 +277,7 @@ def fsdp1_parameter_offsets(unit: FullyShardedDataParallel) -> list[tuple[str, t
 
 @dataclass(frozen=True)
 class FullyShardedParameter:
-    """One parameter under `fully_shard`, and its place in what FSDP2 communicates; only private classes know it."""
+    """One parameter under `fully_shard`, and its place in FSDP2's messages, which only private classes know."""
 
     _parameter: Any
 
@@ -288,7 +288,7 @@ class FullyShardedParameter:
 
     @property
     def size(self) -> torch.Size:
-        """Shape of the whole parameter."""
+        """Shape of the full parameter."""
         return self._parameter._orig_size
 
     @property
@@ -340,7 +340,7 @@ class FullyShardedGroup:
 
 
 def fully_sharded_groups(module: FSDPModule) -> list[FullyShardedGroup]:
-    """Return the groups of one module that `fully_shard` was called on, without those of its children."""
+    """Return the groups of one module under `fully_shard`, without the groups of its children."""
     state: Any = module._get_fsdp_state()
     groups = state._fsdp_param_groups if hasattr(state, "_fsdp_param_groups") else [state._fsdp_param_group]
     return [FullyShardedGroup(group) for group in groups if group is not None]
@@ -352,34 +352,34 @@ def fully_sharded_groups(module: FSDPModule) -> list[FullyShardedGroup]:
 
 # A reshape that autograd does not treat as a view: the result of a custom function may then be changed in place.
 unsafe_view = torch.ops.aten._unsafe_view.default
-# What every `log_softmax` becomes before it reaches a tensor subclass.
+# The operator that a tensor subclass sees for every `log_softmax`.
 log_softmax_operator = torch.ops.aten._log_softmax.default
 
 
-# What `tensor.to(...)` is to the dispatcher; no operator without the underscore converts a dtype.
+# The dispatcher's operator for `tensor.to(...)`; no operator without the underscore converts a dtype.
 to_copy = torch.ops.aten._to_copy
 
 
-# The counter of a tensor's in-place changes, which autograd checks too: no public name says if a tensor changed.
+# The counter of a tensor's in-place changes, which autograd checks too: no public name tells if a tensor has changed.
 version_of: Callable[[Tensor], int] = operator.attrgetter("_version")
 
 
 # -- used by pipeline -----
 
-# Makes a tensor without data that claims a shape, a dtype and a device: all wrapper subclasses use it, torch's as well.
+# Makes a tensor without data that claims a shape, a dtype and a device. All wrapper subclasses of torch use it too.
 make_wrapper_subclass = Tensor._make_wrapper_subclass
 
 
 class _DataOfTensors:
-    """Stands for `Tensor.data`, and gives tensors the data of tensors that have no memory of their own.
+    """Replaces `Tensor.data`, so that a tensor without memory can be the value of an assignment.
 
-    `tensor.data = value` is no operator, and asks neither the dispatcher nor the class of `value`: a tensor would point
-    to the address zero, and the next that reads it ends the process with a segmentation fault.
+    `tensor.data = value` is no operator, and asks neither the dispatcher nor the class of `value`. Without this class,
+    the tensor would point to the address zero, and the next read would end the process with a segmentation fault.
     """
 
     def __init__(self) -> None:
         self._plain: Any = Tensor.data
-        # What C++ and modes know the two by: looked up on the object, while tensors use those of its class.
+        # C++ and modes look these two up on the object, to recognize the property. Tensors use the methods of the class.
         vars(self).update({name: getattr(self._plain, name) for name in ("__get__", "__set__")})
 
     def __get__(self, tensor: Tensor | None, kind: type | None = None) -> Any:
@@ -393,15 +393,15 @@ class _DataOfTensors:
 
 
 def give_data(patches: Patches) -> None:
-    """Let `tensor.data = value` ask `value.data_for(tensor)`, if it has that, until `patches` are undone.
+    """Let `tensor.data = value` assign `value.data_for(tensor)` if that method exists, until `patches` are undone.
 
-    It returns an ordinary tensor, or None if nothing is to be assigned.
+    The method returns an ordinary tensor, or None for no assignment.
     """
     patches.replace(Tensor, "data", _DataOfTensors())
 
 
 def explain_swaps(patches: Patches) -> None:
-    """Let `torch.utils.swap_tensors` say what to do where weak references hinder it, until `patches` are undone."""
+    """Let `torch.utils.swap_tensors` explain its error about weak references, until `patches` are undone."""
 
     def explained(swap: Callable[..., Any]) -> Callable[..., Any]:
         def swap_or_explain(t1: Tensor, t2: Tensor) -> Any:
@@ -432,23 +432,23 @@ def schema_of(operation: Any) -> Any:
 def is_backward_running() -> bool:
     """Return whether this thread runs backward, as when activation checkpointing calls a module a second time.
 
-    Autograd has no public function for it.
+    Autograd has no public function for this question.
     """
     return current_graph_task_id() != -1
 
 
 # -- used by strategies.deferred_init -----
 
-# Makes a tensor of another class, and lets the class answer for the device, in C++ as well: what fake tensors are made
-# with. The public `as_subclass` cannot claim a device.
+# Makes a tensor of another class, and lets the class answer for the device, in C++ as well. Fake tensors use it too.
+# The public `as_subclass` cannot claim a device.
 make_subclass = Tensor._make_subclass
 
-# The function inside `nn.init.trunc_normal_` that draws: libraries keep the public function under names of their own.
+# The function inside `nn.init.trunc_normal_` that draws. Libraries import the public function under other names.
 TRUNC_NORMAL = "_no_grad_trunc_normal_"
 
 
 def move_tensor_hooks(source: Tensor, target: Tensor) -> None:
-    """Register on `target` the hooks for gradients that `source` has; they can be added in public, but not read."""
+    """Register the gradient hooks of `source` on `target`; public functions add hooks, but do not list them."""
     for hook in (source._backward_hooks or {}).values():
         target.register_hook(hook)
     for hook in (source._post_accumulate_grad_hooks or {}).values():
@@ -462,15 +462,15 @@ def base_name(operator: Any) -> str:
 
 
 def gradient_hooks_of(tensor: Tensor) -> tuple[dict[int, Callable[..., Any]], dict[int, Callable[..., Any]]]:
-    """Return the hooks for gradients of a tensor, by number: those before and those after they are accumulated.
+    """Return the hooks of a tensor before and after its gradient is accumulated, by number.
 
-    Each can be replaced, taken off or put back in its place, but is not listed in public.
+    The dicts let the caller replace, remove or restore a hook. No public name lists the hooks.
     """
     before, after = tensor._backward_hooks, tensor._post_accumulate_grad_hooks
     return {} if before is None else before, {} if after is None else after
 
 
-# The mode that sees functions first; None without one.
+# The function mode that sees functions first; None without a mode.
 current_function_mode: Callable[[], Any] = _get_current_function_mode
 
 
@@ -478,7 +478,7 @@ current_function_mode: Callable[[], Any] = _get_current_function_mode
 
 
 def step_hooks_of(optimizer: Optimizer) -> tuple[dict[int, Callable[..., Any]], dict[int, Callable[..., Any]]]:
-    """Return the hooks before and after a step of an optimizer, by number; none of one that torch has not set up."""
+    """Return the hooks before and after a step of an optimizer, by number; empty if torch has not set it up."""
     own = vars(optimizer)
     return own.get("_optimizer_step_pre_hooks", {}), own.get("_optimizer_step_post_hooks", {})
 
@@ -492,14 +492,14 @@ def global_step_hooks() -> tuple[dict[int, Callable[..., Any]], dict[int, Callab
 
 CPU_FLASH_ATTENTION = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 CPU_FLASH_ATTENTION_BACKWARD = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
-"""Attention on CPU, which is missing in torch's table of operations; it has no public name as an operator."""
+"""Attention on CPU, which is missing in torch's table of operations; the operator has no public name."""
 
-# The node of backward that runs in this thread, None between nodes: hooks see it too, and no public function tells.
+# Returns the node of backward that runs in this thread; None between nodes. No public function returns it.
 current_autograd_node: Callable[[], Any] = torch._C._current_autograd_node
 
 
 def storage_address(storage: torch.UntypedStorage) -> int:
-    """Identify a storage among all living storages. `data_ptr()` is 0 for all empty ones and changes on resize."""
+    """Identify a storage among all living storages. `data_ptr()` is 0 for each empty storage and changes on resize."""
     return storage._cdata
 
 
@@ -509,7 +509,7 @@ def has_data(tensor: Tensor) -> bool:
 
 
 def overload_packet(op: Any) -> Any:
-    """Return the operator that `op` is an overload of: the key in torch's table of operations."""
+    """Return the operator packet of the overload `op`: the key in torch's table of operations."""
     return op._overloadpacket
 
 
@@ -522,14 +522,14 @@ def sharded_flat_parameters(model: nn.Module) -> list[Tensor]:
 
 
 def has_unsharded_storage(flat_parameter: Tensor) -> bool:
-    """Return whether FSDP1 has the storage in which it gathers a flat parameter: from the first step on."""
+    """Return whether FSDP1 has made the storage in which it gathers a flat parameter, as it does in the first step."""
     return hasattr(flat_parameter, "_full_param_padded")
 
 
 def seed_torch(seed: int) -> None:
     """Seed torch's generators, the generators of CUDA only if it is in use."""
-    # `torch.manual_seed` formats a traceback for each kind of device that may be initialized later, and keeps it.
-    # A trial of a block or a layer seeds so often that this took a sixth of a small model's set-up.
+    # `torch.manual_seed` formats and keeps a traceback for each kind of device that may be initialized later. Trials of
+    # blocks and layers seed so often that these tracebacks took a sixth of a small model's set-up.
     torch.default_generator.manual_seed(seed)
     if torch.cuda.is_initialized():
         torch.cuda.manual_seed(seed)
@@ -546,12 +546,12 @@ reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.red
 
 
 def flight_recorder_entries() -> list[dict[str, Any]]:
-    """Return what torch's flight recorder keeps of the collectives of all groups; empty where it does not run.
+    """Return the collectives of all groups in torch's flight recorder; empty if it does not run.
 
-    The public way to read it is a file that the watchdog of NCCL writes after a timeout.
+    The only public form of them is a file that the watchdog of NCCL writes after a timeout.
     """
     module = getattr(torch._C, "_distributed_c10d", None)
-    # The second is its name in old versions, in builds with NCCL only.
+    # Old versions have only the second name, in builds with NCCL.
     dump = getattr(module, "_dump_fr_trace_json", None) or getattr(module, "_dump_nccl_trace_json", None)
     if dump is None:
         return []
@@ -572,7 +572,7 @@ def workers_of(loader: Any) -> Any | None:
 
 
 def add_all_(targets: Sequence[Tensor], sources: Sequence[Tensor], factor: float = 1.0) -> None:
-    """Add each source times `factor` to its target: many tensors in one call, as no public function takes them."""
+    """Add each source times `factor` to its target, all tensors in one call, which no public function offers."""
     torch._foreach_add_(list(targets), list(sources), alpha=factor)
 
 
@@ -592,7 +592,7 @@ def each(operation: str, *args: Any, **kwargs: Any) -> Any:
 def leave_mode(mode: Any) -> None:
     """Leave a dispatch or function mode, and stay in the modes that were entered after it.
 
-    Private: a mode's own `__exit__` leaves the mode that was entered last, whichever that is.
+    Private: `__exit__` of any mode leaves the mode that was entered last.
     """
     is_function = isinstance(mode, torch.overrides.TorchFunctionMode)
     stack: Any = torch.overrides if is_function else torch.utils._python_dispatch
@@ -607,7 +607,7 @@ def leave_mode(mode: Any) -> None:
 
 @contextmanager
 def function_modes_kept() -> Iterator[None]:
-    """Leave the function modes that are entered inside the block, and not left, when it ends.
+    """Leave at the end of the block the function modes that the block has entered and not left.
 
     `Module.__call__` runs no hooks when a `BaseException` passes, so modes that a hook enters would never end.
     """
@@ -622,28 +622,28 @@ def function_modes_kept() -> Iterator[None]:
 def graph_position() -> int:
     """Return the number that the next node of autograd's graph gets in this thread.
 
-    Private: no public name tells which nodes were made while a function ran.
+    Private: no public name tells which nodes a function has made.
     """
     return torch.autograd._get_sequence_nr()
 
 
 def position_in_graph(node: Any) -> int:
-    """Return the number that a node of autograd's graph got when it was made."""
+    """Return the number of a node of autograd's graph, which counts the nodes of a thread in order."""
     return node._sequence_nr()
 
 
 def is_flattened(parameter: Tensor) -> bool:
-    """Tell whether FSDP1 has made a parameter a part of a flat one, or is that; its shape may be that of a shard."""
+    """Tell whether a parameter is a flat parameter of FSDP1 or a part of one; its shape may be the shape of a shard."""
     return getattr(parameter, "_fsdp_flattened", False)
 
 
 def versions_of(state: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the versions of modules in a state dict, by path; only `load_state_dict` reads it."""
+    """Return the versions of modules in a state dict, by path; otherwise only `load_state_dict` reads them."""
     return dict(getattr(state, "_metadata", None) or {})
 
 
 def with_versions(state: Mapping[str, Any], versions: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a state dict that tells of versions of modules, where there are some."""
+    """Return a copy of a state dict, with the versions of modules if there are any."""
     result = OrderedDict(state)
     if versions:
         result._metadata = OrderedDict(versions)  # type: ignore[attr-defined]
