@@ -1,9 +1,9 @@
 """Private names of dependencies, patches of their objects, and the state on the user's module.
 
-`lightning`, `torch` and `deepspeed` in this package give each private name of a dependency once, under a public name.
-Each has the reason why no public name will do. `tests/test_compat.py` compares them with the installed version.
+`lightning`, `torch` and `deepspeed` in this package give each private name of a dependency once, under a public name,
+and with the reason for it. `tests/test_compat.py` compares the names with the installed versions.
 
-* `patched` and `Patches` replace attributes of objects of other packages. No other code does.
+* `patched` and `Patches` replace attributes of objects of other packages. No other code replaces them.
 * `PartialModule` is the first base of the classes that modules get in place.
 * `ParallelState` holds everything that the library keeps on a module.
 * `twins` serves the other package of Lightning.
@@ -49,9 +49,9 @@ _MISSING = object()
 
 
 class Patches:
-    """Replaces attributes of objects that are not ours, and puts them back all at once, last first.
+    """Replaces attributes of objects of other packages, and restores them all at once, the last replacement first.
 
-    The object gets its own attribute back. A replacement for an inherited attribute, such as a method, is deleted.
+    An object gets its own attribute back. A replacement for an inherited attribute, such as a method, is deleted.
     """
 
     def __init__(self) -> None:
@@ -59,10 +59,10 @@ class Patches:
         self._added: list[tuple[dict[str, Any], str]] = []
 
     def replace(self, target: Any, name: str, value: Any) -> Any:
-        """Set `target.name` to `value` and return the value before."""
+        """Set `target.name` to `value` and return the previous value."""
         before = getattr(target, name)
         # A data descriptor of the type, such as `__class__` or a slot, can be set again but not deleted.
-        # Looked up statically, as asking for a descriptor would run it.
+        # Looked up statically, because an ordinary look-up would run the descriptor.
         is_descriptor = hasattr(type(getattr_static(type(target), name, None)), "__set__")
         own = before if is_descriptor or not hasattr(target, "__dict__") else vars(target).get(name, _MISSING)
         setattr(target, name, value)
@@ -77,6 +77,7 @@ class Patches:
         This replaces the code of the function. Users import functions by name, so a new attribute would not reach them.
         """
         assert isinstance(function, FunctionType)
+        # A second function with the old code, because `function` itself gets other code below.
         original = FunctionType(
             function.__code__, function.__globals__, function.__name__, function.__defaults__, function.__closure__
         )
@@ -87,9 +88,9 @@ class Patches:
         self.replace(function, "__code__", _code_that_calls(key, function.__code__))
 
     def undo(self) -> None:
-        """Put everything back; a second call does nothing."""
+        """Restore all attributes; a second call does nothing."""
         while self._replaced:
-            # Last first, as a later patch may have replaced an earlier one.
+            # Last first, because a later patch may have replaced an earlier patch.
             target, name, own = self._replaced.pop()
             if own is _MISSING:
                 delattr(target, name)
@@ -102,6 +103,8 @@ class Patches:
 
 def _code_that_calls(key: str, code: CodeType) -> CodeType:
     """Return code that passes its arguments on to the global `key`, with as many free variables as `code`."""
+    # Python refuses code with another number of free variables. The tuple only mentions them; its first item is the
+    # result.
     cells = "".join(f"cell{index}, " for index in range(len(code.co_freevars)))
     found: dict[str, Any] = {}
     source = f"def make({cells}): return lambda *args, **kwargs: ({key}(*args, **kwargs), {cells})[0]"
@@ -111,7 +114,7 @@ def _code_that_calls(key: str, code: CodeType) -> CodeType:
 
 @contextmanager
 def patched(target: Any, name: str, value: Any) -> Iterator[Any]:
-    """Replace `target.name` by `value` during the block; gives the value before."""
+    """Replace `target.name` by `value` in the block, which gets the previous value."""
     patches = Patches()
     try:
         yield patches.replace(target, name, value)
@@ -120,10 +123,10 @@ def patched(target: Any, name: str, value: Any) -> Iterator[Any]:
 
 
 def class_in_place(name: str, bases: tuple[type, ...], namespace: dict[str, Any]) -> type:
-    """Return a class with these bases that objects of the last of them can be given as their `__class__`.
+    """Return a class with these bases that objects of the last base can get as their `__class__`.
 
     Raises:
-        ValueError: If there can be none.
+        ValueError: If Python allows no such class.
     """
     try:
         return _class_in_place(name, bases, namespace)
@@ -146,9 +149,9 @@ def _class_in_place(name: str, bases: tuple[type, ...], namespace: dict[str, Any
         return wanted
 
     # Python compares the layouts of first bases only: `class LSTM(RNN, nn.LSTM)` with an abstract `RNN` fits no class
-    # with another first base. So `kind` is the only base here, and the others come before it by the method order.
+    # with another first base. So `kind` is the only base here, and the method order puts all other bases before it.
     def mro(cls: Any) -> list[type]:
-        # Subclasses have none of their own, and derive theirs as usual.
+        # Subclasses have no `_order` in their own dict, and get their method order as usual.
         order = cls.__dict__.get("_order")
         return [cls, *order] if order else type.mro(cls)
 
@@ -160,11 +163,11 @@ def _class_in_place(name: str, bases: tuple[type, ...], namespace: dict[str, Any
 
 FOREIGN = {"torch", "lightning", "pytorch_lightning", "lightning_fabric", "lightning_parallel"}
 FOREIGN |= {"builtins", "torchmetrics", "numpy"}
-"""Packages whose classes and functions are not the user's own."""
+"""Packages whose classes and functions are not the user's code."""
 
 
 def is_users(kind: type) -> bool:
-    """Tell whether a class is the user's own, rather than one of a known package."""
+    """Tell whether a class is the user's own, not a class of a known package."""
     return kind.__module__.partition(".")[0] not in FOREIGN
 
 
@@ -180,18 +183,18 @@ def is_users_object(value: Any) -> bool:
 
 
 def users_line(is_end: Callable[[FrameType], bool]) -> str:
-    """Name the line of the user's code that runs, such as `forward` (model.py, line 12); empty if none does.
+    """Name the running line of the user's code, such as `forward` (model.py, line 12); empty if there is none.
 
-    This is the outermost line below the frame for which `is_end` is true. Inner lines may be compiled.
+    The line is the outermost one below the frame for which `is_end` is true. Inner lines may be compiled.
     """
     lines = list(_users_lines(sys._getframe(1), is_end))
     return lines[-1] if lines else ""
 
 
 def module_that_asks() -> str:
-    """Return the name of the module that has called an operation, for the `__torch_function__` that calls this.
+    """Return the name of the module that has called an operation, for the calling `__torch_function__`.
 
-    Modes that look at every operation stand between the two: they are passed over.
+    Frames of modes between the module and the caller, which see every operation, are skipped.
     """
     frame: FrameType | None = sys._getframe(2)
     while frame is not None and frame.f_code.co_name == "__torch_function__":
@@ -205,7 +208,7 @@ def innermost_users_line() -> str:
 
 
 def _users_lines(frame: FrameType | None, is_end: Callable[[FrameType], bool]) -> Iterator[str]:
-    """Yield the lines of the user's code that run, from inside out."""
+    """Yield the running lines of the user's code, innermost first."""
     while frame is not None and not is_end(frame):
         code = frame.f_code
         if frame.f_globals.get("__name__", "").partition(".")[0] not in FOREIGN | {"contextlib", "copy", "functools"}:
@@ -218,12 +221,13 @@ _ON_RANK = re.compile(r"rank|global_zero|main_process|is_master", re.IGNORECASE)
 
 
 def users_place(frame: FrameType) -> str:
-    """Name the line of the user's code that runs, and the condition on the rank above it; empty if none does.
+    """Name the running line of the user's code, and the condition on the rank above it; empty if there is none.
 
-    In a hook or a step that Lightning has called, it is the line there.
+    In a hook or a step that Lightning has called, the line is the outermost line of the user there. Otherwise it is the
+    innermost line.
 
     Args:
-        frame: The innermost one, of any thread.
+        frame: The innermost frame of any thread.
     """
     lines: list[FrameType] = []
     condition, is_called = "", False
@@ -267,9 +271,9 @@ def _condition_on_rank(code: CodeType, line: int) -> str:
 
 
 def is_read_by_user() -> bool:
-    """Tell whether the property that calls this is read by the user's code, and not by Lightning or this library.
+    """Tell whether the user's code reads the calling property, and not Lightning or this library.
 
-    Properties that only pass it on, such as `Trainer.world_size`, have its name.
+    Frames with the name of the property, such as `Trainer.world_size`, only pass the value on and are skipped.
     """
     frame: FrameType | None = sys._getframe(1)
     name = frame.f_code.co_name  # type: ignore[union-attr]
@@ -280,34 +284,34 @@ def is_read_by_user() -> bool:
 
 @dataclass
 class ParallelState:
-    """All that the library keeps on the user's LightningModule, under one attribute, from one run to the next.
+    """All state of the library on the user's LightningModule, under one attribute, from one run to the next.
 
-    A copy of the module, or one that was pickled, starts without: it is no part of a pipeline.
+    A copied or unpickled module starts without this state, because it is not part of a pipeline.
 
     Attributes:
-        tensor_ranks: The tensor-parallel ranks that the module was divided over.
-        sharding: What was divided how (`tensor.plan.Sharding`).
-        rules: How tensors of the whole module are sharded, under every name (`tensor.sharding.Shard`).
+        tensor_ranks: The tensor-parallel ranks over which the module is sharded.
+        sharding: The result of the tensor-parallel plan (`tensor.plan.Sharding`).
+        rules: How tensors of the full module are sharded, under every name (`tensor.sharding.Shard`).
         order: Watches the messages of its layers (`strategies.ranks.order.MessageOrder`).
         engine: Its pipeline (`pipeline.engine.PipelineEngine`).
-        names: Names in the whole module, before it was cut (`checkpoint.ModelNames`).
-        skeleton: The module before the division, without data (`strategies.whole.skeleton.Skeleton`).
+        names: Names in the full module, before the split into stages (`checkpoint.ModelNames`).
+        skeleton: The full module without data (`strategies.whole.skeleton.Skeleton`).
         full_states: Puts full tensors into its state dicts during a run (`strategies.whole.full_state.FullStates`).
         copies: Knows the copies of its parts (`strategies.whole.copies.ModuleCopies`).
-        pending: Parameters that wait for their data (`strategies.deferred.init.PendingInitialization`); a run that was
-            refused leaves them to the next one.
+        pending: Parameters that wait for their data (`strategies.deferred.init.PendingInitialization`). A run that
+            was refused leaves them to the next run.
         watch: Watches the user's hooks during a run (`strategies.hooks.watch.HookWatch`).
-        is_in_step: Whether a part of a step is running, of those that all ranks run.
-        is_alone: Whether this rank runs the whole module by itself, as the reference of the self-check does.
-        skipped_steps: How many steps changed nothing, because a gradient was not finite.
-        logged: By name of what a step logs in microbatches: whether it is a mean over samples although microbatches are
-            weighted by something else, and whether its `batch_size` is that of the whole batch.
+        is_in_step: Whether a part of a step runs that all ranks run.
+        is_alone: Whether this rank runs the full module alone, as the reference of the self-check does.
+        skipped_steps: Number of steps that changed nothing, because a gradient was not finite.
+        logged: Two flags for each name that a step logs in microbatches. The first: the value is a mean over samples,
+            but another number weights the microbatches. The second: its `batch_size` is the size of the full batch.
         metric_numbers: By the argument of a metric: whether the number of a batch is the `mean`, `sum`, `max` or `min`
             of the numbers of its microbatches.
         merging: By step, and by name of a result or changed attribute, such as `return['preds']`, `seen` or
             `losses[0]`: the kind of `pipeline.Merging` by which microbatches are merged. The kind is empty for a value
-            that the microbatches leave one after another as a single step does.
-        whole_batches: Steps for evaluation that are run as one microbatch, since several do not give the same.
+            that needs no merging: consecutive microbatches leave the same value as a single step.
+        whole_batches: Evaluation steps that run as one microbatch, because several microbatches give another result.
         doubt: Two microbatches together, and a warning, if the loss of a sketch of the model is not the mean of their
             losses.
         copies_in_doubt: Batches of copied samples for which the sketch's loss differs from the mean over their halves;
@@ -342,11 +346,11 @@ class ParallelState:
 
     @classmethod
     def of(cls, module: Any) -> ParallelState:
-        """Return the state of `module`; a new one where it has none yet."""
+        """Return the state of `module`; a new state if it has none yet."""
         return module.__dict__.setdefault("_parallel_state", cls())
 
     def own_parts(self) -> AbstractContextManager[None]:
-        """Let state dicts of the module hold this rank's part inside the block, without a collective."""
+        """Let state dicts of the module hold only this rank's part in the block, without a collective."""
         return nullcontext() if self.full_states is None else self.full_states.paused()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ParallelState:
@@ -357,20 +361,20 @@ class ParallelState:
 
 
 class PartialModule(nn.Module):
-    """First base of the class that a module gets in place when it is divided: may be copied, refuses to be pickled."""
+    """The first base of the class that a split or sharded module gets in place: allows copies, refuses to pickle."""
 
     def _what_is_missing(self) -> str:
-        """Name the whole that the module is a part of."""
+        """Describe the missing part of the module, as the beginning of the error."""
         raise NotImplementedError
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        # `copy` would go by `__reduce__`, which refuses; a class with a copy function of its own keeps it.
+        # `copy` would call `__reduce__`, which refuses. A class with its own `__deepcopy__` keeps it.
         inherited = getattr(super(), "__deepcopy__", None)
         if inherited is not None:
             return inherited(memo)
         duplicate = type(self).__new__(type(self))
         memo[id(self)] = duplicate
-        # As `copy` does: without what modules leave out, such as the Trainer.
+        # As `copy` does: `__getstate__` of a module leaves out objects such as the Trainer.
         held = self.__getstate__() if hasattr(self, "__getstate__") else vars(self)
         duplicate.__setstate__(copy.deepcopy(held, memo))
         return duplicate

@@ -75,9 +75,9 @@ def parameters_of_bucket(optimizer: Any, dtype: torch.dtype) -> Iterator[Tensor]
 
 
 def gradients_of_engine(engine: Any) -> Iterator[tuple[Tensor, Tensor]]:
-    """Yield all parameters with their gradients, of an engine without ZeRO.
+    """Yield all parameters of an engine without ZeRO, with their gradients.
 
-    Parameters that were not used get a gradient of zeros, as DeepSpeed gives them, so that all ranks yield the same.
+    Unused parameters get a gradient of zeros, as in DeepSpeed, so that all ranks yield the same parameters.
     """
     optimizer = engine.optimizer
     if hasattr(optimizer, "get_grads_for_reduction"):  # bf16 with gradients accumulated in fp32
@@ -95,10 +95,10 @@ def gradients_of_engine(engine: Any) -> Iterator[tuple[Tensor, Tensor]]:
 
 
 def disable_shared_memory_kernel() -> None:
-    """Say that the kernel for communication in shared memory, on CPU, cannot be compiled.
+    """Mark the CPU kernel for communication in shared memory as impossible to compile.
 
-    DeepSpeed compiles it when training starts, although only inference uses it, and a machine without a compiler
-    cannot. DeepSpeed reads a table of what it can compile, and has no setter for it.
+    DeepSpeed compiles the kernel when training starts, although only inference uses it. A machine without a compiler
+    would fail there. DeepSpeed reads a table of the kernels that it can compile, and has no setter for the table.
     """
     from deepspeed import ops
 
@@ -106,6 +106,6 @@ def disable_shared_memory_kernel() -> None:
 
 
 def remove_accumulation_hooks(optimizer: Any) -> None:
-    """Remove the hooks by which ZeRO sees gradients accumulate: they would run when the module is trained again too."""
+    """Remove the hooks by which ZeRO sees gradients accumulate: they would also run in the next training."""
     for hook in getattr(optimizer, "_grad_acc_hooks", ()):
         hook.remove()

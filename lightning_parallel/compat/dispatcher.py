@@ -2,8 +2,8 @@
 
 All process groups of torch, from any caller (DDP's reducer, FSDP, DTensor, compiled code, `torch.distributed`),
 issue their operations as operators of the namespace `c10d`, in torch 2.6 to 2.13. Inside `intercepted_collectives` a
-kernel runs before the kernel of the backend. Waits pass through `Work.wait`, but the waits of C++ do not:
-`on_graph_end` and `Interceptor.finish` see these.
+kernel of this module runs before the kernel of the backend. Waits of Python pass through `Work.wait`. Waits of C++ do
+not; `on_graph_end` and `Interceptor.finish` see these.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-# The id of the backward pass that is running, -1 outside of one: no public function tells two passes apart.
+# The id of the running backward pass, -1 if none runs: no public function tells two passes apart.
 from torch._C import _current_graph_task_id as current_graph_task_id
 
 from lightning_parallel.compat import Patches
@@ -39,14 +39,14 @@ class Collective(NamedTuple):
     """An operation of a process group that is about to be issued.
 
     Attributes:
-        op: Its name in `torch.distributed`; with `_object` where it carries Python objects.
+        op: Name of the operation in `torch.distributed`; with `_object` if it carries Python objects.
         process_group: The group.
-        tensors: What it reads and writes.
+        tensors: The tensors that the operation reads and writes.
         payload: The tensors that count as its payload, as in nccl-tests.
-        times: How often each of them counts: the parts of a gather, of which each rank knows one.
+        times: Factor of the payload: a gather has one part per rank, and each rank knows only its part.
         peer: Position in the group of the rank at the other end of a message.
-        tag: Of a message.
-        is_waited_for: Whether the function that issues it waits for it at once. Older versions of torch do not tell.
+        tag: Tag of a message.
+        is_waited_for: Whether the issuing function waits for it at once. Older versions of torch do not tell.
     """
 
     op: str
@@ -63,10 +63,10 @@ class Interceptor(Protocol):
     """Sees operations and waits; each method must run its `call` once, and return its result."""
 
     def is_listening(self) -> bool:
-        """Return whether it wants to see the present call of the thread; asked before anything else."""
+        """Return whether the interceptor wants to see the current call of the thread, before any other method runs."""
 
     def issue(self, collective: Collective, call: Callable[[], Any]) -> None:
-        """Run `call`, which issues the operation and returns torch's handle; None where nothing is to wait for."""
+        """Run `call`, which issues the operation and returns torch's handle; None if there is nothing to wait for."""
 
     def wait(self, work: Any, call: Callable[[], Any]) -> Any:
         """Run `call`, in which the calling thread waits for the handle `work`."""
@@ -78,7 +78,7 @@ class Interceptor(Protocol):
         """Run `call`, which issues operations and waits for all of them in C++."""
 
     def wait_event(self, event: Any, stream: Any, call: Callable[[], Any]) -> Any:
-        """Run `call`, which lets a CUDA stream wait for `event`; the current one, where `stream` is None."""
+        """Run `call`, which lets a CUDA stream wait for `event`; the current stream if `stream` is None."""
 
 
 # Operator -> its name in `torch.distributed`, and which argument holds the payload.
@@ -123,7 +123,7 @@ _patches = Patches()
 def intercepted_collectives(interceptor: Interceptor) -> Iterator[None]:
     """Inside the block, show `interceptor` each operation of process groups, and each wait for one.
 
-    With several interceptors the last one is called. After the last block the dispatcher is as it was.
+    With several interceptors, only the last one is called. The end of the last block restores the dispatcher.
     """
     _interceptors.append(interceptor)
     try:
@@ -136,7 +136,7 @@ def intercepted_collectives(interceptor: Interceptor) -> Iterator[None]:
         if not _interceptors:
             _patches.undo()
             while _libraries:
-                _libraries.pop()._destroy()  # otherwise only garbage collection takes the kernels out again
+                _libraries.pop()._destroy()  # otherwise the kernels stay until garbage collection
 
 
 def _register() -> None:
@@ -160,7 +160,7 @@ def _register() -> None:
 
 
 def _kernel(name: str, after: Any) -> Callable[..., Any]:
-    """Make the kernel of one operator: kernels of the keys in `after` do its work."""
+    """Make the kernel of one operator; the kernels of the keys in `after` do the work of the operator."""
     operator = getattr(torch.ops.c10d, name).default
     redispatch = operator.redispatch
     facts = _Operator.of(name, [argument.name for argument in operator._schema.arguments])
@@ -184,7 +184,7 @@ def _kernel(name: str, after: Any) -> Callable[..., Any]:
 
 
 class _Operator(NamedTuple):
-    """An operator: its name in `torch.distributed`, and where its arguments are; None where it has no such argument."""
+    """An operator: its name in `torch.distributed`, and the places of its arguments; None for a missing argument."""
 
     op: str
     payload: int | None
@@ -195,7 +195,7 @@ class _Operator(NamedTuple):
 
     @classmethod
     def of(cls, name: str, arguments: list[str]) -> _Operator:
-        """Read them from the names of the operator's arguments."""
+        """Find the places from the names of the operator's arguments."""
         op, payload = _OPERATORS[name]
         named = ("dst" if op == "send" else "src", "tag", "async_op")
         places = (arguments.index(one) if one in arguments else None for one in named)
@@ -220,7 +220,7 @@ def _describe(facts: _Operator, given: Sequence[Any]) -> Collective:
 
 
 def _given(given: Sequence[Any], place: int | None, default: Any = None) -> Any:
-    """Return the argument at a place; the dispatcher leaves out the last ones where they have their defaults."""
+    """Return the argument at a place; the dispatcher leaves out last arguments that have their default values."""
     return given[place] if place is not None and place < len(given) else default
 
 
@@ -233,7 +233,7 @@ def _flat(argument: Any) -> list[Tensor]:
 
 
 def _caller() -> FrameType | None:
-    """Return the frame of Python that issued the operation of `_describe`; None in a thread of C++."""
+    """Return the Python frame that issued the operation of `_describe`; None in a thread of C++."""
     # Two frames up: `_describe`, then the kernel.
     kernel = sys._getframe(2)
     return kernel.f_back
@@ -249,7 +249,7 @@ def _object_call(frame: FrameType | None) -> str | None:
 
 
 def _intercept_waits() -> None:
-    """Show waits: torch's handles have no operator for it, and some functions wait in C++."""
+    """Patch the functions that wait: waits have no operator, and some functions wait in C++."""
 
     def around(method: str, function: Callable[..., Any]) -> Callable[..., Any]:
         @wraps(function)
@@ -262,7 +262,7 @@ def _intercept_waits() -> None:
         return wait
 
     _patches.replace(dist.Work, "wait", around("wait", dist.Work.wait))
-    broadcast = dist._broadcast_coalesced  # how DDP sends buffers before each forward
+    broadcast = dist._broadcast_coalesced  # DDP sends buffers by this function before each forward
 
     @wraps(broadcast)
     def broadcast_coalesced(*args: Any, **kwargs: Any) -> Any:
@@ -280,19 +280,19 @@ def _intercept_waits() -> None:
 
 
 def is_coalescing(process_group: Any) -> bool:
-    """Tell whether operations of a group are being gathered to be issued together; torch has no public name for it."""
+    """Tell whether a group is collecting operations to issue them together; torch has no public name for this."""
     return process_group in dist.distributed_c10d._world.pg_coalesce_state
 
 
 def groups_past_dispatcher() -> list[str]:
-    """Name the classes of groups that are implemented in Python: their operations do not pass the dispatcher."""
+    """Name the classes of groups implemented in Python: their operations do not pass through the dispatcher."""
     groups = dist.distributed_c10d._world.pg_map
     return sorted({type(group).__qualname__ for group in groups if type(group) is not dist.ProcessGroup})
 
 
 def on_graph_end(call: Callable[[], None]) -> None:
-    """Run `call` when the backward pass that is running has no node left, before calls that are queued later.
+    """Run `call` when the running backward pass has no node left, before calls that are queued later.
 
-    DDP and FSDP wait for gradients in such a call of their own. Only the engine's private object has this.
+    DDP and FSDP queue such a call to wait for gradients. Only the engine's private object offers this function.
     """
     torch.autograd.Variable._execution_engine.queue_callback(call)

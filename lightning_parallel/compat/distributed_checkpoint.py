@@ -1,7 +1,7 @@
-"""The index of a folder of `torch.distributed.checkpoint`, read without running anything that it says.
+"""The index of a folder of `torch.distributed.checkpoint`, read without running any code that it names.
 
-The file `.metadata` is a pickle of torch's classes, one of them private; what torch offers reads it with `pickle.load`,
-which calls whatever function the file names. Here each class that torch puts there becomes an empty one, and any other
+The file `.metadata` is a pickle of torch's classes, some of them private. torch reads it with `pickle.load`, which
+calls any function that the file names. Here an empty class replaces each class that torch puts into the file. Any other
 name is an error. The layout is the same in torch 2.6 to 2.13.
 """
 
@@ -34,7 +34,7 @@ _CLASSES = {
 
 @dataclass(frozen=True)
 class SavedPlace:
-    """Where an object of `torch.save` is."""
+    """The place of an object of `torch.save`: its file and its bytes."""
 
     file: str
     begin: int
@@ -43,7 +43,7 @@ class SavedPlace:
 
 @dataclass(frozen=True)
 class SavedChunk:
-    """A box of a tensor: where it begins in each dimension, its shape, and where it is."""
+    """A box of a tensor: its offset in each dimension, its shape, and its place in the files."""
 
     offsets: tuple[int, ...]
     shape: tuple[int, ...]
@@ -56,8 +56,8 @@ class DistributedIndex:
 
     Attributes:
         tensors: dtype, shape and chunks of each tensor.
-        objects: Where each of the other values is.
-        paths: The keys under which each value stands in the dict that was saved.
+        objects: The place of each other value.
+        paths: The keys that lead to each value in the saved dict.
     """
 
     tensors: dict[str, tuple[torch.dtype, tuple[int, ...], tuple[SavedChunk, ...]]] = field(default_factory=dict)
@@ -66,7 +66,7 @@ class DistributedIndex:
 
 
 class _Plain:
-    """What stands for an object of torch's: its arguments and its state."""
+    """Replaces an object of torch's classes: holds its arguments and its state."""
 
     state: Any = ()
 
@@ -102,11 +102,11 @@ def read_index(content: bytes, source: str) -> DistributedIndex:
     """Read a file `.metadata`.
 
     Args:
-        content: Its bytes.
-        source: Where they are from, for the error message.
+        content: The bytes of the file.
+        source: Their origin, for the error message.
 
     Raises:
-        ValueError: If it is damaged, or has anything in it that torch does not put there; nothing of that is called.
+        ValueError: If the file is damaged, or names anything that torch does not put there. No such name is called.
     """
     try:
         metadata = _IndexUnpickler(io.BytesIO(content)).load()
@@ -125,6 +125,7 @@ def _index(metadata: Any) -> DistributedIndex:
             raise ValueError(
                 f"`{key['fqn']}` must not be compressed; got {info['transform_descriptors']}. Save without compression"
             )
+        # The index may come from anybody: a path in place of a name could lead out of the folder.
         file = info["relative_path"]
         if type(file) is not str or not file or "/" in file or "\\" in file or file in (".", ".."):
             raise ValueError(f"{file!r} is not the name of a file in the folder")

@@ -1,11 +1,11 @@
 """Initial values for models that were built on the meta device, without ever holding the full model.
 
     for each module that has tensors on the meta device, in the order of `named_modules()`:
-        allocate its full tensors -> run its initialiser -> keep what this rank holds -> free the rest
+        allocate its full tensors -> run its initialiser -> keep this rank's shards -> free the rest
 
 Every rank runs every initialiser on full tensors. So each parameter gets the values that it has in one process with the
-same seed, and the random generators end where those of one process would. At most the tensors that the rank keeps and
-the full tensors of one module are allocated at any time.
+same seed, and the random generators end in the same state as in one process. At any time, only the tensors that the
+rank keeps and the full tensors of one module are allocated.
 
 An initialiser is the `reset_parameters` of the module, or the function by which the Hugging Face model around it
 initialises modules.
@@ -31,9 +31,9 @@ __all__ = [
 
 
 def tensor_parallel_plan_of(model: nn.Module) -> dict[str, str]:
-    """Return the tensor-parallel plan that a model carries, module pattern to style name; empty if it has none.
+    """Return the tensor-parallel plan of a model, from module pattern to style name; empty if it has none.
 
-    The public `supports_tp_plan` only says whether there is one.
+    The public `supports_tp_plan` only tells whether there is a plan.
     """
     plan = getattr(model, "_tp_plan", None)
     return dict(plan) if isinstance(plan, dict) else {}
@@ -42,7 +42,7 @@ def tensor_parallel_plan_of(model: nn.Module) -> dict[str, str]:
 def weight_initializer_of(model: nn.Module) -> Callable[[nn.Module], None] | None:
     """Return the function by which a model initialises each module inside it; None if it has none.
 
-    The public `init_weights` initialises a whole model at once, which would then have to be in memory as a whole.
+    The public `init_weights` initialises the full model at once, which would then have to be in memory.
     """
     initialize = getattr(model, "_init_weights", None)
     return initialize if callable(initialize) else None
@@ -51,14 +51,14 @@ def weight_initializer_of(model: nn.Module) -> Callable[[nn.Module], None] | Non
 def initializer_of(root: nn.Module, path: str) -> Callable[[], object] | None:
     """Return the function that gives the module at `path` its initial values, in place; None if there is none.
 
-    It fills the parameters and buffers of that module only, not of modules inside it, and expects full tensors.
+    The function fills only the parameters and buffers of that module, not of its submodules. It expects full tensors.
     """
     module = root.get_submodule(path)
     reset = getattr(module, "reset_parameters", None)
     if callable(reset):
         return reset
     parts = path.split(".")
-    # From the inside out: a model inside another model brings its own way.
+    # From the inside out: a model inside another model has its own initialiser.
     for depth in range(len(parts) - 1, -1, -1):
         initialize = weight_initializer_of(root.get_submodule(".".join(parts[:depth])))
         if initialize is not None:
@@ -76,22 +76,22 @@ def initialize_tensors(
 ) -> None:
     """Give the parameters and buffers on the meta device their initial values, module by module.
 
-    Parameters stay the same objects, so tied parameters stay tied: they get the values of the first module that has
+    Parameters stay the same objects, so tied parameters stay tied. They get their values in the first module that has
     them. Tensors that are not on the meta device keep their values. Without meta tensors nothing happens.
 
     Args:
         root: The model.
-        device: Where the tensors are allocated.
-        wanted: Which tensors on the meta device are to get values. Modules without any are passed over, and draw no
-            random numbers.
-        full_shape: Gives the full shape of a parameter on the meta device that was already divided.
-        keep: Called with each tensor on the meta device and its full initial value. Returns the part that this rank
-            holds, without memory of the rest, or None for a tensor that stays on the meta device.
+        device: Device of the new tensors.
+        wanted: Tells whether a tensor on the meta device gets values. Modules without such a tensor are skipped, and
+            draw no random numbers.
+        full_shape: Returns the full shape of a parameter on the meta device that is already sharded.
+        keep: Called with each tensor on the meta device and its full initial value. Returns the shard of this rank,
+            without the memory of the rest, or None for a tensor that stays on the meta device.
 
     Raises:
-        ValueError: If a module with such tensors has no initialiser; no tensor has been changed then.
+        ValueError: If a module with wanted tensors has no initialiser. No tensor has changed then.
     """
-    # One process has the same order of `named_modules`. The random numbers of a module depend on this order.
+    # In the order of `named_modules`, as in one process: the random numbers of a module depend on the order.
     todo = _modules_to_initialize(root, wanted)
     missing = [f"`{path}` ({type(root.get_submodule(path)).__name__})" for path, call in todo if call is None]
     if missing:
@@ -107,7 +107,7 @@ def initialize_tensors(
 def _modules_to_initialize(
     root: nn.Module, wanted: Callable[[Tensor], bool]
 ) -> list[tuple[str, Callable[[], object] | None]]:
-    """Return the modules that are the first to have some wanted tensor on the meta device, with their initialisers."""
+    """Return the modules that are the first with some wanted tensor on the meta device, and their initialisers."""
     seen: set[int] = set()
     found = []
     for path, owner in root.named_modules():
@@ -132,23 +132,25 @@ def _initialize_module(
 ) -> None:
     parameters = {name: value for name, value in parameters_of(owner).items() if value is not None}
     buffers = {name: value for name, value in buffers_of(owner).items() if value is not None and value.is_meta}
-    # Parameters that have their values already get a temporary too: the initialiser draws numbers for all of them.
+    # Parameters with values get a temporary tensor too: the initialiser draws numbers for all parameters, and would
+    # overwrite these values.
     for name, parameter in parameters.items():
         empty = _empty(parameter, full_shape(parameter), device)
         parameters_of(owner)[name] = nn.Parameter(empty, parameter.requires_grad)
     for name, buffer in buffers.items():
         buffers_of(owner)[name] = _empty(buffer, buffer.shape, device)
     try:
-        # Initialisers write into parameters, which autograd forbids where these are to be trained.
+        # Initialisers write into parameters in place, which autograd forbids for parameters that require gradients.
         with torch.no_grad():
             initialize()
     finally:
-        # The initialiser may have assigned new tensors, so they are looked up again.
+        # Looked up again, because the initialiser may have assigned new tensors.
         full_parameters = {name: parameters_of(owner)[name] for name in parameters}
         full_buffers = {name: buffers_of(owner)[name] for name in buffers}
         parameters_of(owner).update(parameters)
         buffers_of(owner).update(buffers)
     for name, parameter in parameters.items():
+        # Popped, so that each full tensor is freed before the next one is sharded.
         full = full_parameters.pop(name)
         if full is None or not parameter.is_meta or not wanted(parameter):
             continue
@@ -169,8 +171,8 @@ def _empty(tensor: Tensor, shape: torch.Size, device: torch.device) -> Tensor:
 
 
 def set_data(parameter: nn.Parameter, data: Tensor) -> None:
-    """Move a parameter from the meta device: `parameter.data = data` is refused between kinds of devices."""
+    """Move a parameter from the meta device: torch refuses `parameter.data = data` between kinds of devices."""
     moved = nn.Parameter(data, parameter.requires_grad)
-    # `torch.utils.swap_tensors` refuses parameters with weak references, which recurrent layers keep of theirs.
+    # `torch.utils.swap_tensors` refuses parameters with weak references, which recurrent layers keep of their weights.
     move_tensor_hooks(parameter, moved)
     swap_tensor_impl(parameter, moved)

@@ -1,4 +1,4 @@
-"""Private names of Lightning's loops and connectors that a run needs which was interrupted; only callbacks use them."""
+"""Private names of Lightning's loops and connectors that an interrupted run needs; only callbacks use them."""
 
 from __future__ import annotations
 
@@ -30,16 +30,16 @@ __all__ = [
 
 
 def hold_sigterm(trainer: Trainer, may_end: Callable[[], bool]) -> Callable[[], None]:
-    """Let a run of `agree_on_sigterm` that got a signal go on until `may_end`; returns what undoes it."""
+    """Let a run of `agree_on_sigterm` go on after a signal until `may_end`; return a function that undoes this."""
     connector = trainer._signal_connector
     connector.may_end = may_end  # type: ignore[attr-defined]
     return lambda: vars(connector).pop("may_end", None)
 
 
 def ignore_sigterm(trainer: Trainer) -> None:
-    """Ignore SIGTERM from the trainer's teardown on, which gives signals the handlers that they had before the run.
+    """Ignore SIGTERM from the trainer's teardown on, which restores the signal handlers from before the run.
 
-    A signal ends the process with a chosen status. The next signal must not kill it before.
+    After a signal, the process ends with a chosen status. The next signal must not kill it before that.
     """
     handlers = trainer._signal_connector._original_handlers
     if signal.SIGTERM in handlers:
@@ -47,9 +47,9 @@ def ignore_sigterm(trainer: Trainer) -> None:
 
 
 def before_each_batch(trainer: Trainer, function: Callable[[Any], None], patches: Patches) -> None:
-    """Call `function` with the loop's data fetcher before each batch is read: no hook is called there.
+    """Call `function` with the loop's data fetcher before each batch is read, where Lightning calls no hook.
 
-    What belongs to the batch before has happened, validation after it included.
+    The previous batch is complete by then, with any validation after it.
     """
     loop = trainer.fit_loop.epoch_loop
     advance = loop.advance
@@ -62,9 +62,9 @@ def before_each_batch(trainer: Trainer, function: Callable[[Any], None], patches
 
 
 def go_on_training(trainer: Trainer) -> None:
-    """Take back that the loop of batches restarts, once its counters are set.
+    """Clear the flag by which the loop of batches restarts, after its counters are set.
 
-    Where the last batch before was one with validation after it, it would count that batch again, and step schedulers.
+    With the flag, and with validation after the last batch, the loop would count that batch again and step schedulers.
     """
     trainer.fit_loop.epoch_loop.restarting = False
 
@@ -83,7 +83,8 @@ def prepare_loader_by(
 
     Args:
         trainer: The trainer.
-        prepare: Called with a loader, whether Lightning would divide its samples among replicas, and what does so.
+        prepare: Called with a loader, whether Lightning would divide its samples among replicas, and the function of
+            Lightning that prepares the loader.
         patches: Undoes it.
     """
     connector = trainer._data_connector
@@ -99,7 +100,7 @@ def prepare_loader_by(
 
 
 def loaders_of(trainer: Trainer) -> tuple[list[Any], str]:
-    """Return the training loaders as they were set up, and how several of them are combined."""
+    """Return the training loaders after their set-up, and the mode that combines several loaders."""
     combined = trainer.fit_loop._combined_loader
     return ([], "") if combined is None else (list(combined.flattened), combined._mode)
 
@@ -110,12 +111,13 @@ def restore_by(
     training: Callable[[Callable[[], None]], None],
     patches: Patches,
 ) -> None:
-    """Let other functions restore a run from a checkpoint, in both of the steps in which Lightning does.
+    """Let other functions restore a run from a checkpoint, in the two steps of Lightning.
 
     Args:
         trainer: The trainer.
-        modules: Called with what restores modules and callbacks from a path (None: nothing), and the user's path.
-        training: Called with what restores loops, optimizers and schedulers from the same.
+        modules: Called with a function and the user's path. The function restores modules and callbacks from a path;
+            from None, it restores nothing.
+        training: Called with a function that restores loops, optimizers and schedulers from the same checkpoint.
         patches: Undoes it.
     """
     connector = trainer._checkpoint_connector
@@ -147,7 +149,7 @@ def epoch_values(trainer: Trainer) -> tuple[dict[str, list[Tensor]], dict[str, T
 
 
 def restore_epoch_values(trainer: Trainer, values: dict[str, list[Tensor]]) -> None:
-    """Add the values of `epoch_values` to the means of the running epoch; removes values that are logged by now."""
+    """Add the values of `epoch_values` to the means of the running epoch; remove the added entries from `values`."""
     for name, result in trainer.fit_loop.epoch_loop._results.items():
         if name not in values or not result.is_tensor:
             continue
@@ -161,7 +163,7 @@ def restore_epoch_values(trainer: Trainer, values: dict[str, list[Tensor]]) -> N
 
 
 def batches_done(trainer: Trainer) -> int:
-    """Return how many batches of the epoch are over."""
+    """Return the number of finished batches of the epoch."""
     return trainer.fit_loop.epoch_loop.batch_progress.current.completed
 
 

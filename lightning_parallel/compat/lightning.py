@@ -21,7 +21,7 @@ from lightning.fabric.utilities.distributed import (
 )
 from lightning.fabric.utilities.optimizer import _optimizers_to_device
 
-# What paths are in the signatures of Lightning's hooks, which LightningCLI reads.
+# The type of paths in the signatures of Lightning's hooks, which LightningCLI reads.
 from lightning.fabric.utilities.types import _PATH as PathLike
 from lightning.fabric.utilities.types import ReduceOp
 from lightning.pytorch import Callback, LightningModule, Trainer
@@ -106,7 +106,7 @@ DEVICE_OF_MODULE = "_device"
 
 
 def tell(text: str) -> None:
-    """Print a line on rank zero, where lines are printed."""
+    """Print a line on rank zero, if the library is verbose."""
     if is_verbose():
         rank_zero_info(text)
 
@@ -123,27 +123,27 @@ def init_process_group(
 ) -> None:
     """Start the default process group, if there is none, as Lightning's own strategies do, with its log line.
 
-    Calling `torch.distributed.init_process_group` instead would miss what Lightning sets for each cluster environment.
+    `torch.distributed.init_process_group` would miss the settings of Lightning for each cluster environment.
 
     Args:
         environment, backend, timeout, device: See `connect` in `strategies.ranks.processes`.
-        store: Where the processes meet, if not where torch would let them.
+        store: The store in which the processes meet; None for torch's default.
     """
     is_new = not torch.distributed.is_initialized()
     options: dict[str, Any] = {} if store is None else {"store": store}
     _init_dist_connection(environment, backend, timeout=timeout, device_id=device, **options)
     if is_new and backend != "nccl" and "nccl" in backend:
-        # Lightning does so for NCCL alone: torch warns of groups that are left when the process ends.
+        # Lightning registers this only for the backend `nccl`. torch warns of groups that are left at exit.
         atexit.register(_destroy_dist_connection)
 
 
 def process_group_backend_of(strategy: ParallelStrategy) -> str:
-    """Return the backend that a strategy of Lightning is about to start its process group with."""
+    """Return the backend with which a strategy of Lightning will start its process group."""
     return strategy._get_process_group_backend()  # type: ignore[attr-defined]
 
 
 def strategy_of(launcher: FunctionLauncher) -> Strategy:
-    """Return the strategy that a launcher was made for, which its constructor only takes."""
+    """Return the strategy of a launcher; the constructor takes it, and no getter returns it."""
     return launcher._strategy
 
 
@@ -158,13 +158,13 @@ def set_device_mesh(module: LightningModule, device_mesh: DeviceMesh) -> None:
 
 
 def agree_on_loaders(trainer: Trainer, agree: Callable[[Exception | None], None], patches: Patches) -> None:
-    """Let a hook for loaders that fails on one rank fail on all, until `patches` are undone.
+    """Let a hook for loaders that fails on one rank fail on all ranks, until `patches` are undone.
 
-    The others would wait for that rank in the barrier after it, or in the next collective.
+    Otherwise the other ranks would wait for that rank in the barrier after the hook, or in the next collective.
 
     Args:
         trainer: The trainer.
-        agree: Called on all ranks after each such hook, with its error; raises on all if there is one.
+        agree: Called on all ranks after each such hook, with its error; raises on all ranks if there is an error.
         patches: Undoes it.
     """
 
@@ -187,14 +187,15 @@ def agree_on_loaders(trainer: Trainer, agree: Callable[[Exception | None], None]
 
 
 def agree_on_sigterm(trainer: Trainer, agree: Callable[[bool], bool], patches: Patches) -> Callable[[], None]:
-    """End a run on SIGTERM between two steps, on all ranks at the same one, until `patches` are undone.
+    """End a run on SIGTERM between two steps, before the same step on all ranks, until `patches` are undone.
 
-    Lightning's handler broadcasts at the place where the signal found the rank. If every rank gets the signal, as from
-    `timeout` or SLURM, this message meets messages of the step, and all ranks wait without end. Here it only notes it.
+    Lightning's handler broadcasts at any place where the signal interrupts the rank. If every rank gets the signal, as
+    from `timeout` or SLURM, this message meets messages of the step, and all ranks wait forever. The handler here only
+    notes the signal.
 
     Args:
         trainer: The trainer, before it has registered its handlers.
-        agree: Tells on every rank whether any of them got a signal; called on all ranks before each step.
+        agree: Tells on every rank whether any rank got a signal; called on all ranks before each step.
         patches: Undoes it.
 
     Returns:
@@ -209,6 +210,7 @@ def agree_on_sigterm(trainer: Trainer, agree: Callable[[bool], bool], patches: P
 
     def note(signum: Any, frame: FrameType | None) -> None:
         nonlocal received
+        # As in Lightning's handler: the signal may have reached only the launching process. Passed on once.
         launcher = trainer.strategy.launcher
         if launcher is not None and not received:
             launcher.kill(signum)
@@ -229,7 +231,7 @@ def agree_on_sigterm(trainer: Trainer, agree: Callable[[bool], bool], patches: P
     if trainer.world_size > 1 and hasattr(epoch_loop, "_broadcast_sigterm_tensor"):
         patches.replace(epoch_loop, "_broadcast_sigterm_tensor", end_together)
         return end_together
-    # With one process, and in some of the supported versions, training does not ask.
+    # With one process, and in some supported versions, the training loop does not call `_broadcast_sigterm_tensor`.
     advance = epoch_loop.advance
 
     def ask_first(data_fetcher: Any) -> None:
@@ -241,18 +243,18 @@ def agree_on_sigterm(trainer: Trainer, agree: Callable[[bool], bool], patches: P
 
 
 def follow_sigterm(trainer: Trainer, agree: Callable[[bool], bool], patches: Patches) -> None:
-    """Let a strategy of Lightning end on all ranks when one gets SIGTERM, until `patches` are undone.
+    """Let a strategy of Lightning end on all ranks when one rank gets SIGTERM, until `patches` are undone.
 
-    Lightning's handler broadcasts on the rank that got it, and before each batch all ranks ask the first one. Where
-    another one gets it these messages do not meet. Here they ask all, which takes no longer. Versions that ask nobody
-    end the rank that got the signal.
+    Lightning's handler broadcasts from the rank with the signal. Before each batch, all ranks receive from the first
+    rank. If another rank gets the signal, these messages do not meet. Here all ranks ask all ranks, which takes no
+    longer. Versions of Lightning without the question end only the rank with the signal.
     """
     if trainer.world_size > 1 and hasattr(trainer.fit_loop.epoch_loop, "_broadcast_sigterm_tensor"):
         agree_on_sigterm(trainer, agree, patches)
 
 
 class _Requeue:
-    """SLURM's signal before a job's time is over: Lightning's handler saves and requeues, here all ranks do."""
+    """SLURM's signal before the end of a job's time: all ranks together call Lightning's handler, which requeues."""
 
     def __init__(self, trainer: Trainer, patches: Patches) -> None:
         environment = getattr(trainer.strategy, "cluster_environment", None)
@@ -264,11 +266,11 @@ class _Requeue:
 
     @property
     def is_due(self) -> bool:
-        # In evaluation other replicas may be elsewhere.
+        # Not in evaluation, where replicas may be at different places.
         return self._signal is not None and self._trainer.training
 
     def happens(self, agree: Callable[[bool], bool]) -> bool:
-        """Save and requeue if any rank got the signal, and tell so; called on all ranks."""
+        """Save and requeue if any rank got the signal, and return whether one did; called on all ranks."""
         if not self._is_held or not self._trainer.training or not agree(self.is_due):
             return False
         signum, self._signal = self._signal, None
@@ -286,12 +288,12 @@ def move_optimizers(optimizers: Iterable[Optimizer], device: torch.device) -> No
 
 
 def is_end_of_tuning(error: BaseException) -> bool:
-    """Tell whether an exception is how Lightning's `Tuner` ends a run that has succeeded."""
+    """Tell whether an exception only ends a successful run of Lightning's `Tuner`."""
     return isinstance(error, _TunerExitException)
 
 
 def is_compiled(module: LightningModule) -> bool:
-    """Tell whether the whole module was compiled, by `torch.compile(module)` or `module.compile()`."""
+    """Tell whether the full module was compiled, by `torch.compile(module)` or `module.compile()`."""
     return (
         getattr(module, "_compiler_ctx", None) is not None or getattr(module, "_compiled_call_impl", None) is not None
     )
@@ -327,9 +329,9 @@ class _Early(list[Any]):
 
 @contextmanager
 def early_optimizers(strategy: Strategy, module: LightningModule) -> Iterator[None]:
-    """Let steps that run before the set-up of the optimizers find some inside the block, made when they are asked for.
+    """Give steps in the block, before the set-up of the optimizers, optimizers that are made at the first access.
 
-    They are kept in private attributes: the setter of the public one makes wrappers at once. None of them is stepped.
+    Private attributes hold them, because the setter of the public attribute makes wrappers at once. No optimizer steps.
     """
     made: list[Any] = []
 
@@ -350,7 +352,7 @@ def early_optimizers(strategy: Strategy, module: LightningModule) -> Iterator[No
 
 
 def synchronizes_layers(strategy: ParallelStrategy) -> bool:
-    """Tell whether `Trainer(sync_batchnorm=True)` was given; it reaches strategies as a private plugin only."""
+    """Tell whether the Trainer got `sync_batchnorm=True`, which reaches strategies only as a private plugin."""
     return strategy._layer_sync is not None
 
 
@@ -358,7 +360,7 @@ def synchronizes_layers(strategy: ParallelStrategy) -> bool:
 
 
 def set_default_io(strategy: Strategy, make: Callable[[], CheckpointIO]) -> None:
-    """Give a strategy its default plugin for checkpoints, also inside wrappers; a plugin of the user stays.
+    """Give a strategy its default checkpoint plugin, also inside wrappers, unless the user gave a plugin.
 
     The getter of the strategy does the same with another class. The public attribute means a plugin of the user.
     """
@@ -370,21 +372,21 @@ def set_default_io(strategy: Strategy, make: Callable[[], CheckpointIO]) -> None
 
 
 def innermost_io(io: CheckpointIO | None) -> CheckpointIO | None:
-    """Return the plugin that reads and writes, without those around it, whose base class is private."""
+    """Return the plugin that reads and writes, inside its wrappers, whose base class is private."""
     while isinstance(io, _WrappingCheckpointIO):
         io = io.checkpoint_io
     return io
 
 
 def asynchronous_io(io: CheckpointIO | None) -> AsyncCheckpointIO | None:
-    """Return the plugin that saves in a thread: `io`, or one inside it; None if there is none."""
+    """Return the plugin that saves in a thread: `io` or a plugin inside it; None without such a plugin."""
     while isinstance(io, _WrappingCheckpointIO) and not isinstance(io, AsyncCheckpointIO):
         io = io.checkpoint_io
     return io if isinstance(io, AsyncCheckpointIO) else None
 
 
 def run_after_saves(io: AsyncCheckpointIO, function: Callable[[], None]) -> None:
-    """Run `function` after the saves that `io` was given so far, unless one of them fails; its thread is private."""
+    """Run `function` after all earlier saves of `io`, unless a save has failed; the thread of `io` is private."""
 
     def run() -> None:
         if io._error is not None:
@@ -394,6 +396,7 @@ def run_after_saves(io: AsyncCheckpointIO, function: Callable[[], None]) -> None
         except Exception as error:
             io._error = error
 
+    # The executor has one thread, so `run` starts after all earlier saves.
     if io._executor is None:
         function()
     else:
@@ -401,9 +404,9 @@ def run_after_saves(io: AsyncCheckpointIO, function: Callable[[], None]) -> None
 
 
 def finish_saves(io: AsyncCheckpointIO) -> BaseException | None:
-    """Wait for the saves of `io`; returns the error of the last failed save, once.
+    """Wait for the saves of `io`; return the error of the last failed save, once.
 
-    Its `teardown` raises that each time, also in place of the error that has ended a run.
+    `teardown` would raise this error each time, also in place of the error that has ended a run.
     """
     try:
         io.teardown()
@@ -418,7 +421,7 @@ def finish_saves(io: AsyncCheckpointIO) -> BaseException | None:
 
 
 def ddp_hook_state(strategy: Strategy) -> Any:
-    """Return the state of the communication hook given to `DDPStrategy`, which its constructor only takes; or None."""
+    """Return the state of `DDPStrategy`'s communication hook, or None; no getter returns this argument."""
     return getattr(strategy, "_ddp_comm_state", None)
 
 
@@ -426,17 +429,17 @@ def ddp_hook_state(strategy: Strategy) -> Any:
 
 
 def timeout_of(strategy: DDPStrategy) -> timedelta | None:
-    """Return the timeout that a strategy was given for its collectives: groups that are added must have the same."""
+    """Return the timeout of a strategy's collectives: further groups must have the same timeout."""
     return strategy._timeout
 
 
 def state_dict_type_of(strategy: FSDPStrategy) -> str:
-    """Return whether checkpoints are `full` or `sharded`, which the constructor only takes."""
+    """Return the type of checkpoints, `full` or `sharded`; no getter returns this argument."""
     return strategy._state_dict_type
 
 
 def init_deepspeed_distributed(strategy: DeepSpeedStrategy) -> None:
-    """Start the process group by DeepSpeed, as the part of `setup_distributed` that does not require CUDA."""
+    """Start the process group by DeepSpeed, the part of `setup_distributed` that does not require CUDA."""
     strategy._init_deepspeed_distributed()
 
 
@@ -444,21 +447,21 @@ def init_deepspeed_distributed(strategy: DeepSpeedStrategy) -> None:
 
 
 def train_dataloader_of(trainer: Trainer) -> Any | None:
-    """Return the training loader that the user gave; None if there is none. `train_dataloader` is set later."""
+    """Return the training loader of the user; None if there is none. Lightning sets `train_dataloader` later."""
     source = trainer.fit_loop._data_source
     return source.dataloader() if source.is_defined() else None
 
 
 class _ReadOnceError(Exception):
-    """The loaders cannot be copied."""
+    """Says that the loaders can be read only once."""
 
 
 def take_first_entry(loop: Any, copied: Callable[[Any], Any | None]) -> Any:
-    """Set up a loop's data, take its first entry (batch, index, loader), and leave the loop as if nothing had been.
+    """Set up a loop's data, take its first entry (batch, index, loader), and restore the loop.
 
     Args:
         loop: The loop.
-        copied: Gives a copy of the loaders to read from; None if they can be read only once.
+        copied: Returns a copy of the loaders to read from; None if they can be read only once.
 
     Returns:
         The entry; None if there is none, or if the data can be read only once.
@@ -473,25 +476,25 @@ def take_first_entry(loop: Any, copied: Callable[[Any], Any | None]) -> Any:
         return loaders
 
     try:
-        # Not after it: the set-up itself reads ahead where the length is not known.
+        # Copied before the set-up, which itself reads ahead if the length is unknown.
         with patched(source, "dataloader", dataloader):
             loop.setup_data()
     except _ReadOnceError:
         return None
-    # Without this the run would go on with loaders that were set up for the look.
+    # Otherwise the run would go on with the copied loaders.
     loader, loop._combined_loader = loop._combined_loader, None
     return None if loader is None else next(iter(loader), None)
 
 
 def prepared_batch(trainer: Trainer, batch: Any) -> Any:
-    """Convert and move a batch as loops do, hooks included; the functions that do so are private to loops."""
+    """Convert and move a batch as loops do, hooks included, by functions that are private to loops."""
     batch = trainer.precision_plugin.convert_input(batch)
     batch = trainer.lightning_module._on_before_batch_transfer(batch, dataloader_idx=0)
     return call._call_strategy_hook(trainer, "batch_to_device", batch, dataloader_idx=0)
 
 
 def wrapped_sampler(wrapper: DistributedSamplerWrapper) -> Any:
-    """Return the user's sampler, of which Lightning's wrapper keeps only the data set made from it."""
+    """Return the user's sampler; Lightning's wrapper only keeps a data set made from it."""
     return wrapper.dataset._sampler  # type: ignore[attr-defined]
 
 
@@ -499,15 +502,15 @@ def wrapped_sampler(wrapper: DistributedSamplerWrapper) -> Any:
 
 
 def should_update_logs(trainer: Trainer) -> bool:
-    """Return whether loggers are due in this step: Lightning decides it from private counters of its loops."""
+    """Return whether loggers are due in this step; Lightning decides this from private counters of its loops."""
     return trainer._logger_connector.should_update_logs
 
 
 def log_without_advice(patches: Patches) -> None:
     """Keep Lightning from recommending `sync_dist` to code that passes it, until `patches` are undone.
 
-    For a run of one replica, whose processes log equal values: the strategy is not distributed, so Lightning takes the
-    flag out, and then misses it, as `torch.distributed` is initialized.
+    This is for a run of one replica, whose processes log equal values. The strategy is not distributed, so Lightning
+    clears the flag. It then recommends the flag, because `torch.distributed` is initialized.
     """
     patches.replace(result, "_distributed_is_initialized", lambda: False)
 
@@ -518,14 +521,15 @@ def logged_step(trainer: Trainer) -> int:
 
 
 def averaged_model(callback: Callback) -> nn.Module | None:
-    """Return the copy in which `WeightAveraging` or `StochasticWeightAveraging` collects averages, if there is one."""
+    """Return the copy with the averages of `WeightAveraging` or `StochasticWeightAveraging`, if there is one."""
     return callback._average_model  # type: ignore[attr-defined]
 
 
 def restore_swapped_scheduler(callback: StochasticWeightAveraging, trainer: Trainer, patches: Patches) -> None:
     """Let a callback that has swapped the scheduler resume from checkpoints that are restored after `on_fit_start`.
 
-    There it takes away the scheduler that the state of its own would be loaded into: too early, as it has no state yet.
+    In `on_fit_start`, a resumed callback removes the user's scheduler, because the saved state belongs to the swapped
+    scheduler. Here the callback has no state yet at that point, so the patch removes the scheduler at the load.
     """
     own = callback.load_state_dict
 
@@ -538,7 +542,7 @@ def restore_swapped_scheduler(callback: StochasticWeightAveraging, trainer: Trai
 
 
 def grad_norm_functions() -> list[Any]:
-    """Return Lightning's `grad_norm`, of each of its packages that is imported."""
+    """Return `grad_norm` of each imported package of Lightning."""
     modules = [sys.modules.get(f"{package}.utilities.grads") for package in ("lightning.pytorch", "pytorch_lightning")]
     return [module.grad_norm for module in modules if module is not None]
 
@@ -549,8 +553,8 @@ def grad_norm_functions() -> list[Any]:
 def checkpoint_of_run(trainer: Trainer) -> PathLike | None:
     """Return the checkpoint that the run in progress restores.
 
-    `trainer.ckpt_path` has it only once it is restored, which for divided modules is after the strategy's `setup`;
-    until then it is an argument of `Trainer._run`.
+    `trainer.ckpt_path` holds it only after the restore, which for split or sharded modules follows the strategy's
+    `setup`. Until then it is an argument of `Trainer._run`.
     """
     chosen: PathLike | None = getattr(trainer, "chosen_checkpoint", None)
     if chosen is not None:
@@ -564,17 +568,17 @@ def checkpoint_of_run(trainer: Trainer) -> PathLike | None:
 
 
 def states_of(metric: Metric) -> dict[str, Any]:
-    """Return the states of a metric by name; `metric_state` gives copies, and not in all supported versions."""
+    """Return the states of a metric by name; `metric_state` returns copies, and only in some supported versions."""
     return {name: getattr(metric, name) for name in metric._defaults}
 
 
 def update_count_of(metric: Metric) -> int:
-    """Return how often a metric was updated; the public `update_count` has no setter."""
+    """Return the number of updates of a metric; the public `update_count` has no setter."""
     return metric._update_count
 
 
 def set_update_count(metric: Metric, count: int) -> None:
-    """Set how often a metric was updated, and forget the value that it computed before."""
+    """Set the number of updates of a metric, and forget its computed value."""
     metric._update_count = count
     # Otherwise `compute` would return its cached value.
     metric._computed = None
@@ -591,17 +595,17 @@ def set_batch_value(metric: Metric, value: Any) -> None:
 
 
 def metric_state_of(metric: Metric) -> Sequence[Any]:
-    """Return the values of a metric besides its states, for `restore_metric_state`."""
+    """Return the values of a metric other than its states, for `restore_metric_state`."""
     return metric._update_count, metric._computed, metric._forward_cache
 
 
 def restore_metric_state(metric: Metric, state: Sequence[Any]) -> None:
-    """Undo what updates since `metric_state_of` have left besides the states."""
+    """Restore the values of `metric_state_of`, which updates have changed."""
     metric._update_count, metric._computed, metric._forward_cache = state
 
 
 class _Bare(Metric):
-    """Has what every metric has."""
+    """A minimal metric, which has only the attributes of every metric."""
 
     def update(self) -> None:
         """Do nothing."""
@@ -618,14 +622,14 @@ _NAMES_OF_DICTS = frozenset(vars(nn.ModuleDict()))
 def held_by(metric: Metric | MetricCollection) -> dict[str, Any]:
     """Return the values of a metric, or of a collection, that its calls may change: states, counts, the result."""
     if isinstance(metric, MetricCollection):
-        # Which of them share their states.
+        # The values say which metrics of the collection share their states.
         return {name: value for name, value in vars(metric).items() if name not in _NAMES_OF_DICTS}
     kept = _CHANGING | own_numbers_of(metric).keys()
     return {name: value for name, value in vars(metric).items() if name in kept}
 
 
 def own_numbers_of(metric: Metric) -> dict[str, Any]:
-    """Return states, and other numbers, tensors and lists that are this metric's own, as wrappers count batches."""
+    """Return the states, numbers, tensors and lists that only this metric has, such as a wrapper's batch count."""
     kinds = (Tensor, int, float, list, type(None))
     own = {
         name: value for name, value in vars(metric).items() if name not in _NAMES_OF_ALL and isinstance(value, kinds)
@@ -647,7 +651,7 @@ def adds_up(metric: Metric | MetricCollection) -> bool:
 
 
 def has_sums(metric: Metric) -> bool:
-    """Tell whether states of a metric are sums, extremes and lists, which go on from batch to batch."""
+    """Tell whether all states of a metric are sums, extremes and lists, which accumulate from batch to batch."""
     return all(
         isinstance(metric._defaults[name], list) if rule is None else rule in _ADDING
         for name, rule in metric._reductions.items()
@@ -658,15 +662,15 @@ _ADDING = (dim_zero_sum, dim_zero_max, dim_zero_min, dim_zero_cat)
 
 
 def value_of_batches(metric: Metric, batches: Sequence[dict[str, Any]]) -> Any:
-    """Return the value of several batches together, from the states of each; None if it cannot be told from them.
+    """Return the value of several batches together, from the states of each batch; None if states cannot give it.
 
-    `merge_state` is public, but not in all supported versions, and refuses metrics whose `forward` updates twice.
+    The public `merge_state` exists only in some supported versions, and refuses metrics whose `forward` updates twice.
     """
     lists = {name for name, state in batches[0].items() if isinstance(state, list)}
     if isinstance(metric, BaseAggregator) or any(
         metric._reductions[name] is None for name in batches[0].keys() - lists
     ):
-        return None  # a mean of means, or states that only the metric itself can put together
+        return None  # a mean of means, or states that only the metric itself can merge
     own, states = metric_state_of(metric), states_of(metric)
     try:
         with torch.no_grad():
@@ -677,7 +681,7 @@ def value_of_batches(metric: Metric, batches: Sequence[dict[str, Any]]) -> Any:
                 metric._update_count = count
                 if count > 1:
                     metric._reduce_states(before)
-            # Without what wraps it: a value that is kept, and other ranks.
+            # The method of the class, because the wrapper in the object caches the value and includes other ranks.
             value = type(metric).compute(metric)
     finally:
         for name, state in states.items():
@@ -687,9 +691,9 @@ def value_of_batches(metric: Metric, batches: Sequence[dict[str, Any]]) -> Any:
 
 
 def at_end_of_epochs(trainer: Trainer, function: Callable[[], object], patches: Patches) -> None:
-    """Call a function on every rank when an epoch has ended, before any hook hears of it, until `patches` are undone.
+    """Call a function on every rank at the end of an epoch, before any hook, until `patches` are undone.
 
-    Progress bars, on rank zero alone, ask for the values of metrics in these hooks.
+    In these hooks, progress bars ask for the values of metrics on rank zero alone.
     """
     own = trainer._logger_connector.epoch_end_reached
 

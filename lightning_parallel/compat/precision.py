@@ -25,8 +25,8 @@ __all__ = [
     "uses_tf32",
 ]
 
-# The function inside torch's `clip_grad_norm_` that takes the norm of a list of gradients: replacing it is the only
-# way to correct what modules compute that call `clip_grad_norm_` by themselves.
+# The function inside torch's `clip_grad_norm_` that takes the norm of a list of gradients. Only its replacement reaches
+# modules that call `clip_grad_norm_` themselves.
 TOTAL_NORM = "_get_total_norm" if hasattr(clip_grad, "_get_total_norm") else "get_total_norm"
 
 
@@ -37,7 +37,11 @@ def norms_of(tensors: list[Tensor], norm_type: float) -> list[Tensor]:
 
 @cache
 def _keeps_casts_apart() -> bool:
-    """Tell whether autocast uses a cast made without gradients for those alone; else a parameter would miss its own."""
+    """Tell whether autocast never reuses a cast made without gradients where gradients are on.
+
+    Otherwise the parameter would get no gradient.
+    """
+    # Tried, because torch tells it nowhere: the first pass caches a cast without gradients, the second pass needs one.
     with torch.inference_mode(False), torch.autocast("cpu", enabled=False):
         weight = torch.ones(1, 1, dtype=torch.float32, device="cpu", requires_grad=True)
         for has_gradients in (False, True):
@@ -50,9 +54,9 @@ def _keeps_casts_apart() -> bool:
 
 @contextmanager
 def shared_casts(device: torch.device) -> Iterator[None]:
-    """Let contexts of autocast in the block find the casts of parameters that earlier ones in it have kept.
+    """Let autocast contexts in the block share the casts of parameters.
 
-    Autocast forgets its casts when the outermost context ends; this one is outermost, and casts nothing itself.
+    Autocast forgets its casts when the outermost context ends. This context is the outermost one, and casts nothing.
     """
     with torch.autocast(device.type, enabled=False):
         yield
@@ -70,7 +74,7 @@ def kept_casts() -> Iterator[None]:
 
 
 def scale_all(tensors: Iterable[Tensor], factor: Tensor) -> None:
-    """Multiply tensors in place, in one kernel for many on CUDA, as no public function does."""
+    """Multiply tensors in place, in one kernel for many tensors on CUDA, which no public function offers."""
     kinds: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
     for tensor in tensors:
         kinds.setdefault((tensor.dtype, tensor.device), []).append(tensor)
@@ -79,21 +83,21 @@ def scale_all(tensors: Iterable[Tensor], factor: Tensor) -> None:
 
 
 def patch_unscale(scaler: Any, change: Any, patches: Patches) -> None:
-    """Let `change` see and correct what a `GradScaler` found when it unscaled gradients: its overflow by device.
+    """Let `change` see and correct the overflow by device that a `GradScaler` finds when it unscales gradients.
 
-    The scaler decides by itself, without a hook, whether it skips the step.
+    The scaler decides without a hook whether it skips the step.
     """
     unscale = scaler._unscale_grads_
     patches.replace(scaler, "_unscale_grads_", lambda *args, **kwargs: change(unscale(*args, **kwargs)))
 
 
 def device_of_scaler(scaler: Any) -> str:
-    """Return the type of the device that a `GradScaler` was made for, which its constructor only takes."""
+    """Return the device type of a `GradScaler`; its constructor takes the type, and no getter returns it."""
     return scaler._device
 
 
 def uses_tf32() -> bool:
     """Tell whether products of single precision run on tensor cores of CUDA, several times as fast."""
-    # The switches of torch 2.9 and later; once they are used, the older ones raise.
+    # The switch of torch 2.9 and later comes first: once it is used, the older switches raise.
     precision = getattr(torch.backends.cuda.matmul, "fp32_precision", None)
     return precision == "tf32" if precision not in (None, "none") else torch.get_float32_matmul_precision() != "highest"

@@ -1,7 +1,7 @@
-"""Ray Train: its worker group as the processes of a run. Ray is looked at only if the user has imported it.
+"""Ray Train: its worker group as the processes of a run. This module uses Ray only if the user has imported it.
 
-Ray starts the processes, connects them by `torch.distributed`, and calls the user's function in a thread of each. The
-Trainer gets `plugins=[RayLightningEnvironment()]`, by which ranks are known here.
+Ray starts the processes, connects them by `torch.distributed`, and calls the user's function in a thread of each
+process. The Trainer gets `plugins=[RayLightningEnvironment()]`, which knows the ranks.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ _accepted: tuple[type, ...] = ()
 
 
 def _ray_lightning() -> Any:
-    """Return Ray's module for Lightning if it is imported already; its import takes seconds."""
+    """Return Ray's module for Lightning if it is already imported; an import here would take seconds."""
     return sys.modules.get("ray.train.lightning")
 
 
 def is_ray_environment(environment: object) -> bool:
-    """Tell whether `environment` is that of a worker of Ray Train."""
+    """Tell whether `environment` is the environment of a worker of Ray Train."""
     module = _ray_lightning()
     return module is not None and isinstance(environment, module.RayLightningEnvironment)
 
@@ -47,15 +47,15 @@ def ray_device(environment: object) -> torch.device | None:
 def accept_strategies(environment: object, kind: type) -> None:
     """Let Ray's `prepare_trainer` accept strategies of `kind`, if `environment` is Ray's.
 
-    It changes nothing of the Trainer: it checks that the strategy is one of three of Ray's own, which take devices and
-    samplers from Ray as those of this library do.
+    `prepare_trainer` changes nothing in the Trainer. It only checks that the strategy is one of Ray's three strategies,
+    which take devices and samplers from Ray. The strategies of this library do the same.
     """
     global _accepted
     if not is_ray_environment(environment) or kind in _accepted:
         return
     first, _accepted = not _accepted, (*_accepted, kind)
     if first:
-        # Its code, as users import it by name inside of the function that Ray calls.
+        # `replace_function` replaces the code: users import `prepare_trainer` by name.
         _patches.replace_function(_ray_lightning().prepare_trainer, _accepting)
 
 

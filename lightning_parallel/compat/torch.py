@@ -379,7 +379,7 @@ class _DataOfTensors:
 
     def __init__(self) -> None:
         self._plain: Any = Tensor.data
-        # C++ and modes look these two up on the object, to recognize the property. Tensors use the methods of the class.
+        # C++ and modes look these two up on the object, and so recognize the property. Tensors use the methods below.
         vars(self).update({name: getattr(self._plain, name) for name in ("__get__", "__set__")})
 
     def __get__(self, tensor: Tensor | None, kind: type | None = None) -> Any:

@@ -143,7 +143,7 @@ def _is_ours(value: Any) -> bool:
 
 
 def _move(value: Any, names: Mapping[str, str]) -> None:
-    """Turn an object into one of the other package in place, with its plugins, environment and options."""
+    """Turn an object into an object of the other package in place, with its plugins, environment and options."""
     for base in type(value).__mro__:
         other = _counterpart(base, names) if base.__module__.startswith(_OURS[0]) else None
         if other is not None and isinstance(base, ABCMeta):
@@ -156,7 +156,7 @@ def _move(value: Any, names: Mapping[str, str]) -> None:
     elif _is_ours(value):
         value.__dict__["_bases"] = _ExchangedBases(kind, names)
     for held in list(getattr(value, "__dict__", {}).values()):
-        # The module of an earlier run belongs to its Trainer. Members of enumerations are shared.
+        # Not moved: the module of an earlier run belongs to its Trainer, and all objects share members of enumerations.
         if not isinstance(held, (nn.Module, Enum, type)) and _is_of(type(held), names):
             _move(held, names)
 
@@ -182,7 +182,7 @@ class _Redirect(ast.NodeTransformer):
 
 
 class _TwinLoader(Loader):
-    """Runs the source of a module with redirected imports; file and lines stay those of the source."""
+    """Runs the source of a module with redirected imports; tracebacks show the file and lines of the source."""
 
     def __init__(self, source: ModuleSpec) -> None:
         self.source = source
@@ -241,7 +241,7 @@ def _report_as(package: str, fabric: str) -> None:
 
 
 def _enter(strategy: Any) -> None:
-    """Turn a strategy into one of `pytorch_lightning`.
+    """Turn a strategy into a strategy of `pytorch_lightning`.
 
     Raises:
         ImportError: If the two packages have different versions.
@@ -257,7 +257,7 @@ def _enter(strategy: Any) -> None:
 
 
 def _return(strategy: Any) -> None:
-    """Turn a strategy into one of `lightning.pytorch` again."""
+    """Turn a strategy into a strategy of `lightning.pytorch` again."""
     _move(strategy, _TO_LIGHTNING)
 
 
@@ -277,6 +277,7 @@ def _open_door(package: str, fabric: str, enter: Callable[[Any], None]) -> None:
             enter(value)
         init(self, *args, **kwargs)
 
+    # Not one of `Patches`: the constructor stays replaced for the process.
     connector.__init__ = init_after_move
 
 
@@ -286,8 +287,8 @@ _SET_BY_TRAINERS = ("_accelerator", "_precision_plugin", "_checkpoint_io", "clus
 def _forget_trainer(strategy: Any) -> None:
     """Restore the arguments of a strategy's constructor for the next Trainer, when the last Trainer has ended.
 
-    The next Trainer would take attributes from the last Trainer for arguments of the user, and refuse them beside its
-    own arguments.
+    The next Trainer would mistake attributes of the last Trainer for arguments of the user, and refuse them together
+    with its own arguments.
     """
     own = vars(strategy)
     trainer = None
