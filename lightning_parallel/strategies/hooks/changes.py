@@ -49,7 +49,7 @@ class Differences(NamedTuple):
 
     @property
     def places(self) -> list[str]:
-        """Paths of the modules whose own contents changed, without modules inside of removed or added ones."""
+        """Paths of the modules whose own contents changed, without submodules of removed and added modules."""
         inner = {*self.gone_modules, *self.come_modules}
         owners = {path.rpartition(".")[0] for path in (*inner, *self.gone, *self.come)}
         return sorted(path for path in owners if path not in inner)
@@ -64,12 +64,12 @@ class Differences(NamedTuple):
         return "; ".join(parts) or f"buffers: {', '.join(f'`{name}`' for name in self.buffers[:_MOST_NAMED])}"
 
     def summary(self) -> tuple[list[str], ...]:
-        """Return the names alone, for a comparison between ranks."""
+        """Return only the names, for a comparison between ranks."""
         return tuple(sorted(part) for part in self)
 
 
 class ModelWatch:
-    """Notices between two steps that a model or its optimizers have changed.
+    """Finds changes of a model or its optimizers between two steps.
 
     A check takes a microsecond per module, since it compares lengths and identities only.
 
@@ -137,6 +137,7 @@ def _keys(module: nn.Module) -> tuple[str, ...]:
 
 
 def _is_same(before: Sequence[Any], after: Any) -> bool:
+    # By identity: `==` of two parameters compares their elements.
     return len(before) == len(after) and all(one is other for one, other in zip(before, after))
 
 
@@ -152,7 +153,7 @@ def _lost(before: Mapping[str, Any], after: Mapping[str, Any]) -> dict[str, Any]
     return {name: value for name, value in before.items() if after.get(name) is not value}
 
 
-# ------------------------------------------------------------------------------------------------------ what is refused
+# ------------------------------------------------------------------------------------------------------ refusals
 
 _WAY_OUT = "Change the model before `fit` (in `__init__` or `configure_model`)"
 
@@ -168,6 +169,7 @@ def refuse_in_shards(found: Differences, sharding: Sharding, modules: Mapping[st
     Raises:
         ValueError: With the modules, and what to do.
     """
+    # A region that the user has moved still exists as an object, but its plan belongs to the old path.
     still_there = set(map(id, modules.values()))
     for region in divided_regions(sharding.plan):
         was = found.gone_modules.get(region)
@@ -192,7 +194,7 @@ def refuse_in_shards(found: Differences, sharding: Sharding, modules: Mapping[st
 
 
 def refuse_in_stages(found: Differences, layers: str, is_intercepted: Callable[[nn.Module], bool]) -> None:
-    """Refuse changes of a model in pipeline stages. Modules without parameters outside of the stages may change.
+    """Refuse changes of a model in pipeline stages. Modules without parameters outside the stages may change.
 
     Args:
         found: The changes.

@@ -1,9 +1,9 @@
-"""Checks operations on parts of tensors, outside of the layers that know the division.
+"""Checks operations on parts of tensors outside sharded layers.
 
     allowed     elementwise operations with elements at the same places, or with numbers that are equal on all ranks;
-                operations along dimensions that are not divided, such as a norm of each full row
-    refused     everything else, which would give each rank another result: reductions, products, draws, and numbers
-                for Python
+                operations along dimensions that are not sharded, such as a norm of each full row
+    refused     all other operations, which would give each rank another result: reductions, products, draws, and
+                numbers for Python
 
 A pipeline stage may hold full parameters, but not all of them. An operation that combines several parameters gives each
 stage another result. So does a value for Python or a log.
@@ -33,11 +33,11 @@ from lightning_parallel.tensor.sharding import ShowsFullShape
 __all__ = ["GATHERED", "ExportMode", "GatheredMode", "PartUseMode", "Refusal"]
 
 Refusal = Callable[[str, "Sequence[Part]"], None]
-"""Function that gets a text about an operation, and the parts in it."""
+"""Takes a text about an operation, and the parts in the operation."""
 
 GATHERED = "into the gathered copy in a state dict of"
 
-# Elementwise operators and copies without the tag of torch for them.
+# Elementwise operators and copies without torch's tag `pointwise`.
 _ALSO_ELEMENTWISE = {
     *("to_copy", "abs", "acos", "add", "addcdiv", "addcmul", "asin", "atan", "ceil", "clamp", "clamp_max"),
     *("clamp_min", "clone", "contiguous", "copy", "cos", "cosh", "detach", "div", "erf", "erfc", "exp", "expm1"),
@@ -49,7 +49,7 @@ _CONSTANT = {
     *("zero", "fill", "zeros_like", "ones_like", "full_like", "empty_like", "new_zeros", "new_ones", "new_full"),
     *("new_empty", "new_empty_strided", "zeros", "ones", "full", "empty", "empty_strided", "scalar_tensor", "resize"),
 }
-# Operators that work along `dim` only.
+# Operators that combine elements only along `dim`.
 _ALONG = {
     *("sum", "mean", "amax", "amin", "max", "min", "var", "std", "var_mean", "std_mean", "linalg_vector_norm", "norm"),
     *("logsumexp", "all", "any", "prod", "argmax", "argmin", "softmax", "log_softmax", "cumsum", "cumprod", "sort"),
@@ -59,7 +59,7 @@ _LEAVES = {"local_scalar_dense", "is_nonzero", "equal"}
 
 
 class PartUseMode(TorchDispatchMode):
-    """Sees every operator, follows parts through it, and calls `refuse` where ranks would get different results.
+    """Follows parts through every operator, and calls `refuse` where ranks would get different results.
 
     Args:
         parts: The known parts.
@@ -80,6 +80,7 @@ class PartUseMode(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
+        # Operators must see the memory of this rank, not the shape of the full tensor.
         args, kwargs = pytree.tree_map_only(ShowsFullShape, Tensor.detach, (args, kwargs or {}))
         tensors = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
         placed = {id(tensor): found for tensor in tensors if (found := self._parts.find(tensor)) is not None}
@@ -100,7 +101,7 @@ class PartUseMode(TorchDispatchMode):
         return result
 
     def _check_gathered(self, func: Any, args: Any, kwargs: dict[str, Any]) -> None:
-        """Refuse a write into a gathered copy: on one process a state dict holds the parameters themselves."""
+        """Refuse a write into a gathered copy: on one process, the write would change the parameter."""
         written = pytree.tree_leaves(kwargs["out"] if kwargs.get("out") is not None else args[:1])
         for tensor in written:
             part = self._parts.gathered(tensor) if isinstance(tensor, Tensor) else None
@@ -161,7 +162,7 @@ class PartUseMode(TorchDispatchMode):
 
     @staticmethod
     def _is_known(is_equal: bool, tensors: list[Tensor], placed: dict[int, Placed]) -> bool:
-        """Tell whether one process would get the same answer; `BaseFinetuning` compares parameters this way."""
+        """Tell whether one process would get the same answer; `BaseFinetuning` compares parameters with `equal`."""
         first, second = tensors
         if is_equal:
             return first.data_ptr() == second.data_ptr() and first.stride() == second.stride()
@@ -174,7 +175,7 @@ class PartUseMode(TorchDispatchMode):
             return True
         if _full_shape(first, found[0]) != _full_shape(second, found[1]):
             return True
-        # This rank has one of them in full. A value in the part alone proves that the tensors differ.
+        # This rank holds one tensor in full. A value of the part that the full tensor lacks proves a difference.
         part, full = (first, second) if one is not None else (second, first)
         return (one is None or other is None) and not bool(torch.isin(part.detach(), full.detach()).all())
 
@@ -217,14 +218,14 @@ class PartUseMode(TorchDispatchMode):
                 return
         others = [tensor for tensor in operands if tensor is not target and self._parts.find(tensor) is None]
         if not divided and any(self._parts.origin(tensor) == "drawn" for tensor in others):
-            # A stage draws for its own parameters only, so its draws differ from one process.
+            # A stage draws only for its own parameters, so its draws differ from one process.
             self._refuse(f"`{name}` combines random numbers with", parts)
             return
         if self._parts.find(target) is None:
             self._register(target, *(divided or placed)[0], parts)
 
     def _misfit(self, tensor: Tensor, part: Part, operands: list[Tensor], target: Tensor) -> str:
-        """Return a text if other operands do not fit the places of a divided one; empty if they fit."""
+        """Return a text if other operands do not fit the places of a sharded operand; empty if they fit."""
         for dim in divided_dims(tensor, part):
             place = dim - tensor.dim()
             size = tensor.shape[dim]
@@ -235,7 +236,7 @@ class PartUseMode(TorchDispatchMode):
                     continue
                 found = self._parts.find(other)
                 if found is None:
-                    # The origin of an earlier tensor, such as a copy, is not known.
+                    # A tensor from before the watch, such as a copy, has no known origin and passes.
                     if self._parts.origin(other) == "drawn":
                         return "combines random numbers with"
                     if self._parts.origin(other) == "made":
@@ -263,7 +264,7 @@ class PartUseMode(TorchDispatchMode):
                 return
         self._parts.add(target, new)
 
-    # ---------------------------------------------------------------------------------------------- everything else
+    # --------------------------------------------------------------------------------------------- other operations
 
     def _combine(self, name: str, tensors: list[Tensor], placed: dict[int, Placed], made: list[Tensor]) -> None:
         """Check an operation on full parameters of a pipeline stage, which may use one parameter at a time."""
@@ -281,7 +282,7 @@ class PartUseMode(TorchDispatchMode):
     def _along(
         self, func: Any, name: str, args: Any, kwargs: Any, placed: dict[int, Placed], made: list[Tensor]
     ) -> None:
-        """Check an operation along some dimensions, which must not include the divided dimension."""
+        """Check an operation along some dimensions, which must not include the sharded dimension."""
         parts = [found.part for found in placed.values()]
         tensor = args[0] if args and isinstance(args[0], Tensor) else None
         arguments = schema_of(func).arguments
@@ -314,7 +315,7 @@ def _full_shape(tensor: Tensor, part: Part | None) -> tuple[int, ...]:
 
 
 def _rows(func: Any, args: Any, kwargs: Any, result: Any) -> list[tuple[list[Tensor], Tensor | None]]:
-    """Return operands and result of an elementwise operator; of a `foreach` operator, for each tensor."""
+    """Return the operands and the result of an elementwise operator; for a `foreach` operator, one pair per tensor."""
     values = [*args, *kwargs.values()]
     lists = [value for value in values if isinstance(value, (list, tuple)) and value and isinstance(value[0], Tensor)]
     single = [value for value in values if isinstance(value, Tensor)]
@@ -362,14 +363,14 @@ _SHAPE = (_PROPERTIES.shape.__get__, Tensor.size, Tensor.numel, Tensor.nelement)
 
 
 class ExportMode(torch.overrides.TorchFunctionMode):
-    """Sees calls without an operator: parts that leave for numpy, Python or a file, copies, and replaced data.
+    """Watches calls without an operator: exports of parts to numpy, Python or a file, copies, and replaced data.
 
     Args:
         parts: The known parts.
         refuse: Notes a refusal; the operation goes on.
         is_users: Tells whether the user's own code has called the operation.
-        tell_shape: Gets a part whose shape the code reads.
-        tell_missing: Gets a tensor without a gradient, if the code reads the gradient.
+        tell_shape: Takes a part whose shape the code reads.
+        tell_missing: Takes a tensor without a gradient, if the code reads the gradient.
     """
 
     def __init__(
@@ -403,10 +404,10 @@ class ExportMode(torch.overrides.TorchFunctionMode):
         if func == _GET_GRAD and result is None:
             self._tell_missing(args[0])
         if name == "__deepcopy__" and found is not None and isinstance(result, Tensor):
-            # `deepcopy` copies memory without an operator.
+            # `deepcopy` copies memory without an operator, so no dispatch mode sees the copy.
             self._parts.add(result, found.part)
         elif name in _MADE and isinstance(result, Tensor) and result.numel() > 1:
-            # The numbers come from outside of torch, so they may be drawn.
+            # The numbers come from outside torch, so they may be random.
             self._parts.note_origin(result, "drawn")
         return result
 

@@ -1,10 +1,10 @@
 """Finds tensors that hold only a part of a full tensor (a shard, a slice, the gradient of one stage), by their memory.
 
 Views and gradients in a bucket are new objects each time. So a tensor is identified by its storage and its offset. Each
-region of memory knows which coordinate of its elements is divided over the ranks:
+region of memory knows which coordinate of its elements is sharded over the ranks:
 
     coordinate of the element at place i of a region     i // stride % size
-    dimension of a tensor that is divided                one along which that coordinate changes
+    sharded dimension of a tensor                        a dimension along which this coordinate changes
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ class Part:
         label: Name for messages, such as "the gradient of `net.0.weight`".
         owners: Names of the parameters that the values come from.
         why: Reason, such as "sharded over 2 tensor-parallel ranks".
-        ranges: Ranges of the divided coordinate on each rank; None if this stage holds the full tensor.
-        stride, size: Stride and extent of the divided coordinate in the region; the extent is 0 without one.
-        is_slice: Whether the region is a run of elements, which cuts every dimension.
+        ranges: Ranges of the sharded coordinate on each rank; None if this stage holds the full tensor.
+        stride, size: Stride and extent of the sharded coordinate in the region; the extent is 0 without a coordinate.
+        is_slice: Whether the region is a run of elements, which may begin and end inside any dimension.
         is_inside: Whether the memory around the region still holds the full tensor.
         is_joined: Whether each element combines several elements of its parameter, such as a norm.
     """
@@ -69,10 +69,10 @@ MIXED = Part("a tensor with parts in it", frozenset(), "", is_slice=True)
 
 
 class PartMap:
-    """Finds the part that a tensor is, or lies in."""
+    """Finds the part that contains a tensor, by memory."""
 
     def __init__(self) -> None:
-        # A weak reference keeps the address of a storage from being used again, and not its memory.
+        # A weak reference prevents the reuse of a storage's address, but does not keep its memory.
         self._regions: dict[int, tuple[StorageWeakRef, dict[int, _PartRegion]]] = {}
         self._drawn: dict[int, tuple[StorageWeakRef, str]] = {}
         self._gathered: dict[int, tuple[StorageWeakRef, Part]] = {}
@@ -110,7 +110,7 @@ class PartMap:
         return Placed(found[0].part, start - found[0].start)
 
     def note_origin(self, tensor: Tensor, origin: str) -> None:
-        """Note that the values of a tensor were `drawn`, or `made` of numbers that are no constants."""
+        """Note that the values of a tensor were `drawn`, or `made` of numbers other than constants."""
         key = storage_ref(tensor)
         if key is not None:
             self._drawn[key.cdata] = (key, origin)
@@ -122,7 +122,7 @@ class PartMap:
             self._gathered[key.cdata] = (key, part)
 
     def gathered(self, tensor: Tensor) -> Part | None:
-        """Return the part whose full copy a tensor is; None for other tensors."""
+        """Return the part of a gathered full copy; None for other tensors."""
         key = storage_ref(tensor) if self._gathered else None
         found = None if key is None else self._gathered.get(key.cdata)
         return None if found is None else found[1]
@@ -134,7 +134,7 @@ class PartMap:
             return ""
         if key.cdata in self._drawn:
             return self._drawn[key.cdata][1]
-        # The memory belongs to numpy, whose operations are not seen here.
+        # The memory belongs to numpy, whose operations torch does not see, so the values may be random.
         return "drawn" if tensor.numel() > 1 and not tensor.untyped_storage().resizable() else ""
 
     def prune(self) -> None:
@@ -162,13 +162,13 @@ def storage_of(tensor: Tensor) -> int | None:
 
 def _span(tensor: Tensor) -> tuple[int, int]:
     start = int(tensor.storage_offset())
-    # Not `shape`, which may be the shape of the full tensor.
+    # A subclass may override `shape` with the shape of the full tensor, so read the size of the local memory.
     sizes = Tensor.size(tensor)
     return start, start + 1 + sum(int((size - 1) * stride) for size, stride in zip(sizes, tensor.stride()))
 
 
 def divided_dims(tensor: Tensor, part: Part) -> set[int]:
-    """Return the dimensions of a tensor in a part along which other ranks hold other elements."""
+    """Return the dimensions along which other ranks hold other elements, for a tensor inside a part."""
     if part.is_slice:
         return set(range(tensor.dim()))
     if part.size == 1:
@@ -184,7 +184,7 @@ def divided_dims(tensor: Tensor, part: Part) -> set[int]:
 
 
 def covers_part(tensor: Tensor, part: Part, dims: Iterable[int]) -> bool:
-    """Tell whether a view contains the whole extent of the divided coordinate on this rank."""
+    """Tell whether a view contains the full extent of the sharded coordinate on this rank."""
     if part.is_slice or part.size < 2:
         return not part.is_slice or tensor.numel() == part.stride * max(part.size, 1)
     count = 1

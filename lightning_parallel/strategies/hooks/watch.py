@@ -8,7 +8,7 @@ gradients. It also watches a step under manual optimization after its first back
     other calls                             only new lines are noticed; after all lines have run, the watch costs
                                             nothing
 
-A refused hook runs to its end, so that the ranks do not part in the middle of it.
+A refused hook runs to its end: an error in the middle of a hook on some ranks only would leave other ranks waiting.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ __all__ = ["HookError", "HookWatch", "WatchedHook", "raised_in_shards"]
 
 _PASSED = FOREIGN | {"lightning_utilities"} | set(sys.stdlib_module_names) - {"__main__"}
 _STEPS = ("training_step", "validation_step", "test_step", "predict_step", "forward", "backward")
-_OF_CHECKPOINTS = ("on_load_checkpoint", "load_state_dict")  # they get full tensors
+_OF_CHECKPOINTS = ("on_load_checkpoint", "load_state_dict")  # these hooks get full tensors
 _WHOLE_IN_CHECKPOINTS = ("state_dict", "optimizer_states", LOCAL_STEPS)
 _OURS = "lightning_parallel"
 _ENGINE = ("backward", "grad", "_engine_run_backward")  # functions of autograd, which call hooks by themselves
@@ -89,7 +89,7 @@ class HookError(RuntimeError):
 
 @dataclass
 class WatchedHook:
-    """Describes a hook: its name for messages, the ranks that all call it, if any, and the number of its calls.
+    """Describes a hook: its name for messages, the ranks that call it together, and the number of its calls.
 
     Attributes:
         codes: The user's functions that the hook has run.
@@ -108,7 +108,7 @@ class WatchedHook:
 
 
 class HookWatch:
-    """Refuses hooks of the user that take a part for the full tensor.
+    """Refuses hooks of the user that treat a part as the full tensor.
 
     Args:
         module: The divided module.
@@ -151,6 +151,7 @@ class HookWatch:
         """Watch the hooks of a run until `patches` are undone; every rank must call it."""
         trainer = self._module.trainer
         self._modules = {id(one) for one in self._module.modules() if not isinstance(one, Metric)}
+        # Callbacks may differ between ranks; only hooks of callbacks that all ranks have can raise together.
         keys = Counter(_key(one) for one in trainer.callbacks if is_users(type(one)))  # type: ignore[attr-defined]
         found = comm.all_gather_object(set(keys.items()), self._groups.world)
         self._agreed = frozenset(found[0].intersection(*found[1:]))
@@ -162,7 +163,7 @@ class HookWatch:
                 # Rank zero alone may call this hook, so a refusal is raised later, when all ranks save.
                 hook = WatchedHook(f"`{type(callback).__name__}.state_dict`", None, is_in_step=True)
                 patches.replace(callback, "state_dict", self._watched(callback.state_dict, hook, None))
-        # Every version of Lightning runs each hook in a span of its profiler.
+        # Patch the profiler: every version of Lightning runs each hook in a span of its profiler.
         own = trainer.profiler.profile  # type: ignore[attr-defined]
 
         def profile(action: str) -> AbstractContextManager[Any]:
@@ -274,14 +275,14 @@ class HookWatch:
             self._manual.begin()
 
     def settle(self) -> None:
-        """Raise the refusals of hooks inside of a step; every rank must call it at the same points.
+        """Raise the refusals of hooks inside a step; every rank must call it at the same points.
 
         Raises:
             HookError: On every rank, in steps that all ranks check.
         """
         is_due = self._is_due_step()
         if is_due and self._pending is None:
-            self._pending = self._part_of_states()  # now, rather than after hours, when the states are saved
+            self._pending = self._part_of_states()  # check now, not after hours at the first save
         failure, self._pending = self._pending, None
         if self._manual is not None:
             failure = failure or self._manual.failure
@@ -290,7 +291,7 @@ class HookWatch:
         elif failure is not None:
             raise failure
 
-    # ------------------------------------------------------------------------------------------------ what is saved
+    # ------------------------------------------------------------------------------------------------- checkpoints
 
     def check_saved(self, checkpoint: Mapping[str, Any]) -> None:
         """Refuse parts among the values of the user's code in a checkpoint; every rank must call it before a save.
@@ -309,13 +310,13 @@ class HookWatch:
 
     def _part_of_states(self) -> HookError | None:
         if self._saving:
-            with self.paused():  # the save may happen inside of a watched hook
+            with self.paused():  # the save may happen inside a watched hook
                 self.seed()
         for callback in self._saving:
             try:
                 state = callback.state_dict()
             except Exception:
-                continue  # it may be made for a later time
+                continue  # the state may exist only later in the run
             failure = self._saved_part({"state": state}, f"the state of `{type(callback).__name__}`")
             if failure is not None:
                 return failure
@@ -357,7 +358,7 @@ class HookWatch:
         owners = frozenset().union(*(place.part.owners for place in places if place is not None))
         trained = {name for name, (_, is_trained) in own.items() if is_trained}
         matrices = {name for name, (shape, _) in own.items() if len(shape) > 1}
-        # A full state dict shares memory with the tensors of this stage, so such tensors alone prove nothing.
+        # A full state dict shares memory with the tensors of this stage, so single tensors of the stage may be right.
         if tensors.keys() in (own.keys(), trained) or (
             all(place is not None for place in places) and owners in (own.keys(), trained, matrices)
         ):
@@ -411,7 +412,7 @@ class HookWatch:
         if call.failure is None and error is not None and not is_shared:
             raise error
         if hook.is_in_step:
-            # Other ranks may be in the middle of a schedule, so this rank raises later.
+            # Other ranks may be in the middle of a schedule, so this rank raises in `settle`.
             self._pending = self._pending or call.failure
         elif is_due and hook.group is not None:
             self._parts.prune()
@@ -427,13 +428,13 @@ class HookWatch:
         try:
             found = comm.all_gather_object((refused is not None, mine), group)
         except RuntimeError as lost:
-            # A rank that knows the error has left. Its absence must not hide the error.
+            # A rank that has raised does not answer. The lost connection must not hide the error of this rank.
             if (known := refused or error) is not None:
                 raise known from lost
             raise
         failed = {rank: text for rank, (_, text) in zip(group.ranks, found) if text is not None}
         if any(is_refused for is_refused, _ in found):
-            # Ranks without the tensor of the hook may raise an error of the same cause.
+            # Raise the refusal first: ranks without the tensor of the hook may raise other errors of the same cause.
             comm.raise_together(refused, group)
             return
         is_apart = 0 < len(failed) < group.size and self._groups.pipeline_parallel.size > 1
@@ -450,7 +451,7 @@ class HookWatch:
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """Watch nothing inside the block, such as a step, which has its own audit."""
+        """Pause the watch inside the block, for code such as a step, which has its own audit."""
         call = self._calls[-1] if self._calls and self._calls[-1].is_running else None
         with self._lines.suspended():
             if call is not None:
@@ -481,7 +482,7 @@ class HookWatch:
     def _note(self, label: str, name: str, parameter: Tensor, tensor: Tensor, is_state: bool = False) -> None:
         part = self._part_of(label, name, parameter, tensor, is_state)
         if part is None:
-            self._parts.remove(tensor)  # its memory may have belonged to a slice
+            self._parts.remove(tensor)  # a slice may have used its memory before
         else:
             self._parts.add(tensor, part)
 
@@ -509,7 +510,7 @@ class HookWatch:
             self._parts.add(dummy, Part(f"`{name}`", frozenset({name}), why))
 
     def _part_of(self, label: str, name: str, parameter: Tensor, tensor: Tensor, is_state: bool = False) -> Part | None:
-        """Return the part in a parameter or its tensor, such as a gradient; None if every rank has all of it."""
+        """Return the part in a parameter or its tensor, such as a gradient; None if every rank has the full tensor."""
         slices = self._slices
         rule = self._rules.get(name)
         owners = frozenset({name})
@@ -524,7 +525,7 @@ class HookWatch:
             return Part(label, owners, f"on one of {self._groups.pipeline_parallel.size} pipeline stages only")
         return None
 
-    # ------------------------------------------------------------------------------------------------- what is said
+    # ----------------------------------------------------------------------------------------------------- messages
 
     def refuse(self, call: _WatchedCall, action: str, parts: Sequence[Part]) -> None:
         """Note the first reason to refuse a hook."""
@@ -619,8 +620,8 @@ class _WatchedCall:
     def begin(self) -> None:
         """Begin to check every operation."""
         if self.is_running or current_dispatch_mode() is not None:
-            return  # inside of a mode of the user, which could not end before ours
-        self.is_running = True  # at once, since the next calls may run new lines
+            return  # a mode of the user is active, and modes must end in reverse order
+        self.is_running = True  # set first, since the calls below may run new lines and begin again
         watch = self._watch
         watch.seed()
         if self._given is not None:
@@ -688,14 +689,15 @@ def _frames_of(error: Exception) -> list[tuple[FrameType, str, int]]:
     return [(frame, frame.f_code.co_filename, line) for frame, line in traceback.walk_tb(error.__traceback__)]
 
 
-# A trace function in C that does nothing. One in Python would take several times as long.
+# A trace function in C that does nothing. A function in Python would take several times as long.
 _trace_nothing = functools.partial(sys.audit, "lightning_parallel.trace")
 
 
 class _Lines:
-    """Notices lines of the user's code that run for the first time, by Python's trace function if no debugger uses it.
+    """Notices lines of the user's code that run for the first time, by Python's trace function.
 
-    The trace function costs a call for each function and each line of the user. So it is set only while lines are left.
+    A debugger that uses the trace function keeps it. The trace function costs a call for each function and each line of
+    the user, so it is set only while lines are left.
     """
 
     def __init__(self) -> None:
@@ -711,7 +713,7 @@ class _Lines:
 
         Args:
             begin: Function without arguments.
-            codes: The functions of the user that this hook has run. New ones are added.
+            codes: The functions of the user that this hook has run. New functions are added.
             is_due: Whether to look for functions that have not run before.
         """
         waiting = [code for code in codes if self._left.get(code) or code in self._inline]
@@ -757,7 +759,7 @@ class _Lines:
         if code is self._only:
             self._only = None
             if not _is_called_by_user(frame):
-                # All functions below it have run before, and this function runs once in the hook.
+                # All functions that this function calls have run before, and it runs once in the hook.
                 sys.settrace(_trace_nothing)
         return self._line if left else None
 
@@ -781,7 +783,7 @@ def _is_called_by_user(frame: FrameType) -> bool:
 
 
 def _has_branch_in_line(code: CodeType) -> bool:
-    """Tell whether a line of a function makes a call only sometimes, such as `if late: clip()`."""
+    """Tell whether a line of a function makes a call on a condition, such as `if late: clip()`."""
     for node in _nodes_of(code.co_filename):
         if code.co_firstlineno <= getattr(node, "lineno", 0) <= max(line or 0 for _, _, line in code.co_lines()):
             branches: list[ast.AST] = []
@@ -804,7 +806,7 @@ def _nodes_of(path: str) -> list[ast.AST]:
         return []
 
 
-# ---------------------------------------------------------------------------------------------------- whose code it is
+# ------------------------------------------------------------------------------------------------- owners of code
 
 
 def _root_of(function: Any) -> str:
@@ -850,13 +852,13 @@ def _walk(is_model: Callable[[object], bool]) -> FrameType | None:
     """Return the innermost frame of the user's code in a hook; None if our code or the model made the call."""
     frame: FrameType | None = sys._getframe(1)
     found: FrameType | None = None
-    # Functions of our tensor attributes count as code of their caller.
+    # Frames of the watch itself and of tensor attributes count as code of their caller.
     places = "strategies.hooks.part_use", "strategies.optimizers.dummies", "tensor.audit", "compat.torch"
     own = __name__, *(f"{_OURS}.{place}" for place in places)
     is_copied = False
     while frame is not None and not _is_end(frame):
         name = frame.f_globals.get("__name__", "")
-        # Our code copies a divided layer only for the user.
+        # This library deep-copies a sharded layer only for the user, so the copy counts as the user's call.
         is_copied = is_copied or frame.f_code.co_name == "__deepcopy__"
         if found is None and not is_copied and name.partition(".")[0] == _OURS and name not in own:
             return None

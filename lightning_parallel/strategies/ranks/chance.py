@@ -1,8 +1,8 @@
 """Compares the random generators of the ranks of a replica before each batch, and makes them equal again.
 
 Code on rank zero alone may draw numbers, such as a callback that samples a picture. Then the generators differ, and so
-do dropout masks and replicated weights. The Trainer tells its profiler of each hook, so this module finds the hook that
-has drawn. Rare hooks are watched always, and hooks of each batch only a few times.
+do dropout masks and replicated weights. The Trainer reports each hook to its profiler, so this module finds the hook
+that has drawn. It watches rare hooks always, and hooks of each batch only a few times.
 """
 
 from __future__ import annotations
@@ -92,6 +92,7 @@ class SharedChance:
 
     def state(self) -> int:
         """Return a number for the state of all generators, without waiting for a device."""
+        # A CUDA generator draws by its seed and offset, which the host knows without the device.
         found = zlib.crc32(torch.default_generator.get_state().numpy().tobytes())
         if torch.cuda.is_initialized():
             cuda = torch.cuda.default_generators[torch.cuda.current_device()]
@@ -112,7 +113,7 @@ class SharedChance:
         self._after_step = self.state() if self._steps_draw_alike else 0
 
     def note(self) -> str:
-        """Return the states for the comparison: now, and at the end of the last step."""
+        """Return two states for the comparison: the present state, and the state at the end of the last step."""
         return f"{self.state()} {self._after_step}"
 
     def compare(self, notes: Sequence[Sequence[str]]) -> None:

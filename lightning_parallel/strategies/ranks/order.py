@@ -1,11 +1,11 @@
 """Keeps the order of the messages of sharded layers: all ranks of the tensor axis send the same message, or none.
 
 Code may call the model on rank zero only, for example to log samples or a graph. Its messages would meet other messages
-of the other ranks: both sides would get wrong numbers, or wait for ever. So a roll call comes before such a message:
+of the other ranks: both sides would get wrong numbers, or wait without end. So a roll call comes before such a message:
 
-    outside of steps       before each message
-    in a step              before the first message, and before each message of a sequence that is new. The ranks agree
-                           on every sequence of messages once. A step that repeats a sequence needs no roll call.
+    outside steps          before each message
+    in a step              before the first message, and before each message of a new sequence. The ranks agree on every
+                           sequence of messages once. A step that repeats a sequence needs no roll call.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from lightning_parallel.strategies.ranks.chance import SharedChance
 __all__ = ["MessageOrder", "describe_apart", "in_step"]
 
 WAIT_S = 15.0
-"""Deadline of a roll call outside of steps: longer than a rank is late for a hook that all ranks reach."""
+"""Deadline of a roll call outside steps: longer than the delay of a rank before a hook that all ranks reach."""
 STEP_WAIT_S = 30.0
 """Deadline in a step, where one rank may write a picture, or load a library first."""
 COMPILING_S = 900.0
@@ -40,7 +40,7 @@ R = TypeVar("R")
 
 
 class MessageOrder:
-    """Lets sharded layers send a message when all ranks are about to send the same one.
+    """Lets sharded layers send a message when all ranks are about to send the same message.
 
     Args:
         group: The tensor-parallel group.
@@ -61,11 +61,11 @@ class MessageOrder:
         self.begin_run()
 
     def begin_run(self) -> None:
-        """Count roll calls anew: in a failed run, ranks may have counted differently."""
+        """Count roll calls from zero: in a failed run, ranks may have counted differently."""
         self._calls = RollCall(self._group, _CALLS, shared_key(self._group))
 
     def paused(self) -> AbstractContextManager[Any]:
-        """Refuse messages inside the block, in which one rank alone runs the full model."""
+        """Refuse messages inside the block, in which only one rank runs the full model."""
         return patched(self, "_is_paused", True)
 
     @contextmanager
@@ -102,6 +102,7 @@ class MessageOrder:
         if not self._block:
             self._meet(_hook(), WAIT_S)
             return
+        # Only this rank compares the hashes, so they need not be equal between processes.
         self._sent = hash((self._sent, operation))
         is_first, self._is_first = self._is_first, False
         is_known = self._sent in self._known
@@ -164,10 +165,10 @@ def _hook() -> str:
         values = frame.f_locals
         module = frame.f_globals.get("__name__", "")
         if module.endswith(".trainer.call") and "hook_name" in values:
-            # Lightning knows the name of the hook, whatever the user calls the function.
+            # Lightning's frame knows the name of the hook, even if the user's function has another name.
             owner = values.get("callback") or values["trainer"].lightning_module
             return f"`{type(owner).__name__}.{values['hook_name']}`"
-        # The first argument is the instance, whatever its name.
+        # The first argument is the instance, even if it is not named `self`.
         name = frame.f_code.co_name
         owner = values.get(next(iter(frame.f_code.co_varnames), ""))
         is_hook = name.startswith("on_") or name in ("log_graph", "setup", "configure_optimizers")
@@ -179,7 +180,7 @@ def _hook() -> str:
 
 
 def in_step(method: Callable[P, R]) -> Callable[P, R]:
-    """Make a method of a strategy a part of a step; all ranks must run it."""
+    """Decorate a method of a strategy as a part of a step; all ranks must run the method."""
 
     @wraps(method)
     def run_in_step(*args: P.args, **kwargs: P.kwargs) -> R:

@@ -84,7 +84,7 @@ def _as_run(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
             if is_end_of_tuning(error):
                 raise
             told = comm.explained(error)
-            # At once: the next callback that gets the error may wait for other ranks.
+            # Report at once: the next callback that gets the error may wait for other ranks.
             comm.report_failure(told)
             if told is error:
                 raise
@@ -94,14 +94,14 @@ def _as_run(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
 class RunLauncher(ScriptLauncher):
     """Starts processes by running the script again."""
 
-    # No other object of ours sees the end of a run: hooks such as `on_fit_end` come after the teardown.
+    # Only the launcher sees the end of a run: hooks such as `on_fit_end` come after the teardown of the strategy.
     @override
     def launch(self, function: Callable[..., Any], *args: Any, trainer: Optional[Trainer] = None, **kwargs: Any) -> Any:
         return super().launch(partial(_as_run, function), *args, trainer=trainer, **kwargs)
 
 
 class _Ended(NamedTuple):
-    """Says how a process without results ended: by Ctrl-C, or with a status, as after SIGTERM."""
+    """Describes the end of a process without results: by Ctrl-C, or with a status, as after SIGTERM."""
 
     is_interrupted: bool
     code: Any
@@ -115,7 +115,7 @@ def _as_function(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any
 
 
 class EndingLauncher(FunctionLauncher):
-    """Starts processes as functions, and ends when they end. Lightning's launcher would wait for results for ever."""
+    """Starts processes as functions, and ends when they end. Lightning's launcher would wait forever for results."""
 
     @override
     def launch(self, function: Callable[..., Any], *args: Any, trainer: Optional[Trainer] = None, **kwargs: Any) -> Any:
@@ -176,20 +176,20 @@ def connect(
         RuntimeError: If the processes cannot connect.
     """
     if backend is None:
-        # gloo for objects and flags, too: through a GPU, they would wait for its queued kernels.
+        # Add gloo for objects and flags: through a GPU, they would wait for its queued kernels.
         of_device = dist.Backend.default_device_backend_map.get(device.type, "gloo")
         backend = "gloo" if of_device == "gloo" else f"cpu:gloo,{device.type}:{of_device}"
     store = None
     if comm.may_outlive_attempts() and not dist.is_initialized():
         store = _store_of_attempt(environment, timeout or default_pg_timeout)
-    # NCCL needs the device before the first collective. gloo with a device would try to split groups as NCCL does, and
+    # NCCL needs the device before the first collective. With a device, gloo would try to split groups like NCCL, and
     # fail.
     try:
         init_process_group(environment, backend, timeout, device if "nccl" in backend else None, store)
     except RuntimeError as error:
         if "gloo" not in backend or "connect" not in str(error).lower():
             raise
-        # gloo takes the address of the host's name, which on some systems is a loopback address.
+        # gloo uses the address of the host's name, which on some systems is a loopback address.
         raise RuntimeError(
             f"{error}\n"
             "gloo could not connect the processes. If hosts have several networks, or their names resolve to"
@@ -216,8 +216,8 @@ def process_groups(mesh: Mesh, device_type: str, timeout: timedelta | None) -> t
     known = _cached_groups.get(settings)
     if known is not None and known.world is not world.process_group:
         known = None  # torch.distributed was restarted
-    # All ranks reuse their groups or none does, since new groups are a collective. A rank that failed in the last fit
-    # has discarded its groups. The token tells groups of the same settings apart.
+    # All ranks reuse their groups, or none does: to make groups is a collective. A rank that failed in the last fit has
+    # discarded its groups. The token distinguishes groups with the same settings.
     views = comm.all_gather_object((known.token if known else None, uuid4().hex), world)
     tokens = {token for token, _ in views}
     if known is None or tokens != {known.token}:
@@ -231,7 +231,7 @@ def process_groups(mesh: Mesh, device_type: str, timeout: timedelta | None) -> t
 def discard_groups(groups: MeshGroups | None) -> None:
     """Let later fits make new groups: after an error, messages may still be under way in `groups`.
 
-    Groups of other meshes and deadlines go as well, because the heartbeat of a failed run aborts all groups.
+    Groups of other meshes and deadlines are discarded, too: the heartbeat of a failed run aborts all groups.
     """
     if any(cached.groups is groups for cached in _cached_groups.values()):
         _cached_groups.clear()
@@ -312,7 +312,7 @@ class MeshProcesses(SavesFiles):
         return self._mesh
 
     def mesh_for(self, num_processes: int, num_nodes: int = 1) -> Mesh:
-        """Return the mesh that this strategy makes of so many processes.
+        """Return the mesh of this strategy for a number of processes.
 
         Raises:
             ValueError: If the axis sizes do not multiply to the number of processes.
@@ -370,7 +370,7 @@ class MeshProcesses(SavesFiles):
     @property
     @override
     def world_size(self) -> int:
-        """Number of processes. The user's code gets the number of replicas, also by `Trainer.world_size`.
+        """Number of processes. The user's code gets the number of replicas, here and in `Trainer.world_size`.
 
         The user's code scales learning rates and shards data by this number, as under DDP.
         """
@@ -419,7 +419,7 @@ class MeshProcesses(SavesFiles):
     @override
     def setup_environment(self) -> None:
         assert self.cluster_environment is not None
-        # First: with too few processes, the Trainer would look up a device that does not exist.
+        # Check first: with too few processes, the Trainer would look up a device that does not exist.
         check_connected(self.cluster_environment)
         super().setup_environment()
         self.set_world_ranks()
@@ -459,7 +459,7 @@ class MeshProcesses(SavesFiles):
         if self._groups is None:
             # `trainer.init_module()` runs before the groups exist, so ranks may draw different numbers.
             self._built_apart = True
-        # A rank whose `configure_model` fails would leave the others waiting in the next collective.
+        # A rank whose `configure_model` fails would leave the other ranks waiting in the next collective.
         with (
             comm.failing_together(self.every_rank),
             deferred_init(self.root_device),
@@ -470,7 +470,7 @@ class MeshProcesses(SavesFiles):
     @override
     def on_exception(self, exception: BaseException) -> None:
         discard_groups(self._groups)
-        # Before the teardown, which ends the heartbeat: peers that miss this rank look for the reason in the store.
+        # Report before the teardown, which ends the heartbeat: peers that miss this rank read the reason in the store.
         comm.report_failure(exception)
         comm.wait_until_heard()
         super().on_exception(exception)
@@ -480,7 +480,7 @@ class MeshProcesses(SavesFiles):
         agree_on_loaders(trainer, self._raise_on_all, patches)
         if self.groups.replica.size > 1:
             self._chance.follow(trainer, self.module, self.groups.pipeline_parallel.size == 1, patches)
-            # Before loaders draw the order of an epoch from the generators.
+            # Meet before loaders draw the order of an epoch, since unequal generators would give other orders.
             for loop, name in ((trainer.fit_loop, "setup_data"), (trainer.fit_loop.epoch_loop, "on_run_start")):
                 patches.replace(loop, name, self._met("the start of an epoch (train)", getattr(loop, name)))
         return agree_on_sigterm(trainer, self.begin_batch, patches)
@@ -508,7 +508,7 @@ class MeshProcesses(SavesFiles):
         comm.raise_together(failure, self.groups.world)
 
     def begin_batch(self, flag: bool) -> bool:
-        """Begin a batch on all ranks together; tell whether any of them has the flag.
+        """Begin a batch on all ranks together; tell whether any rank has the flag.
 
         Raises:
             RuntimeError, ValueError: See `_meet_replica`.
@@ -516,7 +516,7 @@ class MeshProcesses(SavesFiles):
         trainer = self.module.trainer
         assert trainer.state.stage is not None
         flag = self._meet_replica(f"a batch of epoch {trainer.current_epoch} ({trainer.state.stage.value})", flag)
-        # In evaluation, replicas may have different numbers of batches, and each ends by itself.
+        # In evaluation, replicas may have different numbers of batches, so replicas do not meet.
         group = self.groups.replica
         if trainer.training and self.groups.data_parallel.size > 1:
             if not self.replicas_meet:
@@ -528,7 +528,7 @@ class MeshProcesses(SavesFiles):
         return flag
 
     def _meet_replica(self, place: str, flag: bool) -> bool:
-        """Wait for the other ranks of the replica before a batch; tell whether any of them has the flag.
+        """Wait for the other ranks of the replica before a batch; tell whether any rank of the replica has the flag.
 
         Raises:
             RuntimeError: If another rank is not about to begin a batch at this place.
@@ -598,7 +598,7 @@ class MeshProcesses(SavesFiles):
 
     @override
     def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
-        # Between hosts: a message through devices would wait for their queued kernels.
+        # Communicate between hosts: a message through devices would wait for their queued kernels.
         return comm.on_any_rank([decision != all], self.groups.world)[0] != all
 
     @override

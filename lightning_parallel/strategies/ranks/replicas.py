@@ -78,7 +78,7 @@ def start_equal(module: nn.Module, group: Group) -> None:
         [(name, tuple(tensor.shape), str(tensor.dtype)) for name, tensor in tensors.items()],
         group,
     )
-    # Equal seeds make equal models, so usually the ranks send nothing but fingerprints.
+    # Equal seeds make equal models, so usually the ranks send only fingerprints.
     prints = comm.all_gather_object(fingerprints(tensors.values()), group)
     for tensor, *values in zip(tensors.values(), *prints):
         if len(set(values)) > 1:
@@ -92,7 +92,7 @@ def _tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 @torch.no_grad()
 def _broadcast(tensor: Tensor, group: Group) -> None:
-    # NCCL takes tensors on CUDA only, and the module may not have been moved there yet.
+    # NCCL takes only tensors on CUDA, and the module may not be there yet.
     device = torch.device("cuda", torch.cuda.current_device()) if _needs_cuda(group) else tensor.device
     shared = tensor.detach().to(device, copy=True).contiguous()
     tensor.copy_(comm.broadcast_(shared, group))
@@ -102,7 +102,8 @@ def _broadcast(tensor: Tensor, group: Group) -> None:
 def share_buffers(module: nn.Module, group: Group, source: int = 0) -> None:
     """Copy buffers of the replica at position `source` to all, such as running statistics of batch normalisation.
 
-    As in DistributedDataParallel, but only the buffers in checkpoints: a buffer outside of checkpoints is constant.
+    DistributedDataParallel copies all buffers. This function copies only buffers in checkpoints: a buffer outside
+    checkpoints is constant.
     """
     if group.size == 1:
         return
@@ -125,7 +126,7 @@ def _saved_buffers(module: nn.Module) -> Iterator[Tensor]:
 
 
 def share_finite_buffers(module: nn.Module, groups: MeshGroups) -> None:
-    """Copy the buffers of the first replica with finite buffers to all replicas; without one, of the first replica."""
+    """Copy the buffers of the first replica with finite buffers to all replicas; if none is finite, of replica zero."""
     data = groups.data_parallel
     floating = [buffer for buffer in _saved_buffers(module) if buffer.is_floating_point()]
     if data.size == 1 or not comm.on_any_rank([bool(floating)], groups.world)[0]:
@@ -155,7 +156,7 @@ def share_means(tensors: Sequence[Tensor], group: Group) -> None:
     for (dtype, device), found in kinds.items():
         finite = torch.stack([tensor.isfinite().all() for tensor in found])
         values = [tensor.where(is_finite, 0).reshape(-1) for tensor, is_finite in zip(found, finite)]
-        # In 16 bits, sums of the replicas would round and could exceed the range.
+        # In 16 bits, sums over the replicas would round and could exceed the range.
         wide = torch.float64 if dtype == torch.float64 else torch.float32
         flat = torch.cat([finite, *values]).to(wide).to(device if device.type != "cpu" else group.host_device)
         flat = comm.all_reduce_(flat, group).to(device)
@@ -178,13 +179,13 @@ def synchronize_batch_norm(module: nn.Module, group: Group) -> None:
 
 
 def content_of(batch: Any, before: int) -> int:
-    """Hash a few values of each of the first tensors of a batch in the host's memory, and of the batches before."""
+    """Return a hash of the earlier batches and of a few values of the first tensors of a batch in host memory."""
     found = before
     for leaf in pytree.tree_leaves(batch)[:_CONTENT_LEAVES]:
         is_here = isinstance(leaf, Tensor) and leaf.device.type == "cpu" and leaf.layout == torch.strided
         if is_here and leaf.numel() and leaf.is_contiguous() and not leaf.is_complex():
             few = leaf.detach().view(-1)[:: max(1, leaf.numel() // _CONTENT_VALUES)].contiguous()
-            # Not `fingerprints`, whose kernels would take longer for so few values.
+            # A checksum is faster here than `fingerprints`, whose kernels take longer for so few values.
             found = zlib.crc32(few.view(torch.uint8).numpy().tobytes(), found)
     return found
 
@@ -206,9 +207,9 @@ def _not_distributed() -> bool:
 
 
 def scope_metrics(module: nn.Module, groups: MeshGroups) -> None:
-    """Let the module's torchmetrics objects synchronise over replicas, and not over all ranks.
+    """Let the module's torchmetrics objects synchronise over replicas instead of all ranks.
 
-    The ranks of one replica see the same samples, which would be counted several times.
+    The ranks of one replica have the same samples, which would be counted several times.
     """
     if groups.replica.size == 1:
         return
@@ -225,8 +226,8 @@ def scope_metrics(module: nn.Module, groups: MeshGroups) -> None:
 def compute_at_end_of_epochs(trainer: Trainer, group: Group, patches: Patches) -> None:
     """Compute the logged values of an epoch on every rank, before the hooks at its end.
 
-    A progress bar computes them in a hook on rank zero alone. There it would wait for other replicas, and these already
-    wait for rank zero in another hook.
+    A progress bar computes these values in a hook on rank zero alone. There it would wait for other replicas, which
+    already wait for rank zero in another hook.
     """
     if group.size > 1:
         at_end_of_epochs(trainer, lambda: trainer.callback_metrics, patches)
@@ -238,14 +239,14 @@ def share_plateau_metrics(configs: Sequence[LRSchedulerConfig], group: Group) ->
         return
     for config in configs:
         if config.reduce_on_plateau:
-            # A subclass rather than an attribute: attributes of a scheduler go into the checkpoint.
+            # Use a subclass, not an attribute: attributes of a scheduler go into the checkpoint.
             kind = type(config.scheduler)
             shared = {"group": group, "__module__": kind.__module__}
             config.scheduler.__class__ = type(kind.__name__, (_SharedPlateau, kind), shared)
 
 
 class _SharedPlateau(ReduceLROnPlateau):
-    """Is the first base of the classes that `share_plateau_metrics` makes.
+    """Serves as the first base of the classes that `share_plateau_metrics` makes.
 
     Attributes:
         group: The data-parallel group.
@@ -254,7 +255,7 @@ class _SharedPlateau(ReduceLROnPlateau):
     group: Group
 
     def step(self, metrics: Any, *args: Any, **kwargs: Any) -> None:  # type: ignore[override]
-        # A group of NCCL alone takes no number and no tensor on the CPU.
+        # A group with only NCCL takes no tensor on the CPU.
         value = torch.as_tensor(metrics, dtype=torch.float64)
         total = comm.all_reduce(value if value.device.type != "cpu" else value.to(self.group.host_device), self.group)
         super().step(total / self.group.size, *args, **kwargs)

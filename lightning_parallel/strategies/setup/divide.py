@@ -4,7 +4,7 @@
     cut_stages       first batch -> costs -> schedule -> `PipelinePlan` -> splits the layers over the pipeline axis
     materialize      gives memory on the device, and initial values, to the parameters that this rank owns
 
-A module that has been split stays split. The result is kept with the module, and the next run finds it again.
+A module that has been split stays split. The result is stored with the module, where the next run finds it.
 """
 
 from __future__ import annotations
@@ -75,10 +75,10 @@ _MOST_TIED = 0.5
 
 
 def shard_tensors(module: LightningModule, options: TensorOptions, groups: MeshGroups) -> Sharding | None:
-    """Shard the layers of `module` over the tensor axis, once. Parameters without data stay without.
+    """Shard the layers of `module` over the tensor axis, once. Parameters without data stay without data.
 
     Raises:
-        ValueError: On every rank: see `make_plan` and `apply_plan`; also if the module was cut for other ranks.
+        ValueError: On every rank: see `make_plan` and `apply_plan`; also if the module was sharded for other ranks.
     """
     group = groups.tensor_parallel
     state = ParallelState.of(module)
@@ -93,7 +93,7 @@ def shard_tensors(module: LightningModule, options: TensorOptions, groups: MeshG
         return state.sharding
     if group.size == 1:
         return None
-    # Before the plan, whose trials compare ranks. Shards of different models would make a model of no seed.
+    # Make ranks equal before the plan, whose trials compare ranks. Shards of different models would not fit together.
     replicas.start_equal(module, groups.world)
     with comm.failing_together(groups.world):
         found = make_plan(module, options.plan, group, options.sequence_parallel)
@@ -131,7 +131,7 @@ def cut_stages(
         materialize: Gives memory to the part of this rank in a plan.
 
     Raises:
-        ValueError: On every rank: see `analyze`; also if the module was cut for other ranks.
+        ValueError: On every rank: see `analyze`; also if the module was split for other ranks.
     """
     group = groups.pipeline_parallel
     state = ParallelState.of(module)
@@ -143,14 +143,14 @@ def cut_stages(
                 f" cannot run on {group.ranks}. Build the module anew and load a checkpoint"
             )
         return state.engine
-    # While the model is full, since checkpoints have the order of its names.
+    # Take the names while the model is full, since checkpoints have their order.
     state.names = ModelNames.of(module)
     # With tensor parallelism, `shard_tensors` has made all ranks equal, and now they hold different shards.
     replicas.start_equal(module, groups.data_parallel if groups.tensor_parallel.size > 1 else groups.world)
     _move_buffers(module, device)
     with buffers_kept(module):
         plan, weight = _agreed_plan(module, options, groups, device, example)
-    # Before the engine frees other stages, since initial values are drawn in the order of the full model.
+    # Materialize before the engine frees other stages: initial values are drawn in the order of the full model.
     materialize(plan)
     state.engine = PipelineEngine(
         module,
@@ -162,7 +162,7 @@ def cut_stages(
         message_groups=message_groups(groups, plan.schedule),
         seed_group=groups.replica,
     )
-    # After the engine has freed other stages, so that only the part of this rank moves.
+    # Move after the engine has freed other stages, so that only the part of this rank moves.
     module.to(device)
     _check_cut(state.engine)
     return state.engine
@@ -174,7 +174,7 @@ def message_groups(groups: MeshGroups, schedule: Schedule) -> MessageGroups | No
         return None
     found = {}
     for kind, is_up in ((kind, is_up) for kind in (Kind.F, Kind.I) for is_up in (True, False)):
-        # Only for used channels, since a communicator takes memory of the device.
+        # Make groups only for used channels, since a communicator takes device memory.
         pairs = sorted((s, r) for s, r, way in schedule.channels if way is kind and (r > s) is is_up)
         between = groups.between(PIPELINE, pairs, f"{kind.name} {pairs}")
         found.update({(sender, receiver, kind): group for (sender, receiver), group in between.items()})
@@ -191,7 +191,7 @@ def _move_buffers(module: nn.Module, device: torch.device) -> None:
 
 
 def _check_cut(engine: PipelineEngine) -> None:
-    # Gathered, so that every rank raises, and not only the rank without a parameter.
+    # Gather the counts, so that every rank raises, not only the rank without a parameter.
     held = comm.all_gather_object(sum(1 for _ in engine.module.parameters()), engine.group)
     if 0 in held:
         raise ValueError(
@@ -220,7 +220,8 @@ def _agreed_plan(
     example: Callable[[], tuple[Callable[[Any], Any], Any] | None],
 ) -> tuple[PipelinePlan, Callable[[Any], float]]:
     """Return the plan of all ranks and the weight of microbatches; an error on one rank raises on every rank."""
-    # The user's data first and alone, since ranks communicate while they make the plan.
+    # Read the user's data before the plan: ranks communicate while they plan, and a failed loader would leave them
+    # waiting.
     with comm.failing_together(groups.world):
         found = example()
         samples = None if found is None else _samples(split_by(options.split_batch, found[1], 1))
@@ -262,7 +263,7 @@ def _circumstances_told(
 
 
 def _tell_circumstances(error: Exception, module: LightningModule, options: PipelineOptions, batch: Any) -> None:
-    """Add to an error of the first batch how this step differs from a step of one process."""
+    """Explain in an error of the first batch how this step differs from a step on one process."""
     reasons = list(_causes(error))
     if any(isinstance(reason, CutError) for reason in reasons):
         return
@@ -311,12 +312,12 @@ def _plan(
         return known
     counts = _microbatch_counts(options.num_microbatches, ranks, samples)
     microbatches = [] if example is None else split_by(options.split_batch, example[1], counts[0])
-    # Now, while all ranks are here and idle.
+    # Measure now, while all ranks are here and idle.
     link = measure_link(groups.pipeline_parallel, device, groups.world)
 
     def choose(costs: Costs, passes: int) -> Schedule:
         workload = Workload(costs.layers, costs.prologue, costs.epilogue, measured_microbatches=counts[0], link=link)
-        # A model with several passes through the layers needs as many stages on every rank.
+        # A model with several passes through its layers needs one stage per pass on every rank.
         names = [name for name in SCHEDULES if passes == 1 or name not in WITH_CHUNKS]
         choice = choose_schedule(
             workload,
@@ -399,11 +400,11 @@ def _plan_of_checkpoint(module: LightningModule, request: dict[str, Any], world:
             data = json.loads(file.read_text())
             plan = PipelinePlan.from_dict(data)
             plan.check_fits(module, request["pipeline_ranks"])
-        except Exception:  # for another model or version, or damaged: the plan is made anew
+        except Exception:  # for another model or version, or damaged: make a new plan
             return None
         return data if dict(plan.request) == request else None
 
-    # From rank 0, since the folder may be local to its node, and all ranks need the same plan.
+    # Rank 0 reads, since the folder may be local to its node, and all ranks need the same plan.
     data = comm.broadcast_object(found() if world.rank == 0 else None, world)
     if data is None:
         return None
