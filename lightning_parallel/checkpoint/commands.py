@@ -1,6 +1,6 @@
 """The actions of `lightning-parallel checkpoint`: show checkpoints, verify and convert sharded checkpoints.
 
-Names and texts in a checkpoint may be anybody's: they are printed without markup, and control no terminal.
+Any user may have written the names and texts in a checkpoint. They are printed without markup and control characters.
 `reshard` and `export_weights` rewrite a checkpoint tensor by tensor: in files of equal size, or for other libraries.
 """
 
@@ -46,7 +46,7 @@ __all__ = [
 
 
 _MOST_ROWS = 12
-"""Tensors of a group that are shown without `--tensors`."""
+"""Number of tensors of a group that `inspect` shows without `--tensors`."""
 _GROUPS = {"state_dict": "model", "optimizer_states": "optimizer"}
 
 
@@ -64,7 +64,7 @@ def _add_row(table: Table, *cells: object) -> None:
 
 @contextmanager
 def _progress(what: str, total: int) -> Iterator[Callable[[int], None]]:
-    """Show how many bytes are done."""
+    """Show the progress in bytes; yield a function that counts finished bytes."""
     columns = (TextColumn(what), BarColumn(), DownloadColumn(True), TransferSpeedColumn(), TimeRemainingColumn())
     with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
         task = progress.add_task(what, total=total)
@@ -87,8 +87,8 @@ def _inspect(options: argparse.Namespace) -> int:
     elif files:
         _print_all(console, files[0], _manifest_of_file(files[0]), options.tensors)
     else:
-        # A damaged checkpoint is shown as far as its manifest can be read.
-        found = find(folder) or SavedCheckpoint.open(options.path).folder  # which raises
+        # Through `find`, without a check of the files, so that a damaged checkpoint with a readable manifest is shown.
+        found = find(folder) or SavedCheckpoint.open(options.path).folder  # raises
         _print_all(console, found, found.manifest(), options.tensors)
     return 0
 
@@ -143,10 +143,10 @@ def _files_in(folder: Folder) -> Iterator[Folder]:
 
 
 def _manifest_of_file(file: Folder) -> Manifest:
-    """Describe a file as a sharded checkpoint is described; nothing in it is run, and tensors are not read.
+    """Describe a file in the form of a sharded checkpoint, without running code in it or reading its tensors.
 
     Raises:
-        ValueError: If it is none, or holds what only code could make.
+        ValueError: If the file is no checkpoint, or holds values that only code could make.
     """
     if file.is_local:
         found = load_safely(Path(file.path), str(file), is_mapped=True)
@@ -350,7 +350,7 @@ def _tensor_bytes(saved: SavedCheckpoint) -> int:
 
 
 def merge_checkpoint(saved: SavedCheckpoint, output: str, seen: Callable[[int], None] | None = None) -> None:
-    """Write `saved` as one file of `torch.save`; tensors that were one tensor share their memory in it.
+    """Write `saved` as one file of `torch.save`, in which tied tensors share their memory.
 
     All tensors are in memory at once.
 
@@ -360,7 +360,7 @@ def merge_checkpoint(saved: SavedCheckpoint, output: str, seen: Callable[[int], 
         seen: Called with the number of bytes of each tensor.
 
     Raises:
-        ValueError: If the checkpoint is damaged, or there is a folder at `output`.
+        ValueError: If the checkpoint is damaged, or `output` is a folder.
     """
     target = Folder.at(output)
     if target.fs.isdir(target.path):
@@ -376,7 +376,7 @@ def merge_checkpoint(saved: SavedCheckpoint, output: str, seen: Callable[[int], 
     if target.is_local:
         put_file(target.path, lambda file: torch.save(content, file))  # type: ignore[arg-type]
         return
-    # Whole before it is sent: a store would keep the beginning of a file whose writer fails.
+    # Complete before the upload: an object store would keep the beginning of a file whose writer fails.
     with TemporaryDirectory(prefix="lightning_parallel_merge_") as folder:
         torch.save(content, f"{folder}/merged.ckpt")
         retried(lambda: target.fs.put_file(f"{folder}/merged.ckpt", target.path))
@@ -428,7 +428,7 @@ def run_checkpoint(options: argparse.Namespace) -> int:
 
 
 _SMALLEST_CUT = 1 << 16
-"""Bytes below which a tensor stays whole."""
+"""Bytes below which a tensor stays in one file."""
 _UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
 _INDEX = "model.safetensors.index.json"
 
@@ -436,10 +436,10 @@ Seen = Callable[[int], None]
 
 
 def size_in_bytes(text: str) -> int:
-    """Read a size as Hugging Face writes it: `5GB`, `500MB`, `1.5GiB`, or a number of bytes.
+    """Parse a size in the notation of Hugging Face: `5GB`, `500MB`, `1.5GiB`, or a number of bytes.
 
     Raises:
-        ValueError: If it is none.
+        ValueError: If the text is no size.
     """
     match = re.fullmatch(r"([0-9]*\.?[0-9]+)\s*([a-zA-Z]*)", text.strip())
     if match is None or match[2].upper() not in _UNITS or float(match[1]) <= 0:
@@ -451,7 +451,7 @@ def size_in_bytes(text: str) -> int:
 
 
 def reshard(saved: SavedCheckpoint, output: str, files: int, seen: Seen | None = None) -> int:
-    """Write `saved` into so many files of about equal size; tensors are whole, or cut along dimension 0.
+    """Write `saved` into `files` files of about equal size; a tensor is in one file, or divided along dimension 0.
 
     Args:
         saved: The checkpoint.
@@ -460,10 +460,10 @@ def reshard(saved: SavedCheckpoint, output: str, files: int, seen: Seen | None =
         seen: Called with the number of bytes of each block.
 
     Returns:
-        The number of files; fewer than asked for, if there is less to write.
+        The number of files; fewer than `files` if there are too few bytes.
 
     Raises:
-        ValueError: If the checkpoint is damaged, the number makes no sense, or there is something else at `output`.
+        ValueError: If the checkpoint is damaged, `files` is less than 1, or `output` is another file or folder.
     """
     if files < 1:
         raise ValueError(f"`--files` must be at least 1; got {files}")
@@ -488,7 +488,7 @@ def reshard(saved: SavedCheckpoint, output: str, files: int, seen: Seen | None =
 
 
 def _shares(saved: SavedCheckpoint, files: int) -> list[dict[str, TensorPart]]:
-    """Return the content of each file, as tensors that are read when they are written."""
+    """Return the content of each file, as tensors that are read during the write."""
     total = sum(tensor.num_bytes for tensor in saved.manifest.tensors.values())
     shares: list[dict[str, TensorPart]] = [{} for _ in range(files)]
     at = 0
@@ -506,10 +506,10 @@ def _shares(saved: SavedCheckpoint, files: int) -> list[dict[str, TensorPart]]:
 
 
 def _runs(tensor: SavedTensor, at: int, size: int, total: int, files: int) -> Iterator[tuple[int, Range]]:
-    """Yield which rows of a tensor are in which file; `at` is where it begins in the bytes of all."""
+    """Yield the number of each file with rows of a tensor, and these rows; `at` is the tensor's offset in all bytes."""
     rows = tensor.shape[0] if tensor.shape else 1
     if not tensor.is_sharded or size < _SMALLEST_CUT or rows < 2:
-        # With its middle: a rest at the end of a file is not worth a cut.
+        # In the file of its middle: a small rest at the end of a file does not justify a division.
         yield min(files - 1, (at + size // 2) * files // max(1, total)), (0, rows)
         return
     first, last = at * files // total, min(files - 1, (at + size - 1) * files // total)
@@ -530,20 +530,20 @@ def export_weights(
 ) -> tuple[list[str], int]:
     """Write the model's tensors as `model*.safetensors`, with an index if there are several files.
 
-    A tied tensor is written under its first name alone, as transformers does, which ties it again by the config.
+    A tied tensor is written only under its first name, as in transformers, which ties it again by the config.
 
     Args:
         saved: The checkpoint.
         output: Path or URL of the folder, which may have other files, such as `config.json`.
         max_shard_size: Most bytes of a file; a larger tensor is alone in its file.
-        prefix: Write only tensors whose names begin with it, without it.
+        prefix: Write only tensors whose names begin with this prefix, and remove the prefix.
         seen: Called with the number of bytes of each block.
 
     Returns:
-        The files, and the number of tensors that were left out for their names.
+        The files, and the number of tensors without the prefix, which were left out.
 
     Raises:
-        ValueError: If the checkpoint is damaged, nothing is to be written, or there are weights in the folder.
+        ValueError: If the checkpoint is damaged or has no tensor to write, or the folder already holds weights.
     """
     state, left_out = _weights(saved, prefix)
     folder = Folder.at(output)
@@ -555,7 +555,7 @@ def export_weights(
     groups = _file_groups(state, max_shard_size)
     names = [f"model-{number:05d}-of-{len(groups):05d}.safetensors" for number in range(1, len(groups) + 1)]
     names = names if len(groups) > 1 else ["model.safetensors"]
-    # Hidden until all are written; a store of objects shows a file when it is complete.
+    # Hidden until all files are written. An object store shows a file only when it is complete.
     temporary = [Path(hidden_path("", suffix=".tmp")).name for _ in names] if folder.is_local else names
     try:
         for file, group in zip(temporary, groups):

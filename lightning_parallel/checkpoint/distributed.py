@@ -1,6 +1,6 @@
-"""Reads folders of `torch.distributed.checkpoint`, as Lightning's `ModelParallelStrategy` and `FSDPStrategy` write.
+"""Reads folders of `torch.distributed.checkpoint`, which Lightning's `ModelParallelStrategy` and `FSDPStrategy` write.
 
-    .metadata         which chunk of which tensor is where     see `compat.distributed_checkpoint`
+    .metadata         the place of each chunk of each tensor   see `compat.distributed_checkpoint`
     __0_0.distcp      chunks, each an object of `torch.save`
     meta.pt           the rest of the checkpoint
 
@@ -40,15 +40,15 @@ _OPTIMIZER = "optimizer_"
 
 
 def load_safely(content: IO[bytes] | os.PathLike[str], name: str, is_mapped: bool = False) -> Any:
-    """Return what `torch.save` wrote, if loading it cannot run code.
+    """Return the content of a file of `torch.save`, if loading it cannot run code.
 
     Args:
-        content: The file, or an open one.
+        content: The path of the file, or the open file.
         name: Its name, for the error message.
-        is_mapped: Leave the bytes of tensors in the file until they are used.
+        is_mapped: Leave the bytes of tensors in the file until their first use.
 
     Raises:
-        ValueError: If it may run code, is damaged, or something else.
+        ValueError: If loading may run code, or the file is damaged or of another kind.
     """
     try:
         with suppress(BadZipFile, OSError), ZipFile(content) as archive:  # an older form is no zip file
@@ -59,7 +59,7 @@ def load_safely(content: IO[bytes] | os.PathLike[str], name: str, is_mapped: boo
             content.seek(0)
         return torch.load(content, map_location="cpu", weights_only=True, mmap=is_mapped or None)
     except Exception as error:  # a damaged pickle raises nearly anything
-        if isinstance(error, OSError) and error.errno != errno.EINVAL:  # that is of a place before the beginning
+        if isinstance(error, OSError) and error.errno != errno.EINVAL:  # EINVAL: a damaged file names a negative offset
             raise
         kind = re.search(r"GLOBAL (\S+)", str(error)) if isinstance(error, pickle.UnpicklingError) else None
         if kind is None:
@@ -78,13 +78,13 @@ def load_safely(content: IO[bytes] | os.PathLike[str], name: str, is_mapped: boo
 def is_inflated(records: Iterable[ZipInfo], size: int) -> bool:
     """Tell whether the records of a file of `torch.save` are larger than its `size`: torch compresses nothing.
 
-    A small file could fill the memory so, by compressed records or by several in the same bytes.
+    Compressed records, or several records in the same bytes, would let a small file fill the memory.
     """
     return sum(record.file_size for record in records) > size
 
 
 def is_distributed_checkpoint(path: str) -> bool:
-    """Tell whether there is a folder of `torch.distributed.checkpoint`."""
+    """Tell whether `path` is a folder of `torch.distributed.checkpoint`."""
     return Folder.at(path).has(_INDEX)
 
 
@@ -93,8 +93,8 @@ class DistributedCheckpoint:
 
     Args:
         folder: The folder.
-        index: Its content.
-        rest: The content of `meta.pt`; None if there is none.
+        index: The content of its index.
+        rest: The content of `meta.pt`; None without the file.
     """
 
     def __init__(self, folder: Folder, index: DistributedIndex, rest: bytes | None) -> None:
@@ -104,11 +104,11 @@ class DistributedCheckpoint:
 
     @classmethod
     def open(cls, path: str, group: Group) -> DistributedCheckpoint:
-        """Open a folder; checks that all its files are there.
+        """Open a folder, and check that it has all its files.
 
         Args:
             path: The folder, as path or URL.
-            group: Ranks that open it together: all get the index that the first rank finds.
+            group: Ranks that open it together: all ranks get the index that the first rank reads.
 
         Raises:
             ValueError: If its index is damaged or unsafe, or files are missing or too short.
@@ -134,10 +134,10 @@ class DistributedCheckpoint:
         return cls(folder, index, rest)
 
     def checkpoint(self) -> dict[str, Any]:
-        """Return the checkpoint's dict, as of one process; tensors are read when they are used.
+        """Return the checkpoint's dict, as one process would save it; tensors are read at their use.
 
         Raises:
-            ValueError: If it is none of a Trainer, or has values that only code could make.
+            ValueError: If it is no checkpoint of a Trainer, or has values that only code could make.
         """
         tree = self._tree()
         model = next((key for key in _MODEL if key in tree), None)
@@ -207,7 +207,7 @@ class DistributedCheckpoint:
         loaded: list[Box] = []
 
         def fill(target: Tensor, dim: int, begin: int, end: int) -> None:
-            # Once for all slices of a chunk, and only if a slice is wanted.
+            # Loaded once for all slices of a chunk, and only if a slice is wanted.
             if not loaded:
                 loaded.append(Box.of(self._chunk(name, chunk, dtype)))
             loaded[0].fill(target, dim, begin, end)

@@ -1,11 +1,11 @@
-"""A checkpoint's dict as JSON, with its tensors named: nothing in it can run code when it is read.
+"""A checkpoint's dict as JSON, with names in place of tensors: reading it runs no code.
 
 A value without a form in JSON is an object with one key, a tag that begins with `$`:
 
     {"$tensor": "state_dict/layers.0.weight"}     {"$tuple": [...]}     {"$dict": [[key, value], ...]}     ...
 
-A tensor's name is its path in the dict, and the first of them if it stands at several. Where keys such as `1` and
-`"1"` give two tensors one path, the second name ends with an apostrophe.
+A tensor's name is its path in the dict; its first path if it has several. Keys such as `1` and `"1"` may give two
+tensors one path. Then the second name ends with an apostrophe.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ from torch import Tensor
 __all__ = ["decode", "encode"]
 
 _FACTORIES = {kind.__name__: kind for kind in (int, float, list, dict, set, str)}
-"""Of a `defaultdict`."""
+"""Factories of a `defaultdict` that have a form."""
 _OPTIONAL = {"hyper_parameters", "hparams_type", "datamodule_hyper_parameters", "datamodule_hparams_type"}
-"""Entries that are not needed to resume, and in which people keep objects of any kind."""
+"""Entries that a resumed run does not need, and in which users keep objects of any kind."""
 _NUMPY_KINDS = "biufcMm"
-"""Of numpy's values that have a form; its text and bytes are Python's."""
+"""Kinds of numpy's scalars that have a form; numpy's text and bytes are subclasses of Python's."""
 
 _LEFT_OUT = object()
 
@@ -41,7 +41,7 @@ def encode(checkpoint: Mapping[str, Any]) -> tuple[Any, dict[str, Tensor], list[
     """Return a checkpoint as JSON data, its tensors by name, and the paths of hyperparameters that were left out.
 
     Raises:
-        TypeError: If a value has no form in JSON, with the path of each.
+        TypeError: If values have no form in JSON; names the path of each value.
     """
     encoder = _Encoder()
     document = encoder.encode(checkpoint, "")
@@ -93,7 +93,7 @@ class _Encoder:
             except TypeError:
                 return None
             return None if tensors else {"$enum": [type(value).__module__, type(value).__qualname__, plain["value"]]}
-        # Text and bytes of numpy are Python's, too, and are packed as such.
+        # Text and bytes of numpy are subclasses of Python's, and are packed as Python's.
         is_numpy = isinstance(value, np.generic) and value.dtype.kind in _NUMPY_KINDS
         for form in _FORMS:
             if form.pack is not None and isinstance(value, form.kind) and (is_numpy or form.tag != "$numpy"):
@@ -101,7 +101,7 @@ class _Encoder:
         return None
 
     def _name(self, tensor: Tensor, path: str) -> str:
-        # By identity: the tensor is kept in `tensors`, so that no other one gets its id.
+        # By identity: `tensors` keeps the tensor alive, so no other tensor gets its id.
         if id(tensor) not in self._names:
             if tensor.layout != torch.strided or tensor.is_quantized:
                 self.problems.append(f"{path}: a tensor of layout {tensor.layout} and dtype {tensor.dtype}")
@@ -155,7 +155,7 @@ def _none_if_left_out(entry: Any) -> Any:
 
 
 def _widest(array: np.ndarray[Any, Any]) -> int:
-    """Return the most bytes of an element that torch has a dtype for."""
+    """Return the largest element size in bytes for which torch has a dtype of this kind."""
     return 16 if array.dtype.kind == "c" else 8
 
 
@@ -164,14 +164,14 @@ def _join(path: str, key: Any) -> str:
 
 
 def decode(document: Any, tensor: Callable[[str], Tensor]) -> Any:
-    """Return the checkpoint that `encode` was given.
+    """Return the checkpoint from the result of `encode`.
 
     Args:
         document: JSON data.
-        tensor: Gives the tensor of a name.
+        tensor: Returns the tensor of a name.
 
     Raises:
-        ValueError: If it has a form that `encode` does not make.
+        ValueError: If the data have a form that `encode` does not make.
     """
     try:
         return _decode(document, tensor)
@@ -201,7 +201,8 @@ def _decode(document: Any, tensor: Callable[[str], Tensor]) -> Any:
         )
     inner = _decode(value, tensor)
     try:
-        # Not a range, say, as the content of a tuple: its numbers were never in the file.
+        # A small file must not fill the memory: a range as the content of a tuple would expand to numbers that were
+        # never in the file.
         if not isinstance(inner, _BY_TAG[tag].content):
             raise TypeError(type(inner))
         return _BY_TAG[tag].unpack(inner)
@@ -210,13 +211,13 @@ def _decode(document: Any, tensor: Callable[[str], Tensor]) -> Any:
 
 
 def _enum(value: Any) -> Any:
-    """Return a member of an enumeration whose class is imported already, its value otherwise."""
+    """Return a member of an enumeration if its class is already imported; otherwise return its value."""
     if not isinstance(value, list) or [type(part) for part in value[:2]] != [str, str] or len(value) != 3:
         raise ValueError(f"The value must be of kind $enum; got {str(value)[:100]!r}")
     module, name, plain = value
     kind: Any = sys.modules.get(module)
     for part in name.split("."):
-        # Not `getattr`: a module may have one that imports others.
+        # Not `getattr`: a module's `__getattr__` may import other modules.
         kind = getattr(kind, "__dict__", {}).get(part)
     plain = _decode(plain, _no_tensor)
     if not isinstance(kind, type) or not issubclass(kind, Enum):
@@ -256,7 +257,7 @@ class _Form(NamedTuple):
         tag: The key of the JSON object.
         kind: The class, or classes, of the values.
         content: The class of the content of the object.
-        unpack: Makes a value of its content.
+        unpack: Makes a value from its content.
         pack: Makes the content of a value; None for a container, whose content is its entries.
     """
 
@@ -267,7 +268,7 @@ class _Form(NamedTuple):
     pack: Callable[[Any], Any] | None = None
 
 
-# In the order of the first match: a bool of numpy is no int, and `torch.Size` is a tuple.
+# The first match counts: `torch.Size` is a tuple, and numpy's float64 is a float.
 _FORMS = [
     _Form("$size", torch.Size, list, torch.Size),
     _Form("$tuple", tuple, list, tuple),

@@ -1,8 +1,8 @@
-"""Lets an optimizer of a pipeline stage have the parameter groups of one process.
+"""Gives the optimizers of a pipeline stage the parameter groups of one process.
 
-A checkpoint numbers the parameters of an optimizer in the order of its groups. A stage holds only some of them, so
-dummy parameters fill the gaps while `configure_optimizers` runs. Then they leave the optimizers, and the order stays
-known.
+A checkpoint numbers the parameters of an optimizer in the order of its groups. A stage holds only some parameters, so
+dummy parameters fill the gaps while `configure_optimizers` runs. Afterwards the dummies leave the optimizers, and the
+order stays known.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ def dummy_parameters(
 ) -> Iterator[dict[nn.Parameter, str]]:
     """Register dummies for the parameters of other stages in `module` inside the block, in the usual order.
 
-    An optimizer from the block has the parameter groups of one process. Without dummies, a stage would know the order
-    of its own parameters only, and a checkpoint needs the order of all. Dummies have the shape, dtype and device of
-    parameters, but one element of memory.
+    An optimizer from the block has the parameter groups of one process. Without dummies, a stage would know only the
+    order of its parameters, and a checkpoint needs the order of all parameters. Dummies have the shape, dtype and
+    device of parameters, but one element of memory.
 
     Args:
         module: The model, of which this rank holds some stages.
         names: Names of the full model.
-        inventory: The tensors of the full model, as they are now.
+        inventory: The current tensors of the full model.
         device: The device of the dummies.
 
     Yields:
@@ -75,7 +75,7 @@ def _fill_in(owner: nn.Module, wanted: Mapping[str, nn.Parameter | None]) -> Cal
     before = dict(parameters)
     # A placeholder for a missing parameter is an ordinary attribute, which would hide the registered dummy.
     hidden = {name: vars(owner).pop(name) for name in wanted if before.get(name) is None and name in vars(owner)}
-    # Filled anew rather than added to: the order of the dict is that of `named_parameters`.
+    # Cleared and filled again: the order of the dict must be the order of `named_parameters`.
     parameters.clear()
     for name, dummy in wanted.items():
         parameters[name] = dummy if before.get(name) is None else before[name]
@@ -99,7 +99,7 @@ def remove_dummy_parameters(
     """Remove the parameters of other stages from `optimizer`.
 
     Returns:
-        The names in its parameter groups before that, as one process would have them.
+        The names in its parameter groups before the removal, which are the groups of one process.
     """
     names = {**{parameter: name for name, parameter in module.named_parameters()}, **dummies}
     groups = []
@@ -109,7 +109,7 @@ def remove_dummy_parameters(
         is_held = [parameter not in dummies for parameter in parameters]
         for key in ("params", "param_names"):  # the latter if an optimizer was given named parameters
             if key in group:
-                # In place, as optimizers keep the list, too.
+                # In place, because optimizers keep a reference to the list.
                 group[key][:] = [entry for entry, keep in zip(group[key], is_held) if keep]
     for parameter in dummies:
         optimizer.state.pop(parameter, None)  # some optimizers, such as Adagrad, have state from the start

@@ -1,13 +1,13 @@
-"""The folder of a sharded checkpoint: how it is written, so that it is whole or not there, and how it is found.
+"""The folder of a sharded checkpoint: writes it so that it is complete or absent, and finds it.
 
-On a local disk a save has its own folder, which gets its name when all files are in it:
+On a local disk a save has its own folder, which gets its name after all files are in it:
 
     checkpoints/.partial-5f3c.../            written: 5f3c-00000.safetensors, ..., manifest.json; synced
     checkpoints/epoch=0-step=10.ckpt/        renamed, exchanged with the folder that had the name before
     checkpoints/latest.json                  replaced
 
-Stores of objects (`s3://`) and file systems in memory cannot rename folders. There each file gets its place at once,
-under a name that is used once. The manifest, written last, makes them a checkpoint.
+Object stores (`s3://`) and file systems in memory cannot rename folders. There each file gets its place at once, under
+a name that is used once. The manifest, written last, makes the files a checkpoint.
 
 The next save beside an unfinished save of a dead process removes it.
 """
@@ -60,7 +60,7 @@ class Folder:
 
     Attributes:
         fs: The file system.
-        path: The folder, as the file system names it.
+        path: The path of the folder in the file system.
     """
 
     fs: Any
@@ -88,11 +88,11 @@ class Folder:
         return Folder(self.fs, self.path.rpartition("/")[0])
 
     def within(self, name: str) -> Folder:
-        """Return a folder in it."""
+        """Return a folder inside this folder."""
         return Folder(self.fs, self.file(name))
 
     def file(self, name: str) -> str:
-        """Return the path of a file in it."""
+        """Return the path of a file in this folder."""
         return f"{self.path}/{name}"
 
     def read(self, name: str) -> bytes:
@@ -100,19 +100,19 @@ class Folder:
         return bytes(retried(lambda: self.fs.cat_file(self.file(name))))
 
     def manifest(self) -> Manifest:
-        """Return the manifest of the checkpoint in it.
+        """Return the manifest of the checkpoint in this folder.
 
         Raises:
-            ValueError: If its manifest is damaged.
+            ValueError: If the manifest is damaged.
         """
         return Manifest.from_json(self.read(MANIFEST), self.file(MANIFEST))
 
     def has(self, name: str) -> bool:
-        """Tell whether there is such a file."""
+        """Tell whether this folder has a file called `name`."""
         return bool(self.fs.isfile(self.file(name)))
 
     def size(self, name: str) -> int | None:
-        """Return the size of a file in bytes; None if it is not there, or no file: a pipe would be waited for."""
+        """Return the size of a file in bytes; None if it is missing or no regular file: reading a pipe would block."""
         try:
             found = self.fs.info(self.file(name))
         except FileNotFoundError:
@@ -120,17 +120,17 @@ class Folder:
         return int(found["size"]) if found["type"] == "file" else None
 
     def write(self, name: str, content: bytes) -> None:
-        """Replace a file by `content` at once; after an error the file is as before."""
+        """Replace a file by `content` at once; after an error the previous file is intact."""
         if not self.is_local:
             retried(lambda: self.fs.pipe_file(self.file(name), content))
             return
-        # Not made anew by `put_file`: in a folder that somebody has removed, the file would be alone.
+        # Checked, because `put_file` would make a removed folder again, with this file alone.
         if not os.path.isdir(self.path):
             raise FileNotFoundError(f"The folder {self.path} of `{name}` was removed while it was written")
         put_file(self.file(name), content)
 
     def remove(self) -> None:
-        """Remove it, the manifest first: the rest is no checkpoint. If it is a link, remove the link alone."""
+        """Remove this folder, the manifest first: the rest is no checkpoint. Of a link, remove only the link."""
         if self.is_local and os.path.islink(self.path):
             os.unlink(self.path)
             return
@@ -145,11 +145,11 @@ class Folder:
 
 @dataclass(frozen=True)
 class NewFolder:
-    """Where a checkpoint is written, before it is one.
+    """The folder in which a save writes, before it is a checkpoint.
 
     Attributes:
-        target: The folder that it will be.
-        work: Where files are written until then.
+        target: The folder of the complete checkpoint.
+        work: The folder of the files until then.
         key: Names this save and the process that began it.
     """
 
@@ -159,10 +159,10 @@ class NewFolder:
 
     @classmethod
     def begin(cls, target: Folder, key: str) -> NewFolder:
-        """Make the folder, on the first rank; removes unfinished saves of dead processes beside it.
+        """Make the folder, on the first rank, and remove unfinished saves of dead processes beside it.
 
         Raises:
-            ValueError: If there is something else at the target.
+            ValueError: If the target is another file or folder.
         """
         new = cls.found(target, key)
         if target.fs.isfile(target.path):
@@ -192,7 +192,7 @@ class NewFolder:
 
     @contextmanager
     def written(self) -> Iterator[None]:
-        """Write it in the block: other hosts see that its writer lives, and after an error its files are removed."""
+        """Show other hosts in the block that the writer lives, and remove the files of the save after an error."""
         with touched(self.work.path) if self.target.is_local else nullcontext():
             try:
                 yield
@@ -215,14 +215,14 @@ class NewFolder:
                     self.target.fs.rm(path)
 
     def commit(self, manifest: Manifest, own: str | None = None) -> None:
-        """Make it the checkpoint; everything that the manifest names must be written and synced.
+        """Make this folder the checkpoint; all files that the manifest names must be written and synced.
 
         Args:
             manifest: The content of the checkpoint.
-            own: The only file that is here; None if all files are here.
+            own: The only file in this folder; None if all files are here.
 
         Raises:
-            ValueError: If files are not there, or of another size.
+            ValueError: If files are missing, or have another size.
         """
         for file, size in manifest.files.items():
             if own is None or file == own:
@@ -231,10 +231,10 @@ class NewFolder:
         self._finish(manifest)
 
     def take_part(self, file: str, size: int) -> None:
-        """Give the folder its name where it holds this rank's part alone, without a manifest.
+        """Give the folder its name if it holds only this rank's part, without a manifest.
 
         Raises:
-            ValueError: If the part is not there, or of another size.
+            ValueError: If the part is missing, or has another size.
         """
         self._check(file, size)
         if self.work != self.target:
@@ -251,6 +251,7 @@ class NewFolder:
     def _finish(self, manifest: Manifest) -> None:
         if self.work == self.target:
             before = _manifest_of(self.target)
+            # The manifest first: until then, the old manifest needs the old files.
             self.target.write(MANIFEST, manifest.to_json())
             for file in before.files if before is not None else ():
                 if file not in manifest.files:
@@ -280,12 +281,12 @@ def state_beside(path: str | os.PathLike[str]) -> str:
 
 
 def remove_abandoned(parent: str | os.PathLike[str]) -> None:
-    """Remove unfinished saves of dead processes from `parent`, and give back a name that a killed rename took."""
+    """Remove unfinished saves of dead processes from `parent`, and restore a name that a killed rename took."""
     with os.scandir(parent) as entries:
         replaced = [entry.path for entry in entries if entry.name.startswith(REPLACED)]
     for path in replaced:
         _recover(path)
-    # After the names are given back: the folder of a checkpoint may be the only one.
+    # After the names are restored: a replaced folder may be the only copy of a checkpoint.
     collect_leftovers(parent, REPLACED)
     collect_leftovers(parent)
 
@@ -294,7 +295,7 @@ def _recover(path: str) -> None:
     manifest = _manifest_of(Folder.at(path))
     if manifest is None or not manifest.name:
         return
-    # The manifest may be anybody's: the folder stays beside itself, under a name that a checkpoint may have.
+    # Any user may have written the manifest: the folder stays in its parent, under a name that a checkpoint may have.
     target = os.path.join(os.path.dirname(path), manifest.name)
     if not manifest.name.startswith(".") and not os.path.lexists(target):
         with suppress(OSError):
@@ -305,12 +306,12 @@ def _recover(path: str) -> None:
 
 
 def is_sharded_checkpoint(path: str | os.PathLike[str], storage_options: dict[str, Any] | None = None) -> bool:
-    """Tell whether there is a sharded checkpoint, or a folder of them with the note which is the latest."""
+    """Tell whether `path` is a sharded checkpoint, or a folder of checkpoints with a note of the latest."""
     return find(Folder.at(path, storage_options)) is not None
 
 
 def find(folder: Folder) -> Folder | None:
-    """Return the folder of the checkpoint at `folder`: itself, or the latest one in it; None if there is none."""
+    """Return the folder of the checkpoint at `folder`: itself, or the latest checkpoint in it; None without any."""
     if folder.has(MANIFEST):
         return folder
     if folder.is_local and not os.path.lexists(folder.path) and os.path.isdir(folder.parent.path):

@@ -1,4 +1,4 @@
-"""Gathers the state of the full model under its own names, and scatters it again, for checkpoints of any layout.
+"""Gathers the state of the full model under the names of one process, and scatters it, for checkpoints of any layout.
 
 A rank holds tensors of its pipeline stages, or shards of them. The layout of a state gives the stage and the shard
 rule of every value of the full model. Saving gathers by the layout, and loading scatters by it.
@@ -96,7 +96,7 @@ _KNOWN_KEYS = {"state", "param_groups"}
 
 
 class _Contents(NamedTuple):
-    """Summarizes the value of an optimizer under a key of its own.
+    """Summarizes a value in an optimizer's state dict under a key other than `state` and `param_groups`.
 
     Attributes:
         tensors: Shape and hash of each tensor with several elements.
@@ -167,7 +167,7 @@ class Checkpoints:
         return self._gather(held, {name: self.rules[name] for name in held if name in self.rules}, order=())
 
     def scatter_state(self, full: Mapping[str, Any], source: str, strict: bool = True) -> dict[str, Any]:
-        """Take this rank's part of a full state dict. Names that the model does not know stay, to be reported.
+        """Take this rank's part of a full state dict; unknown names stay, so that the module reports them.
 
         Args:
             full: The full state dict.
@@ -224,8 +224,8 @@ class Checkpoints:
             Tensors as `gather_state` returns them.
 
         Raises:
-            RuntimeError: On every rank, if the state of a sharded parameter has another shape than the parameter, the
-                order of the parameters over the stages is not known, or a key of the optimizer's own holds parts.
+            RuntimeError: On every rank. A state of a sharded parameter has another shape than the parameter. Or the
+                order of the parameters over the stages is unknown. Or another key of the optimizer holds parts.
         """
         state = optimizer.state_dict()
         self.check_keys(optimizer, state)
@@ -246,7 +246,7 @@ class Checkpoints:
     def _optimizer_values(
         self, optimizer: Optimizer, state: Mapping[int, Mapping[str, Any]], names: Iterable[str]
     ) -> tuple[dict[_Slot, Any], dict[_Slot, Shard], dict[_Slot, torch.Size]]:
-        """Return the values in the state of an optimizer, the rules of their shards, and the shapes of sliced ones.
+        """Return the values in the state of an optimizer, their shard rules, and the shapes of sliced values.
 
         Raises:
             RuntimeError: If the state of a sharded parameter has another shape than the parameter.
@@ -259,11 +259,11 @@ class Checkpoints:
                 values[name, key] = value
                 if not isinstance(value, Tensor) or value.dim() == 0:
                     continue
-                # A hook between backward and step may ask while the parameter is a slice.
+                # A hook between backward and step may call this while the parameter is a slice.
                 shape = parameter.shape if self.slices is None else self.slices.whole_shape(parameter)
                 local = shape
                 if name in self.rules:
-                    # The parameter is full after a run, when the optimizer still has the state of its shard.
+                    # After a run the parameter is full, but the optimizer still has the state of its shard.
                     local = self.rules[name].local_shape(shape, self.tensor_group.rank)
                     shards[name, key] = self.rules[name]
                 is_alike = value.shape in (shape, local)
@@ -285,7 +285,7 @@ class Checkpoints:
 
         Raises:
             ValueError: If the parameter groups of the state and of the optimizer differ in number or size.
-            RuntimeError: On every rank, if a key of the optimizer's own holds full tensors.
+            RuntimeError: On every rank, if another key of the optimizer holds full tensors.
         """
         if not self.is_cut and not full.keys() >= _KNOWN_KEYS:
             return {key: _read(value) for key, value in full.items()}
@@ -310,7 +310,7 @@ class Checkpoints:
         part: dict[int, Any] = {}
         for index, (name, parameter) in enumerate(zip(chain.from_iterable(mine), _parameters(optimizer))):
             entry = full["state"].get(index_of[name])
-            # Optimizers make the state of a parameter with its first gradient. There may have been none.
+            # Optimizers make the state of a parameter at its first gradient, so a parameter may have no state.
             if entry is not None:
                 part[index] = {key: self._part(parameter, name, value) for key, value in entry.items()}
         others = {key: _read(value) for key, value in full.items() if key not in ("names", *_KNOWN_KEYS)}
@@ -329,7 +329,7 @@ class Checkpoints:
             saved: Its own state dict, if the caller has it.
 
         Raises:
-            RuntimeError: On every rank, if a key of the optimizer's own holds parts of tensors.
+            RuntimeError: On every rank, if another key of the optimizer holds parts of tensors.
         """
         if not self.is_cut:
             return
@@ -340,7 +340,7 @@ class Checkpoints:
         missing = sorted(_KNOWN_KEYS - state.keys())
         mine = {key: _contents(value) for key, value in state.items() if key not in _KNOWN_KEYS}
         partial = next((key for key, found in mine.items() if self._is_of_parts(optimizer, found)), None)
-        # Twice over the groups but the last, so that a finding of any rank reaches all ranks.
+        # Twice over all groups except the last, so that a finding of any rank reaches all ranks.
         for group in (*groups, *groups[:-1]):
             everyone = comm.all_gather_object((missing, partial, mine), group)
             missing = next((one[0] for one in everyone if one[0]), missing)
@@ -353,7 +353,7 @@ class Checkpoints:
             raise _own_keys(optimizer, f"has a key `{partial}` of its own, which holds one rank's part of it")
 
     def _is_of_parts(self, optimizer: Optimizer, found: _Contents) -> bool:
-        """Tell whether values belong to the parameters of this rank, although they may be equal on other ranks."""
+        """Tell whether values belong to the parameters of this rank, even if they are equal on other ranks."""
         parameters = _parameters(optimizer)
         if self.pipeline_group.size > 1 and len(parameters) > 1 and len(parameters) in found.lengths:
             return True
@@ -380,8 +380,8 @@ class Checkpoints:
         return shapes - {()}
 
     def _check_restored(self, optimizer: Optimizer, full: Mapping[str, Any]) -> None:
-        """Check that no key of the optimizer's own needs to be split; every rank must call it."""
-        # The tensor group first: each of its ranks then brings the error to its pipeline group.
+        """Check that no other key of the optimizer holds full tensors; every rank must call it."""
+        # The tensor group first: each of its ranks then passes the error on to its pipeline group.
         with comm.failing_together(self.pipeline_group), comm.failing_together(self.tensor_group):
             missing = sorted(_KNOWN_KEYS - full.keys())
             if missing:
@@ -397,7 +397,7 @@ class Checkpoints:
         """Check that the parameter groups over all stages are known, as `gather_optimizer` needs them.
 
         Raises:
-            RuntimeError: On every rank, if they are not.
+            RuntimeError: On every rank, if they are unknown.
         """
         for optimizer in optimizers if self.pipeline_group.size > 1 else ():
             with comm.failing_together(self.pipeline_group):
@@ -405,7 +405,7 @@ class Checkpoints:
             self._joined_groups(names, recorded(optimizer))
 
     def _part(self, parameter: Tensor, name: str, value: Any) -> Any:
-        """Return what this rank's optimizer keeps of a value of the full state of a parameter."""
+        """Return this rank's part of a value in the full optimizer state of a parameter."""
         mine = _read(self._split_like(parameter, name, value))
         return mine if self.slices is None else self.slices.part_of_state(mine, parameter)
 
@@ -432,12 +432,12 @@ class Checkpoints:
         """Join the parameter groups of the stages, in the order in which one process would have them.
 
         Raises:
-            RuntimeError: If a group is in another order than the recorded one, and than that of the model.
+            RuntimeError: If a group is neither in the recorded order nor in the order of the model.
         """
         if self.pipeline_group.size == 1:
             return mine
         everyone = comm.all_gather_object((mine, recorded), self.pipeline_group)
-        recorded = everyone[0][1]  # from one rank, so that all ranks decide alike
+        recorded = everyone[0][1]  # from one rank, so that all ranks decide the same
         counts = [len(groups) for groups, _ in everyone]
         if len(set(counts)) > 1:
             raise RuntimeError(
@@ -527,12 +527,12 @@ class Checkpoints:
         rank = self.tensor_group.rank
         replica, replicas = (0, 1) if self.replicas is None else (self.replicas.rank, self.replicas.size)
         if not self.are_alike or (isinstance(key, str) and key not in self.names.parameters):
-            tag = 0  # replicas may differ, also in buffers between two steps; the first replica counts
+            tag = 0  # replicas may differ, also in buffers between two steps: the first replica writes its value
         # Ranks with equal values take turns, so that all of them write about as many bytes.
         is_mine = self.pipeline_group.rank == place.stage and tag % replicas == replica
         if is_mine and place.shard is not None:
             local = place.shard.owned(mine.detach(), rank)
-            # Lower ranks may hold all elements of this shard as well. Then this rank writes nothing.
+            # If lower ranks hold all elements of this shard too, this rank writes nothing.
             if local.numel() > 0 or self.tensor_group.size == 1:
                 part = TensorPart(local, place.shard.dim % local.dim(), place.shard.owned_ranges(rank))
         elif is_mine and tag // replicas % self.tensor_group.size == rank:
@@ -566,7 +566,7 @@ def _place(stage: int, value: Any, shard: Shard | None) -> _Place:
     if not isinstance(value, Tensor):
         return _Place(stage, None, (), None, value, None)
     shape = tuple((shard or REPLICATED).full_shape(value.shape))
-    # An empty tensor or one on `meta` has no address of its own.
+    # An empty tensor, and a tensor on `meta`, has no distinct address.
     has_memory = value.numel() > 0 and not value.is_meta
     address = (str(value.device), value.data_ptr()) if has_memory else id(value)
     return _Place(stage, shard, shape, value.dtype, None, (address, tuple(value.shape), value.stride()))
@@ -582,7 +582,7 @@ def _merge(local: Tensor, shard: Shard | None, group: Group) -> Tensor:
 
 
 def _read(value: Any) -> Any:
-    # An optimizer may keep tensors in own containers.
+    # An optimizer may keep tensors in nested containers.
     if type(value) in (list, tuple):
         return type(value)(map(_read, value))
     if type(value) is dict:

@@ -1,4 +1,4 @@
-"""Lists the tensors of the full model: who holds each of them, and in which form."""
+"""Lists the tensors of the full model, with the ranks that hold each tensor, and its form."""
 
 from __future__ import annotations
 

@@ -1,11 +1,11 @@
-"""The manifest of a sharded checkpoint: where each part of each tensor is, and the checkpoint's dict without them.
+"""The manifest of a sharded checkpoint: the place of each part of each tensor, and the checkpoint's dict.
 
-Parts of a tensor are cut along one dimension, each into one or several ranges of it:
+All parts of a tensor divide the same dimension. A part holds one or several ranges of this dimension:
 
     layers.0.up.weight (8, 4)    rank 0: rows 0..4      rank 1: rows 4..8
     qkv.weight (12, 4)           rank 0: rows 0..2, 4..6, 8..10      rank 1: the other rows
 
-A manifest is not trusted: every number is checked before a byte is read or a tensor is made by it.
+A manifest is not trusted: every number is checked before it serves to read bytes or make a tensor.
 """
 
 from __future__ import annotations
@@ -37,10 +37,10 @@ __all__ = [
 FORMAT = "lightning_parallel.sharded"
 VERSION = 1
 BLOCK = 1 << 20
-"""Bytes under one checksum: a rank that reads a slice of a part checks the blocks of the slice alone."""
+"""Bytes under one checksum: a rank that reads a slice of a part checks only the blocks of the slice."""
 _MOST_ELEMENTS = 1 << 60
 _MOST_DIMS = 64
-"""Of a tensor that torch can copy."""
+"""Dimensions of a tensor that torch can copy."""
 _LATEST_S = 253_000_000_000
 """A time near the end of the year 9987, after which there are no dates."""
 
@@ -51,10 +51,10 @@ class SavedPart:
 
     Attributes:
         file: Name of the file in the folder.
-        begin: Where its bytes begin in the file.
-        num_bytes: How many they are.
-        dim: Dimension along which the tensor is cut; 0 if the part is the whole tensor.
-        ranges: Its indices of that dimension, in the order of its memory; None: the whole tensor.
+        begin: Offset of its first byte in the file.
+        num_bytes: Number of its bytes.
+        dim: Dimension along which the tensor is divided; 0 if the part is the full tensor.
+        ranges: Its indices of that dimension, in the order of its memory; None for the full tensor.
         checksums: CRC-32 of each block of `BLOCK` bytes, counted from `begin`; the last block may be shorter.
     """
 
@@ -75,13 +75,13 @@ class SavedPart:
 
 @dataclass(frozen=True)
 class SavedTensor:
-    """A tensor of the whole model, by parts.
+    """A tensor of the full model, in parts.
 
     Attributes:
-        dtype: As torch names it, without `torch.`.
-        shape: Of the full tensor.
-        is_sharded: Whether ranks read parts of it, as of parameters; otherwise all ranks read it whole at once.
-        parts: The parts, which cover it exactly once.
+        dtype: torch's name of the dtype, without `torch.`.
+        shape: Shape of the full tensor.
+        is_sharded: Whether ranks read only parts of the tensor, as of parameters; otherwise each rank reads all of it.
+        parts: The parts, which cover the tensor exactly once.
     """
 
     dtype: str
@@ -101,12 +101,12 @@ class Manifest:
 
     Attributes:
         document: The checkpoint's dict, see `document.encode`.
-        tensors: The tensors that it names.
+        tensors: The tensors that the document names.
         files: Size in bytes of each file.
         layout: Ranks along each axis of the mesh that saved it.
         versions: Versions of the packages that saved it.
         step: Optimizer steps so far.
-        created: When, as seconds since 1970.
+        created: Time of the save, in seconds since 1970.
         name: Name of the folder.
     """
 
@@ -127,14 +127,14 @@ class Manifest:
 
     @classmethod
     def from_json(cls, content: bytes, source: str) -> Manifest:
-        """Read what `to_json` wrote.
+        """Parse the bytes that `to_json` makes.
 
         Args:
             content: Bytes of the file.
-            source: Where they are from, for the error message.
+            source: Name of the file, for the error message.
 
         Raises:
-            ValueError: If they are damaged, or not a manifest of a known version.
+            ValueError: If the bytes are damaged, or not a manifest of a known version.
         """
         try:
             head, _, body = content.partition(b"\n")
@@ -170,7 +170,7 @@ class Manifest:
             raise ValueError("\n".join(problems))
 
     def _check_facts(self) -> None:
-        """Check the facts that people are shown, and by which the newest checkpoint and its place are found."""
+        """Check the facts for display, and the facts that decide the newest checkpoint and its place."""
         if self.name != "" and not is_file_name(self.name):
             raise ValueError(f"{self.name!r} is not the name of a folder")
         _count(self.step)
@@ -185,20 +185,18 @@ class Manifest:
 
 def is_file_name(name: object) -> bool:
     """Tell whether `name` is the name of an entry of a folder, and no path that leads out of it."""
-    # Somebody else may have written it: a path could name any file or place of this machine.
+    # Another user may have written the name: a path could name any file or place of this machine.
     return isinstance(name, str) and name not in ("", ".", "..") and not set(name) & set("/\\\0")
 
 
 def check_places(places: Iterable[tuple[str, int, int, str]]) -> None:
-    """Check that no two tensors are said to be in the same bytes of a file.
-
-    The tensors are then no larger than the files.
+    """Check that no two tensors are placed in the same bytes of a file, so that tensors are no larger than the files.
 
     Args:
-        places: File, first byte, number of bytes and name of each.
+        places: File, first byte, number of bytes and name of each tensor.
 
     Raises:
-        ValueError: If two are.
+        ValueError: If two tensors share bytes.
     """
     ends: dict[str, tuple[int, str]] = {}
     for file, begin, num_bytes, name in sorted(place for place in places if place[2]):
@@ -209,7 +207,7 @@ def check_places(places: Iterable[tuple[str, int, int, str]]) -> None:
 
 
 def checked_shape(sizes: Any) -> tuple[int, ...]:
-    """Return the shape of a tensor as it stands in a file.
+    """Return the shape of a tensor from the numbers in a file.
 
     Raises:
         ValueError: If torch can have no such tensor.
@@ -257,7 +255,7 @@ def dtype_named(name: str) -> torch.dtype:
 
 
 def check_coverage(tensors: Mapping[str, SavedTensor]) -> list[str]:
-    """Return the faults of the parts of tensors: each element must be in one part, and each part has its size."""
+    """Return the faults of parts: each element must be in exactly one part, and each part must have its size."""
     return [f"`{name}`: {problem}" for name, tensor in tensors.items() for problem in _uncovered(tensor)]
 
 

@@ -1,12 +1,12 @@
-"""Puts files and folders in place: the new file or folder is there as a whole, or the old one still is.
+"""Puts files and folders in place: at any time, either the complete new one or the old one has the name.
 
     checkpoints/.partial-5f3c...-<host>-<pid>-<start>.tmp    a file while it is written; then synced and renamed
     checkpoints/.partial-5f3c...-<host>-<pid>-<start>        a folder while it is written
     checkpoints/.replaced-5f3c...                            a folder that loses its name to a new one, for a moment
 
-The hidden name identifies the writer. `collect_leftovers` removes a hidden file or folder when its writer is dead: its
-process of this host has ended, or a writer on another host has not touched it for an hour. A writer touches its file or
-folder every minute, however slow the save is.
+The hidden name identifies the writer. `collect_leftovers` removes the hidden files and folders of dead writers. On this
+host, a writer is dead after its process has ended. On another host, it counts as dead after an hour without a touch. A
+writer touches its file or folder every minute, also during a slow save.
 """
 
 from __future__ import annotations
@@ -54,19 +54,19 @@ TOUCH_S = 60.0
 ABANDONED_S = 3600.0
 """Seconds without a touch after which a writer on another host counts as dead."""
 PAUSES_S = (0.5, 1.0, 2.0, 4.0)
-"""Waits before a try is repeated after an error of the storage that may pass."""
+"""Pauses before each new attempt after a transient error of the storage."""
 _TRANSIENT = frozenset({errno.EIO, errno.EAGAIN, errno.ESTALE, errno.ETIMEDOUT, errno.EINTR, errno.EBUSY})
 
 T = TypeVar("T")
 
 
 def retried(function: Callable[[], T], what: str = "", passing: Collection[int] = _TRANSIENT) -> T:
-    """Call `function`, again after a pause if the storage fails in a way that may pass.
+    """Call `function`, and call it again after a pause if the storage has a transient error.
 
     Args:
         function: The function.
         what: The file, for a warning before each pause; no warning if empty.
-        passing: Codes of errors that may pass.
+        passing: Codes of transient errors.
     """
     for pause in PAUSES_S:
         try:
@@ -85,11 +85,11 @@ def retried(function: Callable[[], T], what: str = "", passing: Collection[int] 
 
 
 def put_file(target: str | os.PathLike[str], content: bytes | Callable[[NewFile], Any]) -> None:
-    """Write a file and put it in the place of `target` at once; after an error the file before is intact.
+    """Write a file and replace `target` by it at once; after an error the previous file is intact.
 
     Args:
-        target: The file; its folder is made.
-        content: The content, or a function that writes it; called again after an error that may pass.
+        target: The file; this function makes its folder.
+        content: The content, or a function that writes it, which is called again after a transient error.
 
     Raises:
         RuntimeError: If the file cannot be written, with the reason of the system.
@@ -116,7 +116,7 @@ def put_file(target: str | os.PathLike[str], content: bytes | Callable[[NewFile]
 
 
 class NewFile:
-    """A hidden file in the folder of its target, open for writing; `put` makes it the target, else it is removed.
+    """A hidden file in the folder of its target, open for writing; `put` makes it the target, otherwise it is removed.
 
     `torch.save` and `gzip` write to it directly, without a copy in memory. `put` raises the `OSError` of an earlier
     write: torch would hide it behind an error about the end of the archive.
@@ -126,14 +126,14 @@ class NewFile:
     """
 
     def __init__(self, folder: Path) -> None:
-        # With a suffix: torch writes no file whose name begins with its only dot.
+        # With a suffix: torch does not write a file whose only dot is its first character.
         self.path = Path(hidden_path(folder, suffix=".tmp"))
-        # O_EXCL: in a folder where others may write, a link under this name would lead to any file of this user.
-        # Windows would write a line feed as two bytes without the flag that only it has.
+        # O_EXCL: in a shared folder, a link of another user under this name could lead to any file of this user.
+        # O_BINARY exists on Windows only, which would otherwise write a line feed as two bytes.
         flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | getattr(os, "O_BINARY", 0)
         self._file: int | None = os.open(self.path, flags, 0o666)
         self._failure: OSError | None = None
-        # Before the new file takes space.
+        # Before the new file needs the space of the leftovers.
         collect_leftovers(folder)
 
     def write(self, data: bytes | memoryview) -> int:
@@ -149,7 +149,7 @@ class NewFile:
         return size
 
     def flush(self) -> None:
-        """Do nothing: nothing is buffered here."""
+        """Do nothing, because `write` buffers nothing."""
 
     def put(self, target: Path) -> None:
         """Replace `target` by the file, once the file is on the disk.
@@ -164,7 +164,7 @@ class NewFile:
         # Windows renames no open file.
         self._close()
         os.replace(self.path, target)
-        # The new name is on the disk only after its folder is.
+        # The new name is on the disk only after a sync of the folder.
         sync_folder(target.parent)
 
     def _close(self) -> None:
@@ -201,7 +201,7 @@ def sync_folder(path: str | os.PathLike[str]) -> None:
     """Wait until the names in a folder are on the disk.
 
     Raises:
-        OSError: If the folder is gone, or the storage fails in a way that may pass.
+        OSError: If the folder is gone, or the storage has a transient error.
     """
     try:
         descriptor = os.open(path, os.O_RDONLY)
@@ -238,7 +238,7 @@ def put_in_place(source: str, target: str) -> None:
     if _exchange(source, target):
         remove_path(source)
         return
-    # Between the two renames nothing has the name: a reader finds the folder by the name in its manifest.
+    # Between the two renames no folder has the name. A reader then finds the old folder by the name in its manifest.
     replaced = hidden_path(os.path.dirname(target), prefix=REPLACED)
     os.rename(target, replaced)
     os.rename(source, target)
@@ -249,7 +249,7 @@ _AT_FDCWD, _RENAME_EXCHANGE = -100, 2
 
 
 def _exchange(one: str, other: str) -> bool:
-    """Exchange the names of two folders at once; tells whether the system can do so: Linux on a local disk."""
+    """Exchange the names of two folders at once; return False where the system cannot, as outside Linux."""
     if not sys.platform.startswith("linux"):
         return False
     function = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)
@@ -272,7 +272,7 @@ def remove_path(path: str | os.PathLike[str]) -> None:
 
 def new_key() -> str:
     """Return a name for a save, which identifies this process."""
-    # In the name and not in a file: the process may be killed before it has written one.
+    # In the name, not in a file: the process may be killed before it has written a file.
     _, pid, started = Process.of()
     return f"{uuid4().hex[:12]}-{_short(host_id())}-{pid}-{started or 0}"
 
@@ -290,7 +290,7 @@ def hidden_path(folder: str | os.PathLike[str], key: str | None = None, suffix: 
         suffix: End of the name.
         prefix: `PARTIAL`, or `REPLACED`.
     """
-    # Without the target's name: Lightning takes each name with `last` in it for the last checkpoint.
+    # Without the target's name: Lightning mistakes any name that contains `last` for the last checkpoint.
     return f"{os.fspath(folder) or '.'}/{prefix}{key or new_key()}{suffix}"
 
 
@@ -305,7 +305,7 @@ def touched(path: str | os.PathLike[str]) -> Iterator[None]:
                 os.utime(path)
 
     helper = Helper("touch", touch, ended.set)
-    # While the interpreter ends it starts no threads, and saves are short.
+    # At its end the interpreter starts no threads. A save is then short, and needs no touches.
     with suppress(RuntimeError):
         helper.start()
     try:
@@ -333,7 +333,7 @@ def _is_abandoned(path: str) -> bool:
     if is_alive is not None:
         return not is_alive
     try:
-        # A writer touches the folder, and each write to a file in it touches that file.
+        # A writer touches its folder, and each write changes the time of a file in it.
         inner = os.scandir(path) if os.path.isdir(path) else ()
         newest = max(os.stat(path).st_mtime, *(entry.stat().st_mtime for entry in inner), 0.0)
         return _now_at(os.path.dirname(path)) - newest > ABANDONED_S
@@ -343,6 +343,7 @@ def _is_abandoned(path: str) -> bool:
 
 def _now_at(folder: str) -> float:
     """Return the time by the clock of the file system of a folder, which other hosts may share."""
+    # By a new file: the clocks of this host and of a file server may differ.
     path = hidden_path(folder, suffix=".tmp")
     file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
     try:

@@ -4,8 +4,8 @@
     [ part 0 ]                   [  |  ]      each rank reads the blocks of both parts that hold some of its columns,
     [ part 1 ]                   [  |  ]      and checks each block alone
 
-A tensor that is not needed is not read. `assemble` puts a tensor together from boxes: the parts of this format, the
-chunks of `torch.distributed.checkpoint`, or a mapped file.
+A tensor that is not needed is not read. `assemble` builds a tensor from boxes. A box is a part of this format, a chunk
+of `torch.distributed.checkpoint`, or a mapped file.
 """
 
 from __future__ import annotations
@@ -51,8 +51,8 @@ class Box(NamedTuple):
     """A block of a tensor that is stored in one piece.
 
     Attributes:
-        offsets: Where the block begins in the tensor, along each dimension.
-        shape: Its shape.
+        offsets: First index of the block along each dimension of the tensor.
+        shape: Shape of the block.
         fill: Fills a tensor with indices `begin` to `end` of its dimension `dim`: `fill(target, dim, begin, end)`.
     """
 
@@ -72,10 +72,10 @@ def _copy(target: Tensor, source: Tensor) -> None:
 
 
 def assemble(shape: Sequence[int], dtype: torch.dtype, rule: Shard | None, rank: int, boxes: Iterable[Box]) -> Tensor:
-    """Put together a tensor, or the part of it that `rank` has by `rule`, from the boxes that hold some of it.
+    """Build a tensor, or its shard on `rank` by `rule`, from the boxes that hold some of it.
 
     Args:
-        shape: Of the full tensor.
+        shape: Shape of the full tensor.
         dtype: Its dtype.
         rule: How the tensor is sharded; None for the full tensor.
         rank: Position of the rank.
@@ -84,7 +84,7 @@ def assemble(shape: Sequence[int], dtype: torch.dtype, rule: Shard | None, rank:
     result = new_tensor(shape if rule is None else rule.local_shape(shape, rank), dtype)
     if result.numel() == 0:
         return result
-    # A scalar is stored as one element.
+    # Boxes store a scalar as one element.
     whole = result.view(result.shape or (1,))
     dim, wanted = _wanted(shape, rule, rank)
     for box in boxes:
@@ -101,7 +101,7 @@ def assemble(shape: Sequence[int], dtype: torch.dtype, rule: Shard | None, rank:
 
 
 def _wanted(shape: Sequence[int], rule: Shard | None, rank: int) -> tuple[int, Sequence[Range]]:
-    """Return the dimension along which a tensor is sharded, and the indices of it that `rank` has."""
+    """Return the dimension along which a tensor is sharded, and the indices of `rank` along it."""
     sizes = tuple(shape) or (1,)
     return (0, ((0, sizes[0]),)) if rule is None else (rule.dim % len(sizes), rule.ranges[rank])
 
@@ -122,23 +122,23 @@ class SavedCheckpoint:
         self.manifest = manifest
         self.bytes_read = 0
         self._streams: dict[str, Any] = {}
-        # The last block of which a slice was wanted: often the next slice begins in it.
+        # The last block that was read for a slice: often the next slice begins in the same block.
         self._block: tuple[SavedPart, int, Array] | None = None
 
     @classmethod
     def open(
         cls, path: str, group: Group | None = None, storage_options: dict[str, Any] | None = None
     ) -> SavedCheckpoint:
-        """Open the checkpoint at `path`, or the latest of a folder of them; checks that all its files are there.
+        """Open the checkpoint at `path`, or the latest checkpoint in this folder, and check that all its files exist.
 
         Args:
             path: A folder, as path or URL.
-            group: Ranks that open it together: all get the manifest that the first rank finds.
-            storage_options: For fsspec.
+            group: Ranks that open it together: all ranks get the manifest that the first rank reads.
+            storage_options: Options for fsspec.
 
         Raises:
-            FileNotFoundError: If there is none.
-            ValueError: If the manifest is damaged, or files are not there or of another size.
+            FileNotFoundError: If there is no checkpoint.
+            ValueError: If the manifest is damaged, or files are missing or have another size.
         """
         wanted = Folder.at(path, storage_options)
         for attempt in range(3):
@@ -151,13 +151,14 @@ class SavedCheckpoint:
                 opened.check_files()
                 break
             except ValueError:
-                # A run that goes on may have replaced it meanwhile; ranks that wait for each other look once.
+                # A running training may have replaced the checkpoint meanwhile. A group of ranks looks only once,
+                # because its ranks would have to agree on another attempt.
                 if group is not None or attempt == 2 or _read_manifest(wanted) == (found, content):
                     raise
         return opened
 
     def check_files(self) -> None:
-        """Check that every file is there, in its size.
+        """Check that every file exists and has its size.
 
         Raises:
             ValueError: With the first tensor of each file that is missing or has another size.
@@ -176,7 +177,7 @@ class SavedCheckpoint:
             raise ValueError(f"The checkpoint {self.folder} is damaged:\n" + "\n".join(problems))
 
     def checkpoint(self) -> Any:
-        """Return the checkpoint's dict; tensors of the model and its optimizers are read when they are used."""
+        """Return the checkpoint's dict; tensors of the model and its optimizers are read at their use."""
         return self.decoded(self._tensor)
 
     def decoded(self, tensor: Callable[[str], Tensor]) -> Any:
@@ -196,7 +197,7 @@ class SavedCheckpoint:
         """Return the shape and the dtype of a tensor.
 
         Raises:
-            ValueError: If it holds no such.
+            ValueError: If the checkpoint holds no tensor of this name.
         """
         if name not in self.manifest.tensors:
             raise ValueError(f"The checkpoint {self.folder} names a tensor `{name}` that it does not hold")
@@ -226,24 +227,24 @@ class SavedCheckpoint:
     def _stream(self, file: str) -> Any:
         if file not in self._streams:
             path = self.folder.file(file)
-            # Closed by `close`: parts of several tensors are read from one file.
+            # Kept open until `close`: one file holds parts of several tensors.
             local = partial(open, path, "rb", buffering=0)
             self._streams[file] = local() if self.folder.is_local else self.folder.fs.open(path, "rb")
         return self._streams[file]
 
     def fill(self, name: str, part: SavedPart, dim: int, begin: int, target: Tensor) -> None:
-        """Fill `target` with indices of the dimension `dim` of a part, from `begin` on, and all of other dimensions.
+        """Fill `target` from a part: indices of the dimension `dim` from `begin` on, and all of the other dimensions.
 
         Raises:
-            ValueError: If a block of the part differs from the written one.
+            ValueError: If a block of the part differs from the written block.
         """
-        # Bytes go straight to where they belong if they lie together there.
+        # Bytes go directly into `target` if its memory is contiguous.
         memory = target if target.is_contiguous() else new_tensor(target.shape, target.dtype)
         shape = part.shape(self.manifest.tensors[name].shape) or (1,)
         inner = prod(shape[dim + 1 :]) * memory.dtype.itemsize
         rows = bytes_of(memory).reshape(-1, target.shape[dim] * inner)
         stride = shape[dim] * inner
-        # Several short runs at once, but no block between two runs.
+        # Several short runs in one read, but never more than a block.
         step = max(1, BLOCK // stride)
         for first in range(0, len(rows), step):
             group, at = rows[first : first + step], begin * inner + first * stride
@@ -257,7 +258,7 @@ class SavedCheckpoint:
             target.copy_(memory)
 
     def _read_bytes(self, name: str, part: SavedPart, begin: int, data: Array) -> None:
-        """Fill `data` with the bytes of a part from `begin` on; checks each block that holds some of them."""
+        """Fill `data` with the bytes of a part from `begin` on, and check each block that holds some of them."""
         end = begin + len(data)
         for first in range(begin // BLOCK * BLOCK, end, BLOCK):
             last = min(first + BLOCK, part.num_bytes)
@@ -275,7 +276,7 @@ class SavedCheckpoint:
         """Fill `data` with the block at byte `first` of a part.
 
         Raises:
-            ValueError: If the block differs from the written one.
+            ValueError: If the block differs from the written block.
         """
         found = self.checksum_of(part, first, data)
         expected = part.checksums[first // BLOCK]
@@ -288,7 +289,7 @@ class SavedCheckpoint:
             )
 
     def checksum_of(self, part: SavedPart, first: int, data: Array) -> int:
-        """Fill `data` from byte `first` of a part on; returns the checksum."""
+        """Fill `data` with the bytes of a part from `first` on; return their checksum."""
 
         def read() -> None:
             stream = self._stream(part.file)
@@ -301,7 +302,7 @@ class SavedCheckpoint:
 
         retried(read)
         self.bytes_read += len(data)
-        # While the block is in the processor's cache.
+        # At once, while the block is in the processor's cache.
         return zlib.crc32(data.data)
 
     def close(self) -> None:
@@ -321,7 +322,7 @@ def _read_manifest(wanted: Folder) -> tuple[str, bytes]:
 
 
 def _fill(stream: Any, view: memoryview) -> int:
-    """Read until `view` is full, or the file ends; returns how many bytes were read."""
+    """Read until `view` is full or the file ends; return the number of bytes."""
     at = 0
     while at < len(view):
         count = stream.readinto(view[at:])
@@ -345,14 +346,14 @@ def _what_is_at(folder: Folder) -> str:
 
 
 def new_tensor(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-    """Return a tensor without contents; a large tensor has its own pages.
+    """Return a tensor with arbitrary values; a large tensor has its own pages.
 
-    From the heap, tensors of many sizes that come and go would leave holes in which the next one just does not fit.
+    On the heap, many short-lived tensors of different sizes would leave holes that are too small for the next tensor.
     """
     size = prod(shape) * dtype.itemsize
     if size < _OWN_PAGES or not hasattr(mmap, "MAP_PRIVATE"):
         return torch.empty(tuple(shape), dtype=dtype, device="cpu")
-    # Private: a process that is forked must not write into it.
+    # Private: a forked process must not write into this tensor.
     pages = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     return torch.frombuffer(pages, dtype=torch.uint8).view(dtype).view(tuple(shape))
 
@@ -379,8 +380,8 @@ class _PartBoxes:
         saved: The checkpoint.
         name: The tensor.
         part: The part.
-        dim: The dimension of the slices that are wanted.
-        wanted: The indices of it that are wanted.
+        dim: The dimension of the wanted slices.
+        wanted: The wanted indices of this dimension.
     """
 
     def __init__(self, saved: SavedCheckpoint, name: str, part: SavedPart, dim: int, wanted: Sequence[Range]) -> None:
@@ -395,7 +396,7 @@ class _PartBoxes:
             (max(start, low), min(stop, high), at - start) for start, stop, at in self.ranges for low, high in wanted
         ]
         slices = [(low + shift, high + shift) for low, high, shift in bounds if low < high] if self.is_along else wanted
-        # Slices of rows share their blocks: all of them are read at once, then.
+        # Slices of each row share the blocks of the row, so all slices are read at once.
         has_rows = prod(self.shape[:dim]) > 1
         self.is_direct = (self.is_along or len(self.ranges) == 1) and not (has_rows and len(slices) > 1)
         self.first = min((low for low, _ in slices), default=0)
@@ -403,7 +404,7 @@ class _PartBoxes:
         self.loaded: Tensor | None = None
 
     def boxes(self) -> Iterator[Box]:
-        """Yield the boxes."""
+        """Yield the box of each range."""
         for start, stop, at in self.ranges:
             offsets, extent = [0] * len(self.shape), list(self.shape)
             offsets[self.part.dim], extent[self.part.dim] = start, stop - start
@@ -445,7 +446,7 @@ class TensorSource(Protocol):
 
 
 class StoredTensor(Tensor):
-    """A tensor of a checkpoint, or a rank's part of it, that is read anew for each computation."""
+    """A tensor of a checkpoint, or a rank's shard of it, that is read again for each computation."""
 
     read: Callable[[], Tensor]
     source: TensorSource
@@ -455,13 +456,13 @@ class StoredTensor(Tensor):
 
     @classmethod
     def of(cls, source: TensorSource, name: str, rule: Shard | None = None, rank: int = 0) -> StoredTensor:
-        """Return the tensor called `name`, or the part of it that `rank` has by `rule`."""
+        """Return the tensor called `name`, or its shard on `rank` by `rule`."""
         shape, dtype = source.facts(name)
         shape = shape if rule is None else rule.local_shape(shape, rank)
         found = torch.empty(tuple(shape), dtype=dtype, device="meta").as_subclass(cls)
 
         def read() -> Tensor:
-            # Where operations are recorded, as while a model is built, reading is none of them.
+            # Modes may record the operations of a model. Reading a file must not be recorded.
             with dispatch_modes_suspended():
                 return source.read(name, rule, rank)
 
@@ -489,7 +490,7 @@ def _read_all(value: Any) -> Any:
 
 
 def take_part(value: Tensor, rule: Shard, rank: int) -> Tensor:
-    """Return the part of a full tensor that `rank` has by `rule`; a stored tensor is not read."""
+    """Return the shard of a full tensor on `rank` by `rule`; a stored tensor is not read."""
     if isinstance(value, StoredTensor):
         if value.shape[rule.dim] != rule.full_size:
             return rule.split(value, rank)  # raises
@@ -500,7 +501,7 @@ def take_part(value: Tensor, rule: Shard, rank: int) -> Tensor:
 def bands_of(value: Tensor, num_bytes: int) -> Iterator[Tensor]:
     """Yield a tensor in runs of its first dimension of about `num_bytes`, contiguous and on the CPU.
 
-    Of a stored tensor nothing else is in memory.
+    Only the current run of a stored tensor is in memory, unless it is sharded along another dimension.
     """
     row_bytes = value.element_size() * prod(value.shape[1:])
     step = max(1, num_bytes // max(1, row_bytes))

@@ -1,8 +1,8 @@
 """Initial weights from a file, for a module of any size: a rank reads only the weights that it owns.
 
-`load_weights` gives each tensor of the file to the module by `load_state_dict`. Under the mesh strategies parameters
-that are built in `configure_model` have no data yet: they remember where theirs are, and a rank reads the part that it
-owns when it is known. Elsewhere they are read at once, one after the other.
+`load_weights` gives each tensor of the file to the module by `load_state_dict`. Under the mesh strategies, parameters
+from `configure_model` have no data yet. They remember the place of their data, and a rank later reads the part that it
+owns. Elsewhere the tensors are read at once, one after the other.
 """
 
 from __future__ import annotations
@@ -84,7 +84,7 @@ def load_weights(module: nn.Module, path: str | os.PathLike[str], *, prefix: str
 
 
 def _deferred(value: Any, target: Any) -> Any:
-    """Return what `target` is to be given: a deferred tensor for a deferred one, whose class knows how to make it."""
+    """Return `value`, or a deferred tensor for it if the class of `target` has `read_later`."""
     make = getattr(type(target), "read_later", None)
     return make(value) if make is not None and isinstance(value, StoredTensor) else value
 
@@ -123,7 +123,7 @@ def _misfit(
 
 
 def stored_weights(path: str | os.PathLike[str]) -> dict[str, Any]:
-    """Return the weights at `path` by name, as tensors that are read when they are used.
+    """Return the weights at `path` by name, as tensors that are read at their first use.
 
     Raises:
         FileNotFoundError, ValueError: See `load_weights`.
@@ -181,23 +181,23 @@ class WeightFiles:
         files: The files.
 
     Attributes:
-        entries: For each tensor its file, dtype, shape and first byte.
+        entries: File, dtype, shape and first byte of each tensor.
         bytes_read: Bytes of tensors that were read so far.
 
     Raises:
-        ValueError: If one is damaged, or has a dtype that torch does not know.
+        ValueError: If a file is damaged, or has a dtype that torch does not know.
     """
 
     def __init__(self, files: Sequence[Path]) -> None:
         self.entries: dict[str, tuple[IO[bytes], torch.dtype, tuple[int, ...], int]] = {}
         self.bytes_read = 0
         for file in files:
-            # Kept open: the file may be removed or replaced before it is read.
+            # Kept open: the file may be removed or replaced before its tensors are read.
             stream = open(file, "rb")  # noqa: SIM115
             try:
                 with safe_open(file, "pt") as opened:
                     begin = 8 + int.from_bytes(stream.read(8), "little")
-                    # The library has checked that the tensors lie one behind the other, up to the end of the file.
+                    # The library has checked that the tensors lie without gaps, up to the end of the file.
                     for name in opened.offset_keys():
                         entry = opened.get_slice(name)
                         dtype, shape = _DTYPES[entry.get_dtype()], checked_shape(entry.get_shape())
@@ -216,8 +216,8 @@ class WeightFiles:
         stream, dtype, shape, begin = self.entries[name]
         if math.prod(shape) == 0:
             return torch.empty(shape if rule is None else rule.local_shape(shape, rank), dtype=dtype, device="cpu")
-        # Mapped for this tensor alone: the pages that are copied from leave the memory with the map. "c": nobody writes
-        # them, but torch warns of pages that it cannot write.
+        # Mapped for this tensor alone: its pages leave the memory with the map. Mode "c" (copy on write), although no
+        # code writes: torch warns of memory that it cannot write.
         mapped = np.memmap(stream, np.uint8, "c", begin, (math.prod(shape) * dtype.itemsize,))
         part = _part_of(torch.from_numpy(mapped).view(dtype).view(shape), rule, rank)
         self.bytes_read += part.nbytes

@@ -6,8 +6,8 @@
     all      exchange the places of the tensors, or the error
     first    check that every element is there once, write the manifest, rename the folder
 
-The files are in the form of `safetensors`, https://huggingface.co/docs/safetensors. That library holds all tensors of
-a file in memory, and their bytes as well. Here one tensor is written after the other.
+The files have the format of `safetensors`, https://huggingface.co/docs/safetensors. That library holds all tensors of
+a file in memory, and their bytes as well. This module writes one tensor after the other.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ SAFETENSORS_DTYPES = {
     torch.float64: "F64",
     torch.float8_e4m3fn: "F8_E4M3",
     torch.float8_e5m2: "F8_E5M2",
-    # Pairs of numbers: not every version of the library knows complex ones.
+    # Pairs of numbers: some versions of the library know no complex numbers.
     torch.complex64: "F32",
     torch.complex128: "F64",
 }
@@ -75,8 +75,8 @@ class TensorPart:
     """The part of a tensor that this rank writes.
 
     Attributes:
-        local: The elements; None if other ranks write it.
-        dim, ranges: Which these are, see `SavedPart`.
+        local: The elements; None if other ranks write the tensor.
+        dim, ranges: The indices of the elements, see `SavedPart`.
     """
 
     local: Tensor | None = None
@@ -85,13 +85,13 @@ class TensorPart:
 
 
 class PartialTensor(Tensor):
-    """Stands in a checkpoint's dict for a full tensor, of which each rank writes its part; it has no data."""
+    """Takes the place of a full tensor in a checkpoint's dict, without data; each rank writes its part."""
 
     part: TensorPart
 
     @classmethod
     def of(cls, shape: Sequence[int], dtype: torch.dtype, part: TensorPart) -> PartialTensor:
-        """Make one of the full `shape`."""
+        """Make a tensor of the full `shape` that knows this rank's part."""
         found = torch.empty(tuple(shape), dtype=dtype, device="meta").as_subclass(cls)
         found.part = part
         return found
@@ -104,6 +104,7 @@ def as_parts(full: Mapping[str, Any], is_mine: bool) -> dict[str, Any]:
     for name, value in full.items():
         if isinstance(value, Tensor):
             part = TensorPart(value.detach() if is_mine else None)
+            # Tied tensors stay one tensor. By memory: a state dict may hold several objects for one parameter.
             key = (value.data_ptr(), value.shape, value.stride()) if value.numel() > 0 else id(value)
             state[name] = found.setdefault(key, PartialTensor.of(value.shape, value.dtype, part))
         else:
@@ -127,9 +128,9 @@ class ShardedWriter:
     """Writes checkpoints of a run, one after the other; every rank calls each method at the same point.
 
     Args:
-        group: All ranks. With `in_background`, a group that nothing else uses.
+        group: All ranks. With `in_background`, a group without other messages.
         layout: Ranks along each axis.
-        in_background: Let training go on while it is written.
+        in_background: Let training go on while a checkpoint is written.
         report: Called with a line of text every few seconds of a long save, on the first rank.
     """
 
@@ -156,17 +157,18 @@ class ShardedWriter:
         """Write `checkpoint` to the folder `path`, or begin to.
 
         Args:
-            checkpoint: The dict, the same on all ranks but for their parts of tensors.
+            checkpoint: The dict, the same on all ranks except for the parts of tensors.
             path: The folder, the same on all ranks.
-            storage_options: Of its file system.
-            is_apart: Each rank has a folder at its own `path`, with its part. Copied into one folder, they are the
+            storage_options: Options of its file system.
+            is_apart: Each rank has a folder at its own `path`, with its part. The files of all folders together are the
                 checkpoint. The manifest is in the folder of the first rank.
 
         Returns:
             Paths in the dict of hyperparameters that have no form in the file, and were left out.
 
         Raises:
-            TypeError, ValueError, OSError, RuntimeError: On every rank, if it cannot be written; nothing is left of it.
+            TypeError, ValueError, OSError, RuntimeError: On every rank, if the checkpoint cannot be written; its files
+                are removed.
         """
         snapshot, failure = None, None
         left_out: list[str] = []
@@ -186,23 +188,23 @@ class ShardedWriter:
         return left_out
 
     def remove(self, path: str) -> None:
-        """Remove the checkpoint at `path`, after the checkpoints that are being written; on the first rank only.
+        """Remove the checkpoint at `path`, after the pending saves; on the first rank only.
 
-        It warns if that is not possible: an error would end the first rank alone, and the other ranks would wait.
+        A failure only warns: an error would end the first rank alone, and the other ranks would wait.
         """
         if self._thread is None:
             _remove(path)
         else:
-            # The checkpoint for which it makes room was perhaps not written.
+            # Kept after a failed save: the checkpoint that replaces it may be the failed one.
             self._pending.append(self._thread.submit(lambda: None if self._failure else _remove(path)))
 
     @property
     def failure(self) -> Exception | None:
-        """Why a checkpoint could not be written in the background."""
+        """The error of a checkpoint that could not be written in the background."""
         return self._failure
 
     def wait(self) -> None:
-        """Wait until all is written.
+        """Wait until all checkpoints are written.
 
         Raises:
             Exception: On every rank, if a checkpoint could not be written.
@@ -215,7 +217,7 @@ class ShardedWriter:
             raise failure
 
     def close(self) -> None:
-        """End the thread, when all is written."""
+        """End the thread after all checkpoints are written."""
         if self._thread is not None:
             self._thread.shutdown(wait=True)
 
@@ -234,10 +236,11 @@ class ShardedWriter:
                     " `checkpoint_format='full'`"
                 )
             if part is None:
-                # The same on every rank, or a tensor of the first rank, as in a full checkpoint.
+                # Equal on every rank, or a tensor of the first rank, as in a full checkpoint.
                 part = TensorPart(tensor.detach() if self._group.rank == 0 else None)
             if part.local is not None:
                 parts[name] = part if self._thread is None else _copied(part)
+        # The copies are asynchronous, and the next step would overwrite their sources.
         if self._thread is not None and torch.cuda.is_initialized():
             torch.cuda.current_stream().synchronize()
         described = {
@@ -328,13 +331,13 @@ def _copied(part: TensorPart) -> TensorPart:
     assert part.local is not None
     if part.local.device.type == "cpu":
         return TensorPart(part.local.detach().clone(), part.dim, part.ranges)
-    # Into memory that does not move, all copies at once: the host waits for the last one only.
+    # Into pinned memory, without a wait: `_snapshot` waits once for all copies.
     pinned = torch.empty(part.local.shape, dtype=part.local.dtype, pin_memory=True)
     return TensorPart(pinned.copy_(part.local.detach(), non_blocking=True), part.dim, part.ranges)
 
 
 def installed_versions(*packages: str) -> dict[str, str]:
-    """Return the versions of packages by name; packages that are not installed, such as sources, are left out."""
+    """Return the versions of installed packages by name; a package that only exists as sources is left out."""
     found = {}
     for package in packages:
         try:
@@ -359,9 +362,9 @@ def write_file(
         seen: Called with the number of bytes of each block.
 
     Returns:
-        The size of the file, and where each part is in it.
+        The size of the file, and the place of each part in it.
     """
-    # The library expects tensors one behind the other, each at a multiple of its element's size.
+    # The library expects tensors without gaps, each at a multiple of its element size: large elements come first.
     names = sorted(parts, key=lambda name: (-_local(parts[name]).element_size(), name))
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     at = 0
@@ -392,7 +395,7 @@ def write_file(
 
 
 def _stored_as(local: Tensor) -> tuple[str, list[int]]:
-    """Return a dtype and a shape for the header of the file; the manifest has the tensor's own."""
+    """Return a dtype and a shape for the header of the file; the manifest holds the real dtype and shape."""
     if local.dtype not in SAFETENSORS_DTYPES:
         return "U8", [*local.shape, local.element_size()]
     return SAFETENSORS_DTYPES[local.dtype], [*local.shape, 2] if local.is_complex() else [*local.shape]
@@ -410,9 +413,9 @@ def _write_part(stream: Any, file: str, begin: int, part: TensorPart, seen: Call
     for band in bands_of(_local(part), BLOCK):
         data = memoryview(bytes_of(band).data)
         while len(data):
-            # Bands of rows do not end where blocks end.
+            # A band of rows may end inside a block.
             piece, data = data[: BLOCK - size % BLOCK], data[BLOCK - size % BLOCK :]
-            # While the piece is in the processor's cache.
+            # Before the write, while the piece is in the processor's cache.
             crc = zlib.crc32(piece, crc)
             stream.write(piece)
             size += len(piece)

@@ -3,12 +3,12 @@
     backward:   ... layer 3 ........ layer 2 ........ layer 1 ...   reduce()
     in flight:            [ bucket 0 ]       [ bucket 1 ]  [ 2 ]    waits, writes the means into `.grad`
 
-A bucket starts when its last gradient is ready, always in the order of the buckets, so that every rank issues the
-same collectives whatever order its gradients come in. Which parameters have a gradient is exchanged with every step:
-one that some replica did not use counts as zero there, one that no replica used keeps no gradient.
+A bucket starts when its last gradient is ready. Buckets always start in the same order. So every rank issues the same
+collectives, in whatever order its gradients come. In each step, the replicas exchange which parameters have a gradient.
+A missing gradient counts as zero on its replica. A parameter without a gradient on all replicas keeps no gradient.
 
 The messages of a compressor depend on each other, so its buckets go through a `GradientSession` on a thread, as
-copies: if a gradient accumulates again after its bucket was sent, the step is dropped and done again.
+copies. If a gradient accumulates again after its bucket was sent, the step is dropped and repeated.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ class GradientBucket:
     """Parameters of one dtype and device whose gradients travel together.
 
     Attributes:
-        ready: Parameters whose gradient of this backward pass has come.
-        launched: True once the gradients were sent.
-        stale: True if a gradient has changed since then.
+        ready: Parameters whose gradient of this backward pass is final.
+        launched: True after the gradients were sent.
+        stale: True if a gradient has changed after it was sent.
     """
 
     def __init__(self, names: list[str]) -> None:
@@ -69,19 +69,19 @@ class GradientBucket:
 class GradientReducer:
     """Replaces the gradients of parameters by their mean over `group`.
 
-    `reduce()` ends a backward pass: afterwards every `.grad` is final. Inside `no_sync()` nothing is communicated and
-    gradients accumulate; the next `reduce()` takes what has accumulated.
+    `reduce()` ends a backward pass: afterwards every `.grad` is final. Inside `no_sync()`, gradients accumulate without
+    communication; the next `reduce()` averages the accumulated gradients.
 
     Args:
-        parameters: The parameters by name; a shared one under one of its names. Frozen parameters are left out until
-            they are unfrozen.
+        parameters: The parameters by name; a shared parameter under one of its names. Frozen parameters are left out
+            until they are unfrozen.
         group: The data-parallel group.
         bucket_bytes: Size at which a bucket is full.
-        compression: Computes the mean instead.
-        side_group: An extra group of the same ranks, for this reducer alone: there compression runs during backward.
+        compression: Computes the mean instead of an all-reduce.
+        side_group: An extra group of the same ranks, only for this reducer, in which compression runs during backward.
             Without the group, compression runs after backward, with all gradients at once.
-        second_group: Another such group, with which two buckets are compressed at once; see `GradientSession`.
-        replica_group: Ranks that hold the rest of the model. A gradient that is not finite on any of them makes the
+        second_group: Another extra group, with which two buckets are compressed at once; see `GradientSession`.
+        replica_group: Ranks that hold the rest of the model. If a gradient is not finite on any of these ranks, the
             compressors of all of them drop the step.
         prepare: Called with the gradients of `prepare_names` before they are reduced, to complete partial ones in
             place (sums over the tensor-parallel group).
@@ -91,7 +91,7 @@ class GradientReducer:
         applied: False if a compressor has found a gradient that is not finite and dropped the last step; the same on
             all ranks.
         reduced: The parameters whose gradients the compressor was given in the last step.
-        traffic: Buckets of gradients under way, without the copies that compressors hold.
+        traffic: Buckets of gradients in flight, without the copies that compressors hold.
         observer: If set, called with the gradients of each bucket before they are sent. Gradients that change
             afterwards are passed once more.
     """
@@ -180,7 +180,7 @@ class GradientReducer:
         return [GradientBucket(names) for names in fill_buckets(sizes, self._bucket_bytes, self._kind)]
 
     def _kind(self, name: str) -> Hashable:
-        """Return what gradients of one bucket have in common."""
+        """Return the properties that all gradients of a bucket share."""
         parameter = self._active[name]
         return parameter.dtype, parameter.device, name in self._prepare_names
 
@@ -192,7 +192,7 @@ class GradientReducer:
         return self._synchronizing
 
     def mark(self, parameters: Iterable[Tensor], changed: Iterable[Tensor] = ()) -> None:
-        """Register gradients that were put in place, rather than accumulated by autograd.
+        """Register gradients that were assigned, not accumulated by autograd.
 
         Args:
             parameters: The parameters with these gradients.
@@ -217,7 +217,7 @@ class GradientReducer:
             if gradient is not None:
                 held[name] = gradient
         if not self._synchronizing:
-            self._completed = set()  # what accumulates now is partial
+            self._completed = set()  # gradients that accumulate now are partial
         for name in held:
             self._active[name].grad = None
         yield
@@ -228,7 +228,7 @@ class GradientReducer:
 
     @contextmanager
     def no_sync(self) -> Iterator[bool]:
-        """Let gradients accumulate without communication; gives whether the block alone does so."""
+        """Let gradients accumulate without communication; yield False inside another such block."""
         before, self._synchronizing = self._synchronizing, False
         try:
             yield before
@@ -237,12 +237,12 @@ class GradientReducer:
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """See no gradients inside the block."""
+        """Remove the hooks in the block, so that its gradients are not reduced."""
         self.remove()
         try:
             yield
         finally:
-            # None is the state of no parameters: hooks are registered anew.
+            # An empty list never equals the state of the parameters, so `refresh` registers the hooks again.
             self._trainable = []
             self.refresh()
 
@@ -256,7 +256,7 @@ class GradientReducer:
                 return
             bucket = self._bucket_of[name]
             bucket.ready.add(name)
-            bucket.stale |= bucket.launched  # accumulated again: the message held a part only
+            bucket.stale |= bucket.launched  # accumulated again: the message held only a part of the gradient
             self._launch_ready()
 
         return ready
@@ -268,7 +268,8 @@ class GradientReducer:
         """
         if self._overlaps:
             for name in self._active.keys() & set(names) - self._prepare_names:
-                # A compressor gets only parameters that some replica has used, as `reduce` finds out; a mean can wait.
+                # A compressor must get only parameters that some replica has used, which only `reduce` can tell for
+                # parameters without a gradient here.
                 if self._compression is None or self._is_used(name):
                     self._bucket_of[name].ready.add(name)
             self._launch_ready()
@@ -285,8 +286,8 @@ class GradientReducer:
             self._reset()
 
     def _launch_ready(self) -> None:
-        # In the order of the buckets, and not of their gradients: other ranks may use the layers in another order,
-        # and collectives are paired by the order of their issue.
+        # In the order of the buckets, not of their gradients: other ranks may use the layers in another order, and
+        # collectives are paired by the order of their calls.
         while self._next < len(self._buckets):
             bucket = self._buckets[self._next]
             if len(bucket.ready) < len(bucket.names):
@@ -310,7 +311,7 @@ class GradientReducer:
 
     def _compress_early(self, gradients: dict[str, Tensor]) -> None:
         """Compress copies of a bucket while backward goes on."""
-        # Copies, as this gradient may accumulate once more before the step is over.
+        # Copies, because the gradient may accumulate again before the end of the step.
         self._means.append(self._overlapped_session().add(gradients, copy=True))
 
     def _overlapped_session(self) -> GradientSession:
@@ -356,7 +357,7 @@ class GradientReducer:
 
     @torch.no_grad()
     def reduce(self) -> None:
-        """Finish the reduction: afterwards every `.grad` is the mean over the group. Nothing inside `no_sync()`."""
+        """Finish the reduction: afterwards every `.grad` is the mean over the group. Inside `no_sync()`, do nothing."""
         if not self._synchronizing:
             return
         self.applied = True
@@ -381,13 +382,13 @@ class GradientReducer:
         self._has_new_gradients = False
 
     def _gradient_of(self, name: str) -> Tensor:
-        """Return the gradient of a parameter, after putting zeros there if it has none."""
+        """Return the gradient of a parameter; set it to zeros first if there is none."""
         gradient = self._gradient(name)
         self._active[name].grad = gradient
         return gradient
 
     def _complete(self, prepare: Callable[[dict[str, Tensor]], None]) -> None:
-        """Complete partial gradients; a parameter that no rank used in this step keeps none."""
+        """Complete partial gradients; a parameter that no rank has used in this step keeps no gradient."""
         self._completed = {name for name in self._active if name in self._prepare_names}
         names = [name for name in self._active if name in self._prepare_names]
         unused = [name for name in names if self._active[name].grad is None]
@@ -398,20 +399,20 @@ class GradientReducer:
         # The flags travel with the gradients, which saves a message; an unknown name is summed in full.
         used = gradients[names[0]].new_tensor([float(name not in unused) for name in names])
         prepare({**gradients, "": used})
-        # Read only if this rank needs the answer, since the host waits for it.
+        # Read only if this rank needs the answer: the host waits for the device here.
         for name, count in zip(names, used.tolist()) if unused else ():
             if not count:
                 self._active[name].grad = None
 
     def _exchange_use(self) -> set[str]:
-        """Return the names with a gradient on any replica, and adopt which buckets any replica found stale or sent.
+        """Return the names with a gradient on any replica, and share which buckets are stale or sent on any replica.
 
-        A plain mean of an old gradient is that gradient again. A compressor would add it once more, so with compression
-        only gradients since the last reduction count.
+        The mean of an old gradient, equal on all replicas, is the same gradient. A compressor would add it once more to
+        its memory. So with compression, only gradients since the last reduction count.
         """
         only = self._active if self._compression is None else self._accumulated
         flags = [self._is_used(name) and name in only for name in self._active]
-        # One collective for all questions: every further one costs a round trip in each step.
+        # One collective for all questions: each further collective would cost a round trip per step.
         flags += [bucket.stale for bucket in self._buckets]
         if not flags:
             return set()
@@ -419,7 +420,7 @@ class GradientReducer:
         shared = comm.on_any_rank(flags, self.group)
         for bucket, stale in zip(self._buckets, shared[len(self._active) :]):
             bucket.stale = stale
-        # A rank that has launched nothing must still take part in the collectives of ranks that have.
+        # A rank that has launched no bucket must still take part in the collectives of launched buckets.
         self._launched_anywhere = shared[-1]
         return {name for name, flag in zip(self._active, shared) if flag}
 
@@ -430,21 +431,21 @@ class GradientReducer:
         self.reduced = used
         if self._launched_anywhere and self._finish_early(used):
             return self._overlapped_session().finish()
-        # In place and in the calling thread: nothing is left to overlap with.
+        # In place and in the calling thread: backward is over, so there is no work to overlap with.
         session = GradientSession(compression, self.group, verdict_group=self._replica_group, device=self._device)
         session.add({name: self._gradient_of(name) for name in self._active if name in used})
         return session.finish()
 
     def _finish_early(self, used: set[str]) -> bool:
-        """Compress the remaining buckets and put the means in place; False if a gradient changed after it was sent."""
-        for bucket in self._buckets[self._next :]:  # where a rank has launched one, its parameters are all in use
+        """Compress the remaining buckets and assign the means; False if a gradient has changed after it was sent."""
+        for bucket in self._buckets[self._next :]:  # a bucket launched on any rank is in use in full, so names agree
             self._compress_early({name: self._gradient_of(name) for name in bucket.names if name in used})
         session = self._overlapped_session()
         session.wait()
-        # The same on all ranks, as `_exchange_use` has shared the flags: all of them do the step again, or none.
+        # `_exchange_use` has shared the flags: either all ranks repeat the step, or none does.
         if any(bucket.stale for bucket in self._buckets):
             session.discard()
-            # A model that has done it once does it in every step: from now on the compressor loses nothing by it.
+            # Such a model does this in every step. So from now on the compressor keeps a copy of its memory to restore.
             session.reducer.expects_rollback = True
             return False
         for means in self._means:
@@ -480,7 +481,7 @@ class GradientReducer:
                 parameter.grad.copy_(mean.view_as(parameter))
 
     def close(self) -> None:
-        """Remove the hooks, end the thread, and take what a compressor remembers off the device."""
+        """Remove the hooks, end the thread, and move the memory of a compressor off the device."""
         self.remove()
         if self._compression is not None:
             self._compression.leave_device()
@@ -495,11 +496,11 @@ class GradientReducer:
             self._overlapped = None
 
 
-_ALIGNED_BYTES = 16  # that kernels read at once
+_ALIGNED_BYTES = 16  # kernels read this many bytes at once
 
 
 def _padding(tensor: Tensor) -> int:
     """Return the elements between a gradient and the next one in a bucket."""
-    # Only where it is of use: an element's place in a message decides in which order some backends add the ranks up.
+    # Only on CUDA, where it helps: the place of an element decides the order in which some backends add the ranks.
     unit = _ALIGNED_BYTES // tensor.element_size() if tensor.is_cuda else 1
     return -tensor.numel() % unit

@@ -1,4 +1,4 @@
-"""Local SGD: replicas step independently, and average their drift now and then.
+"""Local SGD: replicas step independently, and average their drift at intervals.
 
     a     anchor: the parameters on which all replicas last agreed
     x     a replica's parameters, after local steps
@@ -35,8 +35,8 @@ class _Fragment:
 
     Attributes:
         has_moved: Whether there was a local step since its drift was last sent.
-        age: Local steps since then, while the answer is awaited; None otherwise.
-        start: The parameters when it was sent.
+        age: Local steps since the send, while the exchange is open; None otherwise.
+        start: The parameters at the time of the send.
     """
 
     def __init__(self, names: list[str]) -> None:
@@ -59,20 +59,20 @@ class DriftExchange:
         outer: Makes the optimizer of the outer step from the parameters; None for the plain mean.
         every_n_steps: Local steps between two exchanges of a parameter.
         fragments: Number of parts in which the parameters are exchanged, one after the other.
-        average_first: So many first exchanges are plain means.
-        overlap_steps: Local steps from the sending of a drift to the taking of its mean; 0 waits for it.
-        side_group: An extra group of the same replicas, for this exchange alone, so that it overlaps with steps.
+        average_first: Number of first exchanges that are plain means.
+        overlap_steps: Local steps between the send of a drift and the use of its mean; 0 waits for the mean.
+        side_group: An extra group of the same replicas, only for this exchange, so that it overlaps with steps.
         replica_group: Ranks that hold the rest of the model.
         first: Names of the first fragment: the parameters that several ranks of a replica hold.
         complete: Called with the means of a fragment, on every rank, to make means equal on the ranks that share them.
-        on_return: Called when this replica has returned to the anchor, as its drift was not finite. Its optimizer
+        on_return: Called when this replica has returned to the anchor, because its drift was not finite. Its optimizer
             state may not be finite either.
 
     Attributes:
         outer: The optimizer of the outer step, if there is one.
-        exchanged: Exchanges of all parameters so far. Set it, and `counted`, where a run goes on.
+        exchanged: Exchanges of all parameters so far. A resumed run sets it and `counted`.
         failed: Exchanges whose mean was not finite, so that they changed nothing.
-        returned: How often this replica has returned to the anchor.
+        returned: Number of returns of this replica to the anchor.
         counted: Local steps so far.
     """
 
@@ -106,8 +106,8 @@ class DriftExchange:
         self.exchanged = self.failed = self.returned = self.counted = 0
         device = next((parameter.device for parameter in self._parameters.values()), torch.device("cpu"))
         side_group = side_group if overlap_steps > 0 else None
-        # Without a verdict of the whole replica, for which the thread would ask in a group in use: whether
-        # means are taken is agreed on here.
+        # Without a verdict group: the thread would use it at the same time as the training thread. `_end` agrees
+        # whether means are finite.
         self._session = GradientSession(
             reducer,
             group if side_group is None else side_group,
@@ -144,7 +144,7 @@ class DriftExchange:
         added = [name for name, value in self._parameters.items() if value.requires_grad and name not in self._anchor]
         if not added:
             return
-        # Anchored parameters may have drifted, and the fragments are divided anew.
+        # Flushed first: anchored parameters may have drifted, and the fragments change below.
         self.flush()
         for name in added:
             self._anchor[name] = self._parameters[name].detach().clone(memory_format=torch.preserve_format)
@@ -159,12 +159,12 @@ class DriftExchange:
 
     @torch.no_grad()
     def take_anchor(self) -> None:
-        """Take the parameters, equal on all replicas, as the anchor, after something else than steps has set them."""
+        """Take the parameters, equal on all replicas, as the anchor, after code other than a step has set them."""
         for name, value in self._anchor.items():
             value.copy_(self._parameters[name])
 
     def move(self) -> None:
-        """Note a step of another optimizer, which does not count, and may follow on an exchange."""
+        """Note a step of another optimizer, which does not count, and which may come after an exchange."""
         for fragment in self._fragments:
             fragment.has_moved = True
 
@@ -199,13 +199,13 @@ class DriftExchange:
 
     @torch.no_grad()
     def flush(self) -> bool:
-        """Exchange all that has drifted, now; afterwards all replicas are equal. Return whether anything was."""
+        """Exchange all drifts now, so that all replicas are equal; return whether there was any drift."""
         for fragment in self._fragments:
             if fragment.age is not None:
                 self._end(fragment)
         drifted = [fragment for fragment in self._fragments if fragment.has_moved]
         if drifted:
-            # A session takes a parameter once in a step of its reducer, and these may have been in the open one.
+            # A session takes each parameter once per step of its reducer. The open step may hold these parameters.
             self._session.finish()
             for fragment in drifted:
                 self._begin(fragment)
@@ -218,7 +218,7 @@ class DriftExchange:
         return bool(drifted)
 
     def close(self) -> None:
-        """End the thread, and let go of the anchor; counts and the outer optimizer are kept."""
+        """End the thread, and free the anchor; counts and the outer optimizer are kept."""
         self._session.close()
         self._anchor = {}
         self._fragments = []
@@ -271,7 +271,7 @@ class DriftExchange:
 
     @contextmanager
     def _only_gradients(self, gradients: Mapping[str, Tensor]) -> Iterator[None]:
-        """Let the parameters have no other gradients than these inside the block."""
+        """Replace the gradients of all parameters in the block by `gradients`; None for a missing name."""
         before = {name: parameter.grad for name, parameter in self._parameters.items()}
         try:
             for name, parameter in self._parameters.items():
@@ -283,7 +283,7 @@ class DriftExchange:
 
     def _is_any_nonfinite(self, tensors: Iterable[Tensor]) -> bool:
         """Return whether a tensor holds a value that is not finite, on any rank of this replica."""
-        # The largest absolute value, as a norm of finite values may be infinite.
+        # The largest absolute value, because the 2-norm of finite values may overflow.
         largest = [torch.linalg.vector_norm(tensor, float("inf")) for tensor in tensors if tensor.numel()]
         is_finite = not largest or bool(torch.stack([value.float() for value in largest]).isfinite().all())
         group = self._replica_group
@@ -294,7 +294,7 @@ class DriftExchange:
         for name, value in self._anchor.items():
             self._parameters[name].copy_(value)
         for fragment in self._fragments:
-            # The drift under way was sent before, and was finite; later moves are forgotten.
+            # The drift in flight was finite when it was sent. Only the later moves are dropped.
             fragment.start = {name: self._anchor[name].clone() for name in fragment.start}
         self._on_return()
 
@@ -305,7 +305,7 @@ def _divided(sizes: Mapping[str, int], count: int, first: Collection[str]) -> li
     others = {name: size for name, size in sizes.items() if name not in first}
     total, filled = sum(others.values()), 0
     for name, size in others.items():
-        # By its middle, so that a large tensor at a border goes where more of it belongs.
+        # By its middle, so that a large tensor at a border goes into the run that holds most of it.
         runs[min(count - 1, int(count * (filled + size / 2) / max(1, total)))].append(name)
         filled += size
     return runs

@@ -1,10 +1,10 @@
-"""Parameters in slices, one for each replica, which alone updates it and keeps the optimizer's state of it (ZeRO).
+"""Parameters in slices, one per replica: only this replica updates its slice and keeps its optimizer state (ZeRO).
 
     parameter   [ replica 0 | replica 1 | ... ]     its elements in order; the last slices may be smaller, or empty
 
 A parameter is narrow while its data and its gradient are this replica's slice, and whole otherwise. It stays the same
-object: parameter groups, schedulers and clipping go on as if nothing had happened, and an optimizer that treats each
-element by itself cannot tell. When parameters become whole again, the replicas gather the updated slices.
+object, so parameter groups, schedulers and clipping work without a change. An elementwise optimizer sees no difference.
+When parameters become whole again, the replicas gather the updated slices.
 """
 
 from __future__ import annotations
@@ -34,16 +34,16 @@ MOST_IN_FLIGHT = 2  # buckets under way while another one is made
 
 
 class ParameterSlices:
-    """Divides the parameters of a module over the replicas for the time of optimizer steps.
+    """Divides the parameters of a module over the replicas during optimizer steps.
 
     Args:
         parameters: The module's parameters on this rank, by name; scalars are not divided.
         group: The data-parallel group.
-        bucket_bytes: About how much is gathered in one message.
+        bucket_bytes: Approximate size of a message that gathers slices.
 
     Attributes:
-        traffic: Buckets of parameters under way.
-        holds_gradients: Whether gradients are slices now, because they were reduced to them; the same on all ranks.
+        traffic: Buckets of parameters in flight.
+        holds_gradients: Whether gradients are slices now, after the reduction; the same on all ranks.
 
     Raises:
         ValueError: If a parameter is complex.
@@ -57,7 +57,7 @@ class ParameterSlices:
         self.adopt(parameters)
         self.traffic = Traffic()
         self.holds_gradients = False
-        # Of narrow parameters: the data of the whole, and its gradient where it is kept.
+        # By narrow parameter: its full data, and its full gradient if `narrow` has to keep it.
         self._whole: dict[Tensor, tuple[Tensor, Tensor | None]] = {}
         self._freed: set[int] = set()
         self._hooks: list[RemovableHandle] = []
@@ -65,10 +65,10 @@ class ParameterSlices:
         self._step_hooks: list[RemovableHandle] = []
 
     def adopt(self, parameters: Mapping[str, nn.Parameter]) -> None:
-        """Divide these parameters from now on, while none of them is narrow.
+        """Divide these parameters from now on; call it while no parameter is narrow.
 
         Raises:
-            ValueError: If one is complex.
+            ValueError: If a parameter is complex.
         """
         for name, parameter in parameters.items():
             if parameter.is_complex():
@@ -82,25 +82,26 @@ class ParameterSlices:
         return id(parameter) in self._parameters
 
     def width(self, numel: int) -> int:
-        """Return how many of so many elements are in each slice but the last ones."""
+        """Return the number of elements in each slice, except the last slices, of a tensor of `numel` elements."""
         width = -(-numel // self.group.size)
-        # Kernels read several elements at once. By size only: state may have another dtype, and be on another device.
+        # Aligned, because kernels read several elements at once. The width depends only on the size: optimizer state
+        # may have another dtype and another device, and needs the same slices.
         return width if width < _LARGE else -(-width // _ALIGNED) * _ALIGNED
 
     def size(self, numel: int) -> int:
-        """Return how many of so many elements are in this replica's slice."""
+        """Return the number of elements in this replica's slice of a tensor of `numel` elements."""
         width = self.width(numel)
         return max(0, min(width, numel - self.group.rank * width))
 
     def cut(self, tensor: Tensor) -> Tensor:
-        """Return this replica's slice of a whole tensor, a view where it is contiguous; in as many dimensions."""
+        """Return this replica's slice of a full tensor, in as many dimensions; a view if the tensor is contiguous."""
         start = min(self.group.rank * self.width(tensor.numel()), tensor.numel())
         part = tensor.reshape(-1).narrow(0, start, self.size(tensor.numel()))
-        # Some optimizers leave vectors alone that would be decayed or scaled as matrices.
+        # The dimensions stay: some optimizers decay or scale matrices, but not vectors.
         return part.view(-1, *[1] * (tensor.dim() - 1))
 
     def merge(self, mine: Tensor, shape: torch.Size) -> Tensor:
-        """Return the whole tensor of the slices of all replicas; each of them must call it."""
+        """Return the full tensor from the slices of all replicas; every replica must call it."""
         rows: Tensor = comm.all_gather(padded_to(self.width(shape.numel()), mine), self.group)
         return rows[: shape.numel()].view(shape)
 
@@ -115,12 +116,12 @@ class ParameterSlices:
         return self._whole[parameter][0].shape if parameter in self._whole else parameter.shape
 
     def begin(self) -> None:
-        """Say that gradients are slices from now on, until `widen`; every rank must call it."""
+        """Note that gradients are slices until `widen`; every rank must call it."""
         self.holds_gradients = True
         self._freed.clear()
 
     def has_freed(self, parameter: Tensor) -> bool:
-        """Return whether a parameter had a gradient in the last step, of which nothing is left."""
+        """Return whether a parameter had only a slice of a gradient in the last step, which is freed now."""
         return id(parameter) in self._freed
 
     @torch.no_grad()
@@ -128,8 +129,8 @@ class ParameterSlices:
         """Make a whole parameter narrow.
 
         Args:
-            parameter: One that is divided.
-            gradient: Slice of its gradient. If omitted, it is cut out of `.grad`, which comes back with the whole.
+            parameter: A parameter for which `divides` is true.
+            gradient: Slice of its gradient. If omitted, the slice is a part of `.grad`, which `widen` restores.
         """
         whole = parameter.data
         kept = None
@@ -144,7 +145,7 @@ class ParameterSlices:
         """Make all narrow parameters whole again.
 
         Args:
-            gathered: Parameters of which the replicas gather all slices, the same on all of them; narrow or not.
+            gathered: Parameters whose slices the replicas gather, the same on all replicas; narrow or not.
         """
         updated = {parameter: parameter.data for parameter in self._whole}
         for parameter, (whole, gradient) in self._whole.items():
@@ -157,7 +158,7 @@ class ParameterSlices:
 
     def _gather(self, parameters: Sequence[nn.Parameter], updated: Mapping[Tensor, Tensor]) -> None:
         direct = [parameter for parameter in parameters if self._is_in_rows(parameter)]
-        # Slices are where they belong: nothing is copied, and nothing more held.
+        # The slices already lie in their rows of the full parameter, so no copy and no further memory is needed.
         pending = [comm.all_gather_(p.data.view(self.group.size, -1), self.group, async_op=True) for p in direct]
         self._gather_buckets([parameter for parameter in parameters if not self._is_in_rows(parameter)], updated)
         for each in pending:
@@ -180,6 +181,7 @@ class ParameterSlices:
             row = torch.cat([padded_to(self.width(p.numel()), mine) for p, mine in zip(members, slices)])
             self.traffic.add(row.nbytes * (1 + self.group.size))
             flights.append((members, comm.all_gather(row, self.group, async_op=True)))
+            # Bounds the memory: each bucket in flight holds the slices of all replicas.
             if len(flights) > MOST_IN_FLIGHT:
                 self._land(*flights.pop(0))
         for flight in flights:
@@ -192,7 +194,7 @@ class ParameterSlices:
         self.traffic.remove(rows.nbytes // self.group.size * (1 + self.group.size))
 
     def close(self) -> None:
-        """Make parameters whole, as before a step that failed, and leave the module alone from now on."""
+        """Make parameters whole, with the values from before a failed step, and remove all hooks."""
         self.widen()
         for hook in (*self._hooks, *self._step_hooks):
             hook.remove()
@@ -202,7 +204,7 @@ class ParameterSlices:
     # -------------------------------------------------------------------------------------------------- state dicts
 
     def keep_states_whole(self, module: nn.Module) -> None:
-        """Let state dicts hold whole parameters with the values before the step, where these are narrow; until `close`.
+        """Let state dicts hold full parameters, with the values before the step, also while narrow; until `close`.
 
         Otherwise a hook between backward and step would save this replica's slice.
         """
@@ -216,7 +218,8 @@ class ParameterSlices:
     def _watch(self, owner: nn.Module) -> None:
         shown: list[tuple[Tensor, Tensor, Tensor | None]] = []
 
-        # Functions, since torch marks its hooks. Copies of a module have the hooks, too, but no narrow parameters.
+        # Functions instead of methods, because torch sets an attribute on its hooks. Copies of a module have the hooks
+        # too, but no narrow parameters.
         def before(module: nn.Module, *_: Any) -> None:
             for parameter in module.parameters(recurse=False):
                 if parameter in self._whole:
@@ -233,16 +236,16 @@ class ParameterSlices:
     # --------------------------------------------------------------------------------------------------- optimizers
 
     def divide(self, optimizer: Optimizer, patches: Patches) -> None:
-        """Let an optimizer update slices, and keep its state for them, until `patches` are undone.
+        """Let an optimizer update slices, and keep the state of slices, until `patches` are undone.
 
-        The closure of a step is evaluated before parameters are narrow, and hooks of the step see them whole.
+        The closure runs before parameters become narrow. Hooks of the step see whole parameters.
         """
         self._cut_state(optimizer)
         self._divided.append(optimizer)
         own = optimizer.step
         is_first = True
 
-        @functools.wraps(own)  # schedulers look at its attributes
+        @functools.wraps(own)  # schedulers read attributes of `step`
         def step(_: Optimizer, closure: Callable[[], Any] | None = None, **kwargs: Any) -> Any:
             given = (optimizer,) if closure is None else (optimizer, closure)
             given, kwargs = _run_before(optimizer, given, kwargs)
@@ -253,7 +256,7 @@ class ParameterSlices:
                     replay = _Replay(closure())
             nonlocal is_first
             if is_first:
-                self._cut_state(optimizer)  # of a step that had begun when the optimizer was divided
+                self._cut_state(optimizer)  # a step that ran during `divide` may have made state of full parameters
                 is_first = False
             parameters = self._trained(optimizer)
             for parameter in parameters:
@@ -270,11 +273,11 @@ class ParameterSlices:
                 hook(optimizer, given, kwargs)
             return result
 
-        # A method, as which schedulers wrap it that are made while the model trains.
+        # A method, because schedulers that are made during training wrap `step` as a method.
         patches.replace(optimizer, "step", MethodType(step, optimizer))
 
     def watch_steps(self, take: Callable[[Optimizer], None]) -> None:
-        """Call `take` after the step of an optimizer that made parameters narrow and left them so, until `close`."""
+        """Call `take` after a step that has made parameters narrow and has left them narrow, until `close`."""
         began_whole: dict[int, bool] = {}
 
         def before(optimizer: Optimizer, *_: Any) -> None:
@@ -294,7 +297,7 @@ class ParameterSlices:
         return [p for group in optimizer.param_groups for p in group["params"] if self._is_trained(p)]
 
     def _is_trained(self, parameter: nn.Parameter) -> bool:
-        # Without a gradient, too: which ones have one is not known to be the same on all replicas.
+        # Also without a gradient: replicas may differ in which parameters have gradients, but must gather the same.
         return self.divides(parameter) and (parameter.requires_grad or parameter.grad is not None)
 
     def has_divided(self, optimizer: Optimizer) -> bool:
@@ -303,20 +306,20 @@ class ParameterSlices:
 
     @torch.no_grad()
     def _cut_state(self, optimizer: Optimizer) -> None:
-        """Cut the state of whole parameters, which some optimizers make at once."""
+        """Reduce the state of full parameters to slices; some optimizers make state in their constructor."""
         for parameter, state in optimizer.state.items():
             for key, value in state.items() if self.divides(parameter) else ():
                 state[key] = self.part_of_state(value, parameter)
 
     def part_of_state(self, value: Any, parameter: Tensor) -> Any:
-        """Return this replica's part of a value of a whole parameter's state: a copy of its slice, or all."""
+        """Return this replica's part of a value in a full parameter's state: a copy of its slice, or the value."""
         if not self.divides(parameter) or not isinstance(value, Tensor) or value.shape != self.whole_shape(parameter):
             return value  # such as the count of steps
         return self.cut(value).clone()
 
 
 def _run_before(optimizer: Optimizer, args: tuple[Any, ...], kwargs: Any) -> tuple[tuple[Any, ...], Any]:
-    """Run the hooks before a step as the optimizer would; returns the arguments that they leave."""
+    """Run the hooks before a step as the optimizer does, and return the arguments after them."""
     for hook in (*global_step_hooks()[0].values(), *step_hooks_of(optimizer)[0].values()):
         changed = hook(optimizer, args, kwargs)
         if changed is not None:
@@ -343,7 +346,7 @@ _DIRECT_BYTES = 1 << 18  # of a slice that is sent by itself
 
 
 class _Replay:
-    """A closure that has been evaluated."""
+    """Takes the place of an evaluated closure: returns its loss, once."""
 
     def __init__(self, loss: Any) -> None:
         self._loss = loss
@@ -360,20 +363,21 @@ class _Replay:
 
 
 def _replace(parameter: Tensor, data: Tensor, gradient: Tensor | None) -> None:
-    """Give a parameter other data, and a gradient of their shape: it must have its shape at any time."""
+    """Give a parameter other data, and a gradient of the same shape."""
+    # Cleared first: a gradient must have the shape of its parameter at any time.
     parameter.grad = None
     parameter.data = data
     parameter.grad = gradient
 
 
 def padded_to(width: int, tensor: Tensor) -> Tensor:
-    """Return the elements of a tensor in one dimension, with zeros up to `width`."""
+    """Flatten a tensor, and append zeros up to `width` elements."""
     flat = tensor.reshape(-1)
     return flat if flat.numel() == width else torch.cat([flat, flat.new_zeros(width - flat.numel())])
 
 
 def _write(whole: Tensor, columns: Tensor) -> None:
-    """Copy the slices of all replicas, one in each row, into a whole tensor."""
+    """Copy the slices of all replicas, one per row, into a full tensor."""
     if whole.numel() == columns.numel() and whole.is_contiguous():
         whole.view(columns.shape).copy_(columns)
     else:

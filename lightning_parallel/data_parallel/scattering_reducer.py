@@ -1,10 +1,9 @@
-"""The mean of gradients, of which each replica gets its slice only: reduce-scatter in place of all-reduce.
+"""The mean of gradients by reduce-scatter instead of all-reduce: each replica gets only its slice of the mean.
 
     backward:   ... layer 3 ........ layer 2 ........ layer 1 ...   reduce()
     in flight:            [ bucket 0 ]       [ bucket 1 ]  [ 2 ]    parameters become narrow, with slices of the means
 
-A gradient is freed when its bucket is sent, so that few buckets are there whole at once. All else is as in the class
-that this one derives from.
+A gradient is freed when its bucket is sent, so only few full buckets exist at once. All other behavior is inherited.
 """
 
 from __future__ import annotations
@@ -67,7 +66,7 @@ class ScatteringReducer(GradientReducer):
         self.traffic.add(rows.nbytes + rows[0].nbytes)
         self._in_flight.append((bucket, comm.reduce_scatter(rows, self.group, async_op=True)))
         for name in bucket.names:
-            # What accumulates from now on is sent by itself, and added.
+            # Gradients that accumulate from now on are sent in another message, and added to the sum.
             self._active[name].grad = None
         while len(self._in_flight) > MOST_IN_FLIGHT:
             self._land()
@@ -121,6 +120,6 @@ class ScatteringReducer(GradientReducer):
         means = self._sums.pop(bucket).div_(self.group.size).split(widths)
         for name, mean in zip(bucket.names, means):
             parameter = self._active[name]
-            # Also without a gradient: owners of a tied parameter exchange theirs in one shape.
+            # Also without a gradient: the owners of a tied parameter must exchange gradients of one shape.
             mine = mean[: self._slices.size(parameter.numel())] if name in used else None
             self._slices.narrow(parameter, mine)

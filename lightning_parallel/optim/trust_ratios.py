@@ -1,4 +1,4 @@
-"""LARS and LAMB: the step of each parameter is scaled by its norm over that of the step (the trust ratio)."""
+"""LARS and LAMB: the norm of a parameter, divided by the norm of its step, scales this step (the trust ratio)."""
 
 from __future__ import annotations
 
@@ -26,48 +26,48 @@ __all__ = [
 
 
 def local_part(tensor: Tensor, like: Tensor) -> Tensor:
-    """Return this rank's part of a tensor that is divided as `like`; a plain tensor itself."""
+    """Return this rank's shard of a `DTensor`, sharded like `like`; return a plain tensor itself."""
     if not isinstance(tensor, DTensor):
         return tensor
     assert isinstance(like, DTensor)
-    # A gradient may still be a sum over ranks.
+    # The gradient of a `DTensor` may still be a partial sum on each rank.
     if tensor.placements != like.placements:
         tensor = tensor.redistribute(like.device_mesh, like.placements)
     return tensor.to_local()
 
 
 class WholeNorms:
-    """Takes 2-norms of whole parameters, and of tensors divided like them.
+    """Takes 2-norms of full parameters, and of tensors that are sharded like them.
 
-    Knows whole parameters and `DTensor`s (FSDP2 and torch's tensor parallelism). A strategy that divides
-    parameters by itself gives optimizers a subclass, which tells by `groups` over which ranks a parameter is divided
-    and by `part` which elements of its shard a rank counts, so that the ranks together count each once.
+    Knows plain parameters and `DTensor`s (FSDP2 and torch's tensor parallelism). A strategy that shards parameters
+    itself gives optimizers a subclass. Its `groups` returns the ranks over which a parameter is sharded. Its `part`
+    returns the elements that a rank counts, so that the ranks together count each element once.
     """
 
     def groups(self, parameter: Tensor) -> tuple[Group, ...]:
-        """Return the groups over which a parameter is divided, the same on all their ranks; none if it is whole."""
+        """Return the groups over which a parameter is sharded, the same on all their ranks; empty if replicated."""
         if not isinstance(parameter, DTensor):
             return ()
         mesh = parameter.device_mesh
         return tuple(
             Group.of(mesh.get_group(dim), f"dimension {dim} of a DTensor")
             for dim, placement in enumerate(parameter.placements)
-            # And not `is_shard`: of FSDP2 over torch's tensor parallelism, shards are strided, which it denies.
+            # Not `is_shard`, which is False for the strided shards of FSDP2 over torch's tensor parallelism.
             if not placement.is_replicate() and mesh.size(dim) > 1
         )
 
     def part(self, parameter: Tensor, shard: Tensor) -> Tensor:
-        """Return the elements that this rank counts of its `shard` of a tensor that is divided like `parameter`."""
+        """Return the elements that this rank counts in its `shard` of a tensor that is sharded like `parameter`."""
         return shard
 
     @torch.no_grad()
     def __call__(self, parameters: Sequence[Tensor], *kinds: Sequence[Tensor | None]) -> Tensor:
-        """Return the norm of each whole tensor; every rank that holds a part of one must call it, with all parameters.
+        """Return the norm of each full tensor; every rank with a shard of any must call it, with all parameters.
 
         Args:
             parameters: The parameters.
-            kinds: For each parameter this rank's shard of some tensor of its shape, such as its gradient; None counts
-                as zero.
+            kinds: Each kind gives one tensor per parameter, such as its gradient, as this rank's shard; None counts as
+                zero.
 
         Returns:
             Norms in double precision, `[kinds, parameters]`.
@@ -91,7 +91,7 @@ class WholeNorms:
         return squares.sqrt()
 
     def _sum(self, squares: Tensor, parameters: Sequence[Tensor]) -> None:
-        """Sum the squares of divided parameters, in place: one message for each group."""
+        """Sum the squares of sharded parameters over their ranks, in place, with one message per group."""
         columns: dict[object, tuple[Group, list[int]]] = {}
         for column, parameter in enumerate(parameters):
             for group in self.groups(parameter):
@@ -105,7 +105,7 @@ class WholeNorms:
 
 @dataclass(frozen=True)
 class _Held:
-    """What this rank holds of one parameter and its gradient, plain tensors; the gradient is None without one."""
+    """This rank's shards of one parameter and its gradient, as plain tensors; None for a missing gradient."""
 
     parameter: Tensor
     group: dict[str, Any]
@@ -114,7 +114,7 @@ class _Held:
 
 
 class TrustRatioOptimizer(Optimizer):
-    """Base class of optimizers that look at norms of whole parameters.
+    """Base class of optimizers that use norms of full parameters.
 
     Attributes:
         norms: Takes these norms, also of `DTensor`s; a strategy that shards parameters replaces it.
@@ -137,7 +137,7 @@ class TrustRatioOptimizer(Optimizer):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
-        # Copies and pickles of optimizers hold state and groups only.
+        # Copied and unpickled optimizers hold only state and groups.
         self.__dict__.setdefault("_given", set())
         self.__dict__.setdefault("_shapes", set())
 
@@ -155,7 +155,7 @@ class TrustRatioOptimizer(Optimizer):
             self._shapes.add(parameter.shape)
 
     def _check_given(self, parameter: Tensor) -> None:
-        # DeepSpeed takes the user's optimizer, and gives it a flat vector for all parameters of a group, or a part.
+        # DeepSpeed gives the user's optimizer a flat vector of all parameters of a group, or a part of the vector.
         if self._given and id(parameter) not in self._given and parameter.shape not in self._shapes:
             raise ValueError(
                 f"`{type(self).__name__}` needs the norms of full parameters; got an unknown parameter of shape"
@@ -166,7 +166,7 @@ class TrustRatioOptimizer(Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Optional[Callable[[], Any]] = None) -> Any:
-        """Take a step; every rank that holds a part of the parameters must call it."""
+        """Take a step; every rank that holds a shard of the parameters must call it."""
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -204,13 +204,13 @@ class TrustRatioOptimizer(Optimizer):
     ) -> None:
         """Add the steps of parameters of one group, times trust ratio, learning rate and `sign`, to `targets`."""
         plain: tuple[list[Tensor], list[Tensor], list[Tensor]] = [], [], []
-        # Once for all parameters, since each number costs a copy to the device.
+        # Once for all parameters, because each number costs a copy to the device.
         rate = torch.as_tensor(mine[0].group["lr"], dtype=torch.float64, device=steps[0].device)
         for target, step, one in zip(targets, steps, mine):
             factor = rate.to(step.device)
             pair = norms.get(id(one.parameter))
             if pair is not None:
-                # On the device, without a branch: the host does not wait for the norms.
+                # On the device and without a branch, so that the host does not wait for the norms.
                 weight, other = pair.to(step.device).unbind()
                 is_known = (weight > 0) & (other > 0)
                 factor = torch.where(is_known, self._trust_ratio(weight, other, one.group), 1.0) * factor
@@ -228,10 +228,10 @@ class TrustRatioOptimizer(Optimizer):
         """Return the trust ratio from the norms of a parameter and of its step."""
 
     def _remembered(self, one: _Held, key: str) -> Tensor:
-        """Return this rank's part of a tensor of the state, of the parameter's shape; zeros at first."""
+        """Return this rank's shard of a state tensor with the parameter's shape; zeros at first."""
         state = self.state[one.parameter]
         if key not in state:
-            # Like the parameter, not like its part: checkpoints of `DTensor`s need the full shape.
+            # Like the parameter, not like its shard: checkpoints of `DTensor`s need the full shape.
             state[key] = torch.zeros_like(one.parameter, memory_format=torch.preserve_format)
         return local_part(state[key], one.parameter)
 
@@ -414,7 +414,7 @@ class LAMB(TrustRatioOptimizer):
         squares = [self._remembered(one, "exp_avg_sq") for one in mine]
         counts = []
         for one in mine:
-            # As torch's Adam keeps it: on the CPU, for each parameter, since some may have no gradient at times.
+            # As in torch's Adam: on the CPU, and for each parameter, because a parameter may lack a gradient in a step.
             count = self.state[one.parameter].setdefault("step", torch.zeros((), dtype=torch.float32))
             count += 1
             counts.append(float(count))
