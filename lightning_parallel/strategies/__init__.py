@@ -39,7 +39,7 @@ _NAMES: dict[str, tuple[Callable[[], Strategy], str]] = {
     "hybrid_parallel": (HybridParallelStrategy, "Tensor x pipeline x data parallelism"),
     "auto_parallel": (AutoParallelStrategy, "The fastest layout by the planner when a run begins"),
     "local_sgd": (LocalSGDStrategy, "Replicas that train independently and average their updates every n steps"),
-    # Functions, since each strategy needs a compressor of its own.
+    # Functions, since each strategy needs a separate compressor.
     "ddp_powersgd": (lambda: CompressedDDPStrategy(PowerSGD()), "DDP with PowerSGD gradients"),
     "ddp_int8": (lambda: CompressedDDPStrategy(Quantize(8)), "DDP with gradients of 8 bits"),
 }

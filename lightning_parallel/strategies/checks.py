@@ -56,7 +56,7 @@ def check_same_batch(batch: Any, group: Group) -> None:
     """
     if group.size == 1:
         return
-    # Fingerprints rather than the batches, which may be large. The shapes are for the message.
+    # Send fingerprints instead of the batches, which may be large. The shapes are for the message.
     seen = _contents(batch)
     everyone = comm.all_gather_object(seen, group)
     different = [rank for rank, other in zip(group.ranks, everyone) if other != everyone[0]]
@@ -104,7 +104,7 @@ class _ContentPickler(pickle.Pickler):
 
     def __init__(self, file: IO[bytes]) -> None:
         super().__init__(file, protocol=4)
-        # Without references to earlier values: equal strings are one object on some ranks only.
+        # `fast` writes no references to earlier values: equal strings are one object on some ranks only.
         self.fast = True
         self.tensors: list[tuple[Any, ...]] = []
 
@@ -131,8 +131,8 @@ def check_callbacks(trainer: Trainer, ranks_per_replica: int) -> None:
     """Refuse callbacks that cannot work with a part of the model.
 
     Raises:
-        ValueError: If a callback searches for the largest batch, or prunes a divided model. In such a search, a rank
-            without memory would leave its peers waiting.
+        ValueError: If a callback searches for the largest batch, or prunes a sharded or split model. In such a search,
+            a rank without memory would leave its peers waiting.
     """
     if ranks_per_replica > 1 and any(isinstance(callback, ModelPruning) for callback in trainer.callbacks):  # type: ignore[attr-defined]
         raise ValueError(
@@ -158,7 +158,7 @@ def check_agreement(module: nn.Module, optimizers: Sequence[Optimizer], names: M
     settings = {}
     for index, optimizer in enumerate(optimizers):
         for number, options in enumerate(optimizer.param_groups):
-            # Without tensors, whose comparison gives no single truth value.
+            # Leave out tensors, whose comparison gives no single truth value.
             plain = {key: value for key, value in options.items() if isinstance(value, (bool, int, float, str, tuple))}
             parameters = [names.get(id(parameter)) for parameter in options["params"]]
             settings[f"{type(optimizer).__name__} {index}.{number}"] = (plain, parameters)
@@ -198,7 +198,7 @@ def _share_elements(one: Tensor, two: Tensor, distance: int) -> bool:
     """Tell whether two tensors share elements, of which the second begins `distance` bytes after the first."""
     if distance % one.element_size() or one.element_size() != two.element_size():
         return True
-    # Columns of one matrix overlap in memory without common elements.
+    # The ranges of two columns of a matrix overlap, but the columns share no element.
     offset = distance // one.element_size()
     ends = [sum((size - 1) * stride for size, stride in zip(x.shape, x.stride())) for x in (one, two)]
     marks = torch.zeros(max(ends[0], offset + ends[1]) + 1, dtype=torch.bool)
@@ -299,7 +299,7 @@ def first_batch(trainer: Trainer) -> Any | None:
             undo.enter_context(_rewound(each))
             return _copied(loaders, each, kept)
 
-        # Without the barrier of the loop, where other ranks would wait for a rank whose loader fails.
+        # Turn the barrier of the loop off: other ranks would wait there for a rank whose loader fails.
         with patched(trainer.strategy, "barrier", lambda *_, **__: None):
             entry = take_first_entry(loop, copied)
         if entry is None or entry[0] is None:

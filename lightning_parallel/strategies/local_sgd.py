@@ -1,6 +1,6 @@
 """Local SGD: replicas take their own optimizer steps, and average their drifts.
 
-A checkpoint is that of the mesh strategies, with the parameters on which the replicas agree, and
+A checkpoint has the format of the mesh strategies, with the parameters on which the replicas agree, and the entry
 
     "local_sgd": {"steps": optimizer steps, "local_steps", "exchanges", "scalers": [of each replica],
                   "outer": state of the outer optimizer, "are_new", "optimizers": see `replica_optimizers`}
@@ -98,7 +98,7 @@ class LocalSteps:
 
 
 class LocalSGDStrategy(HybridParallelStrategy):
-    """Lets each replica take optimizer steps of its own, and averages the replicas every `every_n_steps` steps.
+    """Lets each replica take separate optimizer steps, and averages the replicas every `every_n_steps` steps.
 
     Use this strategy for slow links: most steps send nothing. An exchange sends the drift, the change of the parameters
     since the last exchange. Any compressor can compress the drift, with its error feedback. A replica is one process,
@@ -106,8 +106,8 @@ class LocalSGDStrategy(HybridParallelStrategy):
 
     Replicas also exchange their drifts before validation, before checkpoints and at the end of `fit`, which then use
     one model. Between exchanges, each replica has its own parameters, optimizer state and, under `16-mixed`, loss
-    scale. A metric that you do not synchronise is that of one replica. A signal to end (SIGTERM) takes effect at the
-    next exchange.
+    scale. A metric that you do not synchronise has the value of one replica. A signal to end (SIGTERM) takes effect at
+    the next exchange.
 
     A run may resume with more or fewer replicas. With the same number it continues bit for bit; only LBFGS, whose
     history is lists, continues with the history of the first replica. With another number, each replica begins with the
@@ -274,7 +274,7 @@ class LocalSGDStrategy(HybridParallelStrategy):
 
     @property
     def _exchange(self) -> DriftExchange | None:
-        """The exchange of drifts; None outside of `fit`."""
+        """The exchange of drifts; None outside `fit`."""
         return None if self._local is None or self._local.is_closed else self._local.exchange
 
     @property
@@ -287,7 +287,7 @@ class LocalSGDStrategy(HybridParallelStrategy):
         super().setup(trainer)
         if trainer.state.fn != TrainerFn.FITTING:
             return
-        # Before all hooks: callbacks exchange weights in theirs, such as averages, which are no drift.
+        # Agree before all hooks: hooks of callbacks replace weights, such as by averages, which is no drift.
         self._agree_before(trainer.fit_loop, "on_run_end")
         self._agree_before(trainer.fit_loop.epoch_loop.val_loop, "on_run_start")
         for callback in trainer.callbacks:  # type: ignore[attr-defined]
@@ -390,7 +390,7 @@ class LocalSGDStrategy(HybridParallelStrategy):
         self.compression.scale = 1.0  # drifts are without the loss scale
 
     def _follow_hooks(self, local: LocalSteps) -> None:
-        """Take weights that hooks have set since the replicas agreed: they are no drift."""
+        """Adopt weights that hooks have set since the replicas agreed: these changes are no drift."""
         data = self.groups.data_parallel
         if comm.on_any_rank([not local.exchange.is_at_anchor], data)[0]:
             replicas.share_means([value.detach() for value in self.module.parameters()], data)
@@ -401,7 +401,7 @@ class LocalSGDStrategy(HybridParallelStrategy):
     def end_step(self, optimizer: Optimizer) -> None:
         local = self.local
         local.has_agreed = False
-        # Several optimizers step in turn. The one with most steps counts.
+        # Several optimizers step in turn. The optimizer with most steps counts.
         local.taken[id(optimizer)] += 1
         if local.taken[id(optimizer)] <= local.count - local.restored_count:
             local.exchange.move()
@@ -423,7 +423,7 @@ class LocalSGDStrategy(HybridParallelStrategy):
             failed: Number of failed exchanges before this one.
         """
         local.meets = True
-        # A replica that was not finite had left its traces in the buffers, too.
+        # Values that are not finite in a replica may have reached its buffers, too.
         replicas.share_finite_buffers(self.module, self.groups)
         if local.exchange.failed > failed:
             rank_zero_warn(
@@ -462,7 +462,7 @@ class LocalSGDStrategy(HybridParallelStrategy):
         self._replica_optimizers.clear()
         returned = self.local.exchange.returned
         if self.groups.replica.rank == 0 and returned & (returned - 1) == 0:
-            # On every rank zero of a replica: other replicas do not know of it.
+            # Warn on the first rank of this replica: other replicas do not know of the return.
             warnings.warn(
                 f"Replica {self.groups.data_parallel.rank} had a parameter that was not finite and returned to the"
                 f" last common parameters of all replicas. This has happened {returned} times so far.",
@@ -519,7 +519,7 @@ class LocalSGDStrategy(HybridParallelStrategy):
         checkpoint = super().load_checkpoint(checkpoint_path, weights_only)
         if self._exchange is not None and "optimizer_states" in checkpoint:
             self.local.checkpoint = checkpoint.get(LOCAL_STEPS, {})
-            # Ranks may name the best checkpoint after the metric of their own replica: all read beside the first one.
+            # Ranks may name the best checkpoint after the metric of their replica, so all read beside rank 0's file.
             self.local.checkpoint_path = self.broadcast(checkpoint_path)
             if not self.local.checkpoint:
                 tell("The checkpoint is from another strategy; local steps start at step 0.")

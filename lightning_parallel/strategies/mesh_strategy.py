@@ -123,7 +123,7 @@ class MeshStrategy(MeshProcesses):
         tensor: How layers are sharded.
         pipeline: How layers are split into stages; None without a pipeline axis.
 
-    The other arguments are those of `HybridParallelStrategy`.
+    `HybridParallelStrategy` documents the other arguments.
     """
 
     compresses_drifts = False
@@ -188,15 +188,15 @@ class MeshStrategy(MeshProcesses):
         self.tensor_options = tensor
         self.pipeline_options = pipeline
         self._run: Run | None = None
-        # Not in `Run`: patches begin before `setup`, and the last ones end after `teardown` of Lightning's strategy.
+        # Not in `Run`: patches begin before `setup`, and the last patches end after `teardown` of Lightning's strategy.
         self._patches = Patches()
         # Not in `Run` either: a script may save or load between runs.
         self._writer: ShardedWriter | None = None
         self._opened: SavedCheckpoint | DistributedCheckpoint | None = None
 
     def __deepcopy__(self, memo: dict[int, Any]) -> MeshStrategy:
-        # A copy of a module reaches the strategy by way of its Trainer. Objects that the library has made for a run,
-        # such as process groups, belong to this process: the copy shares them. All other attributes are copied.
+        # A copy of a module reaches the strategy through its Trainer. The copy shares objects that the library has made
+        # for a run, such as process groups, which belong to this process. All other attributes are copied.
         duplicate = type(self).__new__(type(self))
         memo[id(self)] = duplicate
         is_used = self._groups is not None
@@ -207,7 +207,7 @@ class MeshStrategy(MeshProcesses):
 
     @property
     def run(self) -> Run:
-        """The objects of the present run; after `teardown`, of the last one.
+        """The objects of the present run; after `teardown`, of the last run.
 
         Raises:
             RuntimeError: Before the first `setup`.
@@ -221,7 +221,7 @@ class MeshStrategy(MeshProcesses):
     @override
     def setup_environment(self) -> None:
         super().setup_environment()
-        # Only now have the ranks met. A rank that raised earlier would leave, and the others would report only that.
+        # Check only now, when the ranks have met. If one rank raised earlier, other ranks would report only its loss.
         with comm.failing_together(self.groups.world):
             if self.mesh.pipeline_parallel > 1:
                 checks.check_pipeline_module(self.module)
@@ -260,10 +260,10 @@ class MeshStrategy(MeshProcesses):
             move_optimizers(self.optimizers, self.root_device)
             replicas.share_plateau_metrics(self.lr_scheduler_configs, self.groups.data_parallel)
         if run.engine is not None and not was_split:
-            # Only now is the memory of the optimizers known.
+            # The table needs the memory of the optimizers, which is known only now.
             copies = optimizer_copies(self.optimizers) if is_fit else 1
             show_stages(run.engine.plan, copies, self.groups.data_parallel.size if is_fit else 1, self.zero_stage)
-        # Last: the changes above are ours.
+        # Begin the watch last: the changes above are not the user's.
         run.model_watch = ModelWatch(self.module, lambda: self.optimizers)
 
     def _begin_run(self) -> Run:
@@ -275,7 +275,7 @@ class MeshStrategy(MeshProcesses):
             self.precision_plugin,
             self.verify,
             self.zero_stage,
-            # The optimizers of the last `fit` stay during an evaluation, and so does the division of their state.
+            # The optimizers of the last `fit` stay during an evaluation, and their state stays divided.
             optimizer_groups=None if last is None else last.optimizer_groups,
             slices=None if last is None else last.slices,
         )
@@ -286,9 +286,9 @@ class MeshStrategy(MeshProcesses):
         module = self.module
         data = self.groups.data_parallel
         if synchronizes_layers(self) and trainer.state.fn == TrainerFn.FITTING:
-            # Before the model is planned, since this replaces modules.
+            # Convert before the model is planned, since the conversion replaces modules.
             replicas.synchronize_batch_norm(module, data)
-        # Deferred parameters record a cast only inside of the mode that made them.
+        # Deferred parameters record a cast only inside the mode that made them.
         with deferred_init(self.root_device):
             self.precision_plugin.convert_module(module)
         self._divide(module)
@@ -297,7 +297,7 @@ class MeshStrategy(MeshProcesses):
             # Stages draw different numbers, so a pipeline compares them by itself.
             order.chance = self._chance if self.run.engine is None else None
         self.model_to_device()
-        # Each replica has built its own model, perhaps from other random numbers.
+        # Each replica has built its model, perhaps from other random numbers.
         replicas.start_equal(module, data)
         replicas.scope_metrics(module, self.groups)
         replicas.compute_at_end_of_epochs(trainer, data, self._patches)
@@ -305,7 +305,7 @@ class MeshStrategy(MeshProcesses):
         open_outside(module, self.groups, self.run.inventory, self.run.checkpoints, self._patches)
 
     def _divide(self, module: LightningModule) -> None:
-        """Divide `module` in place, layers first, runs of layers second; both are kept from run to run."""
+        """Divide `module` in place: shard layers, then split runs of layers into stages. Both stay from run to run."""
         run = self.run
         if self.groups.replica.size > 1 and run.state.pending is None:
             with comm.failing_together(self.groups.world):
@@ -372,9 +372,9 @@ class MeshStrategy(MeshProcesses):
 
     @override
     def setup_optimizers(self, trainer: Trainer) -> None:
-        # A second `fit` would add its optimizers to those of the first.
+        # A second `fit` would add its optimizers to the optimizers of the first.
         reset_optimizers(self)
-        # A stage whose `configure_optimizers` fails would leave the others waiting in the next collective.
+        # A stage whose `configure_optimizers` fails would leave the other stages waiting in the next collective.
         with comm.failing_together(self.groups.world):
             self._build_optimizers(trainer)
 
@@ -398,6 +398,7 @@ class MeshStrategy(MeshProcesses):
         Raises:
             ValueError: On every rank, if an optimizer would compute another step than on one process.
         """
+        # Norms first: `check_optimizers` accepts optimizers that take norms over all parts.
         run = self.run
         names = run.parameter_names
         tensor = self.groups.tensor_parallel
@@ -444,7 +445,7 @@ class MeshStrategy(MeshProcesses):
 
     @override
     def load_checkpoint(self, checkpoint_path: PathLike, weights_only: Optional[bool] = None) -> dict[str, Any]:
-        # Ranks may name the best checkpoint after the metric of their replica: all take the name of rank 0.
+        # Ranks may name the best checkpoint after the metric of their replica, so all ranks take the name of rank 0.
         path = self.broadcast(checkpoint_path)
         self._opened = None
         kind = self.broadcast(_kind_of(str(path)) if self.is_global_zero else "")
@@ -466,7 +467,7 @@ class MeshStrategy(MeshProcesses):
 
     @override
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
-        # A rank whose part does not fit must not leave the others waiting in the next collective.
+        # A rank whose part does not fit must not leave the other ranks waiting in the next collective.
         with comm.failing_together(self.groups.world):
             source = "file" if self._opened is None else str(self._opened.folder)
             part = self.run.checkpoints.scatter_state(checkpoint["state_dict"], source, strict)
@@ -479,10 +480,10 @@ class MeshStrategy(MeshProcesses):
         if run.optimizer_groups is not None:
             run.optimizer_groups.restore(self.module.trainer)
         for optimizer, state in zip(self.optimizers, checkpoint["optimizer_states"]):
-            # Each rank reads other parts of a folder; a file is equal for all of them.
+            # Ranks read different parts of a folder, so one rank may fail alone. A file is equal for all ranks.
             with nullcontext() if self._opened is None else comm.failing_together(self.groups.world):
                 part = run.checkpoints.scatter_optimizer(state, optimizer, run.recorded_groups(optimizer))
-            # One optimizer after the other, so that a rank never holds the file's values of several.
+            # Load one optimizer after the other, so that a rank never holds the file's values of several.
             optimizer.load_state_dict(part)
             move_optimizers([optimizer], self.root_device)
 
@@ -490,7 +491,7 @@ class MeshStrategy(MeshProcesses):
 
     @override
     def on_train_start(self) -> None:
-        # After the user's hooks, which may seed the generators, or have drawn numbers on some ranks only.
+        # Share the seed after the user's hooks, which may seed the generators or draw on some ranks only.
         if self.run.engine is not None:
             self.run.engine.share_seed()
 
@@ -503,7 +504,7 @@ class MeshStrategy(MeshProcesses):
 
     @override
     def begin_batch(self, flag: bool) -> bool:
-        # In evaluation replicas may have different numbers of batches: the next step of training will tell.
+        # In evaluation, replicas may have different numbers of batches, so failures wait for the next training step.
         is_training = self.module.trainer.training
         failed = is_training and self._writer is not None and self._writer.failure is not None
         changed = is_training and self.has_changed
@@ -523,7 +524,7 @@ class MeshStrategy(MeshProcesses):
     def batch_to_device(self, batch: Any, device: Optional[torch.device] = None, dataloader_idx: int = 0) -> Any:
         # No other hook before a step names the loader; a step may not take its index.
         self.run.loader_index = dataloader_idx
-        # While the batch is still in the host's memory.
+        # Hash the batch while it is still in host memory: on a device, the host would wait for its values.
         self._content = replicas.content_of(batch, self._content)
         return super().batch_to_device(batch, device, dataloader_idx)
 
@@ -536,7 +537,7 @@ class MeshStrategy(MeshProcesses):
         audit = run.audit if run.is_first_batch else None
         run.is_first_batch = False
         if run.steps is not None:
-            # Gradients appear in the middle of the schedule; `backward` will hand them to the reducer, once.
+            # Gradients appear in the middle of the schedule; `backward` passes them to the reducer once.
             with (reducer := self._open_reducer).no_sync() as is_last:
                 return run.steps.training_step(args, kwargs, audit, reducer if is_last else None)
         step = super().training_step
@@ -556,7 +557,7 @@ class MeshStrategy(MeshProcesses):
     def _begin_step(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         run = self.run
         if run.slices is not None:
-            run.slices.widen()  # after a closure whose gradients were not used
+            run.slices.widen()  # a closure may have made parameters narrow without a step after it
         if self.has_changed:
             self.adopt_changes()  # since the batch began
         if run.reducer is not None:
@@ -592,7 +593,7 @@ class MeshStrategy(MeshProcesses):
             else:
                 self.precision_plugin.backward(closure_loss, self.module, optimizer, *args, **kwargs)
         if run.engine is not None and run.reducer is not None and run.reducer.synchronizing:
-            # After the means over the replicas: compressed ones differ between the owners of a tied parameter.
+            # Sum after the means over the replicas: compressed means differ between the owners of a tied parameter.
             run.engine.reduce_tied_gradients()
         if run.compression is not None and run.reducer is not None:
             run.compression.drop_nonfinite_gradients(run.reducer, self.precision_plugin)
@@ -625,14 +626,15 @@ class MeshStrategy(MeshProcesses):
         if run.hook_watch is not None:
             run.hook_watch.settle()
         if optimizer not in run.checked_optimizers and self.module.trainer.checkpoint_callbacks:
-            # After the first step, when the state exists, rather than after hours, when it is saved.
+            # Check after the first step, when the state exists, not after hours at the first save.
             run.checked_optimizers.append(optimizer)
             run.checkpoints.check_keys(optimizer)
         return output
 
     def end_step(self, optimizer: Optimizer) -> None:
         """Share values between replicas after a step of `optimizer`."""
-        # As DistributedDataParallel does, but after the step: validation sees what the next training step will.
+        # DistributedDataParallel shares buffers before the forward. After the step, validation uses the same buffers as
+        # the next training step.
         replicas.share_buffers(self.module, self.groups.data_parallel)
 
     @contextmanager
@@ -695,6 +697,7 @@ class MeshStrategy(MeshProcesses):
             if found is not None:
                 reason = f"`{type(self).__name__}` keeps the values of each replica from the last mean."
                 run.refuse_changes(found, reason if self.keeps_parameters else "")
+        # Pipeline stages hold different modules. Without a pipeline, all ranks must make the same changes.
         mine = (watch.has_new_optimizers, None if found is None else found.summary())
         everyone = comm.all_gather_object(mine, self.groups.world)
         if run.engine is None and any(changes != everyone[0] for changes in everyone):
@@ -794,7 +797,7 @@ class MeshStrategy(MeshProcesses):
             run.hook_watch.check_saved(checkpoint)
         path, is_apart = self.path_of_parts(filepath)
         if run.compression is not None:
-            # Before the checkpoint, which rank 0 may write alone: every rank writes its state beside it.
+            # Every rank writes its state before the checkpoint, which rank 0 may write alone.
             run.compression.save(checkpoint, path, run.rules, self.is_sharded)
         if not self.is_sharded:
             self._put_full_copies(checkpoint)
@@ -914,6 +917,6 @@ def _kind_of(path: str) -> str:
     """Return the kind of folder at `path`: "sharded", "distributed", or "" for a file."""
     if is_distributed_checkpoint(path):
         return "distributed"
-    # A folder without a checkpoint is opened, too, so that the error names the folder.
+    # Open a folder without a checkpoint, too, so that the error names the folder.
     folder = Folder.at(path)
     return "sharded" if folder.fs.isdir(folder.path) or is_sharded_checkpoint(path) else ""

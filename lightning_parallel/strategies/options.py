@@ -51,7 +51,7 @@ def named(
     Args:
         arguments: Values, by name.
         function: The function to call.
-        given_to: Leave out arguments with the default of this function: those of `function` may differ by version.
+        given_to: Leave out arguments with the default of this function: defaults of `function` may differ by version.
     """
     names = inspect.signature(function).parameters
     defaults = {} if given_to is None else inspect.signature(given_to).parameters
@@ -200,7 +200,7 @@ def _is_int(value: Any) -> bool:
 
 @dataclass(frozen=True)
 class TensorOptions:
-    """Says how layers are sharded over ranks: see the arguments of `TensorParallelStrategy`."""
+    """Holds the options of sharded layers: see the arguments of `TensorParallelStrategy`."""
 
     plan: UserPlan = "auto"
     sequence_parallel: bool = False
@@ -214,7 +214,7 @@ class TensorOptions:
 
 @dataclass(frozen=True)
 class PipelineOptions:
-    """Says how a module runs in stages: see the arguments of `PipelineParallelStrategy`."""
+    """Holds the options of a module in stages: see the arguments of `PipelineParallelStrategy`."""
 
     layers: str
     schedule: str
@@ -266,7 +266,7 @@ class PipelineOptions:
 
 
 def _function(given: Any, argument: str) -> Any:
-    """Return the function at a dotted path; any other value is returned itself.
+    """Return the function at a dotted path; return any other value unchanged.
 
     Raises:
         ValueError: If there is no function.

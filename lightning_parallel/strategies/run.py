@@ -1,4 +1,4 @@
-"""Holds everything that a mesh strategy makes for one run of the Trainer."""
+"""Holds the objects that a mesh strategy makes for one run of the Trainer."""
 
 from __future__ import annotations
 
@@ -52,16 +52,16 @@ class Run:
         device: The device of this rank.
         precision: Precision plugin of the Trainer.
         verify, zero_stage: The arguments of the strategy.
-        optimizer_groups: Parameter groups of the optimizers over all stages. They outlive later evaluations, as the
-            optimizers do.
+        optimizer_groups: Parameter groups of the optimizers over all stages. They outlive later evaluations, like the
+            optimizers.
         slices: Slices of the parameters over the replicas, with `zero_stage`. They outlive later evaluations, too.
         steps: Runs the module's steps through the stages; None without a pipeline.
         compression: Averages gradients with the user's compressor; None without one, and in evaluation.
-        reducer: Averages the gradients over the replicas; None outside of `fit`.
-        audit: Searches steps for shards outside of sharded layers; None without sharded layers, and in evaluation.
+        reducer: Averages the gradients over the replicas; None outside `fit`.
+        audit: Searches steps for shards outside sharded layers; None without sharded layers, and in evaluation.
         hook_watch: Watches the user's hooks; None if every rank holds the full model.
         model_watch: Notices changes of the model and its optimizers; None before and after the run.
-        is_first_batch: Whether no training step ran yet since the start or the last change of the model.
+        is_first_batch: Whether no training step has run since the start or the last change of the model.
         loader_index: Index of the loader of the latest batch.
         checked_optimizers: Optimizers whose state is known to fit into a checkpoint.
         last_state: Tensors of the last full state dict, for as long as other code holds them.
@@ -143,7 +143,7 @@ class Run:
         self.inventory = Inventory.of(self.module, self.rules, self.groups.pipeline_parallel, last_stage)
 
     def recorded_groups(self, optimizer: Optimizer) -> list[list[str]]:
-        """Return the names in the parameter groups of an optimizer over all stages, as far as they are known."""
+        """Return the known names in the parameter groups of an optimizer over all stages."""
         return [] if self.optimizer_groups is None else self.optimizer_groups.recorded.get(optimizer, [])
 
     def _step_runs(self) -> StepRuns:
@@ -159,7 +159,7 @@ class Run:
         )
 
     def check_anew(self) -> None:
-        """Compare the next step of each kind with one process, as before the first step."""
+        """Compare the next step of each kind with one process again, as before the first step."""
         self.is_first_batch = True
         self.first_batches = FirstBatches(self.groups, self.verify, self._step_runs)
         if self.sharding is not None:
@@ -200,7 +200,7 @@ class Run:
         # Copies of sharded modules, such as teachers, are sharded, too. They take the rules of their originals.
         originals = {} if state.copies is None else state.copies.originals_of(found.come_modules)
         copies = {new: state.rules[old] for new, old in originals.items() if old in state.rules}
-        # A replicated parameter must be equal on all ranks, a shard only on the replicas of its rank.
+        # A new replicated parameter must be equal on all ranks, a new shard only on the replicas of its rank.
         for group, are_copies in ((self.groups.world, False), (self.groups.data_parallel, True)):
             new = [value for name, value in found.come.items() if (name in copies) is are_copies]
             replicas.start_equal(nn.ParameterList(new), group)
@@ -225,7 +225,7 @@ class Run:
             self.reducer.adopt(parameters, None if self.sharding is None else self.sharding.partial)
 
     def close(self) -> None:
-        """End everything that works only while the Trainer runs; a second call does nothing."""
+        """End the reducer and the watches, which work only while the Trainer runs; a second call does nothing."""
         if self.is_closed:
             return
         self.model_watch = None

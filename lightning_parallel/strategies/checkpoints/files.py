@@ -45,7 +45,7 @@ __all__ = ["LOCAL_STEPS", "SafeCheckpointIO", "SavesFiles", "check_file", "local
 T = TypeVar("T")
 
 LOCAL_STEPS = "local_sgd"
-"""Of the entry that `LocalSGDStrategy` makes, whose compressors remember drifts of parameters."""
+"""Key of the entry of `LocalSGDStrategy` in a checkpoint. Its compressors remember drifts of parameters."""
 
 _ZIP_HEAD, _PICKLE_HEAD = b"PK\x03\x04", b"\x80"
 _IS_FOLDER = 0x10
@@ -58,9 +58,9 @@ _CHUNK_BYTES = 1 << 22
 
 
 def check_file(path: PathLike) -> None:
-    """Check a local checkpoint by the CRC-32 of each of its records, which `torch.load` does not look at.
+    """Check a local checkpoint by the CRC-32 of each record, which `torch.load` does not check.
 
-    Folders, files elsewhere, and the formats of `torch.save` that have none pass.
+    Folders, files elsewhere, and formats of `torch.save` without CRC-32 pass.
 
     Raises:
         RuntimeError: If the file is damaged, with the damaged records.
@@ -81,14 +81,14 @@ def check_file(path: PathLike) -> None:
             records = archive.infolist()
             if is_inflated(records, local.stat().st_size):
                 raise BadZipFile("its records are larger than the file, although torch does not compress")
-            # All zero: the writer has left them out (`torch.serialization.set_crc32_options`).
+            # If all are zero, the writer has left them out (`torch.serialization.set_crc32_options`).
             if any(record.CRC for record in records):
                 found = [fault for fault in pool.map(lambda record: _fault_of(archive, record), records) if fault]
             else:
                 found = []
     except BadZipFile as error:
         raise _damaged(path, f"its end with the list of records is missing or changed ({error})") from error
-    except Exception as error:  # of fields that make no sense
+    except Exception as error:  # damaged fields raise many kinds of errors
         raise _damaged(path, f"the list of its records cannot be read ({error})") from error
     if found:
         raise _damaged(path, "; ".join(found[:8]) + (f"; and {len(found) - 8} more" if len(found) > 8 else ""))
@@ -97,12 +97,12 @@ def check_file(path: PathLike) -> None:
 def _fault_of(archive: ZipFile, record: ZipInfo) -> str | None:
     """Read a record to its end, where `zipfile` compares the CRC-32; returns its fault, or None."""
     if record.external_attr & _IS_FOLDER:
-        return f"record {record.filename!r} is marked as a folder"  # of which torch would read nothing, and not say so
+        return f"record {record.filename!r} is marked as a folder"  # torch would read no data, without an error
     try:
         with archive.open(record) as file:
             while file.read(_CHUNK_BYTES):
                 pass
-    except Exception as error:  # there are many, by the field that is damaged
+    except Exception as error:  # the kind of error depends on the damaged field
         return f"record {record.filename!r}: {error}"
     return None
 
@@ -115,7 +115,7 @@ def _damaged(path: PathLike, what: str) -> RuntimeError:
 
 
 def local_path(path: PathLike) -> Path | None:
-    """Return the path on this machine's file systems; None for other ones, such as `s3://` and `memory://`."""
+    """Return the path on a local file system; None for other file systems, such as `s3://` and `memory://`."""
     system, name = url_to_fs(str(path))
     return Path(name) if isinstance(system, LocalFileSystem) else None
 
@@ -124,7 +124,7 @@ def local_path(path: PathLike) -> Path | None:
 
 
 class SafeCheckpointIO(TorchCheckpointIO):
-    """Lightning's `TorchCheckpointIO`, which replaces local files at once; elsewhere it does as Lightning does."""
+    """Replaces local files at once; for other file systems, it equals Lightning's `TorchCheckpointIO`."""
 
     @override
     def save_checkpoint(
@@ -151,14 +151,14 @@ class SafeCheckpointIO(TorchCheckpointIO):
         except Exception as error:  # a damaged pickle raises nearly anything
             if isinstance(error, OSError) and error.errno != errno.EINVAL:  # that is of a place before the beginning
                 raise
-            # Not all that torch says here names the file.
+            # Many messages of torch do not name the file.
             raise RuntimeError(f"The checkpoint {path} cannot be loaded: {error or type(error).__name__}") from error
 
 
 class SavesFiles(ParallelStrategy):
     """Base class of strategies: `SafeCheckpointIO` writes files by default, and an error is raised on all ranks.
 
-    Rank zero alone writes. Without its error the other ranks would wait.
+    Only rank zero writes. If it raised alone, the other ranks would wait.
     """
 
     @property
@@ -169,9 +169,9 @@ class SavesFiles(ParallelStrategy):
     def path_of_parts(self, filepath: PathLike) -> tuple[str, bool]:
         """Return the place of this rank's part of a checkpoint, and whether each rank has another place.
 
-        All write beside the path of the first rank, as ranks may name a checkpoint after a metric of their own replica.
-        But each beside its own path where Ray puts a folder of each worker together, from hosts that share no storage.
-        Every rank must call it.
+        All ranks write beside the path of the first rank, since ranks may name a checkpoint after a metric of their
+        replica. Under Ray, ranks with different paths write beside their own: Ray joins the folders of workers whose
+        hosts share no storage. Every rank must call it.
         """
         paths = comm.all_gather_object(str(filepath), self.every_rank)
         is_apart = is_ray_environment(self.cluster_environment) and len(set(paths)) == len(paths) > 1
@@ -187,20 +187,20 @@ class SavesFiles(ParallelStrategy):
     @override
     def distributed_sampler_kwargs(self) -> dict[str, Any]:
         if is_ray_environment(self.cluster_environment):
-            # The Trainer in a worker believes in one host with one device.
+            # The Trainer in a Ray worker assumes one host with one device.
             return {"num_replicas": self.world_size, "rank": self.global_rank}
         return super().distributed_sampler_kwargs
 
     @override
     def _configure_launcher(self) -> None:
-        # The first hook at which the environment is known, and the user has not passed the Trainer on yet.
+        # This is the first hook that knows the environment, before the user passes the Trainer to Ray.
         accept_strategies(self.cluster_environment, SavesFiles)
         super()._configure_launcher()
 
     @property
     @override
     def checkpoint_io(self) -> CheckpointIO:
-        # Not in the constructor, where it would count as the user's and exclude one among the Trainer's plugins.
+        # Set the default here: in the constructor it would count as the user's, and exclude a plugin of the Trainer.
         set_default_io(self, SafeCheckpointIO)
         return super().checkpoint_io
 
@@ -209,7 +209,7 @@ class SavesFiles(ParallelStrategy):
         ParallelStrategy.checkpoint_io.fset(self, io)  # type: ignore[attr-defined]
 
     def together(self, function: Callable[[], T]) -> T:
-        """Return what `function` gives on this rank; if it fails on one, raise on all."""
+        """Return the result of `function` on this rank; if it fails on one rank, raise on all ranks."""
         with comm.failing_together(self.every_rank):
             return function()
 
@@ -265,6 +265,6 @@ class SavesFiles(ParallelStrategy):
                 assert failure is None or isinstance(failure, Exception)
                 comm.raise_together(failure, self.every_rank)
             elif failure is not None:
-                # After an exception other ranks may be anywhere, and the exception is raised.
+                # After an exception, other ranks may be in any collective, and the exception itself is raised.
                 rank_zero_warn(f"A checkpoint was not saved: {failure}")
         super().teardown()

@@ -5,8 +5,8 @@
         rank-state/last.ckpt/
             compression-<key>-0.pt ...  the state of each rank
 
-Each save has a new key, which ties the files to their checkpoint: a checkpoint never reads the files of another one.
-The key begins with the time, so names tell the latest files; not all file systems keep times.
+Each save has a new key, which ties the files to their checkpoint: a checkpoint never reads the files of another save.
+The key begins with the time, so names show the latest files; not all file systems store times.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class Place(NamedTuple):
         replica: Number of the replica; with parts, number of the node.
         position: Number of the rank among the ranks of its replica.
         part: Number of the part, if the ranks of a node each hold the state of some parameters.
-        cut: How the ranks of a replica divide the model. Another division has other shards at the same positions.
+        cut: How the ranks of a replica shard and split the model. Another layout has other shards at equal positions.
     """
 
     replica: int
@@ -98,7 +98,7 @@ class RankFiles:
             The entry for the checkpoint, equal on all ranks.
 
         Raises:
-            RuntimeError: On every rank, if one cannot write its file.
+            RuntimeError: On every rank, if one rank cannot write its file.
         """
         # The time sorts the keys of saves under one name; the random part tells two jobs in one folder apart.
         key = comm.broadcast_object(f"{time.time_ns():016x}{uuid4().hex[:8]}", world)
@@ -149,7 +149,7 @@ class RankFiles:
         try:
             folder = _found_beside(path)
             states = [_read(f"{folder}/{self._name(saved['key'], rank)}", saved["key"], rank) for rank in ranks]
-        except Exception as error:  # there are many, by what is damaged; alone, it would leave the other ranks waiting
+        except Exception as error:  # damage raises many kinds; an error on one rank would leave other ranks waiting
             fault = f"not all files beside it can be read ({error})"
         # All ranks take their state, or none: residuals of some ranks alone would change the sum of the gradients.
         faults = [found for found in comm.all_gather_object(fault, world) if found]
@@ -174,7 +174,7 @@ class RankFiles:
 
 
 def _shard(place: Place) -> tuple[int, str]:
-    """Return what tells the parameters of a rank: ranks of equal shards hold states of the same parameters."""
+    """Return a key for the parameters of a rank: ranks with equal keys hold states of the same parameters."""
     return place.position, place.cut
 
 
@@ -195,7 +195,7 @@ def _write(target: str, state: Mapping[str, Any]) -> None:
 
 def _checked_places(saved: Mapping[str, Any], path: PathLike) -> list[Place]:
     """Return the places of the ranks that saved."""
-    # Anybody may have written the checkpoint: a key must not be a path.
+    # The checkpoint may come from an untrusted source: a key must not be a path.
     try:
         places = [Place(*found) for found in saved["places"]]
         is_right = all([type(part) for part in found] == [int, int, int, str] for found in places)

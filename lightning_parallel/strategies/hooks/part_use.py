@@ -84,11 +84,13 @@ class PartUseMode(TorchDispatchMode):
         args, kwargs = pytree.tree_map_only(ShowsFullShape, Tensor.detach, (args, kwargs or {}))
         tensors = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
         placed = {id(tensor): found for tensor in tensors if (found := self._parts.find(tensor)) is not None}
+        # This library and the model itself handle parts correctly; only the user's own code is checked.
         if placed and not self._is_users():
             return func(*args, **kwargs)
         try:
             result = func(*args, **kwargs)
         except RuntimeError:
+            # A shape that fits the full tensor does not fit a part: name the part beside torch's error.
             if placed:
                 self._refuse(f"`{base_name(func)}` with a tensor of another shape", [p.part for p in placed.values()])
             raise

@@ -286,6 +286,7 @@ class HookWatch:
         failure, self._pending = self._pending, None
         if self._manual is not None:
             failure = failure or self._manual.failure
+        # In other steps only this rank may have found a new line, and the other ranks do not communicate here.
         if is_due:
             comm.raise_together(failure, self.group)
         elif failure is not None:
@@ -632,6 +633,7 @@ class _WatchedCall:
         if current_function_mode() is None:
             tell_missing = functools.partial(watch.refuse_freed, self)
             self._modes.insert(0, ExportMode(watch.parts(), refuse, is_users, watch.tell_shape, tell_missing))
+        # Begin after `seed`, whose own operations must not be checked.
         for mode in self._modes:
             mode.__enter__()
 

@@ -1,9 +1,9 @@
-"""Optimizers over a mesh: parameter groups as of the whole model; which optimizers can be divided.
+"""Optimizers over a mesh: parameter groups of the full model, and a test for optimizers that can be divided.
 
-A rank has shards of tensors, or the tensors of some stages. An optimizer that treats each element by itself steps as in
-one process there; one that takes norms, factors or projections over several parts does not. The classes of torch are
-known by name. A user's names do not tell: everybody writes a LAMB. So fresh optimizers of the same class and options
-train a small problem whose gradient has no coupling between elements, once in one piece and once in several.
+A rank has shards of tensors, or the tensors of some stages. An optimizer that treats each element separately steps
+there as on one process. An optimizer that takes norms, factors or projections over several parts does not. The classes
+of torch are known by name. The name of a user's class proves nothing. So fresh optimizers of the same class and options
+train a small problem whose gradient does not couple elements, once in one piece and once in several pieces.
 """
 
 from __future__ import annotations
@@ -43,13 +43,13 @@ __all__ = [
 
 
 class WholeGroups:
-    """Shows code that groups parameters the whole model, and keeps the groups as one process would have them.
+    """Shows the full model to code that groups parameters, and records the groups that one process would have.
 
     Args:
         module: The user's module, of which this rank holds a part.
         rules: How its parameters are sharded over the tensor axis, by name.
         group: The pipeline group.
-        device: Where this rank computes.
+        device: The device of this rank.
 
     Attributes:
         recorded: Names in the parameter groups over all stages, by optimizer.
@@ -64,18 +64,18 @@ class WholeGroups:
 
     @contextmanager
     def shown(self, optimizers: Callable[[], Sequence[Optimizer]], watch: HookWatch | None = None) -> Iterator[None]:
-        """Let the module have all parameters in full shape inside the block, and so the groups of `optimizers()`.
+        """Show all parameters in full shape inside the block, in the module and in the groups of `optimizers()`.
 
-        Every rank of the group must enter it.
+        Every rank of the group must enter the block.
 
         Args:
-            optimizers: Returns the optimizers that there are.
-            watch: Watches the block, if the user's code makes the optimizers in it.
+            optimizers: Returns the present optimizers.
+            watch: Watches the block, if the user's code makes the optimizers there.
 
         Raises:
-            ValueError: If that code keeps values that it made of parameters on other ranks.
+            ValueError: If the user's code keeps values that it made of parameters on other ranks.
         """
-        # Anew, since code may have frozen or unfrozen parameters meanwhile.
+        # Make a new inventory, since code may have frozen or unfrozen parameters.
         inventory = Inventory.of(self._module, self._rules, self._group)
         with full_shapes_shown(self._module, self._rules):
             if self._group.size == 1:
@@ -109,7 +109,7 @@ class WholeGroups:
                         group["param_names"][:] = names
 
     def follow(self, trainer: Trainer, patches: Patches) -> None:
-        """Let Lightning's finetuning callbacks add groups on all stages alike, until `patches` are undone."""
+        """Let Lightning's finetuning callbacks add equal groups on all stages, until `patches` are undone."""
         for callback in finetuning_callbacks(trainer):
             own = callback.on_train_epoch_start
 
@@ -120,13 +120,13 @@ class WholeGroups:
             patches.replace(callback, "on_train_epoch_start", hook)
 
     def restore(self, trainer: Trainer) -> None:
-        """Add the groups that finetuning callbacks had added before the checkpoint that is being restored."""
+        """Add the groups that finetuning callbacks had added before the checkpoint was saved."""
         found = finetuning_callbacks(trainer)
         if not found:
             return
         with self.shown(lambda: trainer.optimizers):
             for callback in found:
-                # Lightning calls it before it restores callbacks where that is after the strategy's `setup`.
+                # Lightning calls this hook before it restores callbacks, if it restores them after `setup`.
                 callback.on_fit_start(trainer, trainer.lightning_module)
 
 
@@ -135,27 +135,27 @@ def finetuning_callbacks(trainer: Trainer) -> list[BaseFinetuning]:
     return [callback for callback in trainer.callbacks if isinstance(callback, BaseFinetuning)]  # type: ignore[attr-defined]
 
 
-# ---------------------------------------------------------------------------------------------- what optimizers look at
+# --------------------------------------------------------------------------------------------------- known optimizers
 
-# Classes of torch, by the state that one update of an element depends on: that element, or its tensor. `SparseAdam` is
-# in neither: it takes sparse gradients only, which no reducer divides. Options (`foreach`, `fused`, `capturable`, ...)
+# Classes of torch by the input of the update of one element: the element itself, or its tensor. `SparseAdam` is in
+# neither set: it takes only sparse gradients, which no reducer divides. Options (`foreach`, `fused`, `capturable`, ...)
 # choose a kernel, never another formula.
 ELEMENTWISE_OPTIMIZERS = {
     *("SGD", "ASGD", "Adam", "AdamW", "NAdam", "RAdam", "Adamax"),
     *("Adagrad", "Adadelta", "RMSprop", "Rprop"),
 }
 TENSORWISE_OPTIMIZERS = {"Adafactor", "Muon"}
-# Classes of any library, and their subclasses, that are not tried: the first step of an LBFGS imports torch's compiler.
+# Classes of any library, and their subclasses, without a trial: the first step of an LBFGS imports torch's compiler.
 WHOLE_TENSOR_OPTIMIZERS = {"LBFGS", *TENSORWISE_OPTIMIZERS}
 
 # Some optimizers factor or project only matrices with 128 rows or more; some take matrices only.
 _SIZE = 160
 _SHAPES = [(_SIZE, _SIZE), (_SIZE, _SIZE)]
-# Enough steps that an optimizer which looks at norms or distances has left its first step behind.
+# Enough steps to show an effect of norms or distances, which may be absent in the first step.
 _STEPS = 12
-# Evaluation of the loss at which a trial is compared for the first time; the first two belong to the start.
+# Number of the loss evaluation at which trials are first compared; the first two belong to the start.
 _EARLY = 3
-# Of the largest update. An optimizer may keep its state in single precision.
+# Relative to the largest update. An optimizer may keep its state in single precision.
 _TOLERANCE = 1e-4
 _PLAIN = (bool, int, float, str, tuple, list, type(None), type)
 
@@ -166,11 +166,11 @@ class _GroupDivision(NamedTuple):
     """A way to divide the tensors of a parameter group, and the errors about an optimizer that it changes.
 
     Attributes:
-        splits: Divide the tensors of a trial likewise.
+        splits: Divide the tensors of a trial in the same way.
         keeps_tensors: Whether each tensor stays in one piece.
         coupled: Ends the error about an optimizer whose update needs more than one piece.
-        untried: Ends the error about such an optimizer, where a warning is not enough.
-        unmerged: Ends the error about state that cannot be merged into a checkpoint. None: no state is merged.
+        untried: Ends the error about an optimizer without a trial; None if a warning is enough.
+        unmerged: Ends the error about state that cannot be merged into a checkpoint; None if no state is merged.
         trusted: The package whose optimizers need no trial to succeed.
     """
 
@@ -185,14 +185,14 @@ class _GroupDivision(NamedTuple):
 def check_optimizers(
     optimizers: Sequence[Optimizer], names: Mapping[int, str], rules: Mapping[str, Shard], is_cut: bool, world: Group
 ) -> None:
-    """Refuse optimizers that would compute something else than on one process.
+    """Refuse optimizers whose updates would differ from one process.
 
     Args:
         optimizers: The optimizers of this rank's parameters.
         names: Name of each parameter, by `id`.
         rules: How parameters are sharded, by name.
-        is_cut: Whether a pipeline's stages hold some of the parameters each.
-        world: All ranks; all of them call this.
+        is_cut: Whether each pipeline stage holds only some of the parameters.
+        world: All ranks; every rank must call this function.
 
     Raises:
         ValueError: On every rank, with the optimizer and one of its parameters.
@@ -225,7 +225,7 @@ def check_optimizers(
             " updates each parameter by itself (SGD, Adam, AdamW, ...)"
         ),
     )
-    # A stage without sharded parameters has nothing to refuse, and would wait for the stages with some.
+    # A stage without sharded parameters refuses no optimizer, and would wait for stages that raise.
     with comm.failing_together(world):
         _check(optimizers, sharded)
         if is_cut:
@@ -246,14 +246,14 @@ def check_flattened(optimizers: Sequence[Any], flattener: str) -> None:
             " elementwise optimizer (SGD, Adam, AdamW, ...), DDP, or `lightning_parallel.LARS` or `LAMB` under a"
             " tensor- or pipeline-parallel strategy or FSDP2 (`CompressedModelParallelStrategy`) [LP017]"
         ),
-        # DeepSpeed made its own optimizers for its vectors; some take half precision only, which no trial has.
+        # DeepSpeed made its optimizers for flat vectors. Some take only half precision, which no trial has.
         trusted="deepspeed",
     )
     _check(optimizers, lambda group: flattened)
 
 
 def check_sliced(optimizers: Sequence[Optimizer], replicas: int) -> None:
-    """Refuse optimizers that would compute something else with slices of parameters (`zero_stage`).
+    """Refuse optimizers whose updates would differ with slices of parameters (`zero_stage`).
 
     Raises:
         ValueError: On every rank alike: all ranks have the same optimizers.
@@ -323,13 +323,13 @@ def _has_shard_norms(optimizer: Any) -> bool:
 def _known(optimizer: Any, division: _GroupDivision) -> tuple[bool, None] | None:
     """Return the verdict on a known class, without odd state; None if a trial has to tell."""
     kind = type(optimizer)
-    # A subclass may override the step, so of torch's names only torch's classes count.
+    # A subclass may override the step, so a name of torch counts only for the class of torch.
     if getattr(torch.optim, kind.__name__, None) is kind:
         known = ELEMENTWISE_OPTIMIZERS | (TENSORWISE_OPTIMIZERS if division.keeps_tensors else set())
         if kind.__name__ in known:
             return True, None
     refused = {"LBFGS"} if division.keeps_tensors else WHOLE_TENSOR_OPTIMIZERS
-    # Names of the bases find subclasses, and implementations outside of torch.
+    # Compare the names of the bases, which include subclasses and implementations outside torch.
     return (False, None) if any(base.__name__ in refused for base in kind.__mro__) else None
 
 
@@ -365,7 +365,7 @@ def _is_new(group: Mapping[str, Any], tried: set[str]) -> bool:
     options = {key: value for key, value in group.items() if key not in ("params", "param_names", "lr", "initial_lr")}
     if not all(isinstance(value, _PLAIN) for value in options.values()):
         return True
-    # There may be a group for each parameter, and each trial takes a twentieth of a second.
+    # A user may make a group for each parameter, and each trial takes a twentieth of a second.
     kind = f"{sorted({str(parameter.device) for parameter in group['params']})} {sorted(options.items())}"
     is_new = kind not in tried
     tried.add(kind)
@@ -418,7 +418,7 @@ def _single_tensors(tensors: list[Tensor]) -> list[list[Tensor]]:
 
 
 def _slices(tensors: list[Tensor]) -> list[list[Tensor]]:
-    """Cut tensors as `ParameterSlices` does; also into few elements, as some optimizers go by the size of a tensor."""
+    """Cut tensors like `ParameterSlices`, and also into few elements: some optimizers depend on the tensor's size."""
     flat = [(tensor.reshape(-1), (-1, *[1] * (tensor.dim() - 1))) for tensor in tensors]
     bounds = [0, 2, _SIZE // 2 - 1]  # not between rows
     return [
@@ -430,16 +430,16 @@ def _tried(optimizer: Optimizer, group: Mapping[str, Any], splits: Sequence[Spli
     """Train a small problem with fresh optimizers of the same class and options: in one piece, and in pieces.
 
     Args:
-        optimizer: The user's, which is only read.
-        group: One of its parameter groups.
+        optimizer: The user's optimizer, which is only read.
+        group: A parameter group of the optimizer.
         splits: Cut the tensors of the problem into pieces.
 
     Returns:
-        Whether the pieces train as they do together; None if no fresh optimizer can be made or stepped. And the name of
-        a state tensor that has neither its parameter's shape nor no dimension, if there is one.
+        Whether the pieces train as in one problem; None if no fresh optimizer can be made or stepped. Then the name of
+        a state tensor that is neither a scalar nor in the shape of its parameter; None without such a tensor.
     """
     odd_state = None
-    # The trial draws numbers and seeds; the user's generators must go on where they stood.
+    # The trial seeds generators and draws numbers; the user's generators must keep their state.
     with isolate_rng():
         try:
             values, targets = _drawn(_SHAPES, _trial_device(group))
@@ -459,18 +459,18 @@ def _odd_state(optimizer: Optimizer) -> str | None:
 
 
 def _trial_device(group: Mapping[str, Any]) -> torch.device:
-    """Return where a trial of an optimizer runs: with its parameters, or on the host if these have no data."""
+    """Return the device for the trial of an optimizer: the device of its parameters, or the host without data."""
     device: torch.device = next((parameter.device for parameter in group["params"]), torch.device("cpu"))
     return torch.device("cpu") if device.type == "meta" else device
 
 
 def _drawn(shapes: Sequence[tuple[int, ...]], device: torch.device) -> tuple[list[Tensor], list[Tensor]]:
-    """Return parameters and their targets, always the same."""
+    """Return parameters and their targets, equal in each call."""
     generator = torch.Generator().manual_seed(0)
 
     def drawn() -> list[Tensor]:
         tensors = [torch.randn(shape, generator=generator, dtype=torch.float64) for shape in shapes]
-        # Parts of different size, so that a norm over one differs from that over all.
+        # Parts have different magnitudes, so that the norm of a part differs from the norm of all parts.
         for tensor in tensors:
             tensor[: _SIZE // 2].mul_(4.0)
             if tensor.dim() > 1:
@@ -490,7 +490,7 @@ def _agrees(
     split: Split,
 ) -> bool:
     """Return whether the parts of a split, each trained alone, end like the tensors that trained together."""
-    # A SAM's step aside is small beside the norm of all gradients.
+    # The ascent step of a SAM is small compared with the norm of all gradients.
     tolerance = _TOLERANCE / 100 if _other_steps(optimizer) else _TOLERANCE
     starts = [start for part in split(values) for start in part]
     pieces = [_train(optimizer, group, part, aims)[:2] for part, aims in zip(split(values), split(targets))]
@@ -505,7 +505,7 @@ def _agrees(
     ]
     for start, expected, found in compared:
         largest = (expected - start).abs().max()
-        # A comparison with NaN is False: then the problem is at fault, not the split.
+        # A comparison with NaN is False: NaN is a fault of the problem, not of the split.
         if bool((expected - found).abs().max() > tolerance * largest):
             return False
     return True
@@ -514,17 +514,18 @@ def _agrees(
 def _train(
     optimizer: Optimizer, group: Mapping[str, Any], values: Sequence[Tensor], targets: Sequence[Tensor]
 ) -> tuple[list[Tensor], list[Tensor], Optimizer]:
-    """Return `values` early on, and after some steps towards `targets`, and the fresh optimizer that took these."""
+    """Train `values` towards `targets`; return early values, the final values, and the fresh optimizer."""
     seed_torch(0)
     parameters = [nn.Parameter(value.clone()) for value in values]
-    # Curvatures that differ, or one step would end at the target whatever an optimizer estimates.
+    # Curvatures differ: with equal curvatures, one step could reach the target under any estimate.
     curvatures = [1.0 + torch.sigmoid(target) for target in targets]
     fresh = _fresh(optimizer, group, parameters)
     seen: list[list[Tensor]] = []
 
     def closure() -> Tensor:
-        # Separable: the gradient of an element depends on that element alone, whatever is cut where.
-        # An optimizer that evaluates often in one step, as LBFGS does, reaches the target in it on any path.
+        # The loss is separable: the gradient of an element depends only on the element, for every split.
+        # An optimizer with many evaluations in a step, such as LBFGS, reaches the target in one step on any path, so
+        # compare early values, too.
         seen.append([parameter.detach().clone() for parameter in parameters] if len(seen) == _EARLY else [])
         loss = torch.zeros((), dtype=torch.float64, device=values[0].device)
         for parameter, target, curvature in zip(parameters, targets, curvatures):
@@ -567,7 +568,7 @@ def _fresh(optimizer: Optimizer, group: Mapping[str, Any], parameters: list[nn.P
         Exception: Whatever its constructor raises.
     """
     options = {key: value for key, value in group.items() if key not in ("params", "param_names", "initial_lr")}
-    # A scheduler with warmup has set it to zero by now, and no optimizer changes anything then.
+    # A scheduler with warmup may have set the learning rate to zero, with which no trial changes a value.
     rate = float(options["lr"]) if "lr" in options else None
     if rate is not None:
         options["lr"] = rate if rate > 0 and math.isfinite(rate) else float(optimizer.defaults.get("lr") or 1e-2)
@@ -596,7 +597,7 @@ def _fresh_around(
     parameters: list[nn.Parameter],
     arguments: dict[str, Any],
 ) -> Any:
-    """Make an optimizer that is given another one, or its class, such as Lookahead or SAM."""
+    """Make an optimizer whose constructor takes another optimizer or its class, such as Lookahead or SAM."""
     try:
         return kind(_fresh(inner, group, parameters), **arguments)
     except Exception:

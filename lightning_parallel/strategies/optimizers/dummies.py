@@ -1,11 +1,11 @@
-"""Tensors that the user's code made of dummies while it built optimizers: taken out again, or refused.
+"""Removes or refuses tensors that the user's code made of dummies while it built optimizers.
 
-A pipeline stage shows dummies in place of the parameters of other stages, so that parameter groups are those of one
-process (`checkpoint.dummies`). Wrapper optimizers and averages copy parameters at that time, and step through both by
-position later, when the dummies are gone:
+A pipeline stage shows dummies in place of the parameters of other stages, so that parameter groups equal the groups of
+one process (`checkpoint.dummies`). Wrapper optimizers and averages copy parameters at that time. Later, without the
+dummies, they pair copies with parameters by position:
 
-    lists, tuples, sets      lose the entry of a dummy, or its position where they follow the parameters
-    dicts                    by parameter, by name, by position: likewise
+    lists, tuples, sets      lose the entry of a dummy, or its position if they follow the parameters
+    dicts                    lose the entry of a dummy by parameter, by name or by position
     modules                  get the stage's placeholder of a missing parameter
     any other holder         is refused
 """
@@ -33,7 +33,7 @@ from lightning_parallel.strategies.whole.copies import MARK
 __all__ = ["DummyPositions", "DummyTrace", "take_out_dummies"]
 
 _NO_HOLDERS = (str, bytes, bool, int, float, complex, type(None), Tensor, type, types.ModuleType)
-_PASSED = FOREIGN - {"torch"}  # an optimizer of torch may be inside of one of the user's
+_PASSED = FOREIGN - {"torch"}  # an optimizer of the user may hold an optimizer of torch
 
 
 class DummyTrace(TorchDispatchMode):
@@ -48,7 +48,7 @@ class DummyTrace(TorchDispatchMode):
         super().__init__()
         self.ids = {id(dummy): name for dummy, name in dummies.items()}
         self._names = frozenset(self.ids.values())
-        # By the address of the memory, which a weak reference keeps from being used again.
+        # By the address of the memory. The weak reference prevents the reuse of an address.
         self._made: dict[int, tuple[StorageWeakRef, frozenset[str], str]] = {}
         for name, parameter in module.named_parameters():
             self._note(parameter, frozenset({name}))
@@ -60,7 +60,7 @@ class DummyTrace(TorchDispatchMode):
         result = func(*args, **kwargs)
         first = args[0] if args else None
         targets = first if schema_of(func).is_mutable else result
-        # Operators on lists, as averages use them, work entry by entry: an entry comes from its own parameter alone.
+        # Operators on lists, such as in averages, work entry by entry: an entry comes only from its own parameter.
         if isinstance(first, (list, tuple)) and isinstance(targets, (list, tuple)) and len(first) == len(targets):
             others = [one for one in args if isinstance(one, (list, tuple)) and len(one) == len(first)]
             for *operands, target in zip(*others, targets):
@@ -94,12 +94,12 @@ class DummyTrace(TorchDispatchMode):
     def is_of_dummy(self, tensor: Tensor) -> bool:
         """Return whether a tensor was made of dummies alone."""
         if tensor.dim() and tensor.numel() > 1 and not any(tensor.stride()):
-            return True  # expanded like a dummy: a copy that no operator has made, as by `deepcopy`
+            return True  # expanded like a dummy: `deepcopy` copies a dummy without an operator
         owners = self.owners(tensor)
         return bool(owners) and owners <= self._names
 
     def left(self) -> tuple[str, str] | None:
-        """Return the name of a parameter of another stage whose dummy, or a copy, is still held, and who made it."""
+        """Return a parameter of another stage whose dummy or copy code still holds, and the line that made it."""
         for reference, owners, line in self._made.values():
             if owners & self._names and not reference.expired():
                 return min(owners & self._names), line
@@ -125,7 +125,7 @@ class DummyPositions:
         self._masks = [[each not in dummies for each in order] for order in orders]
 
     def of(self, count: int) -> list[list[bool]]:
-        """Return masks of the positions that stay in a list of `count` entries, in the order of optimizers first."""
+        """Return masks of the positions that stay in a list of `count` entries; the order of optimizers is first."""
         return [mask for mask in self._masks if len(mask) == count > 1]
 
     def of_groups(self, values: Sequence[Any]) -> list[list[bool]] | None:
@@ -150,7 +150,7 @@ def take_out_dummies(
         positions: Positions of dummies in lists.
 
     Raises:
-        ValueError: If something else still holds such a tensor.
+        ValueError: If another holder still has such a tensor.
     """
     cleaner = _Cleaner(trace, module, positions)
     for optimizer in optimizers:
@@ -181,7 +181,7 @@ class _Cleaner:
         self._module = module
         self._positions = positions
         trainer = getattr(module, "_trainer", None)
-        # Values are held beside their ids, so that no new object gets the id of one that is gone.
+        # Hold the values beside their ids, so that no new object gets the id of a freed object.
         self._seen: dict[int, Any] = {id(trainer): trainer, id(self): self, id(trace): trace}
         self._defaults: list[Any] = []
 
@@ -233,7 +233,7 @@ class _Cleaner:
         return [each for each in values if not self._belongs(each)]
 
     def _mask_of(self, values: Sequence[Any]) -> list[bool] | None:
-        """Return a mask of the positions that stay in values that follow the parameters; None if they do not."""
+        """Return a mask of the positions that stay in values that follow the parameters; None for other values."""
         return next((mask for mask in self._positions.of(len(values)) if self._fits(values, mask)), None)
 
     def _fits(self, values: Sequence[Any], mask: Sequence[bool]) -> bool:
@@ -310,7 +310,7 @@ class _Cleaner:
 
 
 def _tensors_in(value: Any) -> list[Tensor]:
-    """Return the tensors of a record, such as a parameter with its copy; a list is no record of one parameter."""
+    """Return the tensors of a record, such as a parameter with its copy; a list is never a record of one parameter."""
     if isinstance(value, Tensor):
         return [value]
     entries: Iterable[Any] = ()

@@ -1,8 +1,8 @@
-"""Norms of gradients over a whole replica, whoever takes them, and its overflow check; norms of whole parameters.
+"""Norms of gradients and overflow checks over a full replica; norms of full parameters.
 
-There is no strategy hook for clipping: `LightningModule.clip_gradients` calls the precision plugin, and torch's own
-`clip_grad_norm_` and `get_total_norm`, and Lightning's `grad_norm`, which many modules call directly, know this rank's
-shards only. All are corrected here.
+Lightning has no strategy hook for clipping: `LightningModule.clip_gradients` calls the precision plugin. Many modules
+call torch's `clip_grad_norm_` and `get_total_norm`, or Lightning's `grad_norm`. These functions know only the shards of
+this rank, so this module replaces all of them.
 """
 
 from __future__ import annotations
@@ -31,14 +31,14 @@ __all__ = ["ReplicaNorm", "ShardNorms", "give_norms", "span_replica"]
 
 
 class ReplicaNorm:
-    """Norm of the gradients of a whole replica, of which this rank holds a part.
+    """Computes the norm of the gradients of a full replica, of which this rank holds a part.
 
     Args:
         module: The user's module.
         rules: How its parameters are sharded over the tensor axis, by name.
         groups: The mesh's groups.
         counted_by_others: Parameters of this rank that another pipeline stage counts, by name.
-        slices: The slices of the replicas, if these divide gradients.
+        slices: The slices of the replicas, if they divide gradients.
     """
 
     def __init__(
@@ -71,12 +71,12 @@ class ReplicaNorm:
 
     @property
     def is_whole(self) -> bool:
-        """Whether this rank runs the whole module by itself now: no other rank takes part."""
+        """Whether this rank runs the full module alone now: no other rank takes part."""
         return ParallelState.of(self._module).is_alone
 
     @property
     def spanned(self) -> Group:
-        """The ranks that may hold different gradients of a step; none of them may decide for itself."""
+        """The ranks that may hold different gradients of a step, and must decide together."""
         return self.groups.replica if self._slices is None else self.groups.world
 
     @property
@@ -86,7 +86,7 @@ class ReplicaNorm:
         return self.spanned if self._slices is not None and self._slices.holds_gradients else self.groups.replica
 
     def _counted(self, name: str, parameter: nn.Parameter | None, gradient: Tensor) -> Tensor | None:
-        """Return the elements of a gradient that this rank counts, None if none; without an owner, it is no shard."""
+        """Return the elements of a gradient that this rank counts; None without one. No owner means no shard."""
         slices, rank = self._slices, self.groups.tensor_parallel.rank
         # Replicated gradients count on the first rank of the tensor axis.
         if name in self._counted_by_others or (name not in self._rules and rank > 0):
@@ -108,10 +108,10 @@ class ReplicaNorm:
             patches.replace_function(function, self._grad_norm)
 
     def _total_norm(self, own_norm: Callable[..., Tensor]) -> Callable[..., Tensor]:
-        """Return what to call instead of torch's function."""
+        """Return the replacement of torch's function."""
 
         def norm(tensors: Iterable[Tensor], norm_type: float = 2.0, *args: Any, **kwargs: Any) -> Tensor:
-            # Another model in the same process, such as a metric's, keeps torch's own norm. A rank without gradients
+            # Another model in the process, such as the model of a metric, keeps torch's norm. A rank without gradients
             # takes part, since its peers wait for it.
             gradients = list(tensors)
             ours = {id(parameter.grad) for parameter in self._module.parameters() if parameter.grad is not None}
@@ -122,7 +122,7 @@ class ReplicaNorm:
         return norm
 
     def _grad_norm(self, own_norms: Callable[..., dict[str, Any]]) -> Callable[..., dict[str, Any]]:
-        """Return what to call instead of Lightning's function."""
+        """Return the replacement of Lightning's function."""
 
         def norms(module: nn.Module, norm_type: float | str, group_separator: str = "/") -> dict[str, Any]:
             is_other = not any(child is module for child in self._module.modules())
@@ -131,7 +131,7 @@ class ReplicaNorm:
             found = self.of_each(module, float(norm_type))
             named = {f"grad_{float(norm_type)}_norm{group_separator}{name}": norm for name, norm in found.items()}
             if named:
-                # As Lightning's own function takes it.
+                # Lightning computes the total from the rounded norms in the same way.
                 total = torch.tensor(list(named.values())).norm(float(norm_type))
                 named[f"grad_{float(norm_type)}_norm_total"] = total
             return named
@@ -160,7 +160,7 @@ class ReplicaNorm:
 
 
 def _clip_value(own_clip: Callable[..., None]) -> Callable[..., None]:
-    """Return what to call instead of torch's function, which fails where there is no gradient, as on another stage."""
+    """Return the replacement of torch's function, which fails without gradients, as on another stage."""
 
     def clip(parameters: Any, *args: Any, **kwargs: Any) -> None:
         found = [parameters] if isinstance(parameters, Tensor) else list(parameters)
@@ -172,7 +172,7 @@ def _clip_value(own_clip: Callable[..., None]) -> Callable[..., None]:
 
 def span_replica(plugin: Precision, norm: ReplicaNorm, device: torch.device, patches: Patches) -> None:
     """Make `plugin` use the replica's norm and overflow check until `patches` are undone."""
-    # Methods of the user's object are replaced instead of the plugin: it may be of a class of the user's.
+    # Replace methods instead of the plugin, which may be an object of a user's class.
     if norm.spanned.size == 1:
         return
 
@@ -183,13 +183,13 @@ def span_replica(plugin: Precision, norm: ReplicaNorm, device: torch.device, pat
             return own_clip(optimizer, clip_val)
         gradients = [parameter.grad for parameter in plugin.main_params(optimizer) if parameter.grad is not None]
         total = norm(gradients, norm_type)
-        # On the device, without asking for its value: the host does not wait for the norm.
+        # Scale on the device without reading the norm, so that the host does not wait.
         scale_all(gradients, _clip_coefficient(total, clip_val))
         return total
 
     def any_overflow(found: dict[torch.device, Tensor]) -> dict[torch.device, Tensor]:
-        # An overflow on any rank of the replica is one on all of them; else they would disagree on skipping the step.
-        # A rank whose gradients are all None has found nothing, but has to take part.
+        # An overflow on one rank counts on all ranks, which must skip the step together. A rank without gradients has
+        # found no overflow, but must take part.
         overflow = found.get(device)
         if overflow is None:
             overflow = torch.zeros((), device=device)
@@ -206,12 +206,12 @@ def _norm_over(parts: Sequence[Tensor], group: Group, norm_type: float, device: 
     """Return the `norm_type`-norm over all elements of `parts` on all ranks of `group`, which must all call it.
 
     Args:
-        parts: What this rank counts of its gradients.
+        parts: The elements of gradients that this rank counts.
         group: Ranks that together count each element once.
         norm_type: 1, 2, any positive number, or infinity.
-        device: Of the result.
+        device: The device of the result.
     """
-    # In double precision: a sum of many squares in fp16 or bf16 would overflow, or stop growing.
+    # Sum in double precision: a sum of many squares in fp16 or bf16 would overflow, or stop growing.
     norms = norms_of([part for part in parts if part.numel()], norm_type)
     zero = torch.zeros((), device=device, dtype=torch.float64)
     if math.isinf(norm_type):
@@ -235,7 +235,7 @@ def _owned(
         return mine
     if slices is None or parameter is None:
         return rule.owned(mine, rank)
-    # Shards may overlap, as key and value heads do that several ranks share. Else a slice counts with all elements.
+    # Shards overlap if several ranks share key and value heads. Without overlap, all elements of a slice count.
     if not rule.replicated:
         return mine
     shape = slices.whole_shape(parameter)
@@ -251,15 +251,15 @@ def _clip_coefficient(norm: Tensor, max_norm: float) -> Tensor:
 
 
 class ShardNorms(WholeNorms):
-    """Norms of whole parameters that are sharded by rules, and cut into slices for the time of a step.
+    """Computes norms of full parameters that are sharded by rules, and divided into slices during a step.
 
-    Each stage of a pipeline has whole parameters.
+    Each stage of a pipeline has full parameters.
 
     Args:
         names: Name of each parameter, by `id`.
         rules: How parameters are sharded, by name.
         group: The tensor-parallel group.
-        slices: Slices of the replicas, if there are some.
+        slices: Slices of the replicas; None without ZeRO.
     """
 
     def __init__(
@@ -272,7 +272,7 @@ class ShardNorms(WholeNorms):
     @override
     def groups(self, parameter: Tensor) -> tuple[Group, ...]:
         over_ranks = (self._group,) if id(parameter) in self._rules else ()
-        # Also for a parameter that is full now: ranks need not agree on which parameters have no gradient.
+        # Include a parameter that is full now: a parameter without a gradient may be full on some ranks only.
         if self._slices is not None and self._slices.divides(parameter):
             return *over_ranks, self._slices.group
         return over_ranks
@@ -292,7 +292,7 @@ def give_norms(
     patches: Patches,
     slices: ParameterSlices | None = None,
 ) -> None:
-    """Let optimizers that look at norms of whole parameters take them over shards, until `patches` are undone."""
+    """Let optimizers that use norms of full parameters compute them over shards, until `patches` are undone."""
     for optimizer in optimizers:
         if (rules or slices is not None) and isinstance(optimizer, TrustRatioOptimizer):
             patches.replace(optimizer, "norms", ShardNorms(names, rules, group, slices))

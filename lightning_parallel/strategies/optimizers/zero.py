@@ -68,10 +68,10 @@ def refuse_zero_stage(stage: Any) -> None:
 
 
 def make_slices(stage: ZeroStage, module: LightningModule, groups: MeshGroups) -> ParameterSlices | None:
-    """Return the slices of a module's parameters; None where there is nothing to divide.
+    """Return the slices of a module's parameters; None without ZeRO or with one replica.
 
     Raises:
-        ValueError: On every rank, if a parameter cannot be divided, or the module trains in a way that needs whole
+        ValueError: On every rank, if a parameter cannot be divided, or the module trains in a way that needs full
             gradients.
     """
     if stage == 0 or groups.data_parallel.size == 1:
@@ -81,13 +81,13 @@ def make_slices(stage: ZeroStage, module: LightningModule, groups: MeshGroups) -
             _check_gradients_unneeded(module)
         slices = ParameterSlices(dict(module.named_parameters()), groups.data_parallel)
         if stage == 2:
-            # From backward on parameters are narrow, and a hook may save the module before the step.
+            # From backward on, parameters are narrow, and a hook may save the module before the step.
             slices.keep_states_whole(module)
     return slices
 
 
 def _check_gradients_unneeded(module: LightningModule) -> None:
-    """Refuse what needs whole gradients; hooks that read them are watched (`hook_watch`)."""
+    """Refuse modules that need full gradients; `hook_watch` watches hooks that read them."""
     kind = type(module).__name__
     if not module.automatic_optimization:
         raise ValueError(
@@ -105,7 +105,7 @@ def divide_optimizers(optimizers: Sequence[Optimizer], slices: ParameterSlices, 
     """Let each replica's optimizers update slices, until `patches` are undone; every rank must call it.
 
     Raises:
-        ValueError: On every rank, if an optimizer would compute something else.
+        ValueError: On every rank, if an optimizer would compute another update with slices.
     """
     with comm.failing_together(world):
         check_sliced(optimizers, slices.group.size)
@@ -115,9 +115,9 @@ def divide_optimizers(optimizers: Sequence[Optimizer], slices: ParameterSlices, 
 
 
 def follow_other_steps(slices: ParameterSlices, world: Group, patches: Patches) -> None:
-    """Take an optimizer whose closure made its parameters narrow: a module's own `optimizer_step` may bring its own.
+    """Divide the steps of optimizers that the module's own `optimizer_step` brings, once a closure made them narrow.
 
-    Its step has updated slices by then, which no other code would gather. From then on its steps are divided.
+    The first step of such an optimizer has updated slices, which no other code would gather.
     """
 
     def take(optimizer: Optimizer) -> None:

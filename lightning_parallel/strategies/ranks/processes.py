@@ -147,7 +147,7 @@ class SpawnLauncher(EndingLauncher):
     def _collect_rank_zero_results(self, trainer: Trainer, results: Any) -> Any:
         if isinstance(results, _Ended):
             return results
-        # Every rank must gather, though only rank 0 returns the result.
+        # Every rank must gather, since the gather is a collective, though only rank 0 returns the result.
         full = strategy_of(self).full_state_dict()  # type: ignore[attr-defined]
         module = trainer.lightning_module
         with patched(module, "state_dict", lambda *_, **__: full):

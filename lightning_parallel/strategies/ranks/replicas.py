@@ -60,6 +60,7 @@ def share_random_state(group: Group) -> None:
     torch.set_rng_state(torch_state)
     random.setstate(python_state)
     numpy.random.set_state(numpy_state)
+    # The first rank sends no CUDA state if it has no CUDA.
     if cuda_state is not None:
         torch.cuda.set_rng_state(cuda_state)
 

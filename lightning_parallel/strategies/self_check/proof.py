@@ -342,6 +342,7 @@ class StepProof:
         # Raise an error of the sharded run unchanged, as the step itself would raise it.
         comm.raise_together(verdict.error, self.runs.groups.world)
         mine = (verdict.failure, verdict.blame, verdict.differences, verdict.hint, verdict.varying, verdict.checked)
+        # Gather over all replicas: each compares other samples, and all must raise or go on together.
         everyone = comm.all_gather_object(mine, self.runs.groups.world)
         found = [difference for _, _, differences, _, _, _ in everyone for difference in differences]
         failure, blame = next(((text, blame) for text, blame, *_ in everyone if text), ("", ""))

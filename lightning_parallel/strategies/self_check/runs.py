@@ -377,6 +377,7 @@ class StepRuns:
                 if key in buffers and not torch.equal(value, buffers[key])
             }
             written = [key for key, value in parameters.items() if version_of(value) != versions[key]]
+            # Clone before the block ends, which restores all values in place.
             changed.update((key, parameters[key].detach().clone()) for key in written)
         return DividedRun(
             effects=effects,
@@ -561,6 +562,7 @@ class StepRuns:
             stack.enter_context(torch.compiler.set_stance("force_eager"))
             yield
         if self.device.type == "cuda":
+            # The user's memory statistics must not contain the peak of the self-check.
             torch.cuda.reset_peak_memory_stats(self.device)
 
     @contextmanager
@@ -596,6 +598,7 @@ class StepRuns:
     def _state_kept(self) -> Iterator[None]:
         """Undo the changes of a run of the step, gradients included."""
         state, trainer, hooked = ModuleSnapshot(self.module), TrainerState(self.module), HookedState.of(self.module)
+        # Set the gradients themselves aside, not copies: the run begins without gradients and cannot change them.
         gradients = {parameter: parameter.grad for parameter in self.module.parameters()}
         for parameter in gradients:
             parameter.grad = None

@@ -139,6 +139,7 @@ class StepEffects:
             for name, value in vars(holder).items():
                 if missing(value) and value is not before.get(name):
                     changes.append(((*path, name), "set", Elsewhere(value)))
+        # An attribute with history would keep the graphs of all microbatches alive.
         changes = pytree.tree_map_only(Tensor, lambda tensor: tensor.detach(), changes)
         if any(self._of_trainer):
             changes.append(((), "trainer", _agreed(self._of_trainer)))
@@ -156,6 +157,7 @@ class StepEffects:
     def repeat(self, calls: Sequence[LogCall], changes: Sequence[Change], device: torch.device) -> None:
         """Log the values of the last stage on this rank, and set the attributes that it changed."""
         with torch.inference_mode(False):
+            # The ranks have run different stages, so all begin with the state before the batch.
             self._start.restore(removes=False)
             _apply(self.module, self._start, [change for change in changes if change[1] != "trainer"], device)
         for values in (value for _, action, value in changes if action == "trainer"):

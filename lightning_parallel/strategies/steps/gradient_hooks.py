@@ -77,6 +77,7 @@ class GradientHooks:
         Args:
             epoch: The current epoch.
         """
+        # Find the hooks in each step: code may register hooks between steps.
         self._steps += 1
         named = [(name, one) for name, one in self._module.named_parameters() if one.requires_grad]
         self._held = {name: _take_off(one) for name, one in named if any(gradient_hooks_of(one))}

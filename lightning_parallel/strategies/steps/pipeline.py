@@ -162,6 +162,7 @@ class PipelineSteps:
         earlier = held if self._is_accumulating() else {}
         end_stage = self._end_of_stages(None if self._is_accumulating() else reducer, earlier)
         skips = self._skips_of(_TRAINING, args, kwargs)
+        # Fingerprints make the host wait for the device, so only some steps take them.
         frozen = FrozenParameters(self.module) if self._copies.looks else None
         with self._hooks.held(self.module.current_epoch), _explain_missing_data(_TRAINING):
             output = self._run(_TRAINING, args, kwargs, audit, skips, keeps_output, end_stage)
@@ -217,6 +218,7 @@ class PipelineSteps:
         for parameter in self._summed_before(self._step_gradients):
             parameter.grad = None
         self._step_gradients = {}
+        # These gradients include earlier batches, so the reducer must not use a result that it began before.
         sums = [parameter for parameter in fresh if parameter.grad is not None]
         for parameter, gradient in fresh.items():
             parameter.grad = gradient if parameter.grad is None else parameter.grad.add_(gradient)

@@ -328,6 +328,7 @@ class _MeanCheck:
             if double:
                 stack.enter_context(in_double(self.module, with_parameters=False))
                 batch = map_tensors(batch, doubled)
+            # Dropout and batch statistics would make the mean over the parts inexact.
             self.module.eval()
             try:
                 try:

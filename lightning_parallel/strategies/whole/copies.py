@@ -61,6 +61,7 @@ class _Mark:
         return mark
 
     def __reduce__(self) -> Any:
+        # A mark refers to this process. A pickle of the module, such as a checkpoint, gets None instead.
         return type(None), ()
 
 

@@ -73,6 +73,7 @@ class ModuleSnapshot:
         is_large = sum(value.numel() * value.element_size() for value in parameters.values()) > _COPY_BYTES
         self._watched = [(name, value, version_of(value)) for name, value in parameters.items()] if is_large else []
         self._skipped = {id(value) for _, value, _ in self._watched}
+        # Mark all submodules first: an attribute that refers to a submodule must not keep it as an unregistered module.
         for child in module.modules():
             self._seen.add(id(child))
         for child in module.modules():
@@ -92,6 +93,7 @@ class ModuleSnapshot:
         elif isinstance(value, (dict, list, set, deque)):
             self._seen.add(id(value))
             self._objects.append((value, copy.copy(value)))
+            # To look at each entry of a long container, such as a data set, would take too long.
             if len(value) > _FOLLOWED_ITEMS:
                 return
             for item in list(value.values() if isinstance(value, dict) else value):
@@ -165,6 +167,7 @@ def in_double(module: nn.Module, with_parameters: bool) -> Iterator[None]:
                 if type(value) is Tensor and value.is_floating_point():
                     entries.append((registry, key, value))
     before = torch.get_default_dtype()
+    # Tensors that the step creates must be in double precision, too.
     torch.set_default_dtype(torch.float64)
     try:
         for value, data in parameters:

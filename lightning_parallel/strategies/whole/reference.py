@@ -298,7 +298,8 @@ class Owners:
             self.is_talking = False
 
     def _agree(self, prepare: Callable[[], None]) -> None:
-        """Prepare the next transfer on every rank; raise on all ranks if one cannot."""
+        """Prepare the next transfer on every rank; raise on all ranks if one rank cannot."""
+        # After this point each rank only sends or receives, so that no rank waits for a failed one.
         error: Exception | None = None
         try:
             if self.failure:
@@ -721,6 +722,7 @@ def _run_alone(
 ) -> _Outcome:
     # The user's code may reach shards other than through the module. A gradient of a shard shows it after the step.
     known = {name: parameter.grad for name, parameter in owners.parameters.items()}
+    # Without old gradients, any gradient of a shard after the step comes from the step itself.
     for parameter in owners.parameters.values():
         parameter.grad = None
     others = set(owners.replica.ranks) - {owners.replica.ranks[owners.replica.rank]}
