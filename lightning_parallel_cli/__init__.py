@@ -1,7 +1,7 @@
 """The command line `lightning-parallel`: its arguments.
 
-Apart from the package, whose import loads torch and Lightning: `--help`, `--version` and mistakes in the arguments
-answer at once. `lightning_parallel.cli` does the work of the commands.
+This package is separate from `lightning_parallel`, whose import loads torch and Lightning. So `--help`, `--version` and
+argument errors answer at once. `lightning_parallel.cli` does the work of the commands.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """`lightning-parallel doctor`: the machine, the launcher and the network, before a run starts.
 
-Without `--rendezvous` nothing is started and no other process is needed. With it, every process of `torchrun` or `srun`
-runs this command: they meet in the rendezvous store, compare versions and clocks, and measure the links. Every wait
-has a deadline and names the missing ranks: this command exists for starts that hang.
+Without `--rendezvous`, the command starts nothing and needs no other process. With it, every process of `torchrun` or
+`srun` runs this command. The processes meet in the rendezvous store, compare versions and clocks, and measure the
+links. Every wait has a deadline and names the missing ranks: this command exists for starts that hang.
 """
 
 from __future__ import annotations
@@ -115,7 +115,7 @@ def _place(environment: Mapping[str, str]) -> tuple[int, int]:
 def _store(
     address: str, port: int, rank: int, world_size: int, environment: Mapping[str, str], timeout_s: float
 ) -> dist.Store:
-    # torchrun has opened the store already, where it says so; else the first rank opens it.
+    # If the variable says so, torchrun has already opened the store. Otherwise the first rank opens it.
     is_open = environment.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     store = dist.TCPStore(
         address,
@@ -129,7 +129,7 @@ def _store(
 
 
 def _present(store: dist.Store, rank: int, world_size: int, end_s: float) -> dict[int, dict[str, Any]]:
-    """Announce this rank, and read the announcements of other ranks until all came or the time is over."""
+    """Announce this rank, and read the announcements of other ranks until all are present or the time is over."""
     mine = {"host": socket.gethostname(), "pid": os.getpid(), "clock": time.time(), "torch": torch.__version__}
     store.set(f"rank/{rank}", json.dumps({**mine, "version": version("lightning-parallel")}))
     present: dict[int, dict[str, Any]] = {}
@@ -138,7 +138,7 @@ def _present(store: dist.Store, rank: int, world_size: int, end_s: float) -> dic
             if peer not in present and store.check([f"rank/{peer}"]):
                 present[peer] = {**json.loads(store.get(f"rank/{peer}")), "seen": time.time()}
         time.sleep(_POLL_S)
-    # The first rank holds the store: it leaves last, so that no other reads from a closed one.
+    # The first rank holds the store, so it must leave last: no other rank may read from a closed store.
     with suppress(RuntimeError):
         store.add("read", 1)
         while rank == 0 and store.add("read", 0) < len(present) and time.monotonic() < end_s:
@@ -152,7 +152,7 @@ def _compare(found: Findings, present: Mapping[int, Mapping[str, Any]]) -> None:
         if len(set(values.values())) > 1:
             label = "lightning-parallel" if name == "version" else name
             found.problem(f"the ranks have different versions of {label}: {values}. Install the same on all nodes.")
-    # An announcement is never read before it is written: a clock that seems to run ahead by more than that is wrong.
+    # No rank can read an announcement before its write, so an announcement from the future shows a wrong clock.
     ahead = {peer: said["clock"] - said["seen"] for peer, said in present.items()}
     worst = max(ahead, key=lambda peer: ahead[peer])
     found.value("largest clock difference", f"{max(ahead[worst], 0.0):.1f} s", "at least")
@@ -229,7 +229,7 @@ def run_doctor(options: argparse.Namespace) -> int:
         meet(found, os.environ, options.timeout)
     else:
         _port(found, os.environ)
-    # One process prints the whole picture; each other process prints its own problems only.
+    # One process prints all findings. Every other process prints only its problems.
     if rank == 0:
         print("\n".join(found.lines[1:]))
         print()
@@ -313,7 +313,7 @@ def _network(found: Findings, environment: Mapping[str, str]) -> None:
     found.value("interfaces", ", ".join(interfaces))
     for variable in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
         asked = [name.lstrip("^=") for name in environment.get(variable, "").split(",") if name]
-        # NCCL takes prefixes, and names to leave out after a `^`.
+        # NCCL accepts prefixes of names, and excludes names after a `^`.
         if asked and not any(interface.startswith(name) for name in asked for interface in interfaces):
             found.problem(f"`{variable}={environment[variable]}` names no interface here; use one of {interfaces}.")
     for name, meaning in _NETWORK.items():
@@ -363,7 +363,7 @@ def _contradictions(environment: Mapping[str, str]) -> Iterator[str]:
 
 
 def _port(found: Findings, environment: Mapping[str, str]) -> None:
-    """Try the rendezvous port: it must be free before a run, and reachable from other hosts during one."""
+    """Try the rendezvous port: it must be free before a run, and reachable from other hosts during the run."""
     address, port = environment.get("MASTER_ADDR"), environment.get("MASTER_PORT")
     if not address or not port:
         return

@@ -1,4 +1,4 @@
-"""A plan as a drawing: for each layout a bar of memory against the device's limit, and a bar of the step."""
+"""A plan as a drawing: for each layout, a bar of memory with the device's limit, and a bar of the step."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from lightning_parallel.tracing.spans import bytes_text, count_text, seconds_tex
 __all__ = ["draw_plan", "plan_page"]
 
 _WIDTH, _MARGIN, _LABEL, _GAP, _ROW, _BAR, _FIGURE = 1360.0, 28.0, 290.0, 40.0, 40.0, 20.0, 80.0
-_LETTER = 6.6  # of an entry of the legend, in wide fonts
+_LETTER = 6.6  # width of a letter in the legend, in wide fonts
 _MOST_LIMITS = 2.5  # where longer bars end, so that layouts that fit can be told apart
 _LIMIT = "#d6336c"
 _FONT = "Inter, system-ui, -apple-system, Segoe UI, Roboto, sans-serif"
@@ -45,7 +45,7 @@ _NAMES = {
 
 
 def draw_plan(plan: LayoutPlan, most: int = 12) -> str:
-    """Return an SVG of the best layouts, and of layouts that lack memory, at most so many."""
+    """Return an SVG of the best layouts, and of layouts that lack memory; at most `most` layouts."""
     shown = [layout for layout in plan.layouts if layout.memory.total][:most]
     height = 150 + _ROW * len(shown) + 40
     svg = Element("svg", {"xmlns": "http://www.w3.org/2000/svg", "viewBox": f"0 0 {_WIDTH:g} {height:g}"})
@@ -60,7 +60,7 @@ def draw_plan(plan: LayoutPlan, most: int = 12) -> str:
     left, right = _MARGIN + _LABEL, _MARGIN + _LABEL + room + _GAP
     limit = cluster.memory_bytes
     fullest = max([layout.memory.total for layout in shown], default=1.0)
-    # The limit is shown where it says something: next to a twentieth of it, bars would be too short to read.
+    # Scale to the limit only if it tells something: bars below a twentieth of it would be too short to read.
     most_bytes = min(max(fullest, limit), _MOST_LIMITS * limit) if fullest > limit / 20 else fullest
     most_s = max([layout.step.total for layout in shown if not layout.refusal], default=1.0)
     bars = room - _FIGURE
@@ -114,7 +114,7 @@ def _label(svg: Element, layout: Layout, y: float) -> None:
 def _legend(
     svg: Element, x: float, room: float, title: str, colours: Mapping[str, str], bars: Sequence[Mapping[str, float]]
 ) -> None:
-    """Name the kinds that some bar has, in two rows where one is not wide enough."""
+    """Name the kinds that appear in a bar, in two rows if one row is too narrow."""
     svg_text(svg, x, 88, title, 13, bold=True)
     at, y = x, 97.0
     for kind, colour in colours.items():
@@ -147,5 +147,5 @@ def _bar(
             SubElement(part, "title").text = f"{_NAMES.get(kind, kind)}: {text(value)}"
             x += length
     if sum(parts.values()) > 1.001 * most:
-        for at in (end - 9, end - 4):  # a break: it goes on
+        for at in (end - 9, end - 4):  # a break shows that the bar continues
             svg_rect(svg, (at, y - 2, 2, _BAR + 4), "#fff")

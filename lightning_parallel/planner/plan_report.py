@@ -18,7 +18,7 @@ from lightning_parallel.tracing.spans import bandwidth_text, bytes_text, count_t
 __all__ = ["layout_yaml", "plan_text", "strategy_arguments"]
 
 WORTHWHILE = 0.05
-"""Share of a step that compression must save: less is lost in what the predictions leave out."""
+"""Share of a step that compression must save: smaller savings are within the error of the predictions."""
 
 _MEANINGS = {
     "compute": "computation",
@@ -32,14 +32,14 @@ _MEANINGS = {
 
 
 def plan_text(plan: LayoutPlan, rows: int = 20, with_yaml: bool = True) -> RenderableType:
-    """Return tables and text for a terminal; of the best layouts with YAML, or of the best one without."""
+    """Return tables and text for a terminal: the best layouts with YAML, or the best layout without YAML."""
     described = plan.best if with_yaml else plan.best[:1]
     shown = plan.layouts[:rows]
     possible = [layout for layout in shown if not layout.refusal]
     advice = [Text(text, style="bold") for text in (simplest(plan), compression(plan)) if text]
     parts: list[RenderableType] = [_alone(plan), *advice, *([_table(plan, possible)] if possible else [])]
     refused = [(layout, layout.refusal) for layout in shown if layout.refusal]
-    # A layout that is described below has its warnings there.
+    # The description of a layout further below includes its warnings.
     warned = [(layout, text) for layout in possible if layout not in described for text in layout.warnings]
     parts += [Text(line, style="yellow") for line in _listed("warnings", warned)]
     parts += [Text(line, style="dim") for line in _listed("impossible", refused)]
@@ -73,7 +73,7 @@ def _alone(plan: LayoutPlan) -> Text:
 
 
 def simplest(plan: LayoutPlan) -> str:
-    """Return which plain strategy of Lightning does as well as the best layout; empty if none does."""
+    """Recommend one device or plain DDP if it does as well as the best layout; empty otherwise."""
     if not plan.best:
         return ""
     best, alone = plan.best[0], plan.alone
@@ -88,14 +88,14 @@ def simplest(plan: LayoutPlan) -> str:
 
 
 def compression(plan: LayoutPlan) -> str:
-    """Say whether compressed gradients make the best layout faster; empty where no full gradients are reduced."""
+    """Say whether compressed gradients make the best layout faster; empty if replicas reduce no full gradients."""
     best = plan.best[0] if plan.best else plan.alone
     if best.compressed_reduction_s is None:
         return ""
     data, pipeline, tensor = best.mesh.shape
     step_s = best.step.total - best.step.reduction + best.compressed_reduction_s
     verb = "pays" if step_s < (1 - WORTHWHILE) * best.step.total else "does not pay"
-    # As `collective_s`: a link that was measured in a group of this size says more than the link of two ranks.
+    # Like `collective_s`, prefer the link measured in a group of this size to the link of two ranks.
     link = plan.cluster.group_links.get(data) or plan.cluster.link_of(pipeline * tensor, data)
     return (
         f"Gradient compression {verb} in layout 1, over {bandwidth_text(link.bytes_per_s)} between replicas: a step"
@@ -113,7 +113,7 @@ _COLUMNS = ("data x pipeline\nx tensor", "schedule", "memory", "step", "bubble",
 
 
 def _table(plan: LayoutPlan, layouts: Sequence[Layout]) -> Table:
-    """Show layouts in a row of figures each, in at most 80 columns."""
+    """Show each layout as a row of figures, in at most 80 columns."""
     cluster = plan.cluster
     source = "layers measured on this machine" if plan.measured else "times by the roofline model"
     table = Table(

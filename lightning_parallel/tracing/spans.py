@@ -37,7 +37,7 @@ OTHER = "other"
 """Phase of the time outside all named phases."""
 
 WIDTH_OF_FILES = 120
-"""Columns of a table that is not printed to a terminal."""
+"""Width in columns of a table outside a terminal."""
 
 T = TypeVar("T")
 
@@ -292,17 +292,17 @@ def bandwidth_text(bytes_per_s: float) -> str:
 
 
 def count_text(value: float) -> str:
-    """Format a number with three digits, or all of those before the point: `1234.5` as `1,234`."""
+    """Format a number with three digits, or with all digits before the point: `1234.5` as `1,234`."""
     # From 1000 on, `.3g` would write an exponent.
     return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
 
 
 def printable(text: object, keep: str = "") -> str:
-    """Return text that others may have written, for a terminal: characters that would control it are spelled out.
+    """Return foreign text in a safe form for a terminal: control characters are spelled out.
 
     Args:
         text: The text.
-        keep: Such characters that stay, as the ends of lines.
+        keep: Control characters to keep, such as line ends.
     """
     found = str(text)
     if found.isprintable():
@@ -313,10 +313,10 @@ def printable(text: object, keep: str = "") -> str:
 
 
 def gap_text(points: Sequence[Sequence[Any]]) -> str:
-    """Say where a curve over the steps has no finite value; empty if it has one at each point.
+    """Name the steps at which a curve has no finite value; empty if all its values are finite.
 
     Args:
-        points: (step, value), in the order of the steps; None where the value was not finite.
+        points: (step, value), in the order of the steps; None for a value that was not finite.
 
     >>> gap_text([(0, 0.5), (1, None), (2, 0.4), (3, None), (4, None)])
     'not finite from step 3 on'
@@ -331,7 +331,7 @@ def gap_text(points: Sequence[Sequence[Any]]) -> str:
 
 
 def rank_label(entry: Mapping[str, Any], mesh: Mapping[str, int]) -> str:
-    """Label a rank with its coordinate on the axes of several ranks, by their first letters: `rank 3 · d1 t1`."""
+    """Label a rank with its coordinate on axes of several ranks, by first letters of the axes: `rank 3 · d1 t1`."""
     coordinate = entry.get("coordinate") or {}
     places = [f"{axis[0]}{coordinate[axis]}" for axis, size in mesh.items() if size > 1 and axis in coordinate]
     return f"rank {entry['rank']}" + (f" · {' '.join(places)}" if places else "")
@@ -341,7 +341,7 @@ LOG_VARIABLE = "LIGHTNING_PARALLEL_LOG"
 
 
 def is_verbose() -> bool:
-    """Tell whether tables and lines are printed: not with `LIGHTNING_PARALLEL_LOG=warning`.
+    """Return whether to print tables and lines: True unless `LIGHTNING_PARALLEL_LOG=warning`.
 
     Raises:
         ValueError: If the variable has another value than `info` or `warning`.
@@ -353,11 +353,11 @@ def is_verbose() -> bool:
 
 
 def show(renderable: Any) -> None:
-    """Print a table, 120 columns wide where the output is not a terminal."""
+    """Print a table, 120 columns wide if the output is no terminal."""
     if not is_verbose():
         return
     console = Console(highlight=False)
-    # In a log file `rich` assumes 80 columns, which cuts the tables of a run short.
+    # For a log file, `rich` assumes 80 columns, which truncates the tables of a run.
     if not (console.is_terminal or console.is_jupyter or "COLUMNS" in os.environ):
         console.width = WIDTH_OF_FILES
     console.print(renderable)

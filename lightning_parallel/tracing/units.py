@@ -1,4 +1,4 @@
-"""Amounts with their unit, as people write them: `80GiB`, `400Gbit/s`, `10us`, `989TFLOP/s`."""
+"""Amounts with a unit in common notation: `80GiB`, `400Gbit/s`, `10us`, `989TFLOP/s`."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def parse_bytes(text: str) -> float:
     """Read an amount of memory, such as `80GiB` or `40GB`.
 
     Raises:
-        ValueError: If there is no unit, or it is one of bits.
+        ValueError: If there is no unit, or a unit of bits.
     """
     found = _AMOUNT.fullmatch(text)
     if found is None or found[3] not in ("B", "byte", "bytes"):
@@ -28,7 +28,7 @@ def parse_bandwidth(text: str) -> float:
     """Read a bandwidth, such as `400Gbit/s` or `900GB/s`; returns bytes per second.
 
     Raises:
-        ValueError: If it is not one, or does not tell bits from bytes.
+        ValueError: If the text is no bandwidth, or does not tell bits from bytes.
     """
     amount, _, per = text.strip().rpartition("/")
     if not amount and text.strip().endswith("ps"):  # 400Gbps

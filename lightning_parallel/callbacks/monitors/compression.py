@@ -29,19 +29,20 @@ ERRORS = ("relative_error", "cosine")
 class CompressionAccumulator(Accumulator):
     """Adds up the steps of a reducer.
 
-    The reducer itself reports them. Windows of the recorder would not do: they come late where a device lags behind
-    the host, and a batch may have several optimizer steps.
+    The reducer itself reports its steps. Windows of the recorder do not suffice: they come late with a device, and a
+    batch may have several optimizer steps.
 
     Args:
         reducer: Observed until `close`.
         warmup_steps: First optimizer steps that are not counted.
-        replaced: Returns the means of gradients that a step of the reducer replaces; more than one under local SGD.
+        replaced: Returns the number of gradient reductions that a step of the reducer replaces; above 1 under local
+            SGD.
     """
 
     def __init__(self, reducer: Reducer, warmup_steps: int = 0, replaced: Callable[[], float] = lambda: 1.0) -> None:
         self._reducer = reducer
         self._replaced = replaced
-        # The reducer's thread appends, the training thread takes: a deque is safe for both.
+        # The reducer's thread appends, and the training thread pops: a deque is safe without a lock.
         self._new: deque[Outcome] = deque()
         self._to_warm_up = warmup_steps
         self._requested_at = -inf  # steps that had been counted when a comparison was last requested
@@ -58,17 +59,17 @@ class CompressionAccumulator(Accumulator):
         reducer.observers.append(self._new.append)
 
     def close(self) -> None:
-        """Observe no longer, and request no comparison."""
+        """Stop observing, and request no further comparison."""
         self._reducer.observers.remove(self._new.append)
         self._reducer.sample_every = 0
 
     def request_comparison(self, every_n_steps: int) -> None:
-        """Have steps compared with the true mean until the next call, if the last comparison is that many steps ago."""
-        # Counted in steps of the reducer, which are fewer than batches where gradients are accumulated.
+        """Compare steps with the true mean until the next call, if the last request is `every_n_steps` steps old."""
+        # Count steps of the reducer: with accumulated gradients, these are fewer than batches.
         is_due = every_n_steps > 0 and not self._to_warm_up
         if is_due and 0 < self._steps - self._requested_at < every_n_steps:
             is_due = False
-        # For all steps of a batch: several optimizers have separate gradients.
+        # Compare all steps of a batch: several optimizers have separate gradients.
         self._reducer.sample_every = int(is_due)
         if is_due:
             self._requested_at = self._steps
@@ -86,13 +87,13 @@ class CompressionAccumulator(Accumulator):
             compared |= outcome.compression_error is not None
         if rows:
             self._latest.update(_mean(rows))
-        # Norms need a pass over all residuals: together with the comparison, which is rare.
+        # Norms need a pass over all residuals, so compute them only with the rare comparisons.
         if compared:
             self._residuals = self._reducer.residual_norms
             self._latest.update(_norm_of(self._residuals, self._residuals))
 
     def _count(self, outcome: Outcome) -> Numbers:
-        """Add one step; returns its numbers."""
+        """Add one step; return its numbers."""
         self._steps += 1
         seconds = {key: getattr(outcome.seconds, key) for key in TIMES} if outcome.seconds.counts else {}
         self._timed += outcome.seconds.counts
@@ -158,7 +159,7 @@ class CompressionAccumulator(Accumulator):
             for label in labels
         ]
         total = _mean([rank["total"] for rank in ranks])
-        # Ranks wait for the slowest one, so a mean of times would be too small.
+        # Ranks wait for the slowest rank, so a mean of times would be too small.
         slowest = {key: max(rank["total"][key] for rank in ranks) for key in TIMES if key in total}
         return {"steps": ranks[0]["steps"], **total, **slowest, "compressors": rows}
 
@@ -245,7 +246,7 @@ class CompressionMonitor(MeasuringCallback[CompressionAccumulator]):
                 f" `{type(trainer.strategy).__name__}` without it. Give the strategy a compressor, or remove"
                 " `CompressionMonitor`"
             )
-        # A comparison is a collective, so that all ranks have to request it in the same steps.
+        # A comparison is a collective, so all ranks must request it in the same steps.
         comm.agree("`every_n_steps` of CompressionMonitor", self.every_n_steps, self.open_session.group)
         strategy: Any = trainer.strategy
         return CompressionAccumulator(

@@ -1,9 +1,9 @@
-"""The order of training samples: promises of a sampler, and an order that goes on in the middle of an epoch.
+"""The order of training samples: promises of a sampler, and an order that can resume within an epoch.
 
-Samplers of a run draw from generators whose state is lost with the process, and know only the part of their replica.
+The user's samplers draw from generators whose state dies with the process, and know only their replica's part.
 `ResumableSampler` takes the order of an epoch under generators seeded by (seed, epoch). This order is the same for any
-number of replicas, and is divided among the replicas as `DistributedSampler` does. So a batch of all replicas together
-holds the same samples for any number of replicas. One number then tells the samples that were read.
+number of replicas, which share it in the way of `DistributedSampler`. So a batch of all replicas together holds the
+same samples for any number of replicas, and one number identifies the samples already read.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from lightning_parallel.pipeline.random_streams import OwnGenerators, seeded
 
 __all__ = ["LoaderFacts", "ResumableBatches", "ResumableSampler"]
 
-# Added to the seed in each further pass within one epoch, as where a loader is repeated beside a longer one.
+# Added to the seed in each further pass within an epoch, such as the repetition of a loader beside a longer loader.
 _PASS = 1_000_003
 
 
@@ -41,10 +41,10 @@ class LoaderFacts(NamedTuple):
     """Promises of a loader's sampler on the samples of an epoch.
 
     Attributes:
-        size: Number of samples of which each comes once; None if the sampler does not promise that.
-        shuffled: Whether torch itself shuffles these samples by the seed (True), or they come in ascending order
-            (False); None for any other order.
-        replaced: Whether samples are drawn with replacement, so that each may come any number of times.
+        size: Number of samples, if each comes exactly once; None if the sampler does not promise that.
+        shuffled: True if torch itself shuffles these samples by the seed; False for ascending order; None for any
+            other order.
+        replaced: Whether the sampler draws with replacement, so that each sample may come any number of times.
         divides: Whether the sampler gives each replica its part, so that equal indices are the same sample.
         may_drop: Number of samples that a rank may leave out.
     """
@@ -63,7 +63,7 @@ class LoaderFacts(NamedTuple):
         batches = loader.batch_sampler
         if isinstance(batches, ResumableBatches):
             batches = batches.source
-        # With a batch sampler of the user, the sampler of the loader is a default that nobody reads.
+        # With a batch sampler of the user, the loader has a default sampler that it does not use.
         inner: Any = getattr(batches, "sampler", None)
         facts = cls.of_sampler(inner if isinstance(inner, Sampler) else loader.sampler)
         facts = facts._replace(divides=facts.divides or hasattr(batches, "num_replicas"))
@@ -78,7 +78,7 @@ class LoaderFacts(NamedTuple):
     def of_sampler(cls, sampler: Any) -> LoaderFacts:
         """Return the promises of a sampler of samples.
 
-        Methods are compared rather than classes: a subclass with the method of its base promises the same.
+        The comparison is by method, not by class: a subclass that inherits the method makes the same promise.
         """
         method = type(sampler).__iter__ if hasattr(type(sampler), "__iter__") else None
         drops = int(bool(getattr(sampler, "drop_last", False)))
@@ -90,7 +90,7 @@ class LoaderFacts(NamedTuple):
             return cls.of_sampler(wrapped_sampler(sampler))._replace(shuffled=None, divides=True, may_drop=drops)
         if is_a(sampler, DistributedSamplerWrapper):
             return cls(replaced=cls.of_sampler(wrapped_sampler(sampler)).replaced, divides=True)
-        # A subclass may set other values, and a generator of the user has its own seed: the order is then not torch's.
+        # With a subclass, or a generator with the user's seed, the order may differ from torch's order.
         if method is RandomSampler.__iter__ and not sampler.replacement and isinstance(sampler.data_source, Sized):
             size = len(sampler.data_source)
             is_plain = type(sampler) is RandomSampler and sampler.generator is None
@@ -118,7 +118,7 @@ class _SeededOrder:
         self.source = source
         self.seed = seed
         self._own = OwnGenerators([source, getattr(source, "sampler", None)])
-        # The state in which the user's script made them, which a restarted script makes again.
+        # The state from the user's script: a restarted script creates the generators in the same state.
         self._initial = self._own.states()
 
     def __call__(self, epoch: int, repetition: int) -> list[Any]:
@@ -128,7 +128,7 @@ class _SeededOrder:
         if facts.shuffled is not None and facts.size is not None:
             if not facts.shuffled:
                 return list(range(facts.size))
-            # As `DistributedSampler` does, which Lightning takes for several replicas.
+            # Shuffle like `DistributedSampler`, which Lightning uses for several replicas.
             return torch.randperm(facts.size, generator=torch.Generator().manual_seed(key)).tolist()
         for sampler in (source, getattr(source, "sampler", None)):
             set_epoch = getattr(sampler, "set_epoch", None)
@@ -146,7 +146,7 @@ class _SeededOrder:
 def _digest(order: list[Any]) -> str:
     try:
         data = numpy.asarray(order, dtype=numpy.int64).tobytes()
-    except (TypeError, ValueError):  # indices that are no numbers, or batches of several sizes
+    except (TypeError, ValueError):  # indices are no numbers, or batches differ in size
         data = repr(order).encode()
     return hashlib.blake2b(data, digest_size=8).hexdigest()
 
@@ -159,7 +159,7 @@ class ResumableSampler(Sampler[Any]):
         seed: Seed of the run.
         num_replicas: Number of replicas that share the samples.
         rank: Position of this replica.
-        drop_last: Leave out samples at the end rather than repeat some, so that all replicas get as many.
+        drop_last: Leave out samples at the end instead of repeating some, so that all replicas get equally many.
     """
 
     def __init__(self, source: Any, seed: int, num_replicas: int = 1, rank: int = 0, drop_last: bool = False) -> None:
@@ -174,13 +174,13 @@ class ResumableSampler(Sampler[Any]):
         self.begin(0)
 
     def begin(self, epoch: int, skipped: int = 0, repetition: int = 0) -> None:
-        """Begin an epoch after its first `skipped` samples, of all replicas together."""
+        """Begin an epoch after its first `skipped` samples; they count over all replicas together."""
         self.epoch = epoch
         self._skipped = skipped
         self._repetition = repetition
 
     def set_epoch(self, epoch: int) -> None:
-        """Take note of the epoch; a running epoch goes on."""
+        """Begin `epoch`, unless it runs already."""
         if epoch != self.epoch:
             self.begin(epoch)
 
@@ -193,7 +193,7 @@ class ResumableSampler(Sampler[Any]):
 
     @property
     def digest(self) -> str:
-        """Tells orders apart."""
+        """Identifies the order of the samples."""
         return _digest(self.order())
 
     def __len__(self) -> int:
@@ -209,18 +209,18 @@ class ResumableSampler(Sampler[Any]):
         if surplus and self.drop_last:
             del rest[-surplus:]
         elif surplus:
-            # As `DistributedSampler` does: the first samples fill up, so that all replicas take as many steps.
+            # Like `DistributedSampler`, fill up with the first samples, so that all replicas take equally many steps.
             missing = self.num_replicas - surplus
             rest += (order * (missing // len(order) + 1))[:missing]
         self._skipped = 0
         # Interleaved: a batch of all replicas together holds neighbours of the order, for any number of replicas.
         yield from rest[self.rank :: self.num_replicas]
-        # Only a pass that ended counts: an iterator that was dropped begins the same pass again.
+        # Count only a finished pass: after a dropped iterator, the next iterator repeats the same pass.
         self._repetition += 1
 
 
 class ResumableBatches:
-    """Stands in for the user's batch sampler; can leave out the first batches of an epoch without reading them.
+    """Replaces the user's batch sampler; can skip the first batches of an epoch without reading them.
 
     Args:
         source: The user's batch sampler.
@@ -247,12 +247,12 @@ class ResumableBatches:
 
     @property
     def digest(self) -> str:
-        """Tells orders apart, where the end is known."""
+        """Identifies the order of the batches; empty if their number is unknown."""
         order = self._order()
         return "" if order is None else _digest(order)
 
     def __getattr__(self, name: str) -> Any:
-        if name.startswith("__"):  # asked by `copy`, before there is a source
+        if name.startswith("__"):  # `copy` asks before `source` exists
             raise AttributeError(name)
         return getattr(self.source, name)
 

@@ -1,4 +1,4 @@
-"""Checks that each replica reads its part of the data, all of it once an epoch, and all ranks of a replica the same."""
+"""Checks of data sharding: replicas read each sample once per epoch, and the ranks of a replica read the same data."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from lightning_parallel.compression.compressor import check_integer
 __all__ = ["DataShardingMonitor", "EpochEnd", "ReadReport", "ShardingAccumulator", "TrackedLoader", "sample_hashes"]
 
 MIN_SHARE = 0.01
-"""Share of the samples up to which equal contents are taken for duplicates in the data set itself."""
+"""Largest share of samples with equal contents that counts as duplicates in the data set itself."""
 
 
 KnownBy = Literal["place", "content", ""]
@@ -37,18 +37,18 @@ KnownBy = Literal["place", "content", ""]
 NO_SAMPLES = torch.zeros(0, dtype=torch.int64)
 
 MIN_ORDER = 8
-"""Samples below which the orders of two epochs may be equal by chance."""
+"""Least number of samples for which equal orders of two epochs are no coincidence."""
 
 
 @dataclass(frozen=True)
 class EpochEnd:
-    """Facts of one rank about an epoch that has ended.
+    """Facts of one rank about a finished epoch.
 
     Attributes:
         is_whole: Whether the loader was read to its end.
-        order: Hash of the order of its samples, if that looks shuffled.
-        samples: Number of samples of which each should come once; None if the sampler does not promise that.
-        may_drop: How many of them this rank may leave out.
+        order: Hash of the order of its samples; None if the order does not look shuffled.
+        samples: Number of samples, if each should come exactly once; None if the sampler does not promise that.
+        may_drop: Number of samples that this rank may leave out.
     """
 
     is_whole: bool
@@ -65,8 +65,8 @@ class ReadReport:
         replica: The replica whose part of the data it reads.
         steps: Step of each batch.
         samples: Indices in the data set, or hashes of contents.
-        contents: A hash of each batch; empty where no other rank should read the same.
-        end: Set at the end of an epoch.
+        contents: A hash of each batch; empty if no other rank should read the same batches.
+        end: Facts of the epoch, at its end; otherwise None.
     """
 
     replica: int
@@ -79,27 +79,27 @@ class ReadReport:
 def sample_hashes(batch: Any) -> Tensor | None:
     """Hash each sample of a batch: (samples,), from the tensors that have one row per sample.
 
-    None if there is no such tensor. The first one determines the number of samples.
+    Return None without such a tensor. The first tensor determines the number of samples.
     """
     tensors = [leaf for leaf in pytree.tree_leaves(batch) if isinstance(leaf, Tensor) and leaf.dim() > 0]
     if not tensors:
         return None
     rows = [row_fingerprints(tensor) for tensor in tensors if len(tensor) == len(tensors[0])]
     hashes = torch.zeros_like(rows[0])
-    # An order of tensors is part of the sample: exchanged inputs and labels must not be equal.
+    # The order of tensors is part of the hash: a sample with swapped inputs and labels must differ.
     for row in rows:
         hashes = hashes * 31 + row.to(hashes.device)
     return hashes
 
 
 class TrackedLoader:
-    """A training loader whose sampler is observed while it is read, until `release`.
+    """A training loader with an observed sampler, until `release`.
 
     Args:
-        loader: As the Trainer uses it.
+        loader: The loader that the Trainer uses.
 
     Attributes:
-        loader: As given.
+        loader: The same loader.
         facts: Promises of its sampler.
     """
 
@@ -109,7 +109,7 @@ class TrackedLoader:
         self._patches = Patches()
         self._taken = 0
         self.loader = loader
-        # Before the sampler is observed, which changes its class.
+        # Before `_observe`, which changes the class of the sampler.
         self.facts = LoaderFacts.of(loader)
         if not isinstance(loader, DataLoader) or isinstance(loader.dataset, IterableDataset):
             return
@@ -123,7 +123,7 @@ class TrackedLoader:
         def iterate(sampler: Any) -> Iterator[Any]:
             return self.track(kind.__iter__(sampler))
 
-        # A subclass, since a wrapper would hide attributes such as `set_epoch`, and others look at the type.
+        # A subclass, because a wrapper would hide attributes such as `set_epoch`, and fail type checks of other code.
         tracked = type(kind.__name__, (kind,), {"__module__": kind.__module__, "__iter__": iterate})
         try:
             self._patches.replace(sampler, "__class__", tracked)
@@ -132,7 +132,7 @@ class TrackedLoader:
         self._sampler = sampler
 
     def release(self) -> None:
-        """Give the sampler its class back."""
+        """Restore the class of the sampler."""
         if self._sampler is not None:
             self._patches.undo()
             self._sampler = None
@@ -143,9 +143,9 @@ class TrackedLoader:
         return self._sampler is not None
 
     def track(self, batches: Iterable[Any]) -> Iterator[Any]:
-        """Begin a pass, and keep the indices that the sampler yields in it."""
-        # Workers prefetch: the sampler is ahead of training, and a pass that was stopped leaves indices behind. Hence a
-        # new queue for each pass, which iterators of earlier passes do not write to.
+        """Begin a pass over the sampler, and keep its indices."""
+        # Workers prefetch, so the sampler runs ahead of training, and a stopped pass leaves indices behind. A new queue
+        # for each pass keeps out the iterators of earlier passes.
         issued = self._issued = deque[list[Any]]()
         self._taken = 0
 
@@ -172,16 +172,16 @@ class TrackedLoader:
 
 
 class SampleTracker:
-    """Collects the samples that this rank reads, until they are reported.
+    """Collects the samples that this rank reads, until the next report.
 
     Args:
-        loader: The training loader, if there is just one.
-        replica: The replica whose part of the data is read.
-        known_by: How all ranks tell samples apart.
+        loader: The training loader; None with several loaders.
+        replica: The replica whose part of the data this rank reads.
+        known_by: The way in which all ranks tell samples apart.
         has_peers: Whether other ranks should read the same batches.
 
     Attributes:
-        loader: As given; may be replaced between two epochs.
+        loader: The training loader; may change between two epochs.
     """
 
     def __init__(self, loader: TrackedLoader | None, replica: int, known_by: KnownBy, has_peers: bool) -> None:
@@ -212,13 +212,13 @@ class SampleTracker:
         self._has_gaps |= indices is None
         if indices is not None:
             self._order.append(indices)
-        # Hashes read the whole batch, on its device; they are taken only where they are needed.
+        # Hashes read the full batch on its device, so compute them only if needed.
         needs_hashes = self._has_peers or self._known_by == "content"
         hashes = sample_hashes(batch) if needs_hashes else None
         samples = indices if self._known_by == "place" else hashes
         if self._known_by and samples is not None:
             self._samples.append(samples)
-        # Peers need an entry for each batch, also for one without tensors, to be compared step by step.
+        # Peers compare step by step, so they need an entry even for a batch without tensors.
         if self._has_peers:
             self._contents.append(NO_SAMPLES if hashes is None else hashes)
 
@@ -233,7 +233,7 @@ class SampleTracker:
 
     def _end_epoch(self) -> EpochEnd:
         indices = torch.cat([NO_SAMPLES, *self._order])
-        # An order that is filled up from its beginning goes back once without being shuffled.
+        # Even an unshuffled order may go back once: at the fill-up with samples from its beginning.
         is_shuffled = len(indices) >= MIN_ORDER and int((indices.diff() < 0).sum()) > 1
         order = fingerprint(indices) if is_shuffled and not self._has_gaps else None
         is_whole = self.loader is not None and self.loader.is_exhausted and not self._has_gaps
@@ -250,8 +250,8 @@ class ShardingAccumulator(Accumulator):
         known_by: Whether samples are known by their `place` in the data set, by their `content`, or not at all.
 
     Attributes:
-        findings: Each kind once, with its first step.
-        epoch: The epoch that is being read.
+        findings: One finding of each kind, with its first step.
+        epoch: The running epoch.
     """
 
     def __init__(self, known_by: KnownBy = "place") -> None:
@@ -277,10 +277,10 @@ class ShardingAccumulator(Accumulator):
         return {"data_sharding/findings": float(len(self.findings))}
 
     def state_dict(self, epoch: int, pending: Tensor, unknown: int) -> dict[str, Any]:
-        """Return the samples of `epoch` that were read so far.
+        """Return the samples of `epoch` read so far.
 
         Args:
-            epoch: The epoch that is being read.
+            epoch: The running epoch.
             pending: Samples read since the last audit.
             unknown: Number of samples that other ranks may have read since then.
         """
@@ -290,13 +290,13 @@ class ShardingAccumulator(Accumulator):
             for parts in self._read.values():
                 read += parts
         samples = torch.cat([*read, pending])
-        # Hashes cannot be packed as bits; indices of millions of samples would be a large checkpoint.
+        # Pack indices as bits: the indices of millions of samples would make a large checkpoint. Hashes do not pack.
         packed = _pack(samples) if self.known_by == "place" else samples.unique()
         return {"epoch": epoch, "known_by": self.known_by, "samples": packed, "unknown": unknown}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue an epoch."""
-        # Indices and hashes do not compare, as after a change of the loader or the number of replicas.
+        # Another loader or number of replicas may change `known_by`: indices and hashes do not compare.
         if state["known_by"] == self.known_by:
             self.epoch = state["epoch"]
             self._unknown = state["unknown"]
@@ -305,7 +305,7 @@ class ShardingAccumulator(Accumulator):
     # ------------------------------------------------------------------------------------------------------- auditing
 
     def audit(self, epoch: int, readings: Sequence[ReadReport]) -> list[dict[str, Any]]:
-        """Add the reports of all ranks, in their order, on `epoch`; returns the findings that are new."""
+        """Add the reports of all ranks on `epoch`, in the order of the ranks; return the new findings."""
         if epoch != self.epoch:
             self.epoch = epoch
             self._forget_epoch()
@@ -314,7 +314,7 @@ class ShardingAccumulator(Accumulator):
         ranks: dict[int, list[int]] = {}
         for rank, reading in enumerate(readings):
             ranks.setdefault(reading.replica, []).append(rank)
-        # Ranks of one replica read the same samples, so the first of them stands for it from here on.
+        # Ranks of one replica read the same samples, so its first rank represents it from here on.
         self._audit_peers(ranks, readings)
         parts = {replica: readings[members[0]].samples for replica, members in ranks.items()}
         if self.known_by:
@@ -355,8 +355,8 @@ class ShardingAccumulator(Accumulator):
         distinct = {replica: samples.unique() for replica, samples in parts.items()}
         values, counts = torch.cat(list(distinct.values())).unique(return_counts=True)
         shared = values[counts > 1]
-        allowed = len(ranks) - 1  # samplers repeat some so that all replicas get equally many
-        # Equal contents need not be one sample: data sets have duplicates, which show within a replica, too.
+        allowed = len(ranks) - 1  # samplers repeat a few samples so that all replicas get equally many
+        # Equal contents need not be one sample: data sets have duplicates, which also show within a replica.
         if self.known_by == "content":
             repeated = [_repeated(samples) for samples in parts.values()]
             shared = shared[~torch.isin(shared, torch.cat(repeated))]
@@ -380,7 +380,7 @@ class ShardingAccumulator(Accumulator):
 
     def _audit_order(self, step: int, ends: Sequence[EpochEnd]) -> None:
         orders = {rank: end.order for rank, end in enumerate(ends)}
-        # Unshuffled orders have no hash, and are the same in each epoch by intention.
+        # Unshuffled orders have no hash: they are meant to be the same in each epoch.
         same = [rank for rank, order in orders.items() if order is not None and order == self._orders.get(rank)]
         if same:
             detail = "the shuffled order is the same as in the epoch before; call `set_epoch` on the sampler"
@@ -391,7 +391,7 @@ class ShardingAccumulator(Accumulator):
         parts = {replica: torch.cat(samples) for replica, samples in self._read.items()}
         self._audit_overlap(step, ranks, parts)
         promised = {end.samples for end in ends}
-        # A data set's duplicates have one hash, so that hashes are fewer than samples.
+        # Duplicates in the data set share a hash, so the number of hashes says nothing about missing samples.
         if self.known_by != "place" or len(promised) != 1 or None in promised:
             return
         self._audit_repetition(step, ranks, parts)
@@ -420,7 +420,7 @@ class ShardingAccumulator(Accumulator):
 
 
 def _repeated(samples: Tensor) -> Tensor:
-    """Return the samples that come more than once."""
+    """Return the samples that occur more than once."""
     values, counts = samples.unique(return_counts=True)
     return values[counts > 1]
 
@@ -514,7 +514,7 @@ class DataShardingMonitor(MeasuringCallback[ShardingAccumulator]):
         self._patches.replace(trainer.strategy, "process_dataloader", process_and_track)
 
     def _track(self, loader: object) -> None:
-        # A module may return the same loader for each epoch: its sampler is observed already.
+        # A module may return the same loader for each epoch. Its sampler is already observed.
         if any(known.loader is loader for known in self._loaders):
             return
         if self._tracker is not None and self._tracker.loader is not None:  # a new loader for the next epoch
@@ -546,7 +546,7 @@ class DataShardingMonitor(MeasuringCallback[ShardingAccumulator]):
         known_by = self._agreed(self._known_by(loader))
         self.accumulator.known_by = known_by
         self._tracker = SampleTracker(loader, replica, known_by, has_peers=self._replicas < trainer.world_size)
-        # Not in `load_state_dict`, which comes before it is known how samples are told apart.
+        # Not in `load_state_dict`, which runs before `known_by` is known.
         if self._resumed:
             self.accumulator.load_state_dict(self._resumed)
             self._resumed = {}
@@ -558,7 +558,7 @@ class DataShardingMonitor(MeasuringCallback[ShardingAccumulator]):
         return "place" if loader.knows_indices and is_index_unique else "content"
 
     def _agreed(self, known_by: KnownBy) -> KnownBy:
-        """Return the most precise way to tell samples apart that all ranks know."""
+        """Return the most precise way to tell samples apart that works on all ranks."""
         by_rank = self.open_session.gather(known_by)
         precision: tuple[KnownBy, ...] = ("", "content", "place")
         return "" if by_rank is None else min(by_rank, key=precision.index)
@@ -584,7 +584,7 @@ class DataShardingMonitor(MeasuringCallback[ShardingAccumulator]):
 
     def _audit(self, trainer: Trainer, reading: ReadReport) -> None:
         """Audit the reports of all ranks on rank 0; every rank must call it."""
-        # One rank audits for all: findings reach other ranks with the exchange at the end.
+        # Rank 0 audits for all ranks. The exchange at the end sends its findings to the other ranks.
         readings = self.open_session.gather(reading)
         if readings is None or self.open_session.rank != 0:
             return

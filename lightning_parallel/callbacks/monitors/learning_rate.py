@@ -29,8 +29,8 @@ Rate = Any
 class StepRates:
     """Multiplies the learning rates of a trainer around each optimizer step, and restores them after the step.
 
-    Schedulers, checkpoints and other code between two steps see plain rates. So every scheduler follows, also
-    one that knows its rates by itself.
+    Schedulers, checkpoints and other code between two steps see plain rates. So every scheduler works, even a
+    scheduler that keeps a copy of its rates.
 
     ```
     batch starts     training_step, optimizer_step     scheduler, checkpoint     batch starts
@@ -67,20 +67,20 @@ class StepRates:
 
     def _updating(self, update: Callable[..., None]) -> Callable[..., None]:
         def update_lr_schedulers(*args: Any, **kwargs: Any) -> None:
-            # After a batch that was only accumulated, or that a hook skipped, no step has released the rates.
+            # After a batch without a step, which only accumulated or was skipped, the rates are still multiplied.
             self.release()
             update(*args, **kwargs)
 
         return update_lr_schedulers
 
     def hold(self) -> None:
-        """Multiply the rates for the coming step, unless they are multiplied already."""
+        """Multiply the rates for the coming step, unless they are already multiplied."""
         if self._held:
             return
         factor = self._factor()
         if factor == 1.0:
             return
-        # Several groups may share one tensor, which must be multiplied once.
+        # Several groups may share one tensor, which must be multiplied only once.
         tensors: set[int] = set()
         for optimizer in self._trainer.optimizers:
             for group in optimizer.param_groups:
@@ -98,7 +98,7 @@ class StepRates:
                     self._held.append((group, plain, group["lr"], factor))
 
     def release(self) -> bool:
-        """Give the optimizers their plain rates; returns whether the rates were multiplied."""
+        """Restore the plain rates of the optimizers; return whether the rates were multiplied."""
         held, self._held = self._held, []
         for group, plain, multiplied, factor in held:
             rate = group["lr"]
@@ -123,13 +123,13 @@ class StepRates:
         )
 
     def close(self) -> None:
-        """Multiply no more."""
+        """Restore the plain rates, and stop multiplying."""
         self.release()
         self._patches.undo()
 
 
 def _differs(rate: Rate, multiplied: Rate) -> bool:
-    # To compare a value on a device, the host would wait for all that is queued there.
+    # Skip tensors on a device: to compare them, the host would wait for all queued work.
     if isinstance(rate, Tensor) and rate.device.type != "cpu":
         return False
     return bool(rate != multiplied)
@@ -203,19 +203,19 @@ class LearningRateScaling(Callback):
         # `global_step` at the first step of the warm-up.
         self._began: int | None = None
         self._rates: StepRates | None = None
-        self._is_saving = False  # between two hooks of a checkpoint that is saved within a step
+        self._is_saving = False  # between the two hooks of a checkpoint inside a step
 
     # ---------------------------------------------------------------------------------------------------- checkpoint
 
     @override
     def state_dict(self) -> dict[str, Any]:
-        # Lightning asks callbacks before optimizers, so a checkpoint that is saved within a step has plain rates, too.
+        # Lightning asks callbacks before optimizers, so even a checkpoint inside a step holds plain rates.
         self._is_saving = self._rates is not None and self._rates.release()
         return {"began": self._began}
 
     @override
     def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
-        # The states of the optimizers are collected by now: the step goes on with multiplied rates.
+        # Lightning has collected the states of the optimizers by now, so the step continues with multiplied rates.
         if self._is_saving and self._rates is not None:
             self._rates.hold()
         self._is_saving = False
@@ -248,8 +248,8 @@ class LearningRateScaling(Callback):
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
         # In each batch: `GradientAccumulationScheduler` may run after this callback at the start of an epoch.
         self._adapt(trainer)
-        # The training step and later callbacks see the rate of the step. Under manual optimization the training step
-        # also steps schedulers, which must not see it.
+        # The training step and later callbacks see the multiplied rate. Under manual optimization, the training step
+        # also steps schedulers, which must see the plain rate.
         if self._rates is not None and pl_module.automatic_optimization:
             self._rates.hold()
 

@@ -46,7 +46,7 @@ HELD = ("parameters", "buffers", "gradients", "optimizer", "compression", "activ
 
 
 class MemoryAccumulator(Accumulator):
-    """Keeps the most bytes that each part of training held on this rank.
+    """Keeps the peak bytes of each part of training on this rank.
 
     Args:
         rank_info: `rank` and `coordinate` of this process.
@@ -92,10 +92,10 @@ class MemoryAccumulator(Accumulator):
 def held_bytes(parameters: Sequence[Parameter], buffers: Sequence[Tensor], states: Sequence[Any]) -> dict[str, int]:
     """Count the bytes of parameters, buffers, gradients and the `states` of optimizers.
 
-    Each storage counts once, for the first of these that holds it. Gradients are left out where there are none: before
-    backward, or because they are kept elsewhere.
+    Each storage counts once, for the first part that holds it. The key `gradients` is missing before backward, and if
+    gradients are kept outside `.grad`.
     """
-    # One set for all parts, in this order: a tied or flattened tensor counts for the first part that holds it.
+    # One set for all parts, in this order: a tied or flattened tensor counts only for the first part that holds it.
     storages = StorageSet()
     sizes = {"parameters": storages.add(parameters), "buffers": storages.add(buffers)}
     gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
@@ -187,18 +187,18 @@ class MemoryProfiler(MeasuringCallback[MemoryAccumulator]):
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         super().on_train_start(trainer, pl_module)
         if trainer.strategy.root_device.type == "cuda":
-            # The peak of training, without its setup.
+            # Reset, so that the peak covers training without its setup.
             torch.cuda.reset_peak_memory_stats(trainer.strategy.root_device)
 
     @override
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
         super().on_train_batch_start(trainer, pl_module, batch, batch_idx)
-        self._metering.close()  # of a batch that was skipped
-        # Optimizer state exists from the end of the first step on, so that the second step shows the usual memory.
+        self._metering.close()  # a skipped batch has left it open
+        # Optimizer state exists only after the first step, so the second step is the first with the usual memory.
         self._is_due = trainer.global_step < 2 or trainer.global_step % self.every_n_steps == 0
         model = trainer.strategy.model
         if self._is_due and self.activations and model is not None and _tells_activations(trainer.strategy, model):
-            # Autograd saves parameters and inputs, too; they are not activations, and are there anyway.
+            # Autograd saves parameters and inputs, too. They exist anyway, so they do not count as activations.
             held = StorageSet()
             for flat in sharded_flat_parameters(model):
                 held.add(value for value in vars(flat).values() if isinstance(value, Tensor))
@@ -210,7 +210,7 @@ class MemoryProfiler(MeasuringCallback[MemoryAccumulator]):
 
     @contextmanager
     def _watch_buckets(self, strategy: Any, module: LightningModule) -> Iterator[None]:
-        """Count gradients as their buckets are sent, which frees them."""
+        """Count gradients before each bucket is sent, because sending frees them."""
         reducer = strategy.run.reducer
         before = reducer.observer
 
@@ -229,7 +229,7 @@ class MemoryProfiler(MeasuringCallback[MemoryAccumulator]):
     @override
     def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Optimizer) -> None:
         super().on_before_optimizer_step(trainer, pl_module, optimizer)
-        # All gradients are there now; after the step they may be set to None.
+        # All gradients exist now. After the step they may be None.
         if self._is_due:
             self._count(trainer, pl_module)
 
@@ -240,7 +240,7 @@ class MemoryProfiler(MeasuringCallback[MemoryAccumulator]):
         if self._is_due:
             self._metering.close()
             self._count(trainer, pl_module)
-            # Zero where activations are not measured: left out, as all that is not known.
+            # The peak is 0 if activations are not measured: leave the keys out, like every unknown value.
             if self._meter.peak:
                 self.accumulator.note({"activations_peak": self._meter.peak}, {"activations": self._meter.current})
             self.accumulator.note(*_process_bytes())
@@ -255,13 +255,13 @@ class MemoryProfiler(MeasuringCallback[MemoryAccumulator]):
     def _count(self, trainer: Trainer, module: LightningModule) -> None:
         strategy = trainer.strategy
         states = {owner: state for optimizer in strategy.optimizers for owner, state in optimizer.state.items()}
-        # Under mixed precision optimizers may update copies of the parameters; those are counted here.
+        # In mixed precision, optimizers may update copies of the parameters. Count the copies as optimizer state.
         copies = [optimizer.param_groups for optimizer in strategy.optimizers]
         sizes = held_bytes(list(module.parameters()), list(module.buffers()), [*states.values(), copies])
         sizes.update(_bucket_bytes(strategy))
         compression = _compression_bytes(strategy)
         self.accumulator.note(sizes if compression is None else {**sizes, "compression": compression})
-        # By stage as well: a rank with several stages shows which of them is the large one.
+        # Count by stage as well: a rank with several stages then shows its largest stage.
         for stage, names in _stages(strategy).items():
             mine = [parameter for name, parameter in module.named_parameters() if name in names]
             sizes = held_bytes(mine, [], [states.get(parameter) for parameter in mine])
@@ -295,7 +295,7 @@ _HEADERS = {
     "reserved_peak": "reserved",
     "runtime": "runtime",
 }
-"""Columns of the table; a column that is zero everywhere is left out."""
+"""Columns of the table; the table omits a column that is zero everywhere."""
 
 
 # ------------------------------------------------------------------------------------------------ state of a strategy
@@ -333,7 +333,7 @@ def _predicted(trainer: Trainer, module: LightningModule) -> dict[str, int] | No
     held = Held.of(module.parameters())
     accumulates = trainer.accumulate_grad_batches > 1 or (plan is not None and plan.schedule.num_microbatches > 1)
     memory = RankMemory.of(
-        # Of a gradient that is about to be added to another one, nothing is seen.
+        # The profiler never sees a new gradient before its addition to an earlier gradient.
         replace(held, largest_bytes=0),
         optimizer_copies(strategy.optimizers),
         accumulates=accumulates,
@@ -363,12 +363,12 @@ def _tells_activations(strategy: Strategy, model: torch.nn.Module) -> bool:
         return False
     if any(isinstance(module, FSDPModule) for module in model.modules()):
         return False
-    # FSDP1 gathers into storages that are known from its first step on.
+    # FSDP1 gathers into fixed storages, which are known from its first step on.
     return all(has_unsharded_storage(flat) for flat in sharded_flat_parameters(model))
 
 
 def _process_bytes() -> tuple[dict[str, int], dict[str, int]]:
-    """Return the largest and the present resident memory of this process; empty where the system does not tell."""
+    """Return the peak and the current resident memory of this process; empty if the system does not report it."""
     status = Path("/proc/self/status")
     if not status.exists():
         return {}, {}
@@ -402,12 +402,12 @@ class StorageSet:
         self._seen: dict[int, Any] = {}
 
     def add(self, tensors: Iterable[Tensor]) -> int:
-        """Add the storages of `tensors`; returns the bytes of new storages. Views of one storage count once."""
+        """Add the storages of `tensors`; return the bytes of new storages. Views of one storage count once."""
         num_bytes = 0
         for tensor in tensors:
             storage = _storage(tensor)
             if storage is not None and storage not in self:
-                # The reference keeps it alive, so that no other storage gets its address.
+                # Keep a reference: after a free, another storage could get the same address.
                 self._seen[storage_address(storage)] = storage
                 num_bytes += storage.nbytes()
         return num_bytes
@@ -429,8 +429,8 @@ def tensors_in(value: Any) -> Iterator[Tensor]:
 
 
 def _storage(tensor: Tensor) -> torch.UntypedStorage | None:
-    """Return the storage of a tensor's data; None where there is none, as for tensors on the meta device."""
-    # Of a DTensor this rank holds only its shard. Other subclasses may have no storage, or several.
+    """Return the storage of a tensor's data; None without data, such as on the meta device."""
+    # This rank holds only its shard of a DTensor. Other subclasses may have no storage, or several.
     if isinstance(tensor, DTensor):
         tensor = tensor.to_local()
     if type(tensor) not in (Tensor, Parameter) or tensor.layout != torch.strided or tensor.is_meta:
@@ -469,13 +469,13 @@ class ActivationMeter:
 
     def _pack(self, tensor: Tensor) -> _SavedTensor:
         storage = _storage(tensor)
-        # `_unpack` gets the value returned here, so tensors that do not count are wrapped, too.
+        # `_unpack` gets the value returned here, so wrap even tensors that do not count.
         if storage is None or storage in self._held or tracing.is_suspended():
             return _SavedTensor(tensor)
         return _CountedTensor(tensor, self, storage_address(storage), storage.nbytes())
 
     def keep(self, key: int, num_bytes: int) -> None:
-        """Add a reference to a storage, which is counted with the first one."""
+        """Add a reference to a storage; its first reference adds its bytes."""
         with self._lock:
             entry = self._kept.setdefault(key, [0, num_bytes])
             entry[0] += 1
@@ -484,7 +484,7 @@ class ActivationMeter:
                 self.peak = max(self.peak, self.current)
 
     def release(self, key: int) -> None:
-        """Drop a reference to a storage, which is no longer counted after the last one."""
+        """Drop a reference to a storage; its last reference removes its bytes."""
         with self._lock:
             entry = self._kept[key]
             entry[0] -= 1
@@ -499,7 +499,7 @@ class _SavedTensor:
     __slots__ = ("tensor", "version")
 
     def __init__(self, tensor: Tensor) -> None:
-        # Detached, for an output of the operation that saves it would keep its graph alive, and so itself.
+        # Detach: an output that its own operation saves would keep its graph, and so itself, alive.
         self.tensor = tensor.detach()
         self.version = version_of(tensor)
 
@@ -519,7 +519,7 @@ class _CountedTensor(_SavedTensor):
 
 
 def _unpack(saved: _SavedTensor) -> Tensor:
-    # Under hooks autograd leaves this check to them; without it gradients would be silently wrong.
+    # With hooks, autograd skips its version check. Without this check, gradients could be silently wrong.
     version = version_of(saved.tensor)
     if version != saved.version:
         raise RuntimeError(

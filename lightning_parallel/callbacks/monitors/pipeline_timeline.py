@@ -24,7 +24,7 @@ from lightning_parallel.tracing.spans import percent
 __all__ = ["PipelineAccumulator", "PipelineTimeline", "mean_stage_costs"]
 
 STEPS = 256
-"""Latest steps whose times the ranks compare."""
+"""Number of latest steps whose times the ranks compare."""
 
 
 class StepTimes(NamedTuple):
@@ -44,9 +44,9 @@ class PipelineAccumulator(Accumulator):
     Args:
         rank: Global rank of this process.
         mesh: The mesh of all ranks.
-        schedule: Of a full step; a step on fewer microbatches is not counted. None without a pipeline.
+        schedule: Schedule of a full step; a step with fewer microbatches does not count. None without a pipeline.
         clocks: See `Session.clocks`; None if all ranks read one clock.
-        predicted_s: Seconds of a step by the plan.
+        predicted_s: Predicted seconds of a step, from the plan.
     """
 
     def __init__(
@@ -74,9 +74,9 @@ class PipelineAccumulator(Accumulator):
         if not self._actions:
             return
         spans = [span for span in window.spans if span.category == "pipeline"]
-        # Earlier spans are of a validation that ran through the pipeline.
+        # Earlier spans belong to a validation in the pipeline.
         training = spans[-len(self._actions) :]
-        # The last batch of an epoch may have fewer microbatches: its bubble is another one.
+        # The last batch of an epoch may have fewer microbatches, and so another bubble.
         if {span.name for span in training} != self._actions.keys():
             return
         earlier = spans[: -len(self._actions)]
@@ -89,7 +89,7 @@ class PipelineAccumulator(Accumulator):
             self._total_ns[stage, kind] += end_ns - start_ns
         # The actions of a rank run one after the other, so their times add up.
         busy = sum(end_ns - start_ns for _, start_ns, end_ns in self._last)
-        # Messages that ended before belong to a validation.
+        # Messages that ended earlier belong to a validation.
         messages = [span for span in window.spans if span.peer is not None and span.end_ns > since_ns]
         receive = sum(span.blocked_ns for span in messages if span.op == "recv")
         send = sum(span.blocked_ns for span in messages if span.op == "send")
@@ -106,7 +106,7 @@ class PipelineAccumulator(Accumulator):
         schedule = self._schedule
         if schedule is None:
             return {"missing": ["The strategy has no pipeline, so there is no timeline."]}
-        # Only pipelines of which all ranks have answered: a bubble belongs to the full pipeline.
+        # Use only pipelines whose ranks have all answered: a bubble belongs to the full pipeline.
         shared, uncertainty_ns = on_one_clock(shared, self._clocks, _shifted)
         by_rank = {rank["rank"]: rank for rank in shared}
         pipelines = [ranks for ranks in self._mesh.peers(PIPELINE) if all(_ran(by_rank.get(rank)) for rank in ranks)]
@@ -115,7 +115,7 @@ class PipelineAccumulator(Accumulator):
         costs = mean_stage_costs(schedule, [by_rank[rank]["costs"] for ranks in pipelines for rank in ranks])
         planned = simulate(schedule, costs)
         bubble = {
-            # Equal stages: the rest of the bubble is due to the schedule alone.
+            # With equal stages, the schedule alone causes the bubble.
             "ideal": simulate(schedule, _mean_cost(costs)).bubble_fraction,
             "simulated": planned.bubble_fraction,
         }
@@ -140,7 +140,7 @@ class PipelineAccumulator(Accumulator):
             "seconds": seconds,
             "ranks": sorted(rows, key=lambda row: row["rank"]),
             "stages": [_stage_row(stage, cost) for stage, cost in enumerate(costs)],
-            # Of one replica: all run the same schedule.
+            # Show one replica, as all replicas run the same schedule.
             "timeline": {
                 "step": matched[0][-1][0].step,
                 "planned": planned.to_dict(),
@@ -156,7 +156,7 @@ class PipelineAccumulator(Accumulator):
         by_rank: Mapping[int, Any],
     ) -> list[dict[str, Any]]:
         """Return the rows of the report for the ranks of one pipeline, in seconds per step."""
-        # A step of the pipeline is longer than a rank's part of it: from the first action of any rank to the last.
+        # A step of the pipeline lasts from the first action of any rank to the last action of any rank.
         begins = [min(times.start_ns for times in step) for step in steps]
         ends = [max(times.end_ns for times in step) for step in steps]
         peaks = _measured(schedule, [by_rank[rank] for rank in ranks]).in_flight_peaks
@@ -262,7 +262,7 @@ class PipelineTimeline(MeasuringCallback[PipelineAccumulator]):
         session = self.open_session
         engine = getattr(getattr(trainer.strategy, "run", None), "engine", None)
         schedule = engine.schedule if isinstance(engine, PipelineEngine) else None
-        # With the costs that were measured when the model was cut, and the link between the stages.
+        # Predict with the costs and the link that were measured for the split of the model.
         plan = engine.plan if isinstance(engine, PipelineEngine) else None
         predicted = None if plan is None else simulate(plan.schedule, plan.stage_costs, plan.link).makespan_s
         return PipelineAccumulator(session.rank, session.mesh, schedule, session.clocks, predicted)
@@ -293,7 +293,7 @@ class PipelineTimeline(MeasuringCallback[PipelineAccumulator]):
 def mean_stage_costs(schedule: Schedule, shared: Sequence[Mapping[tuple[int, Kind], float]]) -> list[Cost]:
     """Average the seconds of every stage over the ranks that hold it, from seconds by (stage, kind).
 
-    A backward that is not split counts as input gradient.
+    A backward without a split counts as input gradient.
     """
     seconds: defaultdict[tuple[int, Kind], list[float]] = defaultdict(list)
     for costs in shared:
@@ -313,7 +313,7 @@ def mean_stage_costs(schedule: Schedule, shared: Sequence[Mapping[tuple[int, Kin
 def _measured(schedule: Schedule, pipeline: Sequence[dict[str, Any]]) -> Timeline:
     """Return the timeline of the last step of one pipeline, from its first action."""
     timeline = Timeline(schedule)
-    # Each pipeline from its own start: replicas need not begin a step together.
+    # Count from the start of each pipeline: replicas need not begin a step together.
     begin_ns = min(start_ns for rank in pipeline for _, start_ns, _ in rank["last"])
     for position, rank in enumerate(pipeline):
         for name, start_ns, end_ns in rank["last"]:
@@ -331,7 +331,7 @@ def _mean_cost(costs: Sequence[Cost]) -> Cost:
 
 def _stage_row(stage: int, cost: Cost) -> dict[str, Any]:
     row = {"stage": stage, "forward": cost.forward_s}
-    # A schedule that does not divide the backward has no actions W.
+    # A schedule without a split backward has no actions W.
     if cost.weight_gradient_s == 0:
         return {**row, "backward": cost.input_gradient_s}
     return {**row, "input_gradient": cost.input_gradient_s, "weight_gradient": cost.weight_gradient_s}
@@ -342,19 +342,19 @@ def _ran(rank: Mapping[str, Any] | None) -> bool:
 
 
 def _common_steps(pipeline: Sequence[Mapping[str, Any]]) -> list[list[StepTimes]]:
-    """Collect the steps that all ranks of a pipeline still have; for each, the times of every rank."""
+    """Collect the steps that all ranks of a pipeline still have, with the times of every rank."""
     rows = [{times.step: times for times in rank["steps"]} for rank in pipeline]
     common = set.intersection(*(set(by_step) for by_step in rows))
     return [[by_step[step] for by_step in rows] for step in sorted(common)]
 
 
 def _bubble(step: Sequence[StepTimes]) -> float:
-    """Return the share of the time of a step in which its ranks computed nothing."""
+    """Return the idle share of a step: the part of its time in which its ranks computed nothing."""
     return 1 - sum(times.busy_ns for times in step) / (len(step) * _length_ns(step))
 
 
 def _length_ns(step: Sequence[StepTimes]) -> int:
-    """Return the time from the first action of a step to the last, over all ranks of a pipeline."""
+    """Return the nanoseconds from the first action of a step to the last, over all ranks of a pipeline."""
     return max(times.end_ns for times in step) - min(times.start_ns for times in step)
 
 

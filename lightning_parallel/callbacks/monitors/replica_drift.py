@@ -1,8 +1,8 @@
-"""Drift between ranks that must hold equal values: found by hashes, bit for bit, and named.
+"""Drift between ranks that must hold equal values: hashes find it bit for bit, and reports name the values.
 
-Each rank hashes its replicated state. The values that the same ranks share form a class, and for each class only the
-hash of its hashes is exchanged: a few numbers per rank for a model of any size. If these hashes differ, the hashes
-of all values follow. If a hash of a value differs, ranks exchange the value.
+Each rank hashes its replicated state. Values that the same ranks share form a class. Ranks exchange only one hash per
+class, which is a few numbers per rank for a model of any size. If these hashes differ, ranks exchange the hashes of
+all values in the class. If the hash of a value differs, ranks exchange the value.
 """
 
 from __future__ import annotations
@@ -50,10 +50,10 @@ __all__ = [
 Ranks = tuple[int, ...]
 GatherValues = Callable[[Any], Optional[list[Any]]]
 ShardOf = Callable[[str], "str | None"]
-"""Name of a parameter or buffer -> the shard that this rank holds (empty: all of it), or None if no rank shares it."""
+"""Maps the name of a parameter or buffer to its shard on this rank: empty if full, None if no other rank has it."""
 
 MAX_COMPARED = 16
-"""Number of values at most that ranks send, to tell by how much the values differ."""
+"""Most values that ranks send to find the size of their differences."""
 
 _KINDS = ("option", "parameter", "buffer", "optimizer")
 """Kinds of state in causal order: drift in an earlier kind causes drift in later ones."""
@@ -64,8 +64,8 @@ class StateKey(NamedTuple):
 
     Attributes:
         kind: `parameter`, `buffer`, `optimizer` or `option`.
-        name: As users know it.
-        shard: Which shard of the whole; empty for all of it.
+        name: The name for users.
+        shard: Identifies the shard; empty for a full value.
     """
 
     kind: str
@@ -74,7 +74,7 @@ class StateKey(NamedTuple):
 
 
 class Difference(NamedTuple):
-    """Difference of a value from the reference: the largest one of an element, and a description."""
+    """Difference of a value from the reference: the largest difference of an element, and a description."""
 
     largest: float
     text: str
@@ -86,9 +86,9 @@ class Disagreement:
 
     Attributes:
         key: Identifies the value.
-        reference: The rank whose value is taken as right: the first of the majority, or of all if there is none.
+        reference: The rank whose value counts as right: the first rank of the majority; without one, the first rank.
         different: The ranks whose values differ from the reference.
-        ranks: The ranks that are known to be wrong, or all that hold the value if there is no majority.
+        ranks: The ranks with a wrong value; without a majority, all ranks with the value.
     """
 
     key: StateKey
@@ -108,13 +108,13 @@ class Disagreement:
 
 
 def shared_classes(keys_by_rank: Sequence[Sequence[StateKey]]) -> dict[Ranks, list[StateKey]]:
-    """Group keys by the ranks that hold them, where these are several."""
+    """Group keys by the ranks that hold them; leave out keys of a single rank."""
     holders: dict[StateKey, list[int]] = {}
     for rank, keys in enumerate(keys_by_rank):
         for key in keys:
             holders.setdefault(key, []).append(rank)
     classes: dict[Ranks, list[StateKey]] = {}
-    # Sorted, so that all ranks have the same order.
+    # Sort, so that all ranks hash the keys in the same order.
     for key in sorted(holders):
         if len(holders[key]) > 1:
             classes.setdefault(tuple(holders[key]), []).append(key)
@@ -130,7 +130,7 @@ def disagreements(hashes_by_rank: Sequence[Mapping[StateKey, int]]) -> list[Disa
             (common, most), *others = Counter(values.values()).most_common()
             if not others:
                 continue
-            # With two replicas there is never a majority: which one is right cannot be known.
+            # Two replicas have no majority: the right value is unknown.
             is_certain = most > others[0][1]
             reference = next(rank for rank in ranks if values[rank] == common) if is_certain else ranks[0]
             different = tuple(rank for rank in ranks if values[rank] != values[reference])
@@ -143,11 +143,11 @@ class DriftAccumulator(Accumulator):
 
     Args:
         group: All ranks; used for nothing else while a check runs.
-        gather: Returns the value of every rank, or None if they do not all answer.
+        gather: Returns the value of every rank, or None if a rank does not answer.
 
     Attributes:
-        findings: One for each value that drifted, with its first step.
-        checks: How often everything was compared.
+        findings: One finding for each drifted value, with its first step.
+        checks: Number of complete checks.
         classes: Keys by the ranks that share them.
     """
 
@@ -181,21 +181,21 @@ class DriftAccumulator(Accumulator):
         """Compare the state of all ranks; every rank must call it at the same `step`.
 
         Args:
-            step: Of the findings.
+            step: Step of the findings.
             state: This rank's state, see `collect_state`.
 
         Returns:
-            The findings that are new.
+            The new findings.
         """
         if self._group.size == 1:
             return []
         drifted = self._drifted(state)
-        # A rank does not answer; the session reports that.
+        # None: a rank did not answer, which the session reports.
         if drifted is None:
             return []
         self.checks += 1
         new = [disagreement for disagreement in drifted if disagreement not in self._known]
-        # Drift stays until training ends: each value is told once.
+        # Drift stays until training ends, so report each value only once.
         self._known |= set(new)
         details = self._details(new[:MAX_COMPARED], state)
         unknown = Difference(0.0, "")
@@ -209,7 +209,7 @@ class DriftAccumulator(Accumulator):
     def _drifted(self, state: Mapping[StateKey, Any]) -> list[Disagreement] | None:
         """Find all values that differ, with the same result on all ranks; None if a rank does not answer."""
         answers = self._gather(None if sorted(state) != self._keys else self._digests(state))
-        # Classes are agreed on anew when a rank has other keys, such as keys of optimizer state after the first step.
+        # None asks all ranks to agree on new classes, such as after the first step, which adds optimizer state.
         if answers is not None and None in answers:
             self._keys = sorted(state)
             keys = self._gather(self._keys)
@@ -248,7 +248,7 @@ class DriftAccumulator(Accumulator):
             return {}
         involved = [drift for drift in drifted if self._rank in (drift.reference, *drift.different)]
         mine = {drift.key: state[drift.key] for drift in involved}
-        # Numbers are small enough to be gathered at once; tensors go only to the ranks that differ.
+        # Numbers are small, so gather them all at once. Tensors go only to the ranks with different values.
         numbers = {key: value for key, value in mine.items() if not isinstance(value, Tensor)}
         numbers_by_rank = self._gather(numbers)
         if numbers_by_rank is None:
@@ -270,7 +270,7 @@ class DriftAccumulator(Accumulator):
     def _reference(self, drift: Disagreement, value: Tensor) -> Tensor | None:
         """Send or receive the reference's tensor; None on the rank that sends it."""
         if self._rank == drift.reference:
-            # The group is on gloo with any device.
+            # The group uses gloo even with GPUs, so the tensor must be on the host.
             sent = value.detach().cpu().contiguous()
             for pending in [comm.isend(sent, self._group, rank) for rank in drift.different]:
                 pending.wait()
@@ -384,14 +384,14 @@ class ReplicaDriftMonitor(MeasuringCallback[DriftAccumulator]):
     @override
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         super().on_train_start(trainer, pl_module)
-        # Replicas that begin unequal are found before a step is spent on them.
+        # Find replicas that begin unequal before the first step.
         self._check(trainer, pl_module)
 
     @override
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        # Not by modulo: several optimizers may step in one batch, and a multiple be passed over.
+        # Not by modulo: several optimizers may step in one batch, which may skip a multiple.
         if trainer.global_step - self._checked_step >= self.every_n_steps:
             self._check(trainer, pl_module)
         super().on_train_batch_end(trainer, pl_module, outputs, batch, batch_idx)
@@ -437,7 +437,7 @@ class ReplicaDriftMonitor(MeasuringCallback[DriftAccumulator]):
 def collect_state(trainer: Trainer, module: LightningModule) -> dict[StateKey, Any]:
     """Collect parameters, buffers, optimizer state and options of the optimizers' parameter groups."""
     found: dict[StateKey, Any] = {}
-    # Under local SGD replicas differ between two exchanges: then only values that one replica holds twice are compared.
+    # Under local SGD, replicas differ between two exchanges. Then compare only values that one replica holds twice.
     differing: frozenset[str] = getattr(trainer.strategy, "differing", frozenset())
     replica = str(_mesh_place(trainer, "data_parallel")) if differing else ""
     for key, value in _values(trainer, module):
@@ -447,7 +447,7 @@ def collect_state(trainer: Trainer, module: LightningModule) -> dict[StateKey, A
         if isinstance(value, DTensor):
             key = key._replace(shard=f"{key.shard}{_coordinate(value)}")
             value = value.to_local()
-        # Sparse tensors cannot be hashed by their bytes, and on the meta device there are none.
+        # Skip sparse tensors, which have no plain bytes to hash, and tensors on the meta device, which have no bytes.
         if not isinstance(value, Tensor) or (value.layout == torch.strided and not value.is_meta):
             found[key] = value
     return found
@@ -465,9 +465,9 @@ def _values(trainer: Trainer, module: LightningModule) -> Iterator[tuple[StateKe
     for name, buffer in module.named_buffers():
         if name not in excluded:
             yield StateKey("buffer", name, _rule_shards(trainer)(name) or ""), buffer
-    if is_a(strategy, DeepSpeedStrategy):  # its optimizers work on flattened partitions
+    if is_a(strategy, DeepSpeedStrategy):  # DeepSpeed's optimizers hold flattened partitions
         return
-    # Optimizers know parameters by identity only.
+    # Optimizers hold parameters without names, so look names up by identity.
     names = {id(parameter): name for name, parameter in parameters.items()}
     for index, optimizer in enumerate(strategy.optimizers):
         prefix = f"optimizer {index}: " if index else ""
@@ -485,7 +485,7 @@ def _values(trainer: Trainer, module: LightningModule) -> Iterator[tuple[StateKe
 def option_values(optimizer: Optimizer, prefix: str, stage: str) -> Iterator[tuple[StateKey, Any]]:
     """Yield learning rate, momentum and the other options of an optimizer's parameter groups.
 
-    With several groups `stage` becomes part of the keys: group numbers need not mean the same on all stages.
+    With several groups, `stage` becomes part of the keys, because group numbers may differ in meaning between stages.
     """
     groups = optimizer.param_groups
     for index, group in enumerate(groups):
@@ -507,20 +507,20 @@ def _shards(trainer: Trainer) -> ShardOf:
         # Under a HYBRID strategy the ranks with the same index in their shard groups hold the same shards.
         shard = f"part {dist.get_rank(model.process_group)} of {dist.get_world_size(model.process_group)}"
         return lambda name: shard
-    # Under ZeRO-3 every rank holds another partition of each parameter: nothing is there twice.
+    # Under ZeRO-3, every rank holds a different partition of each parameter, so no value exists twice.
     if is_a(strategy, DeepSpeedStrategy) and strategy.zero_stage_3:
         return lambda name: None
     return _rule_shards(trainer)
 
 
 def _rule_shards(trainer: Trainer) -> ShardOf:
-    """Return the shards by the shard rules of the tensor axis; under strategies without a mesh, nothing is sharded."""
+    """Return the shards from the shard rules of the tensor axis; strategies without a mesh shard nothing."""
     strategy: Any = trainer.strategy
     if not isinstance(getattr(strategy, "mesh", None), Mesh):
         return lambda name: ""
     rules: Mapping[str, Any] = strategy.run.rules
     rank = strategy.groups.tensor_parallel.rank
-    # By the range of the shard, not by rank: several ranks hold the same shard if heads are shared.
+    # By the range of the shard, not by rank: if ranks share heads, several ranks hold the same shard.
     return lambda name: str(rules[name].ranges[rank]) if name in rules else ""
 
 

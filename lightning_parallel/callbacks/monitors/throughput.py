@@ -1,4 +1,4 @@
-"""Throughput: samples and tokens per second, and the share of the devices' peak that the model takes."""
+"""Throughput: samples and tokens per second, and the model's share of the peak of the devices."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ from lightning_parallel.tracing.spans import count_text, percent
 __all__ = ["ModelFlops", "Throughput", "ThroughputAccumulator", "num_tokens"]
 
 POINTS = 512
-"""Points of a curve over the steps at most."""
+"""Most points of a curve over the steps."""
 
 
 class BatchCounts(NamedTuple):
@@ -61,12 +61,12 @@ class ThroughputAccumulator(Accumulator):
     Args:
         rank: Global rank of this process.
         mesh: The mesh of all ranks.
-        peak: Of this rank's device.
-        wants_utilisation: Whether `missing` names the reason if the utilisation is not known.
+        peak: Peak of this rank's device.
+        wants_utilisation: Whether `missing` names the reason if the utilisation is unknown.
 
     Attributes:
-        flops: Operations of this rank, forward and backward, and for how many samples of its replica; or None.
-        uncounted: Operators that are not in there, because their number of operations is not known.
+        flops: Operations of this rank, forward and backward, and their number of samples of its replica; or None.
+        uncounted: Operators that `flops` leaves out, because their number of operations is unknown.
     """
 
     def __init__(self, rank: int, mesh: Mesh, peak: PeakFlops | None = None, wants_utilisation: bool = True) -> None:
@@ -95,11 +95,11 @@ class ThroughputAccumulator(Accumulator):
 
     @override
     def add(self, window: Window) -> None:
-        # The rate is the rate of training: validation and checkpoints are as rare as the user wants.
+        # Without validation and checkpoints: their frequency is the user's choice, so the rate must not depend on it.
         paused_ns = window.phases.get("validation", 0) + window.phases.get("checkpoint", 0)
         seconds = (window.wall_ns - paused_ns) / 1e9
         batch = self._batches.pop(window.step, BatchCounts(None, None))
-        # No window comes for steps that were skipped or are not counted.
+        # Skipped and uncounted steps have no window, so drop their batches here.
         while self._batches and (earliest := next(iter(self._batches))) < window.step:
             del self._batches[earliest]
         self._seconds += seconds
@@ -108,7 +108,7 @@ class ThroughputAccumulator(Accumulator):
         self._add_point(CurvePoint(window.step, batch.samples or 0, seconds, 1))
 
     def _add_point(self, point: CurvePoint) -> None:
-        """Add a step to the curve; of a long run each point covers several steps, and twice as many when it is full."""
+        """Add a step to the curve; a full curve merges pairs of points, so each point covers twice as many steps."""
         last = self._points[-1] if self._points else None
         if last is not None and last.steps < self._stride:
             self._points[-1] = _merged(last, point)
@@ -134,7 +134,7 @@ class ThroughputAccumulator(Accumulator):
 
     @override
     def summarize(self, shared: Sequence[dict[str, Any]]) -> dict[str, Any]:
-        # Ranks end their steps together: the run takes as long as the slowest.
+        # Ranks end their steps together, so the slowest rank gives the time of the run.
         seconds = max(rank["seconds"] for rank in shared)
         if seconds == 0:
             return {}
@@ -165,7 +165,7 @@ class ThroughputAccumulator(Accumulator):
         replicas: Sequence[Sequence[Mapping[str, Any]]],
         samples_per_second: float | None,
     ) -> tuple[dict[str, Any], list[str]]:
-        """Return the keys of the report on operations and utilisation, and the reasons why some are missing."""
+        """Return the report's keys of operations and utilisation, and the reasons for missing keys."""
         if samples_per_second is None or any(rank["flops"] is None for rank in shared):
             return {}, ["The operations of the model could not be counted. Pass `flops_per_sample` to `Throughput`."]
         # Each rank counted its own part of the model, for the samples of its replica.
@@ -304,21 +304,21 @@ class Throughput(MeasuringCallback[ThroughputAccumulator]):
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
         session = self.open_session
         step = session.active_recorder.step
-        # Once they could not be counted the report is without them: batches of other modules may have none at all.
+        # After one failure, stop counting tokens: the batches of many modules have none.
         tokens = _counted(self.tokens, batch) if self.accumulator.has_tokens else None
         counts = BatchCounts(_counted(self.samples, batch), tokens)
         self.accumulator.count(step, counts)
-        # One step is enough, and counting makes it slow: the first, which warms up anyway.
+        # Count only the first step: counting is slow, and the first step warms up anyway.
         if step == 0 and counts.samples:
             if self.flops_per_sample == "auto":
                 self._start_counting()
             elif self.flops_per_sample is not None:
-                # The ranks of a replica add up to the whole model, of which each takes an equal share.
+                # The ranks of a replica add up to the full model, so each rank takes an equal share.
                 share = session.mesh.world_size // session.mesh.data_parallel
                 self.accumulator.flops = self.flops_per_sample * counts.samples / share, counts.samples
 
     def _start_counting(self) -> None:
-        # Lightning has a hook before an optimizer step, but none at its end: torch's hooks tell when it is over.
+        # Lightning has no hook at the end of an optimizer step, so use torch's hooks.
         self._hooks = (
             register_optimizer_step_pre_hook(self._before_update),
             register_optimizer_step_post_hook(self._after_update),
@@ -339,7 +339,7 @@ class Throughput(MeasuringCallback[ThroughputAccumulator]):
 
     @override
     def on_before_backward(self, trainer: Trainer, pl_module: LightningModule, loss: Tensor) -> None:
-        # Backward itself is counted nevertheless; gradient compression multiplies matrices beside it.
+        # Pause for gradient compression, which multiplies matrices during backward. Backward itself counts even so.
         self._pause(True)
 
     @override
@@ -348,7 +348,7 @@ class Throughput(MeasuringCallback[ThroughputAccumulator]):
 
     @override
     def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Optimizer) -> None:
-        self._pause(True)  # the loss is known; until the end of the update
+        self._pause(True)  # until the end of the update, which is no part of the model
 
     @override
     def on_train_batch_end(
@@ -367,7 +367,7 @@ class Throughput(MeasuringCallback[ThroughputAccumulator]):
         for hook in self._hooks:
             hook.remove()
         self._depth = 0
-        # A step that ended with an error counted only a part, and a model may have no such operations at all.
+        # `samples` is None after an error, when only a part was counted. A model may also have no such operations.
         if samples and counter.total:
             self.accumulator.flops = float(counter.total), samples
             self.accumulator.uncounted = sorted(counter.unknown)
@@ -410,9 +410,9 @@ def num_tokens(batch: Any) -> int:
     """Count the elements of `input_ids`, or else of the first tensor of integers with two dimensions.
 
     Raises:
-        ValueError: If there is none.
+        ValueError: If there is no such tensor.
     """
-    # Other tensors of integers, such as masks and labels, may have another shape.
+    # Prefer `input_ids`: other tensors of integers, such as masks and labels, may have another shape.
     leaves = [batch["input_ids"]] if isinstance(batch, Mapping) and "input_ids" in batch else pytree.tree_leaves(batch)
     for leaf in leaves:
         if isinstance(leaf, Tensor) and leaf.dim() == 2 and leaf.dtype in (torch.int32, torch.int64):
@@ -440,7 +440,7 @@ def _series(replicas: Sequence[Sequence[Mapping[str, Any]]]) -> dict[str, list[l
     """Draw curves over the steps, from the curves of one rank of each replica."""
     series: dict[str, list[list[float]]] = {"samples_per_second": [], "step_seconds": []}
     for points in zip(*(replica[0]["points"] for replica in replicas)):
-        # Replicas end their steps together: the slowest sets the rate.
+        # Replicas end their steps together, so the slowest replica sets the rate.
         seconds = max(point.seconds for point in points)
         series["samples_per_second"].append([points[0].step, sum(point.samples for point in points) / seconds])
         series["step_seconds"].append([points[0].step, seconds / points[0].steps])
@@ -448,8 +448,8 @@ def _series(replicas: Sequence[Sequence[Mapping[str, Any]]]) -> dict[str, list[l
 
 
 def _dtype(trainer: Trainer, pl_module: LightningModule) -> torch.dtype:
-    """Return the dtype in which matrices are multiplied."""
-    # Under autocast the parameters keep their dtype, while products are taken in another.
+    """Return the dtype of matrix products."""
+    # Under autocast, products have another dtype than the parameters.
     if str(trainer.precision) == "bf16-mixed":
         return torch.bfloat16
     if str(trainer.precision) == "16-mixed":
@@ -461,7 +461,7 @@ def _dtype(trainer: Trainer, pl_module: LightningModule) -> torch.dtype:
 def _share_of(peak: PeakFlops, session: Session) -> PeakFlops:
     """Return the part of a peak that a rank reaches on its share of the processors.
 
-    Each rank measured the peak alone, with all threads that it may use.
+    Each rank measured the peak with all its threads, as if no other rank used the processors.
     """
     threads = torch.get_num_threads()
     share = min(1.0, session.cores / threads)
@@ -475,14 +475,14 @@ def _share_of(peak: PeakFlops, session: Session) -> PeakFlops:
 
 
 PeakFlops = tuple[float, str]
-"""Operations per second of a device, and where the figure comes from."""
+"""Operations per second of a device, and the source of the figure."""
 
 
 _TORCHS_OWN = ("aten", "prim", "prims", "c10d", "c10d_functional", "profiler", "rngprims", "inductor", "debugprims")
-"""Namespaces of operators that hide no kernels of a user's own."""
+"""Namespaces of torch's operators: they hide no kernels of a user."""
 
 _MULTIPLIES = re.compile(r"(mm|conv|convolution|attention|rnn|lstm|gru|fft|cdist|trilinear)(?![a-z])")
-"""Names of torch's operators that take many products for each number they return."""
+"""Names of torch's operators that need many products for each returned number."""
 
 
 class ModelFlops(TorchDispatchMode):
@@ -495,9 +495,8 @@ class ModelFlops(TorchDispatchMode):
 
     Attributes:
         total: Operations so far; a multiplication and its addition are two.
-        unknown: Operators that multiply matrices, or that are not torch's own, for which there is no formula.
-        paused: Count nothing now but backward: gradients are reduced, or parameters updated, by matrix products that
-            are not the model's.
+        unknown: Operators without a formula that multiply matrices, or that do not belong to torch.
+        paused: Whether to count only backward: gradient compression and optimizers also multiply matrices.
     """
 
     def __init__(self) -> None:
@@ -508,7 +507,7 @@ class ModelFlops(TorchDispatchMode):
 
     @override
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        # A tensor subclass has to say first which plain tensors it stands for: those are counted.
+        # Let a tensor subclass unwrap its plain tensors first. The mode then counts the operations on plain tensors.
         if any(kind.__torch_dispatch__ is not Tensor.__torch_dispatch__ for kind in types):
             return NotImplemented
         out = func(*args, **(kwargs or {}))
@@ -518,14 +517,14 @@ class ModelFlops(TorchDispatchMode):
         if count is None:
             self._note(func)
             return out
-        # The backward of fused attention takes the product of queries and keys again, the first of its five.
+        # One of the five products in the backward of fused attention repeats a product of the forward: leave it out.
         self.total += count * 4 // 5 if "attention" in func.name() and "backward" in func.name() else count
         return out
 
     def _is_of_model(self) -> bool:
         if not is_backward_running():
             return not self.paused
-        # Autograd computes gradients with gradients disabled, and checkpointing computes again with gradients enabled.
+        # In backward, autograd runs with gradients disabled, and recomputation of checkpointing with gradients enabled.
         node = current_autograd_node()
         return node is not None and "AccumulateGrad" not in node.name() and not torch.is_grad_enabled()
 
@@ -541,7 +540,7 @@ def _is_meta(out: Any) -> bool:
 
 
 def peak_flops_of(device: torch.device, dtype: torch.dtype) -> PeakFlops | None:
-    """Return peak rate of `device` in dense matrix products of `dtype`; None if it is not known."""
+    """Return the peak rate of `device` in dense matrix products of `dtype`; None if unknown."""
     if device.type == "cpu":
         return _measured_flops(dtype), "calibrated by a matrix product"
     if device.type != "cuda":
@@ -555,7 +554,7 @@ def peak_flops_of(device: torch.device, dtype: torch.dtype) -> PeakFlops | None:
 def _measured_flops(dtype: torch.dtype, size: int = 512, seconds: float = 0.05) -> float:
     """Return the best rate of a square matrix product within some seconds."""
     matrix = torch.ones(size, size, dtype=dtype)
-    matrix @ matrix  # the first one allocates
+    matrix @ matrix  # the first product allocates memory
     fastest = float("inf")
     until = time.perf_counter() + seconds
     while (start := time.perf_counter()) < until:

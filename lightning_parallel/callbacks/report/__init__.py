@@ -1,4 +1,4 @@
-"""The report of a profiled run: a page, the same as data, a trace of all ranks, and the comparison of two runs."""
+"""The report of a profiled run: a page, its data, a trace of all ranks, and the comparison of two runs."""
 
 from lightning_parallel.callbacks.report.profile_report import ProfileReport
 

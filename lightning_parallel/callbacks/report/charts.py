@@ -1,4 +1,4 @@
-"""Bars and curves as plain data, which the page's template draws: values, words, and the place of each point."""
+"""Bars and curves as plain data for the page's template: values, words, and the place of each point."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ __all__ = ["Bar", "Curve", "LineChart", "Segment", "line_chart"]
 
 @dataclass(frozen=True)
 class Segment:
-    """A part of a bar: `kind` gives its colour, `value` its length; its hint says `text` and `more`."""
+    """A part of a bar: `kind` gives its colour, and `value` its length; its hint shows `text` and `more`."""
 
     kind: str
     value: float
@@ -38,7 +38,7 @@ class Bar:
 
 @dataclass(frozen=True)
 class Curve:
-    """A named curve over the steps: (step, value), with None where no value is known; `note` is a remark on it."""
+    """A named curve over the steps: (step, value), with None for an unknown value; `note` is a remark on the curve."""
 
     name: str
     points: Sequence[tuple[float, float | None]]
@@ -47,14 +47,14 @@ class Curve:
 
 @dataclass(frozen=True)
 class LineChart:
-    """Curves in a square of 100 x 100 units whose origin is the top left corner; made by `line_chart`.
+    """Curves in a square of 100 x 100 units with the origin in the top left corner; see `line_chart`.
 
     Args:
         title: Name of the quantity.
         unit: Its unit.
         notes: Remarks on the curves.
         description: The chart in words, for screen readers.
-        curves: Name of each curve and its points: one list for each stretch without gaps.
+        curves: Name and points of each curve: one list of points for each stretch without gaps.
         levels: Grid lines: (distance from the top, value).
         ticks: (distance from the left, step).
     """
@@ -69,7 +69,7 @@ class LineChart:
 
 
 _MOST_POINTS = 400
-"""Points of a curve that can be told apart on a screen."""
+"""Most points of a curve that a screen can show apart."""
 
 
 def line_chart(curves: Sequence[Curve], title: str, unit: str) -> LineChart | None:
@@ -78,20 +78,20 @@ def line_chart(curves: Sequence[Curve], title: str, unit: str) -> LineChart | No
     if len(values) < 2:
         return None
     thinned = [_thinned(curve.points) for curve in curves]
-    # Gaps count too: a curve that ends early must not look as if the run had ended there.
+    # Include steps without a value: a curve that ends early must not look like the end of the run.
     steps = [x for points in thinned for x, _ in points]
     first = min(steps)
     last = max(steps)
     low = min(values)
     high = max(values)
-    # A constant curve needs a margin too, or it would divide by zero below.
+    # A constant curve needs a margin, too: otherwise `top` would divide by zero.
     margin = (high - low or abs(high) or 1.0) * 0.08
-    # The axis of values that cannot be negative must not suggest that they can.
+    # If all values are non-negative, the axis must not show negative values.
     low = max(low - margin, 0.0) if low >= 0 else low - margin
     high += margin
 
     def left(x: float) -> float:
-        # All points may be of one step.
+        # All points may belong to one step.
         return 100 * (x - first) / (last - first or 1)
 
     def top(y: float) -> float:
@@ -114,7 +114,7 @@ def line_chart(curves: Sequence[Curve], title: str, unit: str) -> LineChart | No
 
 
 def _thinned(points: Sequence[tuple[float, float | None]]) -> list[tuple[float, float | None]]:
-    """Average runs of equal length, so that at most `_MOST_POINTS` are left; None where a run has no value."""
+    """Average runs of equal length, so that at most `_MOST_POINTS` points remain; None for a run without a value."""
     size = -(-len(points) // _MOST_POINTS)
     means = []
     for start in range(0, len(points), size):
@@ -125,14 +125,14 @@ def _thinned(points: Sequence[tuple[float, float | None]]) -> list[tuple[float, 
 
 
 def _stretches(points: Sequence[tuple[float, float | None]]) -> list[list[tuple[float, float]]]:
-    """Divide a curve at its gaps."""
+    """Split a curve at its gaps."""
     stretches: list[list[tuple[float, float]]] = [[]]
     for x, y in points:
         if y is not None:
             stretches[-1].append((x, y))
         elif stretches[-1]:
             stretches.append([])
-    # A gap at the end has begun a stretch that got no points.
+    # A gap at the end leaves an empty stretch.
     return [stretch for stretch in stretches if stretch]
 
 

@@ -24,7 +24,7 @@ Write = Callable[[float], str]
 
 
 class Change(NamedTuple):
-    """A figure of both runs, None where it was not measured; `better` is `less` or `more`."""
+    """A figure of both runs, or None if unmeasured; `better` is `less` or `more`."""
 
     name: str
     first: float | None
@@ -34,11 +34,11 @@ class Change(NamedTuple):
 
     @property
     def verdict(self) -> str:
-        """The difference in words; empty where one figure is missing."""
+        """The difference in words; empty if a figure is missing."""
         if self.first is None or self.second is None:
             return ""
         difference = self.second - self.first
-        # Differences below half a percent are noise, or vanish when the figures are rounded for display.
+        # Differences below half a percent are noise, or vanish in the rounding of the displayed figures.
         unseen = self.write is percent and percent(abs(difference)) == percent(0.0)
         if unseen or abs(difference) <= 0.005 * max(abs(self.first), abs(self.second)):
             return "the same"
@@ -73,11 +73,11 @@ _COMPARED: tuple[tuple[str, str, str, Write], ...] = (
     ("sent", "bytes sent per rank and step", "less", bytes_text),
     *((name, words, "less", seconds_text) for name, words in PHASE_LABELS.items()),
 )
-"""Key of a figure, name, whether less or more is better, format."""
+"""Key and name of each figure, the better direction (less or more), and the format."""
 
 
 def changes(first: Report, second: Report) -> list[Change]:
-    """List the figures by which the runs can be compared; figures that are missing or 0 in both are left out."""
+    """List the comparable figures of the runs; leave out figures that are missing or 0 in both runs."""
     before = _compared_figures(Figures(first))
     after = _compared_figures(Figures(second))
     found = [Change(words, before.get(key), after.get(key), better, write) for key, words, better, write in _COMPARED]
@@ -85,7 +85,7 @@ def changes(first: Report, second: Report) -> list[Change]:
 
 
 def _compared_figures(run: Figures) -> dict[str, float]:
-    """Return the figures of a run that `_COMPARED` names, as far as they were measured."""
+    """Return the measured figures of a run that `_COMPARED` names."""
     found: dict[str, float] = {}
     if run.ranks:
         found["step"] = run.step
@@ -96,7 +96,7 @@ def _compared_figures(run: Figures) -> dict[str, float]:
     if run.bubble.get("measured") is not None:
         found["bubble"] = run.bubble["measured"]
     if run.held:
-        # The fullest rank decides whether a run fits.
+        # The rank with the most memory decides whether a run fits.
         found["memory"], _ = max(run.held)
     if run.records:
         found["sent"] = sum(run.sent.values())
@@ -109,18 +109,18 @@ _HEADLINE_FIGURES = 4
 
 
 def render_comparison(first: Report, second: Report, names: tuple[str, str]) -> str:
-    """Make the page of two runs.
+    """Render the page that compares two runs.
 
     Args:
         first: Contents of a run's `report.json`.
-        second: The same of the run to compare with it.
+        second: Contents of the other run's `report.json`.
         names: Names of the runs on the page.
     """
     reports = (first, second)
     found = changes(first, second)
     bars = _bars(reports, names)
     drawn = {segment.kind for bar in bars for segment in bar.segments}
-    # The phases have bars of their own below.
+    # Leave out the phases: bars further below show them.
     in_header = [change for change in found if change.name not in PHASE_LABELS.values() and change.verdict]
     return render_template(
         "comparison",
@@ -147,7 +147,7 @@ def render_comparison(first: Report, second: Report, names: tuple[str, str]) -> 
 
 
 _NOT_SETTINGS = {"seconds", "started", "steps", "error", "error_rank", "mesh", "versions"}
-"""Facts of a run that are no settings, or that `_flat` writes out."""
+"""Facts of a run that are no settings, or that `_flat` already writes out."""
 
 
 def _settings(first: Report, second: Report) -> list[list[str]]:
@@ -168,12 +168,12 @@ def _flat(run: Report) -> dict[str, str]:
 
 
 def _bars(reports: Sequence[Report], names: Sequence[str]) -> list[Bar]:
-    """Make a bar of each run's phases, mean over its ranks."""
+    """Create one bar per run with its phases, mean over its ranks."""
     bars = []
     for name, report in zip(names, reports):
         means = Figures(report).mean_phases(PHASE_LABELS)
         if means:
-            # The mean phases add up to less than the step of the slowest rank, hence a total of their own.
+            # The mean phases add up to less than the step of the slowest rank, so use their sum as the total.
             bars.append(phase_bar({**means, "wall": sum(means.values())}, name))
     return bars
 

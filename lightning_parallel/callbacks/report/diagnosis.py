@@ -1,7 +1,7 @@
 """Diagnosis of a run from the reports of the other callbacks: the causes of lost time, and remedies.
 
-A table of rules (`RULES`), each of which reads some figures and gives advice where they pass a threshold. Every
-sentence rests on a figure of the report: a signal that was not measured gives no advice.
+`RULES` is a table of rules. Each rule reads some figures, and gives advice if they pass a threshold. Every sentence
+rests on a figure of the report: a missing figure gives no advice.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from lightning_parallel.tracing.spans import bytes_text, gap_text, percent, seco
 __all__ = ["Advice", "diagnose", "verdict"]
 
 WORTH_SAYING = 0.03
-"""Share of a step from which a loss of time is mentioned."""
+"""Least share of a step for which the diagnosis mentions a loss of time."""
 
 
 @dataclass(frozen=True)
@@ -29,8 +29,8 @@ class Advice:
         kind: `wrong` (results cannot be trusted), `slow` (time is lost), `note`, or `good`.
         title: The finding, with its figure.
         text: The remedy.
-        gain: Share of the step's time that can be saved at most; None where no time is lost.
-        figures: The numbers that the sentences rest on.
+        gain: Largest possible saving, as a share of the step's time; None if no time is lost.
+        figures: The numbers behind the sentences.
     """
 
     kind: Literal["wrong", "slow", "note", "good"]
@@ -40,12 +40,12 @@ class Advice:
     figures: dict[str, float] = field(default_factory=dict)
 
     def to_dict(self) -> dict[str, Any]:
-        """Return a form that JSON can hold."""
+        """Convert the advice to values for JSON."""
         return asdict(self)
 
 
 def diagnose(report: Report) -> list[Advice]:
-    """Read a gathered report and give advice: wrong results first, then losses of time by their gain, then remarks.
+    """Return advice on a gathered report: wrong results first, then losses of time by their gain, then remarks.
 
     Args:
         report: `reports` by callback name, with the keys of each callback's `report()`; `run` with facts of the run.
@@ -58,10 +58,10 @@ def diagnose(report: Report) -> list[Advice]:
 
 
 def verdict(report: Report) -> str:
-    """Compare the ranks with one process, in a sentence; empty if steps were not broken down.
+    """Compare the ranks with one process, in a sentence; empty without a breakdown of the steps.
 
-    One process would do at most all the work of the ranks, one after the other: some of it is repeated on several
-    ranks. So the ratio is an upper bound of the gain.
+    One process would do at most the work of all ranks, one after the other. Several ranks repeat some of this work, so
+    the ratio is an upper bound of the gain.
     """
     figures = Figures(report)
     if not figures.has_all_ranks:
@@ -87,7 +87,7 @@ def verdict(report: Report) -> str:
 def _loss_not_finite(figures: Figures) -> Iterator[Advice]:
     loss = figures.series.get("loss", [])
     gap = gap_text(loss)
-    # Single steps that overflow are usual with a gradient scaler, which skips them; a loss that stays so is not.
+    # With a gradient scaler, single overflows are usual, and the scaler skips them. A loss that stays so is a fault.
     if gap:
         yield Advice(
             "wrong" if loss[-1][1] is None else "note",
@@ -117,7 +117,7 @@ def _monitors_found(figures: Figures) -> Iterator[Advice]:
     for callback, (title, text) in _MONITORS.items():
         findings = figures.of(callback).get("findings", [])
         if findings:
-            # The first is shown; later ones may only be its consequences.
+            # Show the first finding only: later findings may be its consequences.
             first = findings[0]
             where = f"optimizer step {first['step']}, rank {', '.join(map(str, first['ranks']))}: {first['detail']}"
             more = f" ({len(findings) - 1} more)" if len(findings) > 1 else ""
@@ -155,11 +155,11 @@ _PHASES = {
         " the trace.",
     ),
 }
-"""Phases that may take too long: words, share of a step from which they do, remedy."""
+"""Phases that may take too long: words, threshold as a share of a step, remedy."""
 
 
 def _long_phases(figures: Figures) -> Iterator[Advice]:
-    # The slowest rank counts, not the mean: other ranks wait for it.
+    # The slowest rank counts, not the mean, because the other ranks wait for it.
     for phase, (words, threshold, remedy) in _PHASES.items():
         seconds, rank = figures.longest(phase)
         share = seconds / figures.step if seconds else 0.0
@@ -188,7 +188,7 @@ _PAUSES = {
 
 
 def _pauses(figures: Figures) -> Iterator[Advice]:
-    # Not of a step: nothing about a step would make it shorter.
+    # Relate pauses to the wall time, not to a step: they are no part of a step.
     steps = figures.of("StepBreakdown").get("steps") or figures.run.get("steps") or 1
     for phase, (words, remedy) in _PAUSES.items():
         seconds, rank = figures.longest(phase)
@@ -205,7 +205,7 @@ def _pauses(figures: Figures) -> Iterator[Advice]:
 
 
 def _stragglers(figures: Figures) -> Iterator[Advice]:
-    for straggler in figures.stragglers if figures.ranks else ():  # shares are of a step, which ranks tell
+    for straggler in figures.stragglers if figures.ranks else ():  # without ranks, the time of a step is unknown
         excess = straggler["excess"]
         cause = straggler.get("cause") or "unattributed"
         remedy = _CAUSES.get(cause, "Compare its row in the trace with the row of a peer.")
@@ -235,7 +235,7 @@ def _compressing(figures: Figures) -> Iterator[Advice]:
     monitor = figures.of("CompressionMonitor")
     if not figures.ranks or not all(key in monitor for key in ("encode", "decode", "wire")):
         return
-    # Where coding takes longer than sending, compression is the bottleneck rather than the link.
+    # If coding takes longer than sending, compression is the bottleneck, not the link.
     coding = monitor["encode"] + monitor["decode"]
     share = coding / figures.step
     if coding > monitor["wire"] and share >= WORTH_SAYING:
@@ -251,14 +251,14 @@ def _compressing(figures: Figures) -> Iterator[Advice]:
 
 
 def _communication(figures: Figures) -> Iterator[Advice]:
-    """Advise on the waits that all ranks share; waits of some ranks beyond that are the lateness of others."""
+    """Advise on the waits that all ranks share; longer waits of some ranks come from late ranks."""
     least = figures.of("StepBreakdown").get("communication_least")
     if not least or not figures.has_all_ranks or min(least) / figures.step < WORTH_SAYING:
         return
-    # One value per stage; their least is held up by nothing but communication, on every rank.
+    # One value per stage. Communication alone causes the least of them, on every rank.
     wait = min(least)
     share = wait / figures.step
-    # Along the pipeline a rank waits for a stage rather than for the link: the rules on the bubble speak of it.
+    # Along the pipeline, a rank waits for a stage, not for the link. The rules on the bubble cover these waits.
     by_axis = {axis: seconds for axis, seconds in figures.exposed.items() if axis != "pipeline_parallel"}
     axis = max(by_axis, key=lambda name: by_axis[name], default="")
     of_axis = f", most of it along {axis.replace('_', ' ')}" if axis else ""
@@ -291,20 +291,20 @@ def _less_communication(axis: str, figures: Figures) -> str:
 
 
 _COMPRESSED = {f"{name}Strategy": f"Compressed{name}Strategy" for name in ("DDP", "FSDP", "DeepSpeed", "ModelParallel")}
-"""Replacements of Lightning's own strategies, which take no `compression`."""
+"""Replacements for Lightning's strategies, which take no `compression`."""
 
 
 def _uneven_ranks(figures: Figures) -> Iterator[Advice]:
     """Advise on waits between ranks of one stage beyond their shared waits, if no rank is late in most steps."""
     least = figures.of("StepBreakdown").get("communication_least")
-    if not least or not figures.has_all_ranks or figures.stragglers:  # these explain the waits
+    if not least or not figures.has_all_ranks or figures.stragglers:  # stragglers explain the waits
         return
     stages: dict[int, list[tuple[float, int]]] = {}
     for rank in figures.ranks:
         stage = rank.get("coordinate", {}).get("pipeline_parallel", 0)
         if "communication_exposed" in rank:
             stages.setdefault(stage, []).append((rank["communication_exposed"], rank["rank"]))
-    # If all ranks came in time each would wait for as little as all of them do at once: the mean beyond that is lost.
+    # If no rank were late, each rank would wait only for the shared time. The mean wait beyond it is lost.
     lost = {stage: fmean(wait for wait, _ in waits) - least[stage] for stage, waits in stages.items()}
     if not lost:
         return
@@ -312,7 +312,7 @@ def _uneven_ranks(figures: Figures) -> Iterator[Advice]:
     share = lost[worst] / figures.step
     if share < WORTH_SAYING:
         return
-    fewest, waited_for = min(stages[worst])  # the last to come waits least
+    fewest, waited_for = min(stages[worst])  # the last rank waits least
     most, waiter = max(stages[worst])
     if "StragglerMonitor" not in figures.reports:
         text = "Add `StragglerMonitor()`, which names ranks that are slow in most steps."
@@ -353,9 +353,9 @@ def _schedule_bubble(figures: Figures) -> Iterator[Advice]:
     ideal = bubble.get("ideal")
     if measured is None or ideal is None or ideal < WORTH_SAYING:
         return
-    # (p-1)/(m+p-1) with twice as many microbatches; the same holds for the other schedules.
+    # The bubble (p-1)/(m+p-1) with 2m microbatches, by the bubble with m. The same holds for the other schedules.
     halved = ideal / (2 - ideal)
-    # With the work given, a step takes work / (1 - bubble): the gain below is the ratio of two such steps.
+    # For a given amount of work, a step takes work / (1 - bubble). The gain below is the ratio of two such steps.
     yield Advice(
         "slow",
         f"Pipeline ranks are idle for {percent(measured)} of the time in the pipeline; the schedule alone causes"
@@ -367,10 +367,10 @@ def _schedule_bubble(figures: Figures) -> Iterator[Advice]:
 
 
 def _smaller_bubble(halved: float, run: Report) -> str:
-    """Say how to make a schedule's bubble smaller: `halved` with twice the microbatches."""
+    """Suggest how to shrink a schedule's bubble; `halved` is the bubble with twice the microbatches."""
     count = run.get("num_microbatches")
     samples = run.get("replica_batch")
-    if count and samples and count * 2 > samples:  # a microbatch has one sample at least
+    if count and samples and count * 2 > samples:  # a microbatch has at least one sample
         text = (
             f"The batch of {samples} samples already has {count} microbatches. A larger batch with twice as many"
             f" microbatches lowers the bubble of the schedule to {percent(halved)}."
@@ -421,7 +421,7 @@ def _bubble_growth(figures: Figures) -> Iterator[Advice]:
 
 
 def _pipeline_share(figures: Figures) -> float:
-    """Estimate the share of the step in which the pipeline runs; all of it where that was not measured."""
+    """Estimate the share of the step in which the pipeline runs; 1 if it was not measured."""
     inside = ("forward", "backward", "communication_exposed", "pipeline_wait")
     shares = [sum(rank.get(phase, 0.0) for phase in inside) / training_seconds(rank) for rank in figures.ranks]
     return max(shares, default=1.0)
@@ -436,7 +436,7 @@ def _completeness(figures: Figures, found_any: bool) -> Iterator[Advice]:
     if not ranks:
         return
     expected = figures.run.get("world_size", len(ranks))
-    # Waits of some ranks are explained by other ranks: without all of them, a clean bill would be a guess.
+    # Other ranks may explain the waits of a rank, so an all-clear needs the data of all ranks.
     if len(ranks) < expected:
         known = ", ".join(str(rank["rank"]) for rank in ranks)
         yield Advice(
@@ -458,7 +458,7 @@ def _completeness(figures: Figures, found_any: bool) -> Iterator[Advice]:
 
 def _learning_rate(figures: Figures) -> Iterator[Advice]:
     replicas, batch, rate = (figures.run.get(key) for key in ("replicas", "global_batch", "learning_rate"))
-    # Said without `LearningRateScaling`, as no figure can show whether the rate was found with this batch.
+    # Remind users without `LearningRateScaling`: no figure shows whether the rate was tuned for this batch.
     if not replicas or not batch or rate is None or replicas < 2 or figures.run.get("scales_learning_rate"):
         return
     yield Advice(

@@ -178,13 +178,13 @@ def key_figures(report: Report) -> list[tuple[str, str]]:
 
 
 _SHOWN = 3
-"""Advice with a gain that is shown at once; the rest opens on demand."""
+"""Number of losses of time to show at once; the page opens the rest on demand."""
 
 
 def advice_parts(report: Report) -> tuple[list[Report], list[Report]]:
-    """Divide the diagnosis: advice that is shown at once, and the smaller gains."""
+    """Divide the diagnosis into advice to show at once, and advice with smaller gains."""
     found: Sequence[Report] = report.get("diagnosis", [])
-    # The diagnosis sorts losses of time by their gain. What makes results wrong is never hidden.
+    # The diagnosis sorts losses of time by their gain. Hide only such losses, and never advice on wrong results.
     small = [advice for advice in found if advice["kind"] == "slow"][_SHOWN:]
     return [advice for advice in found if advice not in small], small
 
@@ -334,7 +334,7 @@ def _memory(report: Report) -> dict[str, Any] | None:
     for rank in ranks:
         segments = [Segment(key, rank[key], bytes_text(rank[key])) for key in keys if rank.get(key)]
         bars.append(Bar(rank_label(rank, mesh), segments, bytes_text(sum(rank.get(key) or 0 for key in keys))))
-    # What the process holds includes all parts and more: a column, but no segment.
+    # The memory of the process includes all parts and more, so it is a column but no segment.
     columns = (*keys, "resident_peak")
     labels = {key: _HELD_LABELS.get(key, key) for key in keys}
     return {

@@ -194,7 +194,7 @@ def _rebuilt(folder: Path, report: Mapping[str, Any], kineto: Sequence[Path]) ->
 
 def first_error(parts: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """Find the earliest error among the ranks, the cause of later errors; empty without any."""
-    # On one clock: a rank that fails makes other ranks fail a little later.
+    # Compare on one clock: a failed rank makes other ranks fail a little later.
     failed = [(part["failed_ns"] + part["clock"]["offset_ns"], part) for part in parts if "error" in part]
     if not failed:
         return {}
@@ -203,18 +203,18 @@ def first_error(parts: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 
 
 def part_path(folder: Path, rank: int) -> Path:
-    """Give the file in which a rank leaves its part of the trace."""
+    """Return the file for a rank's part of the trace."""
     return folder / f"part{rank}.json.gz"
 
 
 def write_part(path: Path, part: Mapping[str, Any]) -> None:
-    """Write one rank's part of a trace, so that others see it whole or not at all."""
-    # Rank 0 looks for the file while it is written.
+    """Write one rank's part of a trace atomically: rank 0 sees the complete file or no file."""
+    # Rank 0 may look for the file during the write.
     write_trace(part, path)
 
 
 def read_parts(folder: Path, world_size: int, run: str, patience_s: float) -> list[dict[str, Any]]:
-    """Read the parts that ranks of this run leave within `patience_s`; files that are not whole are passed over."""
+    """Read the parts that ranks of this run leave within `patience_s` seconds; skip incomplete files."""
     until = time.monotonic() + patience_s
     found: dict[int, dict[str, Any]] = {}
     while len(found) < world_size:
@@ -300,7 +300,7 @@ class ProfileReport(MeasuringCallback):
         session = self.open_session
         folder = Path(self.dirpath or Path(trainer.log_dir or trainer.default_root_dir) / "profile")
         self.folder = create_folder(folder, session.group)
-        # Rank 0's time names the run on all ranks: it tells apart parts of a trace that another run left in the folder.
+        # Rank 0's time names the run on all ranks, so parts of an earlier run in the folder do not mix in.
         started = datetime.now().astimezone().isoformat(sep=" ", timespec="seconds")
         self._run = {"started": comm.all_gather_object(started, session.group)[0]}
         self._loss = StepSampler(LOSSES)
@@ -316,7 +316,7 @@ class ProfileReport(MeasuringCallback):
     @override
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
         recorder = self.open_session.recorder
-        # Not at the end of the batch: another callback may have begun the next step by then.
+        # Not at the end of the batch: by then, another callback may have begun the next step.
         self._step = recorder.step if recorder is not None else 0
 
     @override
@@ -325,7 +325,7 @@ class ProfileReport(MeasuringCallback):
     ) -> None:
         super().on_train_batch_end(trainer, pl_module, outputs, batch, batch_idx)
         loss = _loss(outputs)
-        # A copy, which stays on the device: the loss may be written to, or be a view of something large.
+        # Copy the loss on the device: other code may write to it, or it may be a view of a large tensor.
         if loss is not None:
             self._loss.add(self._step, loss.detach().clone())
 
@@ -350,7 +350,7 @@ class ProfileReport(MeasuringCallback):
 
     @override
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
-        # Before `super`, which lets go of it.
+        # Before `super`, which drops the session.
         session = self.session
         super().on_exception(trainer, pl_module, exception)
         if session is None or session.recorder is None:
@@ -358,12 +358,12 @@ class ProfileReport(MeasuringCallback):
         part = self.accumulator.part(session.clock, session.recorder.last_steps(1))
         self._run["error"] = f"{type(exception).__name__}: {exception}"
         part |= {"error": self._run["error"], "failed_ns": time.perf_counter_ns()}
-        with errors_as_warnings(NOT_WRITTEN):  # a failure must not take the place of `exception`
+        with errors_as_warnings(NOT_WRITTEN):  # a failure here must not hide `exception`
             self._leave_part(part)
             self._finish(trainer, session)
 
     def _leave_part(self, part: Mapping[str, Any]) -> None:
-        """Leave this rank's part of the trace to rank 0 in a file, where the ranks cannot exchange it."""
+        """Leave this rank's part of the trace to rank 0 in a file, because the ranks can no longer exchange it."""
         write_part(part_path(self.folder, part["rank"]), {**part, "run": self._run["started"]})
 
     @rank_zero_only
@@ -375,7 +375,7 @@ class ProfileReport(MeasuringCallback):
         reports = _reports(trainer, self)
         trace = chrome_trace(self._parts, self._run["mesh"]) if any(part["steps"] for part in self._parts) else None
         if trace is None:
-            (self.folder / TRACE).unlink(missing_ok=True)  # of another run
+            (self.folder / TRACE).unlink(missing_ok=True)  # from another run
         loss = [(step, value.item()) for step, value in self._loss.values.items()]
         self._report = report = build_report(self._run, reports, loss, trace)
         write_files(self.folder, report, trace)
@@ -383,7 +383,7 @@ class ProfileReport(MeasuringCallback):
             self._show(report)
 
     def _show(self, report: Mapping[str, Any]) -> None:
-        # Titles hold names and errors of the run: brackets in them are no markup.
+        # Titles hold names and errors of the run, whose brackets are no markup.
         console = Console(highlight=False, markup=False, soft_wrap=True)
         for sentence in (verdict(report), _against_prediction(report)):
             if sentence:
@@ -404,7 +404,7 @@ class ProfileReport(MeasuringCallback):
 
 
 def _against_prediction(report: Mapping[str, Any]) -> str:
-    """Set the measured step of a pipeline beside the predicted one; empty where one of them is not known."""
+    """Compare the measured step of a pipeline with its prediction; empty if either is unknown."""
     seconds = report["reports"].get("PipelineTimeline", {}).get("seconds", {})
     predicted, measured = seconds.get("predicted"), seconds.get("measured")
     if not predicted or not measured:
@@ -416,7 +416,7 @@ def _against_prediction(report: Mapping[str, Any]) -> str:
 
 
 def _commit() -> str | None:
-    """Return the commit of the working directory, with a `+` where files differ from it; None outside a repository."""
+    """Return the commit of the working directory, with a `+` if files differ from it; None outside a repository."""
     command = ["git", "describe", "--always", "--dirty=+", "--abbrev=10", "--exclude=*"]
     try:
         found = subprocess.run(command, capture_output=True, text=True, timeout=5, check=True)
@@ -426,7 +426,7 @@ def _commit() -> str | None:
 
 
 def _run_facts(trainer: Trainer, pl_module: LightningModule, session: Session) -> dict[str, Any]:
-    """Describe a run whose training begins; facts that are not known are left out."""
+    """Describe a run at the start of its training; leave out unknown facts."""
     strategy, mesh = trainer.strategy, session.mesh
     engine = getattr(getattr(strategy, "run", None), "engine", None)
     schedule = engine.schedule if isinstance(engine, PipelineEngine) else None
@@ -469,7 +469,7 @@ def _loss(outputs: Any) -> Tensor | None:
     """Find the loss in the outputs of a step; None unless it is one number that this rank knows by itself."""
     loss = outputs.get("loss") if isinstance(outputs, Mapping) else outputs
     if isinstance(loss, DTensor):
-        # Only a replicated value is known without communication, in which all ranks would have to take part.
+        # Without communication, which would need all ranks, only a replicated value is known.
         loss = loss.to_local() if all(place.is_replicate() for place in loss.placements) else None
     return loss if isinstance(loss, Tensor) and loss.numel() == 1 else None
 

@@ -41,13 +41,13 @@ _ROW_OF = {
     "optimizer": "optimizer",
 }
 _ROW_SPACING = 100
-"""Distance between the numbers of rows: spans that overlap with others of their row get further rows below it."""
+"""Distance between the numbers of rows: spans that overlap other spans of their row get extra rows below it."""
 _FIRST_KINETO_ROW = 100_000
-"""Rows of `torch.profiler` lie below ours."""
+"""First row of `torch.profiler`, below the rows of this library."""
 _SMALL = 1 << 26
-"""Bytes that any file may hold."""
+"""Bytes up to which the compression ratio of a file is not checked."""
 _MOST_INFLATED = 50
-"""Ratio of bytes to the size of larger files: traces have up to 30, a bomb 1000."""
+"""Highest compression ratio of larger files: traces reach 30, a decompression bomb 1000."""
 
 
 class TraceAccumulator(Accumulator):
@@ -55,7 +55,7 @@ class TraceAccumulator(Accumulator):
 
     Args:
         place: `rank` and `coordinate` of this process.
-        steps: How many steps to keep.
+        steps: Number of steps to keep.
     """
 
     def __init__(self, place: Mapping[str, Any], steps: int) -> None:
@@ -68,18 +68,18 @@ class TraceAccumulator(Accumulator):
 
     @override
     def share(self) -> None:
-        """Share nothing: spans are exchanged when training has ended, see `part`."""
+        """Share nothing: the ranks exchange spans after training, see `part`."""
 
     @override
     def summarize(self, shared: Sequence[Any]) -> dict[str, Any]:
         return {}
 
     def part(self, clock: ClockOffset | None, unfinished: Sequence[Span] = ()) -> dict[str, Any]:
-        """Return the part of this rank in the trace, in a form that JSON can hold.
+        """Return the part of this rank in the trace, as values for JSON.
 
         Args:
-            clock: None where the clocks of the ranks could not be compared.
-            unfinished: Spans of a step that did not end.
+            clock: Offset of this rank's clock; None if the clocks of the ranks could not be compared.
+            unfinished: Spans of a step without an end.
         """
         steps = [[window.step, window.start_ns, window.end_ns] for window in self._windows]
         spans = [list(span) for window in self._windows for span in window.spans]
@@ -94,16 +94,16 @@ def chrome_trace(parts: Sequence[Part], mesh: Mapping[str, int]) -> dict[str, An
     """Merge the parts of the ranks.
 
     Args:
-        parts: Of any ranks. Parts without a compared clock are left out, and `otherData` names their ranks.
+        parts: Parts of any ranks. The trace omits parts without a compared clock, and `otherData` names their ranks.
         mesh: Size of each axis.
     """
     parts = [part for part in parts if part["steps"]]
     known = [part for part in parts if part["clock"] is not None]
-    # Times count from the first step in the trace: viewers begin at 0.
+    # Times count from the first step in the trace, because viewers begin at 0.
     origin = min((part["steps"][0][1] + part["clock"]["offset_ns"] for part in known), default=0)
     ranks = [_Rank(part, origin, mesh) for part in known]
     events = [event for rank in ranks for event in rank.names()]
-    # Before the events are made: how long a sending is drawn depends on when its message was received.
+    # Match messages before creating events: the drawn length of a send depends on the receipt of its message.
     messages = list(_messages(ranks))
     for rank in ranks:
         events += rank.events()
@@ -136,9 +136,9 @@ class _Rank:
         return time_ns + self.shift
 
     def interval(self, index: int) -> tuple[int, int]:
-        """Give start and end of a span as drawn, on this rank's clock."""
+        """Return the drawn start and end of a span, on this rank's clock."""
         span = self.spans[index]
-        # A receive is posted long before it is needed: only the wait for it is drawn.
+        # A receive is posted long before its message is needed, so draw only the wait.
         if span.op == "recv":
             return max(span.start_ns, min(span.end_ns - span.blocked_ns, span.end_ns - 1)), span.end_ns
         end = span.complete_ns if span.category == "communication" else span.end_ns
@@ -167,7 +167,8 @@ class _Rank:
 
     def _row(self, row: str, first: int, rows: Mapping[str, Sequence[int]]) -> Iterator[Event]:
         pieces = [(*self.interval(index), index) for index in rows[row]]
-        # Lightning runs forward and backward in the optimizer's step: without them its row shows the optimizer alone.
+        # Lightning runs forward and backward inside the optimizer's step. Cut them out, so that the row shows only the
+        # optimizer.
         if row == "optimizer":
             inner = sorted(self.interval(index) for index in rows.get("compute", ()))
             pieces = [(*left, index) for start, end, index in pieces for left in _outside(start, end, inner)]
@@ -188,7 +189,7 @@ class _Rank:
         return {"ph": "X", "name": name, "cat": category, "pid": self.rank, "tid": tid, **times, "args": arguments}
 
     def event_of(self, index: int) -> Event:
-        """Give the event of a span; after `events`."""
+        """Return the event of a span; call `events` first."""
         return self._events[index]
 
 
@@ -224,7 +225,7 @@ def _metadata(what: str, pid: int, tid: int, **arguments: Any) -> Event:
 
 
 def _outside(start: int, end: int, inner: Iterable[tuple[int, int]]) -> Iterator[tuple[int, int]]:
-    """Yield the parts of an interval that are outside of all `inner`, which are sorted."""
+    """Yield the parts of an interval outside all `inner` intervals, which are sorted."""
     for inner_start, inner_end in inner:
         if inner_end > start and inner_start < end:
             if inner_start > start:
@@ -235,7 +236,7 @@ def _outside(start: int, end: int, inner: Iterable[tuple[int, int]]) -> Iterator
 
 
 def _without_overlap(pieces: Iterable[tuple[int, int, int]]) -> Iterator[tuple[tuple[int, int, int], int]]:
-    """Yield each (start, end, index) with the first row in which it is apart from other spans, or nested in one.
+    """Yield each (start, end, index) with its first row without a partial overlap with other spans.
 
     Viewers draw nested spans on top of each other, but not spans that overlap only in part.
     """
@@ -257,7 +258,7 @@ def _without_overlap(pieces: Iterable[tuple[int, int, int]]) -> Iterator[tuple[t
 
 
 def _messages(ranks: Sequence[_Rank]) -> Iterator[tuple[_Rank, int, _Rank, int]]:
-    """Yield every message of which both ends are known: sender, index of its span, receiver, index of its span."""
+    """Yield every message with two known ends: sender, index of its span, receiver, index of its span."""
     # The group is part of the key: two groups of the same ranks number their messages independently.
     sent = {
         (rank.rank, span.peer, span.ranks, span.group, span.tag, span.sequence): (rank, index)
@@ -270,7 +271,7 @@ def _messages(ranks: Sequence[_Rank]) -> Iterator[tuple[_Rank, int, _Rank, int]]
             key = (span.peer, receiver.rank, span.ranks, span.group, span.tag, span.sequence)
             if span.op == "recv" and key in sent:
                 sender, index = sent[key]
-                # Sending is over, at the latest, when the message has been received.
+                # The send ends at the latest with the receipt of the message.
                 arrival = receiver.common(span.end_ns) - sender.shift
                 sender.received_ns[index] = max(arrival, sender.spans[index].start_ns + 1)
                 yield sender, index, receiver, received
@@ -293,13 +294,13 @@ def add_kineto(trace: dict[str, Any], kineto: Mapping[str, Any], rank: int | Non
     Args:
         trace: Changed in place.
         kineto: Trace that `torch.profiler` exported.
-        rank: Rank that was profiled; by default as the profiler noted it, which it does where torch is distributed.
+        rank: The profiled rank; by default the rank in the profiler's trace, which exists if torch is distributed.
 
     Returns:
         The rank.
 
     Raises:
-        ValueError: If the rank is not known, or has no part in `trace`.
+        ValueError: If the rank is unknown, or has no part in `trace`.
     """
     if rank is None:
         rank = kineto.get("distributedInfo", {}).get("rank")
@@ -316,14 +317,14 @@ def add_kineto(trace: dict[str, Any], kineto: Mapping[str, Any], rank: int | Non
     arrows: dict[tuple[Any, Any], int] = {}
     first_arrow = max((event["id"] for event in trace["traceEvents"] if "id" in event), default=-1) + 1
     for event in kineto["traceEvents"]:
-        # The profiler's processes become rows of the rank; of its metadata, only names of threads say something there.
+        # The profiler's processes become rows of the rank. Of its metadata, only names of threads make sense there.
         if event["ph"] == "M" and event["name"] != "thread_name":
             continue
         row = rows.setdefault((event.get("pid"), event.get("tid")), _FIRST_KINETO_ROW + len(rows))
         moved = {**event, "pid": rank, "tid": row}
         if "ts" in event and event["ph"] != "M":
             moved["ts"] = event["ts"] + shift_us
-        # Arrows with equal numbers would be joined: the profiler's are counted on from ours.
+        # Viewers join arrows with equal numbers, so number the profiler's arrows after the existing arrows.
         if "id" in event:
             moved["id"] = first_arrow + arrows.setdefault((event.get("cat"), event["id"]), len(arrows))
         trace["traceEvents"].append(moved)
