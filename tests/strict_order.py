@@ -5,8 +5,8 @@ has come, and a send until it has been received. The host goes on meanwhile. glo
 order that hangs on GPUs passes. With `LIGHTNING_PARALLEL_STRICT_P2P=1` in the environment, a thread per group does as
 NCCL does. Messages between hosts, which do not travel through NCCL, are left out.
 
-Importing this module lays the rules around the calls of `comm`, in this process and in its forks. `tests/conftest.py`
-and `tests/preload.py` import it: it holds in pytest, in the ranks of `harness`, and in scripts that `harness` runs.
+With that variable, importing this module lays the rules around the calls of `comm`, in this process and in its forks.
+`tests/conftest.py` and `tests/preload.py` import it, for pytest, the ranks of `harness`, and the scripts that it runs.
 """
 
 from __future__ import annotations
@@ -20,11 +20,15 @@ from functools import partial
 from typing import Any
 
 from lightning_parallel.comm import Group, Helper, Pending, objects
+from lightning_parallel.compat import Patches
 
 __all__ = ["is_strict", "strict_order"]
 
-_is_strict = os.environ.get("LIGHTNING_PARALLEL_STRICT_P2P", "") not in ("", "0")
-_launch, _blocking_call, _is_ordered = Pending.launch, objects.blocking_call, Group.is_ordered
+_IN_ENVIRONMENT = os.environ.get("LIGHTNING_PARALLEL_STRICT_P2P", "") not in ("", "0")
+
+_is_strict = False
+_launch, _blocking_call = Pending.launch, objects.blocking_call
+_rules = Patches()
 
 
 def is_strict() -> bool:
@@ -35,17 +39,32 @@ def is_strict() -> bool:
 @contextmanager
 def strict_order(is_on: bool = True) -> Iterator[None]:
     """Turn NCCL's rules on inside the block, on all ranks alike; `LIGHTNING_PARALLEL_STRICT_P2P` does so for a run."""
-    global _is_strict
-    before, _is_strict = _is_strict, is_on
+    before = _is_strict
+    _set(is_on)
     try:
         yield
     finally:
-        _is_strict = before
+        _set(before)
+
+
+def _set(is_on: bool) -> None:
+    global _is_strict
+    if is_on and not _is_strict:
+        _rules.replace(Pending, "launch", _launch_in_order)
+        _rules.replace(objects, "blocking_call", _blocking_call_in_order)
+        _rules.replace(Group, "is_ordered", property(lambda group: True))
+    elif _is_strict and not is_on:
+        # Operations that are still in a queue go first: without the rules, later ones would overtake them.
+        for waiting in _queues.values():
+            waiting.drain()
+        # The functions are taken away, as the watch over the user's hooks would take them for the user's.
+        _rules.undo()
+    _is_strict = is_on
 
 
 def _launch_in_order(self: Pending, call: Callable[[], Any], between_hosts: bool = False) -> Pending:
     # Messages between hosts are told apart by their tags, collectives by their order.
-    if _is_strict and not (between_hosts and self._peer is not None):
+    if not (between_hosts and self._peer is not None):
         call = partial(_in_order, self._group.process_group, call)
     return _launch(self, call, between_hosts)
 
@@ -59,11 +78,6 @@ def _blocking_call_in_order(op: str, group: Group) -> Iterator[None]:
             _queues[group.process_group].put(done)
             done.wait()
         yield
-
-
-Pending.launch = _launch_in_order  # type: ignore[method-assign]
-objects.blocking_call = _blocking_call_in_order
-Group.is_ordered = property(lambda group: _is_strict or _is_ordered.fget(group))  # type: ignore
 
 
 class _OrderedWork:
@@ -92,6 +106,10 @@ class _OrderedWork:
         self._done.set()
         return self._error
 
+    def is_over(self, patience_s: float) -> bool:
+        """Wait until it is over, at most so long; tell whether it is."""
+        return self._done.wait(patience_s)
+
     def wait(self) -> None:
         """Wait until it is over.
 
@@ -116,6 +134,14 @@ class _GroupQueue:
     def put(self, work: _OrderedWork) -> None:
         self._waiting.put(work)
 
+    def drain(self) -> None:
+        """Wait until the operations that are in the queue have ended or failed."""
+        last = _OrderedWork(lambda: None)
+        self.put(last)
+        # The thread of a destroyed group has ended. An operation that fails tells its caller.
+        while self._helper.is_alive() and not last.is_over(0.1):
+            pass
+
     def _run(self) -> None:
         broken: BaseException | None = None
         while (work := self._waiting.get()) is not None:
@@ -133,3 +159,6 @@ def _in_order(process_group: Any, call: Callable[[], Any]) -> _OrderedWork:
     work = _OrderedWork(call)
     _queues[process_group].put(work)
     return work
+
+
+_set(_IN_ENVIRONMENT)

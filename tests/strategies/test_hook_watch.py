@@ -344,7 +344,7 @@ def test_a_hook_of_which_all_lines_have_run_is_not_traced(group):
         traced.append(sys.gettrace() is not None)
 
     fit(Clips(step=body), TensorParallelStrategy(tensor_parallel_size=2), 2, limit_train_batches=3)
-    assert traced == [True, True, False, True, False, False]
+    assert traced == [True, True, False, True, False, False], traced
 
 
 class ByHand(Net):
