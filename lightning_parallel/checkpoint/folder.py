@@ -314,6 +314,7 @@ def find(folder: Folder) -> Folder | None:
     """Return the folder of the checkpoint at `folder`: itself, or the latest checkpoint in it; None without any."""
     if folder.has(MANIFEST):
         return folder
+    # A killed rename may have taken the name: `remove_abandoned` restores it.
     if folder.is_local and not os.path.lexists(folder.path) and os.path.isdir(folder.parent.path):
         remove_abandoned(folder.parent.path)
         return folder if folder.has(MANIFEST) else None

@@ -160,6 +160,7 @@ class NewFile:
         if self._failure is not None:
             raise self._failure
         assert self._file is not None
+        # Before the rename: after a power failure, the name must not lead to an incomplete file.
         os.fsync(self._file)
         # Windows renames no open file.
         self._close()

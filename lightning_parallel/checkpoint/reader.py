@@ -253,6 +253,7 @@ class SavedCheckpoint:
                 continue
             span = np.empty((len(group) - 1) * stride + group.shape[1], np.uint8)
             self._read_bytes(name, part, at, span)
+            # The span also holds the bytes between the runs, which the strides skip.
             group[:] = np.lib.stride_tricks.as_strided(span, group.shape, (stride, 1))
         if memory is not target:
             target.copy_(memory)
@@ -265,6 +266,7 @@ class SavedCheckpoint:
             if begin <= first and last <= end:
                 self._read_block(name, part, first, data[first - begin : last - begin])
                 continue
+            # A checksum covers a full block, so a slice of a block needs all its bytes.
             if self._block is None or self._block[:2] != (part, first):
                 block = np.empty(last - first, np.uint8)
                 self._read_block(name, part, first, block)
@@ -472,8 +474,10 @@ class StoredTensor(Tensor):
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        # The tensor itself is on `meta`, but its values are read into the host's memory.
         if func == _DEVICE:
             return torch.device("cpu")
+        # The tensor on `meta` knows these facts, so nothing is read for them.
         if func in _FACTS:
             with DisableTorchFunctionSubclass():
                 return func(*args, **(kwargs or {}))

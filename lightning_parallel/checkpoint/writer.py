@@ -254,6 +254,7 @@ class ShardedWriter:
     # --------------------------------------------------------------------------------------------------------- commit
 
     def _write_later(self, snapshot: _Snapshot | None, failure: Exception | None) -> None:
+        # An error of the snapshot is exchanged here, because only this thread communicates in the group.
         try:
             comm.raise_together(failure, self._group)
             assert snapshot is not None
@@ -262,6 +263,7 @@ class ShardedWriter:
             self._failure = self._failure or error
 
     def _write(self, snapshot: _Snapshot) -> None:
+        # One key for all ranks, so that they write into one hidden folder.
         key = comm.broadcast_object(new_key(), self._group)
         new = NewFolder.found(snapshot.target, key)
         has_folder = self._group.rank == 0 or snapshot.is_apart
@@ -272,6 +274,7 @@ class ShardedWriter:
             with comm.failing_together(self._group):
                 file = new.file(self._group.ranks[self._group.rank])
                 size, parts = write_file(new.work, file, snapshot.parts, self._progress(snapshot))
+            # Only now may the first rank commit: all ranks have synced their files.
             everyone = comm.all_gather_object((file, size, parts), self._group)
             with comm.failing_together(self._group):
                 if self._group.rank == 0:

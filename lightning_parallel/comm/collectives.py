@@ -279,6 +279,7 @@ def irecv(tensor: Tensor, group: Group, source: int, tag: int = 0, between_hosts
     """Start receiving into a contiguous `tensor` from the rank at position `source`; see `isend`."""
     peer = group.ranks[source]
     received = _on_wire(tensor, group)
+    # Copied to the GPU by `wait`: before it, the bytes have not arrived.
     result = tensor if received is tensor else lambda: tensor.copy_(received)
     return _pending("recv", group, tensor, result, peer, tag).launch(
         lambda: dist.irecv(received, peer, group=group.process_group, tag=tag), between_hosts

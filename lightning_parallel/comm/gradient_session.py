@@ -124,6 +124,7 @@ class _BucketsInFlight:
     def add(self, start: Callable[[Group], Phases], done: _Done) -> None:
         """Begin a reduction, and return when its first messages are on their way; `done` is called at its end."""
         place = self._added % len(self._groups)
+        # Advances any bucket whose message comes: a wait for this bucket alone could block ranks in a circle.
         while place in self._buckets:
             self._advance(*self._arrived.get())
         number = self._added
@@ -265,6 +266,7 @@ class GradientSession:
         """
         if self._in_flight is None:
             return self.executor.submit(partial(self.reduce, named_gradients, shards, copy))
+        # A future, because the executor's call returns while the bucket is still in flight.
         future: Future[Mapping[str, Tensor]] = Future()
         self.executor.submit(partial(self.start, named_gradients, partial(_settle, future), shards, copy))
 

@@ -311,6 +311,7 @@ class MeshGroups:
         if purpose not in self._hosts:
             process_group = None
             if self.world.size > 1:
+                # gloo on any device, so that a message between hosts never waits for kernels.
                 process_group = dist.new_group(list(self.world.ranks), timeout=self._timeout, backend="gloo")
             self._hosts[purpose] = replace(self.world, axis=purpose, process_group=process_group)
         return self._hosts[purpose]
@@ -327,6 +328,7 @@ class MeshGroups:
             if self.data_parallel.size > 1:
                 self._stand_in = self.extra(DATA, "default").process_group
             else:
+                # Local synchronization: each rank makes another group, of itself alone.
                 self._stand_in = dist.new_group(
                     [self.world.ranks[self.world.rank]],
                     timeout=self._timeout,

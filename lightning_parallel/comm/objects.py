@@ -65,6 +65,7 @@ def all_gather_object(value: T, group: Group) -> list[T]:
 
 def _all_gather_bytes(data: bytes, num_bytes: int, group: Group) -> list[bytes]:
     """Gather `data` of every rank, filled up to `num_bytes`, by position."""
+    # Of one length on all ranks, as the collective needs it; the receiver cuts the padding off.
     mine = torch.frombuffer(bytearray(data.ljust(num_bytes, b"\0")), dtype=torch.uint8).to(group.host_device)
     found = mine.new_empty(group.size, num_bytes)
     dist.all_gather(list(found.unbind()), mine, group=group.process_group)

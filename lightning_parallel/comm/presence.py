@@ -289,6 +289,7 @@ class _Heartbeat:
         with suppress(RuntimeError, ValueError):
             abort_all_groups()
         if not self.stopped.wait(GRACE_S):
+            # Not `sys.exit`, which would end only this thread: the training thread may hang in C.
             os._exit(1)
 
     def stop(self) -> None:
@@ -299,6 +300,7 @@ class _Heartbeat:
         """Publish that the run has ended here, so that other ranks do not miss this rank."""
         with suppress(RuntimeError):  # the store may be gone
             self.store.set(f"ended/{self.rank}", str(self.run))
+            # A failed rank has already counted itself in `report`.
             if self.name and not self.read(f"error/{self.rank}"):
                 self.store.add(f"over/{self.name}", 1)
 
@@ -446,6 +448,7 @@ def start_heartbeat(watches: bool | None = None) -> None:
             watches = "nccl" in backend_of(world)
         _heartbeat = _Heartbeat(default_store(), world.rank(), world.size(), watches)
     elif _heartbeat is not None:
+        # The next run may train on another thread.
         _heartbeat.caller = threading.get_ident()
 
 
@@ -546,6 +549,7 @@ def describe_failure(what: str, ranks: Sequence[int], error: BaseException) -> s
     others = [rank for rank in range(all_processes().size()) if rank != me]
     try:
         errors = _heartbeat.errors(others)
+        # The quick answers first: `silent` sleeps for three beats. A report may arrive meanwhile.
         lost = [] if errors else ended_processes(others) or _heartbeat.silent(others)
         errors = errors or _heartbeat.errors(others)
         lost = [rank for rank in lost if rank not in errors]
@@ -650,6 +654,7 @@ class RollCall:
         store.delete_key(f"{self._name}/{self._count - 1}/{self._rank}")
         notes, places = zip(*(value.decode().split("\n", 1) for value in store.multi_get(keys)))
         if len(set(places)) > 1:
+            # Only after a mismatch: `users_place` parses source files.
             store.set(f"{mine}/read", users_place(sys._getframe()))
             read = [f"{key}/read" for key in keys]
             lines = [value.decode() for value in store.multi_get(read)] if _all_set(store, read, _READ_S) else []

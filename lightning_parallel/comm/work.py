@@ -272,6 +272,7 @@ def blocking_call(op: str, group: Group) -> Iterator[None]:
 
 
 def _blocked(op: str, group: Group, index: int) -> Blocked | _Unrecorded:
+    # `Blocked.now` is one for the process: a helper's call must not replace the call of the training thread.
     return Blocked(op, group, index) if trains_here() else _UNRECORDED
 
 

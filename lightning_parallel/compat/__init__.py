@@ -373,6 +373,7 @@ class PartialModule(nn.Module):
         if inherited is not None:
             return inherited(memo)
         duplicate = type(self).__new__(type(self))
+        # Before the attributes are copied, because they may refer to the module.
         memo[id(self)] = duplicate
         # As `copy` does: `__getstate__` of a module leaves out objects such as the Trainer.
         held = self.__getstate__() if hasattr(self, "__getstate__") else vars(self)

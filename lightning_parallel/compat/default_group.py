@@ -84,6 +84,7 @@ _stand_in_patches = Patches()
 def all_processes() -> Any:
     """Return the group of all processes, also while another group is the default; None without torch.distributed."""
     world = dist.group.WORLD
+    # Inside `all_processes_as_default`, the default group is already the group of all processes.
     return _stand_ins[0][1] if _stand_ins and world is _stand_ins[-1][0] else world
 
 
@@ -219,6 +220,7 @@ def _patch_distributed() -> None:
     _stand_in_patches.replace_function(dist.get_rank, get_rank_by)
     for name in _BY_GLOBAL_RANK:
         function = getattr(dist, name)
+        # Versions of torch without this fault do not call `get_rank` here.
         if "get_rank" in inspect.unwrap(function).__code__.co_names:
             _stand_in_patches.replace_function(function, partial(_with_global_rank, inspect.signature(function)))
     for name in _MAKE_GROUPS:

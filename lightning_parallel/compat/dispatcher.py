@@ -127,6 +127,7 @@ def intercepted_collectives(interceptor: Interceptor) -> Iterator[None]:
     """
     _interceptors.append(interceptor)
     try:
+        # Once for all interceptors: the kernels look up the last interceptor at each call.
         if len(_interceptors) == 1:
             _register()
             _intercept_waits()

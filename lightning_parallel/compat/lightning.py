@@ -219,6 +219,7 @@ def agree_on_sigterm(trainer: Trainer, agree: Callable[[bool], bool], patches: P
     def end_together() -> None:
         nonlocal received
         if agree(received or requeue.is_due):
+            # After a requeue the run goes on, unless a rank has also got SIGTERM.
             if requeue.happens(agree) and not agree(received):
                 return
             received = True

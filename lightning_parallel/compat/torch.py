@@ -597,6 +597,7 @@ def leave_mode(mode: Any) -> None:
     is_function = isinstance(mode, torch.overrides.TorchFunctionMode)
     stack: Any = torch.overrides if is_function else torch.utils._python_dispatch
     current: Callable[[], Any] = current_function_mode if is_function else current_dispatch_mode
+    # torch removes only the last mode, so later modes are taken off and put back.
     later = []
     while current() is not mode:
         later.append(stack._pop_mode())

@@ -264,10 +264,12 @@ class ParameterSlices:
                     self.narrow(parameter)
             gathered: list[nn.Parameter] = []
             try:
+                # The hooks must see whole parameters: they run before `narrow` above and after `widen` below.
                 with _hooks_put_off(optimizer):
                     result = own(**kwargs) if replay is None else own(replay, **kwargs)
                 gathered = parameters
             finally:
+                # After an error nothing is gathered: parameters get back their values from before the step.
                 self.widen(gathered)
             for hook in (*step_hooks_of(optimizer)[1].values(), *global_step_hooks()[1].values()):
                 hook(optimizer, given, kwargs)

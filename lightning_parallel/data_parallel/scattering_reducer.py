@@ -68,6 +68,7 @@ class ScatteringReducer(GradientReducer):
         for name in bucket.names:
             # Gradients that accumulate from now on are sent in another message, and added to the sum.
             self._active[name].grad = None
+        # Bounds the memory: each bucket in flight holds its full gradients.
         while len(self._in_flight) > MOST_IN_FLIGHT:
             self._land()
 
