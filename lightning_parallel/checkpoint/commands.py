@@ -565,6 +565,7 @@ def export_weights(
             with suppress(OSError):
                 folder.fs.rm(folder.file(file))
         raise
+    # The index comes last: a folder with an index has all the files that it names.
     for before, name in zip(temporary, names):
         if before != name:
             put_in_place(folder.file(before), folder.file(name))

@@ -118,6 +118,7 @@ class DistributedCheckpoint:
         def read() -> tuple[bytes, bytes | None]:
             return folder.read(_INDEX), folder.read(_REST) if folder.has(_REST) else None
 
+        # Read once: all ranks then see the same index, even if a new save replaces the folder meanwhile.
         content, rest = comm.broadcast_from(read, group)
         index = read_index(content, folder.file(_INDEX))
         ends: dict[str, int] = {}

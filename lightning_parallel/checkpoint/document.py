@@ -116,6 +116,7 @@ class _Encoder:
         if id(value) in self._parents:
             self.problems.append(f"{path}: a {type(value).__qualname__} that contains itself")
             return None
+        # Only the containers around the value: one container may stand at several places, but not in itself.
         self._parents.append(id(value))
         try:
             return self._encode_entries(value, path)

@@ -235,6 +235,7 @@ class Checkpoints:
         joined = self._joined_groups(mine, recorded)
         # One stage alone may refuse its values; the other stages would wait for it.
         with comm.failing_together(self.pipeline_group):
+            # Only local work in the block: the collectives follow after all stages have agreed.
             values, shards, sliced = self._optimizer_values(optimizer, state["state"], chain.from_iterable(mine))
         gathered = self._gather(values, shards, order=(), sliced=sliced)
         position = {name: index for index, name in enumerate(chain.from_iterable(joined))}
@@ -487,6 +488,7 @@ class Checkpoints:
             if place.dtype is None:
                 full[key] = place.constant
                 continue
+            # A tied tensor is gathered once, and its names share the result.
             alias = (place.stage, place.alias)
             if alias not in tensors:
                 mine = values.get(key)
@@ -577,6 +579,7 @@ def _merge(local: Tensor, shard: Shard | None, group: Group) -> Tensor:
     if shard is None or group.size == 1:
         return local
     sizes = [shard.local_size(rank) for rank in range(group.size)]
+    # Merged on the CPU, because the merge takes a second copy of the full tensor.
     gathered = comm.all_gather(local, group, shard.dim, sizes)
     return gathered if group.rank > 0 else shard.merge(gathered.cpu().split(sizes, shard.dim))
 

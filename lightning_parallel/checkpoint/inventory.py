@@ -60,6 +60,7 @@ class Inventory:
     def of(cls, module: nn.Module, rules: Mapping[str, Shard], pipeline: Group, last_stage: int = 0) -> Inventory:
         """Gather the inventory of `module`; every rank of the pipeline group must call it."""
         found: dict[str, HeldTensor] = {}
+        # In the order of the stages on all ranks, so that all ranks get the same inventory.
         for everyone in comm.all_gather_object(dict(_held(module, pipeline.rank)), pipeline):
             for name, held in everyone.items():
                 known = found.get(name)

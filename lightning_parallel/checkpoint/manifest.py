@@ -138,6 +138,7 @@ class Manifest:
         """
         try:
             head, _, body = content.partition(b"\n")
+            # Before the body is parsed: a damaged body may still be valid JSON.
             if json.loads(head)["sha256"] != hashlib.sha256(body.removesuffix(b"\n")).hexdigest():
                 raise ValueError("its checksum does not match: it is damaged, or was changed")
             values = json.loads(body)

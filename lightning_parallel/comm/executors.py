@@ -117,6 +117,7 @@ class ThreadExecutor:
 
     def wait(self) -> None:
         """Wait for the calls, and let the current stream wait for their kernels."""
+        # `join` returns after the last `task_done`, so also after calls that `wake` has added meanwhile.
         with tracing.waiting("results"):
             self._calls.join()
         error, self._error = self._error, None

@@ -23,6 +23,7 @@ def fingerprint(tensor: Tensor) -> int:
 
 def fingerprints(tensors: Iterable[Tensor]) -> list[int]:
     """Hash each tensor, see `fingerprint`; the host waits once for each device, not once for each tensor."""
+    # All kernels are queued before the first `tolist`, which waits for the device.
     sums = [_weighted_sum(tensor) for tensor in tensors]
     by_device: dict[torch.device, list[int]] = {}
     for index, value in enumerate(sums):

@@ -61,6 +61,7 @@ class Process(NamedTuple):
 
     def is_alive(self) -> bool | None:
         """Tell whether the process runs; None if it belongs to another host, or its host does not tell."""
+        # A process number of another host says nothing here, and without a start a reused number looks alive.
         if self.host != host_id() or not self.started:
             return None
         # A process that has ended stays as a zombie (Z) until its parent asks for its status.

@@ -61,6 +61,7 @@ def attempt_store(store: dist.Store, rank: int, world_size: int, timeout: timede
     Raises:
         RendezvousError: If a process does not come, with its rank.
     """
+    # The part of the store that all attempts share.
     hall = dist.PrefixStore("lightning_parallel/rendezvous", store)
     end_s = time.monotonic() + timeout.total_seconds()
     prefix = _welcome(hall, world_size, end_s) if rank == 0 else _enter(hall, rank, end_s)

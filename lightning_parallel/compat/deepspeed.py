@@ -85,6 +85,7 @@ def gradients_of_engine(engine: Any) -> Iterator[tuple[Tensor, Tensor]]:
             for parameter, gradient in zip(parameters, gradients):
                 yield parameter, gradient.view(parameter.shape)
         return
+    # Gives unused parameters their zeros.
     engine._get_gradients_for_reduction()
     for parameter in engine.module.parameters():
         if parameter.grad is not None:

@@ -172,6 +172,7 @@ def _tensor(name: str, described: Any, places: Any) -> tuple[torch.dtype, tuple[
             chunks.append(SavedChunk(offsets, sizes, places[name, offsets]))
         elif prod(sizes):
             raise ValueError(f"the chunk of `{name}` at {offsets} is nowhere")
+    # Elements that no chunk holds would keep arbitrary values in memory.
     held = {chunk.offsets: prod(chunk.shape) for chunk in chunks if prod(chunk.shape)}
     if sum(held.values()) != prod(shape):
         raise ValueError(f"the chunks of `{name}` have {sum(held.values())} of its {prod(shape)} elements")

@@ -66,6 +66,7 @@ def shared_casts(device: torch.device) -> Iterator[None]:
 def kept_casts() -> Iterator[None]:
     """Let autocast keep the casts of parameters that it makes in the block; Lightning's plugins keep none."""
     before = torch.is_autocast_cache_enabled()
+    # Off in versions of torch that would reuse a cast without gradients: a parameter would then get no gradient.
     torch.set_autocast_cache_enabled(_keeps_casts_apart())
     try:
         yield

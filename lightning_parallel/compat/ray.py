@@ -53,6 +53,7 @@ def accept_strategies(environment: object, kind: type) -> None:
     global _accepted
     if not is_ray_environment(environment) or kind in _accepted:
         return
+    # Patched once for the process: the replacement reads `_accepted` at each call.
     first, _accepted = not _accepted, (*_accepted, kind)
     if first:
         # `replace_function` replaces the code: users import `prepare_trainer` by name.

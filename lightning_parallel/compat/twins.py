@@ -272,6 +272,7 @@ def _open_door(package: str, fabric: str, enter: Callable[[Any], None]) -> None:
     @wraps(init)
     def init_after_move(self: Any, *args: Any, **kwargs: Any) -> None:
         _report_as(package, fabric)
+        # Before `init`, which chooses plugins and the launcher by the class of the strategy.
         for value in filter(_is_ours, (*args, *kwargs.values())):
             _forget_trainer(value)
             enter(value)

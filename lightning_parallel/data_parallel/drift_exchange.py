@@ -230,9 +230,11 @@ class DriftExchange:
         drift = {name: self._anchor[name] - self._parameters[name].detach() for name in fragment.names}
         if self._is_any_nonfinite(drift.values()):
             self._return_to_anchor()
+            # The replica still sends its message: the other replicas wait for it.
             for value in drift.values():
                 value.zero_()
         if self.overlap_steps > 0:
+            # A copy, because the next steps change the parameters while the drift is in flight.
             fragment.start = {name: self._parameters[name].detach().clone() for name in fragment.names}
         fragment.has_moved, fragment.age = False, 0
         # A stage without a parameter in the fragment still takes part in the agreement of the replica.

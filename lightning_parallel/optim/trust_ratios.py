@@ -85,6 +85,7 @@ class WholeNorms:
         wide = torch.float64 if any(part.dtype == torch.float64 for part in found) else torch.float32
         norms = iter(each("norm", found, 2.0, dtype=wide) if found else [])
         zero = torch.zeros((), dtype=wide, device=device)
+        # Squares in double precision: they are summed over ranks, and a square may overflow 32 bits.
         squares = torch.stack([zero if part is None else next(norms).to(device) for part in parts]).double().square()
         squares = squares.view(len(kinds), len(parameters))
         self._sum(squares, parameters)
@@ -96,6 +97,7 @@ class WholeNorms:
         for column, parameter in enumerate(parameters):
             for group in self.groups(parameter):
                 if group.size > 1:
+                    # By name: `groups` may return new objects for the same ranks.
                     key = group.name or id(group)
                     columns.setdefault(key, (group, []))[1].append(column)
         for group, chosen in columns.values():
@@ -396,6 +398,7 @@ class LAMB(TrustRatioOptimizer):
         for group in self.param_groups:
             mine = [one for one in held if one.group is group and one.gradient is not None]
             steps.update(zip([id(one.parameter) for one in mine], self._adam(mine, group) if mine else []))
+        # One call for all parameter groups, because each call costs a message per group of ranks.
         norms = self._ratios(held, steps)
         for group in self.param_groups:
             mine = [one for one in held if one.group is group and one.gradient is not None]
@@ -424,6 +427,7 @@ class LAMB(TrustRatioOptimizer):
         roots = each("sqrt", squares)
         each("div_", roots, [(1 - second**count) ** 0.5 for count in counts])
         each("add_", roots, group["eps"])
+        # Not in place: `means` is state, and the step is scaled below.
         steps = each("div", means, [1 - first**count for count in counts])
         each("div_", steps, roots)
         if group["weight_decay"]:
