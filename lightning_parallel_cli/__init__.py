@@ -31,7 +31,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = build_parser().parse_args(arguments)
     try:
         return options.run(options) or 0
-    # Mistakes in arguments or files: the message is enough, a traceback would hide it.
+    # For mistakes in arguments or files, the message suffices. A traceback would hide it.
     except (ValueError, RuntimeError, OSError) as error:
         from lightning_parallel.tracing.spans import printable
 
@@ -58,7 +58,7 @@ def build_parser() -> argparse.ArgumentParser:
 
 
 def _later(module: str, function: str) -> Callable[[argparse.Namespace], int | None]:
-    """Return a function that imports the command when it is called."""
+    """Return a function that imports the command only at its call, so that `--help` needs no torch."""
     return lambda options: getattr(importlib.import_module(f"lightning_parallel.{module}"), function)(options)
 
 

@@ -224,6 +224,7 @@ def measured_cpu(threads: int = 1, seconds: float = 0.1) -> Device:
         torch.set_num_threads(before)
     flops = {"float32": 2 * 512**3 / product_s}
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    # A copy reads and writes each byte.
     return Device("CPU", flops, memory, 2 * large.nbytes / copy_s, launch_s, efficiency=1.0, source="measured here")
 
 
@@ -282,6 +283,7 @@ class Cluster:
                 f" per node. Give a multiple of {self.per_node}"
             )
         if not self.memory_bytes:
+            # Ranks on the cores of a node share its memory.
             shared = min(self.per_node, self.num_devices) if self.cores is not None else 1
             object.__setattr__(self, "memory_bytes", self.device.memory_bytes / shared)
 

@@ -256,6 +256,7 @@ class LayoutSearch:
         if share <= loaded:
             return share, 1
         accumulated = ceil(share / loaded)
+        # All batches of a step must have the same size.
         while share % accumulated:
             accumulated += 1
         return share // accumulated, accumulated
@@ -358,6 +359,7 @@ class LayoutSearch:
             passes = stack.passes_over(schedule.num_ranks) if stages > 1 else 1
             whole = costs.together.of_one_pass(passes)
             counts = cut_layers(whole.layers, stages // passes, prologue=whole.prologue, epilogue=whole.epilogue)
+            # Every pass through the layers has the same split points.
             self._cuts[key] = counts * passes
         return self._cuts[key]
 
@@ -428,6 +430,7 @@ class LayoutSearch:
         # messages take time from computation.
         hidden = 0.0 if mesh.pipeline_parallel > 1 or self.cluster.cores is not None else backward_s
         gathered_s = buckets * bucket_s("all_gather") if zero_stage else 0.0
+        # The last bucket is complete only when backward ends, so nothing hides its reduction.
         return max(each_s, buckets * each_s - hidden * (buckets - 1) / buckets) + gathered_s
 
     def _compressed_s(self, mesh: Mesh, held: Held, backward_s: float, zero_stage: int) -> float:

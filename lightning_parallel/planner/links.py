@@ -79,6 +79,7 @@ def group_links(cores: int) -> dict[int, Link]:
     for size in (size for size in range(2, world + 1) if world % size == 0):
         groups = MeshGroups(Mesh(world // size, 1, size))
         short_s, long_s = (_added_s(groups.tensor_parallel, num_bytes, min(1.0, cores / world)) for num_bytes in _SIZES)
+        # Noise may make the long message as fast as the short message: keep the bandwidth finite and positive.
         per_byte_s = max((long_s - short_s) / (_SIZES[1] - _SIZES[0]) / (2 * (size - 1) / size), 1e-12)
         found[size] = Link(max(short_s / (2 * (size - 1)), 1e-7), 1 / per_byte_s)
     return found

@@ -191,6 +191,7 @@ class ModelParts:
         outside = [(name, value) for name, value in divided.module.named_parameters() if id(value) not in inside]
         used = divided.use.parameters
         layers = [list(layer.parameters()) for layer in divided.stack.layers]
+        # Uses by the first and the last layer count as prologue and epilogue below.
         for name, value in outside:
             for index in used[name] - {0, last}:
                 layers[index].append(value)
@@ -214,6 +215,7 @@ class ModelParts:
             for layer in self.layers[start : start + count]:
                 found[ranks[stage]] += layer
             start += count
+        # If one rank has both ends, `Held.of` counts a tied parameter once.
         found[ranks[0]] += self.prologue
         found[ranks[-1]] += self.epilogue
         return [Held.of(parameters) for parameters in found]

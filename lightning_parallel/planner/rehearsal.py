@@ -58,6 +58,7 @@ def without_data(module: nn.Module, dtype: torch.dtype | None = None) -> nn.Modu
         module: The model; unchanged. The copy shares its Trainer, which cannot be copied.
         dtype: Dtype of the copy's floating-point parameters; None keeps their dtypes.
     """
+    # An entry in the memo keeps `deepcopy` from copying the data of a parameter.
     memo: dict[int, Any] = {}
     for parameter in module.parameters():
         kind = dtype if dtype is not None and parameter.is_floating_point() else parameter.dtype
@@ -420,9 +421,11 @@ def _whole_step(
         with torch.enable_grad(), saved_tensors_hooks(note, lambda tensor: tensor):
             loss = functional_call(wrapper, values, (batch,))
         forward = now() - begun
+        # Autograd may save one storage several times, and parameters exist anyway.
         held = sum(size for address, size in saved.items() if address not in addresses)
         begun = now()
         loss.backward()
         found.append(Cost(forward, now() - begun, 0.0, held))
+    # The median run: other programs disturb single runs.
     found.sort(key=lambda cost: cost.total_s)
     return Costs((), found[(len(found) - 1) // 2])

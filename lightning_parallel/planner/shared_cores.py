@@ -60,6 +60,7 @@ def shared_makespan_s(
             left[rank] -= step_s * rate
             if left[rank] <= _EPSILON_S:
                 action = schedule.rows[rank][places[rank]]
+                # No other action needs a weight gradient.
                 if action.kind is not Kind.W:
                     done[producer(action)] = now
                 places[rank] += 1

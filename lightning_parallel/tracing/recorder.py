@@ -566,4 +566,5 @@ def waiting(what: str) -> OpenSpan:
     return _RecordedSpan(_active, "communication_exposed", "wait", what, _plain_facts(_active.step))
 
 
+# One shared object, so that a span without a recorder allocates nothing.
 _NOTHING = OpenSpan()

@@ -50,7 +50,7 @@ class NoisePoint(NamedTuple):
 def noise_estimates(small: float, big: float, small_samples: float, big_samples: float) -> tuple[float, float]:
     """Return unbiased estimates of the squared norm of the true gradient, and of the trace of its covariance.
 
-    `C` is the covariance of the gradients of single samples.
+    The covariance describes the gradients of single samples.
 
     Args:
         small: Mean squared norm of gradients over `small_samples` samples.

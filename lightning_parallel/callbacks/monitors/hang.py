@@ -99,6 +99,7 @@ class Watchdog:
 
     def progress(self, where: str) -> None:
         """Note progress: training has reached `where`."""
+        # No lock: only the training thread writes these fields, and the watchdog thread only reads them.
         now = time.monotonic()
         self.longest = max(self.longest, now - self._since)
         self._where = where

@@ -40,7 +40,7 @@ class Figures:
         self.throughput = self.of("Throughput")
 
     def of(self, callback: str) -> Report:
-        """Return the report of a callback; empty if the run did not have it."""
+        """Return the report of a callback; empty if the run had no such callback."""
         found: Report = self.reports.get(callback) or {}
         return found
 
@@ -48,7 +48,7 @@ class Figures:
 
     @property
     def step(self) -> float:
-        """Seconds of a step without validation and checkpoints, on the slowest rank: a step takes as long as that."""
+        """Seconds of a step on the slowest rank, which sets the pace; without validation and checkpoints."""
         return max(training_seconds(rank) for rank in self.ranks)
 
     @property
@@ -59,11 +59,11 @@ class Figures:
 
     @property
     def has_all_ranks(self) -> bool:
-        """Whether several ranks were measured, and all of them."""
+        """Whether the run has several ranks, and all of them were measured."""
         return len(self.ranks) == self.run.get("world_size", len(self.ranks)) > 1
 
     def longest(self, phase: str) -> tuple[float, int]:
-        """Find the most seconds of a phase on any rank, and the rank; 0 s where it was not measured.
+        """Return the most seconds of a phase on any rank, and the rank; 0 s if the phase was not measured.
 
         Ranks that are late because of this phase are left out: the advice on stragglers speaks of them.
         """
@@ -75,7 +75,7 @@ class Figures:
         """Average each phase over the ranks that measured it; seconds."""
         means = {}
         for name in names:
-            # A phase that a rank has not measured is no phase of zero seconds.
+            # Skip ranks without the phase: an unmeasured phase does not count as zero seconds.
             times = [rank[name] for rank in self.ranks if name in rank]
             if times:
                 means[name] = fmean(times)
@@ -108,6 +108,6 @@ class Figures:
     def _by_axis(self, key: str) -> dict[str, float]:
         found: dict[str, float] = {}
         for record in self.records:
-            # Records are of one call, `count` of the calls in a step.
+            # A record holds the bytes of one call, and `count` the calls in a step.
             found[record["axis"]] = found.get(record["axis"], 0.0) + (record.get(key) or 0.0) * record["count"]
         return found

@@ -1,4 +1,4 @@
-"""The page `report.html`: the report of a run as plain data, which the template `page.html.j2` turns into one file.
+"""The page `report.html`: the report of a run as plain data, for the template `page.html.j2`.
 
 Python decides on rows and lengths, the template has the markup. A section without data is None, and left out.
 """
@@ -44,11 +44,11 @@ PHASE_LABELS = {
     "validation": "validation",
     "other": "other",
 }
-"""Phases of a step in the order in which they are drawn: work, waits (hatched), the rest."""
+"""Phases of a step in drawing order: work, waits (hatched), the rest."""
 
 
 def render(report: Report) -> str:
-    """Make the page of one run.
+    """Render the page of one run.
 
     Args:
         report: Contents of `report.json`; every part but `run` may be missing.
@@ -88,7 +88,7 @@ def render_template(kind: str, **context: Any) -> str:
 
 @cache
 def _environment() -> Environment:
-    # Names, errors and findings come from the user's run: the template escapes all that it prints.
+    # Names, errors and findings come from the user's run, so the template must escape them.
     environment = Environment(
         loader=PackageLoader("lightning_parallel.callbacks.report", package_path=""),
         autoescape=True,
@@ -102,7 +102,7 @@ def _environment() -> Environment:
 
 def _code_spans(text: str) -> list[tuple[bool, str]]:
     """Divide text at words in back-ticks: (whether it is code, text)."""
-    # Splitting by a pattern with a group gives text and code alternately; a single back-tick remains text.
+    # A split by a pattern with a group alternates text and code. A single back-tick remains text.
     parts: list[str] = re.split(r"`([^`]+)`", text)
     return [(index % 2 == 1, part) for index, part in enumerate(parts)]
 
@@ -120,12 +120,12 @@ def _cell(value: float | None, write: Callable[[float], str]) -> str:
 
 
 def headline(run: Report) -> str:
-    """Give the run in a few words: model and size."""
+    """Describe the run in a few words: model and size."""
     return f"{run.get('model', 'Training')} on {run['world_size']} rank{'s' if run['world_size'] > 1 else ''}"
 
 
 def run_line(run: Report) -> str:
-    """Give the settings of a run in one line."""
+    """Describe the settings of a run in one line."""
     mesh = run.get("mesh") or {}
     sizes = " × ".join(f"{size} {axis.replace('_', ' ')}" for axis, size in mesh.items() if size > 1)
     schedule = run.get("schedule")
@@ -143,7 +143,7 @@ def run_line(run: Report) -> str:
         if run.get("cores")
         else None,
         f"{run['steps']} steps in {seconds_text(run['seconds'])}" if "seconds" in run else f"{run['steps']} steps",
-        # To the minute, without the time zone.
+        # Show minutes, without seconds and the time zone.
         run.get("started", "")[:16],
     ]
     return " · ".join(fact for fact in facts if fact)
@@ -161,7 +161,7 @@ def key_figures(report: Report) -> list[tuple[str, str]]:
         pauses = max(rank.get("validation", 0.0) + rank.get("checkpoint", 0.0) for rank in found.ranks)
         wall = max(rank["wall"] for rank in found.ranks)
         with_pauses = f" ({seconds_text(wall)} with validation and checkpoints)" if pauses else ""
-        # `Throughput` measures samples per second in the same steps: the two figures give the batch.
+        # `Throughput` covers the same steps, so samples per second and seconds per step give the batch.
         step = seconds_text(found.throughput.get("seconds_per_step", found.step))
         figures.append((step, f"per step{with_pauses}"))
         figures.append((percent(found.useful), "of the steps in forward and backward"))
@@ -200,7 +200,7 @@ def _steps(report: Report) -> dict[str, Any] | None:
     mesh = _mesh(report)
     present = {name: words for name, words in PHASE_LABELS.items() if any(rank.get(name) for rank in ranks)}
     names = (*present, "communication_hidden", "wall")
-    # Labels of ranks name axes by a letter, which the page explains where some rank has a coordinate.
+    # Labels of ranks name axes by a letter. The page explains the letters if a rank has a coordinate.
     located = any(rank.get("coordinate") for rank in ranks)
     return {
         "phases": present,
@@ -212,7 +212,7 @@ def _steps(report: Report) -> dict[str, Any] | None:
 
 
 def phase_bar(rank: Report, label: str) -> Bar:
-    """Make the bar of one rank: its phases in sequence, hidden communication below."""
+    """Create the bar of one rank: its phases in sequence, with hidden communication below."""
     wall = rank["wall"]
     segments = [
         Segment(name, rank[name], seconds_text(rank[name]), f", {percent(rank[name] / wall)} of the step")
@@ -220,17 +220,17 @@ def phase_bar(rank: Report, label: str) -> Bar:
         if rank.get(name)
     ]
     hidden = rank.get("communication_hidden")
-    # It overlaps the phases, so it is not part of the bar's length.
+    # Hidden communication overlaps the phases, so it is no part of the bar's length.
     below = [Segment("communication_hidden", hidden, seconds_text(hidden))] if hidden else []
     return Bar(label, segments, seconds_text(wall), below)
 
 
 _DRAWING_WIDTH = 1120
-"""Pixels that the page has for a drawing on a wide screen; on a narrow one the drawing scrolls."""
+"""Width in pixels of a drawing on a wide screen; on a narrow screen the drawing scrolls."""
 
 
 def _pipeline(report: Report) -> dict[str, Any] | None:
-    """Draw the pipeline as planned above the measured one, on one time axis, and its bubble."""
+    """Draw the planned pipeline above the measured pipeline, on one time axis, and the bubble."""
     found = Figures(report).of("PipelineTimeline")
     step = found.get("timeline") or {}
     titles = {"planned": "Planned", "measured": f"Measured in step {step.get('step', 0)}"}
@@ -250,7 +250,7 @@ def _pipeline(report: Report) -> dict[str, Any] | None:
 
 
 def _pipeline_seconds(seconds: Report) -> list[list[str]]:
-    """Set the predicted, the simulated and the measured step side by side, with the causes of their differences."""
+    """Compare the predicted, the simulated and the measured step, with the causes of their differences."""
     rows = []
     before = None
     for key, words, gap in _PIPELINE_SECONDS:
@@ -267,7 +267,7 @@ _PIPELINE_SECONDS = (
     ("simulated", "simulated with the measured stages", "other load, or waits within stages"),
     ("measured", "measured (median)", "communication and jitter"),
 )
-"""Key in `seconds` of `PipelineTimeline`, words, the cause of the difference to the row before."""
+"""Key in `seconds` of `PipelineTimeline`, words, and the cause of the difference to the previous row."""
 
 
 # --------------------------------------------------------------------------------------------- communication and memory
@@ -296,7 +296,7 @@ def _communication(report: Report) -> dict[str, Any] | None:
     if not figures.records:
         return None
     sent = figures.sent
-    # Calls of one axis stand together, in the order of the axes' bars.
+    # Group the calls by axis, in the order of the bars of the axes.
     axes = list(sent)
     records = sorted(figures.records, key=lambda record: axes.index(record["axis"]))
     return {
@@ -328,7 +328,7 @@ def _memory(report: Report) -> dict[str, Any] | None:
     if not ranks:
         return None
     mesh = _mesh(report)
-    # A run without compression has nothing to measure there; any other missing key was not measured.
+    # A run without compression has no such memory. Any other missing key was not measured.
     keys = [key for key in HELD if key != "compression" or any(key in rank for rank in ranks)]
     bars = []
     for rank in ranks:
@@ -352,7 +352,7 @@ CURVES = (
     ("samples_per_second", "samples", "Throughput", "samples per second"),
     ("step_seconds", "step", "Step time", "seconds"),
 )
-"""Quantities that are drawn over the steps: key in `series`, name, title, unit."""
+"""Quantities to draw over the steps: key in `series`, name, title, unit."""
 
 
 def _charts(report: Report) -> list[Any]:
@@ -364,18 +364,18 @@ def _charts(report: Report) -> list[Any]:
 
 
 _MOST_FINDINGS = 50
-"""Rows of a table of findings."""
+"""Most rows of a table of findings."""
 
 
 def _findings(report: Report) -> dict[str, Any]:
-    """Gather the findings of the monitors; a monitor that the run did not have is left out."""
+    """Gather the findings of the monitors; leave out monitors that the run did not use."""
     monitor = Figures(report).of("StragglerMonitor")
     stragglers = monitor.get("stragglers")
     slow = [
         [f"rank {one['rank']}", (one.get("cause") or "unattributed").replace("_", " "), seconds_text(one["excess"])]
         for one in stragglers or ()
     ]
-    # Ranks that could not be compared must not look as if none of them were slow.
+    # Without a comparison of ranks, the page must not suggest that no rank was slow.
     compared = stragglers is not None and not monitor.get("missing")
     tables: dict[str, Any] = {}
     for callback in ("ReplicaDriftMonitor", "DataShardingMonitor"):
@@ -434,11 +434,11 @@ _SIGNALS = {
     "DataShardingMonitor": "Sharding of the data",
     "CompressionMonitor": "Cost and savings of compression",
 }
-"""Callback, and the part of the page that only this callback fills."""
+"""Each callback, and the part of the page that needs it."""
 
 
 def _missing(report: Report) -> list[tuple[str, str]]:
-    """List the parts that the page lacks, and the callbacks that measure them."""
+    """List the missing parts of the page, and the callbacks that measure them."""
     reports = report.get("reports", {})
     items = [(_SIGNALS[name], f"add `{name}()`") for name in _applicable(report["run"]) if name not in reports]
     for name, found in reports.items():
@@ -449,8 +449,8 @@ def _missing(report: Report) -> list[tuple[str, str]]:
 
 
 def _applicable(run: Report) -> Iterator[str]:
-    """Name the callbacks that have something to measure in such a run."""
-    # A section that a run cannot have is no gap in the measurements.
+    """Name the callbacks that apply to this kind of run."""
+    # A section that does not apply to the run is no gap in the measurements.
     needs_peers = ("CommunicationProfiler", "StragglerMonitor", "ReplicaDriftMonitor", "DataShardingMonitor")
     for name in _SIGNALS:
         if name == "PipelineTimeline" and (run.get("mesh") or {}).get("pipeline_parallel", 1) == 1:

@@ -84,7 +84,7 @@ def build_report(
     loss: Sequence[Sequence[float]],
     trace: Mapping[str, Any] | None,
 ) -> dict[str, Any]:
-    """Put together the contents of `report.json`, with the diagnosis.
+    """Build the contents of `report.json`, with the diagnosis.
 
     Args:
         run: Facts of the run.
@@ -97,7 +97,7 @@ def build_report(
     if loss:
         series["loss"] = loss
     if trace is not None:
-        # The trace may be large, and the page must not have to read it: its facts are kept in the report.
+        # The trace may be large, so keep its facts in the report: the page then need not read the trace.
         clocks = trace["otherData"]["clocks"]
         report["trace"] = {
             "file": TRACE,
@@ -106,7 +106,7 @@ def build_report(
             "steps": len({event["name"] for event in trace["traceEvents"] if event.get("cat") == "step"}),
             "uncertainty": max((clock["uncertainty_ns"] for clock in clocks), default=0) / 1e9,
         }
-    # Before the diagnosis, which then sees the same figures as after a report was written and read again.
+    # Before the diagnosis, so that it sees the figures of a report that was written and read again.
     report = finite(report)
     report["diagnosis"] = [advice.to_dict() for advice in diagnose(report)]
     return report
