@@ -6,18 +6,19 @@
 From the outside in:
 
 * `Reducer` (`reducer.py`) belongs to a strategy or a training loop: `reduce_`, `begin`, `wire_bytes`, `state_dict`.
-  A *step* is a transaction over any number of buckets: it ends in `commit`, which keeps the new state if every gradient
-  on every rank was finite and drops it otherwise.
+  A *step* is a transaction over any number of buckets, and ends in `commit`. `commit` keeps the new state if every
+  gradient on every rank was finite, and drops it otherwise.
 * `Compressor` (`compressor.py`) is a reducer with one method for all tensors; `Policy` chooses one by name.
   Error feedback (`feedback.py`) surrounds the method: the method gets a work tensor, and leaves the unsent part in it.
-* A method is a generator of requests (`wire.py`): it yields a tensor to be summed, gathered or exchanged and is sent
-  the answer. All methods of a bucket run in lockstep and share their collectives.
+* A method is a generator of requests (`wire.py`). It yields a tensor to sum, gather or exchange, and receives the
+  answer. All methods of a bucket run in lockstep and share their collectives.
 * The gradients come through a `comm.GradientSession`: from `DistributedDataParallel` (`ddp_hook.py`: `HookState`
   with `compression_hook`), DeepSpeed (`deepspeed_session.py`), FSDP1 and FSDP2 (`fsdp.py`: `compress_fsdp`,
-  `compress_fully_shard`), or the hooks of `data_parallel`. A `HierarchicalReducer` (`hierarchical.py`) in between sums
-  them inside a node, and gives each rank a part of them to compress.
-* State lives in a `Memory` (`compressor_state.py`), by parameter name: in two buffers, so that rolling back is free, or
-  in one. A plan (`planning.py`) says how to reduce gradients of one kind. `thin_products.py`, `rowwise.py` compute.
+  `compress_fully_shard`), or the hooks of `data_parallel`. A `HierarchicalReducer` (`hierarchical.py`) between session
+  and reducer sums the gradients inside a node, and gives each rank a part of the gradients to compress.
+* A `Memory` (`compressor_state.py`) holds the state by parameter name. Two buffers make a rollback free; some slots
+  have one. A `ReductionPlan` (`reducer.py`) says how to reduce gradients of one kind.
+* `thin_products.py` and `rowwise.py` hold the arithmetic of `PowerSGD` and `Quantize`.
 
 A step that is dropped leaves non-finite gradients on every rank and makes `reduce_` return False.
 """

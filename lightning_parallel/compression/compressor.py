@@ -1,6 +1,6 @@
 """Compressors: reducers with one method for all tensors, and the plain mean for small tensors.
 
-The helpers of their constructors are here, too: checked numbers, values that change with the step, random numbers.
+This module also holds helpers for compressors: checks of numbers, values by step, and random numbers.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ def check_number(name: str, value: object) -> float:
 
 def check_fraction(name: str, value: object) -> None:
     """Check that `value` is a number in [0, 1)."""
-    # Asked this way round, NaN is refused too; so below.
+    # Comparisons with NaN are False, so this order of the test refuses NaN as well. `check_ratio` does the same.
     if not 0 <= check_number(name, value) < 1:
         raise ValueError(f"`{name}` must be in [0, 1); got {value!r}")
 
@@ -157,8 +157,8 @@ def all_values(value: Union[float, StepValue]) -> list[float]:
 def seeded_generator(device: torch.device, *purpose: object) -> Optional[torch.Generator]:
     """Return a generator seeded by `purpose` (seed, step, parameter name, ...): equal wherever and whenever it is made.
 
-    The global generators are not touched, and a resumed run draws the same numbers without a saved generator state.
-    None on the meta device, where nothing is drawn. Devices of other kinds draw other numbers: see `hashed_integers`.
+    The global generators stay unchanged, and a resumed run draws the same numbers without a saved generator state.
+    None on the meta device, which draws nothing. CPU and CUDA draw different numbers: see `hashed_integers`.
     """
     return None if device.type == "meta" else torch.Generator(device).manual_seed(_seed(purpose) >> 1)
 
@@ -171,8 +171,8 @@ def _seed(purpose: Sequence[object]) -> int:
 def hashed_integers(purposes: Sequence[Sequence[object]], count: int, device: torch.device) -> Tensor:
     """Return `count` random integers in [0, 2^31) per purpose, (purposes, count): the same on every device.
 
-    A hash of the position, by multiplications and shifts that every device does exactly; the numbers of a device's own
-    generator depend on its kind, for CUDA also on its size.
+    The integers are hashes of positions. Every device computes their multiplications and shifts exactly. Numbers of a
+    torch generator depend on the kind of device, and on CUDA also on its size.
 
     Source: the finalizer `lowbias32` of C. Wellons' hash prospector, keyed before and inside.
     """
@@ -185,21 +185,23 @@ def hashed_integers(purposes: Sequence[Sequence[object]], count: int, device: to
         bits.bitwise_xor_(mixed.bitwise_and_((1 << 32 - distance) - 1))  # the shift has copied the sign
 
     seeds = [_seed(purpose) for purpose in purposes]
-    # Seeds are passed as arguments of kernels: to copy them to the device, the host would wait for it.
+    # Seeds travel as arguments of kernels. A copy to the device would block the host until the device is done.
     for row, seed in zip(bits, seeds):
         torch.bitwise_xor(positions, _signed(seed), out=row)
     fold(16)
+    # int32 multiplication wraps modulo 2^32 on every device, as the hash requires.
     bits.mul_(_signed(0x7FEB352D))
     for row, seed in zip(bits, seeds):
         row.add_(_signed(seed >> 32))
     fold(15)
     bits.mul_(_signed(0x846CA68B))
     fold(16)
+    # Without the sign bit, the 31 bits times a run length stay below 2^63 (see `RandomK`).
     return bits.bitwise_and_((1 << 31) - 1).long()
 
 
 def _signed(number: int) -> int:
-    """Return the number of 32 bits with a sign that is equal to `number` modulo 2^32."""
+    """Return the signed 32-bit integer that equals `number` modulo 2^32."""
     return (number + (1 << 31)) % (1 << 32) - (1 << 31)
 
 
@@ -269,7 +271,7 @@ class Compressor(Reducer, Method):
 
     @property
     def slots(self) -> frozenset[str]:
-        """The slots of memory that it uses."""
+        """The slots of memory that the compressor uses."""
         return self.method_slots | self.feedback.slots | self._dense.slots
 
     @property
@@ -279,7 +281,7 @@ class Compressor(Reducer, Method):
 
     def accepts(self, shape: Sequence[int]) -> bool:
         """Return whether a gradient of `shape` is worth compressing."""
-        # At least one element: of an empty tensor there is nothing to select.
+        # At least one element: an empty tensor has no element to select.
         return len(shape) >= 2 and math.prod(shape) >= max(self.min_numel, 1)
 
     def phase(self, step: int) -> Optional[Hashable]:
@@ -297,7 +299,7 @@ class Compressor(Reducer, Method):
         self.feedback.update(block, step.memory, work, step.scale)
 
     def __or__(self, values: Codec) -> Compressor:
-        # A copy, as the parts of a composition may be used alone as well.
+        # A copy: the user may also use the first compressor alone.
         composed = copy.deepcopy(self)
         composed._encode_values(values)
         return composed
@@ -372,8 +374,8 @@ class Dense(Reducer, Method):
     all gradients before their `start_step`.
 
     Args:
-        momentum: Applied to the mean here, where an optimizer without momentum expects it done (momentum correction).
-        averages: Whether it is a mean of gradients, and not their sum.
+        momentum: Momentum to apply to the mean, for an optimizer without momentum (momentum correction).
+        averages: Whether the velocity is a running mean of gradients, rather than a sum.
     """
 
     def __init__(self, momentum: float = 0.0, averages: bool = False) -> None:
@@ -382,7 +384,7 @@ class Dense(Reducer, Method):
         self.feedback = Feedback(momentum=momentum, averages=averages)
 
     def phase(self, step: int) -> Optional[Hashable]:
-        """Return the only one."""
+        """Return 0: all steps belong to one phase."""
         return 0
 
     def method(self, name: str, shape: Sequence[int], step: int) -> Method:
@@ -396,7 +398,7 @@ class Dense(Reducer, Method):
 
     @property
     def scatters(self) -> bool:
-        """True without momentum: the velocity needs the whole mean."""
+        """True without momentum: the velocity needs the full mean."""
         return not self.feedback.momentum
 
     def requests(self, block: GradientBlock, step: StepContext) -> Requests:
@@ -405,7 +407,7 @@ class Dense(Reducer, Method):
         if block.shard is not None:
             yield from self._shard_requests(block, block.shard, step)
             return
-        # One large contiguous gradient is summed where it lies.
+        # A lone contiguous gradient is summed in its own memory, without a copy.
         if len(block.names) == 1 and block.outputs[0] is block.gradients[0]:
             total = yield AllReduceRequest(block.outputs[0].unsqueeze(0))
         else:
@@ -413,9 +415,11 @@ class Dense(Reducer, Method):
             if stacked.dtype == block.dtype:
                 total = yield AllReduceRequest(stacked)
             else:
+                # Divided before the sum: a sum of 16-bit gradients over many ranks may overflow.
                 mean = yield AllReduceRequest(stacked.div_(step.group.size))
                 step.watch(mean)
                 total = mean.to(block.dtype)
+        # The 16-bit branch above has divided and watched its mean already.
         if block.gradients[0].dtype == block.dtype:
             step.average_(total)
         self.feedback.apply_momentum(total, block, step.memory, step.scale)
@@ -428,6 +432,7 @@ class Dense(Reducer, Method):
         rows = torch.stack(block.gradients).flatten(1)
         is_short = rows.dtype != block.dtype
         if is_short:
+            # Divided before the sum, as in `requests`, so that 16 bits do not overflow.
             rows.div_(step.group.size)
         mine = yield ReduceScatterRequest(split_by_rank(rows, step.group.size, shard).flatten(1))
         step.watch(mine)

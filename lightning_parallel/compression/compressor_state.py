@@ -2,12 +2,12 @@
 
 A step stages new values, and `commit` replaces the old values by them. The parameters of one shape share one stacked
 tensor, so methods work on a batch. Each stack has two buffers: a step reads the current buffer and writes the spare
-one, and `commit` exchanges them. Nothing is copied, and a dropped step restores every bit, at the price of a second
+buffer, and `commit` exchanges them. A step copies nothing, and a dropped step restores every bit. The price is a second
 buffer. A held stack (`Memory.hold`) has one buffer, changed in place: a dropped step sets it to zero.
 
 In a checkpoint, the state of one rank is `{"version", "step", "world_size", slot: {parameter: tensor}, ...}`. A reducer
-continues from the state of its own rank, or from the states of all ranks. If the number of ranks has changed, each rank
-continues from their mean, which keeps the sum of what the ranks have not sent, relative to the mean gradient.
+continues from the state of this rank, or from the states of all ranks. If the number of ranks has changed, each rank
+continues from the mean of the states. The mean of the unsent parts, which the next mean gradient receives, stays equal.
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ class Memory:
     def read_stack(
         self, slot: str, names: tuple[str, ...], shape: Sequence[int], dtype: torch.dtype, device: torch.device
     ) -> Tensor | None:
-        """Return the committed stack (names, *shape); None if the tensors lie apart, to be read one by one."""
+        """Return the committed stack (names, *shape); None if the tensors are not one stack: use `read` for each."""
         key = _StackKey(slot, names)
         if key not in self._complete:
             return None
@@ -111,7 +111,7 @@ class Memory:
     ) -> Tensor:
         """Return the values of `names` in one tensor (names, *shape), zeros at first, to be changed in place.
 
-        There is no second buffer: if the step is rolled back they are zeros.
+        There is no second buffer: a rollback sets the values to zero.
         """
         key = _StackKey(slot, tuple(names))
         size = (len(names), *shape)
@@ -123,6 +123,7 @@ class Memory:
                     row.copy_(old)
             self._install(key, [made])
             self._forget_regrouped([key])
+        # Frees the spare buffer of an earlier `stage`: held values need none.
         self._buffers[key] = self._buffers[key][-1:]
         self._held[key] = self._buffers[key][-1]
         return self._held[key].tensor
@@ -138,10 +139,11 @@ class Memory:
             for name in key.names:
                 slot.pop(name, None)
             gone = set(key.names)
+            # A stack with a removed row must not be read as one tensor: the row would come back.
             self._complete -= {other for other in self._complete if other.slot == key.slot and gone & {*other.names}}
         new = [key for key in self._staged if key not in self._buffers]
         for key, stack in self._staged.items():
-            # The tensor staged becomes the current one, and the current one the spare for the next step.
+            # The staged tensor becomes the current buffer, and the current buffer the spare of the next step.
             self._install(key, [*self._buffers.get(key, [])[-1:], stack])
         if new:
             self._forget_regrouped(new)
@@ -152,7 +154,7 @@ class Memory:
         for key, stack in self._staged.items():
             if key in self._buffers:
                 self._buffers[key] = [stack, self._buffers[key][-1]]
-        # Held values were changed in place, and there is no copy: zeros are the only state that is right.
+        # Held values were changed in place without a copy. Zeros lose unsent parts, but add nothing wrong.
         for stack in self._held.values():
             stack.tensor.zero_()
         self._end_step()
@@ -170,7 +172,7 @@ class Memory:
 
     def _forget_regrouped(self, new: Sequence[_StackKey]) -> None:
         """Drop stacks with a name of a `new` stack, as after buckets were rebuilt."""
-        # Nobody reads their rows any more, and together they are as large as the memory itself.
+        # The new stack replaces their rows. Together, the old stacks are as large as the memory itself.
         taken = {(key.slot, name) for key in new for name in key.names}
         stale = [
             key for key in self._buffers if key not in new and any((key.slot, name) in taken for name in key.names)
@@ -209,6 +211,7 @@ class Memory:
         """Bytes held, with the second buffers."""
         stacked = {id(stack.tensor): stack.tensor for stacks in self._buffers.values() for stack in stacks}
         named = {(key.slot, name) for key in self._buffers for name in key.names}
+        # Rows of a stack are views of the stack, so only loose tensors are added.
         loose = [tensor for slot, name, tensor in self.items() if (slot, name) not in named]
         return sum(tensor.numel() * tensor.element_size() for tensor in (*stacked.values(), *loose))
 
@@ -265,7 +268,7 @@ def slots_for(saved: SavedStates, group: Group, wanted: Optional[frozenset[str]]
     Args:
         saved: This rank's state among as many ranks, or the states of all ranks of any number.
         group: The ranks that continue.
-        wanted: The slots of the reducer, which may be another one than before; None stands for all slots.
+        wanted: The slots of the reducer, which may differ from the saved reducer; None stands for all slots.
 
     Raises:
         ValueError: If a state is damaged, or belongs to another number of ranks.
@@ -285,11 +288,12 @@ def slots_for(saved: SavedStates, group: Group, wanted: Optional[frozenset[str]]
     else:
         _check_ranks(size, len(states), " states")
     is_same = size == group.size
+    # Modulo: with more ranks than states `own` only names slots, and the mean replaces its values.
     own = everyone[0] if is_alone else everyone[group.rank % size]
     taken = [(group.rank, own)] if is_same else list(enumerate(everyone))
     unused = set() if wanted is None else own.keys() - wanted
     for slot in CHUNKED & own.keys():
-        # A chunk has an owner only among as many ranks, in a compressor with chunks.
+        # A chunk keeps its owner only if the number of ranks is equal, and only in a compressor with chunks.
         if not is_same or (slot in unused and wanted is not None and "residual" in wanted):
             for rank, slots in taken:
                 _add_chunks(slots.get("residual", {}), slots.pop(slot), rank, size)
@@ -319,7 +323,7 @@ def _mean(everyone: Sequence[Slots]) -> Slots:
 
 def _add_chunks(residuals: dict[str, Tensor], chunks: Mapping[str, Tensor], rank: int, size: int) -> None:
     """Add this rank's chunks to its residuals, so that the mean of the residuals over `size` ranks contains them."""
-    # `ef21` has no residuals: the chunks belong to nobody once the ranks have changed.
+    # `ef21` has no residuals to take the chunks: its chunks are dropped once the ranks have changed.
     for name in chunks.keys() & residuals.keys():
         chunk, residual = chunks[name], residuals[name].clone(memory_format=torch.contiguous_format)
         own = residual.view(-1)[rank * len(chunk) :][: len(chunk)]

@@ -9,14 +9,14 @@ In a training loop:
 In Lightning: `DDPStrategy(ddp_comm_state=HookState(PowerSGD(4), module), ddp_comm_hook=compression_hook)`. Lightning
 registers communication hooks on CUDA only; on CPU use `CompressedDDPStrategy`.
 
-DDP fills its buckets anew after the first step and after a resume. The gradients that are compressed together are
-therefore chosen here, by the order of the module's parameters alone, so that equal runs give equal bits:
+DDP rebuilds its buckets after the first step and after a resume. This module therefore chooses the gradients to
+compress together, by the order of the module's parameters alone. Equal runs then give equal bits:
 
     DDP's buckets     [ f e d ][ c b ][ a ]        in the order of the first backward pass
     our buckets       [ f e ][ d c ][ b a ]        in reverse order of the parameters
 
-A bucket of ours is compressed as soon as all its gradients have come. A bucket of DDP is given back as soon as our
-buckets that hold its gradients are done.
+The hook compresses a bucket of ours as soon as all its gradients have arrived. It gives a bucket of DDP back as soon
+as our buckets with its gradients are done.
 """
 
 # No `from __future__ import annotations`: DDP compares the annotations of a hook with its own classes.
@@ -78,8 +78,8 @@ class _BackwardPass:
     """One backward pass on its way through the hook.
 
     Attributes:
-        seen: The parameters in the buckets of DDP so far. The thread of backward writes it; the rest belongs to the
-            executor.
+        seen: The parameters in the buckets of DDP so far. The thread of backward writes it; the executor writes the
+            other attributes.
         arrived: The gradients of our buckets that are not full, by index and name.
         waiting: The buckets of DDP that were not given back.
         failure: The error that has ended the pass.
@@ -93,20 +93,20 @@ class _BackwardPass:
 
     def fail(self, error: BaseException) -> None:
         """End all buckets that wait, with the error."""
-        # All futures must end, or DDP would wait forever; the error reaches the user through each of them.
+        # All futures must end, or DDP would wait forever. Each future carries the error to the user.
         self.failure = error
         for bucket in self.waiting:
             bucket.end(error)
         self.waiting = []
 
     def is_reduced(self, index: int) -> None:
-        """Note that the bucket `index` of ours is reduced."""
+        """Note that our bucket `index` is reduced."""
         for bucket in self.waiting:
             bucket.waits_for.discard(index)
         self.give_back(with_last=False)
 
     def give_back(self, with_last: bool) -> None:
-        """Give the buckets that are done back to DDP, the last one only if the step has ended."""
+        """Give finished buckets back to DDP; the last bucket only `with_last`, after the step has ended."""
         for done in [one for one in self.waiting if not one.waits_for and (with_last or not one.is_last)]:
             self.waiting.remove(done)
             done.end()
@@ -165,7 +165,7 @@ class HookState:
             if unused_parameters is None:
                 unused_parameters = bool(module.find_unused_parameters or module.static_graph)
             module = module.module
-            # As DDP saw it: parameters that are frozen later still come, as zeros.
+            # The names at the time of wrapping: DDP still brings parameters that are frozen later, as zeros.
             self._trainable = _trainable(module)
         self.compressor = compressor
         self._module = module
@@ -203,10 +203,11 @@ class HookState:
                 f" {type(bucket).__name__} instead of a bucket of DDP. Choose another mode"
             )
         buffer = bucket.buffer()
-        # Before the session makes its group, which all ranks do together: a refusal here would leave peers connecting.
+        # Names are checked before the session creates its group, together with all ranks. A later error on one rank
+        # would leave its peers connecting.
         names = [self._name(parameter) for parameter in bucket.parameters()]
         backward = self._arriving
-        # A parameter that comes again begins a new pass: an error has ended the old one before its last bucket.
+        # A parameter that arrives again begins a new pass: an error has ended the old pass before its last bucket.
         if backward is None or not backward.seen.isdisjoint(names):
             backward = _BackwardPass()
         backward.seen.update(names)
@@ -220,6 +221,7 @@ class HookState:
             gradients[name] = _with_layout_of(parameter, gradient)
         with_gradient = self._with_gradient & gradients.keys()
         self._with_gradient -= with_gradient
+        # One executor runs the buckets in their order of arrival, which DDP keeps equal on all ranks.
         session.executor.submit(partial(self._process, session, backward, taken, gradients, with_gradient))
         return taken.future
 
@@ -256,6 +258,7 @@ class HookState:
         with_gradient: set[str],
     ) -> None:
         if bucket.buffer.layout != torch.strided:  # no compressor takes it, and DDP shows none of its gradients
+            # Collectives of started buckets must not interleave with this all-reduce on the same group.
             session.drain()
             comm.all_reduce_(bucket.buffer.div_(session.group.size), session.group)
             session.step.watch(bucket.buffer)
@@ -265,6 +268,7 @@ class HookState:
             backward.arrived.setdefault(index, {})[name] = gradient
             bucket.waits_for.add(index)
         self._used |= with_gradient
+        # Sorted: all ranks must start the buckets, and so their collectives, in one order.
         for index in sorted(backward.arrived):
             # The last bucket also completes our buckets with a parameter that DDP was told to ignore.
             if not bucket.is_last and len(backward.arrived[index]) < len(self._buckets[index]):
@@ -286,7 +290,8 @@ class HookState:
 
     def _used_anywhere(self, gradients: Mapping[str, Tensor], session: GradientSession) -> dict[str, Tensor]:
         """Return the gradients that came on some rank since the last step."""
-        # For other parameters DDP brings zeros, or an old mean, and error feedback would spend its residuals on them.
+        # For other parameters DDP brings zeros or an old mean, and error feedback would spend its residuals on them.
+        # The started buckets finish first, because this exchange uses their group.
         session.drain()
         shared = comm.on_any_rank([name in self._used for name in gradients], session.group)
         self._used -= gradients.keys()
@@ -296,7 +301,7 @@ class HookState:
         """Register which parameters get a gradient in a backward pass: DDP does not tell."""
         for name, parameter in module.named_parameters():
             if parameter.requires_grad:
-                # It runs before the hook of DDP, and not for `torch.autograd.grad`.
+                # This hook runs before the hook of DDP, and does not run for `torch.autograd.grad`.
                 self._gradient_hooks.append(
                     parameter.register_post_accumulate_grad_hook(partial(self._note_gradient, name))
                 )
@@ -339,13 +344,14 @@ class HookState:
         return self._session
 
     def _extra_group(self, group: Group) -> Group:
-        """Create a second group of the same ranks: messages of the main thread must not come between ours."""
+        """Create a second group of the same ranks, so that messages of the main thread cannot interleave with ours."""
         settings: dict[str, Any] = {"timeout": self._timeout, "backend": dist.get_backend(group.process_group)}
         if group.size == all_processes().size():
             made = dist.new_group(list(group.ranks), **settings)
             self._owned_groups.append(made)
         else:
-            # A group made by its members alone must not be destroyed: the next one would find its old addresses.
+            # The members alone create this group, and it is never destroyed: the next group would find its old
+            # addresses in the store.
             made = dist.new_group(list(group.ranks), use_local_synchronization=True, **settings)
         return Group.of(made, axis=group.axis)
 
@@ -382,7 +388,7 @@ class HookState:
 
 
 def _with_layout_of(parameter: Tensor, gradient: Tensor) -> Tensor:
-    """Restore the strides: DDP lays dense gradients out as their parameters, but shows them as if contiguous."""
+    """Restore the strides of a gradient: DDP stores it laid out like its parameter, but shows it as contiguous."""
     if parameter.is_contiguous() or torch.empty_like(parameter, device="meta").stride() != parameter.stride():
         return gradient
     return gradient.as_strided(parameter.size(), parameter.stride())

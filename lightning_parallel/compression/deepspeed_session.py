@@ -7,9 +7,9 @@
     session.finish()      # ends the step: False if it was dropped
     engine.step()
 
-DeepSpeed averages gradients in one method per kind of optimizer; that method is replaced on the object. ZeRO 1 and 2
-fill buckets while backward runs: a bucket is compressed when it is full, and each rank then takes its partition of the
-mean. Without ZeRO all gradients are averaged after backward, and so they are compressed then.
+DeepSpeed averages gradients in one method per kind of optimizer. The session replaces this method on the object. ZeRO 1
+and 2 fill buckets while backward runs. The session compresses a full bucket, and each rank then takes its partition of
+the mean. Without ZeRO, DeepSpeed averages all gradients after backward, and the session compresses them at this point.
 """
 
 from __future__ import annotations
@@ -79,11 +79,12 @@ class DeepSpeedSession(GradientSession):
         """End the step that the last backward pass began.
 
         Returns:
-            False if it was dropped because a gradient was not finite on some rank: `engine.step()` then changes
+            False if a gradient was not finite on some rank. The step is then dropped, and `engine.step()` changes
             nothing.
         """
         applied = super().finish()
-        # Optimizers of torch skip parameters without a gradient; the optimizers of DeepSpeed find the infinity.
+        # DeepSpeed's optimizers with an overflow check find the infinity. Other optimizers skip parameters without a
+        # gradient.
         if not applied and not has_overflow_check(self._engine.optimizer):
             for parameter in self._names:
                 parameter.grad = None
@@ -91,7 +92,7 @@ class DeepSpeedSession(GradientSession):
 
     @override
     def close(self) -> None:
-        """Give the engine its own reduction of gradients back."""
+        """Restore the engine's own reduction of gradients."""
         self._patches.undo()
         super().close()
 

@@ -11,8 +11,8 @@ and mean(.) the mean over the ranks:
     fading    M = g + b e  out = mean(C(M))        e' = M - C(M)                            b = beta
     ef21      M = g - h    out = H + mean(C(M))    h' = h + C(M)    H' = out = mean(h')
 
-With momentum correction g is replaced by the velocity u' = m u + g, which e accumulates; where it was sent u' becomes
-zero. With the momentum of ef21 it is replaced by u' = m u + (1 - m) g, which begins with g.
+Momentum correction replaces g by the velocity u' = m u + g, which e accumulates. u' becomes zero at the sent positions.
+The momentum of ef21 replaces g by u' = m u + (1 - m) g, which begins with g.
 
 Sources: classic: Karimireddy et al. 2019, arXiv 1901.09847; ef21: Richtarik et al. 2021, arXiv 2106.05203; decayed:
 LoCo, arXiv 2407.04480; fading: SparseLoCo, arXiv 2508.15706; momentum of ef21: EF21-SGDM, Fatkhullin et al. 2023, arXiv
@@ -78,9 +78,9 @@ class GradientBlock:
         gradients: One per name; overwritten with the mean at the end.
         sent: Positions (names, k) in the flattened tensors that were sent, if the method sends only some.
         keep_rest: True if M - C(M) is needed.
-        effective_step: The step number by which schedules and alternating methods go; see `Method.effective_steps`.
-        shard: Elements of a rank's part, if each rank needs only its part of the flattened means (the last parts may be
-            shorter, or empty); set only for methods that can leave out the rest.
+        effective_step: The step number for schedules and alternating methods; see `Method.effective_steps`.
+        shard: Elements of a rank's part, if each rank needs only its part of the flattened means. The last parts may be
+            shorter, or empty. Set only for methods that can leave out the rest.
         outputs: One contiguous tensor per name, in the working dtype, for the unscaled mean.
     """
 
@@ -124,7 +124,7 @@ class GradientBlock:
 
     def write(self, means: Tensor) -> None:
         """Copy the unscaled means (names, numel or shape) into the outputs."""
-        # A lone gradient is summed where it lies, and is its own mean then.
+        # `Dense` sums a lone gradient in its own memory: the mean is then in the output already.
         if len(self.outputs) > 1 or self.outputs[0].data_ptr() != means.data_ptr():
             copy_all_(self.outputs, means.view(len(means), *self.shape).unbind())
 
@@ -138,7 +138,7 @@ class GradientBlock:
         """Copy the outputs to the gradients, times the loss scale."""
         for gradient, output in zip(self.gradients, self.outputs):
             if output is not gradient:
-                # Scaled before the cast: the mean without its scale may be below the smallest number of fp16.
+                # Scaled before the cast: without its loss scale, a mean may underflow in fp16.
                 gradient.copy_(output if scale == 1 else output * scale)
             elif scale != 1:
                 gradient.mul_(scale)
@@ -148,12 +148,12 @@ class GradientBlock:
 class Feedback:
     """Error feedback: adds the residual to the gradients, and keeps the unsent part for the next step.
 
-    Computes M from the gradients and the memory, and the new memory from M - C(M): see the table of the module.
+    Computes M from the gradients and the memory, and the new memory from M - C(M). See the table of this module.
 
     Attributes:
         kind: None, `classic`, `decayed`, `fading` or `ef21`.
         decay: beta of `decayed` and `fading`.
-        momentum: m of the momentum that is applied before; 0 for none.
+        momentum: m of the momentum, applied before the compression; 0 for none.
         averages: Whether the momentum is a mean of gradients, as in ef21, rather than their sum.
     """
 
@@ -186,11 +186,11 @@ class Feedback:
     def apply(self, block: GradientBlock, memory: Memory, scale: float, in_place: bool = False) -> Tensor:
         """Return the work tensor M, (names, *shape), and allocate the outputs for the mean.
 
-        If `block.keep_rest` is set the method must turn M into M - C(M). M may share its storage with the outputs, so
-        the method must write these last.
+        If `block.keep_rest` is set, the method must turn M into M - C(M). M may share its storage with the outputs, so
+        the method must write the outputs last.
 
         Args:
-            in_place: Build M of classic feedback where the residual is, which is then lost if the step is dropped.
+            in_place: Build M of classic feedback in the buffer of the residual. A dropped step then loses the residual.
         """
         gradients, factor = self._corrected(block, memory, 1 / scale)
         if self.kind == "ef21":
@@ -198,7 +198,7 @@ class Feedback:
         block.allocate_outputs()
         block.keep_rest = self.kind is not None
         if self.kind is None:
-            # Without memory M is the gradient: a single one is compressed where it lies, which saves a copy.
+            # Without memory M is the gradient. A lone gradient is compressed in its own memory, which saves a copy.
             if len(block.names) == 1 and factor == 1 and block.outputs[0] is gradients[0]:
                 return gradients[0].unsqueeze(0)
             work = block.new_work()
@@ -209,7 +209,7 @@ class Feedback:
             work = _hold(block, memory, "residual")
             add_all_(work.unbind(), gradients, factor)
             return work
-        # M is built in the place of the new residual: the method leaves M - C(M) there, which is the residual.
+        # M is built in the buffer of the new residual: the method leaves M - C(M) there, which is the residual.
         work = _stage(block, memory, "residual")
         for row, old, gradient in zip(work, _read(block, memory, "residual"), gradients):
             if old is None:
@@ -232,7 +232,7 @@ class Feedback:
                 if estimate is not None:
                     output.add_(estimate)
             _stage(block, memory, "estimate").sub_(work)
-        # Momentum factor masking: a velocity that was sent would push its element a second time.
+        # Momentum factor masking: the velocity of a sent element would move the element a second time.
         if self.momentum and not self.averages and block.sent is not None:
             _stage(block, memory, "velocity").flatten(1).scatter_(1, block.sent, 0.0)
         block.write_gradients(scale)
@@ -241,7 +241,7 @@ class Feedback:
         """Replace scaled `means` (names, *shape), equal on all ranks, by a momentum step, in place."""
         if not self.momentum:
             return
-        # The velocity is kept without the loss scale, as all memory: the scale changes between steps.
+        # The velocity, like all memory, has no loss scale: the scale changes between steps.
         velocity = _stage(block, memory, "velocity")
         torch.mul(means, 1 / scale, out=velocity)
         for row, old in zip(velocity, _read(block, memory, "velocity")):
@@ -249,7 +249,7 @@ class Feedback:
         torch.mul(velocity, scale, out=means)
 
     def _apply_ef21(self, block: GradientBlock, gradients: Sequence[Tensor], memory: Memory, factor: float) -> Tensor:
-        # The mean is written into its memory, H, and copied to the gradients from there: both are needed.
+        # The outputs are the new memory H' itself. `write_gradients` copies them to the gradients at the end.
         block.outputs = list(_stage(block, memory, "mean_estimate").unbind())
         work = block.new_work()
         estimate = _stage(block, memory, "estimate")
@@ -268,7 +268,7 @@ class Feedback:
         return velocity.unbind(), 1.0
 
     def _accelerate(self, gradient: Tensor, velocity: Optional[Tensor]) -> None:
-        """Turn a gradient into the new velocity, in place; the first one is the gradient itself."""
+        """Turn a gradient into the new velocity, in place; the first velocity is the gradient itself."""
         if velocity is not None:
             if self.averages:
                 gradient.mul_(1 - self.momentum)
@@ -276,7 +276,7 @@ class Feedback:
 
 
 def _stage(block: GradientBlock, memory: Memory, slot: str) -> Tensor:
-    # A step reads one buffer and writes the other: a staged tensor never overwrites a tensor of `_read`.
+    # A step reads one buffer and writes the other, so a staged tensor never overwrites a tensor from `_read`.
     return memory.stage(slot, block.names, block.shape, block.dtype, block.device)
 
 
@@ -308,9 +308,9 @@ class CompressionError:
     def true_means(named_gradients: Mapping[str, Tensor], group: Group) -> dict[str, Tensor]:
         """Return the exact means, in new tensors, by one all-reduce per tensor."""
         means: dict[str, Tensor] = {}
-        # One collective per name, so all ranks need the same order; their dicts may have different orders.
+        # One collective per name: sorted, because the dicts of two ranks may have different orders.
         for name, gradient in sorted(named_gradients.items()):
-            # A copy, since the gradient itself is yet to be compressed.
+            # A copy: the sum overwrites it, and the gradient is compressed afterwards.
             total = gradient.detach().to(working_dtype(gradient.dtype), copy=True).contiguous()
             means[name] = comm.all_reduce_(total, group) / group.size
         return means
@@ -320,7 +320,7 @@ class CompressionError:
         for name, mean in true.items():
             mine = ours[name].detach().to(mean.dtype)
             sums = [(mine - mean).square().sum(), mean.square().sum(), mine.square().sum(), (mine * mean).sum()]
-            # Left on the device: to read them here would block the host in every bucket.
+            # The sums stay on the device: reading them here would block the host in every bucket.
             self._sums[name] = torch.stack(sums).double()
 
     def report(self, names: Iterable[str] | None = None) -> dict[str, float]:
@@ -335,7 +335,7 @@ class CompressionError:
         chosen = self._sums.keys() if names is None else self._sums.keys() & set(names)
         if not chosen:
             return {}
-        # One transfer for all parameters: each waits for the device.
+        # One transfer for all parameters: each transfer waits for the device.
         error, true, ours, dot = torch.stack([self._sums[name] for name in sorted(chosen)]).sum(0).tolist()
         if true == 0:
             return {}
@@ -346,15 +346,15 @@ class Method(abc.ABC):
     """The way in which a reducer takes the mean of one block of gradients.
 
     Attributes:
-        batched: True if gradients of one shape are computed together however large they are. Otherwise only small
-            gradients are, because joining costs a copy.
+        batched: True if gradients of one shape are computed together at any size. Otherwise only small gradients are
+            joined, because joining costs a copy.
     """
 
     batched: ClassVar[bool] = False
 
     @property
     def scatters(self) -> bool:
-        """True if it sends less where each rank needs its shard of the mean only: `GradientBlock.shard`."""
+        """True if the method sends less when each rank needs only its shard of the mean: `GradientBlock.shard`."""
         return False
 
     @property
@@ -366,7 +366,7 @@ class Method(abc.ABC):
         return False
 
     def effective_steps(self, names: Sequence[str], number: int, memory: Memory) -> Union[int, list[int]]:
-        """Return the step number by which `names` go in step `number`, one for all or one for each name.
+        """Return the effective number of step `number` for `names`: one for all, or one for each name.
 
         Parameters in one block share their number.
         """
@@ -382,7 +382,7 @@ class ReducedBlock(NamedTuple):
 
     Attributes:
         sent_bytes: Bytes that this rank has sent.
-        shard: Elements of this rank's part of the mean, if it took no more than that.
+        shard: Elements of this rank's part of the mean, if the rank received its part only.
     """
 
     method: Method
@@ -405,8 +405,8 @@ class Outcome(NamedTuple):
     """A record of one step that was applied.
 
     Attributes:
-        seconds: Where the time of the step went.
-        compression_error: The error of the means, in the steps in which it was measured.
+        seconds: Times of the parts of the step.
+        compression_error: The error of the means; None in a step that did not measure it.
         inside_bytes: Bytes that this rank has sent inside its node, if the blocks count the bytes between nodes.
     """
 

@@ -6,18 +6,18 @@
     loss.backward()
     session.finish()      # ends the step: False if it was dropped
 
-FSDP hands over the gradients of one unit after another and continues with this rank's part of their mean, so a unit is
-compressed inside its hook: while backward runs on CUDA, where FSDP gives it a stream, and inline on CPU.
+FSDP passes the gradients of one unit after another, and continues with this rank's part of their mean. The hook of a
+unit therefore compresses its gradients. On CUDA this runs beside backward, on a stream of FSDP; on CPU it runs inline.
 
-    without replicas    the mean is taken whole, parameter by parameter, as low-rank methods and top-k need it;
+    without replicas    compresses full gradients, parameter by parameter, as low-rank methods and top-k need;
                         residuals are as large as the model
-    with replicas       (hybrid sharding, for slow links between replicas) gradients are summed over the shards without
-                        compression, and this rank's part is compressed between the replicas; residuals are as large
-                        as a shard
+    with replicas       (hybrid sharding, for slow links between replicas) sums gradients over the shards without
+                        compression, and compresses this rank's part between the replicas; residuals are as large as
+                        a shard
 
-FSDP1's shards begin and end within rows: whole rows are compressed under the name of their parameter, the parts of
+Shards of FSDP1 begin and end within rows. Full rows are compressed under the name of their parameter, and the parts of
 rows at both ends as vectors. `fully_shard` over a mesh of two dimensions has no place for a compressor, because its
-hook runs after the sum over the replicas: give it the shards' dimension only.
+hook runs after the sum over the replicas. Give `fully_shard` the dimension of the shards only.
 """
 
 from __future__ import annotations
@@ -57,11 +57,11 @@ __all__ = ["ShardedSession", "compress_fsdp", "compress_fully_shard", "plain_nam
 class ShardedSession(GradientSession):
     """The steps of `compressor` where other groups of ranks hold other shards of the model.
 
-    A step begins with the first gradients of a backward pass. `finish()` ends it; otherwise the next forward pass of
-    the module given to `follow` does, or another gradient of the same parameter.
+    A step begins with the first gradients of a backward pass. `finish()` ends it. Without `finish()`, the next forward
+    pass of the module given to `follow` ends it, or another gradient of the same parameter.
 
     Args:
-        group: The ranks that hold the same shards, or the whole model.
+        group: The ranks that hold the same shards, or the full model.
         everyone: All ranks of the model; a step is applied on all of them or on none.
         scaler: A gradient scaler in use: residuals are kept without its scale.
         same_means: True if all ranks of `group` receive the same means, so that each can tell if they are finite.
@@ -83,7 +83,7 @@ class ShardedSession(GradientSession):
         self.on_close = ExitStack()
 
     def follow(self, module: nn.Module) -> None:
-        """End a step with the next forward pass of `module`, if nobody has called `finish`."""
+        """End a step at the next forward pass of `module`, unless `finish` was called."""
 
         def finish(*_: Any) -> None:
             if not is_backward_running():  # where activation checkpointing computes the forward pass again
@@ -99,6 +99,7 @@ class ShardedSession(GradientSession):
 
     def place(self) -> tuple[int, int]:
         """Return this rank's position in its group, and the position of the group; every rank must call it."""
+        # Groups are numbered by their first rank: all ranks compute the same numbers from this list.
         firsts = sorted(set(comm.all_gather_object(self.group.ranks[0], self.everyone)))
         return self.group.rank, firsts.index(self.group.ranks[0])
 
@@ -150,7 +151,7 @@ def _rows(name: str, run: Tensor, offset: int, extent: int) -> Iterator[tuple[st
         offset: Element of the parameter at which the run begins.
         extent: Elements of a row.
     """
-    # A low-rank method needs a matrix, and parts of rows do not fit into one: they are compressed as vectors.
+    # A low-rank method needs a matrix, and parts of rows do not fit into it: they become vectors.
     head = min(-offset % extent, len(run))
     tail = (len(run) - head) % extent
     rows = run[head : len(run) - tail]
@@ -169,7 +170,8 @@ def _fsdp1_hook(unit: _Fsdp1Unit, gradient: Tensor, shard: Optional[Tensor] = No
             raise RuntimeError(
                 "FSDP must pass the shard to fill; got none. Use a sharding strategy of FSDP that shards"
             )
-        # With a hook FSDP neither communicates nor divides: this is the mean over the shards, before the replicas'.
+        # With a hook, FSDP neither communicates nor divides. This takes the mean over the shards; `add` then takes the
+        # mean over the replicas.
         shard.copy_(comm.reduce_scatter(gradient.div_(unit.shards.size), unit.shards))
         unit.session.add(unit.part(shard))
         return
@@ -206,7 +208,7 @@ def compress_fsdp(model: FullyShardedDataParallel, compressor: Reducer, scaler: 
     everyone = Group.of(shards, axis="data_parallel") if replicas is None else Group.of(axis="data_parallel")
     group = everyone if replicas is None else Group.of(replicas, axis="data_parallel")
     session = ShardedSession(compressor, group, everyone, scaler)
-    # Each unit gets a separate state, as the hook is not told which unit a gradient is from.
+    # Each unit gets a separate state, because FSDP does not tell the hook the unit of a gradient.
     patches = Patches()
     session.on_close.callback(patches.undo)
     for name, unit in units:
@@ -237,14 +239,14 @@ class _Fsdp2Unit:
         self.session.add(named)
 
     def average_whole(self, output: Tensor, flat: Tensor) -> None:
-        """Fill `output` with this rank's shards of the mean of the whole gradients in `flat`."""
+        """Fill `output` with this rank's shards of the mean of the full gradients in `flat`."""
         rows = flat.view(self._shards.size, -1)
         places = self._places(output.numel())
         whole = {name: _joined(rows[:, start:], parameter) for name, parameter, start in places}
-        # Only shards along the first dimension are runs of the flattened gradient.
+        # Only shards along the first dimension are contiguous in the flattened gradient.
         shards = {name: parameter.padded_shard_size.numel() for name, parameter, _ in places if parameter.dim == 0}
         self.session.add(whole, shards)
-        # A shard may be shorter than its padded place, whose end must not hold old numbers of the memory.
+        # A shard may be shorter than its padded place: the padding must not hold uninitialised numbers.
         output.zero_()
         for name, parameter, start in places:
             size = parameter.padded_shard_size
@@ -254,7 +256,7 @@ class _Fsdp2Unit:
             output[start : start + size.numel()].view(size).narrow(dim, 0, mine.shape[dim]).copy_(mine)
 
     def _places(self, numel: int) -> list[tuple[str, FullyShardedParameter, int]]:
-        """Return name, parameter and first element of all that have a gradient, in a flat one of `numel` elements."""
+        """Return name, parameter and first element of each gradient in a flat gradient of `numel` elements."""
         places: list[tuple[str, FullyShardedParameter, int]] = []
         end = 0
         for name, parameter in self._parameters:
@@ -271,7 +273,7 @@ class _Fsdp2Unit:
 
 
 def _joined(rows: Tensor, parameter: FullyShardedParameter) -> Tensor:
-    """Return a whole gradient from rows (ranks, padded shard, ...), without the padding."""
+    """Return a full gradient from rows (ranks, padded shard, ...), without the padding."""
     size = parameter.padded_shard_size
     shards = rows[:, : size.numel()].unflatten(1, size)
     return torch.cat(list(shards), parameter.dim).narrow(parameter.dim, 0, parameter.size[parameter.dim])
@@ -306,22 +308,22 @@ def compress_fully_shard(
     replicas: Union[dist.ProcessGroup, DeviceMesh, None] = None,
     scaler: Optional[Any] = None,
 ) -> ShardedSession:
-    """Compress the gradients of the modules in `model` that `fully_shard` has divided; before the first forward.
+    """Compress the gradients of the fully sharded modules in `model`; call it before the first forward pass.
 
-    With `replicas`, or where parameters are divided by tensor parallelism as well, all ranks must train `model`.
+    With `replicas`, or with tensor parallelism inside `model`, all ranks must train `model`.
 
     Args:
-        replicas: The ranks that hold the same shards, where `fully_shard` was given the shards' mesh of hybrid
-            sharding. Their shards are made equal. None: compress between the ranks that share a parameter out.
+        replicas: The ranks that hold the same shards, if `fully_shard` got the shards' mesh of hybrid sharding. This
+            makes their shards equal. None: compress between the ranks that shard a parameter.
         scaler: A gradient scaler in use: residuals are kept without its scale.
 
     Returns:
-        The session: call its `finish()` after each backward pass, or leave it to the next forward pass. After a step
-        that was dropped, not every rank has a gradient that is not finite.
+        The session: call its `finish()` after each backward pass, or leave it to the next forward pass. After a
+        dropped step, some ranks may have finite gradients only.
 
     Raises:
-        ValueError: If nothing in `model` is fully sharded, it is over a mesh of shards and replicas, its modules
-            divide the ranks differently, it has been compressed already, or replicas have no data yet.
+        ValueError: If no module in `model` is fully sharded, or a mesh has shards and replicas. Also if the modules are
+            sharded over different ranks or have a communication hook. With `replicas`, if parameters have no data yet.
         RuntimeError: If this version of torch lacks the hook.
     """
     sharded: dict[str, Any] = {name: m for name, m in model.named_modules() if isinstance(m, FSDPModule)}
@@ -353,11 +355,12 @@ def _install(module: Any, parameters: FullyShardedGroup, unit: _Fsdp2Unit, hybri
     else:
         before = parameters.reduce_scatter
         module.set_custom_reduce_scatter(_CompressedReduceScatter(unit))
+        # FSDP2 keeps the object until it is replaced, so closing restores the former object.
         unit.session.on_close.callback(partial(module.set_custom_reduce_scatter, before))
 
 
 def shard_ranks(model: nn.Module) -> Optional[tuple[int, ...]]:
-    """Return the ranks that share the parameters of the first fully sharded module; None if there is none."""
+    """Return the ranks that shard the parameters of the first fully sharded module; None without such a module."""
     groups = _groups_by_module(model)
     return _shards(next(iter(groups.values()))).ranks if groups else None
 
@@ -377,7 +380,7 @@ def _shards(parameters: FullyShardedGroup) -> Group:
 
 
 def _check(groups: Mapping[str, FullyShardedGroup], replicas: Any) -> Group:
-    """Return the one group of ranks that all modules are divided over."""
+    """Return the group of ranks over which all modules are sharded."""
     if not groups:
         raise ValueError("`model` must hold modules with `fully_shard` applied; got none. Call `fully_shard` first")
     hybrid = [name for name, group in groups.items() if group.replicates]
@@ -411,6 +414,7 @@ def _check(groups: Mapping[str, FullyShardedGroup], replicas: Any) -> Group:
 def _everyone(groups: Mapping[str, FullyShardedGroup], shards: Group, replicas: Any) -> Group:
     """Return the ranks that must agree on whether a step is applied."""
     meshes = [parameter.tensor.device_mesh for group in groups.values() for parameter in group.parameters]
+    # A mesh with a second dimension means tensor parallelism: other ranks hold other parts of a parameter.
     alone = replicas is None and all(mesh.ndim == 1 for mesh in meshes)
     return shards if alone else Group.of(axis="data_parallel")
 

@@ -6,11 +6,11 @@
 
     1. inside    each parameter is summed on its owner: a, b on the first rank of each node, c, d on the second
     2. across    rank 0 and 2 compress the means of a, b; rank 1 and 3 the means of c, d
-    3. inside    owners give their parts to the rest of their node
+    3. inside    owners broadcast their means to the other ranks of their node
 
-The ranks of a node divide the encoding, the memory and the messages between nodes. Owners are balanced by size, in
-whole parameters: low-rank methods need matrices. To the compressor a node is one rank, so a checkpoint holds the states
-of as many ranks as there are nodes, and any reducer continues from them. A state has one more entry:
+The ranks of a node divide the encoding, the memory and the messages between nodes. Owners are balanced by size, in full
+parameters: low-rank methods need matrices. To the compressor, a node is one rank. A checkpoint therefore holds one
+state per node, and any reducer continues from these states. A state has one more entry:
 
     "owners"     [parameters of the first rank of a node, of the second, ...]
 """
@@ -44,7 +44,7 @@ def assign_owners(sizes: Mapping[str, int], owners: dict[str, int], total: list[
     load = [0] * len(total)
     for name in sizes.keys() & owners.keys():
         load[owners[name]] += sizes[name]
-    # The largest first, because the small ones even out the differences; in one order on all ranks.
+    # Largest first: small parameters then even out the differences. The names make the order equal on all ranks.
     for name in sorted(sizes.keys() - owners.keys(), key=lambda name: (-sizes[name], name)):
         place = min(range(len(total)), key=lambda place: (load[place], total[place], place))
         owners[name] = place
@@ -71,7 +71,7 @@ class _Part:
         """Put gradients together."""
         gradients = [gradient.detach() for gradient in named.values()]
         dtype = working_dtype(gradients[0].dtype)
-        # Summed in the working dtype, as between nodes: 16 bits would round each partial sum.
+        # The sum runs in the working dtype, as between nodes: 16 bits would round each partial sum.
         if len(gradients) == 1 and gradients[0].dtype == dtype and gradients[0].is_contiguous():
             flat = gradients[0].view(-1)
         else:
@@ -128,8 +128,8 @@ class HierarchicalReducer:
         return HierarchicalStep(self, self.nodes.whole if group is None else as_group(group))
 
     def owned(self, named_gradients: Mapping[str, Tensor]) -> list[dict[str, Tensor]]:
-        """Return the gradients of each rank of a node, by its position; empty and tied ones are left out."""
-        # Tensors hash by identity: one under two names is reduced once.
+        """Return the gradients of each rank of a node, by its position; without empty and repeated tensors."""
+        # Tensors hash by identity: a tensor under two names is reduced once, under its first name.
         unique = {tensor: name for name, tensor in sorted(named_gradients.items(), reverse=True) if tensor.numel()}
         named = {name: tensor for tensor, name in unique.items()}
         sizes = {name: self._sizes.get(name, tensor.numel()) for name, tensor in named.items()}
@@ -146,13 +146,13 @@ class HierarchicalReducer:
     # ------------------------------------------------------------------------------------------------ state
 
     def state_dict(self) -> dict[str, Any]:
-        """Return a copy of this rank's state: of the parameters that it owns."""
+        """Return a copy of this rank's state, which covers the parameters that the rank owns."""
         return {**self.reducer.state_dict(), "owners": self._names_by_owner()}
 
     def load_state_dict(self, state: SavedStates, group: GroupLike = None) -> None:
-        """Continue from `state_dict()` of the same rank, or from the whole states of all nodes, of any number.
+        """Continue from `state_dict()` of the same rank, or from a list with the full state of each node.
 
-        The whole states may be of another reducer.
+        The number of nodes may differ, and the full states may come from another reducer.
         """
         states = [state] if isinstance(state, Mapping) else list(state)
         saved = states[0].get("owners", ())
@@ -195,7 +195,8 @@ class HierarchicalStep:
         self._nodes = reducer.nodes
         self._device = torch.device("cpu")
         self._verdict: Optional[Tensor] = None
-        # It reduces nothing. Made first, because it drops the rests of an earlier step.
+        # This step only compares gradients. Its constructor rolls back the memory, which both steps share, so it comes
+        # first.
         self._all_ranks = ReductionStep(reducer.reducer, group)
         self._across = reducer.reducer.begin(reducer.nodes.across)
 
@@ -204,13 +205,14 @@ class HierarchicalStep:
         self._across.watch(received)
 
     def reduce_(self, named_gradients: Mapping[str, Tensor], shards: Optional[Mapping[str, int]] = None) -> None:
-        """Replace some of the gradients by their mean, also where a rank needs no more than its shard."""
-        # Across nodes only ranks at the same place would find a difference, and all other ranks would wait for them.
+        """Replace some of the gradients by their full mean; `shards` is ignored."""
+        # Compared over all ranks. Across nodes, only ranks at one position would find a difference, and raise alone.
         self._all_ranks.agree(named_gradients)
         for gradient in named_gradients.values():
             self._device = gradient.device
         owned = self._reducer.owned(named_gradients)
         parts = [_Part.of(owner, named) for owner, all_named in enumerate(owned) for named in _by_kind(all_named)]
+        # All sums begin before the first wait, so that they overlap.
         for sent in [comm.reduce_(part.flat, self._nodes.inside, part.owner, async_op=True) for part in parts]:
             sent.wait()
         mine = [part for part in parts if part.owner == self._nodes.inside.rank]
@@ -243,8 +245,8 @@ class HierarchicalStep:
                 self._across.reduce_(means)
         except Exception as error:
             failure = error
-        # An owner may fail alone, and the rest of the node would wait for it. Errors in settings show in the first
-        # step; later a process can only die, and the heartbeat tells the other ranks.
+        # An owner may fail alone, and the other ranks of its node would wait for it. Errors in settings show in the
+        # first step of these gradients. Later only a dead process fails, and the heartbeat tells the other ranks.
         if names not in self._reducer.tried:
             comm.raise_together(failure, self._group)
             self._reducer.tried.add(names)
@@ -256,7 +258,7 @@ class HierarchicalStep:
         inside, num_bytes = self._nodes.inside, 0
         sent = []
         for part in parts:
-            # Owners hold it in this dtype already.
+            # No copy on the owner, whose mean has this dtype already.
             mean = part.flat.to(part.gradients[0].dtype)
             sent.append(comm.broadcast_(mean, inside, part.owner, async_op=True))
             num_bytes += mean.numel() * working_dtype(mean.dtype).itemsize + mean.nbytes
@@ -264,20 +266,20 @@ class HierarchicalStep:
             for gradient, mean in zip(part.gradients, part.named(pending.wait()).values()):
                 if gradient.data_ptr() != mean.data_ptr():
                     gradient.copy_(mean)
-        # By bandwidth-optimal algorithms, as between nodes; all ranks of a node the same.
+        # Counted for bandwidth-optimal algorithms, as between nodes; equal on all ranks of a node.
         self._across.inside_bytes += round(num_bytes * (inside.size - 1) / inside.size)
 
     @property
     def verdict(self) -> Tensor:
-        """Whether every gradient was finite on every rank; the first to ask communicates, and all ranks must."""
+        """Whether every gradient was finite on every rank. The first access communicates; every rank must make it."""
         if self._verdict is None:
-            # Owners at the same place of all nodes have seen the same numbers; the owners of one node have seen all.
+            # Owners at one position of all nodes have seen the same means. The owners of one node have seen all means.
             mine = self._across.verdict.to(self._device, torch.uint8)
             self._verdict = comm.all_reduce(mine, self._nodes.inside, "min").bool()
         return self._verdict
 
     def commit(self, finite: Optional[bool] = None) -> bool:
-        """End the step on all ranks; False, and no trace of it, if a gradient was not finite on any of them."""
+        """End the step on all ranks; False, without a change of state, if a gradient was not finite on any rank."""
         return self._across.commit(bool(self.verdict) if finite is None else finite)
 
     def rollback(self) -> None:

@@ -94,12 +94,15 @@ class Policy(Reducer):
         return f"Policy({self.rules}{f', min_numel={self.min_numel}' if self.min_numel else ''})"
 
 
-# Weak on both sides: this must keep neither a compressor nor a model alive.
+# Weak on both sides: this table must keep neither a compressor nor a model alive.
 _OWNERS: weakref.WeakKeyDictionary[Reducer, weakref.ref[nn.Module]] = weakref.WeakKeyDictionary()
 
 
 def bind_to_module(module: nn.Module, reducer: Reducer) -> None:
-    """Bind `reducer` to `module`: its memory is of no use to another one, so it is reset then, with a warning."""
+    """Bind `reducer` to `module`; reset the reducer, with a warning, if it was used for another module.
+
+    The memory of one module is wrong for another module.
+    """
     owner = _OWNERS.get(reducer)
     if owner is not None and owner() is not module and reducer.step > 0:
         warnings.warn(

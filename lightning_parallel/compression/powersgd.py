@@ -142,13 +142,13 @@ class PowerSGD(Compressor):
         """Return numbers of the parity for which each parameter's last step has left a factor."""
         if not self.alternate:
             return number
-        # Not by the step alone: a parameter that skipped a step still holds the factor of its last one.
+        # Not by the step alone: a parameter that skipped a step still holds the factor of its last step.
         numbers = [number + (number % 2 != memory.holds("left", name)) for name in names]
         return numbers[0] if min(numbers) == max(numbers) else numbers
 
     def requests(self, block: GradientBlock, step: StepContext) -> Requests:
         """Replace the block's gradients by their mean, with error feedback around it."""
-        # Without rollbacks a second copy of the residuals, as large as the model, is saved.
+        # Without exact rollbacks, a second buffer of the residuals, as large as the model, is not needed.
         exact = step.expects_rollback if self.exact_rollback is None else self.exact_rollback
         if self.feedback.kind == "classic" and works_in_cache(block.gradients[0]):
             work, late = self.feedback.begin(block, step.memory, step.scale, in_place=not exact)
@@ -166,7 +166,7 @@ class PowerSGD(Compressor):
         if left_mine is None or right_mine is None:
             write_product(left, right, block.outputs)
             return
-        # By the factor that this rank has sent, not by the mean: the rest stays smaller, and its mean is the same.
+        # Subtracts the product with this rank's factor, not with the mean: the rest is smaller, and has the same mean.
         alone = step.group.size == 1 and isinstance(self.values, Exact)
         write_product(left, right, block.outputs, matrices, None if alone else (left_mine, right_mine))
 
@@ -184,6 +184,7 @@ class PowerSGD(Compressor):
             right = orthonormal(right)
             left, sent = yield from self._mean("left", times_right(matrices, right, late), block, step, keep)
             return left, right, sent, right
+        # P becomes orthonormal next, so the rest does not need this rank's part of the mean.
         left, _ = yield from self._mean("left", times_right(matrices, right, late), block, step, keep=False)
         left = orthonormal(left)
         right, sent = yield from self._mean("right", times_left(matrices, left), block, step, keep)
@@ -196,14 +197,14 @@ class PowerSGD(Compressor):
         if self.alternate or side == "right":
             step.memory.stage(side, block.names, mine.shape[1:], mine.dtype, mine.device).copy_(mean.view_as(mine))
         if self.alternate:
-            # Its absence tells the next step of this parameter which factor is due: see `effective_step`.
+            # The missing factor tells the next step of this parameter which factor to send: see `effective_steps`.
             step.memory.discard("right" if side == "left" else "left", block.names)
         return mean.view_as(mine), None if sent is None else sent.view_as(mine)
 
     def _basis(self, side: Side, block: GradientBlock, step: StepContext, shape: Sequence[int]) -> Tensor:
         """Return the factors that the last step left on `side`, (names, rank, extent).
 
-        Where there are none, or too few after the rank has grown, random rows are added, equal on all ranks.
+        If there are none, or too few after the rank has grown, this adds random rows, equal on all ranks.
         """
         _, n, m = shape
         rank = self._rank(n, m, block.effective_step)

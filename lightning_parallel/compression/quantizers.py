@@ -56,7 +56,7 @@ class Quantizer(Compressor, Codec):
 
     @property
     def separate(self) -> bool:
-        """True if it draws random numbers."""
+        """True if the encoding draws random numbers."""
         return self.stochastic
 
     def compress(self, work: Tensor, block: GradientBlock, step: StepContext) -> Requests:
@@ -153,8 +153,8 @@ class Cast(Quantizer):
         return total.to(rows.dtype), sent
 
     def _shorten(self, rows: Tensor, size: int, keep: bool) -> tuple[Tensor, Optional[Tensor]]:
-        # A copy in any case: the sum overwrites it, and `rows` are still needed. Divided before the sum, which would
-        # otherwise leave the range of 16 bits.
+        # Always a copy: the sum overwrites it, and `rows` are still needed. Divided before the sum, which might
+        # otherwise overflow in 16 bits.
         short = (rows if size == 1 else rows / size).to(self.dtype, copy=True)
         return short, short.to(rows.dtype).mul_(size) if keep else None
 
@@ -255,7 +255,7 @@ class Quantize(Quantizer):
         block.write_shard(mine, block.shard, step.group.rank)
 
     def mean(self, rows: Tensor, step: StepContext, purpose: object, keep: bool) -> MeanRequests:
-        # `_mean` leaves the unsent part in its rows: the sent part is the difference to a copy.
+        # `_mean` leaves the unsent part in `rest`, so the sent part is `rows` minus `rest`.
         rest = rows.clone() if keep else rows
         mean = torch.empty_like(rows)
         yield from self._mean(self._source(rest, step, purpose, keep), step, mean)
@@ -272,7 +272,7 @@ class Quantize(Quantizer):
     def _source(
         self, rows: Tensor, step: StepContext, purpose: object, rest: bool, late: Optional[Sum] = None
     ) -> _Source:
-        # With the rank: roundings that are independent cancel in the mean.
+        # The seeds contain the rank: independent roundings cancel in the mean.
         seeds = (self.seed, step.number, purpose, step.group.rank)
         return _Source(rows, seeded_generator(rows.device, *seeds) if self.stochastic else None, rest, late)
 
@@ -287,7 +287,7 @@ class Quantize(Quantizer):
         chunk = math.prod(self._grouping(n))
         everyone = yield AllGatherRequest(self._encode(source, 1, chunk).flatten())
         everyone = everyone.reshape(step.group.size, -1, self._group_bytes(chunk))
-        # A group with a NaN or infinity has a scale that is not finite, so the scales tell of all numbers.
+        # A group with a NaN or infinity has a scale that is not finite, so watching the scales is enough.
         step.watch(scales(everyone.flatten(0, 1), self.bits))
         if mean.is_contiguous() and (count == 1 or n == chunk):
             decode_mean(everyone, mean.view(-1), self.bits)
@@ -301,13 +301,13 @@ class Quantize(Quantizer):
         rows = source.rows
         size = step.group.size
         rank = step.group.rank
-        # Whole groups, so that the parts of all ranks lie side by side and are encoded in one go.
+        # The parts are full groups, so that `encode_rows` takes the parts of all ranks in one call.
         chunk = math.prod(self._grouping(math.ceil(rows.shape[1] / size)))
         mine = yield from self._mean_part(source, step, chunk)
         packed = self._encode(source._replace(rows=mine, late=None), 1, chunk)
         if source.rest:
-            # The error of the second encoding belongs to all ranks. Its owner keeps it times their number, so that it
-            # counts once in the mean of the residuals.
+            # The error of the second encoding belongs to all ranks. The owner keeps it times the number of ranks, so
+            # that it counts once in the mean of the residuals.
             part = rows[:, rank * chunk : (rank + 1) * chunk]
             part.add_(mine[:, : part.shape[1]], alpha=size)
         everyone = (yield AllGatherRequest(packed.flatten())).reshape(size, len(rows), -1)
@@ -332,7 +332,7 @@ class Quantize(Quantizer):
         count, n = rows.shape
         packed = rows.new_empty(count, parts, groups * self._group_bytes(chunk), dtype=torch.uint8)
         flat = packed.view(-1, self._group_bytes(chunk))
-        # One row of whole groups is encoded in place; other rows have gaps between their parts, or at their ends.
+        # Rows of full groups are encoded in place. Other rows need padding between their parts, or at their ends.
         if rows.is_contiguous() and (n == parts * groups * extent or (count == 1 and chunk == groups * extent)):
             encode_rows(rows.view(-1), flat, self.bits, noise, rest, late)
             return packed
@@ -361,7 +361,7 @@ class Quantize(Quantizer):
 
     def _grouping(self, n: int) -> tuple[int, int]:
         """Return the number and extent of the equal groups that `n` elements are padded to."""
-        # Equal groups, rather than full ones and a rest, so that a row can be viewed as (groups, extent).
+        # Equal groups, instead of full groups and a short group, let a row be viewed as (groups, extent).
         groups = math.ceil(n / _GROUP)
         extent = math.ceil(n / groups)
         return groups, extent + -extent % _ALIGNED
@@ -444,7 +444,7 @@ class Sign(Compressor):
         """Encode this rank's part (names, chunk) of the mean, with its residual."""
         chunk = part.shape[1]
         valid = min(max(n - step.group.rank * chunk, 0), chunk)
-        # The last parts may be short: numbers decoded beyond the tensor must not enter the scale.
+        # The last parts may be short: decoded numbers beyond the tensor must not enter the scale.
         part[:, valid:] = 0
         if block.keep_rest:
             held = [step.memory.read("server_residual", name, block.device, (chunk,)) for name in block.names]
@@ -463,7 +463,7 @@ class Sign(Compressor):
 
 
 def _mean_of_messages(messages: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return the mean of the messages of the ranks, (ranks, names, packed), decoded and added up in their order."""
+    """Decode the messages of the ranks, (ranks, names, packed), and return their mean, summed in rank order."""
     if launches_kernels(messages):
         return _decode(messages, dtype).sum(0).div_(len(messages))
     total = _decode(messages[0], dtype)
@@ -479,5 +479,5 @@ def _decode(messages: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def _chunk(n: int, size: int) -> int:
-    """Return the elements of each rank's part of n, in whole bytes of signs."""
+    """Return the elements of each rank's part of n, rounded up to full bytes of signs."""
     return 8 * math.ceil(n / (8 * size))

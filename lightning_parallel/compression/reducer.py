@@ -2,7 +2,7 @@
 
 step = reducer.begin(group)
 step.reduce_(bucket)  ...  step.reduce_(bucket)     any number, in one order on all ranks
-step.commit()                                       False, and no trace of it, if a gradient was not finite
+step.commit()                                       False, without a change of state, if a gradient was not finite
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ Signature = tuple[tuple[str, tuple[int, ...], torch.dtype, torch.layout], ...]
 
 
 class PlannedBlock(NamedTuple):
-    """Gradients that one method may compute together, by their positions in the mapping that brings them."""
+    """Gradients that one method may compute together, by their positions in the mapping of gradients."""
 
     method: Method
     names: tuple[str, ...]
@@ -87,7 +87,7 @@ class ReductionPlan(NamedTuple):
         """
         found: dict[Hashable, tuple[Method, Optional[int], list[str]]] = {}
         seen: set[Tensor] = set()  # tensors hash by identity: a tied gradient under two names is reduced once
-        # Sorted: dictionaries may be filled in another order on another rank, but requests must pair up.
+        # Sorted: the dictionaries of two ranks may have different orders, but their requests must pair up.
         for name in sorted(named_gradients):
             gradient = named_gradients[name]
             if gradient.numel() == 0 or gradient in seen:
@@ -95,7 +95,7 @@ class ReductionPlan(NamedTuple):
             seen.add(gradient)
             method = choose(name, gradient.shape)
             shard = shards.get(name) if method.scatters else None
-            # A large gradient alone is summed in its own memory; in a block it would be copied twice.
+            # A large gradient alone is summed in its own memory. In a block it would be copied twice.
             large = not method.batched and goes_alone(gradient)
             separate_name = name if large or method.separate else None
             key = (id(method), gradient.shape, gradient.dtype, gradient.device, shard, separate_name)
@@ -126,10 +126,10 @@ class ReductionPlan(NamedTuple):
 
 
 def kind_of(named_gradients: Mapping[str, Tensor], shards: Mapping[str, int]) -> tuple[Any, ...]:
-    """Return a key that gradients with the same plan share: everything that `ReductionPlan.of` reads."""
+    """Return a key that gradients with the same plan share: all inputs of `ReductionPlan.of`."""
     gradients = named_gradients.values()
     identities = [id(gradient) for gradient in gradients]
-    # Which names share a tensor, if any do.
+    # Tied gradients are reduced once, so the names that share a tensor are part of the key.
     tied = tuple(map(identities.index, identities)) if len(set(identities)) < len(identities) else None
     kinds = tuple([(gradient.shape, gradient.dtype, gradient.device, gradient.layout) for gradient in gradients])
     return tuple(named_gradients), kinds, tied, tuple(shards.items())
@@ -308,7 +308,7 @@ class ReductionStep:
     """One optimizer step of a reducer, in any number of buckets; leaving it without `commit` rolls back.
 
     Attributes:
-        number: How many steps were committed before this one.
+        number: Number of committed steps before this step.
         inside_bytes: Bytes that this rank has sent inside its node, see `HierarchicalReducer`.
     """
 
@@ -344,8 +344,8 @@ class ReductionStep:
         """
         plan = self._plan(named_gradients, {})
         self._planned = named_gradients, plan
-        # Checked in each whole step, as it costs one message of eight bytes; the buckets of a longer step are compared
-        # when they are new.
+        # A step of one bucket checks every time, for one message of eight bytes. Steps of several buckets compare only
+        # new buckets.
         if not comm.equal_everywhere(plan.digest, self.group):
             self._agree_on(plan.signature)
 
@@ -353,16 +353,16 @@ class ReductionStep:
         """Replace a part of the gradients by their mean; each parameter comes once in a step.
 
         Args:
-            shards: Elements of a rank's part of the flattened gradient, for parameters of which each rank needs no
-                more than its part; the rest may then hold anything. Ranks then see different means, so
-                `verdict` covers the numbers of this rank alone.
+            shards: Elements of a rank's part of the flattened gradient, for parameters of which each rank needs only
+                its part. The other parts then hold undefined values. Ranks see different means, so `verdict` covers the
+                numbers of this rank alone.
         """
         for wait in self.phases(named_gradients, self.group, shards):
             wait()
 
     def overlaps(self, named_gradients: Mapping[str, Tensor]) -> bool:
-        """Tell, on all ranks alike, whether the phases of these gradients may alternate with another bucket's."""
-        # In their first step ranks compare the gradients, and for an error they take the true means: both as a whole.
+        """Tell, equally on all ranks, whether the phases of these gradients may alternate with another bucket."""
+        # The first step compares the gradients, and a measured step takes true means. Neither runs in phases.
         if self._error:
             return False
         plan = self._plan(named_gradients, {})
@@ -380,7 +380,7 @@ class ReductionStep:
         """
         if not self._open:
             raise RuntimeError("This step was committed or rolled back already. Call `begin` for the next step")
-        # The error is measured against the whole mean, so all ranks need all of it.
+        # The error is measured against the full mean, so every rank needs the full mean.
         shards = {} if self._error or shards is None else shards
         planned, self._planned = self._planned, None
         if planned is not None and planned[0] is named_gradients and not shards:
@@ -403,14 +403,18 @@ class ReductionStep:
             self._error.add(named_gradients, true)
 
     def watch(self, received: Tensor) -> None:
-        """Check at the end that a tensor, equal on all ranks, is finite, as it is if the gradients of all ranks are."""
-        # Only the sum is kept, and read at the end: reading it here would block the host for each bucket.
+        """Check at the end of the step that `received`, which is equal on all ranks, is finite.
+
+        A gradient that is not finite on some rank must make `received` not finite.
+        """
+        # Only the sum is kept, and `commit` reads it: reading it here would block the host for each bucket.
         # In the working dtype: finite numbers of 16 bits may add up to infinity.
         self._watched.append(received.detach().sum(dtype=working_dtype(received.dtype)))
 
     def average_(self, total: Tensor) -> Tensor:
         """Watch a contiguous sum over the ranks and divide it by their number, in place."""
         extent = _CACHED if total.device.type == "cpu" else total.numel()
+        # On a CPU in pieces: sum and division read a piece while it is in the cache.
         for part in total.view(-1).split(max(extent, 1)):
             self.watch(part)
             part.div_(self.group.size)
@@ -425,10 +429,10 @@ class ReductionStep:
         return torch.stack([one.to(found[0].device) for one in found]).all() if found else torch.tensor(True)
 
     def commit(self, finite: Optional[bool] = None) -> bool:
-        """End the step; False, and no trace of it, if a gradient was not finite on any rank.
+        """End the step; False, without a change of state, if a gradient was not finite on any rank.
 
         Args:
-            finite: The verdict, where it is known.
+            finite: The verdict, if the caller knows it. None reads `verdict`, which blocks the host.
         """
         self._open = False
         if finite is None:
@@ -436,7 +440,7 @@ class ReductionStep:
         if not finite:
             self.memory.rollback()
             return False
-        # Only now: until here every value of the last step is intact.
+        # Not before the verdict: until this line every value of the last step is intact.
         self.memory.commit()
         self.reducer._group_size = self.group.size
         self.reducer.seconds = self._seconds
@@ -468,7 +472,7 @@ class ReductionStep:
         return plans[key]
 
     def agree(self, named_gradients: Mapping[str, Tensor]) -> None:
-        """Check gradients of a new kind with the other ranks, where others than these are to reduce them.
+        """Check gradients of a new kind with the other ranks, before a different step reduces them.
 
         Raises:
             TypeError, ValueError: See `Reducer.reduce_`.
@@ -485,10 +489,10 @@ class ReductionStep:
             for name, gradient in named_gradients.items()
             if gradient.layout != torch.strided or not gradient.dtype.is_floating_point
         }
-        # Raised on all ranks at once: a rank that raised alone would leave its peers in the next collective.
+        # All ranks raise together: a rank that raised alone would leave its peers in the next collective.
         error = TypeError(f"Gradients must be dense and of a floating-point dtype; got {refused}")
         comm.raise_together(error if refused else None, self.group)
-        # Compressors of different settings ask for different collectives; steps apart draw different random numbers.
+        # Different settings ask for different collectives, and different step numbers draw different random numbers.
         settings = {"compressor": repr(self.reducer), "step": self.number, "sample_every": self.reducer.sample_every}
         comm.agree("the compressor and its step", settings, self.group)
         self._agree_on(plan.signature)

@@ -1,15 +1,17 @@
-"""Numbers as integers of 8 or 4 bits, in groups: row by row, from the least to the largest number of each.
+"""Encodes numbers as integers of 8 or 4 bits, in groups: row by row, from the least to the largest number of a group.
 
     8 bits     | q, one byte each | scale, fp32 | bias, fp32 |                 x = q scale + bias
     4 bits     | q, two in a byte | scale, fp16 | bias, fp16 | peak, fp32 |    x = (q scale + bias) peak
 
-torch's fused kernels for embedding tables write the first parts of both, on CPUs several times faster than single
-operations. Elsewhere (on devices, in fp64, with stochastic rounding) operations give the same bits in fp32, so ranks
-may mix; the mean over ranks, `decode_mean`, may differ in the last bit. The kernels have two gaps, closed here:
+torch's fused kernels for embedding tables write q, scale and bias, on CPUs several times faster than single operations.
+Other cases (devices, fp64, stochastic rounding) use single operations, which give the same bits in fp32. Ranks may
+therefore mix both; the mean over ranks, `decode_mean`, may differ in the last bit. This module closes two gaps of the
+kernels:
 
-    They add 1e-8 to the width of a group, and many gradients are smaller than that: they are given 2^56 times the
-    numbers. For 4 bits, whose scale has the small range of fp16, numbers are divided by the largest magnitude.
-    They may pass over NaN: a sum of all numbers makes the scales NaN as well. An infinity makes them infinite.
+    They add 1e-8 to the width of a group, and many gradients are smaller. With 8 bits, they get 2^56 times the numbers.
+    With 4 bits, whose scale has the small range of fp16, numbers are divided by the largest magnitude.
+    They may ignore NaN. With 8 bits, 0 times the sum of all numbers is added to the scales. With 4 bits, the peak shows
+    NaN and infinity.
 """
 
 from __future__ import annotations
@@ -59,7 +61,7 @@ def encode_rows(
     Args:
         noise: Draws the numbers of stochastic rounding; None to round to the nearest.
         rest: Leave the loss of the encoding in `numbers`.
-        late: The sum to fill `numbers` with before: one contiguous gradient and its residual.
+        late: The sum to fill `numbers` with before encoding: one contiguous gradient and its residual.
     """
     if numbers.is_meta:  # an estimate of bytes needs only the size of `packed`
         return
@@ -68,6 +70,7 @@ def encode_rows(
     for begin, end in _pieces(packed, 1, extent):
         place = slice(begin * extent, end * extent)
         piece = numbers[place]
+        # Filled piece by piece: the encoding finds the sum in the cache of the CPU.
         if late is not None:
             _fill(piece, late, place)
         whole, tail = len(piece) // extent, len(piece) % extent
@@ -77,13 +80,14 @@ def encode_rows(
             )
         if begin + whole == end:
             continue
+        # The last numbers do not fill a group: zeros in a copy fill it.
         padded = piece.new_zeros(end - begin - whole, extent)
         padded[0, :tail] = piece[whole * extent :]
         sums += _encode(padded, packed[begin + whole : end], bits, noise, rest)
         if rest:
             piece[whole * extent :] = padded[0, :tail]
     if sums:
-        # Zero times a number that is not finite is NaN.
+        # Zero times a number that is not finite is NaN: every scale and bias of the tensor shows it.
         poison = torch.stack(sums).sum() * 0
         packed[:, -8:].view(torch.float32).mul_(1 / _ENLARGED).add_(poison)
 
@@ -112,7 +116,7 @@ def decode_rows(packed: Tensor, numbers: Tensor, bits: int) -> None:
 def decode_mean(packed: Tensor, numbers: Tensor, bits: int) -> None:
     """Decode the first n numbers of `packed` (ranks, groups, bytes) into `numbers` (n): the mean over the ranks.
 
-    Ranks with torch's kernels get the same bits from the same bytes. Ranks without may differ in the last bit.
+    Ranks with torch's kernels get the same bits from the same bytes. Ranks without them may differ in the last bit.
     """
     if numbers.is_meta:
         return
@@ -149,14 +153,14 @@ def _mean_fused(packed: Tensor, begin: int, end: int, bits: int) -> Tensor:
 
 @lru_cache(maxsize=64)
 def _bags(ranks: int, stride: int, count: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the rows of `count` bags, `stride` rows from rank to rank, where each bag begins, and equal weights."""
+    """Return row indices and offsets of `count` bags, `stride` rows from rank to rank, and equal weights."""
     indices = torch.arange(count, dtype=torch.int32).unsqueeze(1) + stride * torch.arange(ranks, dtype=torch.int32)
     offsets = torch.arange(0, count * ranks + 1, ranks, dtype=torch.int32)
     return indices.view(-1), offsets, torch.full((count * ranks,), 1 / ranks)
 
 
 def _pieces(packed: Tensor, at_once: int, extent: int) -> Iterator[tuple[int, int]]:
-    """Yield the ranges of groups to work on at once, `at_once` times."""
+    """Yield the ranges of groups to work on at once; a piece holds `at_once` times the numbers of its range."""
     count = max(1, (_DEVICE_NUMBERS if launches_kernels(packed) else _HOST_NUMBERS) // (at_once * extent))
     for begin in range(0, len(packed), count):
         yield begin, min(begin + count, len(packed))
@@ -166,7 +170,7 @@ def _encode(rows: Tensor, packed: Tensor, bits: int, noise: Optional[torch.Gener
     """Encode rows (groups, extent), all of them at once.
 
     Returns:
-        The sum of all numbers, if scales and biases still have the factor of the enlarged numbers.
+        The sum of all numbers, if scales and biases still have the factor 2^56; otherwise nothing.
     """
     is_fused = _FUSED and noise is None and rows.dtype == torch.float32 and not launches_kernels(rows)
     if is_fused and bits == 8:
@@ -206,7 +210,7 @@ def _encode_bytes_fused(rows: Tensor, packed: Tensor, rest: bool) -> Tensor:
     packed.copy_(enlarged)
     total = rows.sum()
     if rest:
-        # A power of two: the same bits as if scale and bias were divided by it.
+        # The factor is a power of two: this gives the same bits as dividing scale and bias by it.
         rows.sub_(torch.ops.quantized.embedding_bag_byte_unpack(enlarged), alpha=1 / _ENLARGED)
     return total
 
@@ -222,7 +226,7 @@ def _encode_bytes(rows: Tensor, packed: Tensor, noise: Optional[torch.Generator]
 
 
 def _peaks(rows: Tensor) -> Tensor:
-    """Return the largest magnitude of each row, (groups, 1), in fp32; some tiny number for zeros, and NaN passes."""
+    """Return the largest magnitude of each row, (groups, 1), in fp32: a tiny number for zeros, NaN for NaN."""
     if launches_kernels(rows):
         found = torch.linalg.vector_norm(rows, torch.inf, 1, keepdim=True)  # one kernel instead of four
     else:
@@ -242,6 +246,7 @@ def _encode_nibbles(rows: Tensor, packed: Tensor, noise: Optional[torch.Generato
     least, largest = reduced.amin(1, keepdim=True), reduced.amax(1, keepdim=True)
     bias = least.half()
     scale = ((largest.float() - bias.float()) / 15).half()
+    # Equal numbers, or a width below the range of fp16: the levels are 0, and any scale decodes to the bias.
     scale = scale.masked_fill(scale == 0, 1)
     levels = _rounded(reduced.sub_(bias).mul_(scale.float().reciprocal()), noise).clamp_(0, 15).to(torch.uint8)
     packed[:, :-8] = levels[:, 0::2] | (levels[:, 1::2] << 4)

@@ -154,7 +154,7 @@ class TopK(Sparsifier):
         values = rows.gather(1, positions)
         noise = None
         if self.values.stochastic:
-            # Different numbers on each rank: with equal ones the rounding errors of the ranks would add up in the mean.
+            # Each rank draws different numbers: with equal draws, the rounding errors would add up in the mean.
             noise = seeded_generator(rows.device, self.seed, step.number, block.names, step.group.rank)
         packed = self.values.pack(values, noise)
         if block.keep_rest:
@@ -250,13 +250,13 @@ class RandomK(Sparsifier):
         starts = torch.arange(k + 1, device=rows.device).mul_(n).div_(k, rounding_mode="trunc")
         lengths = starts.diff()
         drawn = hashed_integers([(self.seed, step.number, name) for name in block.names], k, rows.device)
-        # The product stays below 2^63: a run of 2^32 elements would be one of a tensor that no device holds.
+        # The product stays below 2^63, because no device holds a tensor with runs of 2^32 elements.
         positions = drawn.mul_(lengths).bitwise_right_shift_(31).add_(starts[:-1])
         values = rows.gather(1, positions)
         if self.feedback.kind is None:
             # Each element stands for its run, so the expected result is the mean.
             values.mul_(lengths.to(rows))
-        # All ranks must find out about an element that is not finite, drawn or not: 0 times infinity is NaN.
+        # All ranks must see an element that is not finite, drawn or not: 0 times infinity is NaN.
         values[:, 0].add_(rows.sum(1), alpha=0)
         mean, sent = yield from self.values.mean(values, step, block.names, block.keep_rest)
         if sent is not None:
@@ -359,14 +359,14 @@ class BlockTopK(Sparsifier):
 def _pack_positions(positions: Tensor, n: int) -> Tensor:
     """Return bytes (rows, 2 k + 4 spans) of ascending positions (rows, k) below n.
 
-    A position is an offset of two bytes in its span of 65 536; each span's number of positions takes four.
+    A position is an offset of two bytes in its span of 65 536. The count of positions in each span takes four bytes.
     """
-    # Found by the ends of the spans, as the positions ascend: to count by adding up, a device needs operations that
-    # have no fixed order, which `Trainer(deterministic=True)` refuses.
+    # A search for the ends of the spans, because the positions ascend. A count by scattered addition has no fixed order
+    # on a device, and `Trainer(deterministic=True)` refuses it.
     ends = torch.arange(1, math.ceil(n / _SPAN) + 1, device=positions.device) * _SPAN
     before = torch.searchsorted(positions, ends.repeat(len(positions), 1), out_int32=True)
     counts = before.diff(dim=1, prepend=before.new_zeros(len(before), 1))
-    # Two steps: the upper half of the offsets is negative as int16, and is masked out when they are read.
+    # Converted in two steps: the upper half of the offsets is negative as int16. Reading them masks the sign out.
     offsets = (positions % _SPAN).to(torch.int32).to(torch.int16)
     return torch.cat([as_bytes(counts), as_bytes(offsets)], dim=1)
 
@@ -389,10 +389,10 @@ _PIECE = 1 << 16  # elements looked at at once, which stay in a CPU's cache
 def largest(rows: Tensor, k: int) -> Tensor:
     """Return the positions (rows, k) of the k largest magnitudes in each row of (rows, n), ascending.
 
-    NaN and infinity count as largest. Of equal magnitudes at the boundary the first are taken on the CPU.
+    NaN and infinity count as largest. Of equal magnitudes at the boundary, the CPU takes the first.
 
-    On the CPU this is several passes over pieces that stay in the cache: a threshold from a sample, the candidates
-    above it, and a partition of these elements alone.
+    The CPU makes several passes over pieces that stay in the cache. It takes a threshold from a sample, finds the
+    candidates above the threshold, and partitions only the candidates.
     """
     if launches_kernels(rows) or rows.is_meta:
         return rows.abs().topk(k, dim=1, sorted=False).indices.sort(dim=1).values
@@ -403,7 +403,7 @@ def largest(rows: Tensor, k: int) -> Tensor:
 def _largest(bits: np.ndarray, k: int) -> np.ndarray:
     # Without its sign bit, a float orders as an integer does, NaN above all.
     mask = np.iinfo(bits.dtype).max
-    # The sample is denser where k is small, as then few of its elements are above the threshold.
+    # A small k needs a denser sample, because few elements of the sample are above the threshold.
     threshold = _threshold(bits[:: min(_STRIDE, max(1, k // 16))] & mask, k / len(bits))
     candidates: list[np.ndarray] = []
     magnitudes: list[np.ndarray] = []
@@ -427,6 +427,6 @@ def _largest(bits: np.ndarray, k: int) -> np.ndarray:
 def _threshold(sample: np.ndarray, share: float) -> np.integer:
     """Return a magnitude that a little more than the wanted share of all elements reach, estimated from a sample."""
     expected = share * len(sample)
-    # Four standard deviations more than expected: below that the sample would often give too few candidates.
+    # Four standard deviations above the expected rank: a smaller margin often gives too few candidates.
     rank = min(len(sample), int(expected + 4 * expected**0.5) + 1)
     return np.partition(sample, len(sample) - rank)[len(sample) - rank]

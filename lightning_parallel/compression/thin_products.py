@@ -1,13 +1,13 @@
 """Products of matrices (matrices, n, m) and thin factors: P = M Q and Q = M^T P, and P Q^T, and the sums beside them.
 
-Factors lie transposed, P^T (matrices, rank, n) and Q^T (matrices, rank, m): P^T M takes less than a tenth of the time
-of M^T P.
+Factors are stored transposed, P^T (matrices, rank, n) and Q^T (matrices, rank, m): P^T M takes less than a tenth of the
+time of M^T P.
 
-On a CPU this takes as long as memory does, so all work is done on pieces that stay in its cache: a gradient is added to
-the residual and multiplied while it is there, and the mean is taken off the residual as it is written. The products of
-pieces are numpy's: they take a fraction of torch's time for a call, and of that which some libraries below torch need
-for thin matrices. They are computed in the calling thread, so that pieces, and with them bits, do not depend on the
-number of threads.
+On a CPU, access to memory limits the speed, so all work is done on pieces that stay in the cache. A piece of a gradient
+is added to the residual and multiplied while it is in the cache. A piece of the mean is subtracted from the residual
+when it is written. The products of pieces use numpy: its calls cost a fraction of torch's, and some libraries of torch
+are slow for thin matrices. The calling thread computes all products, so pieces and bits do not depend on the number of
+threads.
 """
 
 from __future__ import annotations
@@ -57,6 +57,7 @@ def times_right(matrices: Tensor, right: Tensor, late: Optional[Sum] = None) -> 
         return torch.bmm(right, matrices.mT)
     left = right.new_empty(len(right), right.shape[1], matrices.shape[1])
     by, out = right.numpy(), left.numpy()
+    # Gradients that are not finite are allowed here: `watch` finds them in the means and drops the step.
     with np.errstate(all="ignore"):
         for some, rows, piece in _filled(matrices, right.shape[1], late):
             np.matmul(by[some], piece.swapaxes(-1, -2), out=out[some][..., rows])
@@ -124,9 +125,9 @@ def write_product(
 
 
 def _divided(count: int, n: int, m: int, rank: int) -> Iterator[tuple[_Some, list[slice]]]:
-    """Yield a range of whole matrices, or one with the ranges of its rows.
+    """Yield a range of full matrices, or one matrix with the ranges of its rows.
 
-    How the products of a matrix are divided depends on n, m and rank alone.
+    The pieces of a matrix depend on n, m and rank alone, so equal matrices give equal bits in any block.
     """
     numbers = min(_CACHED, _PRODUCTS // rank)
     if n * m <= numbers and count > 1:
@@ -141,7 +142,7 @@ def _divided(count: int, n: int, m: int, rank: int) -> Iterator[tuple[_Some, lis
 
 
 def _filled(matrices: Tensor, rank: int, late: Optional[Sum]) -> Iterator[tuple[_Some, slice, _Array]]:
-    """Yield the matrices in pieces, each after it was filled with the sum."""
+    """Yield the matrices in pieces; fill each piece with the sum before."""
     whole = matrices.numpy()
     old = None if late is None or late.old is None else late.old.view(matrices.shape).numpy()
     for some, all_rows in _divided(len(matrices), matrices.shape[1], matrices.shape[2], rank):
@@ -165,13 +166,13 @@ def _filled(matrices: Tensor, rank: int, late: Optional[Sum]) -> Iterator[tuple[
 
 
 def _load(piece: _Array) -> None:
-    """Bring a piece into the cache: a product reads across rows, too far apart for the prefetching of a processor."""
+    """Bring a piece into the cache: a product reads across rows, too far apart for the prefetcher of the processor."""
     piece.reshape(-1)[:: _LINE_BYTES // piece.itemsize].max()
 
 
 def _array(gradients: Sequence[Tensor], dtype: torch.dtype) -> _Array:
-    """Return gradients as one array of `dtype`; the gradient itself where it is alone and of this dtype."""
-    # Cast before they are multiplied: divided by the loss scale, a gradient in fp16 may become zero.
+    """Return gradients as one array of `dtype`; a lone contiguous gradient of this dtype without a copy."""
+    # Cast before the multiplication: divided by the loss scale, a gradient in fp16 may become zero.
     one = gradients[0].unsqueeze(0) if len(gradients) == 1 else torch.stack(list(gradients))
     return one.detach().to(dtype).contiguous().numpy()
 
@@ -181,8 +182,8 @@ _REFLECTED_ROWS = 32  # up to this number reflections of all matrices together a
 
 def orthonormal(rows: Tensor) -> Tensor:
     """Return an orthonormal basis of a space that holds the rows, (matrices, rank, extent)."""
-    # QR stays accurate where rows almost depend on each other, as one pass of Cholesky-QR does not; and it is the
-    # fastest on a CPU. A GPU's works on one tall matrix after another.
+    # QR stays accurate for almost dependent rows, unlike one pass of Cholesky-QR, and is the fastest on a CPU. On a
+    # GPU it works on one tall matrix after another.
     if launches_kernels(rows) and rows.shape[1] <= _REFLECTED_ROWS:
         return _reflected(rows)
     return torch.linalg.qr(rows.mT).Q.mT.contiguous()
@@ -191,10 +192,10 @@ def orthonormal(rows: Tensor) -> Tensor:
 def _reflected(rows: Tensor) -> Tensor:
     """Return the result of QR for all matrices at once, by Householder reflections.
 
-    Like QR, and unlike Gram-Schmidt, it gives an orthonormal basis whatever the rows: equal ones, or zeros.
+    Like QR, and unlike Gram-Schmidt, it gives an orthonormal basis for any rows, even equal rows or zeros.
     """
     rank = rows.shape[1]
-    # The length of a row does not matter here, and squares of small numbers would be zero.
+    # The length of a row does not change its direction, and squares of small numbers would underflow to zero.
     tiny = torch.finfo(rows.dtype).tiny
     rest = rows / rows.abs().amax(2, keepdim=True).clamp_min_(tiny)
     normals: list[Tensor] = []

@@ -1,8 +1,8 @@
 """Requests for communication, answered for many compression methods at once, and the encoding of numbers.
 
-A compression method is a generator: it yields a request and is sent the answer. `run_phases` advances the methods of a
-bucket in lockstep and joins their requests of one kind and dtype, so a bucket needs as many collectives as its longest
-method has phases, whatever the number of tensors:
+A compression method is a generator: it yields a request and receives the answer. `run_phases` advances the methods of a
+bucket in lockstep and joins their requests of one kind and dtype. The number of collectives depends on the phases and
+kinds of the methods, and not on the number of small tensors:
 
     method A     AllToAll .............. AllGather
     method B     AllReduce ... AllReduce
@@ -54,13 +54,13 @@ __all__ = [
     "unpack_signs",
 ]
 
-# Joining tensors costs two copies, a separate collective one round trip. From this size on the copies cost more.
+# Joining tensors costs two copies, and a separate collective costs a round trip. From this size on, copies cost more.
 SEPARATE_BYTES = 1 << 20
-# Copies on a device are that much faster than on a CPU, but each kernel costs a launch.
+# Copies on a device are faster than on a CPU by about this ratio, but each kernel costs a launch.
 SEPARATE_DEVICE_BYTES = 1 << 24
 
 
-# A protocol, as the class of real steps is defined above this module, and estimates run without one.
+# A protocol: a module above this module defines the class of real steps, and estimates run without a real step.
 class StepContext(Protocol):
     """The part of an optimizer step that methods and codecs use."""
 
@@ -159,13 +159,13 @@ class Seconds:
 def run_phases(
     methods: Sequence[Requests], group: Group, seconds: Seconds
 ) -> Generator[Callable[[], None], None, list[float]]:
-    """Run all `methods` to their end; every rank must bring the same ones, in the same order.
+    """Run all `methods` to their end; every rank must pass the same methods, in the same order.
 
     Args:
-        seconds: Increased by the time spent.
+        seconds: Times to add the spent time to.
 
     Yields:
-        A function that waits for the collectives of a phase. Call it, on any thread, before going on.
+        A function that waits for the collectives of a phase. Call it, on any thread, before the next phase.
 
     Returns:
         The bytes that this rank has sent for each method.
@@ -178,7 +178,7 @@ def run_phases(
             _advance(methods, index, None, requests)
     seconds.encode += time.perf_counter() - start
     while requests:
-        # Counted here, where every payload is seen, rather than by a formula for each method.
+        # Every payload passes this line, so no method needs a formula for its bytes.
         for index, request in requests.items():
             sent[index] += bytes_sent(type(request), _num_bytes(request.tensor), group.size)
         seconds.counts &= not launches_kernels(next(iter(requests.values())).tensor)
@@ -195,7 +195,7 @@ def run_phases(
 
 
 def estimate_bytes(method: Requests, world_size: int) -> float:
-    """Return the bytes that one rank would send for a method that works on meta tensors; nothing is communicated."""
+    """Return the bytes that one rank would send for a method on meta tensors; this communicates nothing."""
     total = 0.0
     requests: dict[int, Request] = {}
     _advance([method], 0, None, requests)
@@ -222,15 +222,15 @@ def _advance(methods: Sequence[Requests], index: int, answer: Tensor | None, req
 
 
 def launches_kernels(tensor: Tensor) -> bool:
-    """Tell whether every operation on `tensor` launches a kernel: few operations on large tensors are best then.
+    """Tell whether every operation on `tensor` launches a kernel: few operations on large tensors are then fastest.
 
-    On a CPU many operations on pieces are faster, because the pieces stay in its cache.
+    On a CPU, many operations on pieces are faster, because the pieces stay in the cache.
     """
     return tensor.device.type not in ("cpu", "meta")
 
 
 def goes_alone(tensor: Tensor) -> bool:
-    """Tell whether `tensor` is so large that it is not worth joining with others."""
+    """Tell whether `tensor` is too large to gain from joining it with other tensors."""
     num_bytes = _num_bytes(tensor)
     return num_bytes >= SEPARATE_BYTES and (num_bytes >= SEPARATE_DEVICE_BYTES or not launches_kernels(tensor))
 
@@ -240,11 +240,11 @@ def _num_bytes(tensor: Tensor) -> int:
 
 
 class _Phase:
-    """Answers requests by their index, with one collective for all small ones of a kind and dtype, which it begins.
+    """Begins one collective for all small requests of a kind and dtype, and answers requests by their index.
 
     Attributes:
-        answers: By index, after `wait`.
-        seconds: From the begin to the end.
+        answers: The answers by index, after `wait`.
+        seconds: Seconds from the start to the end of the phase.
     """
 
     def __init__(self, requests: dict[int, Request], group: Group) -> None:
@@ -304,7 +304,7 @@ def _all_to_all(tensors: list[Tensor], group: Group) -> _Finish:
 
 
 def _has_handle(tensor: Tensor) -> bool:
-    """Tell whether the host has to wait: a collective on a device takes its place in the stream instead."""
+    """Tell whether the host has to wait: on a device, the stream orders a collective instead."""
     return tensor.device.type == "cpu"
 
 
@@ -325,7 +325,7 @@ _COLLECTIVES: dict[type[Request], Callable[[list[Tensor], Group], _Finish]] = {
 
 
 class Codec(abc.ABC):
-    """Encodes rows of numbers to send them, and takes their mean over the ranks in that encoding.
+    """Encodes rows of numbers, and takes their mean over the ranks in this encoding.
 
     A codec may follow `|`, as in `TopK(0.01) | Quantize(8)`.
 
@@ -367,6 +367,7 @@ class Exact(Codec):
         return from_bytes(packed, dtype)
 
     def mean(self, rows: Tensor, step: StepContext, purpose: object, keep: bool) -> MeanRequests:
+        # The sum overwrites its tensor, so a kept contribution needs a copy.
         total = yield AllReduceRequest(rows.clone() if keep else rows)
         step.watch(total)
         return total.div_(step.group.size), rows if keep else None
@@ -377,24 +378,24 @@ class Exact(Codec):
 
 def as_bytes(rows: Tensor) -> Tensor:
     """Return the bytes of each row of a matrix."""
-    # A view of another dtype needs the elements of a row side by side.
+    # A view as another dtype needs contiguous rows.
     return rows.contiguous().view(torch.uint8)
 
 
 def from_bytes(packed: Tensor, dtype: torch.dtype) -> Tensor:
     """Return numbers of `dtype` from bytes, along the last dimension."""
-    # The clone aligns them: a slice of a message begins at any byte, a view of another dtype must not.
+    # The clone aligns the bytes: a slice of a message may begin at any byte, but a view as another dtype must not.
     return packed.clone(memory_format=torch.contiguous_format).view(dtype)
 
 
 def pad(rows: Tensor, extent: int) -> Tensor:
-    """Return rows (rows, n) filled up with zeros to (rows, extent); the same tensor if nothing is missing."""
+    """Return rows (rows, n) padded with zeros to (rows, extent); the same tensor if n equals `extent`."""
     missing = extent - rows.shape[1]
     return rows if missing == 0 else torch.nn.functional.pad(rows, (0, missing))
 
 
 def split_by_rank(rows: Tensor, size: int, shard: int) -> Tensor:
-    """Return the part of `shard` elements that each of `size` ranks needs of rows (rows, n): (size, rows, shard)."""
+    """Split rows (rows, n), padded with zeros, into a part of `shard` elements per rank: (size, rows, shard)."""
     return pad(rows, size * shard).view(len(rows), size, shard).transpose(0, 1)
 
 
@@ -405,7 +406,7 @@ def pack_signs(numbers: Tensor) -> Tensor:
     if not (numbers.is_meta or launches_kernels(numbers)):
         return torch.from_numpy(np.packbits(positive.numpy(), axis=-1, bitorder="little"))
     bits = positive.view(*numbers.shape[:-1], -1, 8).to(torch.uint8)
-    # No two of the shifted bits meet, so their sum is their union. Without the dtype it would be of int64.
+    # The shifted bits do not overlap, so their sum is their union. Without the dtype the sum would be int64.
     return (bits << torch.arange(8, dtype=torch.uint8, device=numbers.device)).sum(-1, dtype=torch.uint8)
 
 
