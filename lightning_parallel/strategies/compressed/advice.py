@@ -1,4 +1,4 @@
-"""Tells the user about a compressor when a run begins: its savings, its costs, and optimizers that do not fit it."""
+"""Tells the user about a compressor when a run begins: its savings, its memory, and optimizers that do not fit it."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ __all__ = ["tell_costs", "warn_of_misfits"]
 
 
 def tell_costs(reducer: Reducer, module: nn.Module, replicas: int, owners: int = 1, steps: int = 1) -> None:
-    """Print, on rank zero, the bytes that one rank sends per optimizer step with and without compression, and keeps.
+    """Print, on rank zero, the bytes per optimizer step with and without compression, and the bytes of memory.
 
     Args:
         reducer: The compressor.
@@ -31,7 +31,7 @@ def tell_costs(reducer: Reducer, module: nn.Module, replicas: int, owners: int =
     trained = {name: value for name, value in module.named_parameters() if value.requires_grad}
     if replicas < 2 or not trained:
         return
-    # Per dtype: gradients are sent in their own dtype, and `wire_bytes` takes one.
+    # Per dtype: gradients travel in their own dtype, and `wire_bytes` takes one dtype.
     kinds = {value.dtype for value in trained.values()}
     sent = dense = 0.0
     for dtype in kinds:
@@ -47,14 +47,14 @@ def tell_costs(reducer: Reducer, module: nn.Module, replicas: int, owners: int =
 
 
 def _kept_bytes(reducer: Reducer, name: str, value: Tensor) -> int:
-    """Return the bytes of memory of a parameter's shape; low-rank factors are small beside it."""
+    """Return the bytes of memory in the shape of a parameter, without factors and other small slots."""
     slots = getattr(reducer.method(name, tuple(value.shape), LATE), "slots", None) or frozenset()
     width = max(4, value.element_size())
     return len(slots - REPLICATED) * value.numel() * width
 
 
 def warn_of_misfits(reducer: Reducer, module: nn.Module, optimizers: Iterable[Optimizer]) -> None:
-    """Warn, on rank zero, where compressor and optimizer do not go together; with measured figures."""
+    """Warn, on rank zero, of optimizers that do not fit the compressor; with measured figures."""
     groups = [group for optimizer in optimizers for group in optimizer.param_groups]
     names = {id(value): name for name, value in module.named_parameters()}
     told: set[str] = set()

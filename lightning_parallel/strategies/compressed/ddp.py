@@ -1,7 +1,7 @@
-"""Gradient compression in strategies: the base classes of all, and compression under Lightning's DDP.
+"""Gradient compression in strategies: the base class of all strategies, and compression under Lightning's DDP.
 
-On a mesh, every rank of a replica compresses its own gradients, so each position in the replica has a state. `memory`
-writes the states to checkpoints of one file, `parts` to sharded checkpoints.
+On a mesh, every rank of a replica compresses the gradients that it holds, so each position in the replica has a state.
+`memory` writes the states to checkpoints of one file, `parts` to sharded checkpoints.
 """
 
 from __future__ import annotations
@@ -90,7 +90,7 @@ def drop_gradients(module: LightningModule, names: Optional[Collection[str]]) ->
 
 def warn_of_dropped_step(module: LightningModule) -> None:
     """Warn of a skipped step, the 1st, 2nd, 4th, 8th, ... time."""
-    # On the module, so that the count goes on in the next run.
+    # The module holds the count, so that the next run continues it.
     state = ParallelState.of(module)
     state.skipped_steps += 1
     count = state.skipped_steps
@@ -102,11 +102,11 @@ def warn_of_dropped_step(module: LightningModule) -> None:
 
 
 def _connect(strategy: Any) -> None:
-    """Connect the processes of a strategy if its launcher's store may know the processes of an earlier attempt."""
-    # DeepSpeed connects them by itself.
+    """Connect the processes of a strategy if the store of its launcher may hold addresses of an earlier attempt."""
+    # DeepSpeed connects its processes itself.
     if may_outlive_attempts() and not isinstance(strategy, DeepSpeedStrategy):
         strategy.set_world_ranks()
-        # Lightning will find them connected.
+        # Lightning later finds the processes connected, and creates no second default group.
         backend, timeout = process_group_backend_of(strategy), timeout_of(strategy)
         connect(strategy.cluster_environment, strategy.root_device, backend, timeout)
 
@@ -114,7 +114,7 @@ def _connect(strategy: Any) -> None:
 class SavesCompression(SavesFiles):
     """Base class that saves the state of `compression` with Lightning's checkpoints.
 
-    It also runs the heartbeat, by which the error of a failed collective can name the ranks that are gone.
+    It also runs the heartbeat, which lets the error of a failed collective name the missing ranks.
     """
 
     compression: Reducer
@@ -122,7 +122,7 @@ class SavesCompression(SavesFiles):
     _patches: Patches | None = None
 
     def _compress_by(self, compression: Reducer, compressor_state: KeptState) -> None:
-        """Set the compressor, and what checkpoints keep of its memory.
+        """Set the compressor, and the argument `compressor_state`.
 
         Raises:
             TypeError: If `compression` is no compressor.
@@ -146,7 +146,7 @@ class SavesCompression(SavesFiles):
         self._patches = Patches()
         if module is not None:
             follow_sigterm(module.trainer, lambda flag: on_any_rank([flag], self.every_rank)[0], self._patches)
-        # For fitting only: to evaluate another module must not reset the compressor.
+        # For fitting only: an evaluation of another module must not reset the compressor.
         if module is not None and module.trainer.state.fn == TrainerFn.FITTING and self.compression is not None:
             bind_to_module(module, self.compression)
 
@@ -154,7 +154,7 @@ class SavesCompression(SavesFiles):
     def setup(self, trainer: Trainer) -> None:
         module = self.lightning_module
         if module is not None and self.is_global_zero and trainer.state.fn == TrainerFn.FITTING:
-            # Before FSDP wraps layers, and so renames their parameters.
+            # Before `super().setup`, in which FSDP wraps layers and renames their parameters.
             warn_of_unmatched(module, self.compression)
         compresses = trainer.state.fn == TrainerFn.FITTING and self.compression is not None
         if module is not None and compresses:
@@ -168,7 +168,7 @@ class SavesCompression(SavesFiles):
 
     @override
     def on_exception(self, exception: BaseException) -> None:
-        # Before the teardown, which ends the heartbeat: the peers that miss this rank look for the reason.
+        # Before the teardown, which ends the heartbeat: peers that miss this rank then look for its error.
         report_failure(exception)
         super().on_exception(exception)
 
@@ -186,7 +186,7 @@ class SavesCompression(SavesFiles):
         self, checkpoint: dict[str, Any], filepath: PathLike, storage_options: Optional[Any] = None
     ) -> None:
         if "optimizer_states" in checkpoint:  # missing if only weights are saved
-            # Before the rank check in Lightning, which lets rank 0 alone go on: every rank writes its state.
+            # Before Lightning's check of the rank, which only rank 0 passes: every rank must write its state.
             checkpoint[KEY] = self._memory().save(self.path_of_parts(filepath)[0])
         super().save_checkpoint(checkpoint, filepath, storage_options)
 
@@ -196,10 +196,10 @@ class SavesCompression(SavesFiles):
 
     @override
     def load_checkpoint(self, checkpoint_path: PathLike, weights_only: Optional[bool] = None) -> dict[str, Any]:
-        # Lightning has no hook for a strategy's own state in a checkpoint: it is taken out where the file is read.
+        # Lightning has no hook for the state of a strategy in a checkpoint, so this method restores the state.
         checkpoint = super().load_checkpoint(checkpoint_path, weights_only)
         assert self.lightning_module is not None
-        # Only a fit goes on with compression, and has a session to load its state into.
+        # Only a fit continues compression, and has a session for the state.
         if self.lightning_module.trainer.state.fn == TrainerFn.FITTING:
             if KEY in checkpoint and is_memory_of(checkpoint, drifts=False):
                 self._memory().restore(checkpoint[KEY], checkpoint_path)
@@ -208,7 +208,7 @@ class SavesCompression(SavesFiles):
         return checkpoint
 
     def _memory(self) -> CompressorMemory:
-        """Return the compressor's way to checkpoints; every rank must call it."""
+        """Return the object that saves and restores the compressor's memory; every rank must call it."""
         world = self.every_rank
         return CompressorMemory(self.compression, Place(world.rank, 0), None, world, self.kept_state)
 
@@ -312,7 +312,7 @@ class CompressedDDPStrategy(SavesCompression, DDPStrategy):
         super()._begin_compression()
         module = self.lightning_module
         world = Group.of()
-        # Kept after `fit`, as a checkpoint may be saved then, and for the next one, if it is of the same processes.
+        # Kept after `fit`: a checkpoint may be saved later, and the next `fit` of the same processes uses it again.
         known = None if self._between_nodes is None else self._between_nodes.nodes.whole.process_group
         if not self.hierarchical or module is None or module.trainer.state.fn != TrainerFn.FITTING:
             return
@@ -345,7 +345,7 @@ class CompressedDDPStrategy(SavesCompression, DDPStrategy):
 
     @override
     def _register_ddp_hooks(self) -> None:
-        # Overridden as a whole: Lightning's method does nothing on CPU.
+        # Without `super()`: Lightning's method does nothing on CPU.
         assert isinstance(self.model, DistributedDataParallel)
         self._hook_state = HookState(
             self._means,
@@ -372,7 +372,7 @@ class CompressedDDPStrategy(SavesCompression, DDPStrategy):
             return
         assert isinstance(wrapper, DistributedDataParallel)
         assert self._hook_state is not None
-        # The old wrapper's hooks would reduce every gradient a second time.
+        # The hooks of the old wrapper would reduce every gradient a second time.
         self._hook_state.close()
         remove_ddp_hooks(wrapper)
         self.model = module
@@ -381,7 +381,7 @@ class CompressedDDPStrategy(SavesCompression, DDPStrategy):
     @override
     def post_backward(self, closure_loss: Tensor) -> None:
         super().post_backward(closure_loss)
-        # While batches accumulate, DDP reduces nothing, and a compressor counts optimizer steps.
+        # While batches accumulate, DDP reduces nothing, so there is no step to finish.
         if self._hook_state is None or not self.model.require_backward_grad_sync:  # type: ignore[union-attr]
             return
         if not self._hook_state.finish() and getattr(self.precision_plugin, "scaler", None) is None:

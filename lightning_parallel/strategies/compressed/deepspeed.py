@@ -254,7 +254,7 @@ class CompressedDeepSpeedStrategy(SavesCompression, DeepSpeedStrategy):
             raise RuntimeError("DeepSpeed has 4-bit gradients on CUDA only; leave out `quantized_gradients`.")
         self._check_precision()
         disable_shared_memory_kernel()
-        # Past `DeepSpeedStrategy`, which refuses any device but CUDA, and so past `SavesCompression` too.
+        # Skips `DeepSpeedStrategy`, which refuses any device but CUDA. This also skips `SavesCompression`.
         super(DeepSpeedStrategy, self).setup_environment()
         self._begin_compression()
 
@@ -263,18 +263,18 @@ class CompressedDeepSpeedStrategy(SavesCompression, DeepSpeedStrategy):
         if self.root_device.type != "cpu":
             super().setup_distributed()
             return
-        # Lightning's method does the same, after a check of the indices of CUDA devices.
+        # The same as Lightning's method, without its check of the indices of CUDA devices.
         reset_seed()
         self.set_world_ranks()
         init_deepspeed_distributed(self)
 
     def _check_precision(self) -> None:
-        """Refuse a 16-bit type early that DeepSpeed would refuse later, with a less helpful message.
+        """Check early that the device supports the 16-bit type: DeepSpeed's later error is less helpful.
 
-        On CPU it depends on the processor: oneDNN computes in float16 with AVX-512 FP16 only.
+        On CPU this depends on the processor: oneDNN computes in float16 only with AVX-512 FP16.
 
         Raises:
-            ValueError: If the device does not compute in the type asked for.
+            ValueError: If the device does not support the 16-bit type of the configuration or the Trainer.
         """
         from deepspeed.accelerator import get_accelerator
 
@@ -315,7 +315,7 @@ class CompressedDeepSpeedStrategy(SavesCompression, DeepSpeedStrategy):
             )
         super()._initialize_deepspeed_train(model)
         if self._stage > 0 and self.world_size > 1:
-            # The user's optimizer, inside the wrapper that divides its state.
+            # The user's optimizer, inside the wrapper of ZeRO, which shards its state.
             check_flattened([getattr(one, "optimizer", one) for one in self.optimizers], "DeepSpeed's ZeRO")
         if self.compression is not None:
             self._state = compress_deepspeed(self.deepspeed_engine, self.compression)
@@ -330,7 +330,7 @@ class CompressedDeepSpeedStrategy(SavesCompression, DeepSpeedStrategy):
 
     @override
     def backward(self, closure_loss: Tensor, optimizer: Optional[Optimizer], *args: Any, **kwargs: Any) -> Tensor:
-        # Lightning has divided the loss by the number of accumulated batches; DeepSpeed would do it again.
+        # Lightning has divided the loss by the number of accumulated batches; DeepSpeed would divide it again.
         return super().backward(closure_loss, optimizer, *args, scale_wrt_gas=False, **kwargs)
 
     @override
@@ -338,7 +338,7 @@ class CompressedDeepSpeedStrategy(SavesCompression, DeepSpeedStrategy):
         super().post_backward(closure_loss)
         if self._state is None or not self.deepspeed_engine.is_gradient_accumulation_boundary():
             return
-        # The session has made DeepSpeed skip the step; the warning is left to do.
+        # The session has made DeepSpeed skip the step, so only the warning is missing.
         if not self._state.finish():
             assert self.lightning_module is not None
             warn_of_dropped_step(self.lightning_module)
@@ -358,7 +358,7 @@ class CompressedDeepSpeedStrategy(SavesCompression, DeepSpeedStrategy):
     def save_checkpoint(
         self, checkpoint: dict[str, Any], filepath: PathLike, storage_options: Optional[Any] = None
     ) -> None:
-        # Without a compressor there is no state to add: past `SavesCompression`.
+        # Without a compressor there is no state to add, so this skips `SavesCompression`.
         if self.compression is None:
             DeepSpeedStrategy.save_checkpoint(self, checkpoint, filepath, storage_options)
         else:

@@ -61,7 +61,7 @@ class _SavesShardedCompression(SavesCompression):
     @override
     def _memory(self) -> CompressorMemory:
         assert self._state is not None
-        # A step stays open until the next forward pass, and its residuals belong to the state.
+        # A step may stay open until the next forward pass, and its residuals belong to the state.
         self._state.finish()
         place, replicas = Place(*self._state.place()), self._state.group
         return CompressorMemory(self.compression, place, replicas, self.every_rank, self.kept_state)
@@ -176,9 +176,9 @@ class CompressedFSDPStrategy(_SavesShardedCompression, FSDPStrategy):
         # Lightning would make a mesh of CUDA devices of the tuple.
         if mesh is not None:
             self.kwargs["device_mesh"] = init_device_mesh(device, mesh) if isinstance(mesh, tuple) else mesh
-        # Here, since the Trainer sets a strategy's plugin after its constructor.
+        # Not in the constructor: the Trainer sets the plugin of a strategy later.
         plugin = self.precision_plugin
-        # Not of a subclass, which may be the user's.
+        # The exact type: a subclass may be the user's plugin.
         if type(plugin) is FSDPPrecision:
             self.precision_plugin = DeviceFSDPPrecision(plugin, device, lambda: self.model)
 
@@ -223,9 +223,9 @@ class CompressedFSDPStrategy(_SavesShardedCompression, FSDPStrategy):
     def _wrap(self, model: nn.Module) -> nn.Module:
         is_wrapped = any(isinstance(module, FullyShardedDataParallel) for module in model.modules())
         if self.root_device.type == "cpu" and not is_wrapped:
-            # Lightning leaves a module that is FSDP already as it is.
+            # Lightning does not wrap an FSDP module again.
             model = FullyShardedDataParallel(model, **self._arguments)
-            # Done with; Lightning would warn that a wrapped module cannot follow it.
+            # The policy was applied. Lightning would warn that it has no effect on a wrapped module.
             self.kwargs.pop("auto_wrap_policy", None)
         return super()._setup_model(model)
 
@@ -260,13 +260,13 @@ class CompressedFSDPStrategy(_SavesShardedCompression, FSDPStrategy):
             state = FullyShardedDataParallel.optim_state_dict(self.model, inner)
         if self.global_rank > 0:
             return state
-        # FSDP names parameters in an optimizer's state, where checkpoints of Lightning number them.
+        # FSDP names the parameters in an optimizer's state, but Lightning's checkpoints number them.
         return FullyShardedDataParallel.rekey_optim_state_dict(state, OptimStateKeyType.PARAM_ID, self.model)
 
     def _whole_on_cpu(self) -> AbstractContextManager:
-        """Gather full states like Lightning, but without its offload to CPU.
+        """Gather full states like Lightning, but without offload to CPU.
 
-        When tensors on the CPU are to be offloaded there, FSDP frees memory that is in use.
+        If tensors are on the CPU already, the offload of FSDP frees memory in use.
         """
         assert isinstance(self.model, FullyShardedDataParallel)
         return FullyShardedDataParallel.state_dict_type(
@@ -279,7 +279,7 @@ class CompressedFSDPStrategy(_SavesShardedCompression, FSDPStrategy):
     @contextmanager
     @override
     def block_backward_sync(self) -> Generator:
-        # Lightning's own does this for DDP only: every accumulated batch would be reduced.
+        # Lightning's method works for DDP only: FSDP would reduce every accumulated batch.
         model = self.model
         with model.no_sync() if isinstance(model, FullyShardedDataParallel) else nullcontext():
             yield
@@ -288,7 +288,7 @@ class CompressedFSDPStrategy(_SavesShardedCompression, FSDPStrategy):
     def post_backward(self, closure_loss: Tensor) -> None:
         super().post_backward(closure_loss)
         synchronized = isinstance(self.model, FullyShardedDataParallel) and fsdp1_synchronizes(self.model)
-        # With a scaler the gradients stay: it finds that they are not finite, and skips the step.
+        # With a scaler the gradients stay: the scaler finds the non-finite values, and skips the step.
         if self._state is not None and synchronized and not self._state.finish() and self._scaler is None:
             self._skip_step()
 
@@ -370,7 +370,7 @@ class CompressedModelParallelStrategy(_SavesShardedCompression, ModelParallelStr
     @property
     @override
     def distributed_sampler_kwargs(self) -> dict[str, Any]:
-        # Ranks that shard parameters with each other read different data, whatever the axis is called.
+        # Ranks that shard parameters with each other read different data, even on the tensor-parallel axis.
         if self._sharding != self._axis("data_parallel"):
             return {"num_replicas": self.world_size, "rank": self.global_rank}
         return super().distributed_sampler_kwargs
@@ -380,14 +380,14 @@ class CompressedModelParallelStrategy(_SavesShardedCompression, ModelParallelStr
         super().setup(trainer)
         if trainer.state.fn == TrainerFn.FITTING:
             assert self.lightning_module is not None
-            # Only now: `super().setup` gives data to parameters on the meta device, which replicas are to share.
+            # After `super().setup`, which gives data to parameters on the meta device: the replicas copy these data.
             self._state = compress_fully_shard(self.lightning_module, self.compression, self._replicas)
 
     @contextmanager
     @override
     def block_backward_sync(self) -> Generator:
         assert self.model is not None
-        # Each sharded module by itself, since `configure_model` need not have sharded the root.
+        # Each sharded module separately, because `configure_model` may not have sharded the root.
         sharded = [module for module in self.model.modules() if isinstance(module, FSDPModule)]
         self._synchronizes = False
         for module in sharded:
@@ -407,7 +407,7 @@ class CompressedModelParallelStrategy(_SavesShardedCompression, ModelParallelStr
 
 
 class DeviceFSDPPrecision(FSDPPrecision):
-    """`FSDPPrecision` with autocast and a gradient scaler for `device`: Lightning's are for CUDA.
+    """`FSDPPrecision` with autocast and a gradient scaler for `device`: Lightning's plugin supports only CUDA.
 
     Args:
         like: The plugin to replace.
@@ -438,5 +438,6 @@ class DeviceFSDPPrecision(FSDPPrecision):
                 "FSDP clips the gradients of the full model by their norm, but this optimizer has only a part of"
                 " them; use one optimizer, or `gradient_clip_algorithm='value'`"
             )
-        # Lightning's plugin refuses this, as it has no reference to the root: only FSDP sees all shards of the norm.
+        # Lightning's plugin refuses this, because it has no reference to the root module. Only the root can sum the
+        # norm over all shards.
         model.clip_grad_norm_(clip_val)

@@ -1,4 +1,4 @@
-"""The memory of a compressor in a checkpoint of one file: each rank's state in a file beside it, or nothing."""
+"""The memory of a compressor in a checkpoint of one file: a file per rank beside the checkpoint, or nothing."""
 
 from __future__ import annotations
 
@@ -60,10 +60,10 @@ class CompressorMemory:
 
     Attributes:
         means: The compressor, or the reducer that divides its work among the replicas of a node.
-        place: The place of this rank.
+        place: The position of this rank.
         replicas: The ranks that compress together; None stands for all ranks.
         world: All ranks.
-        kept: What a checkpoint keeps.
+        kept: The argument `compressor_state`: `local` writes files, `none` keeps the step alone.
     """
 
     means: Union[Reducer, HierarchicalReducer]
@@ -81,7 +81,7 @@ class CompressorMemory:
 
     def restore(self, saved: Mapping[str, Any], path: PathLike) -> None:
         """Continue from an entry of a checkpoint at `path`."""
-        # Schedules and warm-up go on from the saved step, even if residuals are lost.
+        # Schedules and warm-up continue from the saved step, even if residuals are lost.
         found: Any = saved
         if RankFiles.are_in(saved):
             found = _FILES.read(saved, self.place, path, self.world) or without_memory(saved["step"])

@@ -41,8 +41,8 @@ class MeshCompression:
         module: The user's module.
         groups: The mesh's groups.
         means: `reducer`, or the hierarchical reducer that divides its work among the replicas of a node.
-        kept: What checkpoints keep of its memory.
-        drifts: Whether it averages drifts of parameters for `LocalSGDStrategy` rather than gradients.
+        kept: The argument `compressor_state`.
+        drifts: Whether the compressor averages drifts of parameters for `LocalSGDStrategy` rather than gradients.
     """
 
     reducer: Reducer
@@ -81,18 +81,19 @@ class MeshCompression:
         shapes = {name: parameter.shape for name, parameter in module.named_parameters()}
         for name in shapes.keys() & rules.keys():
             shapes[name] = rules[name].full_shape(shapes[name])
-        # The full sizes give all tensor ranks the same owners, so they compress replicated parameters alike.
+        # The full sizes give all tensor-parallel ranks the same owners, so their copies of a replicated parameter get
+        # equal means.
         sizes = {name: math.prod(shape) for name, shape in shapes.items()}
         return cls(reducer, module, groups, between_nodes(reducer, nodes, sizes), kept, drifts)
 
     @property
     def nodes(self) -> NodeGroups | None:
-        """The groups in and across nodes, with `hierarchical`."""
+        """The groups inside and across nodes, with `hierarchical`."""
         return self.means.nodes if isinstance(self.means, HierarchicalReducer) else None
 
     @property
     def replicas_and_owners(self) -> tuple[int, int]:
-        """How many take part in compression, and how many ranks each of them is."""
+        """The number of participants in compression, and the ranks of each participant."""
         return (
             (self.groups.data_parallel.size, 1)
             if self.nodes is None
@@ -114,18 +115,19 @@ class MeshCompression:
         }
 
     def _second_group(self) -> Group | None:
-        # It costs threads and sockets, so only buckets that overlap get it: see `GradientSession`, `HierarchicalStep`.
+        # The group costs threads and sockets, so only buckets that overlap get it: see `GradientSession` and
+        # `HierarchicalStep.overlaps`.
         is_of_use = self.nodes is None and "nccl" not in self.groups.data_parallel.backend
         return self.groups.extra(DATA, "the compression of the next bucket") if is_of_use else None
 
     def prepare_step(self, precision: Precision) -> None:
-        """Set the compressor's loss scale for the coming step: its residuals are kept without it."""
-        # Before each step, since the scaler changes the scale after steps.
+        """Set the compressor's loss scale for the next step: the residuals are kept without the loss scale."""
+        # Before each step, because the scaler changes the scale after steps.
         scaler = getattr(precision, "scaler", None)
         self.reducer.scale = 1.0 if scaler is None else float(scaler.get_scale())
 
     def drop_nonfinite_gradients(self, reducer: GradientReducer, precision: Precision) -> None:
-        """Drop the gradients of a step that was rolled back, unless a gradient scaler will skip it anyway."""
+        """Drop the gradients of a step that was rolled back, unless a gradient scaler will skip the step."""
         if not reducer.applied and getattr(precision, "scaler", None) is None:
             drop_gradients(self.module, reducer.reduced)
 
@@ -139,15 +141,15 @@ class MeshCompression:
             checkpoint[KEY] = self._memory.save(path)
 
     def restore(self, checkpoint: dict[str, Any], path: PathLike, rules: Mapping[str, Shard]) -> None:
-        """Continue from the compressor's state in `checkpoint`, read at `path`, if it has one.
+        """Continue from the compressor's state in `checkpoint`, which was read from `path`, if there is one.
 
-        Every rank must call it, and an error of one rank is raised on all.
+        Every rank must call it. An error of one rank is raised on all ranks.
         """
         if KEY not in checkpoint or not is_memory_of(checkpoint, self.drifts):
             return
         state = checkpoint[KEY]
         if state.get("layout") == PARTS:
-            # Each rank reads other parts, and one of them may be damaged.
+            # Each rank reads different parts, and a damaged part must stop all ranks.
             with comm.failing_together(self.groups.world):
                 state = StateParts(self.module, rules, self.groups, self.nodes).assemble(state)
         self._memory.restore(state, path)
@@ -169,12 +171,14 @@ def gradient_reducer(
     options: Any,
     slices: ParameterSlices | None = None,
 ) -> GradientReducer:
-    """Return the reducer of the module's gradients over `data` for one `fit`, to `slices` if there are some.
+    """Return the reducer of the module's gradients over `data` for one `fit`.
 
-    `options` are the arguments of its compression.
+    Args:
+        options: Arguments for compression; see `MeshCompression.reducer_options`.
+        slices: If given, each replica receives its slices of the means (`zero_stage`).
     """
     names = frozenset() if sharding is None else sharding.partial
-    # Gradients of whole parameters inside a divided region are sums over the tensor axis.
+    # Gradients of replicated parameters inside a sharded region are partial: their sum over the tensor axis is needed.
     prepare = partial(reduce_partial_, rules=rules, group=groups.tensor_parallel) if names else None
     parameters = dict(module.named_parameters())
     if slices is not None:

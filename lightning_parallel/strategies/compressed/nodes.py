@@ -1,4 +1,4 @@
-"""The argument `hierarchical` of strategies: compression between nodes, and which ranks are on one."""
+"""The argument `hierarchical` of strategies: compression between nodes, and the ranks of each node."""
 
 from __future__ import annotations
 
@@ -42,14 +42,18 @@ def hosts_of(world: Group, node_rank: int) -> dict[int, str]:
 
 
 def size_of_node(hierarchical: Hierarchical) -> int | None:
-    """Return how many replicas are a node; None if their hosts tell."""
+    """Return the number of replicas per node; None to group the replicas by host."""
     return None if isinstance(hierarchical, bool) else int(hierarchical)
 
 
 def between_nodes(
     reducer: Reducer, nodes: NodeGroups, sizes: Optional[Mapping[str, int]] = None
 ) -> HierarchicalReducer:
-    """Return a reducer that compresses by `reducer` between `nodes`; warn if that is of no use."""
+    """Return a reducer that compresses with `reducer` between `nodes`; warn if compression between nodes has no effect.
+
+    Args:
+        sizes: Elements by parameter name; see `HierarchicalReducer`.
+    """
     if nodes.across.size == 1:
         rank_zero_warn(
             f"`hierarchical` has no effect: all {nodes.whole.size} replicas are on one node. Inside a node,"

@@ -1,12 +1,13 @@
-"""Stores the state of a compressor in a sharded checkpoint: each rank writes its own, and any layout reads it.
+"""Stores the state of a compressor in a sharded checkpoint: each rank writes its part, and any layout reads it.
 
     {"layout": "parts", "model": [pipeline, tensor], "replicas": R, ...: the other entries of the state,
-     "by_name": {slot: {parameter: [tensor of replica 0, ...]}},      full tensors, sharded as the parameter is
+     "by_name": {slot: {parameter: [tensor of replica 0, ...]}},      full tensors, sharded like the parameter
      "by_position": [{slot: {parameter: tensor}}, ...]}               tensors of another shape than the parameter
 
-Residuals have the shape of their parameter, so any layout takes its shard of them. If the number of replicas changes,
-each replica continues from their mean, which keeps the ratio of their sum to the mean gradient. Tensors of another
-shape, such as the factors of PowerSGD, fit only the same layout of the model. Other layouts start them anew.
+Residuals have the shape of their parameter, so any layout takes its shard of a residual. If the number of replicas
+changes, each replica continues from the mean of the residuals, so the mean gradient receives the same unsent part.
+Tensors of another shape, such as the factors of PowerSGD, fit only the same layout of the model. Other layouts begin
+without such tensors.
 """
 
 from __future__ import annotations
@@ -59,7 +60,7 @@ class StateParts:
     nodes: Optional[NodeGroups] = None
 
     def divide(self, state: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the entry of the checkpoint, of which this rank writes its part; every rank must call it.
+        """Return the entry of the checkpoint, with the data of this rank; every rank must call it.
 
         Args:
             state: The state of this rank.
@@ -75,6 +76,7 @@ class StateParts:
         mine = joined(comm.all_gather_object(mine, inside))
         everyone = comm.all_gather_object(mine, self.groups.replica)
         zeros = self._add_kinds(mine, everyone)
+        # Only one rank of a node may write the zeros: each parameter has one writer per node.
         if inside.rank == 0:
             slots = joined([slots, zeros])
         everyone[self.groups.replica.rank] = mine
@@ -85,14 +87,14 @@ class StateParts:
         by_name: dict[str, dict[str, list[Tensor]]] = {}
         by_position: list[dict[str, dict[str, Tensor]]] = [{} for _ in everyone]
         stages: dict[tuple[str, str], int] = {}
-        # Every rank must describe every tensor, also without data: the writer joins the descriptions of all ranks.
+        # Every rank must describe every tensor, even without data: the writer joins the descriptions of all ranks.
         for position, theirs in enumerate(everyone):
             stage = position // self.groups.tensor_parallel.size
             held = slots if position == self.groups.replica.rank else {}
             for slot, named in theirs.items():
                 for name, kind in named.items():
                     tensor = held.get(slot, {}).get(name)
-                    # The stages of a tied parameter keep a tensor each: the first one goes under the name.
+                    # Each stage of a tied parameter keeps a tensor. The tensor of the first stage gets the name.
                     is_first = stages.setdefault((slot, name), stage) == stage
                     if not (kind.is_elementwise and is_first):
                         by_position[position].setdefault(slot, {})[name] = self._stacked(tensor, slot, kind)
@@ -101,8 +103,8 @@ class StateParts:
         return {"by_name": by_name, "by_position": by_position}
 
     def _add_kinds(self, mine: _Kinds, everyone: Sequence[_Kinds]) -> dict[str, dict[str, Tensor]]:
-        """Add the kinds that only other shards of the stage have; return zeros for them."""
-        # A full tensor needs all shards, and another layout reads full tensors.
+        """Add the kinds that only other tensor-parallel ranks of the stage have; return zeros for these kinds."""
+        # Another layout reads full tensors, and a full tensor needs the shards of all ranks.
         parameters, width = dict(self.module.named_parameters()), self.groups.tensor_parallel.size
         stage = self.groups.replica.rank // width
         zeros: dict[str, dict[str, Tensor]] = {}
@@ -116,7 +118,7 @@ class StateParts:
         return zeros
 
     def assemble(self, divided: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the state that this rank continues with, from an entry of `divide` in any layout; no communication."""
+        """Return the next state of this rank from an entry of `divide`, in any layout; this communicates nothing."""
         replicas, rank = self._replicas, self.groups.tensor_parallel.rank
         is_same_model = divided["model"] == self._model
         is_same_number = divided["replicas"] == replicas.size
@@ -127,7 +129,7 @@ class StateParts:
         names = {name for name, _ in self.module.named_parameters()}
         for slot, named in divided["by_name"].items():
             for name in names & named.keys():
-                # As many replicas take their own row, bit for bit; others take the mean of all rows.
+                # An equal number of replicas takes its own rows, bit for bit. Otherwise all take the mean of the rows.
                 rows = [named[name][replicas.rank]] if is_same_number else named[name]
                 state.setdefault(slot, {})[name] = mean_of(_part(row, self.rules.get(name), rank) for row in rows)
         if not is_same_model:
@@ -151,7 +153,7 @@ class StateParts:
 
     @property
     def _replicas(self) -> Group:
-        """The ranks with states of this rank's parameters."""
+        """The ranks that keep a state of the parameters of this rank."""
         return self.groups.data_parallel if self.nodes is None else self.nodes.across
 
     @property
@@ -181,10 +183,10 @@ class StateParts:
         return [PartialTensor.of(kind.shape, kind.dtype, part) for part in parts]
 
     def _stacked(self, tensor: Tensor | None, slot: str, kind: _Kind) -> Tensor:
-        """Return the tensors of all replicas as one, (replicas, *shape), of which this rank writes its row."""
+        """Return the tensors of all replicas as one tensor, (replicas, *shape), with the row of this rank."""
         rank, size = self._replicas.rank, self._replicas.size
         if slot in REPLICATED:
-            # Equal on all replicas, so the first one writes it alone.
+            # Equal on all replicas, so only the first replica writes it.
             return PartialTensor.of(kind.shape, kind.dtype, TensorPart(tensor if rank == 0 else None))
         part = TensorPart() if tensor is None else TensorPart(tensor.unsqueeze(0), 0, ((rank, rank + 1),))
         return PartialTensor.of((size, *kind.shape), kind.dtype, part)

@@ -1,10 +1,10 @@
-"""State of the optimizers of replicas that take steps of their own, in a checkpoint.
+"""Optimizer state of replicas that step independently, in a checkpoint.
 
     "are_new"        [whether each replica's optimizers have no state yet]
     "optimizers"     in one file      the entry of `RankFiles`: each rank writes its slots beside the checkpoint
                      in a folder      the entry of `StateParts.divide`
 
-A slot is an optimizer and a key of its state, "0.exp_avg", and holds tensors by parameter.
+A slot is an optimizer and a key of its state, such as "0.exp_avg", and holds tensors by parameter.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class ReplicaOptimizers:
     def save(self, path: PathLike, is_sharded: bool) -> dict[str, Any]:
         """Return the entries of a checkpoint at `path`, which is sharded or one file with files beside it."""
         mine = self._slots()
-        # Zeros are no state: an optimizer with zeros would skip its corrections of the first steps.
+        # Zeros cannot replace a missing state: an optimizer would skip its corrections of the first steps.
         are_new = comm.all_gather_object(not mine, self.groups.data_parallel)
         mine = self._filled(mine)
         if is_sharded:
@@ -65,24 +65,26 @@ class ReplicaOptimizers:
         return {"are_new": are_new, "optimizers": entry}
 
     def read(self, state: Mapping[str, Any], path: PathLike) -> Any:
-        """Read the files beside a checkpoint at `path`, for `restore`; None if there are none, or not all."""
+        """Read the files beside a checkpoint at `path`, for `restore`; None without files, or if a file is lost."""
         saved = state["optimizers"]
         if not RankFiles.are_in(saved):
             return None
         return _FILES.read(saved, Place.of(self.groups), path, self.groups.world)
 
     def restore(self, state: Mapping[str, Any], found: Any) -> None:
-        """Continue from the entries of `save` and the result of `read`; no communication.
+        """Continue from the entries of `save` and the result of `read`; this communicates nothing.
 
-        All ranks already have the state of the first replica, and keep it if the files are lost.
+        All ranks already have the state of the first replica, and keep it if files are lost.
         """
         data, saved = self.groups.data_parallel, state["optimizers"]
         if not RankFiles.are_in(saved):
             same_division = saved["model"] == [self.groups.pipeline_parallel.size, self.groups.tensor_parallel.size]
+            # Tensors by position belong to the old shards, and `assemble` would warn of a compression state.
             saved = saved if same_division else {**saved, "by_position": []}
             found = self._parts.assemble(saved)
         elif found is None:
             return
+        # An optimizer without a state must stay without one: zeros would count as old steps.
         if len(state["are_new"]) == data.size and state["are_new"][data.rank]:
             self.clear()
             return
@@ -103,7 +105,7 @@ class ReplicaOptimizers:
         return StateParts(self.module, self.rules, self.groups)
 
     def clear(self) -> None:
-        """Let this rank's optimizers forget everything."""
+        """Drop the state of this rank's optimizers."""
         for optimizer in self.optimizers:
             optimizer.state.clear()
 
@@ -119,7 +121,7 @@ class ReplicaOptimizers:
         return slots
 
     def _filled(self, mine: dict[str, dict[str, Tensor]]) -> dict[str, dict[str, Tensor]]:
-        """Add zeros for slots that only other replicas have: a checkpoint has a row of each replica."""
+        """Add zeros for slots that only other replicas have: a checkpoint has a row for each replica."""
         described = {
             slot: {name: (tuple(value.shape), value.dtype) for name, value in named.items()}
             for slot, named in mine.items()

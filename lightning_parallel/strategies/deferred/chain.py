@@ -1,10 +1,10 @@
-"""Chains of operations: how a storage without data gets its contents.
+"""Chains of operations, which give a storage without data its contents.
 
     randn(4096, 4096), state of the generator  <-  mul_(0.02)  <-  fill_(0) of one row
 
-A chain is immutable. An operation that writes a part of a storage extends the chain of that storage. An operation that
-overwrites all of it, or makes a new tensor, begins a new chain. A tensor that an operation reads is captured as the
-chain of that moment, so later writes to the tensor do not matter.
+A chain is immutable. An operation that writes a part of a storage extends the chain of the storage. An operation that
+overwrites the full storage, or makes a new tensor, begins a new chain. A link captures each tensor that it reads as the
+current chain of the tensor, so later writes do not matter.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ _storages = count(1)
 
 
 class StorageLayout(NamedTuple):
-    """Where a tensor lies in its storage, and of which type it is."""
+    """Holds the dtype of a tensor and its position in its storage."""
 
     dtype: torch.dtype
     size: torch.Size
@@ -96,8 +96,8 @@ class StorageView:
     """A tensor among the arguments of a link.
 
     Attributes:
-        link: Makes the storage of the tensor. None: the storage is the one that the link writes.
-        layout: Where the tensor lies there.
+        link: The link that makes the storage of the tensor; None for the storage that the current link writes.
+        layout: The position of the tensor in the storage.
     """
 
     link: OperationLink | None
@@ -109,16 +109,16 @@ class OperationLink:
 
     Args:
         func: The operation.
-        args, kwargs: Have a `StorageView` for each deferred tensor, and `EXPLICIT_GENERATOR` for a generator.
-        device: Where the storage belongs.
+        args, kwargs: Arguments, with a `StorageView` for each deferred tensor and `EXPLICIT_GENERATOR` for a generator.
+        device: The device of the storage.
         num_bytes: The size of the storage.
-        parent: The chain that the operation goes on from; None if it makes a new tensor, or overwrites all.
+        parent: The chain before the operation; None if the operation makes a new tensor or overwrites the storage.
         states: States of the generators before a random operation, by device.
-        made: The layout of the new tensor; None if the operation writes into the storage that is there.
+        made: The layout of the new tensor; None if the operation writes into the storage of the chain.
 
     Attributes:
-        cost: Operations that run to make the storage. An operation that reads two chains runs both of them.
-        nesting: Depth of chains that are made inside each other.
+        cost: Operations that run to make the storage. An operation that reads two chains runs both chains.
+        nesting: Depth of chains that run inside each other.
     """
 
     def __init__(
@@ -140,7 +140,7 @@ class OperationLink:
         self.parent = parent
         self.states = states
         self.made = made
-        # transformers sets the default dtype while it builds a model.
+        # transformers changes the default dtype during a build, and the link may run later.
         self.default_dtype = torch.get_default_dtype()
         leaves = pytree.tree_leaves((args, kwargs))
         self.sources = {leaf.link for leaf in leaves if isinstance(leaf, StorageView) and leaf.link is not None}
@@ -152,11 +152,12 @@ class OperationLink:
         )
 
     def make_storage(self) -> torch.UntypedStorage:
-        """Run the chain up to this link; returns a new storage.
+        """Run the chain up to this link, and return a new storage.
 
         Raises:
-            RuntimeError: If an operation gives a tensor of another shape, type or device than it did when recorded.
+            RuntimeError: If an operation gives a tensor of another shape, type or device than when it was recorded.
         """
+        # A loop, because a chain may be longer than the stack of Python.
         chain: list[OperationLink] = []
         link: OperationLink | None = self
         while link is not None:
@@ -170,15 +171,15 @@ class OperationLink:
         return storage
 
     def run(self, storage: torch.UntypedStorage | None, is_drawn_later: bool) -> torch.UntypedStorage:
-        """Run the operation of this link alone, on the storage that the chain before it made.
+        """Run the operation of this link alone, and return the storage of the chain.
 
         Args:
-            storage: That storage; None if the link begins a chain.
+            storage: The storage from the chain before the link; None if the link begins a chain.
             is_drawn_later: Whether a later operation of the chain fills the storage with random numbers.
         """
         if storage is None and self.made is None:
             storage = torch.UntypedStorage(self.num_bytes, device=self.device)
-        # Made for this operation only, and dropped after it: the peak is a few tensors, not the tensors of the model.
+        # Made for this operation, and dropped after it: the peak is a few tensors, not the tensors of the model.
         memory = {link: link.make_storage() for link in self.sources}
         default_dtype = torch.get_default_dtype()
         torch.set_default_dtype(self.default_dtype)
@@ -196,7 +197,7 @@ class OperationLink:
         if self.states is not None and self.has_explicit_generator:
             ((device, state),) = self.states.items()
             generator = torch.Generator(device=device)
-            # A clone, since the generator would read a view of shared memory from the start of that memory.
+            # A clone: from a view of shared memory, the generator would read the start of the memory instead.
             generator.set_state(state.clone())
 
         def resolved(leaf: Any) -> Any:
@@ -230,13 +231,13 @@ class OperationLink:
 class Contents:
     """The contents of a storage on the meta device: the chain that makes them, or the data.
 
-    It is an attribute of the storage's Python object, which lives as long as the storage. Tensors that share a storage
-    share it, `parameter.data = other` takes it along, and it goes when nobody can ask for it any more.
+    The contents are an attribute of the storage's Python object, which lives as long as the storage. Tensors with one
+    storage therefore share the contents, and `parameter.data = other` moves them. They are freed with the last tensor.
 
     Attributes:
-        device: Where the data belong.
+        device: The device of the data.
         link: The end of the chain. None once the data are settled: operations then write `value`.
-        value: The data, if something has read them.
+        value: The data, if an operation has read them.
         address: A number that differs between storages, for code that compares `data_ptr()`.
     """
 
@@ -244,17 +245,17 @@ class Contents:
         self.device = device
         self.link = link
         self.value: torch.UntypedStorage | None = None
-        # So far apart (16 TiB) that addresses inside two storages never meet.
+        # The addresses are 16 TiB apart, so addresses inside two storages never overlap.
         self.address = next(_storages) << 44
         alias.untyped_storage().contents = self  # type: ignore[attr-defined]
 
     def extend(self, link: OperationLink) -> None:
-        """Let the chain end with `link`, which makes data that something has read out of date."""
+        """Make `link` the end of the chain, and drop data from before the link."""
         self.link = link
         self.value = None
 
     def settle(self) -> None:
-        """Make the data and keep them for good, as what counts."""
+        """Make the data and keep them: from now on they replace the chain."""
         if self.value is None and self.link is not None:
             self.value = self.link.make_storage()
         self.link = None
@@ -308,9 +309,9 @@ def read_stored(stored: StoredTensor) -> Tensor:
 
 
 def stored_origin(tensor: Tensor) -> tuple[StoredTensor, list[torch.dtype]] | None:
-    """Return the file's tensor that a deferred tensor copies, and its dtypes on the way; None if it is anything else.
+    """Return the file's tensor that a deferred tensor copies, and the dtypes of the copies in order; None otherwise.
 
-    Only copies of full tensors count, element by element, in another dtype perhaps.
+    Only copies of full tensors count, element by element. A copy may change the dtype.
     """
     dtypes: list[torch.dtype] = []
     view = StorageView(contents_of(tensor).link, StorageLayout.of(tensor))
@@ -324,11 +325,11 @@ def stored_origin(tensor: Tensor) -> tuple[StoredTensor, list[torch.dtype]] | No
         packet = getattr(link.func, "overloadpacket", None)
         if packet not in CONVERSIONS:
             return None
-        # A view in other dimensions or another dtype than the link wrote is no copy of its source.
+        # A view with other dimensions or another dtype than the written tensor is not a copy of the source.
         copied, source = (link.args[0].layout, link.args[1]) if packet is _aten.copy_ else (link.made, link.args[0])
         if copied != layout or not isinstance(source, StorageView) or source.layout.size != layout.size:
             return None
-        # From complex to real numbers a part would be dropped with a warning, the second time.
+        # A conversion from complex to real numbers warns, and the replay would warn a second time.
         if source.layout.dtype.is_complex != layout.dtype.is_complex:
             return None
         dtypes.insert(0, layout.dtype)
@@ -336,7 +337,7 @@ def stored_origin(tensor: Tensor) -> tuple[StoredTensor, list[torch.dtype]] | No
 
 
 def read_part(deferred: Tensor, rule: Shard | None, rank: int) -> Tensor | None:
-    """Read the part of `rank` of a deferred tensor from its file, into new memory; None if it comes from no file."""
+    """Read the part of `rank` of a deferred tensor from its file, into new memory; None without a file."""
     origin = stored_origin(deferred)
     if origin is None:
         return None
@@ -352,7 +353,7 @@ def read_part(deferred: Tensor, rule: Shard | None, rank: int) -> Tensor | None:
 
 
 class OperationFacts(NamedTuple):
-    """What the schema of an operation says; `written` are the positions and names of the arguments that it writes."""
+    """Holds facts from the schema of an operation; `written` has position and name of each written argument."""
 
     written: tuple[tuple[int, str], ...]
     num_returns: int
@@ -372,7 +373,7 @@ def facts_of(func: Any) -> OperationFacts:
         for position, argument in enumerate(schema.arguments)
         if argument.alias_info is not None and argument.alias_info.is_write
     )
-    # Operations of other libraries are not tagged with care: they may draw random numbers.
+    # Operations of other libraries may lack the tag, and may still draw random numbers.
     is_random = torch.Tag.nondeterministic_seeded in func.tags or "generator" in arguments or func.namespace != "aten"
     return OperationFacts(
         written=written,
@@ -393,10 +394,10 @@ _free_places: dict[int, list[Tensor]] = {}
 
 
 def packed_state(state: Tensor) -> Tensor:
-    """Copy a generator's state into memory that 256 of them share.
+    """Copy a generator's state into memory that 256 states share.
 
-    Allocated one by one between the temporaries of a build, they would leave holes in the heap that are never quite
-    large enough for the next temporary: it would grow by the size of the model.
+    Separate allocations between the temporaries of a build would leave holes in the heap, each too small for the next
+    temporary. The heap would grow by the size of the model.
     """
     places = _free_places.setdefault(state.numel(), [])
     if not places:
@@ -446,9 +447,9 @@ def scratch_reused() -> Iterator[None]:
 
 
 def scratch_tensor(layout: StorageLayout, device: torch.device) -> Tensor:
-    """Return a tensor of this shape and these strides, of any contents, to be used before the next call.
+    """Return a tensor of this shape and these strides, with undefined contents, for use before the next call.
 
-    During a build one piece of memory serves for all, for the reason that `packed_state` gives.
+    During a build, all calls share one piece of memory, for the reason in `packed_state`.
     """
     if _scratch is None:
         return layout.empty(device)

@@ -1,8 +1,8 @@
-"""Lets code that reads `safetensors` files while a model is built record that, instead of reading them.
+"""Records reads of `safetensors` files while a model is built, instead of reading large tensors.
 
-`transformers` asks a file that `safetensors.safe_open` has opened for slices, and takes `slice[...]` when it gives a
-parameter its value. So `AutoModel.from_pretrained(...)` in `configure_model` reads nothing of large tensors. The same
-holds for `safetensors.torch.load_file`. Later operations on such a tensor are recorded like all operations.
+`transformers` opens a file with `safetensors.safe_open`, asks it for slices, and takes `slice[...]` when it sets a
+parameter. So `AutoModel.from_pretrained(...)` in `configure_model` reads no large tensors. The same holds for
+`safetensors.torch.load_file`. Later operations on such a tensor are recorded like all operations.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ __all__ = ["files_deferred"]
 
 _OPEN = "safe_open"
 _PLACES = ("safetensors", "safetensors.torch", "transformers.modeling_utils")
-"""Modules that have the function under its name; whoever imports it inside the block gets it from the first."""
+"""Modules with this function under its name. A module imported inside the block takes it from the first module."""
 _ONE_BY_ONE = "HF_DEACTIVATE_ASYNC_LOAD"
-"""Has transformers take slices in its own thread: operations are recorded in the one that builds the model."""
+"""Makes transformers take slices in the calling thread: operations are recorded only in the thread of the build."""
 
 
 @contextmanager
@@ -43,7 +43,7 @@ def files_deferred(threshold: int) -> Iterator[None]:
             return file
         try:
             return _DeferredFile(file, filename, threshold, args, kwargs)
-        except ValueError:  # a dtype that torch has no name for: as without this
+        except ValueError:  # a dtype that torch does not have: read without deferral
             return file
 
     thread, before = threading.get_ident(), os.environ.get(_ONE_BY_ONE)
@@ -60,7 +60,7 @@ def files_deferred(threshold: int) -> Iterator[None]:
             os.environ[_ONE_BY_ONE] = before
         patches.undo()
         for name in _PLACES[1:]:
-            # Modules that were imported inside the block.
+            # Modules imported inside the block took the patched function, which `undo` does not know.
             if getattr(sys.modules.get(name), _OPEN, None) is opened:
                 setattr(sys.modules[name], _OPEN, safe_open)
 
@@ -88,7 +88,7 @@ class _DeferredFile:
         return self._tensor(name, lambda: self._file.get_tensor(name))
 
     def get_tensors(self, *args: Any) -> Any:
-        # Which `load_file` calls, in newer versions.
+        # `load_file` of newer versions calls it.
         return self._file.get_tensors(*args) if args else {name: self.get_tensor(name) for name in self._source.entries}
 
     def get_slice(self, name: str) -> _DeferredSlice:
@@ -102,7 +102,7 @@ class _DeferredFile:
 
 
 class _DeferredSlice:
-    """A tensor of such a file: deferred if all of it is asked for."""
+    """A tensor of a deferred file: deferred if the code takes the full tensor."""
 
     def __init__(self, real: Any, whole: Callable[[Callable[[], Tensor]], Tensor]) -> None:
         self._real = real

@@ -2,20 +2,20 @@
 
     with deferred_init("cuda"):
         model = Model()                  # large tensors have a shape, a dtype and a device, but no data
-    held = move_to_meta(model, device)   # the same parameters on the meta device: planned and divided as these
+    held = move_to_meta(model, device)   # moves the same parameters to the meta device, to be planned and sharded
     materialize_owned(model, ...)        # makes each tensor that this rank owns, keeps its shard, and drops the rest
 
-Every bit is the same as without this module, and after the build all random generators stand where they would stand
-then. A random operation therefore also runs when it is recorded, on temporaries that are dropped, and the
-state of the generator before it is part of the record.
+Every bit is equal to a build without this module, and so are the states of all random generators after the build. A
+random operation therefore also runs when it is recorded, on temporaries. The record holds the state of the generator
+before the operation.
 
     empty(4096, 4096)        -> recorded
     kaiming_uniform_(w)      -> recorded with the state; runs on a temporary, so that the generator moves on
     w[padding] = 0           -> recorded
     w[0, 0].item()           -> the data are made, and kept until `w` is written
-    w.numpy()                -> the data are made and kept: others may write them
+    w.numpy()                -> the data are made and kept, because code may write into the array
 
-Small tensors are made at once, and data that the user brings (numpy arrays, checkpoints) stay where they are.
+Small tensors are made at once. Data of the user (numpy arrays, checkpoints) stay unchanged.
 """
 
 from __future__ import annotations
@@ -62,17 +62,17 @@ _SET_DATA = Tensor.data.__set__  # type: ignore[attr-defined]
 
 @contextmanager
 def deferred_init(device: torch.device | str | None = None, threshold: int = THRESHOLD) -> Iterator[None]:
-    """Record how large tensors are made inside the block, instead of making them.
+    """Record the operations that make large tensors inside the block, instead of making the tensors.
 
     Tensors that the code itself puts on the meta device (`torch.device("meta")`, `skip_init`) have no record and stay
-    there. The context may be entered again for a model that is still deferred, such as to change its dtype. Outside of
-    it changes in place are still recorded. All other operations on deferred tensors run at once, and the data are kept
+    there. You may enter the context again for a deferred model, for example to change its dtype. After the block,
+    changes in place are still recorded. All other operations on deferred tensors run at once, and the data are kept
     until the tensor is written or replaced.
 
     Tensors are deferred in this thread only. Subclasses of `nn.Parameter` get their data at once.
 
     Args:
-        device: Where tensors are made for which the code gives no device, as by `with torch.device(device)`.
+        device: The default device of new tensors, as by `with torch.device(device)`.
         threshold: Number of elements above which a tensor is deferred.
     """
     with (
@@ -102,16 +102,16 @@ class _AssignmentMode(TorchFunctionMode):
         target, value = args
         if type(target) in (Tensor, nn.Parameter, DeferredTensor):
             replace_data(target, value.detach())
-        else:  # lazy parameters and the like give themselves another class afterwards
+        else:  # classes such as lazy parameters change their class afterwards
             target.data = materialize(value)
         return None
 
 
 @contextmanager
 def _parameter_subclasses_made() -> Iterator[None]:
-    """Make the data at once that a subclass of `nn.Parameter` is constructed from.
+    """Make the data of a deferred tensor at once if a subclass of `nn.Parameter` wraps it.
 
-    A deferred parameter has the class `DeferredTensor` and becomes an `nn.Parameter` later: the subclass would be lost.
+    A deferred parameter has the class `DeferredTensor` and later becomes an `nn.Parameter`, which loses the subclass.
     """
 
     def construct(cls: type, data: Any = None, *args: Any, **kwargs: Any) -> Any:
@@ -146,16 +146,16 @@ def _initializers_recorded() -> Iterator[None]:
 
 
 def replace_data(target: Tensor, value: Tensor) -> None:
-    """Give `target` the data of `value` and the class that goes with it; it stays the same object everywhere."""
+    """Give `target` the data and the class of `value`; `target` stays the same Python object."""
     is_parameter = isinstance(target, nn.Parameter)
     before = type(target)
     if is_parameter:
         value = nn.Parameter(value, target.requires_grad)
     after = type(value)
-    # Before the swap, which exchanges the hooks together with the tensors.
+    # Before the swap, which also exchanges the hooks of the tensors.
     move_tensor_hooks(target, value)
     swap_tensor_impl(target, value)
-    # The swap leaves the classes of the Python objects as they were.
+    # The swap does not exchange the classes of the Python objects.
     target.__class__ = after
     value.__class__ = before
     mark_as_parameter(target, is_parameter and after is DeferredTensor)
@@ -166,11 +166,11 @@ def replace_data(target: Tensor, value: Tensor) -> None:
 
 @dataclass
 class PendingInitialization:
-    """What `move_to_meta` took out of a model, until `materialize_owned` gives its tensors their values.
+    """Holds the deferred tensors between `move_to_meta` and `materialize_owned`, which gives them their values.
 
     Attributes:
-        parameters: By `id` of a parameter that is on the meta device now: it, and the deferred tensor that it was.
-        buffers: The user's buffers on the meta device, as (module, name, buffer), which have values now.
+        parameters: By `id` of a parameter now on the meta device: the parameter, and its deferred tensor.
+        buffers: The user's buffers on the meta device, as (module, name, buffer). The modules hold values instead now.
     """
 
     parameters: dict[int, tuple[nn.Parameter, Tensor]] = field(default_factory=dict)
@@ -178,19 +178,19 @@ class PendingInitialization:
 
 
 def move_to_meta(module: nn.Module, device: torch.device) -> PendingInitialization:
-    """Move deferred parameters to the meta device, as which they are planned and divided; they stay the same objects.
+    """Move deferred parameters to the meta device, to be planned and sharded; they stay the same objects.
 
-    Buffers get values at once: the analysis of a pipeline computes masks and positions with them.
+    Buffers get values at once: the analysis of a pipeline computes masks and positions with buffers.
 
     Returns:
-        What `materialize_owned` needs, with what an earlier call has moved for a run that was refused since.
+        The argument `held` of `materialize_owned`. It includes tensors from an earlier call, if the run was refused.
     """
     state = ParallelState.of(module)
     state.pending = held = state.pending or PendingInitialization()
     for child in module.modules():
         for parameter in child.parameters(recurse=False):
             if is_deferred(parameter):
-                # A second tensor on the same storage, which keeps the record when the parameter leaves it.
+                # A second tensor on the same storage keeps the record after the parameter has left the storage.
                 deferred = parameter.detach()
                 contents_of(deferred).forget()
                 replace_data(parameter, StorageLayout.of(parameter).empty(META))
@@ -202,7 +202,8 @@ def move_to_meta(module: nn.Module, device: torch.device) -> PendingInitializati
             elif buffer is not None and buffer.is_meta:
                 held.buffers.append((child, name, buffer))
     if held.buffers:
-        # For the plan alone: in the end all tensors of a module draw their numbers together, in the model's order.
+        # These values serve the plan only. `materialize_owned` later draws the values of all tensors of a module
+        # together, in the order of the model, so the generators must not move here.
         with random_state_kept():
             initialize_tensors(module, device, wanted=lambda tensor: not isinstance(tensor, nn.Parameter))
     return held
@@ -220,14 +221,13 @@ def materialize_owned(
     """Allocate and initialise the parameters without data that this rank owns.
 
     Args:
-        module: The divided module, before the parameters of other stages are freed.
-        device: Where the parameters are allocated.
+        module: The sharded or split module, before the parameters of other stages are freed.
+        device: The device of the parameters.
         groups: The mesh's groups.
-        sharding: How its layers are divided.
-        plan: How it is cut into stages.
-        held: What `move_to_meta` returned; emptied.
-        is_shared: Take the values of the first rank of all, where ranks may have built the model from other random
-            numbers.
+        sharding: The sharding of its layers.
+        plan: The plan of its stages.
+        held: The result of `move_to_meta`; emptied.
+        is_shared: Broadcast the values of rank 0, because ranks may have drawn different random numbers.
     """
     owned: set[int] | None = None
     if plan is not None:
@@ -240,12 +240,12 @@ def materialize_owned(
     were_deferred = set(held.parameters)
     _make_parameters(held, groups, holds, is_shared)
 
-    # The user's own tensors on the meta device: every module initialises itself, in the order of one process.
+    # Tensors that the user put on the meta device: every module initialises itself, in the order of one process.
     def wanted(tensor: Tensor) -> bool:
         return id(tensor) not in were_deferred
 
     for owner, name, buffer in held.buffers:
-        # Back on meta, to be initialised together with the parameters of their module.
+        # Back on meta, to be initialised together with the parameters of the module.
         buffers_of(owner)[name] = buffer
     held.buffers.clear()
     if sharding is not None:
@@ -259,9 +259,9 @@ def _make_parameters(
 ) -> None:
     failure: Exception | None = None
     for key in list(held.parameters):
-        # Taken out one by one, so that each record is freed before the next tensor is made.
+        # Removed one by one, so that each record is freed before the next tensor is made.
         parameter, deferred = held.parameters.pop(key)
-        # Also if this rank holds no part of it: the broadcast needs all ranks.
+        # Even if this rank holds no part of the parameter: the broadcast needs all ranks.
         if is_shared:
             full = _shared(deferred, groups)
             if holds(parameter):
@@ -272,7 +272,7 @@ def _make_parameters(
                 _make_part(parameter, deferred, groups.tensor_parallel)
             except Exception as error:
                 failure = error
-    # A file may be damaged, or missing on one host.
+    # A file may be damaged, or missing on one host. All ranks raise, after all have left the loop.
     comm.raise_together(failure, groups.world)
 
 
@@ -288,7 +288,7 @@ def _make_part(parameter: nn.Parameter, deferred: Tensor, group: Group) -> None:
 def _set_part(parameter: nn.Parameter, full: Tensor, group: Group) -> None:
     rule: Any = getattr(parameter, "shard_rule", None)
     local = full if rule is None else rule.split(full, group.rank)
-    # A slice would keep the full tensor alive.
+    # A view of the shard would keep the full tensor alive.
     set_data(parameter, local.clone() if local.untyped_storage().nbytes() > _num_bytes(local) else local)
 
 

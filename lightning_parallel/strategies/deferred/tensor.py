@@ -1,4 +1,4 @@
-"""Tensors without data that record operations: the part of `deferred_init` that sees each operation."""
+"""Tensors without data that record operations, and the mode of `deferred_init` that intercepts each operation."""
 
 from __future__ import annotations
 
@@ -41,20 +41,20 @@ from lightning_parallel.strategies.deferred.chain import (
 
 __all__ = ["THRESHOLD", "BuildMode", "DeferredTensor", "is_deferred", "materialize", "record_initializer"]
 
-# Constructors read small tensors (`linspace(...).tolist()`), and the vectors of a layer weigh little next to its
-# matrices. 16 Ki elements are 64 KiB in float32; the record of a random operation takes 5 KiB, a generator's state.
+# Constructors read small tensors (`linspace(...).tolist()`), and the vectors of a layer are small next to its matrices.
+# 16 Ki elements are 64 KiB in float32. The record of a random operation takes 5 KiB for the state of a generator.
 THRESHOLD = 2**14
 
-# An operation on two tensors runs both chains, so costs may double with each operation. Beyond this the data are kept.
-# Stacking the experts of a layer costs a few operations for each.
+# An operation on two tensors runs both chains, so costs may double with each operation. Beyond this cost the data are
+# kept. Stacking the experts of a layer costs a few operations per expert.
 _MOST_COST = 1000
-# Each chain inside another one takes some frames of Python's stack.
+# Each nested chain takes some frames of Python's stack.
 _MOST_NESTED = 64
 
 _CPU = torch.device("cpu")
 _aten = torch.ops.aten
 
-# In-place samplers that read nothing: any memory of the right layout moves the generator on as the tensor would.
+# In-place samplers that read nothing: on any memory of the same layout they advance the generator equally.
 _SAMPLERS = {
     _aten.uniform_,
     _aten.normal_,
@@ -81,7 +81,7 @@ _is_making = False
 
 
 def is_deferred(value: object) -> bool:
-    """Return whether `value` is a tensor whose data are yet to be made."""
+    """Return whether `value` is a tensor without data so far."""
     return isinstance(value, DeferredTensor)
 
 
@@ -89,17 +89,17 @@ def materialize(tensor: Tensor) -> Tensor:
     """Make the data of a deferred tensor, which stays deferred itself.
 
     Raises:
-        RuntimeError: If an operation gives another shape than it did when recorded.
+        RuntimeError: If an operation gives another shape than when it was recorded.
     """
     with _making_data(), torch.no_grad():
         return value_of(tensor, keep=False)
 
 
 class DeferredTensor(Tensor):
-    """A tensor on the meta device that claims to be where its data will be.
+    """A tensor on the meta device that reports the device of its future data.
 
-    The claim has to hold in C++ too, where `new_tensor` and `to` would otherwise make tensors on the meta device. It
-    shares its storage with plain meta tensors; the storage carries the record.
+    C++ must see the same device: otherwise `new_tensor` and `to` would make tensors on the meta device. The tensor
+    shares its storage with plain meta tensors. The storage holds the record.
     """
 
     @staticmethod
@@ -112,7 +112,7 @@ class DeferredTensor(Tensor):
 
     @classmethod
     def read_later(cls, stored: StoredTensor) -> DeferredTensor:
-        """Return a tensor whose data are read from a file when they are made."""
+        """Return a deferred tensor that reads its data from a file when they are needed."""
         strides = torch.empty(stored.shape, device=META).stride()
         layout = StorageLayout(stored.dtype, torch.Size(stored.shape), strides, 0)
         return cls(_begun(layout, OperationLink(read_stored, (stored,), {}, _CPU, layout.num_bytes, made=layout)))
@@ -121,7 +121,7 @@ class DeferredTensor(Tensor):
         if id(self) not in memo:
             copy = self.data.clone()
             if isinstance(self, nn.Parameter):
-                # As torch does, without attributes: transformers marks there what has been initialised.
+                # Without attributes, like torch: transformers marks initialised parameters with an attribute.
                 copy = nn.Parameter(copy, self.requires_grad)
             else:
                 vars(copy).update(deepcopy(vars(self), memo))
@@ -132,7 +132,7 @@ class DeferredTensor(Tensor):
     def __reduce_ex__(self, protocol: Any) -> Any:
         value = materialize(self)
         if isinstance(self, nn.Parameter):
-            # The class of a deferred parameter does not say that it is one.
+            # The class of a deferred parameter is `DeferredTensor`, so pickle would lose the parameter.
             value = nn.Parameter(value, self.requires_grad)
         vars(value).update(vars(self))
         mark_as_parameter(value, False)
@@ -154,7 +154,7 @@ class DeferredTensor(Tensor):
                 result = func(*made[0], **made[1])
             return args[0] if func is Tensor.share_memory_ else result
         with DisableTorchFunctionSubclass():
-            # For code that compares addresses to find shared memory; there is nothing at this one.
+            # For code that compares addresses to find shared memory. There are no data at this address.
             if func == Tensor.data_ptr:
                 return contents_of(args[0]).address + args[0].storage_offset() * args[0].itemsize
             return func(*args, **kwargs)
@@ -165,7 +165,7 @@ class DeferredTensor(Tensor):
 
 
 class BuildMode(TorchDispatchMode):
-    """Sees every operation of the block."""
+    """Intercepts every operation of the block."""
 
     def __init__(self, threshold: int) -> None:
         super().__init__()
@@ -176,7 +176,7 @@ class BuildMode(TorchDispatchMode):
 
 
 def _dispatched(func: Any, types: Any, args: Any, kwargs: dict[str, Any], threshold: int | None) -> Any:
-    # Reading `.device` comes here too, as the class answers for its device.
+    # Reading `.device` comes here too, because the class sets `dispatch_device`.
     if func is torch.ops.prim.device.default:
         return contents_of(args[0]).device
     has_other_classes = any(not issubclass(kind, DeferredTensor) for kind in types)
@@ -186,13 +186,13 @@ def _dispatched(func: Any, types: Any, args: Any, kwargs: dict[str, Any], thresh
 
 
 def _has_memory(value: Any) -> bool:
-    """Whether `value`, if it is a tensor, is its memory and a `Layout`: neither sparse nor quantized."""
+    """Return whether a memory and a `StorageLayout` describe `value`: not a sparse or quantized tensor."""
     return not isinstance(value, Tensor) or (value.layout == torch.strided and not value.is_quantized)
 
 
 @contextmanager
 def _making_data() -> Iterator[None]:
-    """Let operations pass inside the block, also during a build."""
+    """Let operations pass without a record inside the block, even during a build."""
     global _is_making
     before = _is_making
     _is_making = True
@@ -218,7 +218,7 @@ class _Invocation:
         written = [args[place] if place < len(args) else kwargs.get(name) for place, name in self.facts.written]
         self.written = [leaf for leaf in pytree.tree_leaves(written) if isinstance(leaf, Tensor)]
         self.device = self._output_device()
-        # A plain meta tensor for each argument, and the argument for each of these.
+        # A plain meta tensor for each deferred argument, and the argument for each plain meta tensor.
         self.aliases = {id(tensor): alias_of(tensor) for tensor in self.deferred}
         self.originals = {id(self.aliases[id(tensor)]): tensor for tensor in self.deferred}
 
@@ -236,12 +236,12 @@ class _Invocation:
         device = self.kwargs.get("device")
         if device is None:
             tensors = [*self.deferred, *self.others]
-            # A scalar on the CPU may meet tensors of any device: these decide.
+            # A scalar on the CPU may be combined with tensors of any device, so other devices decide.
             devices = [tensor.device for tensor in tensors if tensor.device.type != "cpu"]
             device = META if META in devices else devices[0] if devices else "cpu"
         device = torch.device(device)
         if device.type not in ("cpu", "meta") and device.index is None:
-            # Tensors know their index, and `cuda` does not equal `cuda:0` where devices are compared.
+            # Devices of tensors have an index, and `cuda` does not equal `cuda:0`.
             device = torch.device(device.type, torch.get_device_module(device).current_device())
         return device
 
@@ -252,7 +252,7 @@ class _Invocation:
     # ----------------------------------------------------------------------------------------- kinds of operations
 
     def _on_meta(self) -> Any:
-        """Run an operation whose result the code wants on the meta device."""
+        """Run an operation with a result on the meta device."""
         if any(map(is_deferred, self.written)):
             raise RuntimeError(
                 f"`{self.func}` must not write a tensor on the meta device, which has no data, into another tensor"
@@ -271,12 +271,13 @@ class _Invocation:
         return DeferredTensor(self._begin(StorageLayout.of(made), states))
 
     def _read(self) -> Any:
-        """Run an operation that writes nothing: a view is a view, and a new tensor is deferred during a build."""
+        """Run an operation that writes nothing: a view shares the storage; a new tensor is deferred during a build."""
         made = self._on_aliases()
         leaves = pytree.tree_leaves(made)
         if leaves and all(isinstance(leaf, Tensor) and _is_view(leaf) for leaf in leaves):
             return self._wrapped(made)
-        # Code that reads at each step would run the whole chain again each time; a conversion replaces the tensor.
+        # Code that reads a tensor with data repeatedly would run the full chain each time. A conversion is recorded,
+        # because its result replaces the tensor.
         has_data = any(contents_of(tensor).value is not None for tensor in self.deferred)
         has_data = has_data and self.func.overloadpacket not in CONVERSIONS
         if self.threshold is None or has_data or not (isinstance(made, Tensor) and self._has_known_layout(made)):
@@ -296,7 +297,7 @@ class _Invocation:
             return self._compute()
         contents, states = contents_of(target), self._drawn()
         num_bytes = target.untyped_storage().nbytes()
-        # A source in the same storage would be read while it is overwritten.
+        # A source in the same storage needs the old chain, because the operation reads it while it writes.
         sources = [tensor for tensor in self.deferred if tensor is not target]
         is_whole = StorageLayout.of(target).fills(num_bytes) and contents not in map(contents_of, sources)
         parent = None if is_whole and self.func.overloadpacket in _OVERWRITING else contents.link
@@ -313,7 +314,7 @@ class _Invocation:
         if made is None or not (has_contents(alias) or len(self.others) == 1):
             raise NotImplementedError(f"`{self.func}` is not supported on a deferred tensor")
         if not has_contents(alias):
-            # `set_` to a tensor with data: both have one memory from now on.
+            # `set_` to a tensor with data: both tensors share one memory from now on.
             Contents(alias, self.others[0].device).value = self.others[0].untyped_storage()
         elif target.untyped_storage().nbytes() != num_bytes:
             contents.settle()
@@ -322,7 +323,7 @@ class _Invocation:
         return self._wrapped(made)
 
     def _compute(self) -> Any:
-        """Execute an operation, with the data of deferred tensors: these are kept, and the results have data."""
+        """Execute an operation on the data of deferred tensors; keep these data, and return results with data."""
         written = {id(tensor) for tensor in self.written}
         for tensor in self.deferred:
             if id(tensor) in written:
@@ -338,7 +339,7 @@ class _Invocation:
                 return arguments[id(leaf)]
             for tensor in self.deferred if leaf.layout == torch.strided else ():
                 if leaf.untyped_storage() is contents_of(tensor).value:
-                    contents_of(tensor).settle()  # who writes the result writes the tensor, too
+                    contents_of(tensor).settle()  # a write into the result also changes the tensor
             return leaf
 
         return pytree.tree_map_only(Tensor, returned, result)
@@ -346,9 +347,10 @@ class _Invocation:
     # --------------------------------------------------------------------------------------------------- recording
 
     def _can_be_recorded(self, samplers: Container[Any]) -> bool:
-        """Return whether a link can replace the operation: it reads chains and small tensors, and draws as `samplers`.
+        """Return whether a link can replace the operation.
 
-        Everything else is executed: a large tensor with data would stay in memory anyhow.
+        It may read chains and small tensors, and draw random numbers only as one of `samplers`. Other operations are
+        executed: a record with a large tensor would keep its data in memory.
         """
         links = [link for link in (contents_of(tensor).link for tensor in self.deferred) if link is not None]
         if len(links) < len(self.deferred) or sum(link.cost for link in links) > _MOST_COST:
@@ -362,14 +364,14 @@ class _Invocation:
         return is_sampler or not self.facts.is_random
 
     def _has_known_layout(self, made: Tensor) -> bool:
-        """Return whether the meta kernel gives the strides of the true one, on which bits of sums may depend.
+        """Return whether the meta kernel gives the strides of the real kernel: bits of sums may depend on strides.
 
         Compilers rely on the strides of the core operators; other operators, such as the decompositions of
         `torch.linalg`, may differ.
         """
         packet = self.func.overloadpacket
         is_core = torch.Tag.core in self.func.tags or torch.Tag.pointwise in self.func.tags
-        # Experts that a file has one by one are stacked.
+        # Files may store each expert separately; the model stacks them.
         is_stack = packet is _aten.stack and all(tensor.is_contiguous() for tensor in self.deferred)
         return _has_memory(made) and (is_core or is_stack or packet in _NEW_LIKE or made.dim() < 2)
 
@@ -389,18 +391,18 @@ class _Invocation:
         return self.aliases[id(tensor)] if is_deferred(tensor) else StorageLayout.of(tensor).empty(META)
 
     def _drawn(self) -> dict[torch.device, Tensor] | None:
-        """Draw what a random operation draws, so that the generators move on as in one process.
+        """Run a random operation on a temporary, to advance the generators as in a build without deferral.
 
-        Every later draw of the build depends on it, so the operation runs now, in its place among all operations, and
-        its numbers are dropped. The state of the generators before it is what draws them again.
+        Every later draw of the build depends on the generators, so the operation runs now, and its numbers are dropped.
+        The states of the generators before the operation reproduce the numbers later.
 
         Returns:
-            The states of the generators before; None for an operation that draws nothing.
+            The states of the generators before the operation; None for an operation that draws nothing.
         """
         if not self.facts.is_random:
             return None
         states = _states(self.leaves, self.device)
-        # With the same strides: how many numbers are drawn, and in which order, depends on them.
+        # With the same strides: the number and the order of the draws depend on the strides.
         self._call(lambda tensor: scratch_tensor(StorageLayout.of(tensor), tensor.device))
         return states
 
@@ -411,7 +413,7 @@ class _Invocation:
         )
 
     def _wrapped(self, made: Any) -> Any:
-        """Turn meta tensors into the arguments that they stand for, or into new deferred tensors."""
+        """Replace meta tensors by their arguments, or by new deferred tensors."""
         for tensor in filter(is_deferred, self.written):
             alias = self.aliases[id(tensor)]
             # `resize_`, `t_` and `set_` have changed the alias only: the argument has to follow.
@@ -426,7 +428,7 @@ class _Invocation:
 
 
 def _is_view(made: Tensor) -> bool:
-    """Return whether a meta tensor is a part of the storage of a deferred tensor, and its layout says which."""
+    """Return whether a layout describes a meta tensor on the storage of a deferred tensor: no lazy conj or neg."""
     return has_contents(made) and not made.is_conj() and not made.is_neg()
 
 
@@ -455,26 +457,27 @@ def _captured(args: Any, kwargs: Any, own: Contents | None) -> Any:
 def _states(leaves: Iterable[Any], device: torch.device) -> dict[torch.device, Tensor]:
     """Return the states of the generators that an operation draws from."""
     for leaf in leaves:
-        # An operation with an explicit generator draws from no other.
+        # An operation with an explicit generator draws from this generator only.
         if isinstance(leaf, torch.Generator):
             return {leaf.device: packed_state(leaf.get_state())}
     return generator_states(device)
 
 
 def _exported(tensor: Tensor) -> Tensor:
-    """Return a deferred tensor with data that others write, too: from now on these count, and no chain."""
+    """Return a deferred tensor with data that other code may write: the data replace the chain."""
     contents_of(tensor).settle()
     return value_of(tensor, keep=True)
 
 
 def record_initializer(initialize: Callable[..., Any], tensor: Tensor, *args: Any, **kwargs: Any) -> None:
-    """Record a function that fills a tensor in place with random numbers, as if it were one operation.
+    """Record a function that fills a tensor in place with random numbers, as one operation.
 
-    Rejection sampling reads its numbers to see whether it needs more. Recorded operation by operation, each read would
-    keep the tensor in memory.
+    Rejection sampling reads its numbers to decide whether it needs more. In a record of single operations, each read
+    would keep the tensor in memory.
     """
     contents, device = contents_of(tensor), tensor.device
     if contents.link is None:
+        # Settled data have no chain to extend, so the function writes the data now.
         initialize(tensor, *args, **kwargs)
         return
     states = _states([*args, *kwargs.values()], device)
