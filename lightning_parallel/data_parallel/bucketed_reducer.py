@@ -4,8 +4,8 @@
     in flight:            [ bucket 0 ]       [ bucket 1 ]  [ 2 ]    waits, writes the means into `.grad`
 
 A bucket starts when its last gradient is ready. Buckets always start in the same order. So every rank issues the same
-collectives, in whatever order its gradients come. In each step, the replicas exchange which parameters have a gradient.
-A missing gradient counts as zero on its replica. A parameter without a gradient on all replicas keeps no gradient.
+collectives, for any order of its gradients. In each step, the replicas exchange the names of parameters with a
+gradient. A missing gradient counts as zero on its replica. A parameter without a gradient on all replicas keeps none.
 
 The messages of a compressor depend on each other, so its buckets go through a `GradientSession` on a thread, as
 copies. If a gradient accumulates again after its bucket was sent, the step is dropped and repeated.
@@ -81,19 +81,19 @@ class GradientReducer:
         side_group: An extra group of the same ranks, only for this reducer, in which compression runs during backward.
             Without the group, compression runs after backward, with all gradients at once.
         second_group: Another extra group, with which two buckets are compressed at once; see `GradientSession`.
-        replica_group: Ranks that hold the rest of the model. If a gradient is not finite on any of these ranks, the
-            compressors of all of them drop the step.
+        replica_group: Ranks that hold the other parts of the model. If a gradient is not finite on any of these ranks,
+            the compressors of all these ranks drop the step.
         prepare: Called with the gradients of `prepare_names` before they are reduced, to complete partial ones in
             place (sums over the tensor-parallel group).
         prepare_names: Parameters whose gradients `prepare` completes.
 
     Attributes:
-        applied: False if a compressor has found a gradient that is not finite and dropped the last step; the same on
-            all ranks.
-        reduced: The parameters whose gradients the compressor was given in the last step.
-        traffic: Buckets of gradients in flight, without the copies that compressors hold.
-        observer: If set, called with the gradients of each bucket before they are sent. Gradients that change
-            afterwards are passed once more.
+        applied: False if a compressor has found a gradient that is not finite and dropped the last step; equal on all
+            ranks.
+        reduced: The parameters whose gradients the compressor received in the last step.
+        traffic: Buckets of gradients in flight, without the copies of compressors.
+        observer: If set, called with the gradients of each bucket before they are sent. Gradients that change later are
+            passed once more.
     """
 
     def __init__(
@@ -173,7 +173,7 @@ class GradientReducer:
 
     def _create_buckets(self) -> list[GradientBucket]:
         """Fill buckets in reverse order of registration, about the order of backward; partial gradients come last."""
-        # The sort is stable. Partial gradients are complete only after backward: they must not hold up other buckets.
+        # The sort is stable. Partial gradients are complete only after backward, and must not delay other buckets.
         order = list(reversed(self._active))
         order.sort(key=lambda name: name in self._prepare_names)
         sizes = {name: self._active[name].numel() * self._active[name].element_size() for name in order}
@@ -206,9 +206,9 @@ class GradientReducer:
 
     @contextmanager
     def backward(self) -> Iterator[None]:
-        """Surround a backward pass: after the block its gradients are final.
+        """Reduce the gradients of the backward pass in the block: after the block they are final.
 
-        Gradients that an earlier pass has completed are set aside during the block: `prepare` would sum them over the
+        During the block, gradients that an earlier pass has completed are removed: `prepare` would sum them over the
         ranks a second time.
         """
         held: dict[str, Tensor] = {}
@@ -264,12 +264,12 @@ class GradientReducer:
     def start(self, names: Iterable[str]) -> None:
         """Begin to reduce final gradients in `.grad`; a bucket starts once all its gradients are final.
 
-        The next `reduce()` needs the same gradients there.
+        The next `reduce()` needs the same gradients in `.grad`.
         """
         if self._overlaps:
             for name in self._active.keys() & set(names) - self._prepare_names:
-                # A compressor must get only parameters that some replica has used, which only `reduce` can tell for
-                # parameters without a gradient here.
+                # A compressor must get only parameters with a gradient on some replica. For a parameter without a
+                # gradient here, only `reduce` finds this out.
                 if self._compression is None or self._is_used(name):
                     self._bucket_of[name].ready.add(name)
             self._launch_ready()
@@ -277,6 +277,7 @@ class GradientReducer:
     def cancel(self) -> None:
         """Forget the buckets that were started, if `reduce()` did not follow."""
         if self._next > 0:
+            # Collectives cannot be cancelled: their buffers must live until every message has arrived.
             for bucket in self._buckets[: self._next]:
                 if bucket.pending is not None:
                     bucket.wait()
@@ -286,8 +287,8 @@ class GradientReducer:
             self._reset()
 
     def _launch_ready(self) -> None:
-        # In the order of the buckets, not of their gradients: other ranks may use the layers in another order, and
-        # collectives are paired by the order of their calls.
+        # In the order of the buckets, not of the gradients: other ranks may use the layers in another order, and
+        # backends pair collectives by the order of the calls.
         while self._next < len(self._buckets):
             bucket = self._buckets[self._next]
             if len(bucket.ready) < len(bucket.names):
@@ -396,16 +397,16 @@ class GradientReducer:
         if not names:
             prepare(gradients)
             return
-        # The flags travel with the gradients, which saves a message; an unknown name is summed in full.
+        # The flags travel with the gradients, which saves a message. `prepare` sums all elements under an unknown name.
         used = gradients[names[0]].new_tensor([float(name not in unused) for name in names])
         prepare({**gradients, "": used})
-        # Read only if this rank needs the answer: the host waits for the device here.
+        # Read only if this rank needs the counts, because the host waits for the device here.
         for name, count in zip(names, used.tolist()) if unused else ():
             if not count:
                 self._active[name].grad = None
 
     def _exchange_use(self) -> set[str]:
-        """Return the names with a gradient on any replica, and share which buckets are stale or sent on any replica.
+        """Return the names with a gradient on any replica, and share the flags of stale and launched buckets.
 
         The mean of an old gradient, equal on all replicas, is the same gradient. A compressor would add it once more to
         its memory. So with compression, only gradients since the last reduction count.
@@ -433,6 +434,7 @@ class GradientReducer:
             return self._overlapped_session().finish()
         # In place and in the calling thread: backward is over, so there is no work to overlap with.
         session = GradientSession(compression, self.group, verdict_group=self._replica_group, device=self._device)
+        # In the order of `_active`, not of the set `used`: all ranks need one order.
         session.add({name: self._gradient_of(name) for name in self._active if name in used})
         return session.finish()
 
@@ -445,7 +447,7 @@ class GradientReducer:
         # `_exchange_use` has shared the flags: either all ranks repeat the step, or none does.
         if any(bucket.stale for bucket in self._buckets):
             session.discard()
-            # Such a model does this in every step. So from now on the compressor keeps a copy of its memory to restore.
+            # Such a model does this in every step, so from now on the compressor keeps a copy of its memory.
             session.reducer.expects_rollback = True
             return False
         for means in self._means:
@@ -464,6 +466,7 @@ class GradientReducer:
 
     def _finish(self, bucket: GradientBucket, used: set[str]) -> None:
         total = bucket.wait()
+        # The first sum held a part of a gradient. All ranks know the flag, so all send the bucket again.
         if bucket.stale:
             self._launch(bucket)
             total = bucket.wait()
@@ -476,7 +479,7 @@ class GradientReducer:
             if name not in used:
                 continue
             if parameter.grad is None or parameter.grad.is_contiguous():
-                parameter.grad = mean.view_as(parameter)  # a part of the bucket, which saves a copy
+                parameter.grad = mean.view_as(parameter)  # a view of the bucket saves a copy
             else:
                 parameter.grad.copy_(mean.view_as(parameter))
 
@@ -501,6 +504,7 @@ _ALIGNED_BYTES = 16  # kernels read this many bytes at once
 
 def _padding(tensor: Tensor) -> int:
     """Return the elements between a gradient and the next one in a bucket."""
-    # Only on CUDA, where it helps: the place of an element decides the order in which some backends add the ranks.
+    # Only on CUDA, where alignment helps. Elsewhere padding would move elements, and some backends sum the ranks in an
+    # order that depends on the position of an element.
     unit = _ALIGNED_BYTES // tensor.element_size() if tensor.is_cuda else 1
     return -tensor.numel() % unit

@@ -1,8 +1,8 @@
 """Local SGD: replicas step independently, and average their drift at intervals.
 
-    a     anchor: the parameters on which all replicas last agreed
+    a     anchor: the parameters that were last equal on all replicas
     x     a replica's parameters, after local steps
-    d     mean over the replicas of a - x, by a reducer that may compress it, with its error feedback
+    d     mean of a - x over the replicas, by a reducer, which may compress a - x with error feedback
     a'    a - d, or a step of the outer optimizer from a with d as gradient
 
 Afterwards x = a'. An exchange that overlaps with further steps keeps their changes: x = a' + (x now - x then).
@@ -34,7 +34,7 @@ class _Fragment:
     """Parameters whose drifts are exchanged together.
 
     Attributes:
-        has_moved: Whether there was a local step since its drift was last sent.
+        has_moved: Whether there was a local step since the last send of the drift.
         age: Local steps since the send, while the exchange is open; None otherwise.
         start: The parameters at the time of the send.
     """
@@ -56,7 +56,7 @@ class DriftExchange:
         parameters: The parameters by name, including frozen ones that may be trained later.
         group: The replicas.
         reducer: Computes the mean of the drifts.
-        outer: Makes the optimizer of the outer step from the parameters; None for the plain mean.
+        outer: Creates the optimizer of the outer step from the parameters; None for the plain mean.
         every_n_steps: Local steps between two exchanges of a parameter.
         fragments: Number of parts in which the parameters are exchanged, one after the other.
         average_first: Number of first exchanges that are plain means.
@@ -64,7 +64,8 @@ class DriftExchange:
         side_group: An extra group of the same replicas, only for this exchange, so that it overlaps with steps.
         replica_group: Ranks that hold the rest of the model.
         first: Names of the first fragment: the parameters that several ranks of a replica hold.
-        complete: Called with the means of a fragment, on every rank, to make means equal on the ranks that share them.
+        complete: Called with the means of a fragment, on every rank, to make the means equal on ranks with the same
+            parameters.
         on_return: Called when this replica has returned to the anchor, because its drift was not finite. Its optimizer
             state may not be finite either.
 
@@ -106,8 +107,8 @@ class DriftExchange:
         self.exchanged = self.failed = self.returned = self.counted = 0
         device = next((parameter.device for parameter in self._parameters.values()), torch.device("cpu"))
         side_group = side_group if overlap_steps > 0 else None
-        # Without a verdict group: the thread would use it at the same time as the training thread. `_end` agrees
-        # whether means are finite.
+        # Without a verdict group: the executor's thread would use it at the same time as the training thread. Instead,
+        # `_end` checks the means, together with the ranks of the replica.
         self._session = GradientSession(
             reducer,
             group if side_group is None else side_group,
@@ -127,7 +128,7 @@ class DriftExchange:
 
     @property
     def others(self) -> list[nn.Parameter]:
-        """Parameters without an anchor: they are not trained, but the module may still change them."""
+        """Parameters without an anchor: optimizers do not train them, but the module may still change them."""
         return [value for name, value in self._parameters.items() if name not in self._anchor]
 
     @property
@@ -164,13 +165,13 @@ class DriftExchange:
             value.copy_(self._parameters[name])
 
     def move(self) -> None:
-        """Note a step of another optimizer, which does not count, and which may come after an exchange."""
+        """Note a step of another optimizer, possibly after an exchange; the step does not count."""
         for fragment in self._fragments:
             fragment.has_moved = True
 
     @torch.no_grad()
     def count_step(self) -> bool:
-        """Count a local step, and begin and end the exchanges that are due; return whether one began or ended."""
+        """Count a local step, begin and end exchanges at their steps, and return whether an exchange began or ended."""
         self.counted += 1
         self._position += 1
         changed = False
@@ -205,7 +206,7 @@ class DriftExchange:
                 self._end(fragment)
         drifted = [fragment for fragment in self._fragments if fragment.has_moved]
         if drifted:
-            # A session takes each parameter once per step of its reducer. The open step may hold these parameters.
+            # A session takes each parameter once per step of its reducer, and the open step may hold these parameters.
             self._session.finish()
             for fragment in drifted:
                 self._begin(fragment)
@@ -241,12 +242,13 @@ class DriftExchange:
         fragment.means = self._session.add(drift) if drift else dict
 
     def _end(self, fragment: _Fragment) -> None:
-        """Take the mean of the drifts of a fragment, and go on from the new anchor."""
+        """Take the mean of the drifts of a fragment, and continue from the new anchor."""
         assert fragment.means is not None
         means = fragment.means()
         self._complete(means)
+        # Read before `_step`, in which an outer optimizer overwrites the parameters.
         moved = {name: self._parameters[name].detach() - start for name, start in fragment.start.items()}
-        # Equal on all replicas. A codec may have overflowed, as fp16 does at 65504.
+        # The answer is equal on all replicas, as the means are. A codec may have overflowed, as fp16 does at 65504.
         if self._is_any_nonfinite(means.values()):
             self.failed += 1
         else:
@@ -263,7 +265,8 @@ class DriftExchange:
             for name, mean in means.items():
                 self._anchor[name].sub_(mean)
             return
-        # The outer optimizer knows the parameters themselves, so that its state is saved by their names.
+        # The outer optimizer holds the parameters themselves, not the anchor, so checkpoints save its state by their
+        # names. The parameters therefore take the values of the anchor during the step.
         with self._only_gradients(means):
             for name in means:
                 self._parameters[name].copy_(self._anchor[name])
@@ -273,7 +276,7 @@ class DriftExchange:
 
     @contextmanager
     def _only_gradients(self, gradients: Mapping[str, Tensor]) -> Iterator[None]:
-        """Replace the gradients of all parameters in the block by `gradients`; None for a missing name."""
+        """Replace the gradients of all parameters by `gradients` in the block; None for a missing name."""
         before = {name: parameter.grad for name, parameter in self._parameters.items()}
         try:
             for name, parameter in self._parameters.items():
@@ -307,7 +310,7 @@ def _divided(sizes: Mapping[str, int], count: int, first: Collection[str]) -> li
     others = {name: size for name, size in sizes.items() if name not in first}
     total, filled = sum(others.values()), 0
     for name, size in others.items():
-        # By its middle, so that a large tensor at a border goes into the run that holds most of it.
+        # By the middle of the tensor, so that a large tensor at a border goes into the run with its larger part.
         runs[min(count - 1, int(count * (filled + size / 2) / max(1, total)))].append(name)
         filled += size
     return runs

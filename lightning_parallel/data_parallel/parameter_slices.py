@@ -2,7 +2,7 @@
 
     parameter   [ replica 0 | replica 1 | ... ]     its elements in order; the last slices may be smaller, or empty
 
-A parameter is narrow while its data and its gradient are this replica's slice, and whole otherwise. It stays the same
+A parameter is *narrow* while its data and gradient are this replica's slice, and *whole* otherwise. It stays the same
 object, so parameter groups, schedulers and clipping work without a change. An elementwise optimizer sees no difference.
 When parameters become whole again, the replicas gather the updated slices.
 """
@@ -57,7 +57,7 @@ class ParameterSlices:
         self.adopt(parameters)
         self.traffic = Traffic()
         self.holds_gradients = False
-        # By narrow parameter: its full data, and its full gradient if `narrow` has to keep it.
+        # By narrow parameter: its full data, and its full gradient if `widen` must restore the gradient.
         self._whole: dict[Tensor, tuple[Tensor, Tensor | None]] = {}
         self._freed: set[int] = set()
         self._hooks: list[RemovableHandle] = []
@@ -84,8 +84,8 @@ class ParameterSlices:
     def width(self, numel: int) -> int:
         """Return the number of elements in each slice, except the last slices, of a tensor of `numel` elements."""
         width = -(-numel // self.group.size)
-        # Aligned, because kernels read several elements at once. The width depends only on the size: optimizer state
-        # may have another dtype and another device, and needs the same slices.
+        # Aligned, because kernels read several elements at once. The width depends only on the size, because optimizer
+        # state may have another dtype or device, and needs the same slices.
         return width if width < _LARGE else -(-width // _ALIGNED) * _ALIGNED
 
     def size(self, numel: int) -> int:
@@ -94,7 +94,7 @@ class ParameterSlices:
         return max(0, min(width, numel - self.group.rank * width))
 
     def cut(self, tensor: Tensor) -> Tensor:
-        """Return this replica's slice of a full tensor, in as many dimensions; a view if the tensor is contiguous."""
+        """Return this replica's slice of a full tensor, with as many dimensions; a view if the tensor is contiguous."""
         start = min(self.group.rank * self.width(tensor.numel()), tensor.numel())
         part = tensor.reshape(-1).narrow(0, start, self.size(tensor.numel()))
         # The dimensions stay: some optimizers decay or scale matrices, but not vectors.
@@ -121,7 +121,7 @@ class ParameterSlices:
         self._freed.clear()
 
     def has_freed(self, parameter: Tensor) -> bool:
-        """Return whether a parameter had only a slice of a gradient in the last step, which is freed now."""
+        """Return whether the last step held only a slice of a parameter's gradient, which is now freed."""
         return id(parameter) in self._freed
 
     @torch.no_grad()
@@ -130,7 +130,7 @@ class ParameterSlices:
 
         Args:
             parameter: A parameter for which `divides` is true.
-            gradient: Slice of its gradient. If omitted, the slice is a part of `.grad`, which `widen` restores.
+            gradient: Slice of its gradient. None takes the slice from `.grad`, which `widen` restores.
         """
         whole = parameter.data
         kept = None
@@ -158,7 +158,7 @@ class ParameterSlices:
 
     def _gather(self, parameters: Sequence[nn.Parameter], updated: Mapping[Tensor, Tensor]) -> None:
         direct = [parameter for parameter in parameters if self._is_in_rows(parameter)]
-        # The slices already lie in their rows of the full parameter, so no copy and no further memory is needed.
+        # The slices are already in their rows of the full parameter, so this needs no copy and no further memory.
         pending = [comm.all_gather_(p.data.view(self.group.size, -1), self.group, async_op=True) for p in direct]
         self._gather_buckets([parameter for parameter in parameters if not self._is_in_rows(parameter)], updated)
         for each in pending:
@@ -181,7 +181,7 @@ class ParameterSlices:
             row = torch.cat([padded_to(self.width(p.numel()), mine) for p, mine in zip(members, slices)])
             self.traffic.add(row.nbytes * (1 + self.group.size))
             flights.append((members, comm.all_gather(row, self.group, async_op=True)))
-            # Bounds the memory: each bucket in flight holds the slices of all replicas.
+            # A limit for memory: each bucket in flight holds the slices of all replicas.
             if len(flights) > MOST_IN_FLIGHT:
                 self._land(*flights.pop(0))
         for flight in flights:
@@ -194,7 +194,7 @@ class ParameterSlices:
         self.traffic.remove(rows.nbytes // self.group.size * (1 + self.group.size))
 
     def close(self) -> None:
-        """Make parameters whole, with the values from before a failed step, and remove all hooks."""
+        """Make parameters whole, with their values before a failed step, and remove all hooks."""
         self.widen()
         for hook in (*self._hooks, *self._step_hooks):
             hook.remove()
@@ -204,9 +204,9 @@ class ParameterSlices:
     # -------------------------------------------------------------------------------------------------- state dicts
 
     def keep_states_whole(self, module: nn.Module) -> None:
-        """Let state dicts hold full parameters, with the values before the step, also while narrow; until `close`.
+        """Make state dicts hold full parameters, with the values before the step, until `close`.
 
-        Otherwise a hook between backward and step would save this replica's slice.
+        Otherwise a hook between backward and step would save this replica's slice of a narrow parameter.
         """
         for hook in self._hooks:
             hook.remove()
@@ -236,7 +236,7 @@ class ParameterSlices:
     # --------------------------------------------------------------------------------------------------- optimizers
 
     def divide(self, optimizer: Optimizer, patches: Patches) -> None:
-        """Let an optimizer update slices, and keep the state of slices, until `patches` are undone.
+        """Make an optimizer update slices, and keep the state of slices, until `patches` are undone.
 
         The closure runs before parameters become narrow. Hooks of the step see whole parameters.
         """
@@ -253,6 +253,7 @@ class ParameterSlices:
             replay = None
             if closure is not None:
                 with torch.enable_grad():
+                    # The closure needs whole parameters, for forward and backward. `step` gets its loss only.
                     replay = _Replay(closure())
             nonlocal is_first
             if is_first:
@@ -269,13 +270,13 @@ class ParameterSlices:
                     result = own(**kwargs) if replay is None else own(replay, **kwargs)
                 gathered = parameters
             finally:
-                # After an error nothing is gathered: parameters get back their values from before the step.
+                # After an error this gathers nothing: parameters return to their values before the step.
                 self.widen(gathered)
             for hook in (*step_hooks_of(optimizer)[1].values(), *global_step_hooks()[1].values()):
                 hook(optimizer, given, kwargs)
             return result
 
-        # A method, because schedulers that are made during training wrap `step` as a method.
+        # A method, because schedulers created during training wrap `step` as a method.
         patches.replace(optimizer, "step", MethodType(step, optimizer))
 
     def watch_steps(self, take: Callable[[Optimizer], None]) -> None:
@@ -299,7 +300,7 @@ class ParameterSlices:
         return [p for group in optimizer.param_groups for p in group["params"] if self._is_trained(p)]
 
     def _is_trained(self, parameter: nn.Parameter) -> bool:
-        # Also without a gradient: replicas may differ in which parameters have gradients, but must gather the same.
+        # Even without a gradient: replicas may have gradients for different parameters, but must gather the same.
         return self.divides(parameter) and (parameter.requires_grad or parameter.grad is not None)
 
     def has_divided(self, optimizer: Optimizer) -> bool:
@@ -314,9 +315,10 @@ class ParameterSlices:
                 state[key] = self.part_of_state(value, parameter)
 
     def part_of_state(self, value: Any, parameter: Tensor) -> Any:
-        """Return this replica's part of a value in a full parameter's state: a copy of its slice, or the value."""
+        """Return this replica's part of a value in the state of a full parameter: a copy of the slice, or the value."""
         if not self.divides(parameter) or not isinstance(value, Tensor) or value.shape != self.whole_shape(parameter):
             return value  # such as the count of steps
+        # A clone: the slice is a view, which would keep the full state in memory.
         return self.cut(value).clone()
 
 

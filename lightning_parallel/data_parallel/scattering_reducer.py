@@ -39,6 +39,7 @@ class ScatteringReducer(GradientReducer):
         prepare: Callable[[dict[str, Tensor]], None] | None = None,
         prepare_names: frozenset[str] = frozenset(),
     ) -> None:
+        # Set before `super().__init__`, which fills the buckets and calls `_kind`.
         self._slices = slices
         self._found: set[str] = set()  # gradients that were sent
         self._in_flight: list[tuple[GradientBucket, Pending]] = []
@@ -66,9 +67,9 @@ class ScatteringReducer(GradientReducer):
         self.traffic.add(rows.nbytes + rows[0].nbytes)
         self._in_flight.append((bucket, comm.reduce_scatter(rows, self.group, async_op=True)))
         for name in bucket.names:
-            # Gradients that accumulate from now on are sent in another message, and added to the sum.
+            # Gradients that accumulate from now on travel in another message, and are added to the sum.
             self._active[name].grad = None
-        # Bounds the memory: each bucket in flight holds its full gradients.
+        # A limit for memory: each bucket in flight holds its full gradients.
         while len(self._in_flight) > MOST_IN_FLIGHT:
             self._land()
 
@@ -115,12 +116,13 @@ class ScatteringReducer(GradientReducer):
             return
         if bucket.stale:
             self._send(bucket)
+        # A stale bucket has two messages, and messages land in the order of their sends.
         while self._in_flight:
             self._land()
         widths = [self._slices.width(self._active[name].numel()) for name in bucket.names]
         means = self._sums.pop(bucket).div_(self.group.size).split(widths)
         for name, mean in zip(bucket.names, means):
             parameter = self._active[name]
-            # Also without a gradient: the owners of a tied parameter must exchange gradients of one shape.
+            # Even without a gradient: the owners of a tied parameter must exchange gradients of one shape.
             mine = mean[: self._slices.size(parameter.numel())] if name in used else None
             self._slices.narrow(parameter, mine)
