@@ -84,6 +84,7 @@ def broadcast_(tensor: Tensor, group: Group, source: int = 0, async_op: bool = F
         return Done(tensor) if async_op else tensor
 
     def start(has_handle: bool) -> Any:
+        # torch expects the global rank of the source, not its position in the group.
         return dist.broadcast(tensor, group.ranks[source], group=group.process_group, async_op=has_handle)
 
     return _issue("broadcast", group, tensor, tensor, start, async_op)
@@ -185,6 +186,7 @@ def reduce_scatter(
     sizes = [tensor.shape[dim] // group.size] * group.size if sizes is None else sizes
     rows = tensor.movedim(dim, 0)
     if min(sizes) < max(sizes):
+        # Backends expect equal parts, so smaller parts travel with padding, which `result` cuts off.
         rows = torch.cat([_padded(part, max(sizes)) for part in rows.split(list(sizes))])
     rows = rows.contiguous()
     mine = rows.new_empty((max(sizes), *rows.shape[1:]))
@@ -197,6 +199,7 @@ def reduce_scatter(
 
 def _start_reduce_scatter(mine: Tensor, rows: Tensor, group: Group, has_handle: bool) -> Any:
     if group.size == 2 and mine.device.type == "cpu" and not group.is_ordered:
+        # Detached, so that autograd does not record the addition below.
         parts = rows.detach().view(2, *mine.shape)
         kept = parts[group.rank]
         return _Swap(parts[1 - group.rank], mine, group, _SCATTER_TAG, lambda: mine.add_(kept))

@@ -155,6 +155,7 @@ class _BucketsInFlight:
             self._advance(*self._arrived.get())
         if self._failed is not None:
             raise self._failed[1]
+        # The numbers restart at the same point on all ranks, so buckets and groups still agree.
         self._added = 0
 
     def forget(self) -> None:

@@ -126,6 +126,7 @@ class Group:
         rank = all_processes().rank()
         if rank not in ranks:
             raise ValueError(f"The process group must hold rank {rank}; got the ranks {ranks}")
+        # A group of one sends nothing, so collectives need not ask torch.
         return cls(axis, ranks, ranks.index(rank), wrapped if len(ranks) > 1 else None)
 
 
@@ -276,6 +277,7 @@ class MeshGroups:
             me = self.world.ranks[self.world.rank]
             lines = self.mesh.peers(axis)
             found = {}
+            # torch creates many groups in one call only if they share no rank. Few calls keep the start short.
             for disjoint in _without_common_members(pairs):
                 process_group = self._new_groups(
                     [[line[one], line[other]] for line in lines for one, other in disjoint]
@@ -351,6 +353,7 @@ def _new_groups(
         options["pg_options"] = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
     if has_nccl and backend is None and splits_groups(world):
         group = dist.split_group(world, peers, **options)
+        # `split_group` sets the timeout of NCCL only. Python objects travel through gloo, and need it, too.
         if group is not None and timeout is not None:
             set_timeout(group, timeout)
         return group

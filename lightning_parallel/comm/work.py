@@ -142,6 +142,7 @@ class Pending:
         except RuntimeError as error:
             raise_explained(error, self._op, self._group)
         if self._work is None:
+            # Without a handle, the current stream orders the collective: there is nothing to wait for.
             flight.finish()
             return self
         # Keeps the tensors of the call alive: torch keeps them only until the first wait, which may be a recorder's.
@@ -222,6 +223,7 @@ class _as_call:
     def __enter__(self) -> None:
         self._before = _thread.call
         _thread.call = self._flight
+        # An executor that closes can interrupt its thread in this call: it closes the connections of the group.
         helper = self._helper = current_helper()
         if helper is not None:
             helper.process_group = self._group.process_group

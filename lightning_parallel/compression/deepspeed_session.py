@@ -60,6 +60,7 @@ class DeepSpeedSession(GradientSession):
         start = 0
         # The bucket is flat: parameters lie in it one after another, without padding. ZeRO also flushes empty buckets.
         for parameter in parameters_of_bucket(self._engine.optimizer, dtype) if flat.numel() else ():
+            # Views of the bucket: `add` writes the means into it.
             named[self._names[parameter]] = flat[start : start + parameter.numel()].view(parameter.shape)
             start += parameter.numel()
         if named:

@@ -177,6 +177,7 @@ class Feedback:
             return work, Sum(work, block.gradients, 1 / scale)
         old = memory.read_stack("residual", block.names, block.shape, block.dtype, block.device)
         if old is None:
+            # After buckets were rebuilt, or after a load, the rows of a block are in different tensors.
             rows = _read(block, memory, "residual")
             if any(row is not None for row in rows):
                 zeros = torch.zeros(block.shape, dtype=block.dtype, device=block.device)
@@ -231,6 +232,7 @@ class Feedback:
             for output, estimate in zip(block.outputs, _read(block, memory, "mean_estimate")):
                 if estimate is not None:
                     output.add_(estimate)
+            # Within a step `_stage` returns the tensor of `_apply_ef21`, g: g - (M - C(M)) = h + C(M).
             _stage(block, memory, "estimate").sub_(work)
         # Momentum factor masking: the velocity of a sent element would move the element a second time.
         if self.momentum and not self.averages and block.sent is not None:

@@ -239,6 +239,7 @@ class HierarchicalStep:
         failure: Optional[Exception] = None
         try:
             if self._nodes.across.size == 1:
+                # With one node no compressor runs, so this step watches the means.
                 for part in mine:
                     self._across.watch(part.flat)
             else:
@@ -264,6 +265,7 @@ class HierarchicalStep:
             num_bytes += mean.numel() * working_dtype(mean.dtype).itemsize + mean.nbytes
         for part, pending in zip(parts, sent):
             for gradient, mean in zip(part.gradients, part.named(pending.wait()).values()):
+                # A lone contiguous gradient was broadcast in its own memory.
                 if gradient.data_ptr() != mean.data_ptr():
                     gradient.copy_(mean)
         # Counted for bandwidth-optimal algorithms, as between nodes; equal on all ranks of a node.

@@ -304,6 +304,7 @@ class Quantize(Quantizer):
         # The parts are full groups, so that `encode_rows` takes the parts of all ranks in one call.
         chunk = math.prod(self._grouping(math.ceil(rows.shape[1] / size)))
         mine = yield from self._mean_part(source, step, chunk)
+        # `source.noise` continues, so the rounding of the second phase is independent of the first.
         packed = self._encode(source._replace(rows=mine, late=None), 1, chunk)
         if source.rest:
             # The error of the second encoding belongs to all ranks. The owner keeps it times the number of ranks, so
@@ -424,6 +425,7 @@ class Sign(Compressor):
         scales = rows.abs().mean(1).float()
         parts = split_by_rank(rows, size, shard)
         bits = pack_signs(torch.nn.functional.pad(parts, (0, _chunk(shard, 1) - shard)))
+        # Each rank receives one part of a tensor, and needs the scale of the full tensor beside it.
         send = torch.cat([bits, as_bytes(scales.unsqueeze(1)).expand(size, -1, -1)], dim=2)
         received = (yield AllToAllRequest(send.view(size, -1))).reshape(send.shape)
         mine = _mean_of_messages(received, rows.dtype)
@@ -458,6 +460,7 @@ class Sign(Compressor):
             torch.addcmul(
                 part, unpack_signs(bits, part.dtype), scales.to(part.dtype).unsqueeze(1), value=-1, out=staged
             )
+            # Positions beyond the tensor must not accumulate a residual.
             staged[:, valid:] = 0
         return torch.cat([bits, as_bytes(scales.unsqueeze(1))], dim=1)
 

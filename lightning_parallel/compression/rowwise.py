@@ -219,6 +219,7 @@ def _encode_bytes(rows: Tensor, packed: Tensor, noise: Optional[torch.Generator]
     enlarged = rows * _ENLARGED
     least, largest = enlarged.amin(1, keepdim=True), enlarged.amax(1, keepdim=True)
     width = (largest - least).float()
+    # Scale and bias are rounded before the levels are computed, because the decoder reads the rounded values.
     bias = least.float()
     levels = _rounded(enlarged.sub_(bias).mul_(255 / (width + _EPSILON)), noise).clamp_(0, 255)
     packed[:, :-8] = levels.to(torch.uint8)
@@ -244,6 +245,7 @@ def _encode_nibbles(rows: Tensor, packed: Tensor, noise: Optional[torch.Generato
     peaks = _peaks(rows)
     reduced = rows * peaks.reciprocal()
     least, largest = reduced.amin(1, keepdim=True), reduced.amax(1, keepdim=True)
+    # Rounded to fp16 before the levels are computed, because the decoder reads the rounded values.
     bias = least.half()
     scale = ((largest.float() - bias.float()) / 15).half()
     # Equal numbers, or a width below the range of fp16: the levels are 0, and any scale decodes to the bias.

@@ -158,8 +158,10 @@ class TopK(Sparsifier):
             noise = seeded_generator(rows.device, self.seed, step.number, block.names, step.group.rank)
         packed = self.values.pack(values, noise)
         if block.keep_rest:
+            # The rest also keeps the error of the encoding of sent values.
             rows.scatter_(1, positions, values - self.values.unpack(packed, k, rows.dtype))
         block.sent = positions
+        # One message: values and positions share an all-gather.
         message = torch.cat([packed, _pack_positions(positions, n)], dim=1)
         everyone = yield AllGatherRequest(message.flatten())
         if everyone.is_meta:  # nothing more is sent, and decoding takes a step for each rank
@@ -337,6 +339,7 @@ class BlockTopK(Sparsifier):
         padded = pad(rows, extent)
         blocks = padded.view(len(rows), num_blocks, self.block)
         norms = yield AllReduceRequest(torch.linalg.vector_norm(blocks, dim=2).square_())
+        # A NaN or infinity in any block makes a norm not finite, even if no rank sends the block.
         step.watch(norms)
         # Ascending, so that blocks are read and written in the order of memory.
         chosen = norms.topk(self._count(num_blocks, step.number), dim=1).indices.sort(dim=1).values

@@ -349,6 +349,7 @@ class CompressedDeepSpeedStrategy(SavesCompression, DeepSpeedStrategy):
             self._state.close()
             self._state = None
         for optimizer in self.optimizers:
+            # ZeRO leaves its hooks on the parameters: they would also run in the next `fit`.
             remove_accumulation_hooks(optimizer)
         super().teardown()
 

@@ -77,6 +77,7 @@ class CompressorMemory:
         state = self.means.state_dict()
         if self.kept == "none":
             return without_memory(state["step"])
+        # The step is in the checkpoint itself, so it survives the loss of the files beside it.
         return {**_FILES.write(state, self.place, path, self.world), "step": state["step"]}
 
     def restore(self, saved: Mapping[str, Any], path: PathLike) -> None:

@@ -79,6 +79,7 @@ class StateParts:
         # Only one rank of a node may write the zeros: each parameter has one writer per node.
         if inside.rank == 0:
             slots = joined([slots, zeros])
+        # `_add_kinds` has extended `mine` after the exchange.
         everyone[self.groups.replica.rank] = mine
         return {**divided, **self._tensors(slots, everyone)}
 

@@ -98,6 +98,7 @@ class ReplicaOptimizers:
             for name, value in named.items():
                 entry = optimizer.state[parameters[name]]
                 before = entry.get(key)
+                # Device and dtype of the old entry: torch keeps the count of steps on the CPU, for example.
                 entry[key] = value.to(before if isinstance(before, Tensor) else self.device)
 
     @property

@@ -304,7 +304,7 @@ def alias_of(tensor: Tensor) -> Tensor:
 def read_stored(stored: StoredTensor) -> Tensor:
     """Read a tensor of a file: the operation that begins the chain of a deferred tensor from a file."""
     value = stored.read()
-    # A copy: the memory that files are read into is for passing by.
+    # A copy, because the memory of the reader is temporary.
     return torch.empty_like(value).copy_(value)
 
 

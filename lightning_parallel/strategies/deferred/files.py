@@ -39,6 +39,7 @@ def files_deferred(threshold: int) -> Iterator[None]:
 
     def opened(filename: Any, framework: str = "pt", *args: Any, **kwargs: Any) -> Any:
         file = safe_open(filename, framework, *args, **kwargs)
+        # Other threads have no `BuildMode`, so they could not record operations on a deferred tensor.
         if framework not in ("pt", "torch") or threading.get_ident() != thread:
             return file
         try:
