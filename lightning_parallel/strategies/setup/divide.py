@@ -68,7 +68,6 @@ __all__ = [
 
 PLAN_FILE = ".pipeline_plan.json"
 """File in the folder of a checkpoint with the plan for a resumed run; hidden from code that lists checkpoints."""
-_EARLIER_PLAN_FILE = "pipeline_plan.json"
 
 _MOST_TIED = 0.5
 """Share of the parameters that may be on several stages without a warning."""
@@ -392,9 +391,8 @@ def _plan_of_checkpoint(module: LightningModule, request: dict[str, Any], world:
 
     def found() -> dict[str, Any] | None:
         path = checkpoint_of_run(module.trainer)
-        places = [Path(path).parent / name for name in (PLAN_FILE, _EARLIER_PLAN_FILE)] if path else []
-        file = next((place for place in places if place.is_file()), None)
-        if file is None:
+        file = Path(path).parent / PLAN_FILE if path else None
+        if file is None or not file.is_file():
             return None
         try:
             data = json.loads(file.read_text())
