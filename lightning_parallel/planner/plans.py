@@ -141,13 +141,11 @@ def plan(
         global_batch: Samples of an optimizer step; None means `accumulated` batches of each loader.
         accumulated: Batches of each replica in an optimizer step, the project's `accumulate_grad_batches`.
         tensor_plan, sequence_parallel, layers: See `HybridParallelStrategy`.
-        measured: Whether to run parts of the model here. None runs small parts if the cluster has processors like this
-            one.
+        measured: Whether to run parts of the model here. None runs small parts on a cluster of processors like this.
         search: Further arguments of `LayoutSearch`.
 
     Raises:
-        ValueError: If the model's step does not run on the batch, or if `layers` names no module. Also if
-            `global_batch` or `accumulated` is below 1.
+        ValueError: If the step fails on the batch, `layers` names no module, or a number of samples is below 1.
     """
     if global_batch is not None and global_batch < 1:
         raise ValueError(f"`global_batch` must be at least 1 sample; got {global_batch}")
