@@ -77,6 +77,13 @@ def test_communication_counts_as_far_as_every_rank_waits_for_it():
     assert "PowerSGD" in advice.text
 
 
+def test_ranks_that_share_cores_are_told_that_a_wait_may_be_for_a_core():
+    ranks = [rank(index, communication_exposed=0.03) for index in range(2)]
+    (shared,), (own,) = (diagnose(report(ranks, run={"cores": cores}, least=[0.03])) for cores in (0.5, 1.0))
+    reason = "The ranks share cores (0.5 per rank), so part of this time they wait for a core. "
+    assert shared.text == reason + own.text
+
+
 def test_compression_is_advised_in_the_words_of_the_strategy():
     ranks = [rank(r, communication_exposed=0.02) for r in range(2)]
     assert "`compression=Cast('bf16')`" in diagnose(report(ranks, {"strategy": "HybridParallelStrategy"}))[0].text

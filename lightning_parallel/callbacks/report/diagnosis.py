@@ -266,10 +266,18 @@ def _communication(figures: Figures) -> Iterator[Advice]:
         "slow",
         f"Every rank waits for communication for at least {seconds_text(wait)} of a {seconds_text(figures.step)} step"
         f" ({percent(share)}{of_axis})",
-        _less_communication(axis, figures),
+        f"{_of_shared_cores(figures)}{_less_communication(axis, figures)}",
         share,
         {"communication_exposed": wait, "wall": figures.step},
     )
+
+
+def _of_shared_cores(figures: Figures) -> str:
+    """Return a sentence on ranks that share cores: their waits are also waits for a core."""
+    cores = figures.run.get("cores")
+    if not cores or cores >= 1:
+        return ""
+    return f"The ranks share cores ({cores:.2g} per rank), so part of this time they wait for a core. "
 
 
 def _less_communication(axis: str, figures: Figures) -> str:
