@@ -21,7 +21,7 @@ learn: .venv/installed
 # An internal error or the crash of a worker has another exit status than failed tests, and fails at once.
 PYTEST := $(BIN)/python -m pytest -q
 test: .venv/installed
-	@echo "About 3,300 tests, many with 2 to 4 processes each. For the duration see CONTRIBUTING.md, Tests."
+	@echo "About 3,500 tests, many with 2 to 4 processes each. For the duration see CONTRIBUTING.md, Tests."
 	@rm -rf .pytest_cache
 	@$(PYTEST) -m "not (gpu or ray or browser)" -n auto --dist worksteal; status=$$?; \
 	[ $$status -eq 1 ] || exit $$status; \
