@@ -241,7 +241,7 @@ class HookState:
             if backward.failure is not None:
                 raise backward.failure
             if is_first:
-                session.end_step()  # of the last pass, if nobody has called `finish`
+                session.end_step()  # of the last pass, if `finish` was not called
                 self.reduced = set()
             self._compress(session, backward, bucket, gradients, with_gradient)
         except BaseException as error:

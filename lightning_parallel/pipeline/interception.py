@@ -267,7 +267,7 @@ def run_variant(call: Call, device: torch.device, available: bool, variant: int)
         variant: Which of `VARIANTS` of the random data.
 
     Returns:
-        Its output and its final arguments, with placeholders for all tensors except those it was called with.
+        Its output and its final arguments, with placeholders for all tensors except the tensors of the call.
     """
     seed_all(variant)
 

@@ -564,7 +564,7 @@ class PipelineStages:
                 vars(child)[key] = value
 
     def note_parameters(self) -> None:
-        """Note the current parameters, in addition to those noted before."""
+        """Note the current parameters, in addition to the parameters noted before."""
         self._known.update({id(value): value for value in self.module.parameters()})
         self._names.update({id(value): name for name, value in self.module.named_parameters()})
 

@@ -236,7 +236,7 @@ def _run_on_random_data(
         available: Whether the resulting placeholders count as available.
 
     Returns:
-        Its output and its final arguments, with placeholders for all tensors except those it was called with. A number
+        Its output and its final arguments, with placeholders for all tensors except the tensors of the call. A number
         or array that depends on the random data is an `UnknownValue`, also in attributes of the module.
     """
     saved = SavedAttributes(call.module)

@@ -118,7 +118,7 @@ def check_choice(name: str, value: Any, choices: Any) -> None:
         choices: The `Literal` with the values.
 
     Raises:
-        ValueError: If the value is not one of them.
+        ValueError: If the value is no such choice.
     """
     *others, last = map(repr, get_args(choices))
     if value not in get_args(choices):

@@ -393,7 +393,7 @@ def called_around(root: nn.Module, path: str, name: str) -> bool:
 
 
 def _own_names(kind: type, called: frozenset[str]) -> tuple[str, ...]:
-    """Return those called method names that the user's class `kind` defines."""
+    """Return the called method names that the user's class `kind` defines."""
     own = {name for base in kind.__mro__ if not base.__module__.startswith(LIBRARIES) for name in vars(base)}
     return tuple(sorted(own & called))
 

@@ -465,7 +465,7 @@ def _judge(runs: StepRuns, verdict: Verdict, full: Any, calls: RollCall) -> Verd
 
 
 def _on_any(found: Any, replica: Group) -> bool:
-    """Tell on all ranks of the replica whether one of them has found anything."""
+    """Tell on all ranks of the replica whether any rank has found anything."""
     return any(comm.all_gather_object(bool(found), replica))
 
 
