@@ -153,6 +153,7 @@ def all_gather_(whole: Tensor, group: Group, async_op: bool = False) -> Any:
 
 
 def _start_all_gather(whole: Tensor, part: Tensor, group: Group, has_handle: bool) -> Any:
+    # `all_gather` pads `part` to one size on all ranks, so both ranks take the same way.
     is_large = part.numel() * part.element_size() >= DIRECT_MIN_BYTES
     if is_large and group.size == 2 and part.device.type == "cpu" and not group.is_ordered:
         if whole[group.rank].data_ptr() != part.data_ptr():
@@ -203,7 +204,8 @@ def _start_reduce_scatter(mine: Tensor, rows: Tensor, group: Group, has_handle: 
         parts = rows.detach().view(2, *mine.shape)
         kept = parts[group.rank]
         return _Swap(parts[1 - group.rank], mine, group, _SCATTER_TAG, lambda: mine.add_(kept))
-    # Tried: whether gloo has the operation depends on the version of torch, which offers no query for it.
+    # Tried: whether gloo has the operation depends on the version of torch, which offers no query for it. The error
+    # comes before any message and on all ranks, so the fallback meets the same fallback.
     try:
         if mine.device.type != "cpu":
             return reduce_scatter_single(mine.view(-1), rows.view(-1), group=group.process_group, async_op=has_handle)
@@ -256,6 +258,7 @@ def all_to_all(
     receive = None if receive_sizes is None else list(receive_sizes)
 
     def start(has_handle: bool) -> Any:
+        # torch takes the rows to receive before the rows to send.
         return dist.all_to_all_single(received, tensor, receive, send, group=group.process_group, async_op=has_handle)
 
     return _issue("all_to_all", group, tensor, received, start, async_op)
@@ -303,6 +306,7 @@ def exchange(
     ways = [(dist.isend, tensor, peer) for tensor, peer in sent] + [
         (dist.irecv, tensor, peer) for tensor, peer in received
     ]
+    # `result` keeps these copies alive: torch drops its references when the messages are over.
     held = [_on_wire(tensor, group) for _, tensor, _ in ways]
     operations = [
         dist.P2POp(way, on_wire, group.ranks[peer], group=group.process_group, tag=tag)
@@ -427,6 +431,7 @@ class _Swap:
     ) -> None:
         peer = group.ranks[1 - group.rank]
 
+        # Neither call waits for the other rank, so two ranks cannot block each other.
         self._works = (
             dist.irecv(received, peer, group=group.process_group, tag=tag),
             dist.isend(sent, peer, group=group.process_group, tag=tag),
@@ -444,6 +449,7 @@ class _Swap:
 
 def swaps_all_reduce(tensor: Tensor, group: Group) -> bool:
     """Tell whether an all-reduce is faster by messages than by the backend; the same answer on both ranks."""
+    # Sparse tensors go to the backend, because a message carries dense memory only.
     is_small = tensor.numel() * tensor.element_size() <= PAIRWISE_MAX_BYTES
     return group.size == 2 and tensor.device.type == "cpu" and tensor.layout == torch.strided and is_small
 

@@ -86,6 +86,7 @@ class ThreadExecutor:
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
         self._error: BaseException | None = None
         self._calls: Queue[Callable[[], None] | None] = Queue()
+        # The None stands behind the queued calls, so the thread runs them before it ends.
         self._helpers = [Helper("communication", self._work, lambda: self._calls.put(None))]
         self._stops: list[Callable[[], None]] = []
         self._helpers[0].start()
@@ -108,11 +109,13 @@ class ThreadExecutor:
     def start_beside(self, name: str, work: Callable[[], None], stop: Callable[[], None]) -> None:
         """Start another thread that waits for messages on behalf of this thread, and stop it after this thread."""
         self._stops.append(stop)
+        # `end_helpers` stops all threads at once, but queued calls still need this thread: `_work` stops it at its end.
         self._helpers.append(Helper(name, work, stop=lambda: None))
         self._helpers[-1].start()
 
     def wake(self, call: Callable[[], object]) -> None:
         """Run `call` on the thread, from any thread; only `wait` tells when the call is over, and raises its error."""
+        # Nothing reads the future. No event is needed, because only buckets on the CPU wake the thread.
         self._calls.put(partial(self._run, call, Future(), None))
 
     def wait(self) -> None:

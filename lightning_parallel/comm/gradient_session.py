@@ -171,11 +171,13 @@ class _BucketsInFlight:
             if error is not None:
                 raise error
             wait = next(phases)
+        # Out of `_buckets` first: `add` of a later bucket may take the place as soon as this bucket has ended.
         except StopIteration:
             del self._buckets[place]
             done(None)
         except BaseException as failure:
             del self._buckets[place]
+            # Buckets may fail in another order than they began. The lowest number counts, so that all ranks stop alike.
             if self._failed is None or number < self._failed[0]:
                 self._failed = number, failure
             done(failure)
@@ -187,6 +189,7 @@ class _BucketsInFlight:
             self._waits = [SimpleQueue() for _ in self._groups]
             for index, waits in enumerate(self._waits):
                 work, stop = partial(self._work, index, waits), partial(waits.put, None)
+                # One thread per group: a wait cannot be for the first of two messages.
                 self._executor.start_beside(f"messages-{index}", work, stop)
         self._waits[place].put(wait)
 
@@ -195,6 +198,7 @@ class _BucketsInFlight:
             error: BaseException | None = None
             try:
                 wait()
+            # Any error: without an entry in `_arrived`, `add` and `finish` would wait forever.
             except BaseException as found:
                 error = found
             self._arrived.put((place, error))
@@ -285,6 +289,7 @@ class GradientSession:
         """
         try:
             if self._in_flight is not None:
+                # On the executor, because only its thread may touch the buckets in flight.
                 self.executor.submit(self.drain)
             self.executor.wait()
         except BaseException:
@@ -369,6 +374,7 @@ class GradientSession:
         except BaseException as error:
             self.discard()
             end(error)
+            # Raised as well, so that the next `wait` of the executor fails.
             raise
         end(None)
 
@@ -410,6 +416,7 @@ class GradientSession:
         # only the joint verdict, so it waits for the device once.
         finite = None
         if self._verdict_group is not None:
+            # gloo reduces no booleans.
             verdict = step.verdict.to(self._device, torch.uint8)
             finite = bool(all_reduce_(verdict, self._verdict_group, "min"))
         self.applied = step.commit(finite)

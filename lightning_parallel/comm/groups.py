@@ -22,6 +22,7 @@ from lightning_parallel.mesh import DATA, PIPELINE, TENSOR, Axis, Mesh
 __all__ = ["Group", "MeshGroups", "NodeGroups"]
 
 
+# Compared by identity: two groups of the same ranks carry different messages.
 @dataclass(frozen=True, eq=False)
 class Group:
     """Ranks that communicate with each other along `axis`.
@@ -279,6 +280,8 @@ class MeshGroups:
             found = {}
             # torch creates many groups in one call only if they share no rank. Few calls keep the start short.
             for disjoint in _without_common_members(pairs):
+                # One call lists the groups of all lines, because every rank must take part in the creation of every
+                # group.
                 process_group = self._new_groups(
                     [[line[one], line[other]] for line in lines for one, other in disjoint]
                 )
@@ -313,7 +316,8 @@ class MeshGroups:
         if purpose not in self._hosts:
             process_group = None
             if self.world.size > 1:
-                # gloo on any device, so that a message between hosts never waits for kernels.
+                # gloo on any device, so that a message between hosts never waits for kernels. Each rank of the mesh is
+                # in it.
                 process_group = dist.new_group(list(self.world.ranks), timeout=self._timeout, backend="gloo")
             self._hosts[purpose] = replace(self.world, axis=purpose, process_group=process_group)
         return self._hosts[purpose]
@@ -351,6 +355,7 @@ def _new_groups(
     options: dict[str, Any] = {"timeout": timeout}
     if has_nccl and is_urgent:
         options["pg_options"] = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
+    # A split has the backend of its parent. It reuses the parent's connections, so a start is short.
     if has_nccl and backend is None and splits_groups(world):
         group = dist.split_group(world, peers, **options)
         # `split_group` sets the timeout of NCCL only. Python objects travel through gloo, and need it, too.

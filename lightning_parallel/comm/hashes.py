@@ -44,6 +44,7 @@ def _weighted_sum(tensor: Tensor) -> Tensor:
     parts = [words] if len(words) <= chunk else words.split(chunk)
     total = (parts[0] * weights[: len(parts[0])]).sum()
     for index, part in enumerate(parts[1:], 1):
+        # Goes on with the weights 2 * position + 1, so that swapped chunks give another hash.
         total += (part * (weights[: len(part)] + 2 * index * chunk)).sum()
     return total.mul_(_MIXER)
 

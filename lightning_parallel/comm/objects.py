@@ -65,7 +65,8 @@ def all_gather_object(value: T, group: Group) -> list[T]:
 
 def _all_gather_bytes(data: bytes, num_bytes: int, group: Group) -> list[bytes]:
     """Gather `data` of every rank, filled up to `num_bytes`, by position."""
-    # Of one length on all ranks, as the collective needs it; the receiver cuts the padding off.
+    # Of one length on all ranks, as the collective needs it; the receiver cuts the padding off. `bytearray`, because
+    # torch warns about memory that is read-only.
     mine = torch.frombuffer(bytearray(data.ljust(num_bytes, b"\0")), dtype=torch.uint8).to(group.host_device)
     found = mine.new_empty(group.size, num_bytes)
     dist.all_gather(list(found.unbind()), mine, group=group.process_group)
@@ -118,6 +119,7 @@ def broadcast_from(make: Callable[[], T], group: Group, source: int = 0, device:
                 packed, tensors = _pack(value)
         except Exception as error:
             failure = error
+    # The error takes the place of the value in one message: all ranks then agree whether tensors follow.
     carried = None if failure is None else _carried(failure)
     packed, carried = broadcast_object((packed, carried), group, source)
     if failure is not None:
@@ -310,6 +312,7 @@ def _differing(values: list[Any]) -> list[Any]:
     """Reduce dicts to the entries in which they differ; leave other values unchanged."""
     if not all(isinstance(value, dict) for value in values):
         return values
+    # Not a set, whose order differs between processes: all ranks must print the same text.
     keys = dict.fromkeys(key for value in values for key in value)
     different = [key for key in keys if any(value.get(key) != values[0].get(key) for value in values)]
     return [{key: value.get(key) for key in different} for value in values]

@@ -156,6 +156,7 @@ class Blocked:
         self.number = Blocked.count
 
     def __enter__(self) -> None:
+        # The heartbeat's thread reads this attribute without a lock: one assignment is atomic.
         Blocked.now = self
         if self.index and not self.key:
             Blocked.last = self
@@ -244,6 +245,7 @@ class _Heartbeat:
                 loss = None if self._watch is None else self._watch.look()
             except RuntimeError:
                 # The process with the store is gone. Where hosts wait, their calls fail without the heartbeat.
+                # The store also goes when rank 0 ends the run as planned. Then this rank stops, too, in a moment.
                 if self._watch is None or self.stopped.wait(ENDED_S):
                     return
                 loss = "the process with the rendezvous store (rank 0's, or the launcher's) is gone"
@@ -260,6 +262,7 @@ class _Heartbeat:
         self._looks += 1
         if not self.name or (call is None and self._looks % _SELDOM) or (call is not None and call.key):
             return
+        # `add` of 0 reads a counter that may not exist yet.
         if not self.store.add(f"failed/{self.name}", 0) or self.read(f"error/{self.rank}"):
             return
         self._released_s = self._released_s or time.monotonic() + RELEASE_S
@@ -271,6 +274,7 @@ class _Heartbeat:
             groups = list(groups_of_run())
         else:
             return
+        # A helper may wait in the same group: its connections are closed once.
         for process_group in dict.fromkeys(groups):
             if process_group is not None:
                 close_connections(process_group)
@@ -283,6 +287,7 @@ class _Heartbeat:
         sys.stderr.write(f"{LostRankError.message}\n")
         with suppress(RuntimeError):
             self.report(loss)
+        # ctypes passes a plain number as a C int, which would cut off the upper bits of the thread's number.
         caller = ctypes.c_ulong(self.caller)
         # Before the abort releases the device: the training thread must not go on with arbitrary values.
         ctypes.pythonapi.PyThreadState_SetAsyncExc(caller, ctypes.py_object(LostRankError))
@@ -379,6 +384,7 @@ def _notice_dead_connections(store: dist.Store, before: Mapping[int, int]) -> No
                 connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
                 for option in (socket.TCP_KEEPIDLE, socket.TCP_KEEPINTVL):
                     connection.setsockopt(socket.IPPROTO_TCP, option, _KEEPALIVE_S)
+                # Keepalive probes quiet connections only. This option also ends a connection with a request on its way.
                 connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(SILENT_S * 1000))
 
 
@@ -407,6 +413,7 @@ class _Watch:
         if found or heartbeat.read(f"error/{heartbeat.rank}"):  # this rank is about to end by itself
             return found or None
         for rank in self._others:
+            # A rank that has not begun this run, or has begun another, cannot be missed in it.
             if heartbeat.store.add(f"run/{rank}", 0) == heartbeat.run:
                 error = heartbeat.read(f"error/{rank}")
                 if error or heartbeat.read(f"ended/{rank}") != str(heartbeat.run):
@@ -418,6 +425,7 @@ class _Watch:
 
     def _judge(self, rank: int, error: str) -> str | None:
         seen, now_s = (rank, error or str(self._heartbeat.store.add(f"beat/{rank}", 0))), time.monotonic()
+        # The clock starts again at each beat, and when the watched rank is another.
         if seen != self._seen:
             self._seen, self._since_s = seen, now_s
             return None
@@ -484,6 +492,7 @@ def blocked_calls(ranks: Sequence[int]) -> dict[int, BlockedCall]:
         text = _heartbeat.read(f"blocked/{rank}")
         run, number, members, key, index, name, place = json.loads(text) if text else ("", 0, (), "", 0, "", "")
         if _heartbeat.rank in members:
+            # Without a common name of the run, the numbers of two ranks do not mean the same call.
             is_apart = run == _heartbeat.name != "" and key not in Blocked.of_helpers and index > Blocked.begun[key]
             found[rank] = BlockedCall(number, key, name, place, is_apart)
     return found
@@ -668,6 +677,7 @@ class RollCall:
         while not _all_set(store, keys, min(_LOOK_S, end_s - time.monotonic())):
             absent = [rank for rank, key in zip(self._ranks, keys) if not store.check([key])]
             blocked = blocked_calls(absent)
+            # `is_apart` is certain at once. Any other blocked rank may only be slow, so its call gets some seconds.
             stuck = [rank for rank, call in blocked.items() if call.is_apart or since(rank, call.number) > _STUCK_S]
             # The other absent ranks may be about to report their places: wait a little for a complete error.
             is_known = len(blocked) == len(absent) or since("stuck", bool(stuck)) > 2 * _LOOK_S

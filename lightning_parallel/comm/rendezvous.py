@@ -73,6 +73,7 @@ def _welcome(hall: dist.Store, world_size: int, end_s: float) -> str:
     prefix = uuid4().hex
     missing = list(range(1, world_size))
     answered: dict[int, str] = {}
+    # `joined` stands under the new prefix, so no dead process can have set it.
     while missing := [rank for rank in missing if not hall.check([f"{prefix}/joined/{rank}"])]:
         for rank in missing:
             nonce = _read(hall, f"hello/{rank}")

@@ -82,6 +82,7 @@ def waiting_helpers() -> list[Helper]:
 
 def end_helpers(helpers: Sequence[Helper]) -> None:
     """End threads after their queued calls; interrupt the threads that still wait after `PATIENCE_S`."""
+    # All are told first, so that they end beside each other within one wait.
     for helper in helpers:
         helper.stop()
     if _end_in_time(helpers):

@@ -135,6 +135,8 @@ class Pending:
         if self._group.gate is not None:
             self._group.gate(self._op)
         flight = self._flight = _begin(self._op, self._group, self._bytes, self._dtype, self._peer, self._tag)
+        # Only two ranks of the group see a message. If they counted it, the ranks would number their collectives
+        # differently.
         self._index = 0 if self._peer is not None else Blocked.begin(self._group.name)
         try:
             with flight, _as_call(flight, self._group):
@@ -168,6 +170,7 @@ class Pending:
                     work.wait()
             except RuntimeError as error:
                 raise_explained(error, self._op, self._group)
+            # The tensors of the call are free now, even if the caller keeps this object.
             self._call = None
             flight.note_wait(start_ns, time.perf_counter_ns())
             flight.finish()
