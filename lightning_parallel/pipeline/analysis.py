@@ -247,6 +247,7 @@ def _in_flight(schedule: Schedule, num_stages: int) -> list[int]:
     """Return the most activations of microbatches, over all passes, that each stage of a pass holds at once."""
     peaks = []
     for stage in range(num_stages):
+        # Stages are numbered on from pass to pass, so the remainder is the stage of a pass.
         row = [action for action in schedule.rows[schedule.stage_ranks[stage]] if action.stage % num_stages == stage]
         peaks.append(max(activations_held(row), default=0))
     return peaks

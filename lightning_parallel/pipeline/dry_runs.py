@@ -224,12 +224,14 @@ class _Trial:
             ValueError: If that does not help.
         """
         before = sum(map(len, self.skips))
+        # Messages go forward only: a value of this stage or of a later one cannot be sent along.
         if all(self._made.get(skip, stage) < stage for skip in failure.sources):
             for skip in failure.sources:
                 for later in range(self._made[skip] + 1, stage + 1):
                     self.skips[later].add(skip)
                     # These stages receive more than in their last run, so they run again.
                     del self.runs[later:]
+        # With nothing new to send, the next run would fail in the same way, without end.
         if sum(map(len, self.skips)) == before:
             raise ValueError(failure.reason) from failure.cause
 

@@ -90,12 +90,14 @@ class StepOnCopies:
     def _watched(self, microbatch: Any) -> Any:
         tensors: list[Tensor] = []
         map_tensors(microbatch, lambda tensor: tensors.append(tensor) or tensor)  # type: ignore[func-returns-value]
+        # Tensors made in inference mode have no version.
         tensors = [tensor for tensor in tensors if not tensor.is_inference()]
         before = list(map(version_of, tensors))
         try:
             return self.step(microbatch)
         finally:
             if list(map(version_of, tensors)) != before:
+                # In `finally`, because a stage mostly leaves the step by `StageExit`.
                 raise RuntimeError(
                     "The step changes its batch in place, but did not do so in its first batch. Stages of a rank run"
                     " it on the same microbatch. Change a copy (`x = x.clone()`)"
@@ -286,6 +288,7 @@ class PipelineEngine:
     def sum_tied(self, names: Collection[str]) -> None:
         """Sum the gradients of some tied parameters over the ranks that hold them."""
         parameters = dict(self.module.named_parameters())
+        # All ranks list the same tied parameters in the same order, so both ends use one tag.
         for tag, (name, tied) in enumerate(self.tied.items()):
             if name in names and self.group.rank in tied.ranks and parameters[name].requires_grad:
                 self._reduce_tied(parameters[name], tied, _TIED_TAG + tag)
@@ -315,6 +318,7 @@ class PipelineEngine:
             if self.group.rank not in tied.ranks or name not in tensors:
                 continue
             first, *others = tied.ranks
+            # The owners may keep the parameter in other strides, but both ends send and receive plain memory.
             tensor = tensors[name].contiguous()
             sent = [(tensor, rank) for rank in others] if self.group.rank == first else []
             received = [] if self.group.rank == first else [(tensor, first)]

@@ -281,6 +281,7 @@ def run_variant(call: Call, device: torch.device, available: bool, variant: int)
 
     inputs, tree = pytree.tree_flatten((call.args, call.kwargs))
     data = [data_for(leaf) for leaf in inputs]
+    # `data` keeps the tensors alive: otherwise another tensor could get the same `id`.
     given = {id(fake): leaf for fake, leaf in zip(data, inputs)}
 
     # An argument that is passed on comes out as its original placeholder.

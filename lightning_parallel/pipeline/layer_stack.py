@@ -265,6 +265,7 @@ def layer_kinds(stack: LayerStack) -> list[int]:
     Two layers are of one kind if they have the same structure, parameter shapes and plain attributes. An attribute
     that counts the layers of a container (`layer_idx`) is left out.
     """
+    # Reversed, so that the first name of a shared layer is written last and stays.
     first = {layer: name for name, layer in reversed([*zip(stack.names, stack.layers)])}
     layers = list(dict.fromkeys(stack.layers))
     described = [_attributes(layer) for layer in layers]

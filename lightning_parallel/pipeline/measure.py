@@ -86,6 +86,7 @@ def measure(
     ends = ({name for name in use if 0 in use[name]}, {name for name in use if last in use[name]})
     held = count_parameters(module, stack, use)
     failure = ""
+    # A model may notice that a layer did not run. Then all layers run in a second try.
     for runs_all in (False, True):
         clock = _CostMeter(module, stack, *ends, device, runs_all)
         clock.clock, clock.repeats, clock.typical = now, repeats, typical
@@ -381,6 +382,7 @@ class _CostMeter(TruncatedModel):
             put_off = self._runs(noted, lambda: WeightGradients(at_once))
         forward_s = self._chosen([run.forward_s for run in whole])
         backward_s = self._chosen([run.input_gradient_s for run in whole])
+        # Noise may make the shorter backward the longer one, and a W must not take negative time.
         input_s = min(backward_s, self._chosen([run.input_gradient_s for run in put_off]))
         return replace(whole[0], forward_s=forward_s, input_gradient_s=input_s, weight_gradient_s=backward_s - input_s)
 

@@ -324,6 +324,7 @@ def _rebuilt(value: Any, change: Callable[[Any], Any]) -> Any:
         return part
     if isinstance(value, (tuple, list)):
         items_of = [change(item) for item in value]
+        # A named tuple takes its entries one by one, every other class takes them as one argument.
         return type(value)(*items_of) if hasattr(value, "_fields") else type(value)(items_of)
     return value
 
@@ -614,6 +615,7 @@ def add_to_text(error: BaseException, text: str) -> None:
     if error.args == (str(error),):
         error.args = (f"{error}\n{text}",)
     else:
+        # As `add_note` does, which Python 3.10 lacks.
         error.__dict__["__notes__"] = [*getattr(error, "__notes__", ()), text]
 
 
@@ -728,6 +730,7 @@ class LeftOutCache:
 
 def without_caches(output: Any, key: str = RETURNED) -> Any:
     """Return the result of a step, with a `LeftOutCache` for each cache that models keep for generating text."""
+    # By name, because transformers is optional.
     if any(base.__name__.endswith("Cache") for base in type(output).__mro__) and hasattr(output, "__dict__"):
         return output if isinstance(output, LeftOutCache) else LeftOutCache(key)
     if isinstance(output, MutableMapping):

@@ -215,6 +215,7 @@ def _completed(module: nn.Module, stack: LayerStack, use: ModuleUse, copies: dic
             use.parameters.setdefault(names[id(parameter)], set()).update(use.modules[name])
     # Unused parameters need a stage as well: a checkpoint holds them.
     for name in names.values():
+        # `or`: an empty set also means that no layer uses it.
         use.parameters[name] = use.parameters.get(name) or {last}
     for duplicate, original in copies.items():
         for one, other in zip(duplicate.parameters(), original.parameters()):

@@ -279,6 +279,7 @@ class StageMessages:
         try:
             # Empty tensors are not sent: both ends know from the layout which tensors are empty.
             held = [_in_memory(tensor) for tensor in tensors if tensor.numel()]
+            # Each `Pending` refers to its tensor, so the memory lives until the wait.
             pending = [comm.isend(tensor, channel, self.peer(receiver, channel), tag) for tensor in held]
         except RuntimeError as error:
             raise self._not_sent(action, receiver, error) from error
@@ -409,6 +410,7 @@ class _Posted:
         if not messages.is_ordered:
             return [cls(one, comm.irecv(one, channel, peer, tag) if one.numel() else None) for one in buffers]
         pending = comm.exchange([], wanted, channel, tag) if wanted else None
+        # One operation fills all buffers; the first wait ends it, and later waits return at once.
         return [cls(one, pending if one.numel() else None) for one in buffers]
 
     def finish(self, messages: StageMessages, action: Action, sender: int) -> Tensor:
@@ -522,6 +524,7 @@ class _Gradients:
 
     def take(self, action: Action) -> list[Tensor]:
         """Wait for the next gradients, and begin to receive their successors."""
+        # Gradients have no header: only the schedule tells which ones come.
         assert self.coming[0] == (action.stage, action.microbatch)
         self._begin()
         assert self.expected is not None

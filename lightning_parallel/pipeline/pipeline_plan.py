@@ -55,6 +55,7 @@ class Costs:
     def of_one_pass(self, passes: int) -> Costs:
         """Add up the costs of the calls of each layer, if all layers are called `passes` times, one after the other."""
         count = len(self.layers) // passes
+        # Every `count`-th cost is of another call of the same layer.
         layers = tuple(Cost.in_sequence(self.layers[first::count]) for first in range(count))
         return replace(self, layers=layers)
 

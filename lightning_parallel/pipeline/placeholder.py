@@ -327,6 +327,7 @@ def _with_data(value: Any) -> Any:
     """Replace placeholders by tensors of ones; the number of draws depends on shapes only."""
     if isinstance(value, PlaceholderTensor):
         meta = value.meta
+        # Ones are valid for every distribution: as probabilities, rates and deviations.
         return torch.empty_strided(meta.shape, meta.stride(), dtype=meta.dtype, device=value.device).fill_(1)
     if isinstance(value, (list, tuple)):
         return type(value)(_with_data(item) for item in value)
@@ -594,6 +595,7 @@ def _key(value: Any) -> Any:
         return kind, tuple(map(_key, value))
     if kind is dict:
         return tuple((name, _key(item)) for name, item in value.items())
+    # With the type, because 1, 1.0 and True are equal keys of a dict.
     return kind, value
 
 

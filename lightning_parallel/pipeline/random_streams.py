@@ -44,6 +44,7 @@ _PRIME = 0xC2B2AE3D27D4EB4F  # another odd number with well-mixed bits, so that 
 
 def layer_seed(seed: int, layer: int) -> int:
     """Return another seed for each layer, by its number."""
+    # 63 bits: a seed must be a positive number that fits into a signed integer.
     return (seed ^ (_GOLDEN * (layer + 1))) & (2**63 - 1)
 
 
@@ -112,6 +113,7 @@ class OwnGenerators:
     @contextmanager
     def kept(self) -> Iterator[None]:
         """Take a number from each generator, and restore its state after the block."""
+        # Before the states are read: so the next step gets another number.
         self._seeds = [_draw(generator) for generator in self._generators]
         states = [_state(generator) for generator in self._generators]
         try:
@@ -168,6 +170,7 @@ def _draw(generator: _Generator) -> int:
     if isinstance(generator, torch.Generator):
         # Its state is on the CPU; reading a drawn number from a GPU would wait for all kernels launched before.
         state = generator.get_state().numpy().tobytes()
+        # Reading the state does not advance the generator. This draw does, so that the next step has another seed.
         torch.rand((), generator=generator, device=generator.device)
         return int.from_bytes(hashlib.blake2b(state, digest_size=8).digest(), "little") >> 2
     if isinstance(generator, np.random.Generator):
@@ -181,6 +184,7 @@ def _seed(generator: _Generator, seed: int) -> None:
     if isinstance(generator, torch.Generator):
         generator.manual_seed(seed)
     elif isinstance(generator, np.random.Generator):
+        # numpy's generator has no `seed`: it takes over the state of a new one.
         generator.bit_generator.state = type(generator.bit_generator)(seed).state
     else:
         generator.seed(seed % 2**32)
@@ -315,6 +319,7 @@ class _Draws(TorchDispatchMode):
 
 
 def _seeds() -> tuple[int, int]:
+    # The seed tells which stream it is, however many numbers were drawn from it.
     return torch.initial_seed(), torch.cuda.initial_seed() if torch.cuda.is_initialized() else 0
 
 
@@ -352,6 +357,7 @@ class DrawRecorder(_Draws):
         if self._bytes > _MOST_BYTES:
             self.found.is_complete = False
         else:
+            # `clone`, because `cpu` copies nothing on the CPU, and the step may write into its tensor.
             self.found.values[self.stream, self.number] = (value.detach().cpu().clone(), among)
         self.number += 1
 
@@ -410,6 +416,7 @@ class ReplayedDraws(_Draws):
 
     def drawn(self, value: Tensor, among: tuple[Any, ...], before: str) -> None:
         """Replace a draw by the rows of the draw in the same place of the step on all samples."""
+        # Backward recomputes layers in another order than forward. Only the state before a draw tells which draw it is.
         again = (self.microbatch, before, value.shape, value.dtype)
         if self._is_backward:
             rows = self._given.get(again)

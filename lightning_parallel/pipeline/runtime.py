@@ -189,6 +189,7 @@ class ScheduleRun:
         self.messages.finish()
         self._raise_together()
         outputs = [self.outputs[number] for number in sorted(self.outputs)]
+        # A microbatch without weight may have the loss 0 / 0, and 0 * nan would spread.
         losses = [loss * self.weights[number] for number, loss in sorted(self.losses.items()) if self.weights[number]]
         loss = torch.stack(losses).sum() if losses else None
         return StepResult(list(self.microbatches), outputs, list(self.weights), loss)
@@ -201,6 +202,7 @@ class ScheduleRun:
         if self.failure is None:
             try:
                 handle(action)
+            # No message passes that rank any more, so there is nothing to exchange for the rest of the row.
             except (LostMessageError, comm.LostRankError):
                 raise
             except (Exception, _FailedBeforeError) as error:
@@ -209,6 +211,7 @@ class ScheduleRun:
             try:
                 self._pass_by(action)
             except LostMessageError as lost:
+                # The step's error is the cause: a neighbour that saw it mostly ended, and so the message was lost.
                 raise lost if isinstance(self.failure, _FailedBeforeError) else self.failure from lost
 
     def _explained(self, error: BaseException) -> BaseException:
@@ -247,6 +250,7 @@ class ScheduleRun:
             [failed] = comm.on_any_rank([failed], self.group)
         if failed:
             own = self.failure if isinstance(self.failure, Exception) else None
+            # The traceback of an error keeps this object alive. It must not keep the activations.
             self.states.clear()
             texts = comm.all_gather_object(None if own is None else str(own), self.group)
             first = next((text for text in texts if text is not None), None)
@@ -300,6 +304,7 @@ class ScheduleRun:
     def _seed(self, microbatch: int, number: int = 0) -> None:
         """Seed the step's draws before its layers, after `number` calls of outer modules."""
         seed_all(call_seed(self._seed_of(microbatch), number))
+        # Without the seed of the step: each generator has given a number, which follows from its seed.
         self.generators.seed(call_seed(self._seed_of(microbatch) - self.seed, number))
         if self.draws is not None:
             self.draws.enter(f"call {number}", microbatch)
@@ -495,6 +500,7 @@ class ScheduleRun:
         # Only the last stage has a loss. Its share is its weight, so that the sum is the mean over the full batch.
         if state.loss is not None:
             roots: list[Any] = [state.loss] if self.weights[microbatch] else []  # without a label it may be 0 / 0
+            # In place, because the scale may be a tensor on the device: reading it would make the host wait.
             gradients = [torch.full_like(state.loss, self.weights[microbatch]).mul_(self.scale)][: len(roots)]
         else:
             roots = list(state.roots)

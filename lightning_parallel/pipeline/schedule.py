@@ -138,6 +138,7 @@ def run_order(rows: Sequence[Sequence[Action]], num_stages: int) -> Iterator[tup
             yield rank, action, needs
             made = producer(action)
             done.add(made)
+            # Only the ranks that waited for this action are looked at again.
             ready.extend(waiting.pop(made, ()))
             blocked[rank] = next(rests[rank], None)
 
@@ -476,6 +477,7 @@ def _interleave(
         yield Action(Kind.I, *work)
         if iteration >= weight_lag:
             yield Action(Kind.W, *backwards[iteration - weight_lag])
+    # A lag of 0 leaves none: `[-0:]` would be all.
     if weight_lag:
         yield from (Action(Kind.W, *work) for work in backwards[-weight_lag:])
 

@@ -188,6 +188,7 @@ def _solve(
             for start in range(stop - 1, stage - 1, -1):
                 cost = segment(stage, start, stop)
                 # Runs grow backwards from their end, and each layer adds cost: longer runs cannot be better.
+                # `add(0.0, cost)` is the part of this run alone, so no total with it can be less.
                 if cost > limit or add(0.0, cost) > found[stop]:
                     break
                 total = add(best[start], cost)
@@ -259,6 +260,7 @@ class Workload:
             prologue=prologue,
             epilogue=epilogue,
             memory_cap_bytes=None if memory_cap_bytes is None else memory_cap_bytes / share,
+            # Rounded up: a stage may hold one microbatch more than the other stages of its rank.
             in_flight=[-(-schedule.max_in_flight[rank] // share) for rank in schedule.stage_ranks],
         )
         return counts, stage_costs(layers, counts, prologue=prologue, epilogue=epilogue)

@@ -148,6 +148,7 @@ def _missing_faults(schedule: Schedule) -> list[str]:
         split = sum(have[Action(Kind.I, stage, i)] for i in range(schedule.num_microbatches))
         whole = sum(have[Action(Kind.B, stage, i)] for i in range(schedule.num_microbatches))
         for i in range(schedule.num_microbatches):
+            # `Kind` lists F, B, I, W in this order.
             forward, b, grad, weight = (Action(kind, stage, i) for kind in Kind)
             wanted = [forward]
             if schedule.is_training:

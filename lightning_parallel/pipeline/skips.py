@@ -30,7 +30,7 @@ class Skip(NamedTuple):
     Attributes:
         name: The module that returns it; for a parameter, its own name.
         call: The number of the module's call in a step; -1 for a parameter.
-        leaf: Its position among the tensors that the call returns; -1 for values inside the module, which are not sent.
+        leaf: Its position among the leaves of the output; -1 for values inside the module, which are not sent.
     """
 
     name: str

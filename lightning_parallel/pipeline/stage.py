@@ -314,6 +314,7 @@ def in_whole_model(patches: Patches) -> None:
 
     def seen_one(self: nn.Module, target: str) -> Any:
         path, _, key = target.rpartition(".")
+        # A freed parameter is a plain attribute, which torch's `get_parameter` refuses.
         value = vars(self.get_submodule(path)).get(key)
         return value if type(value) is PlaceholderTensor else get_parameter(self, target)
 
@@ -452,6 +453,7 @@ class InterceptedModel:
             self.restore_forwards()
             attributes.restore()
             for child, held in buffers:
+                # Cleared first: the step may have registered further buffers.
                 buffers_of(child).clear()
                 buffers_of(child).update(held)
 
@@ -670,6 +672,7 @@ class PipelineStages:
         for child in self.module.modules():
             free_parameters(child, freed, self.device, names)
         for layer, places in stack.places().items():
+            # A layer with several calls is freed only if none of them is on this rank.
             if not any(map(self._holds, places)):
                 self._free_buffers(layer, stack.names[places[0]], keep_constants=False)
         for name, module in outer_modules(self.module, stack, with_parameters=False):

@@ -241,6 +241,7 @@ def _run_on_random_data(
     """
     saved = SavedAttributes(call.module)
     left = []
+    # From the last to the first: the first variant is the run itself, so its traces in the module must stay.
     for variant in range(len(VARIANTS) - 1, -1, -1):
         saved.restore()
         try:
@@ -271,6 +272,7 @@ def _where_different(mine: Any, other: Any, unknown: Callable[[Any], UnknownValu
     leaves, tree = pytree.tree_flatten(mine)
     others, other_tree = pytree.tree_flatten(other)
     if tree != other_tree:
+        # One level at a time, so that only the part with another structure becomes unknown.
         children, spec = pytree.tree_flatten(mine, is_leaf=lambda value: value is not mine)
         other_children, other_spec = pytree.tree_flatten(other, is_leaf=lambda value: value is not other)
         if spec != other_spec or not isinstance(mine, (list, tuple, dict)):
@@ -337,6 +339,7 @@ def _stand_ins(module: nn.Module, path: str, device: torch.device, available: bo
     held = {**own, **{name: value for name, value in buffers_of(module).items() if value is not None}}
     stand_ins: dict[str, Any] = {}
     for name, value in held.items():
+        # An attribute of this name hides the registered tensor already, as in `named_placeholders`.
         if name in module.__dict__:
             continue
         if name in non_persistent_buffers_of(module) and not value.is_meta:
@@ -401,6 +404,7 @@ def _write_back(old: Any, new: Any, finished: Callable[[Any], Any]) -> bool:
         is_kept = key in before and _same(before[key], item, finished)
         entries[key] = before[key] if is_kept else pytree.tree_map(finished, item)
     is_unchanged = entries.keys() == before.keys() and all(entries[key] is item for key, item in before.items())
+    # A tuple cannot be changed; its lists and dicts have been above.
     if is_unchanged or isinstance(old, tuple):
         return changed
     # In place: the owner of the list, such as a model that collects hidden states, reads it after the call.
