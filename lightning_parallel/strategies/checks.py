@@ -201,6 +201,7 @@ def _share_elements(one: Tensor, two: Tensor, distance: int) -> bool:
     # The ranges of two columns of a matrix overlap, but the columns share no element.
     offset = distance // one.element_size()
     ends = [sum((size - 1) * stride for size, stride in zip(x.shape, x.stride())) for x in (one, two)]
+    # Mark the elements of the first tensor in its memory, and look for a mark in the second.
     marks = torch.zeros(max(ends[0], offset + ends[1]) + 1, dtype=torch.bool)
     marks.as_strided(one.shape, one.stride()).fill_(True)
     return bool(marks.as_strided(two.shape, two.stride(), offset).any())
@@ -296,6 +297,7 @@ def first_batch(trainer: Trainer) -> Any | None:
 
         def copied(loaders: Any) -> Any | None:
             each = pytree.tree_leaves(getattr(loaders, "iterables", loaders))
+            # The copy shares indexed data sets with the run, so their counters go back at the end of the block.
             undo.enter_context(_rewound(each))
             return _copied(loaders, each, kept)
 
@@ -316,6 +318,7 @@ def _unchanged(owner: Any) -> Iterator[None]:
     try:
         yield
     finally:
+        # In place, since other objects may refer to the same container.
         for value, items in containers:
             if not _holds_the_same(value, items):
                 value.clear()

@@ -246,6 +246,7 @@ class LocalSGDStrategy(HybridParallelStrategy):
             check_reducer(compression)
         refuse_zero_stage(zero_stage)
         hybrid = named(locals(), HybridParallelStrategy.__init__)
+        # `Dense` sends full drifts: the exchange always takes its means from a compressor.
         super().__init__(**{**hybrid, "compression": Dense() if compression is None else compression})
         self.every_n_steps = every_n_steps
         self.average_first = average_first
@@ -312,6 +313,7 @@ class LocalSGDStrategy(HybridParallelStrategy):
             average_first=self.average_first,
             fragments=self.fragments,
             overlap_steps=self.overlap_steps if data.size > 1 else 0,
+            # An extra group: the exchange communicates in a thread, while steps use the groups of the mesh.
             side_group=self.groups.extra(DATA, LOCAL_STEPS) if self.overlap_steps and data.size > 1 else None,
             replica_group=self.groups.replica,
             first=() if run.engine is None else run.engine.tied,
@@ -324,6 +326,7 @@ class LocalSGDStrategy(HybridParallelStrategy):
             tensor = self.groups.tensor_parallel
             give_norms([exchange.outer], names, run.rules, tensor, self._patches)
             check_optimizers([exchange.outer], names, run.rules, run.engine is not None, self.groups.world)
+        # `_begin_step` chooses again: a resumed run learns its step only when it loads the checkpoint.
         return self._local_reducer(averages=False)
 
     def _local_reducer(self, averages: bool) -> GradientReducer:
@@ -339,6 +342,7 @@ class LocalSGDStrategy(HybridParallelStrategy):
     @override
     def check_compression(self, compression: Reducer) -> None:
         # The compressor encodes drifts, so the optimizers of the replicas do not matter.
+        # The outer optimizer gets the compressed means as gradients.
         if self._exchange is not None and self._exchange.outer is not None:
             warn_of_misfits(compression, self.module, [self._exchange.outer])
 
@@ -379,9 +383,11 @@ class LocalSGDStrategy(HybridParallelStrategy):
         local = self.local
         run = self.run
         if self._is_warming_up != local.averages_gradients and run.reducer is not None:
+            # Its hooks on the parameters would reduce each gradient a second time.
             run.reducer.close()
             run.reducer = self._local_reducer(averages=self._is_warming_up)
         if not self._is_warming_up and self.groups.data_parallel.size > 1:
+            # Not in `setup`: the checkpoint is loaded after it, and warm-up steps move all replicas alike.
             local.exchange.begin()
             if local.has_agreed:
                 self._follow_hooks(local)
@@ -392,6 +398,7 @@ class LocalSGDStrategy(HybridParallelStrategy):
     def _follow_hooks(self, local: LocalSteps) -> None:
         """Adopt weights that hooks have set since the replicas agreed: these changes are no drift."""
         data = self.groups.data_parallel
+        # All replicas share, even if a hook has changed one replica alone: the means are collectives.
         if comm.on_any_rank([not local.exchange.is_at_anchor], data)[0]:
             replicas.share_means([value.detach() for value in self.module.parameters()], data)
             local.exchange.take_anchor()
@@ -411,6 +418,7 @@ class LocalSGDStrategy(HybridParallelStrategy):
         if was_warming_up or not local.exchange.is_begun:
             super().end_step(optimizer)
             return
+        # Before `count_step`, which adds the failure of this exchange.
         failed = local.exchange.failed
         if local.exchange.count_step():
             self._meet(local, failed)
@@ -461,6 +469,7 @@ class LocalSGDStrategy(HybridParallelStrategy):
         """Forget the state of the optimizers, which may not be finite either."""
         self._replica_optimizers.clear()
         returned = self.local.exchange.returned
+        # At the 1st, 2nd, 4th, ... return: a replica that diverges returns at every exchange.
         if self.groups.replica.rank == 0 and returned & (returned - 1) == 0:
             # Warn on the first rank of this replica: other replicas do not know of the return.
             warnings.warn(
@@ -473,6 +482,7 @@ class LocalSGDStrategy(HybridParallelStrategy):
     @override
     def replicas_meet(self) -> bool:
         local = self.local
+        # The answer holds for one batch. The next exchange sets the flag again.
         meets, local.meets = local.meets or self._is_warming_up, False
         return meets
 
@@ -495,6 +505,7 @@ class LocalSGDStrategy(HybridParallelStrategy):
     @override
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: PathLike, storage_options: Any = None) -> None:
         if "optimizer_states" in checkpoint and self._local is not None:
+            # On all ranks, before `super()`, in which only rank zero writes.
             checkpoint[LOCAL_STEPS] = self._state(self._local, self.path_of_parts(filepath)[0])
         super().save_checkpoint(checkpoint, filepath, storage_options)
 
@@ -512,6 +523,7 @@ class LocalSGDStrategy(HybridParallelStrategy):
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         """Return the state of the first replica's optimizer with full tensors, see `lightning_module_state_dict`."""
         inner = optimizer.optimizer if isinstance(optimizer, LightningOptimizer) else optimizer
+        # The states of the replicas differ, so the replicas must not share the work of writing one state.
         return replace(self._saved, are_alike=False).gather_optimizer(inner, self.run.recorded_groups(inner))
 
     @override
@@ -539,6 +551,7 @@ class LocalSGDStrategy(HybridParallelStrategy):
     def _restore(self, local: LocalSteps, state: Mapping[str, Any], found: Any) -> None:
         exchange = local.exchange
         replica = self.groups.data_parallel.rank
+        # `taken` begins at zero in each run, so `end_step` subtracts the restored count.
         local.count = local.restored_count = int(state["steps"])
         exchange.counted = int(state["local_steps"])
         exchange.exchanged = int(state["exchanges"])
@@ -550,6 +563,7 @@ class LocalSGDStrategy(HybridParallelStrategy):
             rank_zero_warn("The checkpoint is from another outer optimizer; the outer optimizer starts anew.")
         scalers = state["scalers"]
         scaler = getattr(self.precision_plugin, "scaler", None)
+        # A new replica has no saved scale. It keeps the scale of the first replica, which Lightning has restored.
         if scaler is not None and replica < len(scalers) and scalers[replica] is not None:
             scaler.load_state_dict(scalers[replica])
         self._replica_optimizers.restore(state, found)

@@ -232,6 +232,7 @@ class MeshStrategy(MeshProcesses):
                 f"`{type(self).__name__}` runs {self.mesh.world_size} replicas of the full model, as DDP does. Set"
                 " `tensor_parallel_size` or `pipeline_parallel_size` to shard or split it."
             )
+        # Lightning calls the `setup` of callbacks next, in which weight averaging would copy the full module.
         hold_averages(self.module.trainer, self._patches)
         if self.groups.replica.size > 1:
             give_data(self._patches)
@@ -245,12 +246,14 @@ class MeshStrategy(MeshProcesses):
         self._end_on_sigterm = self.keep_together(trainer, self._patches)
         if not self.is_distributed:
             log_without_advice(self._patches)
+        # `end_run` has given the module its full tensors. `_prepare_model` expects the division of the last run.
         divide_again(self.module, self.groups)
         run = self._begin_run()
         was_split = run.engine is not None
         self._prepare_model(trainer)
         if is_fit:
             self._prepare_fit(trainer)
+        # After the optimizers: a precision plugin may replace them when it connects to the model.
         self.setup_precision_plugin()
         self._guard_gradients()
         if self.groups.replica.size > 1 or run.slices is not None:
@@ -310,6 +313,7 @@ class MeshStrategy(MeshProcesses):
         if self.groups.replica.size > 1 and run.state.pending is None:
             with comm.failing_together(self.groups.world):
                 checks.check_parameters(module)
+        # The plan needs shapes only, so no rank has to hold the full model.
         held = move_to_meta(module, self.root_device)
         if self.groups.replica.size > 1:
             keep_skeleton(module)
@@ -325,6 +329,7 @@ class MeshStrategy(MeshProcesses):
         steps = PipelineSteps(module, self.pipeline_options, self.precision_plugin, self.root_device)
         # The analysis runs the user's steps. Their logs and attributes are not part of the run.
         is_fit = module.trainer.state.fn == TrainerFn.FITTING
+        # A step under manual optimization asks for its optimizers, which are made after the split.
         with side_effects_discarded(module), early_optimizers(self, module) if is_fit else nullcontext():
             engine = cut_stages(
                 module,
@@ -359,6 +364,7 @@ class MeshStrategy(MeshProcesses):
             self.node_rank,
         )
         self.setup_optimizers(trainer)
+        # After the optimizers, since `configure_optimizers` may register parameters.
         run.slices = make_slices(self.zero_stage, self.module, self.groups)
         if run.slices is not None:
             follow_other_steps(run.slices, self.groups.world, self._patches)
@@ -441,6 +447,7 @@ class MeshStrategy(MeshProcesses):
     @property
     @override
     def restore_checkpoint_after_setup(self) -> bool:
+        # Tensors of a checkpoint go into shards and stages, which exist only after `setup`.
         return True
 
     @override
@@ -448,6 +455,7 @@ class MeshStrategy(MeshProcesses):
         # Ranks may name the best checkpoint after the metric of their replica, so all ranks take the name of rank 0.
         path = self.broadcast(checkpoint_path)
         self._opened = None
+        # Rank 0 decides for all ranks, because the two ways to load send different messages.
         kind = self.broadcast(_kind_of(str(path)) if self.is_global_zero else "")
         checkpoint = self._open_folder(str(path), kind) if kind else super().load_checkpoint(path, weights_only)
         compression = None if self._run is None else self._run.compression
@@ -471,6 +479,7 @@ class MeshStrategy(MeshProcesses):
         with comm.failing_together(self.groups.world):
             source = "file" if self._opened is None else str(self._opened.folder)
             part = self.run.checkpoints.scatter_state(checkpoint["state_dict"], source, strict)
+            # `part` holds shards already. The hooks of full state dicts would expect full tensors.
             with self.run.state.own_parts():
                 self.module.load_state_dict(part, strict=strict)
 
@@ -478,6 +487,7 @@ class MeshStrategy(MeshProcesses):
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
         run = self.run
         if run.optimizer_groups is not None:
+            # Before the load: torch refuses a state with another number of parameter groups.
             run.optimizer_groups.restore(self.module.trainer)
         for optimizer, state in zip(self.optimizers, checkpoint["optimizer_states"]):
             # Ranks read different parts of a folder, so one rank may fail alone. A file is equal for all ranks.
@@ -561,10 +571,12 @@ class MeshStrategy(MeshProcesses):
         if self.has_changed:
             self.adopt_changes()  # since the batch began
         if run.reducer is not None:
+            # A hook may have frozen parameters. A bucket waits for all its gradients, and would never be sent.
             run.reducer.refresh()
         if run.hook_watch is not None:
             run.hook_watch.begin_step()
         if run.compression is not None:
+            # Before backward, in which the first buckets are compressed.
             run.compression.prepare_step(self.precision_plugin)
         kinds = None if run.steps is None else run.steps.loss_kinds
         unproven = None if kinds is None else kinds.unproven
@@ -585,6 +597,7 @@ class MeshStrategy(MeshProcesses):
             run.audit.check_loss(closure_loss, self.module.current_epoch)
         if run.model_watch is not None and run.model_watch.has_new_model:
             self.adopt_changes()  # in the step
+        # These calls repeat Lightning's `Strategy.backward`, which has no place for the reducer.
         self.pre_backward(closure_loss)
         closure_loss = self.precision_plugin.pre_backward(closure_loss, self.module)
         with nullcontext() if run.reducer is None else run.reducer.backward():
@@ -597,6 +610,7 @@ class MeshStrategy(MeshProcesses):
             run.engine.reduce_tied_gradients()
         if run.compression is not None and run.reducer is not None:
             run.compression.drop_nonfinite_gradients(run.reducer, self.precision_plugin)
+        # It calls `on_after_backward`, whose hooks must see the mean gradients, as under DDP.
         closure_loss = self.precision_plugin.post_backward(closure_loss, self.module)
         self.post_backward(closure_loss)
         if run.hook_watch is not None:
@@ -768,6 +782,7 @@ class MeshStrategy(MeshProcesses):
         values = {(index, key): value for index, entry in state["state"].items() for key, value in entry.items()}
         if not self.is_sharded and self._share_with_hooks(values):
             for (index, key), value in values.items():
+                # `_share_with_hooks` has replaced the tensors in the flat dict only.
                 state["state"][index][key] = value
         return state
 
@@ -794,6 +809,7 @@ class MeshStrategy(MeshProcesses):
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: PathLike, storage_options: Any = None) -> None:
         run = self.run
         if run.hook_watch is not None:
+            # Before any rank writes: a refused checkpoint must leave no file.
             run.hook_watch.check_saved(checkpoint)
         path, is_apart = self.path_of_parts(filepath)
         if run.compression is not None:
@@ -835,6 +851,7 @@ class MeshStrategy(MeshProcesses):
     def _put_full_copies(self, checkpoint: dict[str, Any]) -> None:
         """Replace modules of the hyperparameters by full copies; every rank must call it."""
         run = self.run
+        # Strong references, so that no tensor disappears while the copies are made.
         known, run.last_state = dict(run.last_state), weakly({})
         if run.is_restored:
             return
@@ -874,10 +891,12 @@ class MeshStrategy(MeshProcesses):
         writer, self._writer, self._opened = self._writer, None, None
         if writer is None:
             return
+        # It waits for the thread, which sets `failure` at the end of a save.
         writer.close()
         failure = writer.failure
         if failure is None:
             return
+        # After an interruption, `raise` would hide the error that has ended the run.
         if self.module.trainer.state.status != TrainerStatus.INTERRUPTED:
             raise failure
         rank_zero_warn(f"A checkpoint could not be written: {failure}")
@@ -900,10 +919,12 @@ class MeshStrategy(MeshProcesses):
         self._patches.undo()
         if run is not None and run.slices is not None:
             run.slices.close()
+        # Before the groups and the module change: the writer's thread still communicates and reads tensors.
         self.end_saves()
         module = self.lightning_module
         if run is not None and module is not None and self._groups is not None and not run.is_restored:
             run.is_restored = end_run(module, run.checkpoints, self._groups, self.gather_after_fit)
+        # After the collectives of `end_run`: until here, the heartbeat tells which rank is lost.
         stop_heartbeat()
         if module is not None and any(value.is_meta or is_deferred(value) for value in module.parameters()):
             # The run was refused before the module got its data. Lightning would move the module to the CPU, which

@@ -129,8 +129,10 @@ class Run:
             self.rules,
             self.groups.tensor_parallel,
             self.groups.pipeline_parallel,
+            # A stage uses the names from before the split, since it lacks the layers of other stages.
             self.state.names or ModelNames.of(self.module),
             self.device,
+            # Replicas hold equal tensors, so only the first replica gathers them.
             is_saved=self.groups.data_parallel.rank == 0,
             last_rank=0 if self.engine is None else self.engine.last_rank,
             replicas=self.groups.data_parallel,
@@ -139,6 +141,7 @@ class Run:
 
     def take_inventory(self) -> None:
         """List the tensors of the full model; every rank must call it."""
+        # Every stage has a copy of a buffer outside the layers. The last stage has its final value.
         last_stage = 0 if self.engine is None else self.engine.last_rank
         self.inventory = Inventory.of(self.module, self.rules, self.groups.pipeline_parallel, last_stage)
 

@@ -77,6 +77,7 @@ def check_file(path: PathLike) -> None:
             raise _damaged(path, f"{what}, but a file of `torch.save` begins with {_ZIP_HEAD!r}")
         return
     try:
+        # Threads help, because zlib computes a checksum without Python's lock.
         with ZipFile(local) as archive, ThreadPoolExecutor(4) as pool:
             records = archive.infolist()
             if is_inflated(records, local.stat().st_size):
@@ -217,6 +218,7 @@ class SavesFiles(ParallelStrategy):
     def save_checkpoint(
         self, checkpoint: dict[str, Any], filepath: PathLike, storage_options: Optional[Any] = None
     ) -> None:
+        # Outside the function below, in which `super()` has no arguments.
         write = super().save_checkpoint
 
         def save() -> None:
@@ -251,6 +253,7 @@ class SavesFiles(ParallelStrategy):
     def load_checkpoint(self, checkpoint_path: PathLike, weights_only: Optional[bool] = None) -> dict[str, Any]:
         # One rank of a host checks for all of them: they read the same file. A plugin of the user has its own format.
         is_mine = self.local_rank == 0 and isinstance(innermost_io(self.checkpoint_io), SafeCheckpointIO)
+        # Outside the lambda below, in which `super()` has no arguments.
         load = super().load_checkpoint
         self.together(lambda: check_file(checkpoint_path) if is_mine else None)
         return self.together(lambda: load(checkpoint_path, weights_only))

@@ -316,6 +316,7 @@ class CompressedDDPStrategy(SavesCompression, DDPStrategy):
         known = None if self._between_nodes is None else self._between_nodes.nodes.whole.process_group
         if not self.hierarchical or module is None or module.trainer.state.fn != TrainerFn.FITTING:
             return
+        # Another default group means that torch.distributed was restarted, and the groups of the nodes are gone.
         if self._between_nodes is None or known is not world.process_group:
             hosts = hosts_of(world, self.node_rank)
             nodes = NodeGroups.of(hosts, size_of_node(self.hierarchical), timeout_of(self))

@@ -158,6 +158,7 @@ class MeshCompression:
     def _memory(self) -> CompressorMemory:
         place, nodes = Place.of(self.groups), self.nodes
         if nodes is not None:
+            # A node counts as one replica, and each of its ranks holds a part of the state.
             place = place._replace(replica=nodes.across.rank, part=nodes.inside.rank)
         return CompressorMemory(self.means, place, self.groups.data_parallel, self.groups.world, self.kept)
 

@@ -90,6 +90,7 @@ class StateParts:
         stages: dict[tuple[str, str], int] = {}
         # Every rank must describe every tensor, even without data: the writer joins the descriptions of all ranks.
         for position, theirs in enumerate(everyone):
+            # The tensor axis varies fastest among the ranks of a replica.
             stage = position // self.groups.tensor_parallel.size
             held = slots if position == self.groups.replica.rank else {}
             for slot, named in theirs.items():

@@ -222,6 +222,7 @@ class OperationLink:
         # The kernel for meta tensors predicted other strides. Samplers fill a tensor in the order of its memory.
         if found.stride != layout.stride and is_drawn_later:
             raise RuntimeError(f"`{self.func}` gave {layout} on the meta device and {found} on {self.device}")
+        # Later operations address the storage by the recorded strides.
         return layout.empty(self.device).copy_(output)
 
 
@@ -317,6 +318,7 @@ def stored_origin(tensor: Tensor) -> tuple[StoredTensor, list[torch.dtype]] | No
     view = StorageView(contents_of(tensor).link, StorageLayout.of(tensor))
     while True:
         link, layout = view.link, view.layout
+        # An operation with a parent keeps a part of the earlier contents, so the tensor is no full copy.
         if link is None or link.parent is not None or not layout.fills(link.num_bytes):
             return None
         if link.func is read_stored:
@@ -344,6 +346,7 @@ def read_part(deferred: Tensor, rule: Shard | None, rank: int) -> Tensor | None:
     stored, dtypes = origin
     part = stored if rule is None else take_part(stored, rule, rank)
     value = part.read() if isinstance(part, StoredTensor) else part
+    # Each conversion in turn: from float32 to bfloat16 and back, values are rounded.
     for dtype in dtypes:
         value = value.to(dtype)
     return torch.empty_like(value, device=deferred.device).copy_(value)

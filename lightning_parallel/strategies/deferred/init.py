@@ -237,6 +237,7 @@ def materialize_owned(
     def holds(tensor: Tensor) -> bool:
         return owned is None or not isinstance(tensor, nn.Parameter) or id(tensor) in owned
 
+    # Before `_make_parameters`, which empties it.
     were_deferred = set(held.parameters)
     _make_parameters(held, groups, holds, is_shared)
 

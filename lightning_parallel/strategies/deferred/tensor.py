@@ -293,6 +293,7 @@ class _Invocation:
         is_single = len(self.written) == 1 and is_deferred(target) and self._can_be_recorded(_SAMPLERS)
         made = pytree.tree_leaves(self._on_aliases() if is_single else None)
         is_known = made and all(id(leaf) in self.originals for leaf in made)
+        # An operation may have resized its target on meta, and a link has one layout.
         if not is_known or StorageLayout.of(self.aliases[id(target)]) != StorageLayout.of(target):
             return self._compute()
         contents, states = contents_of(target), self._drawn()
@@ -484,6 +485,7 @@ def record_initializer(initialize: Callable[..., Any], tensor: Tensor, *args: An
     with _making_data(), torch.no_grad():
         initialize(scratch_tensor(StorageLayout.of(tensor), device), *args, **kwargs)
     num_bytes = tensor.untyped_storage().nbytes()
+    # The initializer overwrites all elements of its tensor, so earlier operations do not matter.
     parent = None if StorageLayout.of(tensor).fills(num_bytes) else contents.link
     captured, options = _captured((tensor, *args), kwargs, contents)
     contents.extend(OperationLink(initialize, captured, options, device, num_bytes, parent, states))

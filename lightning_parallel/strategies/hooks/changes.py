@@ -89,6 +89,7 @@ class ModelWatch:
             _HeldThen(child, tuple(parameters_of(child).values()), tuple(vars(child)[MODULES].values()), _keys(child))
             for child in self._module.modules()
         ]
+        # With duplicates: a tied parameter has several names, and code may replace it under one of them.
         self._parameters = dict(self._module.named_parameters(remove_duplicate=False))
         self._modules = dict(self._module.named_modules(remove_duplicate=False))
         self._buffers = dict(self._module.named_buffers(remove_duplicate=False)).keys()
@@ -105,6 +106,7 @@ class ModelWatch:
         return not all(
             _is_same(seen.parameters, parameters_of(seen.module).values())
             and _is_same(seen.children, vars(seen.module)[MODULES].values())
+            # Buffers by name only: a step may assign a new tensor to a buffer.
             and len(seen.buffers) == len(buffers_of(seen.module))
             and seen.buffers == _keys(seen.module)
             for seen in self._seen
@@ -143,6 +145,7 @@ def _is_same(before: Sequence[Any], after: Any) -> bool:
 
 def _groups(optimizers: Iterable[Optimizer]) -> list[tuple[Any, ...]]:
     """Return each optimizer with its parameters, and None after each parameter group."""
+    # None ends each group, so that a parameter that moves to the next group counts as a change.
     return [
         (optimizer, *(value for group in optimizer.param_groups for value in (*group["params"], None)))
         for optimizer in optimizers

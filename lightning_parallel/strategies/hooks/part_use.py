@@ -167,6 +167,7 @@ class PartUseMode(TorchDispatchMode):
         """Tell whether one process would get the same answer; `BaseFinetuning` compares parameters with `equal`."""
         first, second = tensors
         if is_equal:
+            # Equal parts prove nothing about the other ranks, except for one tensor in the same memory.
             return first.data_ptr() == second.data_ptr() and first.stride() == second.stride()
         found = [placed[id(tensor)].part if id(tensor) in placed else None for tensor in tensors]
         if any(part is not None and part.is_slice for part in found):
@@ -229,11 +230,13 @@ class PartUseMode(TorchDispatchMode):
     def _misfit(self, tensor: Tensor, part: Part, operands: list[Tensor], target: Tensor) -> str:
         """Return a text if other operands do not fit the places of a sharded operand; empty if they fit."""
         for dim in divided_dims(tensor, part):
+            # From the right, because broadcasting aligns shapes there.
             place = dim - tensor.dim()
             size = tensor.shape[dim]
             if -place <= target.dim() and target.shape[place] != size:
                 return "scatters"
             for other in operands:
+                # An operand that is broadcast along this dimension has the same number for all places.
                 if other is tensor or -place > other.dim() or other.shape[place] == 1:
                     continue
                 found = self._parts.find(other)
@@ -260,6 +263,7 @@ class PartUseMode(TorchDispatchMode):
             dim = next(iter(dims)) if len(dims) == 1 else None
             if dim is not None and tensor.shape[dim] == part.size:
                 place = dim - tensor.dim()
+                # The result may have another order in memory than the operand.
                 new = replace(new, stride=max(1, target.stride(place)))
             elif target.shape != tensor.shape or target.stride() != tensor.stride():
                 self._refuse("rearranges", parts)
@@ -291,6 +295,7 @@ class PartUseMode(TorchDispatchMode):
         given = {one.name: one.default_value for one in arguments if one.has_default_value()}
         given |= dict(zip((one.name for one in arguments), args)) | kwargs
         dims = given.get("dim")
+        # No dimension, or an empty list, stands for all dimensions.
         if name not in _ALONG or tensor is None or len(parts) > 1 or dims is None or dims == [] or not tensor.dim():
             self._refuse(f"`{name}` combines elements of", parts)
             return
@@ -302,6 +307,7 @@ class PartUseMode(TorchDispatchMode):
             return
         (dim,) = divided
         for result in made:
+            # Without `keepdim`, reduced dimensions before the sharded dimension are gone from the result.
             place = dim if result.dim() == tensor.dim() else dim - sum(one < dim for one in chosen)
             if result.dim() and result.shape[place] == tensor.shape[dim] == part.size:
                 self._parts.add(result, replace(part, stride=max(1, result.stride(place)), is_joined=True))
@@ -403,6 +409,7 @@ class ExportMode(torch.overrides.TorchFunctionMode):
         elif func in _SHAPE and found is not None and found.part.is_divided:
             self._tell_shape(found.part)
         result = func(*args, **kwargs)
+        # `==` rather than `is`: each access to a property's `__get__` makes a new wrapper.
         if func == _GET_GRAD and result is None:
             self._tell_missing(args[0])
         if name == "__deepcopy__" and found is not None and isinstance(result, Tensor):

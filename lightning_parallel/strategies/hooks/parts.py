@@ -85,6 +85,7 @@ class PartMap:
         start, stop = _span(tensor)
         known = self._regions.setdefault(key.cdata, (key, {}))[1].get(start)
         if known is None or known.stop != stop:
+            # The memory may have held other parts before, such as a slice of an earlier step.
             self.remove(tensor)
         self._regions[key.cdata][1][start] = _PartRegion(start, stop, part)
 
@@ -103,6 +104,7 @@ class PartMap:
             return None
         start, stop = _span(tensor)
         found = [one for one in self._regions[key.cdata][1].values() if one.start < stop and start < one.stop]
+        # The tensor around a slice is the full parameter, which every rank holds.
         if not found or (found[0].part.is_inside and stop - start > found[0].stop - found[0].start):
             return None
         if len(found) > 1 or start < found[0].start or stop > found[0].stop:
@@ -172,9 +174,11 @@ def divided_dims(tensor: Tensor, part: Part) -> set[int]:
     if part.is_slice:
         return set(range(tensor.dim()))
     if part.size == 1:
+        # With one row per rank, no stride shows the coordinate: any dimension of size 1 may be the sharded dimension.
         return {dim for dim, size in enumerate(tensor.shape) if size == 1}
     if not part.size:
         return set()
+    # Steps by full periods, and runs within one stride, do not change the coordinate.
     period = part.stride * part.size
     return {
         dim
@@ -190,5 +194,6 @@ def covers_part(tensor: Tensor, part: Part, dims: Iterable[int]) -> bool:
     count = 1
     for dim in dims:
         size, step = tensor.shape[dim], tensor.stride(dim)
+        # A flattened dimension steps by less than the stride of the coordinate.
         count *= size if step >= part.stride else -(-size * step // part.stride)
     return count >= part.size

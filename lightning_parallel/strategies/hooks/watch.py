@@ -154,6 +154,7 @@ class HookWatch:
         # Callbacks may differ between ranks; only hooks of callbacks that all ranks have can raise together.
         keys = Counter(_key(one) for one in trainer.callbacks if is_users(type(one)))  # type: ignore[attr-defined]
         found = comm.all_gather_object(set(keys.items()), self._groups.world)
+        # With equal counts: several callbacks may have one key, and only their number tells a missing callback.
         self._agreed = frozenset(found[0].intersection(*found[1:]))
         state = ParallelState.of(self._module)
         patches.replace(state, "watch", self)
@@ -405,6 +406,7 @@ class HookWatch:
                     call.begin()
                 yield
             except Exception as raised:
+                # Raise later: the other ranks must first learn of the error.
                 error = raised
             finally:
                 call.end()
@@ -719,6 +721,7 @@ class _Lines:
             is_due: Whether to look for functions that have not run before.
         """
         waiting = [code for code in codes if self._left.get(code) or code in self._inline]
+        # Hooks nest: afterwards the outer hook goes on with its own lines.
         outer, trace = (self._begin, self._codes, self._only), sys.gettrace()
         is_debugged = trace is not None and trace not in (self._call, _trace_nothing)
         if is_debugged or not (is_due or waiting):
@@ -762,6 +765,7 @@ class _Lines:
             self._only = None
             if not _is_called_by_user(frame):
                 # All functions that this function calls have run before, and it runs once in the hook.
+                # The frame itself keeps its local trace function, so its lines are still noticed.
                 sys.settrace(_trace_nothing)
         return self._line if left else None
 

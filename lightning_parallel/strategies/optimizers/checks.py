@@ -93,6 +93,7 @@ class WholeGroups:
                         yield
                 finally:
                     found = optimizers()
+                    # Before the removal, while the groups still show the place of each dummy.
                     positions = DummyPositions(self._module, dummies, found)
                     self.recorded = {each: remove_dummy_parameters(each, dummies, self._module) for each in found}
             del dummies  # a dummy that survives is held by the user's code
@@ -104,6 +105,7 @@ class WholeGroups:
         for optimizer in optimizers:
             for group, names in zip(optimizer.param_groups, self.recorded.get(optimizer, ())):
                 if set(names) <= parameters.keys():
+                    # In place, because optimizers keep a reference to the list.
                     group["params"][:] = [parameters[name] for name in names]
                     if "param_names" in group:
                         group["param_names"][:] = names
@@ -113,6 +115,7 @@ class WholeGroups:
         for callback in finetuning_callbacks(trainer):
             own = callback.on_train_epoch_start
 
+            # The default argument binds `own`, which changes with the loop.
             def hook(trainer: Trainer, module: LightningModule, own: Callable[..., None] = own) -> None:
                 with self.shown(lambda: trainer.optimizers):
                     own(trainer, module)
@@ -336,10 +339,12 @@ def _known(optimizer: Any, division: _GroupDivision) -> tuple[bool, None] | None
 def _kept_elsewhere(optimizer: Optimizer) -> str:
     """Return the attribute in which an optimizer holds tensors besides parameters and their state; empty if none."""
     known = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+    # Groups and state are divided with the parameters. Other objects may refer to each other, so visit each once.
     seen = {id(optimizer.param_groups), id(optimizer.state), id(optimizer.defaults)}
 
     def finds(value: Any) -> bool:
         if isinstance(value, Tensor):
+            # A tensor of one element is a count or a rate, which is right for every slice.
             return value.numel() > 1 and id(value) not in known
         if isinstance(value, (str, bytes, bool, int, float, type(None), type)) or id(value) in seen:
             return False
@@ -443,9 +448,11 @@ def _tried(optimizer: Optimizer, group: Mapping[str, Any], splits: Sequence[Spli
     with isolate_rng():
         try:
             values, targets = _drawn(_SHAPES, _trial_device(group))
+            # The reference, with all tensors in one optimizer.
             early, late, fresh = _train(optimizer, group, values, targets)
             odd_state = _odd_state(fresh)
             return all(_agrees(optimizer, group, values, targets, (early, late), split) for split in splits), odd_state
+        # The class of the user may raise anything, and a failed trial must not end the run.
         except Exception:
             return None, odd_state
 
@@ -516,6 +523,7 @@ def _train(
 ) -> tuple[list[Tensor], list[Tensor], Optimizer]:
     """Train `values` towards `targets`; return early values, the final values, and the fresh optimizer."""
     seed_torch(0)
+    # Clones: splits are views of `values`, which the next trial needs again.
     parameters = [nn.Parameter(value.clone()) for value in values]
     # Curvatures differ: with equal curvatures, one step could reach the target under any estimate.
     curvatures = [1.0 + torch.sigmoid(target) for target in targets]
@@ -585,6 +593,7 @@ def _fresh(optimizer: Optimizer, group: Mapping[str, Any], parameters: list[nn.P
             fresh = kind(parameters, **arguments)
         else:
             fresh = _fresh_around(kind, inner, group, parameters, arguments)
+    # A constructor that took the parameters alone has given the group its defaults.
     for made in fresh.param_groups:
         made.update(options)
     return fresh

@@ -50,6 +50,7 @@ class DummyTrace(TorchDispatchMode):
         self._names = frozenset(self.ids.values())
         # By the address of the memory. The weak reference prevents the reuse of an address.
         self._made: dict[int, tuple[StorageWeakRef, frozenset[str], str]] = {}
+        # Parameters of this stage count as well: a tensor of both kinds is not of a dummy alone, and stays.
         for name, parameter in module.named_parameters():
             self._note(parameter, frozenset({name}))
 
@@ -59,6 +60,7 @@ class DummyTrace(TorchDispatchMode):
         kwargs = kwargs or {}
         result = func(*args, **kwargs)
         first = args[0] if args else None
+        # An operator that writes in place returns its argument or nothing.
         targets = first if schema_of(func).is_mutable else result
         # Operators on lists, such as in averages, work entry by entry: an entry comes only from its own parameter.
         if isinstance(first, (list, tuple)) and isinstance(targets, (list, tuple)) and len(first) == len(targets):

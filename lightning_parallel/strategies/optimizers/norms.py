@@ -63,9 +63,11 @@ class ReplicaNorm:
             for name, parameter in self._module.named_parameters()
             if parameter.grad is not None
         }
+        # A list, because `gradients` may be a generator and is read twice.
         given = list(gradients)
         owned = [owners.get(id(gradient), ("", None)) for gradient in given]
         parts = [self._counted(name, owner, gradient) for (name, owner), gradient in zip(owned, given)]
+        # A rank without gradients still takes part, on a device that its group accepts.
         device = given[0].device if given else torch.device(self.groups.replica.host_device)
         return _norm_over([part for part in parts if part is not None], self._holders, norm_type, device)
 
@@ -94,6 +96,7 @@ class ReplicaNorm:
         if slices is not None and slices.holds_gradients:
             if parameter is not None and slices.is_narrow(parameter):
                 return _owned(gradient, self._rules.get(name), rank, slices, parameter)
+            # Such as a parameter without dimensions, which is not sliced.
             if self.groups.data_parallel.rank > 0:
                 return None  # full on all replicas
         return _owned(gradient, self._rules.get(name), rank)
@@ -126,6 +129,7 @@ class ReplicaNorm:
 
         def norms(module: nn.Module, norm_type: float | str, group_separator: str = "/") -> dict[str, Any]:
             is_other = not any(child is module for child in self._module.modules())
+            # Lightning's function refuses such a norm type, with its own error.
             if self.is_whole or is_other or float(norm_type) <= 0:
                 return own_norms(module, norm_type, group_separator)
             found = self.of_each(module, float(norm_type))
@@ -145,9 +149,11 @@ class ReplicaNorm:
         for name, parameter in module.named_parameters():
             if parameter.grad is not None:
                 mine = self._counted(names[id(parameter)], parameter, parameter.grad)
+                # In double precision: the norm of a gradient in fp16 may exceed the range of fp16.
                 norm = 0.0 if mine is None or not mine.numel() else float(norms_of([mine.double()], norm_type)[0])
                 powers[name] = (norm if math.isinf(norm_type) else norm**norm_type, parameter.grad.dtype)
         everyone: dict[str, list[tuple[float, torch.dtype]]] = {}
+        # One message with all names: stages have gradients of different parameters.
         for theirs in comm.all_gather_object(powers, self._holders):
             for name, power in theirs.items():
                 everyone.setdefault(name, []).append(power)
@@ -182,6 +188,7 @@ def span_replica(plugin: Precision, norm: ReplicaNorm, device: torch.device, pat
         if norm.is_whole:
             return own_clip(optimizer, clip_val)
         gradients = [parameter.grad for parameter in plugin.main_params(optimizer) if parameter.grad is not None]
+        # Also without gradients: the norm is a collective, and the other stages take part.
         total = norm(gradients, norm_type)
         # Scale on the device without reading the norm, so that the host does not wait.
         scale_all(gradients, _clip_coefficient(total, clip_val))
@@ -238,6 +245,7 @@ def _owned(
     # Shards overlap if several ranks share key and value heads. Without overlap, all elements of a slice count.
     if not rule.replicated:
         return mine
+    # Mark the owned elements in the shape of the shard, and cut the marks like the parameter.
     shape = slices.whole_shape(parameter)
     owned = torch.zeros(shape.numel(), dtype=torch.bool, device=mine.device)
     owned[rule.owned(torch.arange(shape.numel(), device=mine.device).view(shape), rank).reshape(-1)] = True

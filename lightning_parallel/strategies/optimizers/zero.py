@@ -45,6 +45,7 @@ def check_zero_stage(stage: Any, compression: Optional[Reducer]) -> None:
     Raises:
         ValueError: If there is no such stage, or it does not go with another argument.
     """
+    # `True` equals 1, but a flag is most likely a misplaced argument.
     if isinstance(stage, bool) or stage not in get_args(ZeroStage):
         raise ValueError(f"`zero_stage` must be 0, 1 or 2; got {stage!r}. To shard the parameters as well, use FSDP")
     if stage == 2 and compression is not None:
@@ -110,6 +111,7 @@ def divide_optimizers(optimizers: Sequence[Optimizer], slices: ParameterSlices, 
     with comm.failing_together(world):
         check_sliced(optimizers, slices.group.size)
     for optimizer in optimizers:
+        # This function runs again when optimizers change. A second wrapper of `step` would gather twice.
         if not slices.has_divided(optimizer):
             slices.divide(optimizer, patches)
 

@@ -98,6 +98,7 @@ class SharedChance:
             cuda = torch.cuda.default_generators[torch.cuda.current_device()]
             found = zlib.crc32(f"{cuda.initial_seed()} {cuda.get_offset()}".encode(), found)
         _, numbers, gauss = random.getstate()
+        # The hash of a tuple of integers is equal in all processes, unlike the hash of a text.
         found = zlib.crc32(f"{hash(numbers)} {gauss}".encode(), found)
         others: Any = numpy.random.get_state(legacy=False)
         if isinstance(others["state"], dict) and "key" in others["state"]:
@@ -125,6 +126,7 @@ class SharedChance:
         Raises:
             RuntimeError: On every rank, if only some ranks have drawn inside a step.
         """
+        # All ranks have the same notes, so all reach the same collectives below.
         states, after_steps = zip(*notes)
         drawn, self._drawn = self._drawn, []
         self._open.clear()
@@ -140,6 +142,7 @@ class SharedChance:
         name = _first_that_differs(comm.all_gather_object(drawn, self._group))
         share_random_state(self._group)
         self._generators.restore(comm.broadcast_object(self._generators.states(), self._group))
+        # Watch frequent hooks again, so that the next difference has a name.
         self._calls.clear()
         if name in self._told:
             return

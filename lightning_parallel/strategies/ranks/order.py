@@ -79,6 +79,7 @@ class MessageOrder:
             # Backward comes after a forward in which the ranks have met.
             self._is_first = name != "backward"
             if self._is_first and self.chance is not None:
+                # Before the step draws. The first roll call of the step compares it, without a further message.
                 self._state = str(self.chance.state())
         self._block = name
         try:
@@ -117,6 +118,8 @@ class MessageOrder:
         if is_first and self.chance is not None:
             self.chance.refuse(states)
         if len(self._known) >= _MOST_KNOWN:
+            # A step of variable length has ever new sequences. All ranks add equally many, so all clear at the same
+            # message.
             self._known.clear()
         self._known.add(self._sent)
 
@@ -183,6 +186,7 @@ def in_step(method: Callable[P, R]) -> Callable[P, R]:
     """Decorate a method of a strategy as a part of a step; all ranks must run the method."""
 
     @wraps(method)
+    # `MessageOrder` ends its search for the user's line at this name.
     def run_in_step(*args: P.args, **kwargs: P.kwargs) -> R:
         strategy: Any = args[0]
         with _step_of(strategy.lightning_module, method.__name__):
@@ -197,6 +201,7 @@ def _step_of(module: nn.Module | None, name: str) -> Iterator[None]:
         yield
         return
     state = ParallelState.of(module)
+    # Steps nest: under manual optimization, `training_step` calls `backward`.
     before, state.is_in_step = state.is_in_step, True
     try:
         with (

@@ -180,6 +180,7 @@ def connect(
         of_device = dist.Backend.default_device_backend_map.get(device.type, "gloo")
         backend = "gloo" if of_device == "gloo" else f"cpu:gloo,{device.type}:{of_device}"
     store = None
+    # The launcher's store may hold addresses of an earlier attempt, whose processes are gone.
     if comm.may_outlive_attempts() and not dist.is_initialized():
         store = _store_of_attempt(environment, timeout or default_pg_timeout)
     # NCCL needs the device before the first collective. With a device, gloo would try to split groups like NCCL, and
@@ -202,6 +203,7 @@ def _store_of_attempt(environment: ClusterEnvironment, timeout: timedelta) -> di
     rank, world_size = environment.global_rank(), environment.world_size()
     os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"] = environment.main_address, str(environment.main_port)
     store, _, _ = next(dist.rendezvous("env://", rank, world_size, timeout=timeout))
+    # As in `init_process_group`, which sets no timeout on a given store.
     store.set_timeout(timeout)
     return comm.attempt_store(store, rank, world_size, timeout)
 
@@ -233,6 +235,7 @@ def discard_groups(groups: MeshGroups | None) -> None:
 
     Groups of other meshes and deadlines are discarded, too: the heartbeat of a failed run aborts all groups.
     """
+    # A run that failed before it had groups leaves the groups of earlier runs intact.
     if any(cached.groups is groups for cached in _cached_groups.values()):
         _cached_groups.clear()
 
@@ -273,6 +276,7 @@ class MeshProcesses(SavesFiles):
         check_launch(process_group_backend, timeout, start_method, StartMethod)
         super().__init__(**kwargs)
         self.num_nodes = 1
+        # Keep the user's `auto`: the next Trainer may have another number of processes.
         self._sizes = dict(sizes)
         self._process_group_backend = process_group_backend
         self._timeout = timeout
@@ -438,14 +442,17 @@ class MeshProcesses(SavesFiles):
             with all_processes_as_default():
                 self._groups, self._device_mesh = process_groups(mesh, self.root_device.type, self._timeout)
         start_heartbeat()
+        # A new name for each run: ranks must not compare their calls with calls of an earlier run.
         comm.name_run(comm.broadcast_object(uuid4().hex, self.groups.world))
         if 1 < self.groups.replica.size <= RollCall.MOST_RANKS:
             self._batches = RollCall(self.groups.replica, "batches", comm.shared_key(self.groups.replica))
         if 1 < self.groups.world.size <= RollCall.MOST_RANKS:
             self._ends = RollCall(self.groups.world, "ends of runs", comm.shared_key(self.groups.world))
+        # Before the user's `setup` and `configure_model`, which draw initial values.
         share_random_state(self.groups.replica)
         self._chance = SharedChance(self.groups.replica)
         set_device_mesh(self.module, self.device_mesh)
+        # Last: from here on the user's code runs, for which the default group means the replicas.
         self.groups.make_data_default()
 
     @contextmanager
@@ -521,6 +528,7 @@ class MeshProcesses(SavesFiles):
         if trainer.training and self.groups.data_parallel.size > 1:
             if not self.replicas_meet:
                 return False  # a rank with the flag asks again before the next batch
+            # The roll call has shared the flag inside each replica, so one message between replicas reaches all ranks.
             flag, group = comm.on_any_rank([flag], self.groups.data_parallel)[0], self.groups.world
         if flag:
             # The store ends with the first process, which must wait until the other ranks have read their notes.
@@ -545,6 +553,7 @@ class MeshProcesses(SavesFiles):
             notes = self._batches.meet(place, patience.total_seconds(), note)
         except ApartError as error:
             raise error.told(describe_apart(error)) from None
+        # All ranks read the same notes in the same order, so all raise the same error.
         flags, contents, *_ = zip(*(note.split() for note in notes))
         if len(set(contents)) > 1:
             different = [str(rank) for rank, other in zip(replica.ranks, contents) if other != contents[0]]
@@ -574,6 +583,7 @@ class MeshProcesses(SavesFiles):
     def _meet_many(self, flag: bool) -> bool:
         """Meet by a collective, for replicas with too many ranks for the store; batches are not compared."""
         note = self._chance.note()
+        # The collective computes OR. A bit that is set on one rank and clear on another shows different notes.
         bits = [bool(zlib.crc32(note.encode()) >> place & 1) for place in range(32)]
         flag, *found = comm.on_any_rank([flag, *bits, *(not bit for bit in bits)], self.groups.replica)
         if any(one and zero for one, zero in zip(found[:32], found[32:])):
@@ -599,6 +609,7 @@ class MeshProcesses(SavesFiles):
     @override
     def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
         # Communicate between hosts: a message through devices would wait for their queued kernels.
+        # For `all`, ask whether any rank has the negated decision, and negate the answer.
         return comm.on_any_rank([decision != all], self.groups.world)[0] != all
 
     @override

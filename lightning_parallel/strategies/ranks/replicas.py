@@ -74,6 +74,7 @@ def start_equal(module: nn.Module, group: Group) -> None:
     if group.size == 1:
         return
     tensors = {name: tensor for name, tensor in _tensors(module) if not tensor.is_meta}
+    # First, since the messages below need equal lists of tensors on all ranks.
     comm.agree(
         "the module's tensors (name, shape, dtype)",
         [(name, tuple(tensor.shape), str(tensor.dtype)) for name, tensor in tensors.items()],
@@ -133,7 +134,9 @@ def share_finite_buffers(module: nn.Module, groups: MeshGroups) -> None:
     if data.size == 1 or not comm.on_any_rank([bool(floating)], groups.world)[0]:
         share_buffers(module, data)
         return
+    # Over the replica, whose ranks must all take their buffers from the same source.
     is_broken = comm.on_any_rank([not all(bool(buffer.isfinite().all()) for buffer in floating)], groups.replica)[0]
+    # Each position in the replica has another group, and all groups get the same answer.
     broken = comm.all_gather_object(is_broken, data)
     share_buffers(module, data, broken.index(False) if False in broken else 0)
 
@@ -147,6 +150,7 @@ def share_means(tensors: Sequence[Tensor], group: Group) -> None:
     if group.size == 1 or not tensors:
         return
     prints = comm.all_gather_object(fingerprints(tensors), group)
+    # All ranks have the same fingerprints, so all send the same tensors in the same order.
     different = [tensor for tensor, *values in zip(tensors, *prints) if len(set(values)) > 1]
     kinds: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
     for tensor in different:
@@ -155,10 +159,12 @@ def share_means(tensors: Sequence[Tensor], group: Group) -> None:
         else:
             _broadcast(tensor, group)
     for (dtype, device), found in kinds.items():
+        # As tensors: a Python bool would wait for the device once per tensor.
         finite = torch.stack([tensor.isfinite().all() for tensor in found])
         values = [tensor.where(is_finite, 0).reshape(-1) for tensor, is_finite in zip(found, finite)]
         # In 16 bits, sums over the replicas would round and could exceed the range.
         wide = torch.float64 if dtype == torch.float64 else torch.float32
+        # The flags travel with the values. Their sum is the number of finite replicas.
         flat = torch.cat([finite, *values]).to(wide).to(device if device.type != "cpu" else group.host_device)
         flat = comm.all_reduce_(flat, group).to(device)
         counts, flat = flat[: len(found)], flat[len(found) :]

@@ -103,6 +103,7 @@ def shard_tensors(module: LightningModule, options: TensorOptions, groups: MeshG
         for path in heads:
             found.notes.pop(path, None)
     state.order = MessageOrder(group)
+    # Layers send through a guarded group: `order` holds a roll call before a message that may be alone.
     state.sharding = sharding = apply_plan(module, found, group.guarded_by(state.order))
     state.tensor_ranks, state.rules = group.ranks, rules_by_name(module, sharding.shards)
     print_table(sharding_table(module, sharding, group.size, groups.pipeline_parallel.size))
