@@ -65,6 +65,7 @@ class _Encoder:
         self._parents: list[int] = []
 
     def encode(self, value: Any, path: str) -> Any:
+        # The exact types: a subclass, such as an enumeration, has its own form.
         if value is None or isinstance(value, bool) or type(value) in (int, str):
             return value
         if type(value) is float:
@@ -72,6 +73,7 @@ class _Encoder:
         if isinstance(value, Tensor):
             return {"$tensor": self._name(value, path)}
         if isinstance(value, np.ndarray) and value.dtype.kind in "biufc" and value.dtype.itemsize <= _widest(value):
+            # In the byte order of this machine, because torch knows no other.
             copy = torch.from_numpy(np.array(value, order="C", dtype=value.dtype.newbyteorder("=")))
             return {"$array": self._name(copy, path)}
         if isinstance(value, (Mapping, list, tuple, set, frozenset, deque, Namespace)):
@@ -134,6 +136,7 @@ class _Encoder:
         return entries if tag is None else {tag: entries}
 
     def _encode_mapping(self, value: Mapping[Any, Any], path: str) -> Any:
+        # JSON has only text as keys, and a key with `$` would count as a tag.
         if all(type(key) is str and not key.startswith("$") for key in value):
             entries = {key: self.encode(entry, _join(path, key)) for key, entry in value.items()}
             encoded: Any = {key: entry for key, entry in entries.items() if entry is not _LEFT_OUT}

@@ -259,8 +259,10 @@ class NewFolder:
         else:
             self.work.write(MANIFEST, manifest.to_json())
             put_in_place(self.work.path, self.target.path)
+            # After a power failure, the parent must still have the new name.
             retried(lambda: sync_folder(self.target.parent.path))
         entry = {"checkpoint": self.target.name, "step": manifest.step, "created": manifest.created}
+        # Last: until here the note leads to the previous checkpoint, which is complete.
         self.target.parent.write(LATEST, json.dumps(entry).encode())
 
 

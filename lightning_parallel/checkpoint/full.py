@@ -239,6 +239,7 @@ class Checkpoints:
             values, shards, sliced = self._optimizer_values(optimizer, state["state"], chain.from_iterable(mine))
         gathered = self._gather(values, shards, order=(), sliced=sliced)
         position = {name: index for index, name in enumerate(chain.from_iterable(joined))}
+        # In the order of the numbers, like the state dict of one process.
         full: dict[int, Any] = {index: {} for index in sorted({position[name] for name, _ in gathered})}
         for (name, key), value in gathered.items():
             full[position[name]][key] = value
@@ -422,6 +423,7 @@ class Checkpoints:
         names = {id(parameter): name for name, parameter in self.module.named_parameters()}
         others = {id(parameter): f"parameter {index}" for index, parameter in enumerate(_parameters(optimizer))}
         unknown = others.keys() - names.keys()
+        # Without a pipeline all ranks have the same order, and a number is name enough.
         if unknown and self.pipeline_group.size > 1:
             raise RuntimeError(
                 f"All parameters of `{type(optimizer).__name__}` must be in the module, or their pipeline stage is not"
@@ -481,6 +483,7 @@ class Checkpoints:
             sliced: Shapes of tensors on this rank that are sliced over the replicas.
         """
         full: dict[K, Any] = {}
+        # By stage and memory, since tied tensors have several keys.
         tensors: dict[Hashable, Tensor] = {}
         sliced = sliced or {}
         # All ranks follow the order of the layout, so that their collectives and messages meet.
@@ -614,6 +617,7 @@ def _contents(value: Any, hashes: bool = True) -> _Contents:
     tensors: list[Tensor] = []
     lengths: list[int] = []
     seen: set[int] = set()
+    # A list instead of recursion: objects of the user may nest deeply, or refer to each other.
     left = [value]
     while left:
         one = left.pop()

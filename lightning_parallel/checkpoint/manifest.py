@@ -121,6 +121,7 @@ class Manifest:
 
     def to_json(self) -> bytes:
         """Return the content of `manifest.json`: a line with the hash of the rest, and the rest."""
+        # Without NaN, which is no JSON and which other programs cannot read.
         body = json.dumps({"format": FORMAT, "version": VERSION, **asdict(self)}, allow_nan=False).encode()
         head = json.dumps({"sha256": hashlib.sha256(body).hexdigest()}).encode()
         return head + b"\n" + body + b"\n"
@@ -214,6 +215,7 @@ def checked_shape(sizes: Any) -> tuple[int, ...]:
         ValueError: If torch can have no such tensor.
     """
     shape = tuple(_count(size) for size in sizes)
+    # A dimension of size zero must not hide the other sizes.
     if len(shape) > _MOST_DIMS or prod(max(1, size) for size in shape) > _MOST_ELEMENTS:
         raise ValueError(f"The shape of a tensor must be one that torch supports; got {str(shape)[:200]}")
     return shape
@@ -238,6 +240,7 @@ def _part(entry: Mapping[str, Any]) -> SavedPart:
 
 
 def _count(value: Any) -> int:
+    # The exact type, because `true` is a bool, and a bool is an int in Python.
     if type(value) is not int or value < 0:
         raise ValueError(f"The number must be an integer of at least 0; got {value!r}")
     return value

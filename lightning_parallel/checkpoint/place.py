@@ -331,6 +331,7 @@ def _is_abandoned(path: str) -> bool:
         return False
     host = host_id() if name["host"] == _short(host_id()) else ""
     is_alive = Process(host, int(name["pid"]), "" if name["start"] == "0" else name["start"]).is_alive()
+    # None: the writer runs on another host, which only its touches tell about.
     if is_alive is not None:
         return not is_alive
     try:

@@ -187,6 +187,7 @@ class SavedCheckpoint:
             ValueError: If the dict is damaged.
         """
         try:
+            # The cache gives a tied tensor as one object under all its names.
             return decode(self.manifest.document, cache(tensor))
         except ValueError as error:
             if str(self.folder) in str(error):
@@ -228,6 +229,7 @@ class SavedCheckpoint:
         if file not in self._streams:
             path = self.folder.file(file)
             # Kept open until `close`: one file holds parts of several tensors.
+            # Without a buffer, so that bytes go from the file directly into the memory of the tensor.
             local = partial(open, path, "rb", buffering=0)
             self._streams[file] = local() if self.folder.is_local else self.folder.fs.open(path, "rb")
         return self._streams[file]
@@ -295,6 +297,7 @@ class SavedCheckpoint:
 
         def read() -> None:
             stream = self._stream(part.file)
+            # In each attempt: a failed read may have moved the position.
             stream.seek(part.begin + first)
             if _fill(stream, memoryview(data.data)) < len(data):
                 raise ValueError(
@@ -357,6 +360,7 @@ def new_tensor(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
         return torch.empty(tuple(shape), dtype=dtype, device="cpu")
     # Private: a forked process must not write into this tensor.
     pages = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    # The tensor keeps the map alive.
     return torch.frombuffer(pages, dtype=torch.uint8).view(dtype).view(tuple(shape))
 
 
@@ -517,5 +521,6 @@ def bands_of(value: Tensor, num_bytes: int) -> Iterator[Tensor]:
     for first, last in ((0, rows),) if value.rule is None else value.rule.ranges[value.rank]:
         for start in range(first, last, step):
             stop = min(last, start + step)
+            # A rule for three ranks: the middle rank has the wanted rows.
             rule = Shard(0, (((0, start),), ((start, stop),), ((stop, rows),)))
             yield value.source.read(value.stored_name, rule, 1)

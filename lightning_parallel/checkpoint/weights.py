@@ -67,6 +67,7 @@ def load_weights(module: nn.Module, path: str | os.PathLike[str], *, prefix: str
         FileNotFoundError: If there is no such file or folder at `path`.
         ValueError: If names or shapes do not fit; the message lists all of them. If the file is damaged or unsafe.
     """
+    # The tensors themselves: a tied parameter must be one object, and deferred tensors keep their class.
     state = module.state_dict(keep_vars=True)
     found = {name[len(prefix) :]: value for name, value in stored_weights(path).items() if name.startswith(prefix)}
     if not found:
@@ -74,6 +75,7 @@ def load_weights(module: nn.Module, path: str | os.PathLike[str], *, prefix: str
     _check_shapes(module, state, found, path)
     values = {name: _deferred(value, state.get(name)) for name, value in found.items()}
     try:
+        # Names are judged below, where a tied parameter needs only one of its names.
         result = module.load_state_dict(values, strict=False)
     except RuntimeError as error:
         raise ValueError(f"{path} does not fit `{type(module).__name__}`: {error}") from error
@@ -196,6 +198,7 @@ class WeightFiles:
             stream = open(file, "rb")  # noqa: SIM115
             try:
                 with safe_open(file, "pt") as opened:
+                    # A file begins with the length of its header in eight bytes.
                     begin = 8 + int.from_bytes(stream.read(8), "little")
                     # The library has checked that the tensors lie without gaps, up to the end of the file.
                     for name in opened.offset_keys():

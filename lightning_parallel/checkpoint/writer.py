@@ -143,6 +143,7 @@ class ShardedWriter:
     ) -> None:
         self._group, self._layout = group, dict(layout)
         self._report = report if group.rank == 0 else None
+        # One thread: its saves communicate, so all ranks must run them in one order.
         self._thread = ThreadPoolExecutor(1, "checkpoint") if in_background else None
         self._pending: list[Future[None]] = []
         self._failure: Exception | None = None
@@ -178,6 +179,7 @@ class ShardedWriter:
         try:
             snapshot, left_out = self._snapshot(checkpoint, Folder.at(path, storage_options), is_apart)
         except Exception as error:
+            # Raised with the other ranks: alone, this rank would leave them in the collectives of the save.
             failure = error
         if self._thread is None:
             comm.raise_together(failure, self._group)
@@ -379,6 +381,7 @@ def write_file(
         header[key] = {"dtype": dtype, "shape": shape, "data_offsets": [at, at + size]}
         at += size
     head = json.dumps(header).encode()
+    # The data begin at a multiple of eight bytes, as in files of the library.
     head += b" " * (-len(head) % 8)
 
     def write() -> dict[str, SavedPart]:
@@ -393,6 +396,7 @@ def write_file(
             sync_folder(folder.path)
         return found
 
+    # Each attempt writes the file from its beginning.
     found = retried(write)
     return 8 + len(head) + at, found
 

@@ -263,6 +263,7 @@ class Compressor(Reducer, Method):
         self.decay = decay
         self.feedback = Feedback(feedback, _DECAYS.get(feedback or "", 0.0) if decay is None else decay)
         self.values: Codec = Exact()
+        # One object for all small gradients: gradients with the same method object share a block.
         self._dense = Dense()
 
     @abc.abstractmethod

@@ -71,6 +71,7 @@ class DeepSpeedSession(GradientSession):
     def _reduce_all(self, *_: Any, **__: Any) -> None:
         """Replace all gradients by their means."""
         named = {self._names[parameter]: gradient for parameter, gradient in gradients_of_engine(self._engine)}
+        # In reverse: about the order in which backward makes gradients. It is equal on all ranks.
         sizes = {name: named[name].numel() * named[name].element_size() for name in reversed(named)}
         for bucket in fill_buckets(sizes, _BUCKET_BYTES):
             self.add({name: named[name] for name in bucket})

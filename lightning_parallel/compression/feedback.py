@@ -441,6 +441,7 @@ def estimate_method(
     method: Method, name: str, shape: Sequence[int], dtype: torch.dtype, world_size: int, number: int
 ) -> float:
     """Return the bytes that one rank would send for one gradient in step `number`, by a run on meta tensors."""
+    # On the meta device, so that an estimate takes neither memory nor random numbers.
     gradient = torch.empty(tuple(shape), dtype=dtype, device="meta")
     block = GradientBlock((name,), [gradient], effective_step=number)
     return estimate_bytes(method.requests(block, _MetaStep(world_size, number)), world_size)

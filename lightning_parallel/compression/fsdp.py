@@ -130,6 +130,7 @@ class _Fsdp1Unit:
 
     def part(self, shard: Tensor) -> dict[str, Tensor]:
         """Return views of this rank's part of the flat gradient by parameter name."""
+        # FSDP1 pads the flat gradient, so all ranks have shards of equal size.
         here = self.shards.rank * shard.numel()
         found: dict[str, Tensor] = {}
         for name, shape, start in fsdp1_parameter_offsets(self._module):
@@ -431,4 +432,5 @@ def _make_equal(model: nn.Module, replicas: Group) -> None:
         local = tensor.to_local() if hasattr(tensor, "to_local") else tensor
         # Ranks with an empty shard skip it together: replicas hold equal shards.
         if local.numel():
+            # The broadcast writes in place and needs contiguous memory, which a shard may lack.
             local.copy_(comm.broadcast_(local.detach().contiguous().clone(), replicas))

@@ -176,6 +176,7 @@ class PowerSGD(Compressor):
         """Return the factors P^T (names, rank, n) and Q^T (names, rank, m) of the mean, and this rank's factors."""
         keep = block.keep_rest
         if self.alternate and block.effective_step % 2:
+            # The kept factor is a mean, which is not orthonormal.
             left = orthonormal(self._basis("left", block, step, matrices.shape))
             right, sent = yield from self._mean("right", times_left(matrices, left, late), block, step, keep)
             return left, right, left, sent

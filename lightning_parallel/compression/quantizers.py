@@ -338,6 +338,7 @@ class Quantize(Quantizer):
             encode_rows(rows.view(-1), flat, self.bits, noise, rest, late)
             return packed
         padded = pad(pad(rows, parts * chunk).view(count * parts, chunk), groups * extent)
+        # `pad` returns its argument if nothing is missing, and `encode_rows` writes into its numbers.
         padded = padded.clone() if padded.data_ptr() == rows.data_ptr() else padded
         encode_rows(padded.view(-1), flat, self.bits, noise, rest)
         if rest:
@@ -424,6 +425,7 @@ class Sign(Compressor):
         shard = block.shard or _chunk(n, size)
         scales = rows.abs().mean(1).float()
         parts = split_by_rank(rows, size, shard)
+        # Eight signs fill a byte, so each part is filled up to full bytes.
         bits = pack_signs(torch.nn.functional.pad(parts, (0, _chunk(shard, 1) - shard)))
         # Each rank receives one part of a tensor, and needs the scale of the full tensor beside it.
         send = torch.cat([bits, as_bytes(scales.unsqueeze(1)).expand(size, -1, -1)], dim=2)
