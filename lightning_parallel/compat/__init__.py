@@ -142,6 +142,7 @@ def _class_in_place(name: str, bases: tuple[type, ...], namespace: dict[str, Any
     kind = bases[-1]
     wanted = type(name, bases, dict(namespace))
     try:
+        # Tried on an empty object, because only the assignment tells whether Python allows the class.
         object.__setattr__(object.__new__(kind), "__class__", wanted)
     except TypeError:
         pass
@@ -196,6 +197,7 @@ def module_that_asks() -> str:
 
     Frames of modes between the module and the caller, which see every operation, are skipped.
     """
+    # Two frames up: this function, and the `__torch_function__` that asks.
     frame: FrameType | None = sys._getframe(2)
     while frame is not None and frame.f_code.co_name == "__torch_function__":
         frame = frame.f_back

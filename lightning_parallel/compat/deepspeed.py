@@ -31,6 +31,7 @@ __all__ = [
 
 def is_zero_optimizer(optimizer: Any) -> bool:
     """Return whether `optimizer` belongs to ZeRO 1 or 2, which fills buckets while backward runs."""
+    # By a method that only ZeRO 1 and 2 have: the class could be named only after an import of DeepSpeed.
     return hasattr(optimizer, "gradient_reduction_w_predivide")
 
 

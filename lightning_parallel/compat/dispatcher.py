@@ -169,6 +169,7 @@ def _kernel(name: str, after: Any) -> Callable[..., Any]:
     def kernel(keys: Any, *given: Any) -> Any:
         interceptor = _interceptors[-1]
         if not interceptor.is_listening():
+            # Only the keys behind this one, or this kernel would call itself.
             return redispatch(keys & after, *given)
         # The interceptor sees the handle; the caller gets all results of the operator.
         results: list[Any] = []
@@ -176,6 +177,7 @@ def _kernel(name: str, after: Any) -> Callable[..., Any]:
         def call() -> Any:
             results.append(redispatch(keys & after, *given))
             work = results[0][-1] if isinstance(results[0], (tuple, list)) else results[0]
+            # Operators return the handle as a boxed object of TorchScript.
             return None if work is None else dist.Work.unbox(work)
 
         interceptor.issue(_describe(facts, given), call)

@@ -160,6 +160,7 @@ def _tensor(name: str, described: Any, places: Any) -> tuple[torch.dtype, tuple[
     if not isinstance(dtype, torch.dtype):
         raise ValueError(f"`{name}` has the dtype {dtype!r}")
     shape, chunks = _counts(described["size"]), []
+    # Before anything is allocated: the index may ask for any amount of memory.
     if len(shape) > 64 or prod(max(1, size) for size in shape) > 1 << 60:
         raise ValueError(f"`{name}` has the shape {shape}, which no tensor can have")
     for chunk in described["chunks"]:
@@ -173,6 +174,7 @@ def _tensor(name: str, described: Any, places: Any) -> tuple[torch.dtype, tuple[
         elif prod(sizes):
             raise ValueError(f"the chunk of `{name}` at {offsets} is nowhere")
     # Elements that no chunk holds would keep arbitrary values in memory.
+    # By offset, so that a chunk which is listed twice counts once.
     held = {chunk.offsets: prod(chunk.shape) for chunk in chunks if prod(chunk.shape)}
     if sum(held.values()) != prod(shape):
         raise ValueError(f"the chunks of `{name}` have {sum(held.values())} of its {prod(shape)} elements")

@@ -91,6 +91,7 @@ def prepare_loader_by(
     default = connector._prepare_dataloader
 
     def prepared(dataloader: Any, shuffle: bool, mode: Any) -> Any:
+        # By its value, because each package of Lightning has another class for modes.
         if mode.value != "train":
             return default(dataloader, shuffle, mode)
         divides = hasattr(dataloader, "sampler") and connector._requires_distributed_sampler(dataloader)

@@ -218,6 +218,7 @@ def agree_on_sigterm(trainer: Trainer, agree: Callable[[bool], bool], patches: P
 
     def end_together() -> None:
         nonlocal received
+        # Every rank gets the same answer from `agree`, so all ranks take the same branches below.
         if agree(received or requeue.is_due):
             # After a requeue the run goes on, unless a rank has also got SIGTERM.
             if requeue.happens(agree) and not agree(received):
@@ -313,6 +314,7 @@ class _Early(list[Any]):
         self._fill: Callable[[], Sequence[Any]] | None = fill
 
     def _filled(self) -> list[Any]:
+        # Cleared first, so that an access by `fill` itself does not fill the list again.
         fill, self._fill = self._fill, None
         if fill is not None:
             self.extend(fill())
@@ -336,6 +338,7 @@ def early_optimizers(strategy: Strategy, module: LightningModule) -> Iterator[No
     """
     made: list[Any] = []
 
+    # Optimizers and schedulers come from one call of the user's `configure_optimizers`.
     def make() -> list[Any]:
         if not made:
             made.extend(_init_optimizers_and_lr_schedulers(module))
@@ -544,6 +547,7 @@ def restore_swapped_scheduler(callback: StochasticWeightAveraging, trainer: Trai
 
 def grad_norm_functions() -> list[Any]:
     """Return `grad_norm` of each imported package of Lightning."""
+    # Not by an import, which would load a package that the user does not use.
     modules = [sys.modules.get(f"{package}.utilities.grads") for package in ("lightning.pytorch", "pytorch_lightning")]
     return [module.grad_norm for module in modules if module is not None]
 

@@ -192,6 +192,7 @@ def _terms(loss: Tensor) -> tuple[str, ...]:
     """Return the kinds of the operations nearest to a loss, in breadth-first order."""
     nodes: list[Any] = [loss.grad_fn]
     kinds: list[str] = []
+    # The list grows while it is read, so the order is breadth-first.
     for node in nodes:
         if node is not None and len(kinds) < _TERMS:
             kinds.append(node.name())
@@ -209,6 +210,7 @@ def _divided_before(node: Any, kind: str, inside: bool, name: str, names: Mappin
             a reduction of its gradient.
     """
     edges = len(node.next_functions)
+    # The node of a custom function shows what its forward stored in `ctx`.
     along_sequence = kind == "_RowLinearFunctionBackward" and node.lengths is not None
     if not inside and (kind in DIVIDES or kind in STAYS_DIVIDED or along_sequence) and kind != "_CopyToGroupBackward":
         raise RuntimeError(

@@ -293,7 +293,7 @@ def _slice(x: Tensor, dim: int, sizes: Sequence[int], rank: int) -> Tensor:
 
 
 # Each backward calls the differentiable function that is its dual, and not the bare collective. This makes gradients of
-# gradients right too.
+# gradients right too. The broadcast and the messages at the end are exceptions.
 
 
 class _CopyToGroup(Function):
@@ -394,6 +394,7 @@ class _AllToAllInGroup(Function):
         ctx.args = group, concat_dim, split_dim, concat_sizes, split_sizes
         # Slices of different shapes go into one flat message; the receiver restores the shapes from the sizes.
         slices = x.split(list(split_sizes), split_dim)
+        # Each rank sends a slice of this rank's extent along `split_dim`.
         shape = list(slices[group.rank].shape)
         shapes = []
         for size in concat_sizes:
@@ -419,7 +420,7 @@ class _BroadcastToGroup(Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
-        # Only the source needs the sum, but there is no reduction to a single rank in `comm`.
+        # Only the source needs the sum. All other ranks drop it, because their `x` was not used.
         total = comm.all_reduce(grad, ctx.group)
         return total if ctx.group.rank == ctx.source else torch.zeros_like(total), None, None
 

@@ -85,6 +85,7 @@ class RegionFinder:
         key = (structure_of(block), tuple(free), call is None)
         if key not in self._known:
             with chance_kept():
+                # The ranks must draw the same numbers to find the same regions.
                 seed_torch(0)
                 found = _find(block, free, self.group.size, call)
             # Ranks that propose different plans would wait for each other.
@@ -175,6 +176,7 @@ class _CutBlock:
     def run(self, given: Mapping[str, Tensor], x: Tensor | None = None) -> dict[str, Tensor]:
         """Run the block with `given` instead of the first outputs of the layers; return the inputs of its layers."""
         self._given = given
+        # The inputs of the first run are compared with, so a later run must not replace them.
         before, self.inputs = self.inputs, {}
         try:
             hidden = self.x if x is None else x

@@ -64,6 +64,7 @@ class HeadLinear(ColumnLinear):
         is_trained = self.training and torch.is_grad_enabled() and y.requires_grad
         # A placeholder for another stage's tensor has no data, so a gather only changes its shape.
         is_plain = type(y) in (Tensor, FakeTensor) and not y.is_meta
+        # Only for consecutive classes does a gather of the pieces give the order of the full layer.
         if group.size == 1 or not (is_trained and is_plain and rule.consecutive):
             return gather_features(y, rule, group)
         return divided_logits(y, rule, group)

@@ -533,6 +533,7 @@ def _fingerprint(value: Any, depth: int = 0) -> object:
     inner = partial(_fingerprint, depth=depth + 1)
     if isinstance(value, Tensor):
         known = value.is_meta or type(value) is not Tensor
+        # By its numbers, because the `hash` of a tensor is its `id`.
         return (value.shape, value.dtype, None if known else hash(str(value.detach().cpu().flatten().tolist())))
     if isinstance(value, partial):
         return (partial, inner(value.func), inner(value.args), inner(value.keywords))
@@ -544,6 +545,7 @@ def _fingerprint(value: Any, depth: int = 0) -> object:
         return (type(value), frozenset(map(inner, value)))
     if inspect.isfunction(value):
         # Functions of the same code compute with their cells and defaults, so these belong to the key.
+        # An empty cell raises an error when it is read.
         cells = [cell.cell_contents for cell in value.__closure__ or () if cell != CellType()]
         return (value.__code__, inner(cells), inner(value.__defaults__), inner(value.__kwdefaults__))
     return (type(value), id(value))

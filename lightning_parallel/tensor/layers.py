@@ -202,6 +202,7 @@ class Row:
         layer.feature_rule = rules["weight"].along(-1)
         layer.split_input = self.split_input
         layer.group = group
+        # The object of the column-parallel layers: lengths that one layer records are looked up by another.
         layer.lengths = shared_inputs(group, self.sequence_dim).lengths
         layer.in_sublayer = self.in_sublayer
         layer.region = None
@@ -240,6 +241,7 @@ class Vocab:
         rules = self.rules(module, group.size)
         layer = convert(module, VocabEmbedding)
         layer.group = group
+        # Of all layers of the group: this layer records lengths that later layers look up.
         layer.lengths = shared_inputs(group, self.sequence_dim).lengths
         layer.first, layer.stop = rules["weight"].ranges[group.rank][0]
         shard_parameters(layer, rules, group)
@@ -416,6 +418,7 @@ class VocabEmbedding(nn.Embedding):
         padding = self.padding_idx
         if padding is not None:
             padding = padding - self.first if self.first <= padding < self.stop else None
+        # Row 0 stands in for the tokens of other ranks. The mask below drops its values and their gradient.
         rows = F.embedding((tokens - self.first).masked_fill(elsewhere, 0), self.weight, padding)
         # Each token is nonzero on one rank, so the sum over the ranks is the full lookup.
         rows = rows.masked_fill(elsewhere.unsqueeze(-1), 0)

@@ -96,6 +96,7 @@ def _once(backward: Callable[..., Any]) -> Callable[..., Any]:
 
     @wraps(backward)
     def checked(ctx: Any, *gradients: Any) -> Any:
+        # Autograd enables gradients inside a backward only for `create_graph=True`.
         if torch.is_grad_enabled():
             layer = layer_of([("weight", parameter) for parameter in getattr(ctx, "parameters", ())], "<their path>")
             parent = layer.rpartition(".")[0]
@@ -242,6 +243,7 @@ class SharedInputs:
             self._source = self._entry = None
 
 
+# Cached, because layers that read one input share its gradient only through one object.
 @cache
 def shared_inputs(group: Group, sequence_dim: int | None) -> SharedInputs:
     """Return the `SharedInputs` of all column-parallel layers of `group` that shard the same sequence dimension."""
@@ -273,6 +275,7 @@ class _InputGradient:
         """Drop the rest of an earlier backward pass that did not need this gradient."""
         task = current_graph_task_id()
         if task != self.task:
+            # A message in flight writes into memory that must not be freed.
             for pending in (self.pending, self.gathering):
                 if pending is not None:
                     pending.wait()
@@ -292,6 +295,7 @@ class _InputGradient:
             self.gathering = None
         whole = self.gathered
         assert whole is not None
+        # The last layer that needs the gathered input lets it go.
         if self.seen == self.expected:
             self.gathered = None
         return whole
@@ -424,6 +428,7 @@ class _RowLinearFunction(Function):
         if ctx.lengths is not None:
             rows = comm.all_gather(grad, ctx.group, *ctx.layout).reshape(-1, grad.shape[-1])
         dx = None
+        # First, because the layer before waits for it, and nothing waits for the weight gradient.
         if ctx.needs_input_grad[0]:
             dx = (rows @ (matrix.t() if ctx.transposed else matrix)).view(ctx.shape).to(ctx.input_dtype)
         # The bias was added to this rank's positions only; see `Row.partial`.

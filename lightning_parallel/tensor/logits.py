@@ -90,6 +90,7 @@ class _Family:
 
     def whole(self, piece: Tensor, dim: int) -> _Data:
         """Return the full data for this rank's `piece`, with the classes in dimension `dim`."""
+        # Detached: autograd knows the gather as `_DividedLogits`, and the data are made outside its graph.
         own = piece.detach()
         return _Data(lambda: _gather(own, dim, self))
 
@@ -106,6 +107,7 @@ class _Data:
             assert self._make is not None
             with torch.no_grad():
                 self._made = self._make()
+            # The function holds the piece, which nothing needs any more.
             self._make = None
         return self._made
 
@@ -150,6 +152,7 @@ class DividedLogits(Tensor):
     def whole(self) -> Tensor:
         """Return an ordinary tensor, a part of autograd's graph; every rank of the group must call it."""
         with DisableTorchFunctionSubclass():
+            # `alias` is not among `_UNREAD`: its dispatch reads the data, and autograd sees a node for it.
             return _aten.alias.default(self)
 
     def data_for(self, tensor: Tensor) -> Tensor:
@@ -489,6 +492,7 @@ def _select(func: Callable[..., Any], logits: DividedLogits, piece: Tensor, inde
     places = index if isinstance(index, tuple) else (index,)
     if logits.is_log or logits.class_dim != logits.dim() - 1 or not all(isinstance(place, Tensor) for place in places):
         return None
+    # A mask selects as many dimensions as it has, a tensor of indices selects one.
     taken = sum(place.dim() if place.dtype in (torch.bool, torch.uint8) else 1 for place in places)
     # Such an index also selects single classes.
     if taken >= logits.dim():
@@ -539,6 +543,7 @@ def _cross_entropy(
 def _nll_loss(logits: DividedLogits, piece: Tensor, *rest: Any, **kwargs: Any) -> Tensor | None:
     if not logits.is_log:
         return None
+    # `piece` holds the logits behind the logarithms, and cross-entropy takes these.
     logits.is_log = False
     try:
         return _cross_entropy(logits, piece, *rest, **kwargs)

@@ -78,6 +78,7 @@ def cross_entropy(
         return losses
     if reduction == "sum":
         return losses.sum()
+    # An ignored target is no index into `weight`, so class 0 takes its place, with the weight zero.
     counted = valid if weight is None else weight[target.masked_fill(~valid, 0)] * valid
     return losses.sum() / counted.sum()
 
@@ -122,6 +123,7 @@ class _CrossEntropy(Function):
     def forward(
         ctx: Any, logits: Tensor, target: Tensor, valid: Tensor, weight: Tensor | None, classes: _Classes
     ) -> Tensor:
+        # The sum of exponentials over all classes needs more digits than half precision has.
         z = logits.to(torch.promote_types(logits.dtype, torch.float32))
         # The maximum is over all classes, not this rank's: the ranks' sums of exponentials must share one scale.
         z = z - comm.all_reduce_(z.amax(-1), classes.group, "max").unsqueeze(-1)
@@ -130,6 +132,7 @@ class _CrossEntropy(Function):
         index = (target - classes.first).masked_fill(~held, 0).unsqueeze(-1)
         w = None if weight is None else weight.to(z.dtype)
         local_w = None if w is None else w[classes.first : classes.first + size]
+        # The first place is for the sum of exponentials, which exist only after the terms of `z` are taken.
         parts = [None, z.gather(-1, index).squeeze(-1).masked_fill(~held, 0.0)]
         if classes.smoothing:
             parts.append((z if local_w is None else z * local_w).sum(-1))

@@ -139,6 +139,7 @@ def _computes_low_rank(module: nn.Module, found: LowRank, layers: dict[str, nn.M
     draw = partial(torch.randn, generator=generator, dtype=torch.float64)
     width, out = WIDTHS
     weights = {found.base: draw(out, width)}
+    # Each term has another rank, so code that mixes two terms fails.
     for rank, (first, second) in enumerate(zip(found.first, found.second), start=2):
         weights |= {first: draw(rank, width), second: draw(out, rank)}
     bias = None if layers[found.base].bias is None else draw(out)

@@ -101,6 +101,7 @@ class PerHeadModule(nn.Module):
         if self.input_features is not None and args and isinstance(args[0], Tensor):
             args = (NarrowInput.of(args[0], self.input_features), *args[1:])
         own = buffers_of(self)
+        # A pipeline stage may have freed the buffers of another stage.
         whole = {name: buffer for name in self.buffer_rules if (buffer := own.get(name)) is not None}
         local = {name: self.buffer_rules[name].split(buffer, self.group.rank) for name, buffer in whole.items()}
         # A write into a local copy would be lost, so it must be detected.
@@ -118,6 +119,7 @@ class PerHeadModule(nn.Module):
         finally:
             # Also after an error: checkpoints read the full buffers.
             own.update(whole)
+        # An output may be the narrow input itself, and other code needs its true sizes.
         return pytree.tree_map(whole_input, output)
 
 
@@ -134,6 +136,7 @@ def set_local_values(module: nn.Module, values: Mapping[str, Any]) -> dict[str, 
     for name, value in values.items():
         attribute, *inner = name.split(".")
         old = getattr(module, attribute)
+        # The first value of an attribute is the original one: several names may change parts of it.
         before.setdefault(attribute, old)
         setattr(module, attribute, _with_value(old, inner, value))
     return before

@@ -201,6 +201,7 @@ class RandomRegion:
             if drew:
                 RandomRegion.draws += 1
                 _draw(generator)
+            # -1: a region that has drawn once is never left closed.
             self._quiet = -1 if drew or self._quiet < 0 else self._quiet + 1
 
     @contextmanager
@@ -281,6 +282,7 @@ class RandomRegion:
         _restore(generator, outermost._state_before)
         try:
             if is_one:
+                # Without the term of the rank, all ranks draw the same numbers for full samples.
                 seed = _mix(_draw(generator) + (self.group.rank + 1) * _GOLDEN * is_part)
                 moved = _state(generator)
                 generator.manual_seed(seed)
@@ -372,6 +374,7 @@ def _is_compiled(module: nn.Module | None) -> bool:
         return False
     if id(module) not in _compiled:
         _compiled[id(module)] = has_compiled_parts(module)
+        # Another module may get the `id` later.
         weakref.finalize(module, _compiled.pop, id(module), None)
     return _compiled[id(module)]
 

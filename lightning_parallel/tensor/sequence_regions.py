@@ -425,6 +425,7 @@ def _refuse_changes_between(blocks: Mapping[str, nn.Module], group: Group, dim: 
 
 
 def _require_equal(path: str, given: list[Tensor], group: Group) -> None:
+    # A fingerprint has 64 bits, and `equal_everywhere` takes 63.
     if not all(comm.equal_everywhere(value >> 1, group) for value in comm.fingerprints(given)):
         raise RuntimeError(
             refused_between(

@@ -228,6 +228,7 @@ class PlanVerifier:
         except Exception as failure:  # the user's code on an input it may not be made for
             result, error = None, str(failure) or type(failure).__name__
         line = next(iter(error.splitlines()), "")[:160]
+        # Exchanged in any case: a rank that failed must not leave the other ranks in their next run.
         found = comm.all_gather_object((result is not None, bool(_ABOUT_PRECISION.search(error)), line), self.group)
         self._lacks_precision = any(is_about for _, is_about, _ in found)
         self.failure = next((line for is_there, _, line in found if not is_there), self.failure)
