@@ -210,7 +210,7 @@ def _divided_before(node: Any, kind: str, inside: bool, name: str, names: Mappin
             a reduction of its gradient.
     """
     edges = len(node.next_functions)
-    # The node of a custom function shows what its forward stored in `ctx`.
+    # The node of a custom function has the attributes that its forward set in `ctx`.
     along_sequence = kind == "_RowLinearFunctionBackward" and node.lengths is not None
     if not inside and (kind in DIVIDES or kind in STAYS_DIVIDED or along_sequence) and kind != "_CopyToGroupBackward":
         raise RuntimeError(
