@@ -84,6 +84,7 @@ class _IndexUnpickler(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
         if (module, name) == ("torch", "Size"):
             return tuple
+        # torch pickles a layout as a call of this function.
         if (module, name) == ("torch.serialization", "_get_layout"):
             return str
         if (module, name) == ("collections", "OrderedDict"):

@@ -415,6 +415,7 @@ def finish_saves(io: AsyncCheckpointIO) -> BaseException | None:
     try:
         io.teardown()
     except BaseException as error:
+        # Any other error, such as an interrupt during the wait, is no failed save.
         if error is not io._error:
             raise
     failure, io._error = io._error, None

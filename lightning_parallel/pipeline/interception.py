@@ -214,6 +214,7 @@ def intercept(module: nn.Module, site: CallSite) -> None:
     # A model may be intercepted again, by the analysis and then by the engine: only the site is replaced.
     if not issubclass(kind, _Intercepted):
         if kind not in _intercepted_classes:
+            # `repr` and code that compares names must see the user's class.
             names = {name: getattr(kind, name) for name in ("__module__", "__qualname__", "__doc__")}
             _intercepted_classes[kind] = class_in_place(kind.__name__, (_Intercepted, kind), names)
         module.__class__ = _intercepted_classes[kind]
@@ -345,6 +346,7 @@ def _hooks_on_placeholders(module: nn.Module, as_placeholder: _TensorFunction, d
         def call(owner: nn.Module, *seen: Any) -> Any:
             try:
                 result = hook(owner, *pytree.tree_map_only(Tensor, as_placeholder, seen))
+            # Also a `PlaceholderError`: the hook reads data.
             except RuntimeError:
                 return None
             return pytree.tree_map_only(PlaceholderTensor, lambda placeholder: fake_data(placeholder, device), result)

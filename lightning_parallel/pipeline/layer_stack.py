@@ -123,6 +123,7 @@ class LayerStack:
                 found.append((name if part.endswith(_REVERSED) else name + _REVERSED, mine))
             else:
                 return self.path
+        # If containers take turns, no order of the containers gives these calls.
         in_turns = [index for _, mine in found for index in mine] != list(calls)
         return self.path if in_turns or not found else ", ".join(part for part, _ in found)
 

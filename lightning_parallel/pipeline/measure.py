@@ -240,6 +240,7 @@ class TruncatedModel:
         loaded: dict[str, Any] = {}
         by_original: dict[int, Any] = {}
         for key, value in parameters_of(module).items():
+            # An attribute of this name means that the parameter is loaded already.
             if value is None or key in vars(module):
                 continue
             name = self._names[id(value)]
@@ -451,6 +452,7 @@ class _CostMeter(TruncatedModel):
         """Time the differentiation of `roots`, as far back as their graph goes, in seconds."""
         if not roots:
             return 0.0
+        # Only the time counts, so any gradient will do.
         ones = [torch.ones_like(root) for root in roots]
         return self._timed(lambda: torch.autograd.backward(roots, ones, retain_graph=keep))[0]
 

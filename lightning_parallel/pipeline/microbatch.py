@@ -143,6 +143,7 @@ def few_samples(batch: Any, count: int) -> Any:
         tensor = torch.as_tensor(value)
         # Only integers show ignored entries: tokens, masks and labels.
         if tensor.dim() > 1 and not (tensor.is_floating_point() or tensor.is_complex()):
+            # Zero is the usual padding, also of a mask.
             counts += ((tensor != 0) & (tensor != _IGNORED)).flatten(1).sum(1).cpu()
     chosen = list(range(count))
     other = int((counts - counts[0]).abs().argmax())
@@ -505,6 +506,7 @@ def _merge_numbers(values: Sequence[Any], merging: Merging, key: str) -> Any:
 
 def _merge_tensors(values: list[Tensor], merging: Merging, key: str) -> Any:
     first, is_equal = values[0], len({value.shape for value in values}) == 1
+    # Tensors of different shapes can only be rows.
     are_rows = first.dim() > 0 and (merging.is_per_sample(values) or not is_equal)
     kind = merging.kind(key, f"{'rows' if are_rows else 'entries'} {first.dim()}")
     if kind == "rows":
@@ -710,6 +712,7 @@ class LeftOutCache:
         self.__dict__["key"] = key
 
     def __getattr__(self, name: str) -> Any:
+        # Copies and pickles ask for methods that the object may lack.
         if name.startswith("__"):
             raise AttributeError(name)
         self._refuse()

@@ -439,6 +439,7 @@ class _Activations:
             # An ordered group posts only the header ahead, which passes between the hosts.
             if self.messages.is_ordered:
                 known = None
+            # Small tensors of a known layout come in the header's message.
             packed_bytes = 0 if known is None else known.packed_bytes
             self.header = self._begin_bytes(_HEADER_BYTES + packed_bytes)
             self.expected = [] if known is None or packed_bytes else self._begin_all(known)
@@ -524,7 +525,7 @@ class _Gradients:
 
     def take(self, action: Action) -> list[Tensor]:
         """Wait for the next gradients, and begin to receive their successors."""
-        # Gradients have no header: only the schedule tells which ones come.
+        # Gradients have no header: only the schedule tells which gradients come.
         assert self.coming[0] == (action.stage, action.microbatch)
         self._begin()
         assert self.expected is not None

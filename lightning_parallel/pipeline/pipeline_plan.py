@@ -265,6 +265,7 @@ class PipelinePlan:
                 f"The pipeline plan must be for this model; got one for `{self.model}`: `{names[0]}` and"
                 f" {len(names) - 1} other parameters are missing, new, or of another size. Make a new plan (`analyze`)"
             )
+        # With all names: a shared layer may stand in the plan under another name than its first.
         contradiction = self._contradiction({name for name, _ in module.named_modules(remove_duplicate=False)})
         if contradiction:
             # Such as a file that was edited by hand: ranks would hold one part and run another, and wait without end.

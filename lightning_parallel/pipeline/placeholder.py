@@ -131,6 +131,7 @@ class PlaceholderTensor(Tensor):
             _to_meta(tensor), tensor.device if device is None else device, provenance, parameter, available
         )
         if parameter is not None:
+            # A placeholder requires no gradient itself, even if its parameter does.
             placeholder.is_trained = getattr(tensor, "is_trained", False) or tensor.requires_grad
         return placeholder
 
@@ -257,8 +258,10 @@ class PlaceholderTensor(Tensor):
                 placeholders,
             ) from error
         available = all(placeholder.available for placeholder in placeholders)
+        # Only dry runs read the sources.
         sources = sources_of(placeholders) | _of_inside if _in_dry_run else frozenset()
         for value in written:
+            # From here on, messages must name the missing source instead of the former one.
             if value.available and not available:
                 value.provenance = _provenance(placeholders)
             value.available, value.sources = available, sources
@@ -583,6 +586,7 @@ def _shapes_with_data(func: Any, args: Any, kwargs: Any) -> Any:
     except (RuntimeError, NotImplementedError):
         with suppress(RuntimeError, NotImplementedError):
             return func(*_on_meta(args, with_data=True), **_on_meta(kwargs, with_data=True))
+        # The error of the first try, which shows the missing data.
         raise
 
 

@@ -390,6 +390,7 @@ class ReplayedDraws(_Draws):
         self._is_backward = False
         self.missed = not recorded.is_complete
         self.has_views = False
+        # Last, because it calls `enter`.
         super().__init__()
 
     def enter(self, stream: str, microbatch: int = 0) -> None:
@@ -438,6 +439,7 @@ class ReplayedDraws(_Draws):
     def _rows(self, whole: Tensor, value: Tensor) -> Tensor | None:
         if whole.shape == value.shape:
             return whole  # one draw for all samples
+        # Exactly one dimension may differ: the dimension of the samples.
         other = [dim for dim, size in enumerate(value.shape) if dim < whole.dim() and whole.shape[dim] != size]
         if whole.dim() != value.dim() or len(other) != 1 or not self._sizes:
             return None

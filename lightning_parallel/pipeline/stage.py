@@ -213,6 +213,7 @@ class StageForward:
     def _infer(self, call: Call) -> Any:
         if _seen_stages is not None:
             leaves = pytree.tree_leaves((call.args, call.kwargs))
+            # A part of the gradient of such a tensor comes from another stage: see `_differentiated`.
             _seen_stages.given_to_others += [leaf for leaf in leaves if type(leaf) is Tensor and leaf.requires_grad]
         return self.stubs.infer(call)
 
@@ -532,6 +533,7 @@ class PipelineStages:
             self._hide()
         try:
             if handler.skips.with_parameters:
+                # First: a received parameter is passed on as it came, in place of this rank's own.
                 handler.skips.receive_parameters(self._lacking_parameters())
                 handler.skips.keep_parameters(dict(self.module.named_parameters()))
             with function_modes_kept(), self.sites.active.use(handler), _seen_by_step(self):

@@ -404,7 +404,7 @@ def _write_back(old: Any, new: Any, finished: Callable[[Any], Any]) -> bool:
         is_kept = key in before and _same(before[key], item, finished)
         entries[key] = before[key] if is_kept else pytree.tree_map(finished, item)
     is_unchanged = entries.keys() == before.keys() and all(entries[key] is item for key, item in before.items())
-    # A tuple cannot be changed; its lists and dicts have been above.
+    # A tuple cannot be changed. The lists and dicts in it were changed above.
     if is_unchanged or isinstance(old, tuple):
         return changed
     # In place: the owner of the list, such as a model that collects hidden states, reads it after the call.

@@ -59,6 +59,7 @@ def collective_s(op: str, num_bytes: float, stride: int, size: int, cluster: Clu
     if size == 1:
         return 0.0
     inside = max(1, cluster.ranks_per_node // stride)  # ranks of the group on a node
+    # In other groups, nodes have different numbers of ranks, and no ring across the nodes joins equal places.
     is_even = size % inside == 0 and cluster.ranks_per_node % stride == 0
     if cluster.num_nodes == 1 or cluster.is_inside_node(stride, size):
         measured = cluster.group_links.get(size)

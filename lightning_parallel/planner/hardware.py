@@ -92,6 +92,7 @@ L40 with L4.
 
 def data_sheet_flops(name: str) -> Mapping[str, float]:
     """Return the peaks by dtype of the device with this driver name; empty if they are unknown."""
+    # Full words only: `A10` is a part of `A100`.
     return next((peaks for part, peaks in _PEAKS if re.search(rf"\b({part})\b", name)), {})
 
 
@@ -177,6 +178,7 @@ def clock_here() -> Callable[[], float]:
     return time.process_time if torch.get_num_threads() == 1 else time.perf_counter
 
 
+# The loop ends with its parent, or after five minutes: a run that is killed must leave no busy process.
 _BUSY = """
 import os, sys, time
 import numpy
@@ -285,6 +287,7 @@ class Cluster:
         if not self.memory_bytes:
             # Ranks on the cores of a node share its memory.
             shared = min(self.per_node, self.num_devices) if self.cores is not None else 1
+            # The dataclass is frozen.
             object.__setattr__(self, "memory_bytes", self.device.memory_bytes / shared)
 
     @property
@@ -311,6 +314,7 @@ class Cluster:
 
     def is_inside_node(self, stride: int, size: int) -> bool:
         """Return whether every group of `size` ranks with this stride lies on one node."""
+        # A divisor, so that no group begins on one node and ends on the next.
         return stride * size <= self.ranks_per_node and self.ranks_per_node % (stride * size) == 0
 
     def link_of(self, stride: int, size: int) -> Link:

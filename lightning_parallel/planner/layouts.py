@@ -241,6 +241,7 @@ class LayoutSearch:
         samples, accumulated = self._batch(mesh)
         ways = [(samples, accumulated)]
         if self.larger_batches and mesh.pipeline_parallel > 1:
+            # Divisors only, so that all batches of a step have the same size.
             fewer = [count for count in range(1, accumulated) if accumulated % count == 0]
             ways += [(samples * accumulated // count, count) for count in fewer[:MOST_BATCH_SIZES]]
         return ways
@@ -267,6 +268,7 @@ class LayoutSearch:
             yield build_schedule("1f1b", 1, 1)
             return
         counts = self.microbatches or [pipeline * factor for factor in (1, 2, 4, 8)]
+        # With fewer samples than the least count, each sample is a microbatch.
         fitting = [count for count in counts if count <= samples] or [max(1, samples)]
         seen = set()
         for name in self.schedules:
@@ -278,6 +280,7 @@ class LayoutSearch:
                         schedule = build_schedule(name, pipeline, count, chunks)
                     except ValueError:
                         continue  # such as a number of microbatches that its chunks cannot alternate
+                    # Several names may give the same actions. To hash the rows of a long schedule takes too long.
                     key = hash(schedule) if len(schedule.rows[0]) < MOST_ACTIONS else (name, chunks, count)
                     if key not in seen:
                         seen.add(key)
@@ -301,6 +304,7 @@ class LayoutSearch:
         held = self._parts_of(tensor).held(counts, schedule.stage_ranks)
         zero_stage, memories = self._memories(mesh, schedule, together, costs.compute.epilogue, held, accumulated)
         # With more ranks than cores, all ranks reduce and update at the same time, so the crowd counts in full.
+        # At least half of the work is backward, behind which messages can hide.
         reduction_s = crowd * max(self._reduction_s(mesh, one, busy_s / 2, zero_stage) for one in held)
         optimizer_s = crowd * max(self._update_s(mesh, one, zero_stage) for one in held)
         step = StepTime(
@@ -402,6 +406,7 @@ class LayoutSearch:
 
     def _work(self, schedule: Schedule, stages: list[Cost]) -> list[float]:
         """Return the seconds of work of each rank on a microbatch."""
+        # A row repeats its actions for each microbatch.
         actions_s = self.action_s * len(schedule.rows[0]) / schedule.num_microbatches if schedule.num_ranks > 1 else 0.0
         ranks = range(schedule.num_ranks)
         return [actions_s + sum(cost.total_s for cost in _of_rank(schedule, stages, rank)) for rank in ranks]
@@ -460,6 +465,7 @@ class LayoutSearch:
 
         def memory(rank: int, zero_stage: int) -> RankMemory:
             mine = [stage for stage, owner in enumerate(schedule.stage_ranks) if owner == rank]
+            # The limit counts pairs of a stage and a microbatch, over all stages of the rank.
             flight = schedule.max_in_flight[rank] / len(mine)
             activations = flight * sum(stages[stage].activation_bytes for stage in mine)
             logits = flight * epilogue.activation_bytes if schedule.num_stages - 1 in mine else 0.0

@@ -206,6 +206,7 @@ def _check_step(rehearsal: Rehearsal, module: nn.Module) -> None:
 
 def _search(search: LayoutSearch, cluster: Cluster) -> tuple[Layout, ...]:
     candidates = [search.candidates(mesh) for mesh in meshes(cluster)]
+    # Sorted by the closed form, because only the first layouts are simulated below.
     candidates.sort(key=lambda found: -found[0].samples_per_s)
     layouts = []
     for place, found in enumerate(candidates):
@@ -263,6 +264,7 @@ def optimizers_of(module: nn.Module) -> tuple[list[Optimizer], str]:
     configure = getattr(copied, "configure_optimizers", None)
     if configure is None:
         return [], "the optimizer is assumed to be Adam: the model has no `configure_optimizers`"
+    # Only a LightningModule has the property. Another model may use the name for itself.
     if isinstance(getattr(type(copied), "trainer", None), property):
         try:
             own = module.trainer

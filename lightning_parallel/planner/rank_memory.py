@@ -198,6 +198,7 @@ class ModelParts:
         first = [value for name, value in outside if 0 in used[name]]
         ends = [0, *accumulate(divided.stack.blocks)]
         layers = [[value for layer in layers[start:stop] for value in layer] for start, stop in pairwise(ends)]
+        # With one layer, `first` holds the uses of the last layer already.
         return cls(first, layers, [value for name, value in outside if last in used[name] and last > 0])
 
     def held(self, counts: Sequence[int], ranks: Sequence[int]) -> list[Held]:
@@ -249,6 +250,7 @@ def _state_copies(optimizer: Optimizer) -> float:
     except Exception:
         return 2.0
     held = [value for value in probe.state[parameter].values() if isinstance(value, Tensor)]
+    # The probe is in single precision.
     return sum(value.numel() * value.element_size() for value in held) / (parameter.numel() * 4)
 
 

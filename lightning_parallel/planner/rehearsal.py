@@ -141,6 +141,7 @@ class _Seconds(float):
         made.parts = (compute, messages)
         return made
 
+    # `measure` only compares and subtracts times, so no other operation has to keep both parts.
     def __sub__(self, other: float) -> _Seconds:
         theirs = getattr(other, "parts", (other, 0.0))
         return _Seconds(self.parts[0] - theirs[0], self.parts[1] - theirs[1])
@@ -250,6 +251,7 @@ class Rehearsal:
             try:
                 found = self._divide(tensor)
             except ValueError as error:
+                # Kept as well: the search asks for each number of ranks many times.
                 found = error
             self._divided[tensor] = found
         if isinstance(found, ValueError):
@@ -324,6 +326,7 @@ class Rehearsal:
             is_real = self.measured and quantity == "seconds"
             batch = self.microbatch(microbatches)
             if not is_real:
+                # Buffers keep their values, so operations mix them with tensors without data.
                 mode = context.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
                 batch = map_tensors(batch, mode.from_tensor)
             now, repeats = self._clock(quantity, tensor, context)

@@ -58,6 +58,7 @@ def shared_makespan_s(
         now += step_s
         for rank in list(left):
             left[rank] -= step_s * rate
+            # Rounding may leave a rest of an action that has ended.
             if left[rank] <= _EPSILON_S:
                 action = schedule.rows[rank][places[rank]]
                 # No other action needs a weight gradient.

@@ -232,6 +232,7 @@ class ParallelAttention(nn.MultiheadAttention):
         # Self-attention: one product for all three projections, and one all-reduce of the input gradient.
         if self.in_proj_weight is not None and query is key and key is value:
             return column_linear(query, self.in_proj_weight, bias, self.inputs).chunk(3, -1)
+        # Packed shards: each third holds this rank's queries, keys or values.
         if self.in_proj_weight is not None:
             matrices = self.in_proj_weight.chunk(3)
         else:

@@ -460,6 +460,7 @@ def _regions_by_dataflow(module: nn.Module, free: list[str], inside: Plan, searc
     search.note(prefix, flow.reasons)
     found = Plan()
     for region in flow.regions:
+        # Regions may overlap, and the larger one comes first.
         if region.styles.keys() & found.styles.keys():
             continue
         given = Plan({**inside.styles, **found.styles}, {**inside.attributes, **found.attributes})

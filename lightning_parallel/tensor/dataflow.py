@@ -334,6 +334,7 @@ class _Region:
         for (key, tensor), mine, theirs in zip(floating.items(), of_first, of_others):
             if not bool(mine.any()) and not bool(theirs.any()):
                 continue
+            # The heads lie along the dimension that separates this unit from all other units.
             for dim in range(tensor.dim()):
                 unit, rest = (_features(part.movedim(dim, -1).unsqueeze(0)) for part in (mine, theirs))
                 if not bool((unit & rest).any()) and bool(unit.any()):

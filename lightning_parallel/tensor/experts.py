@@ -113,6 +113,7 @@ class ExpertsModule(nn.Module):
         """
 
         def enter(leaf: Any) -> Any:
+            # Only floating-point inputs have a gradient to sum.
             return copy_to_group(leaf, self.group) if _is_floating(leaf) else leaf
 
         args, kwargs = pytree.tree_map(enter, (args, kwargs))
@@ -283,6 +284,7 @@ def join_lists(module: nn.Module, plan: Plan, verifier: PlanVerifier, group: Gro
         accepted = division and trials.accepted(around, "", [division], Plan())
         if accepted:
             prefix = f"{path}." if path else ""
+            # The plan of the module around replaces the plans of its layers.
             for name in inside.styles:
                 del plan.styles[prefix + name]
             plan.add(path, accepted)

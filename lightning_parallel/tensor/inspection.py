@@ -522,7 +522,8 @@ def _settings(module: nn.Module) -> tuple[object, ...]:
 def _fingerprint(value: Any, depth: int = 0) -> object:
     """Return a key that is equal for values with which the same code computes the same; the `id` if nothing else helps.
 
-    It must be equal on all ranks if the objects are equal: ranks that try different blocks would wait for each other.
+    If two values have equal keys on one rank, they must have equal keys on all ranks. Ranks that try different blocks
+    would wait for each other.
     """
     if value is None or isinstance(value, (bool, int, float, str, bytes, type, torch.dtype, torch.device)):
         return (type(value), value)

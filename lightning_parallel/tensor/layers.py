@@ -142,6 +142,7 @@ class Column:
         layer = convert(module, ColumnLinear if kind is None else kind)
         layer.full_features = (in_features, out_features)
         layer.transposed = transposed
+        # Along the last dimension, in which activations have their features.
         layer.feature_rule = rules["weight"].along(-1)
         layer.gather_output = self.gather_output
         layer.group = group
@@ -425,6 +426,7 @@ class VocabEmbedding(nn.Embedding):
         if self.lengths is None:
             return reduce_from_group(rows, self.group)
         dim = self.lengths.dim
+        # `divide` also records the length, for the layers that gather the sequence.
         return reduce_scatter_to_group(rows, self.group, dim, self.lengths.divide(rows.shape[dim]))
 
     def extra_repr(self) -> str:

@@ -107,7 +107,7 @@ class _Data:
             assert self._make is not None
             with torch.no_grad():
                 self._made = self._make()
-            # The function holds the piece, which nothing needs any more.
+            # The function refers to the piece, and would keep its memory.
             self._make = None
         return self._made
 

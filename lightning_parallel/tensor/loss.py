@@ -162,6 +162,7 @@ class _CrossEntropy(Function):
         grad = grad.to(p.dtype).masked_fill(~valid, 0.0)  # not a product: the mean of no targets sends nan
         hard = (1 - a) * w_target * grad
         soft = a / ctx.classes.count * grad
+        # The derivative: probabilities times the total weight, minus the weight of each class.
         dz = p * (hard + soft * ctx.w_total).unsqueeze(-1)
         # `index` is 0 where another rank holds the target, and there `held` makes the added value zero.
         dz.scatter_add_(-1, index, -(hard * held).unsqueeze(-1))

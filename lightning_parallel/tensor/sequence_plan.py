@@ -178,6 +178,7 @@ def _sequence_plan(block: nn.Module, inside: Plan, verifier: PlanVerifier, call:
     found = verifier.first_verified(block, given, candidates, source="sequence", call=call)
     if found is not None:
         return found
+    # Tried on full sequences, so that the reason tells whether the block runs at all.
     runs = verifier.first_verified(block, inside, [Plan()], source="alone", call=call) is not None
     return DIFFERS if runs else f"{CANNOT_RUN}{f' ({verifier.failure})' if verifier.failure else ''}"
 

@@ -102,6 +102,7 @@ class PlanVerifier:
         """
         key = (structure_of(block), repr(plan.styles), repr(plan.attributes), call is None)
         if key not in self._verdicts:
+            # First without a plan: a block that cannot run alone shows nothing about a plan.
             runs = self.first_verified(block, Plan(), [Plan()], "" if call is None else "called", call) is not None
             self._verdicts[key] = (
                 (self._run_all(block, Plan(), [plan], call, all_outputs=False) is not None) if runs else None
@@ -179,6 +180,7 @@ class PlanVerifier:
             outputs, gradients = _run(divided, x)
         full_outputs, full_gradients = expected
         right = not all_outputs or len(outputs) == len(full_outputs)
+        # The first two are the main output and the gradient of the input.
         compared = len(full_outputs) if all_outputs else 2
         right = right and all(map(_close, outputs[:compared], full_outputs[:compared]))
         # Sorted: `partial` is a set, and all ranks must reduce in the same order.
@@ -367,6 +369,7 @@ def _run(block: nn.Module, x: _TrialInput) -> _Result:
     numpy.random.seed(0)
     outputs = [leaf for leaf in pytree.tree_leaves(x.call(block, hidden)) if isinstance(leaf, Tensor)]
     floating = [leaf for leaf in outputs if leaf.is_floating_point()]
+    # The same weights in every run, so that gradients can be compared.
     generator = torch.Generator().manual_seed(1)
     main = floating[0]
     torch.stack(

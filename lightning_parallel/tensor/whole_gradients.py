@@ -118,6 +118,7 @@ def _is_called_by_us() -> bool:
 
 def _is_elementwise(name: str, first: ShardGradient, leaves: Sequence[Any]) -> bool:
     """Return whether an operation treats each number alike, on tensors that are parts of the same kind."""
+    # `mul_`, `__imul__` and `__rmul__` are all `mul`.
     base = name.removesuffix("_") if not name.endswith("__") else name.strip("_").removeprefix("i").removeprefix("r")
     is_known = {name, base, name.strip("_")} & (_ELEMENTWISE | _CASTS) or name.lstrip("_").startswith("foreach_")
     tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]

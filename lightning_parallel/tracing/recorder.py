@@ -300,6 +300,7 @@ class Recorder:
             if self._num_nested:
                 self._num_nested -= 1
             else:
+                # No nested phase is left, so this ends the absorbing phase, if there is one.
                 self.apart = None
             if self.clock is None:
                 self._ledger.leave(now)
