@@ -117,6 +117,7 @@ def _store(
 ) -> dist.Store:
     # If the variable says so, torchrun has already opened the store. Otherwise the first rank opens it.
     is_open = environment.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    # Without a wait for workers, in which the constructor could not name the missing ranks.
     store = dist.TCPStore(
         address,
         port,
@@ -125,6 +126,7 @@ def _store(
         timeout=timedelta(seconds=timeout_s),
         wait_for_workers=False,
     )
+    # The store of torchrun outlives an attempt, and keys of an earlier attempt must not count.
     return dist.PrefixStore(f"doctor/{environment.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
 
 
@@ -135,6 +137,7 @@ def _present(store: dist.Store, rank: int, world_size: int, end_s: float) -> dic
     present: dict[int, dict[str, Any]] = {}
     while len(present) < world_size and time.monotonic() < end_s:
         for peer in range(world_size):
+            # `get` alone would block until the other rank has come.
             if peer not in present and store.check([f"rank/{peer}"]):
                 present[peer] = {**json.loads(store.get(f"rank/{peer}")), "seen": time.time()}
         time.sleep(_POLL_S)
@@ -168,6 +171,7 @@ def _links(found: Findings, environment: Mapping[str, str]) -> None:
     link = fitted_link(group, device)
     found.value("all-reduce over gloo", f"{seconds_text(link.latency_s)}, {bandwidth_text(link.bytes_per_s)}")
     if torch.cuda.is_available() and dist.is_nccl_available():
+        # NCCL refuses two ranks on one device.
         local = int(environment.get("LOCAL_RANK", environment.get("SLURM_LOCALID", "0")))
         torch.cuda.set_device(local % torch.cuda.device_count())
         nccl = dist.new_group(backend="nccl", timeout=timedelta(seconds=120))

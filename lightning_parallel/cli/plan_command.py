@@ -40,6 +40,7 @@ def run_plan(options: argparse.Namespace) -> int:
     project = project_of(options)
     cluster = _cluster(options, project.trainer)
     batch, precision = batch_of(project, options), precision_of(project, options)
+    # Layers are timed with the threads that a rank of the cluster would have.
     before = torch.get_num_threads()
     torch.set_num_threads(cluster.threads)
     try:

@@ -50,8 +50,8 @@ class Project:
     """A user's project.
 
     Attributes:
-        module: Her model.
-        batch: The first of her loader; None where none was given.
+        module: The model of the project.
+        batch: The first batch of its loader; None without a loader.
         trainer: The arguments of the Trainer: `devices`, `num_nodes`, `accelerator`, `precision`, ...
     """
 
@@ -147,7 +147,7 @@ def captured_script(path: str, arguments: Sequence[str]) -> Project:
 
     Args:
         path: The script.
-        arguments: Its own.
+        arguments: The arguments of the script.
 
     Raises:
         ValueError: If it ends without a call of `Trainer.fit`.
@@ -156,6 +156,7 @@ def captured_script(path: str, arguments: Sequence[str]) -> Project:
         raise ValueError(f"`--script` must be a file; got `{path}`, which does not exist")
 
     def run() -> None:
+        # As Python does for a script: its arguments, and its folder first in the path.
         with patched(sys, "argv", [path, *arguments]), patched(sys, "path", [str(Path(path).parent), *sys.path]):
             runpy.run_path(path, run_name="__main__")
 
@@ -189,6 +190,7 @@ def captured_config(paths: Sequence[str]) -> Project:
 def _captured(run: Any, what: str) -> Project:
     given: dict[str, Any] = {}
     with ExitStack() as stack:
+        # The script may use either package of Lightning.
         for kind in _trainer_classes():
             stack.enter_context(_stopped_at_fit(kind, given))
         try:
@@ -237,6 +239,7 @@ def _project(captured: _Captured, given: Mapping[str, Any]) -> Project:
     data, loaders = captured.arguments.get("datamodule"), captured.arguments.get("train_dataloaders")
     if hasattr(loaders, "train_dataloader"):
         data, loaders = loaders, None
+    # `setup`, `configure_model` and the loaders may read the Trainer.
     module.trainer = trainer
     source = data if data is not None else module
     if loaders is None:
@@ -244,6 +247,7 @@ def _project(captured: _Captured, given: Mapping[str, Any]) -> Project:
             data.trainer = trainer
         source.prepare_data()
         source.setup("fit")
+    # Otherwise `source` is the module, whose `setup` has run above.
     if data is not None or loaders is not None:
         module.setup("fit")
     with torch.device("meta") if _is_configured_late(module) else nullcontext():

@@ -122,6 +122,7 @@ class _SeededOrder:
         self._initial = self._own.states()
 
     def __call__(self, epoch: int, repetition: int) -> list[Any]:
+        # The first pass has the seed of `DistributedSampler`: seed + epoch.
         key = self.seed + epoch + repetition * _PASS
         source = self.source
         facts = LoaderFacts.of_sampler(source)
@@ -164,6 +165,7 @@ class ResumableSampler(Sampler[Any]):
 
     def __init__(self, source: Any, seed: int, num_replicas: int = 1, rank: int = 0, drop_last: bool = False) -> None:
         self.source = source
+        # `DistributedSampler` orders by its own seed, which the user may have chosen.
         self.seed = source.seed if type(source) is DistributedSampler else seed
         self.num_replicas = num_replicas
         self.rank = rank

@@ -74,6 +74,7 @@ def adapt_trainer(trainer: Trainer, first: GlobalBatch, now: GlobalBatch, patche
             )
         tell(f"AutoResume: the run began with {first} and resumes with {now}")
         patches.replace(trainer, "accumulate_grad_batches", now.accumulate)
+    # An exact fraction: a rounded ratio would hide a count that does not fit.
     ratio = Fraction(first.at_once, now.at_once)
     for name in ("limit_train_batches", "val_check_interval"):
         value = getattr(trainer, name)

@@ -199,6 +199,7 @@ class _BatchGradients:
         for parameter in self._module.parameters():
             if parameter.requires_grad:
                 # A hook of the tensor runs before autograd adds to `.grad`, and before DDP reduces the gradient.
+                # `append` returns None, so the hook leaves the gradient unchanged.
                 self._handles.append(parameter.register_hook(lambda gradient: self._squares.append(_square(gradient))))
 
     def end(self, batches: int) -> tuple[float, float, float]:
@@ -388,6 +389,7 @@ class GradientNoiseScale(MeasuringCallback[GradientNoiseAccumulator]):
         scaler = getattr(trainer.precision_plugin, "scaler", None)
         scale = 1.0 if scaler is None else float(scaler.get_scale())  # the gradients of the step are unscaled by now
         total = float(sum(self._sizes))
+        # The small batches still had the loss scale, and their squares have its square.
         self.accumulator.keep(NoisePoint(trainer.global_step, small / scale**2, big, total / parts, total))
 
     @override

@@ -77,6 +77,7 @@ class Watchdog:
         self.processes = processes
         self.folder = folder
         self.deadline = deadline
+        # By default not `sys.exit`, which would end the thread of the watchdog alone.
         self.end = end
         self.longest = 0.0
         self._main = threading.get_ident()
@@ -325,6 +326,7 @@ def _walk(frame: FrameType | None) -> Iterator[FrameType]:
 
 def _recorder_state(active: Recorder) -> dict[str, Any]:
     calls = []
+    # Copies of the dicts, to which other threads may still add entries.
     for key, made in list(active.calls.items()):
         axis, ranks, group, *message = key
         op, peer, tag = message or ("", None, None)

@@ -374,6 +374,7 @@ def _process_bytes() -> tuple[dict[str, int], dict[str, int]]:
         return {}, {}
     lines = [line for line in status.read_text().splitlines() if line.endswith("kB")]
     kib = {line.split(":")[0]: int(line.split()[1]) for line in lines}
+    # VmHWM is the peak of VmRSS since the process started.
     return {"resident_peak": kib["VmHWM"] * 1024}, {"resident": kib["VmRSS"] * 1024}
 
 
@@ -388,6 +389,7 @@ def _allocator_bytes(device: torch.device) -> dict[str, int]:
 
 
 def _outside_bytes(device: torch.device) -> int:
+    # These figures cover the full device, with its other processes.
     free, total = torch.cuda.mem_get_info(device)
     return total - free - torch.cuda.memory_reserved(device)
 

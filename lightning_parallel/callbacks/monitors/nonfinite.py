@@ -87,6 +87,7 @@ class NonFiniteGuard(Callback):
         largest = norms_of([value for _, value in gradients], math.inf)
         values = [loss.abs().max() for loss in losses] + largest
         is_finite = not values or bool(torch.stack(values).isfinite().all())
+        # Not torch's default group, which may hold the replicas of this rank alone.
         world = Group.of(all_processes())
         # All ranks must decide alike: if a single rank took the step, replicas would differ.
         if not comm.on_any_rank([not is_finite], world)[0]:

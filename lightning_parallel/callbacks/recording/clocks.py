@@ -132,6 +132,7 @@ def compare_clocks(group: Group, clock_id: str, now: Callable[[], int] = perf_co
         elif group.rank == representative:
             mine = _ask(group, now)
     offsets = comm.all_gather_object(mine, group)
+    # The first rank with this clock is its representative, or the first rank itself.
     offset, uncertainty = offsets[ids.index(clock_id)]
     return ClockOffset(offset, uncertainty, time_ns() - perf_counter_ns())
 

@@ -106,6 +106,7 @@ class CollectiveTracer:
             return
         self.note_backward()
         flight = self._begin(active, collective, axis, ranks, name)
+        # Calls of other threads and streams do not hold up the training thread.
         with flight if active.is_computing() else nullcontext():
             work = call()
         if work is None:
@@ -188,6 +189,7 @@ class CollectiveTracer:
         active = tracing.active()
         if active is None or comm.current_call() is not None or not active.is_computing():
             return call()
+        # `_leave_open` adds the operations that C++ issues in this thread.
         opened = self._thread.opened = list[Any]()
         active.enter(EXPOSED)
         try:
@@ -272,6 +274,7 @@ class CollectiveTracer:
             flight.finish(flight.complete)
 
     def _charge_on_host(self, active: Recorder, begin: int, flights: Sequence[InFlight], beside: int) -> int:
+        # Flights overlap: each moment is charged to one flight.
         reached = begin
         for flight in flights:
             if flight.complete > reached:
@@ -294,6 +297,7 @@ class CollectiveTracer:
         """End complete operations, and operations of earlier steps that had no wait."""
         self.finish_pending(active, source="forward")
         with self._lock:
+            # A call of this step may still get its wait in the next step.
             old = [work for work, flight in self._open.items() if flight.step < active.step]
             flights = [self._open.pop(work) for work in old]
         for flight in flights:

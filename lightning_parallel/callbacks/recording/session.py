@@ -253,6 +253,7 @@ class Session:
 
     def end(self) -> None:
         """End the recording, and exchange for the last time. Waits for the other ranks, up to the deadline."""
+        # The last window holds the time after the last step.
         *steps, tail = self.active_recorder.close_step(wait=True)
         # Stop recording here: the members and the exchange are not part of training.
         self._context.close()
@@ -339,6 +340,7 @@ class Session:
 
     def _wait(self) -> list[Any] | None:
         """Wait for the latest submission; each of its collectives has a deadline."""
+        # The worker runs its calls in order, so the latest call ends last.
         pending = self._pending
         self._pending = None
         self._is_idle = True

@@ -241,6 +241,7 @@ def _without_overlap(pieces: Iterable[tuple[int, int, int]]) -> Iterator[tuple[t
     Viewers draw nested spans on top of each other, but not spans that overlap only in part.
     """
     rows: list[list[int]] = []  # for each row, the ends of the spans that are open, the innermost last
+    # Of two spans with one start, the longer span comes first, because it contains the shorter span.
     for piece in sorted(pieces, key=lambda piece: (piece[0], -piece[1])):
         start, end, _ = piece
         for open_ends in rows:

@@ -151,6 +151,7 @@ class AutoResume(Callback):
             )
         replicas = getattr(trainer.strategy, "distributed_sampler_kwargs", None) or {}
         place = replicas.get("num_replicas", 1), replicas.get("rank", 0)
+        # From the first rank: replicas share one order of the samples, which the seed decides.
         seed = comm.broadcast_object(int(os.environ.get("PL_GLOBAL_SEED", 0)), _world())
         self._point = ResumePoint(trainer, TrainingData(seed, place), self.rescale_learning_rate)
         self._clock = SaveClock(self.every_n_minutes, _world())
@@ -202,9 +203,11 @@ class AutoResume(Callback):
 
     def _restore_modules(self, restore: Callable[[Any], None], given: Any) -> None:
         """Restore modules and callbacks from the newest readable checkpoint; without one, from the user's path."""
+        # Kept for `_restore_training`, which may begin again with an older checkpoint.
         self._restore = restore
         self._given = given
         while True:
+            # None also after a failed attempt, whose `on_load_checkpoint` may have run.
             self._state = None
             failure = self._attempt(lambda: restore(self._path or given))
             if failure is None:
@@ -386,6 +389,7 @@ class AutoResume(Callback):
         if is_a(exception, SIGTERMException) and self._undo:
             # The error is a `SystemExit`: the interpreter reads its `code` at the very end.
             exception.code = self.EXIT_PREEMPTED
+            # Another signal must not interrupt the save below.
             ignore_sigterm(trainer)
             if self._may_save:
                 if trainer.global_step > self._saved_step:

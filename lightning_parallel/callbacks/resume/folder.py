@@ -64,6 +64,7 @@ class ResumeFolder:
             # An earlier attempt may have written a checkpoint of this step.
             put_in_place(str(written), str(place))
         found = self.found()
+        # Keep at least the new checkpoint: an earlier attempt may have left checkpoints of later steps.
         for path in found[max(keep, found.index(place) + 1) :]:
             self.drop(path)
 

@@ -95,6 +95,7 @@ class TrainingData:
 
     def _by_samples(self, loader: DataLoader, divides: bool, default: Callable[[], Any]) -> TrainingLoader:
         source: Any = loader.sampler
+        # The exact class, since a subclass may choose its samples in another way.
         if type(source) is DistributedSampler:
             order = ResumableSampler(source, self.seed, source.num_replicas, source.rank, source.drop_last)
             return self._replace(loader, "samples", order)
@@ -189,6 +190,7 @@ class ResumePoint:
     def state(self) -> dict[str, Any]:
         """Return the place as plain values."""
         loaders, batches = self._loaders(), batches_done(self.trainer)
+        # Batches since the resume have the present size. Earlier batches may have had another size.
         now = self._now(loaders[0] if loaders else None)
         first = self._first or now
         return {
@@ -310,6 +312,7 @@ class ResumePoint:
         is_over = any(
             len(loader.loader) <= saved["batches"] for loader in loaders if loader.kind in ("samples", "local")
         )
+        # In this mode, a loader that has ended gives None until the longest loader ends.
         if mode == "max_size" and len(kinds) > 1 and is_over:
             raise ValueError(
                 "All loaders of a `CombinedLoader` of mode `max_size` must have batches left, to resume within an"

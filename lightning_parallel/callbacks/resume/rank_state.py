@@ -45,6 +45,7 @@ def rank_state(trainer: Trainer, module: LightningModule) -> dict[str, Any]:
 
 
 def _copy(value: Tensor) -> Tensor:
+    # A clone: for a tensor on the CPU, `cpu()` returns the tensor itself, which the run goes on to update.
     return value.detach().cpu().clone()
 
 
@@ -80,6 +81,7 @@ def _unpacked_python(packed: Any) -> Any:
 
 def _packed_numpy(state: Any) -> list[Any]:
     name, keys, position, has_gauss, gauss = state
+    # As int64, because torch hardly supports uint32.
     return [str(name), torch.from_numpy(keys.astype(numpy.int64)), int(position), int(has_gauss), float(gauss)]
 
 
