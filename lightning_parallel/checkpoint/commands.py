@@ -149,6 +149,7 @@ def _manifest_of_file(file: Folder) -> Manifest:
         ValueError: If the file is no checkpoint, or holds values that only code could make.
     """
     if file.is_local:
+        # The tables need names and shapes only, so the data stay in the file.
         found = load_safely(Path(file.path), str(file), is_mapped=True)
     else:
         with file.fs.open(file.path, "rb") as stream:

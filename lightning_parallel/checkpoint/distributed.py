@@ -56,6 +56,7 @@ def load_safely(content: IO[bytes] | os.PathLike[str], name: str, is_mapped: boo
             if is_inflated(archive.infolist(), size):
                 raise ValueError("it would be larger in memory than it is in the file")
         if isinstance(content, io.IOBase):
+            # `ZipFile` has moved the position.
             content.seek(0)
         return torch.load(content, map_location="cpu", weights_only=True, mmap=is_mapped or None)
     except Exception as error:  # a damaged pickle raises nearly anything
@@ -160,6 +161,7 @@ class DistributedCheckpoint:
 
     def _tree(self) -> dict[str, Any]:
         tree: dict[str, Any] = {}
+        # Several names may share an object, which is read once.
         values: dict[SavedPlace, Any] = {}
         for name in (*self.index.tensors, *self.index.objects):
             path = self.index.paths.get(name, (name,))

@@ -156,12 +156,14 @@ class AutoParallelStrategy(HybridParallelStrategy):
     def setup_environment(self) -> None:
         trainer = self.module.trainer
         state = ParallelState.of(self.module)
+        # A module that an earlier run has divided cannot take another layout.
         is_divided = state.sharding is not None or state.engine is not None
         if trainer.state.fn == TrainerFn.FITTING and self.layout is None and not is_divided:
             self.meet()
             with all_processes_as_default():
                 world = Group.of()
                 links = self._links(world)
+                # All ranks take the plan of the first rank: measured times differ between ranks.
                 self._take(comm.broadcast_from(lambda: self._planned(trainer, links), world))
         super().setup_environment()
 
@@ -171,10 +173,12 @@ class AutoParallelStrategy(HybridParallelStrategy):
         Raises:
             ValueError: If no layout fits.
         """
+        # The early batch and the plan draw numbers on this rank alone.
         with torch.random.fork_rng():
             batch = _early_batch(trainer)
             module = _whole_copy(self.module)
             cluster = self._cluster(links)
+            # Layers are timed with the threads of one rank, because the ranks of a host share its cores.
             before = torch.get_num_threads()
             torch.set_num_threads(cluster.threads)
             try:

@@ -75,6 +75,7 @@ def spelled(**reasons: str) -> Callable[[Callable[Concatenate[T, P], None]], Cal
     def decorate(init: Callable[Concatenate[T, P], None]) -> Callable[Concatenate[T, P], None]:
         known = list(inspect.signature(init).parameters)[1:]
 
+        # LightningCLI and editors read the arguments from the signature.
         @functools.wraps(init)
         def checked(self: T, *args: P.args, **kwargs: P.kwargs) -> None:
             for name in kwargs:

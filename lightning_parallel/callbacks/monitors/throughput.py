@@ -324,6 +324,7 @@ class Throughput(MeasuringCallback[ThroughputAccumulator]):
             register_optimizer_step_post_hook(self._after_update),
         )
         self._counter = ModelFlops()
+        # Without `with`, because the count spans several hooks.
         self._counter.__enter__()
 
     def _pause(self, paused: bool) -> None:

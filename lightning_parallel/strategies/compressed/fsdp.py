@@ -258,6 +258,7 @@ class CompressedFSDPStrategy(_SavesShardedCompression, FSDPStrategy):
         inner = optimizer.optimizer if isinstance(optimizer, LightningOptimizer) else optimizer
         with self._whole_on_cpu():
             state = FullyShardedDataParallel.optim_state_dict(self.model, inner)
+        # With `rank0_only`, the other ranks have an empty state.
         if self.global_rank > 0:
             return state
         # FSDP names the parameters in an optimizer's state, but Lightning's checkpoints number them.

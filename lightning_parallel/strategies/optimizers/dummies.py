@@ -164,6 +164,7 @@ def take_out_dummies(
         for callback in getattr(getattr(module, "_trainer", None), "callbacks", ()):
             cleaner.clean(callback)
     if trace.left() is not None:
+        # A reference cycle keeps a tensor that no code reaches any more.
         gc.collect()
     left = trace.left()
     if left is not None:
@@ -216,6 +217,7 @@ class _Cleaner:
         kept = self._kept(values)
         cleaned = [self.clean(each) for each in kept]
         if len(cleaned) != len(values) or any(one is not other for one, other in zip(cleaned, values)):
+            # In place, because other objects may hold the same list.
             values.clear()
             values.extend(cleaned)
 

@@ -107,6 +107,7 @@ def numbers_in(value: Any, name: str) -> dict[str, Any]:
         if _is_unknown(leaf) or isinstance(leaf, LeftOutCache):
             continue
         if isinstance(leaf, Tensor):
+            # A clone: the rest of the run, and its undoing, may write into the tensor.
             found[key] = leaf.detach().cpu().clone()
         elif isinstance(leaf, np.ndarray):
             found[key] = torch.as_tensor(leaf).clone()
@@ -231,6 +232,7 @@ def relative_difference(found: Tensor, expected: Tensor, floor: float) -> float:
     if not found.numel():
         return 0.0
     if not (found.is_floating_point() or found.is_complex()):
+        # Integers and flags have no small errors: the result is the share of entries that differ.
         return float((found != expected.to(found.dtype)).double().mean())
     if found.dtype == expected.dtype:
         # The fast path makes few passes over large gradients. Values that are not finite take the slow path below.
@@ -275,6 +277,7 @@ def compare(kind: str, found: Mapping[str, Any], expected: Mapping[str, Any], to
             # A mean over microbatches may be a float where one process has a count.
             value, mine, is_exact = value.double(), mine.double(), False
         relative = relative_difference(mine, value, 1e-2)
+        # In half precision even an integer may differ, such as the position of a maximum.
         if relative > (0.0 if is_exact and tolerance < HALF else tolerance):
             short = value.numel() == 1 and mine.numel() == 1
             detail = _two_numbers(mine.item(), value.item()) if short else ""

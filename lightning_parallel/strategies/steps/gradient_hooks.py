@@ -82,6 +82,7 @@ class GradientHooks:
         named = [(name, one) for name, one in self._module.named_parameters() if one.requires_grad]
         self._held = {name: _take_off(one) for name, one in named if any(gradient_hooks_of(one))}
         self._agree_on_tied(epoch)
+        # The dicts after the removal: any further key comes from the step.
         numbers = {name: [hooks.copy() for hooks in held.hooks] for name, held in self._held.items()}
         try:
             yield
@@ -120,6 +121,7 @@ class GradientHooks:
             return
         mine = frozenset(self._held) & frozenset(self._engine.tied)
         failure = None
+        # At points that all ranks know, because the exchange is a collective.
         if self.is_due or self._epoch != epoch:
             self._epoch = epoch
             everyone = comm.all_gather_object(mine, self._engine.group)
@@ -233,6 +235,7 @@ def run_gradient_hooks(module: nn.Module, gradients: MutableMapping[str, Tensor]
         before, after = ([*map(_own, filter(_is_users, each.values()))] for each in gradient_hooks_of(parameter))
         if not (before or after) or name not in gradients:
             continue
+        # A clone, because a hook may write into its argument.
         gradient = gradients[name].clone()
         for hook in before:
             with _nothing_left(hook, name, module if is_pipeline else None):
@@ -409,6 +412,7 @@ def _nothing_left(hook: _Hook, name: str, module: nn.Module | None) -> Iterator[
     numbers = _random_states()
     before = None if module is None else (Snapshot(module), HookedState([_own(hook)]))
     yield
+    # Not in a `finally`: after an error of the hook, this error counts.
     found = ""
     if numbers != _random_states():
         found = "draws random numbers. Each rank of a replica draws other numbers for its shards or stages"

@@ -246,6 +246,7 @@ class FullStates:
                 state.pop(prefix + key, None)  # another stage holds it
                 continue
             rule = self.inventory.rules.get(_joined(path, key))
+            # A tensor of another size stays: it may be the shard of this rank already.
             if rule is not None and isinstance(given, Tensor) and given.shape[rule.dim] == rule.full_size:
                 state[prefix + key] = rule.split(given, self._tensor_group.rank)
 

@@ -171,6 +171,7 @@ def in_double(module: nn.Module, with_parameters: bool) -> Iterator[None]:
     torch.set_default_dtype(torch.float64)
     try:
         for value, data in parameters:
+            # Exchange the data and keep the objects, by which optimizers and the step know their parameters.
             value.data = data.double()
         for registry, key, value in entries:
             registry[key] = value.double()
@@ -258,6 +259,7 @@ class Draws:
             torch.get_rng_state().numpy().tobytes(),
             cuda,
             random.getstate(),
+            # As bytes: an array in the state compares element by element.
             pickle.dumps(numpy_state),
             self._generators.states(),
         )
@@ -291,6 +293,7 @@ class StageStreams:
         for number, name in enumerate(self._engine.plan.layers):
             numbers.setdefault(module.get_submodule(name), []).append(number)
         for layer, mine in numbers.items():
+            # First, because other hooks of the layer may draw numbers.
             hooks.append(layer.register_forward_pre_hook(self._entering(mine), prepend=True))
         for name in self._engine.model.outer_names:
             hooks.append(module.get_submodule(name).register_forward_hook(self._after_outer_call))

@@ -462,6 +462,7 @@ class WholeModel:
         self._empty: set[tuple[str, bool]] = set()
         self._gradients: dict[str, Tensor] = {}
         self._gradient_bytes = 0
+        # An input of `Fetched` that requires a gradient: without it, autograd would record no node.
         self._anchor = torch.empty(0, device=owners.device, requires_grad=True)
         is_large = owners.is_large()
         self._room_bytes = _ROOM_BYTES if is_large else _CACHE_BYTES
