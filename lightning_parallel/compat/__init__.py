@@ -82,6 +82,7 @@ class Patches:
             function.__code__, function.__globals__, function.__name__, function.__defaults__, function.__closure__
         )
         original.__kwdefaults__ = function.__kwdefaults__
+        # A new key each time, because several patches may replace one function.
         key = f"_replacement_{uuid4().hex}"
         self._added.append((function.__globals__, key))
         function.__globals__[key] = make(original)

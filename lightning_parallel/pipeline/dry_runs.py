@@ -196,6 +196,7 @@ class _Trial:
                     " as an argument, or choose other split points (`balance`, fewer stages)"
                 )
                 self._send_along(stage - 1, _Failure(reason, placeholder.sources))
+                # One value at a time: the stages run again with it, and may then lack no other value.
                 break
 
     def _run(self, stage: int) -> _StageDryRun:

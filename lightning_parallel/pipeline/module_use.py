@@ -194,6 +194,7 @@ class _UseTracer:
     def _run(self, call: Call) -> Any:
         before, self._is_inside = self._is_inside, True
         try:
+            # Not `infer`, whose recipes would skip the uses of parameters inside the module.
             return self.stubs.run_stub(call)
         finally:
             self._is_inside = before

@@ -153,6 +153,7 @@ def device_here(device: torch.device) -> Device | None:
         return None
     properties = torch.cuda.get_device_properties(device)
     words = re.sub(r"[\s_]", "-", properties.name).lower()
+    # By the family, because the driver writes the size of the memory in another form.
     fitting = [known for known in DEVICES if re.search(rf"\b{known.partition('-')[0].lower()}\b", words)]
     if words.startswith("nvidia-geforce-rtx"):
         fitting = [known for known in DEVICES if known.lower() in words]
@@ -198,6 +199,7 @@ def cores_busy(count: int) -> Iterator[None]:
 
     Cores share caches, memory and, as hyperthreads, execution units: a core is faster while its neighbours sleep.
     """
+    # One thread each, so that `count` processes take `count` cores.
     threads = {f"{name}_NUM_THREADS": "1" for name in ("OMP", "OPENBLAS", "MKL")}
     command = [sys.executable, "-c", _BUSY]
     workers = [subprocess.Popen(command, stdout=subprocess.PIPE, env=os.environ | threads) for _ in range(count)]

@@ -366,6 +366,7 @@ class Rehearsal:
                 # Some layers do not run by themselves. If the step itself fails, the next line raises its error.
                 costs = _whole_step(divided.module, step, batch, now, repeats)
                 reason = str(error).partition(";")[0]
+                # Kept, so that no layout splits a model whose layers cannot be measured.
                 self._divided[tensor] = replace(divided, stack=None, use=None, uncut=reason)
                 return costs
 

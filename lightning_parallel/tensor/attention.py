@@ -218,6 +218,7 @@ class ParallelAttention(nn.MultiheadAttention):
         else:
             is_causal = False
         mixed, weights = self._attend(q, k, v, mask, is_causal, need_weights)
+        # (B, h, L, D) -> (B, L, h, D), or (L, B, h, D): `out_proj` takes the features of this rank's heads.
         mixed = mixed.transpose(1, 2) if batch_first else mixed.permute(2, 0, 1, 3)
         output = self.out_proj(mixed.flatten(2))
         if weights is not None:

@@ -265,6 +265,7 @@ def _is_gathered_in_block(path: str, style: Style) -> bool:
 
 
 def _planned(table: Mapping[str, str], path: str) -> str | None:
+    # The plans of transformers write `*` for the number of a layer.
     return table.get(path) or table.get(re.sub(r"\.\d+(?=\.|$)", ".*", path))
 
 

@@ -393,6 +393,7 @@ def _stacks(module: nn.Module) -> dict[str, nn.Parameter]:
         for name, parameter in child.named_parameters(recurse=False):
             if parameter.dim() == 3 and parameter.is_floating_point() and parameter.shape[0] > 1:
                 stacks.setdefault(parameter.shape[0], {})[f"{path}.{name}".lstrip(".")] = parameter
+    # The largest set: a module may have other parameters with three dimensions.
     return max(stacks.values(), key=len, default={})
 
 
@@ -400,6 +401,7 @@ def _divisions(owner: nn.Module, ranks: int) -> list[_Division]:
     """Return ways to shard the experts of a module, the likeliest first."""
     stacks = _stacks(owner)
     biases = _biases(owner, len(next(iter(stacks.values()))))
+    # By the narrowest dtype, of which a row of `ALIGNED` bytes holds the most features.
     aligned = ALIGNED // min(weight.element_size() for weight in stacks.values())
     found: list[tuple[tuple[int, int], _Division]] = []
     widths = dict.fromkeys(size for weight in reversed([*stacks.values()]) for size in reversed(weight.shape[1:]))

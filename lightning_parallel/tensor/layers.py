@@ -124,6 +124,7 @@ class Column:
             return _rules_inside(module, inner, ranks)
         out_features = _features(module, type(self).__name__)[1]
         features = _feature_rule(self.parts, self.unit, out_features, ranks)
+        # A transposed weight is (in, out).
         rules = {"weight": features.along(1 if is_transposed(module) else 0)}
         return {**rules, "bias": features} if module.bias is not None else rules
 
@@ -377,6 +378,7 @@ class RowLinear(_ParallelLinear):
         if lengths is not None and (lengths.suspended or (self.in_sublayer and lengths.is_flat(x))):
             lengths = None
         y = row_linear(x, self.weight, self.bias, self.group, lengths, self.transposed)
+        # Code of the sublayer must see the sizes of the full sequence, as it saw them in the input.
         return divided_input(y, lengths) if lengths is not None and self.in_sublayer else y
 
     @property

@@ -160,6 +160,7 @@ class RandomRegion:
                 return
             self._is_left = False
         current = RandomRegion._current
+        # A region may open inside another region, such as attention inside a sequence-parallel block.
         self._around = current if current is not None and current is not self and current.is_open else None
         if self._drew_outside and self._around is None and current_graph_task_id() != -1:
             raise RuntimeError(_RECOMPUTED)
@@ -276,6 +277,7 @@ class RandomRegion:
         assert self._generator is not None
         generator, mine = self._generator, _state(self._generator)
         outermost = self
+        # Recomputed without the region around it, an inner region could not draw these numbers again.
         while outermost._around is not None:
             outermost._drew_outside = True
             outermost = outermost._around

@@ -137,6 +137,7 @@ def _divide_stack(root: nn.Module, path: str, blocks: list[str], plan: Plan, ver
         )
         found_region = SequenceRegion("", (block,), sublayers, gathered, region.dim, region.wraps_all)
         is_alike = not run or (run[0].dim, run[0].wraps_all) == (region.dim, region.wraps_all)
+        # A region ends where no run has shown that the next block gets the output unchanged.
         if run and not (is_alike and (run[-1].blocks[-1], block) in joined):
             _add_region(plan, path, run)
             run = []

@@ -347,6 +347,7 @@ def _mark(hidden: Tensor, path: str, lengths: SequenceLengths) -> None:
 def _unmarked(values: Any) -> Any:
     def plain(leaf: _PartBetween) -> Tensor:
         with DisableTorchFunctionSubclass():
+            # A view, because the marked object must stay marked for all other code that holds it.
             return leaf.view_as(leaf)
 
     return pytree.tree_map_only(_PartBetween, plain, values)

@@ -205,6 +205,7 @@ class PlanVerifier:
             return True
         divided = copy_in_double(block)
         sharding = apply_plan(divided, plan, self.group)
+        # All ranks start alike, as the replicated stream of a run does.
         seed_torch(0)
         result = self._run_together(lambda: _run(divided.train(), x))
         if result is None:
@@ -213,6 +214,7 @@ class PlanVerifier:
         reduced = {name: gradients[name] for name in sorted(sharding.partial & gradients.keys())}
         reduce_partial_(reduced, sharding.shards, self.group)
         whole = [*outputs[:2], *(gradient for name, gradient in gradients.items() if name not in sharding.shards)]
+        # A random projection of each tensor: a single number shows any difference.
         numbers = [float((tensor * torch.randn_like(tensor.cpu()).to(tensor)).sum()) for tensor in whole]
         sizes = [float(tensor.norm()) for tensor in whole]
         everywhere = comm.all_gather_object((numbers, sizes), self.group)
@@ -322,6 +324,7 @@ def copy_in_double(block: nn.Module) -> nn.Module:
     if any(parameter.is_meta for parameter in block.parameters()):
         block = _with_random_values(block)
     # Double precision tells rounding from a wrong plan; `eval` switches off dropout, which would differ.
+    # Frozen parameters get gradients, too, so that all gradients can be compared.
     copied = copy_of(block).to(_device(), _computing).eval().requires_grad_(True)
     for module in copied.modules():
         if isinstance(module, nn.MultiheadAttention):
@@ -447,6 +450,7 @@ class DropoutOff(TorchFunctionMode):
     def _without(self, func: Any, own: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:
         """Call `own`, which is or was `func`, without dropout."""
         if func in _DROPOUTS:
+            # `F.dropout` names it `training`, `torch.dropout` names it `train`.
             training = kwargs.get("training", args[2] if len(args) > 2 else kwargs.get("train", True))
             p = kwargs.get("p", args[1] if len(args) > 1 else 0.5)
             self.found |= bool(training) and p > 0

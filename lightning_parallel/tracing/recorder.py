@@ -359,6 +359,7 @@ class Recorder:
     ) -> CallCounter:
         """Return the counter of a group's collectives; messages have one for each peer, direction and tag."""
         key = (axis, ranks, group) if peer is None else (axis, ranks, group, op, peer, tag)
+        # Not `setdefault`, which would make a counter for each call.
         calls = self.calls.get(key)
         if calls is None:
             calls = self.calls[key] = CallCounter()

@@ -226,6 +226,7 @@ def expose(spans: list[Span]) -> list[Span]:
         return spans
     exposed = []
     for span in spans:
+        # `exposed_ns` is set already if the training thread made the call.
         if span.category == "communication" and span.blocked_ns and not span.exposed_ns:
             since = span.end_ns - span.blocked_ns
             overlap = sum(max(0, min(span.end_ns, end) - max(since, begin)) for begin, end in waits)
