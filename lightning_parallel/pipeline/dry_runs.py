@@ -354,6 +354,7 @@ class _StageDryRun(StageForward):
                         # A new object, so that only this output becomes available, and not the argument.
                         leaf = PlaceholderTensor(leaf.meta, leaf.device, leaf.provenance)
                     leaf.available = True
+                # An argument that is handed on keeps its own source.
                 elif id(leaf) not in given:
                     leaf.sources = frozenset([skip])
                 leaves[position] = _differentiable(leaf) if torch.is_grad_enabled() else leaf

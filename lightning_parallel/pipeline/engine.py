@@ -381,6 +381,7 @@ class PipelineEngine:
         try:
             return [float(self.microbatch_weight(microbatch)) for microbatch in microbatches]
         except ValueError as error:
+            # With the default weight, only the user's `split_batch` makes parts that cannot be counted.
             if self.microbatch_weight is not num_samples or self.split_batch is split_batch:
                 raise
             raise ValueError(UNCOUNTED.format(type(microbatches[0]).__name__)) from error

@@ -147,6 +147,7 @@ def few_samples(batch: Any, count: int) -> Any:
             counts += ((tensor != 0) & (tensor != _IGNORED)).flatten(1).sum(1).cpu()
     chosen = list(range(count))
     other = int((counts - counts[0]).abs().argmax())
+    # Among the first samples, it is chosen already.
     if other >= count:
         chosen[count // 2] = other
     return _part(batch, chosen, samples)
@@ -213,6 +214,7 @@ def count_samples(batch: Any) -> int:
         return num_samples(batch)
     except ValueError:
         sizes = {value.shape[0] for _, value in tensors_inside(batch) if len(value.shape)}
+        # Tensors that disagree tell nothing.
         return sizes.pop() if len(sizes) == 1 else -1
 
 
@@ -235,6 +237,7 @@ def entries_of(value: Any, key: str = "") -> Iterator[tuple[str, Any]]:
     elif dataclasses.is_dataclass(value) and not isinstance(value, type):
         for field in dataclasses.fields(value):
             yield from entries_of(getattr(value, field.name), f"{key}.{field.name}" if key else field.name)
+    # A `PackedSequence` is a tuple, but none of its entries has a row for each sample.
     elif isinstance(value, (tuple, list)) and not isinstance(value, PackedSequence):
         for position, item in enumerate(value):
             yield from entries_of(item, f"{key}[{position}]")
@@ -306,6 +309,7 @@ def map_tensors(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
 def _rebuilt(value: Any, change: Callable[[Any], Any]) -> Any:
     """Return a container of the same class with changed entries; return any other value unchanged."""
     # Copies keep the user's class and attributes, because its constructor is unknown.
+    # Before `Mapping`: a `UserDict` is a mapping that keeps its entries in `data`.
     if isinstance(value, UserDict):
         part: Any = copy.copy(value)
         part.data = {name: change(item) for name, item in value.data.items()}
@@ -573,6 +577,7 @@ def merge_entries(added: Sequence[list[Any]], merging: Merging, key: str) -> lis
     if merging.kind(key, "rows" if are_rows else "entries") == "rows" or len(counts) > 1 or not is_every:
         return entries
     count = counts.pop()
+    # Every `count`-th entry comes from the same place of another microbatch.
     return [merge_outputs(entries[n::count], merging, f"{key}[{n}]") for n in range(count)]
 
 

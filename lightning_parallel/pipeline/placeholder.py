@@ -105,6 +105,7 @@ class PlaceholderTensor(Tensor):
         cls, meta: Tensor, device: torch.device, provenance: str, parameter: str | None = None, available: bool = False
     ) -> PlaceholderTensor:
         placeholder = make_wrapper_subclass(cls, meta.shape, strides=meta.stride(), dtype=meta.dtype, device=device)
+        # Otherwise C++ code that asks for the data would read from address zero.
         forbid_data_access(placeholder)
         placeholder.meta = meta
         placeholder.provenance = provenance
@@ -210,6 +211,7 @@ class PlaceholderTensor(Tensor):
                 [args[0]],
             )
         is_own = asking.partition(".")[0] in ("torch", __name__.partition(".")[0])
+        # Compared by `==`, because each look-up of a slot makes a new object.
         if func == _REQUIRES_GRAD and isinstance(args[0], PlaceholderTensor) and args[0].is_trained and not is_own:
             return True
         if func is Tensor.__bool__ and args[0].value is None and asking == "torch.distributions.distribution":
@@ -627,6 +629,7 @@ def _wrap(value: Any, device: torch.device, provenance: str, available: bool, so
     if isinstance(value, Tensor):
         if not value.is_meta:
             return value  # made from other arguments, such as lengths
+        # The step may have named the device by a string.
         placeholder = PlaceholderTensor(value, torch.device(device), provenance, available=available)
         placeholder.sources = sources
         return placeholder

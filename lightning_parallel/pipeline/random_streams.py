@@ -101,6 +101,7 @@ class OwnGenerators:
 
     def __init__(self, modules: Iterable[Any] = ()) -> None:
         places = (vars(module).values() for module in modules if hasattr(module, "__dict__"))
+        # By `id`: modules may share a generator, which gives one number for all of them.
         found = {id(value): value for values in places for value in _generators(values)}
         self._generators = list(found.values())
         self._seeds: list[int] = []
@@ -293,6 +294,7 @@ class _Draws(TorchDispatchMode):
         before = self.state(kwargs.get("generator")) if is_ours else ""
         value = func(*args, **kwargs)
         # Not on the meta device: modules of other stages are run there for the shapes of their outputs.
+        # Tensors of other classes, such as placeholders, hold no numbers.
         if isinstance(value, Tensor) and type(value).__module__.startswith("torch") and not value.is_meta:
             if is_ours:
                 self.drawn(value, _among(func.name(), args, kwargs), before)

@@ -291,6 +291,7 @@ class LayoutSearch:
         costs = self._costs(tensor, samples, schedule.num_microbatches)
         counts = self._cut(tensor, samples, schedule, costs)
         together = _with_repeated_prologue(_stages(costs.together, counts), costs.compute.prologue)
+        # Neighbouring stages are as many ranks apart as the tensor axis has ranks.
         link = self.cluster.link_of(tensor, mesh.pipeline_parallel)
         makespan_s = self._makespan_s(schedule, together, link, plays)
         crowd = self._crowd(mesh)
@@ -348,6 +349,7 @@ class LayoutSearch:
         if not self.rehearsal.measured:
             whole, one = self.rehearsal.costs(tensor, 1), self.rehearsal.costs(tensor, loaded)
             return one.towards(whole, (wanted - 1) / (loaded - 1)) if loaded > 1 else one.scaled(wanted)
+        # Only full parts of the batch can run: the nearest size is measured, and its costs are scaled.
         count = max(1, min(loaded, round(loaded / wanted)))
         costs = self.rehearsal.costs(tensor, count)
         return costs if loaded / count == wanted else costs.scaled(wanted * count / loaded)
@@ -356,6 +358,7 @@ class LayoutSearch:
         if not costs.compute.layers:
             return ()
         stages = schedule.num_stages
+        # Without a pipeline, one stage has all layers for any number of samples.
         key = (tensor, stages, samples if stages > 1 else 0)
         if key not in self._cuts:
             stack = self.rehearsal.divided(tensor).stack
@@ -424,6 +427,7 @@ class LayoutSearch:
         """Return the seconds of the gradient reduction that backward does not hide, and of the parameter gather."""
         if mesh.data_parallel == 1 or not held.trained_bytes:
             return 0.0
+        # Replicas of a rank are as many ranks apart as a replica has ranks.
         stride = mesh.pipeline_parallel * mesh.tensor_parallel
         buckets = ceil(held.trained_bytes / BUCKET_BYTES)
 

@@ -107,6 +107,7 @@ class PartCosts:
         """Return the costs on the line from these costs (share 0) to `other` (share 1), or beyond."""
 
         def between(one: Cost, two: Cost) -> Cost:
+            # Beyond the two points, the line may become negative.
             values = {key: max(0.0, value + share * (getattr(two, key) - value)) for key, value in vars(one).items()}
             return Cost(**values)
 

@@ -130,6 +130,7 @@ def _check_fused(block: nn.Module, path: str, inside: Plan, explicit: Collection
     """Refuse fused layers of a region that cannot run alone, unless the user has told how they are packed."""
     order = [name for name, _ in block.named_modules() if name in inside.styles]
     width: int | None = None  # the input features of the row-parallel layer that follows
+    # From each row-parallel layer back to the layers that feed it.
     for name in reversed(order):
         style = inside.styles[name]
         full = f"{path}.{name}" if path else name
@@ -533,6 +534,7 @@ def _candidates(module: nn.Module, opening: list[str], closing: str, group: Grou
     for path in [*owners, ""]:
         owner = module.get_submodule(path)
         found = heads_of(owner)
+        # Heads with other features than the closing layer takes belong to another module.
         if found is None or found.queries * found.size != width or found.queries < group.size:
             continue
         attributes = {path: local_attributes(owner, found, group)}

@@ -129,6 +129,7 @@ def _example(given: Tensor, owner: nn.Module) -> Tensor:
     if given.is_floating_point():
         return torch.randn(given.shape, dtype=torch.float64).to(_device_of(owner), given.dtype)
     tables = [child.num_embeddings for child in owner.modules() if isinstance(child, nn.Embedding)]
+    # Tokens that every table of the model holds.
     return (torch.arange(given.numel()).view(given.shape) % min(tables, default=2)).to(_device_of(owner), given.dtype)
 
 
@@ -210,6 +211,7 @@ def _values_of(like: Tensor) -> Tensor:
         return torch.randn(like.shape, dtype=torch.float64).to(like.dtype)
     if like.dtype == torch.bool:
         is_square = like.dim() > 1 and like.shape[-1] == like.shape[-2]
+        # No row of the mask is empty: its softmax would be NaN.
         mask = torch.ones(like.shape, dtype=torch.bool)
         return mask.tril() if is_square else mask
     return torch.arange(like.shape[-1] if like.dim() else 1, dtype=like.dtype).expand(like.shape).clone()

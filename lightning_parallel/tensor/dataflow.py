@@ -118,6 +118,7 @@ def _find(block: nn.Module, free: Sequence[str], ranks: int, call: BlockCall | N
         return Dataflow([], dict.fromkeys(free, alone))
     found = Dataflow(idle=tuple(name for name in free if name not in cut.inputs))
     for opening, closing in cut.regions():
+        # A layer of the region has another plan already.
         if not {*opening, *closing} <= {*free}:
             continue
         try:
@@ -389,6 +390,7 @@ class _Region:
         slots = self._slots()
         single = {part.unit for parts in [self.row, *self.columns.values()] for part in parts if not part.shared}
         values = sorted({value for _, _, value in slots})
+        # The size of one head is the same on all ranks, so numbers of that size are unlikely.
         likely = tuple(slot for slot in slots if slot[2] not in single)
         choices = [likely, tuple(slots), ()]
         choices += [tuple(slot for slot in slots if slot[2] in some) for some in _subsets(values)]

@@ -109,6 +109,7 @@ def _tried_as_linear(kind: type[nn.Module], module: nn.Linear, settings: tuple[o
     key = (kind, settings)
     if key not in _TRIED:
         agrees = []
+        # Only the generator of the CPU, on which the trial runs.
         with torch.random.fork_rng(devices=[]), torch.enable_grad():
             for bias, training in ((True, True), (False, False)):
                 try:
