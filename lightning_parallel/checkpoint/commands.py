@@ -469,6 +469,7 @@ def reshard(saved: SavedCheckpoint, output: str, files: int, seen: Seen | None =
     if files < 1:
         raise ValueError(f"`--files` must be at least 1; got {files}")
     target = Folder.at(output)
+    # Into a new folder: `output` may be the checkpoint that is being read.
     new, shares = NewFolder.found(target, new_key()), _shares(saved, files)
     sizes: dict[str, int] = {}
     tensors = {name: SavedTensor(t.dtype, t.shape, t.is_sharded, ()) for name, t in saved.manifest.tensors.items()}

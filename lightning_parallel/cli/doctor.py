@@ -258,6 +258,7 @@ def _machine(found: Findings) -> None:
     import torch
 
     found.section("machine")
+    # A container or SLURM may give a process fewer cores than `os.cpu_count()` counts.
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     local = int(os.environ.get("LOCAL_WORLD_SIZE", os.environ.get("SLURM_NTASKS_PER_NODE", "1")))
     found.value("cores", f"{cores} of {os.cpu_count()}", "this process may use")

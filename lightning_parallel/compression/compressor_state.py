@@ -258,6 +258,7 @@ def mean_of(values: Iterable[Tensor]) -> Tensor:
     if not total.is_floating_point():
         return total
     for value in others:
+        # Out of place: the first value belongs to the saved state.
         total = total + value
     return total / (1 + len(others))
 

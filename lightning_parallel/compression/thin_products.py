@@ -72,8 +72,10 @@ def times_left(matrices: Tensor, left: Tensor, late: Optional[Sum] = None) -> Te
     by, out = left.numpy(), right.numpy()
     with np.errstate(all="ignore"):
         for some, rows, piece in _filled(matrices, left.shape[1], late):
+            # With `late`, the sum has just brought the piece into the cache.
             if late is None and isinstance(some, int):
                 _load(piece)
+            # The result is uninitialised: the first piece writes it, and later pieces add to it.
             if rows.start == 0:
                 np.matmul(by[some][..., rows], piece, out=out[some])
             else:
@@ -120,6 +122,7 @@ def write_product(
                     lost = product if taken is None else multiply(taken_by[..., rows, :], taken_times)
                     np.subtract(piece, lost, out=piece)
             if isinstance(some, slice):
+                # A range of full matrices has a single piece, so `product` holds all of them.
                 targets = outputs[some]
                 copy_all_(targets, torch.from_numpy(product).view(-1, *targets[0].shape).unbind())
 

@@ -67,6 +67,7 @@ class CompressionAccumulator(Accumulator):
         """Compare steps with the true mean until the next call, if the last request is `every_n_steps` steps old."""
         # Count steps of the reducer: with accumulated gradients, these are fewer than batches.
         is_due = every_n_steps > 0 and not self._to_warm_up
+        # Without a step since the last request, that request is still open.
         if is_due and 0 < self._steps - self._requested_at < every_n_steps:
             is_due = False
         # Compare all steps of a batch: several optimizers have separate gradients.

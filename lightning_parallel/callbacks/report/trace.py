@@ -195,6 +195,7 @@ class _Rank:
 
 def _span(fields: Sequence[Any]) -> Span:
     span = Span(*fields)
+    # JSON has no tuples, and the ranks are part of the keys by which messages are matched.
     return span._replace(ranks=tuple(span.ranks))
 
 
@@ -367,6 +368,7 @@ def read_json(path: Path) -> Any:
     most = max(_SMALL, _MOST_INFLATED * path.stat().st_size)
     try:
         with opener(path, "rb") as file:
+            # Bounded: a decompression bomb must not fill the memory before the check.
             content = file.read(most + 1)
             if len(content) > most:
                 raise ValueError(f"it holds more than {_MOST_INFLATED} times its size")

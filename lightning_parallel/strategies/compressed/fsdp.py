@@ -69,6 +69,7 @@ class _SavesShardedCompression(SavesCompression):
     @override
     def teardown(self) -> None:
         if self._state is not None:
+            # `_state` stays set: `save_checkpoint` after `fit` asks it for the place of this rank.
             self._state.close()
         super().teardown()
 

@@ -377,6 +377,7 @@ class HookWatch:
         """Put the original hooks back. `check_saved` still knows the parts of the run."""
         self._kept = self._held()
         for hooks, key, function, watched in self._wrapped:
+            # The user may have removed the hook meanwhile.
             if hooks.get(key) is watched:
                 hooks[key] = function
         self._wrapped.clear()
@@ -755,6 +756,7 @@ class _Lines:
         code = frame.f_code
         left = self._left.get(code)
         if left is None:
+            # The line of `def` does not run in a call, but a lambda may have no other line.
             lines = {line for _, _, line in code.co_lines() if line is not None} - {code.co_firstlineno}
             left = self._left[code] = set() if _is_passed(frame) else lines or {code.co_firstlineno}
             if left:

@@ -730,6 +730,7 @@ class _Comparison:
 
     def _gradient_differences(self, whole: WholeRun, divided: DividedRun, tolerance: float) -> list[StepDifference]:
         mine = self._alike(lambda: max(filter(math.isfinite, map(largest_of, whole.gradients.values())), default=0.0))
+        # The largest gradient of all ranks counts: the parameters of one rank may have rounding errors only.
         floor = SMALL * max(comm.all_gather_object(mine, self.replica))
         return self._alike(lambda: compare_gradients(divided.gradients, whole.gradients, floor, tolerance))
 
@@ -743,6 +744,7 @@ class _Comparison:
             known = {*self.runs.skeleton.buffer_names, *parameters}
             written = {*whole.values, *divided.values} & known
             for name in [name for name in held if name in written]:
+                # A run that did not write a tensor left its present value.
                 expected = whole.values.get(name, held[name]).to(held[name].device)
                 found[name] = relative_difference(divided.values.get(name, held[name]), expected, 1e-2)
             found.update(compare_counters(divided.effects, whole.effects, self.runs.module))
@@ -799,6 +801,7 @@ class _Comparison:
         """Compare the loss and the gradients of replicated parameters between tensor-parallel ranks."""
         tensor_group = self.runs.groups.tensor_parallel
         mine = {
+            # Sums are small messages, and full gradients are not.
             name: float(gradient.double().abs().sum())
             for name, gradient in divided.gradients.items()
             if gradient is not None and name not in self.runs.rules

@@ -320,6 +320,7 @@ class StepRuns:
         """Give copies of the module, such as averages, full tensors on the first rank; yield whether copies exist."""
         state = ParallelState.of(self.module)
         has_copies = state.copies is not None and state.full_states is not None and bool(state.copies)
+        # All ranks decide together, since `restore_copies` communicates.
         if not comm.on_any_rank([has_copies], self.groups.replica)[0]:
             yield False
             return

@@ -144,6 +144,7 @@ class StepEffects:
         if any(self._of_trainer):
             changes.append(((), "trainer", _agreed(self._of_trainer)))
         known = ParallelState.of(self.module).logged
+        # Before the calls are merged, because a logged value may come from a repeated metric.
         self.metrics.repeat(merging.samples, merging.weights)
         return _merge_calls(self.logged, merging.samples, merging.weights, known, self.metrics), changes
 
@@ -217,6 +218,7 @@ class _BatchStatistics:
         for name, buffer in self._buffers.items():
             if self._after:
                 every = [self._after.get(number, self._before)[name] for number in range(len(samples))]
+                # If only the user knows the counts, each count is -1, and the shares are equal.
                 value: Any = sum(count / sum(samples) * each for count, each in zip(samples, every))
                 buffer.copy_(value if buffer.is_floating_point() else value.round())
             put(self._norm, name, buffer)

@@ -427,6 +427,7 @@ def _nothing_left(hook: _Hook, name: str, module: nn.Module | None) -> Iterator[
 
 
 def _random_states() -> list[Any]:
+    # Numpy's state as text, because `==` of two arrays gives an array. Its 624 numbers are too few to be shortened.
     states = [torch.get_rng_state().tolist(), random.getstate(), str(np.random.get_state())]
     return [*states, torch.cuda.get_rng_state().tolist()] if torch.cuda.is_initialized() else states
 

@@ -48,6 +48,7 @@ class MetricSnapshot:
         copies: dict[int, Any] = {}
         children = [child for child in holder.modules() if isinstance(child, (Metric, MetricCollection))]
         with torch.inference_mode(False):
+            # Copies from inference mode could not be updated in training.
             self._held = [
                 (child, {name: _copied(value, copies) for name, value in held_by(child).items()}) for child in children
             ]
@@ -109,6 +110,7 @@ class MetricCalls:
         call = getattr(holder, method)
 
         def recorded(*args: Any, **kwargs: Any) -> Any:
+            # `forward` calls `update`, and a collection calls its metrics: only the outer call is to be repeated.
             if self._is_inside:
                 return call(*args, **kwargs)
             if id(holder) not in self._before:
@@ -118,6 +120,7 @@ class MetricCalls:
                 result = call(*args, **kwargs)
             finally:
                 self._is_inside = False
+            # Inputs with history would keep the graph of the microbatch alive.
             inputs = pytree.tree_map_only(Tensor, Tensor.detach, (args, kwargs))
             size = sum(leaf.numel() for leaf in pytree.tree_leaves(inputs) if isinstance(leaf, Tensor))
             is_kept = size <= _MOST_ENTRIES or not adds_up(holder)
@@ -198,6 +201,7 @@ class MetricCalls:
                     f" {[call.method for call in calls]} for call {number + 1}. Make these calls independent of the"
                     " data, or set `num_microbatches=1`"
                 )
+            # The microbatches that make this call may all be without weight.
             total = sum(weights[part] for part in found) or 1.0
             counts = [samples[part] for part in found] if min(samples) > 0 else []
             shares = [weights[part] / total for part in found]

@@ -184,6 +184,7 @@ class PipelineSteps:
 
         def end_stage(stage: int) -> None:
             left.discard(stage)
+            # A gradient is complete when the last stage here that uses the parameter has ended.
             names = {name for name, stages in self._stages_here.items() if not stages & left}
             self._hooks.end_stage(names - ended, earlier)
             ended.update(names)
@@ -394,6 +395,7 @@ class PipelineSteps:
             found, self.engine.group, self.engine.last_rank, self.device
         )
         effects.repeat(calls, changes, self.device)
+        # After `repeat`, which sets the buffers back to the state before the batch.
         effects.settle(samples)
         return to_device(output, self.device), is_new
 

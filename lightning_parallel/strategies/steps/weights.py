@@ -182,8 +182,10 @@ class _Probe(TruncatedModel):
                 loss = loss_of(self.run(step, batch, seed=None))
             found: Sequence[Tensor | None] = []
             if loss.requires_grad and self.factors:
+                # A loss that does not use the last layer has no gradient by its factors.
                 found = torch.autograd.grad(loss.sum(), self.factors, allow_unused=True)
         parts = [value.double().flatten() for value in found if value is not None]
+        # The empty tensor is there for `cat`, which refuses an empty list.
         return loss.detach(), torch.cat([*parts, loss.new_zeros(0, dtype=torch.float64)]).detach()
 
     def layer(self, call: Call) -> Any:
@@ -322,6 +324,7 @@ class _MeanCheck:
             if isinstance(value, (int, float, Tensor)) and kwargs.get("reduce_fx", "mean") == "mean":
                 logged[name] = (torch.as_tensor(value).detach().double().cpu(), batch_size)
 
+        # By module: `train()` on the root would also set the submodules that the user has frozen in evaluation mode.
         modes = {child: child.training for child in self.module.modules()}
         with buffers_kept(self.module), ExitStack() as stack:
             stack.enter_context(patched(self.module, "log", log))
@@ -393,6 +396,7 @@ def find_microbatch_weight(
             weight = rules[0]
     if len(known) < len(found):
         return weight
+    # By name: the ranks compare their weights, and a function of the user may not be picklable.
     names = ["samples" if rule is num_samples else "given" if rule is given else str(rule) for rule in rules]
     fitting = [name for name, rule in zip(names, rules) if all(seen.fits(rule) for _, seen in known)]
     # Replicas have different samples, but must choose the same weight: a weight counts if it fits on all ranks.
@@ -419,6 +423,7 @@ def _seen_pairs(
     found = [(pair, check.see(pair, world)) for pair in tried]
     if not all(comm.all_gather_object(all(seen is None or seen.fits(weight) for _, seen in found), world)):
         # Another count may fit a few samples by chance.
+        # Each run of a pair communicates, so all ranks run equally many pairs.
         more = min(comm.all_gather_object(len(pairs) - 2, world))
         found += [(pair, check.see(pair, world)) for pair in pairs[1 : 1 + max(0, min(more, _MOST_PAIRS))]]
     return found

@@ -53,6 +53,7 @@ class _Mark:
 
     def __deepcopy__(self, memo: dict[int, Any]) -> _Mark | None:
         owner = self.owner()
+        # `deepcopy` enters the new module into `memo` before it copies the attributes, so the copy is known here.
         duplicate = memo.get(id(owner))
         if duplicate is None or self.divided is not None or not self.copies.is_noting:
             return None
@@ -173,6 +174,7 @@ class ModuleCopies:
             fetch: Gathers a tensor.
             is_mine: Whether this rank gets the full tensors.
         """
+        # A copy may exist on one rank only, and all ranks must take part in the exchanges below.
         if not comm.on_any_rank([bool(self._families)], replica)[0]:
             return
         # Free dead copies in reference cycles: their tensors would be gathered for nothing.
@@ -202,6 +204,7 @@ class ModuleCopies:
                         held[name] = value
         facts = {n: (value.dtype, value.device.type, value.requires_grad) for n, value in held.items()}
         everyone = comm.all_gather_object(facts, replica)
+        # Reversed, so that all ranks take the facts of the first rank that holds the tensor.
         described = {name: fact for facts in reversed(everyone) for name, fact in facts.items()}
         wanted = {n for _, c in members for n in (*c.parameters.values(), *c.buffers.values()) if n is not None}
         if any(name not in described for name in wanted):
@@ -220,6 +223,7 @@ class ModuleCopies:
                 tensors[name] = nn.Parameter(full, is_trained) if is_parameter else full
                 continue
             if mine.shape != full.shape:
+                # A gradient with the shape of the shard would not fit the full tensor.
                 mine.grad = None
                 mine.data = full.to(mine.device)
             tensors[name] = mine
@@ -243,6 +247,7 @@ class ModuleCopies:
             for own, names in ((parameters_of(child), change.parameters), (buffers_of(child), change.buffers)):
                 for key, tensor in own.items():
                     rule = rules.get(names.get(key) or "")
+                    # A tied tensor has several names, and must be sharded once only.
                     if tensor is None or rule is None or id(tensor) in seen:
                         continue
                     seen.add(id(tensor))

@@ -309,6 +309,7 @@ class OutsideCalls:
 
         def parameter(name: str) -> Tensor:
             trains = torch.is_grad_enabled() and name in self._states.trained
+            # Autograd refuses tensors that were made in inference mode, so each mode gets another object.
             key = (name, trains, torch.is_inference_mode_enabled())
             # Return one object for a parameter while code holds it: code compares parameters by identity.
             if key not in given:
@@ -454,6 +455,7 @@ def _copy_averages(trainer: Trainer, module: LightningModule, checkpoints: Check
         # `WeightAveraging.setup` calls `configure_model`. A second call would build full layers again.
         without = MethodType(LightningModule.configure_model, module)
         with patched(module, "configure_model", without):
+            # Through the class, because `hold_averages` has replaced the method of the object.
             type(callback).setup(callback, trainer, module, stage=trainer.state.fn)
         average = averaged_model(callback)
         if average is not None and states is not None:

@@ -322,6 +322,7 @@ class Owners:
                     if position in self._holders(name):
                         part = self._part(name, tensors[name], position)
                         kinds.setdefault(part.dtype, []).append(part)
+                # By dtype in the order of the names, as the owner receives: messages with one tag match by their order.
                 messages.extend((position, _joined(parts).to(self.device)) for parts in kinds.values())
 
         self._agree(prepare)
@@ -523,6 +524,7 @@ class WholeModel:
             for other in [other for other in fetched if other not in self._data]:
                 # `.data` starts a version counter at zero, so a later version means that the step wrote into it.
                 full = self._data[other] = (doubled(fetched[other]) if self._double else fetched[other]).data
+                # By the memory: autograd saves views of a parameter, such as its transpose.
                 self._names[full.untyped_storage().data_ptr()] = other
                 self._num_bytes += full.nbytes
             self._make_room(set(fetched))
@@ -580,6 +582,7 @@ class WholeModel:
             self.precisions.add(tensor.dtype)
         if tensor.layout == torch.strided and tensor.numel() and not tensor.is_conj() and not tensor.is_neg():
             name = self._names.get(tensor.untyped_storage().data_ptr())
+            # `view(dtype)` shares the memory, but `as_strided` of the parameter could not make such a view again.
             if name is not None and self._data[name].dtype == tensor.dtype:
                 return _Saved(name, tensor.shape, tensor.stride(), int(tensor.storage_offset()))
         # Detach it: a node that saves its own output with history would keep itself alive in a reference cycle.

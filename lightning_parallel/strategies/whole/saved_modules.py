@@ -72,6 +72,7 @@ def put_full_copies(
     def parameter(name: str) -> nn.Parameter:
         if name not in parameters:
             parameters[name] = nn.Parameter(full[name], trained.get(name, False))
+            # `deepcopy` takes an object in `memo` as its own copy, so it does not copy a full parameter again.
             memo[id(parameters[name])] = parameters[name]
         return parameters[name]
 

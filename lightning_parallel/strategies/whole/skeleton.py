@@ -187,6 +187,7 @@ class Skeleton:
                 self._restored[name] = nn.Parameter(value, name in trained) if name in names else value
                 continue
             if mine.shape != value.shape:
+                # A gradient with the shape of the shard would not fit the full tensor.
                 mine.grad = None
                 mine.data = value
             elif name not in names:
@@ -246,6 +247,7 @@ class Skeleton:
         try:
             for child, change in self.changes:
                 _put_on(child, change, parameters, buffers)
+            # After an error in `_put_on`, `begun` is empty, and the block below restores the attributes all the same.
             begun += [dict(vars(child)) if keeps else {} for child, _ in self.changes]
             # Fetched tensors are full already, so state dicts must not gather them.
             with ParallelState.of(self.module).own_parts():
@@ -427,6 +429,7 @@ class _FetchedParameters(dict[str, Any]):
         return dict(self.items())
 
     def __deepcopy__(self, memo: dict[int, Any]) -> dict[str, Any]:
+        # A plain dict: the copy may outlive the block, and parameters can be fetched only inside it.
         return {key: copy.deepcopy(value, memo) for key, value in self.items()}
 
 
