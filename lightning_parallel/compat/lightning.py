@@ -273,6 +273,7 @@ class _Requeue:
 
     def happens(self, agree: Callable[[bool], bool]) -> bool:
         """Save and requeue if any rank got the signal, and return whether one did; called on all ranks."""
+        # The first two conditions are equal on all ranks, so either all ranks ask or none does.
         if not self._is_held or not self._trainer.training or not agree(self.is_due):
             return False
         signum, self._signal = self._signal, None
@@ -553,9 +554,6 @@ def grad_norm_functions() -> list[Any]:
     return [module.grad_norm for module in modules if module is not None]
 
 
-# -- torchmetrics ------------------------------------------------------------------------------------------------------
-
-
 def checkpoint_of_run(trainer: Trainer) -> PathLike | None:
     """Return the checkpoint that the run in progress restores.
 
@@ -571,6 +569,9 @@ def checkpoint_of_run(trainer: Trainer) -> PathLike | None:
             return frame.f_locals["ckpt_path"]
         frame = frame.f_back
     return trainer.ckpt_path
+
+
+# -- torchmetrics ------------------------------------------------------------------------------------------------------
 
 
 def states_of(metric: Metric) -> dict[str, Any]:

@@ -297,6 +297,7 @@ def _division_of_pairs(around: nn.Module, inside: Plan) -> _Division | None:
     widths: set[int] = set()
     for path, style in inside.styles.items():
         layer = around.get_submodule(path)
+        # Only plain styles: parts, or a gathered output, would need another division.
         if not is_native(layer, nn.Linear) or not isinstance(style, (Column, Row)) or style not in (Column(), Row()):
             return None
         biased = getattr(layer, "bias", None) is not None

@@ -269,6 +269,7 @@ def local_attributes(module: nn.Module, heads: AttentionHeads, group: Group) -> 
         **dict.fromkeys(WIDTH_NAMES, (heads.queries * heads.size, queries * heads.size)),
         "num_key_value_groups": (heads.queries // heads.keys, queries // keys),
     }
+    # Attributes of the module itself only: other modules share its configuration.
     return {name: local for name, (full, local) in values.items() if vars(module).get(name) == full and local != full}
 
 

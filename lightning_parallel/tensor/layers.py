@@ -137,6 +137,7 @@ class Column:
         if inner := _inside_low_rank(module, self):
             _divide_inside(module, inner, group, "opens")
             return
+        # Read before the conversion, after which the module is no ordinary linear layer any more.
         rules = self.rules(module, group.size)
         in_features, out_features = _features(module, type(self).__name__)
         transposed = is_transposed(module)
@@ -339,6 +340,7 @@ class ColumnLinear(_ParallelLinear):
         """Map (..., in) to (..., out / ranks), or to (..., out) if the output is gathered."""
         x, inputs = whole_input(input), self.inputs
         if isinstance(x, DividedInput):
+            # A layer that knows the lengths gathers by itself. Any other layer needs all positions now.
             x = x.gathered() if inputs.lengths is None else x.piece
         elif self.in_sublayer:  # an ordinary tensor here comes from code that gathered all positions
             inputs = shared_inputs(self.group, None)

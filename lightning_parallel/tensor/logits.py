@@ -313,6 +313,7 @@ def _whole_leaf(leaf: Any, seen: set[int]) -> Any:
         return leaf.whole()
     if isinstance(leaf, (*_PLAIN, type)) or id(leaf) in seen:
         return leaf
+    # Objects may refer to each other in circles.
     seen.add(id(leaf))
     if isinstance(leaf, (MutableMapping, MutableSequence)):
         keys = leaf.keys() if isinstance(leaf, MutableMapping) else range(len(leaf))

@@ -203,6 +203,7 @@ def parse_plan(module: nn.Module, plan: Mapping[str, str | Style], group: Group)
         except ValueError as error:
             problems.append(f"`{pattern}`: {error}")
             continue
+        # In the order of the user's plan, so that the last match wins.
         parsed.styles.update(dict.fromkeys(matched, style))
     if not problems:
         divide_by_heads(module, parsed.styles, parsed.attributes, group)

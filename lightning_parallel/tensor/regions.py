@@ -70,6 +70,7 @@ class DividedExtent:
 
     def verdict(self, name: str, size: Sequence[int]) -> str:
         """Return `"part"`, `"whole"` or `"doubt"` for a draw of numbers of that `size` by the function `name`."""
+        # Positions come before the features, which are the last dimension.
         if self.dim < len(self.shape) - 1:
             return self._by_positions(size)
         return "part" if name in _OF_HEADS else self._by_features(name, size)
@@ -79,8 +80,10 @@ class DividedExtent:
         samples = math.prod(self.shape[:-1]) // max(mine, 1)
         # The first dimension holds samples, and their number may equal the number of positions.
         rest = size[1:] if self.dim and len(size) == len(self.shape) and size[0] == self.shape[0] else size
+        # Without an extent of a part, the numbers are for full samples or for features.
         if set(rest) <= {1, samples, features} - {*self.parts}:
             return "whole"
+        # A part of one position cannot be told from a dimension of extent one.
         if 1 in self.parts:
             return "doubt"
         is_in_place = len(size) >= len(self.shape) and size[self.dim] == mine
@@ -350,6 +353,7 @@ def _drawn_size(name: str, args: Any, kwargs: dict[str, Any]) -> tuple[int, ...]
         return tuple(next((value for value in args if isinstance(value, (tuple, list))), ()))
     # The dropout of an input that reads as a full sequence draws for this rank's positions.
     shape = tuple((getattr(tensor, "piece", tensor) if name in _DROPOUTS else tensor).shape)
+    # One number for each channel of each sample.
     return (*shape[:2], *[1] * (len(shape) - 2)) if name in _BY_CHANNEL else shape
 
 

@@ -299,6 +299,7 @@ class _PartBetween(Tensor):
     ) -> Any:
         asking = module_that_asks()
         name = getattr(func, "__name__", "")
+        # A property arrives as `__get__` of its slot, which knows the name.
         name = getattr(getattr(func, "__self__", None), "__name__", "") if name == "__get__" else name
         if not asking.startswith(_MAY_READ) and name in ("shape", "size"):
             rest = (*args[1:], *(kwargs or {}).values())

@@ -107,6 +107,7 @@ class ShardPart:
                 " tensor-parallel size."
             )
         per_group = units // groups
+        # Each rank gets full groups, so that queries stay with their keys.
         if groups >= ranks:
             counts = [per_group * count for count in balanced(groups, ranks)]
             stops = [sum(counts[: rank + 1]) for rank in range(ranks)]

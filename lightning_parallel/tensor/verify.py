@@ -292,6 +292,7 @@ def possible_inputs(block: nn.Module) -> Iterator[Tensor]:
     # Without a linear layer: the size that most weights have in common.
     weights = [parameter.shape for parameter in block.parameters() if parameter.dim() > 1]
     sizes = sizes or [size for shape in weights for size in reversed(shape)]
+    # The first layer may read another size than most layers, such as the size of a projected input.
     features = list(dict.fromkeys([sizes[0], max(sizes, key=sizes.count)]))
     # Tables of positions fix the length of the sequence: the length of a window, or of an image.
     others = [child for child in block.modules() if not is_linear(child)]
