@@ -309,6 +309,7 @@ def _damage_of_file(
     if problem:
         yield f"{file}: {problem}"
     for name, part in sorted(parts, key=lambda entry: entry[1].begin):
+        # The first damaged block ends the search in this part; the other parts are still read.
         for first, expected in zip(range(0, part.num_bytes, BLOCK), part.checksums):
             data = np.empty(min(BLOCK, part.num_bytes - first), np.uint8)
             where = f"{file}, `{name}`, bytes {part.begin + first} to {part.begin + first + len(data)}"
@@ -474,6 +475,7 @@ def reshard(saved: SavedCheckpoint, output: str, files: int, seen: Seen | None =
     sizes: dict[str, int] = {}
     tensors = {name: SavedTensor(t.dtype, t.shape, t.is_sharded, ()) for name, t in saved.manifest.tensors.items()}
     with new.written():
+        # Inside the block, so that an error also removes the folder that `begin` makes.
         NewFolder.begin(target, new.key)
         for number, parts in enumerate(shares):
             file = new.file(number)
@@ -504,6 +506,7 @@ def _shares(saved: SavedCheckpoint, files: int) -> list[dict[str, TensorPart]]:
         rule = Shard(0, tuple((rows,) for _, rows in runs))
         for rank, (file, rows) in enumerate(runs):
             shares[file][name] = TensorPart(StoredTensor.of(saved, name, rule, rank), 0, (rows,))
+    # A checkpoint without tensors still gets one file.
     return [share for share in shares if share] or shares[:1]
 
 
@@ -518,6 +521,7 @@ def _runs(tensor: SavedTensor, at: int, size: int, total: int, files: int) -> It
     start = 0
     for file in range(first, last + 1):
         end = (file + 1) * total // files
+        # The last file takes all rows that are left, so rounding loses no row.
         stop = rows if file == last else min(rows, round((end - at) * rows / size))
         if stop > start:
             yield file, (start, stop)

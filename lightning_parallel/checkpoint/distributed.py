@@ -152,6 +152,7 @@ class DistributedCheckpoint:
         if not isinstance(found, dict) or not isinstance(tree[model], dict):
             what = f"`{model}` in {self.folder}" if isinstance(found, dict) else self.folder.file(_REST)
             raise ValueError(f"{what} must hold a dict; got another value")
+        # By number: as text, `optimizer_10` would come before `optimizer_2`.
         optimizers = sorted((key for key in tree if str(key).startswith(_OPTIMIZER)), key=_number)
         try:
             states = [_numbered_state(tree[key]) for key in optimizers]
@@ -231,6 +232,7 @@ def _number(key: str) -> int:
 
 def _numbered_state(state: dict[str, Any]) -> dict[str, Any]:
     """Turn the state of an optimizer by names into a state by numbers, which `Optimizer.load_state_dict` takes."""
+    # In the tree, a list is a dict by position.
     groups = [state["param_groups"][index] for index in range(len(state["param_groups"]))] if state else []
     names = list(chain.from_iterable(group.get("params", []) for group in groups))
     position = {name: index for index, name in enumerate(names)}

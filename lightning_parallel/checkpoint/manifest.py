@@ -265,6 +265,7 @@ def check_coverage(tensors: Mapping[str, SavedTensor]) -> list[str]:
 
 def _uncovered(tensor: SavedTensor) -> Iterable[str]:
     item = dtype_named(tensor.dtype).itemsize
+    # The first fault of a part ends the check, since the checks of ranges below need valid parts.
     for part in tensor.parts:
         if part.ranges is not None and part.dim >= len(tensor.shape):
             yield f"a part is sharded along dimension {part.dim} of {list(tensor.shape)}"

@@ -222,6 +222,7 @@ def _stopped_at_fit(kind: type, given: dict[str, Any]) -> Iterator[None]:
     def init(self: Any, *args: Any, **kwargs: Any) -> None:
         names = [name for name in inspect.signature(build).parameters if name != "self"]
         given.update(zip(names, args), **kwargs)
+        # `_HERE` comes last, because it must win over the arguments of the script.
         build(self, **{**dict(zip(names, args)), **kwargs, **_HERE})
 
     whole: Any = kind.fit  # type: ignore[attr-defined]

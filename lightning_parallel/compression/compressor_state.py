@@ -326,6 +326,7 @@ def _add_chunks(residuals: dict[str, Tensor], chunks: Mapping[str, Tensor], rank
     """Add this rank's chunks to its residuals, so that the mean of the residuals over `size` ranks contains them."""
     # `ef21` has no residuals to take the chunks: its chunks are dropped once the ranks have changed.
     for name in chunks.keys() & residuals.keys():
+        # A contiguous clone: `view` must see the elements in order, and the saved state must not change.
         chunk, residual = chunks[name], residuals[name].clone(memory_format=torch.contiguous_format)
         own = residual.view(-1)[rank * len(chunk) :][: len(chunk)]
         # A chunk is a part of the mean, and no other rank has it: the mean divides it by the number of ranks.

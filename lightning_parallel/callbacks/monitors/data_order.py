@@ -58,6 +58,7 @@ class LoaderFacts(NamedTuple):
     @classmethod
     def of(cls, loader: object) -> LoaderFacts:
         """Return the promises of a loader's sampler; none for a loader of another class or an iterable data set."""
+        # The sampler of an iterable data set gives no indices, so its class promises nothing.
         if not isinstance(loader, DataLoader) or isinstance(loader.dataset, IterableDataset):
             return cls()
         batches = loader.batch_sampler

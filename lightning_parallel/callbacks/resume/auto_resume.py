@@ -283,6 +283,7 @@ class AutoResume(Callback):
 
     @override
     def on_load_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
+        # Only in a `fit`: an evaluation of a checkpoint also calls this hook.
         if self._undo:
             self._state = checkpoint.get(_KEY)
 

@@ -480,6 +480,7 @@ class HookWatch:
             for owner, state in optimizer.state.items():
                 name = names.get(id(owner), "")
                 for key, value in state.items() if name and isinstance(state, dict) else ():
+                    # A tensor without dimensions is a number, such as the count of steps, and no part.
                     if isinstance(value, Tensor) and value.dim():
                         self._note(f"`{key}` of the optimizer for `{name}`", name, owner, value, is_state=True)
 

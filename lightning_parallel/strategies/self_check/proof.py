@@ -269,6 +269,7 @@ class StepProof:
         state.whole_batches.discard(name)
         with self.runs.nothing_left():
             verdict = compare_step(self.runs, call, batch, self.calls)
+            # `fits_in_double` is equal on all ranks, so either all of them reach the collective or none.
             differs = not self.runs.fits_in_double and _on_any(verdict.differences, self.replica)
             if (verdict.failure or differs) and call.batch is not batch and verdict.may_go_on:
                 # Some steps require one batch size, or take another path for a single sample.
@@ -382,6 +383,7 @@ def _listed(names: Sequence[str]) -> str:
 
 
 def _message(call: StepCall, found: Sequence[StepDifference], hint: str, why: str) -> str:
+    # Several replicas find the same differences.
     unique = list({(difference.kind, difference.name): difference for difference in found}.values())
     unique.sort(key=lambda difference: _ORDER.index(difference.kind))
     lines = [f"  {difference}" for difference in unique[:_SHOWN]]

@@ -442,6 +442,7 @@ class StepRuns:
             if hasattr(value, "cache") and not (loss is not None if on_step is None else on_step):
                 continue
             for key, number in numbers_in(getattr(value, "cache", value), name).items():
+                # A step may log one name several times.
                 while key in logged:
                     key += "'"
                 logged[key] = number
@@ -681,6 +682,7 @@ class _Inert:
     def step(self, closure: Any = None, *_: Any, **__: Any) -> Any:
         """Run the closure alone."""
         if callable(closure):
+            # As in torch, whose optimizers run a closure with gradients enabled.
             with torch.enable_grad():
                 return closure()
         return None
