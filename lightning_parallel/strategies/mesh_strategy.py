@@ -338,6 +338,7 @@ class MeshStrategy(MeshProcesses):
                 self.root_device,
                 lambda: steps.example(module.trainer),
                 materialize,
+                is_verified=self.verify != "off",
             )
         doubt = run.state.doubt
         if doubt is not None and self.verify == "off":  # else the self-check examines the doubt

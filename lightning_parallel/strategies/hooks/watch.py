@@ -793,26 +793,29 @@ def _is_called_by_user(frame: FrameType) -> bool:
 
 def _has_branch_in_line(code: CodeType) -> bool:
     """Tell whether a line of a function makes a call on a condition, such as `if late: clip()`."""
-    for node in _nodes_of(code.co_filename):
-        if code.co_firstlineno <= getattr(node, "lineno", 0) <= max(line or 0 for _, _, line in code.co_lines()):
-            branches: list[ast.AST] = []
-            if isinstance(node, ast.If) and node.body[0].lineno == node.lineno:
-                branches = [*node.body, *node.orelse]
-            elif isinstance(node, ast.IfExp):
-                branches = [node.body, node.orelse]
-            elif isinstance(node, ast.Expr) and isinstance(node.value, ast.BoolOp):
-                branches = list(node.value.values[1:])
-            if any(isinstance(inner, ast.Call) for branch in branches for inner in ast.walk(branch)):
-                return True
-    return False
+    last = max(line or 0 for _, _, line in code.co_lines())
+    return any(code.co_firstlineno <= line <= last for line in _lines_with_branches(code.co_filename))
 
 
-@functools.lru_cache(maxsize=16)
-def _nodes_of(path: str) -> list[ast.AST]:
+@functools.lru_cache(maxsize=64)
+def _lines_with_branches(path: str) -> list[int]:
+    """Return the lines of a file that make a call on a condition."""
     try:
-        return list(ast.walk(ast.parse("".join(linecache.getlines(path)))))
+        tree = ast.parse("".join(linecache.getlines(path)))
     except (SyntaxError, ValueError):
         return []
+    return [node.lineno for node in ast.walk(tree) if isinstance(node, (ast.stmt, ast.expr)) and _calls_in_branch(node)]
+
+
+def _calls_in_branch(node: ast.AST) -> bool:
+    branches: list[ast.AST] = []
+    if isinstance(node, ast.If) and node.body[0].lineno == node.lineno:
+        branches = [*node.body, *node.orelse]
+    elif isinstance(node, ast.IfExp):
+        branches = [node.body, node.orelse]
+    elif isinstance(node, ast.Expr) and isinstance(node.value, ast.BoolOp):
+        branches = list(node.value.values[1:])
+    return any(isinstance(inner, ast.Call) for branch in branches for inner in ast.walk(branch))
 
 
 # ------------------------------------------------------------------------------------------------- owners of code

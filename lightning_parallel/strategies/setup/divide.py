@@ -119,6 +119,7 @@ def cut_stages(
     device: torch.device,
     example: Callable[[], tuple[Callable[[Any], Any], Any] | None],
     materialize: Callable[[PipelinePlan], None],
+    is_verified: bool = True,
 ) -> PipelineEngine:
     """Split `module` over the pipeline axis, once; only the part of this rank is moved to the device.
 
@@ -129,6 +130,7 @@ def cut_stages(
         device: Device of the stages.
         example: Returns a step and its first batch; None without a batch.
         materialize: Gives memory to the part of this rank in a plan.
+        is_verified: Whether the self-check runs, which needs batches of copied samples.
 
     Raises:
         ValueError: On every rank: see `analyze`; also if the module was split for other ranks.
@@ -149,7 +151,7 @@ def cut_stages(
     replicas.start_equal(module, groups.data_parallel if groups.tensor_parallel.size > 1 else groups.world)
     _move_buffers(module, device)
     with buffers_kept(module):
-        plan, weight = _agreed_plan(module, options, groups, device, example)
+        plan, weight = _agreed_plan(module, options, groups, device, example, is_verified)
     # Materialize before the engine frees other stages: initial values are drawn in the order of the full model.
     materialize(plan)
     state.engine = PipelineEngine(
@@ -218,6 +220,7 @@ def _agreed_plan(
     groups: MeshGroups,
     device: torch.device,
     example: Callable[[], tuple[Callable[[Any], Any], Any] | None],
+    is_verified: bool,
 ) -> tuple[PipelinePlan, Callable[[Any], float]]:
     """Return the plan of all ranks and the weight of microbatches; an error on one rank raises on every rank."""
     # Read the user's data before the plan: ranks communicate while they plan, and a failed loader would leave them
@@ -230,7 +233,9 @@ def _agreed_plan(
         plan.check_fits(module, groups.pipeline_parallel.size)
         weight = options.microbatch_weight
         if found is not None and plan.schedule.num_microbatches > 1 and (samples or 2) > 1:
-            weight = find_microbatch_weight(module, plan, device, *found, options.split_batch, weight, groups.world)
+            weight = find_microbatch_weight(
+                module, plan, device, *found, options.split_batch, weight, groups.world, tries_copies=is_verified
+            )
     # Ranks may have got different plans or arguments from the user.
     comm.agree("the pipeline plan", plan.outline(), groups.pipeline_parallel)
     return plan, weight

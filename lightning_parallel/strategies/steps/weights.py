@@ -361,6 +361,7 @@ def find_microbatch_weight(
     split: SplitBatch,
     weight: Callable[[Any], float],
     world: Group,
+    tries_copies: bool,
 ) -> Callable[[Any], float]:
     """Return the weight by which the loss of a batch is the mean of the losses of its microbatches.
 
@@ -376,6 +377,7 @@ def find_microbatch_weight(
         split: Splits a batch into a given number of parts.
         weight: Gives the weight of a part.
         world: The ranks that call this.
+        tries_copies: Whether to look for copies of samples on which the self-check compares the step.
 
     Raises:
         ValueError: If no weight counts the samples of a microbatch.
@@ -403,7 +405,8 @@ def find_microbatch_weight(
     everyone = comm.all_gather_object(fitting, world)
     chosen = next((rule for name, rule in zip(names, rules) if all(name in theirs for theirs in everyone)), None)
     _learn_effects(module, [seen for _, seen in known], chosen or weight)
-    ParallelState.of(module).copies_in_doubt = _copies_in_doubt(check, batch, pairs[0], chosen or weight, world)
+    if tries_copies:
+        ParallelState.of(module).copies_in_doubt = _copies_in_doubt(check, batch, pairs[0], chosen or weight, world)
     if chosen is None:
         pair, seen = next(((pair, seen) for pair, seen in known if not seen.fits(weight)), known[0])
         ParallelState.of(module).doubt = (pair, _DOUBT.format(len(seen.parts), seen.values[0][0], _mean(seen, weight)))
