@@ -257,6 +257,7 @@ class Checkpoints:
         shards: dict[_Slot, Shard] = {}
         sliced: dict[_Slot, torch.Size] = {}
         for index, (name, parameter) in enumerate(zip(names, _parameters(optimizer))):
+            # A parameter without a gradient so far has no state.
             for key, value in state.get(index, {}).items():
                 values[name, key] = value
                 if not isinstance(value, Tensor) or value.dim() == 0:

@@ -132,6 +132,7 @@ class CommunicationAccumulator(Accumulator):
         # Keys of length three are groups. Longer keys are messages, which only two ranks know.
         calls = {
             key: (calls.count, calls.digest, list(calls.recent)[-RECENT:])
+            # A list, since other threads may add groups meanwhile.
             for key, calls in list(self._calls.items())
             if len(key) == 3
         }

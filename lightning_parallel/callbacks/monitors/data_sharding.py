@@ -203,6 +203,7 @@ class SampleTracker:
     @property
     def pending(self) -> Tensor:
         """Samples of these batches."""
+        # `cat` refuses an empty list, and a report may have no samples.
         return torch.cat([NO_SAMPLES, *(samples.cpu() for samples in self._samples)])
 
     def add(self, step: int, batch: Any) -> None:

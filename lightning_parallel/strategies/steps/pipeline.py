@@ -483,6 +483,7 @@ class LossKinds:
     def see(self, output: Any) -> None:
         """Look at the output of a microbatch, before its backward."""
         loss = output.get("loss") if isinstance(output, Mapping) else output
+        # The walk through the graph costs time in each step, so it ends after some proofs.
         if self._told < _MOST_PROOFS and isinstance(loss, Tensor) and loss.grad_fn is not None:
             self._seen.add(_operations_behind(loss))
 
@@ -525,6 +526,7 @@ class _GradientsRead(TorchFunctionMode):
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
+        # `==` rather than `is`: each access to a property's `__get__` makes a new wrapper.
         if func == _GET_GRADIENT and isinstance(args[0], nn.Parameter):
             raise RuntimeError(
                 "A step in a pipeline must not read the gradient of a parameter; got a read in"
@@ -639,6 +641,7 @@ class SharedMetrics:
             self.are_shared = True
 
     def _bring(self, metrics: list[Metric]) -> None:
+        # On the CPU: a pickled CUDA tensor would come back on the device of the sender.
         mine = [(update_count_of(each), to_device(own_numbers_of(each), torch.device("cpu"))) for each in metrics]
         theirs = comm.broadcast_object(mine, self._group, self._source) if metrics else []
         if self._group.rank != self._source:

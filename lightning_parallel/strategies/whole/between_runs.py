@@ -50,6 +50,7 @@ def end_run(module: LightningModule, checkpoints: Checkpoints, groups: MeshGroup
     skeleton = state.skeleton
     if states is not None:
         states.remove()
+    # After an error other ranks may be gone, and the gathering below needs all ranks.
     if module.trainer.state.status != TrainerStatus.RUNNING:
         return False
     # The strategy may refuse a run before the parameters have data.

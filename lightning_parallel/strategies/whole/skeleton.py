@@ -263,6 +263,7 @@ class Skeleton:
 
 def _set_since(child: nn.Module, before: Mapping[str, Any]) -> dict[str, Any]:
     """Return the attributes of a module that are new or replaced, without its registries of tensors."""
+    # The registries hold fetched tensors, which must not stay after the block.
     registries = {PARAMETERS, BUFFERS}
     return {k: v for k, v in vars(child).items() if k not in registries and before.get(k, _GONE) is not v}
 
@@ -318,6 +319,7 @@ def _put_on(child: nn.Module, change: ModuleChange, parameters: FetchParameter, 
         own["forward"] = _with_plain_list(child, name, own.get("forward"))
     own[PARAMETERS] = _FetchedParameters(change.parameters, parameters)
     known = {key: buffers[name] for key, name in change.buffers.items() if name is not None}
+    # The keys come first, so that the buffers keep the order of their registration.
     own[BUFFERS] = {**dict.fromkeys(change.buffers), **since, **known}
 
 
