@@ -18,7 +18,7 @@ from lightning_parallel.compat import patched
 from lightning_parallel.strategies.ranks import order as message_order
 from lightning_parallel.strategies.whole import reference
 from tests.harness import distributed
-from tests.strategies.models import Net, Samples, loader, trainer_for
+from tests.strategies.models import SHORT, Net, Samples, loader, trainer_for
 
 LAYOUTS = {
     "tensor": (lambda **kw: TensorParallelStrategy(tensor_parallel_size=2, **kw), 2),
@@ -68,7 +68,7 @@ def _script(strategy, devices):
         with torch.no_grad():
             seen.append(module(torch.ones(3, 12, dtype=torch.float64)))
 
-    trainer = trainer_for(strategy(), devices, max_epochs=1)
+    trainer = trainer_for(strategy(), devices, max_epochs=1, **SHORT)
     trainer.fit(module, loader(), loader())
     assert module.net[0].weight.shape == (12, 12)
     assert len(list(module.parameters())) == 32
@@ -82,7 +82,7 @@ def _script(strategy, devices):
     seen.append(trainer.callback_metrics["val_loss"])
     for parameter in module.net[1][0].parameters():
         parameter.requires_grad_(False)
-    trainer = trainer_for(strategy(), devices, max_epochs=2)
+    trainer = trainer_for(strategy(), devices, max_epochs=1, **SHORT)
     trainer.fit(module, loader(), loader())
     look()
     module.net[1].append(Block().double())
@@ -95,23 +95,12 @@ def _expect_equal(found, expected):
         torch.testing.assert_close(one, other, rtol=1e-9, atol=1e-11)
 
 
-def _check(layout):
-    strategy, devices = LAYOUTS[layout]
+@distributed(world_size=4)
+def test_what_follows_a_fit_in_a_script():
+    strategy, devices = LAYOUTS["hybrid"]
     expected, _ = _script(lambda: "auto", 1)
     found, module = _script(strategy, devices)
     _expect_equal(found, expected)
-    return module
-
-
-@pytest.mark.parametrize("layout", ["tensor", "pipeline"])
-@distributed(world_size=2)
-def test_what_follows_a_fit_in_a_script(layout):
-    _check(layout)
-
-
-@distributed(world_size=4)
-def test_what_follows_a_fit_in_a_script_on_four_ranks():
-    module = _check("hybrid")
     # Other modules: divided anew, here over another mesh.
     torch.manual_seed(1)
     trainer = trainer_for(LAYOUTS["tensor"][0](data_parallel_size=2), 4)
@@ -161,7 +150,8 @@ def test_state_dicts_during_a_run_are_those_of_one_process(layout):
     for strategy, devices in ((lambda: "auto", 1), LAYOUTS[layout]):
         torch.manual_seed(0)
         module, averaging = Model().double(), Averaging()
-        trainer_for(strategy(), devices, max_epochs=1, callbacks=[averaging]).fit(module, loader())
+        short = {"max_epochs": 1, "limit_train_batches": 2}
+        trainer_for(strategy(), devices, callbacks=[averaging], **short).fit(module, loader())
         results.append([averaging.average, averaging.inner, module.state_dict()])
         assert list(averaging.average) == list(module.state_dict())
     _expect_equal(*reversed(results))
@@ -245,10 +235,9 @@ class Sampled(Model):
         self.losses.append(sample.detach())
 
 
-@pytest.mark.parametrize("layout", ["tensor", "pipeline"])
 @distributed(world_size=2)
-def test_calls_outside_of_steps(layout):
-    _calls_outside_of_steps(layout)
+def test_calls_outside_of_steps():
+    _calls_outside_of_steps("tensor")
 
 
 @distributed(world_size=4)
@@ -261,7 +250,8 @@ def _calls_outside_of_steps(layout):
     for strategy, devices in ((lambda: "auto", 1), LAYOUTS[layout]):
         torch.manual_seed(0)
         module, looking, summary = Sampled().double(), Looking(), Summary(max_depth=3)
-        trainer_for(strategy(), devices, max_epochs=1, callbacks=[looking, summary]).fit(module, loader(), loader())
+        trainer = trainer_for(strategy(), devices, max_epochs=1, callbacks=[looking, summary], **SHORT)
+        trainer.fit(module, loader(), loader())
         results.append([*looking.seen, *module.losses, *module.state_dict().values()])
         results[-1].append(torch.tensor(summary.total))
     _expect_equal(*reversed(results))
@@ -330,7 +320,8 @@ def test_modules_among_hyperparameters_are_saved_whole(group):
         network = _network()
         parts = {"first": [network.net[0]], "unused": nn.Linear(2, 2)}
         module = Template(network, functools.partial(torch.optim.SGD, lr=0.1), network.as_loss, parts)
-        trainer = trainer_for(make(), 2, max_epochs=1, enable_checkpointing=True, default_root_dir=folder / layout)
+        short = {"max_epochs": 1, "limit_train_batches": 1}
+        trainer = trainer_for(make(), 2, enable_checkpointing=True, default_root_dir=folder / layout, **short)
         trainer.fit(module, loader(2, group.rank) if layout == "zero" else loader())
         if group.rank > 0:
             continue
@@ -363,9 +354,12 @@ def test_one_strategy_for_one_trainer_after_another(layout):
     strategy, module, expected = LAYOUTS[layout][0](), Model().double(), Model().double()
     for kind, one in ((strategy, module), ("auto", expected)):
         devices = 1 if kind == "auto" else 2
-        trainer_for(kind, devices, max_epochs=1).fit(one, loader())
-        one.predicted = trainer_for(kind, devices).predict(one, DataLoader(Samples().x, batch_size=8))
-        trainer_for(kind, devices, max_epochs=1).fit(one, loader())
+        short = {"max_epochs": 1, "limit_train_batches": 2}
+        trainer_for(kind, devices, **short).fit(one, loader())
+        one.predicted = trainer_for(kind, devices, limit_predict_batches=1).predict(
+            one, DataLoader(Samples().x, batch_size=8)
+        )
+        trainer_for(kind, devices, **short).fit(one, loader())
     torch.testing.assert_close(module.predicted, expected.predicted, rtol=1e-9, atol=1e-11)
     torch.testing.assert_close(dict(module.state_dict()), dict(expected.state_dict()), rtol=1e-9, atol=1e-11)
 
@@ -395,8 +389,7 @@ def test_hooks_compute_with_what_is_saved_on_every_rank(group, layout):
         module = Sums().double()
         module.found = {}
         options = {"enable_checkpointing": True, "default_root_dir": folder / f"{devices} {group.rank % devices}"}
-        trainer_for("auto" if devices == 1 else LAYOUTS[layout][0](), devices, max_epochs=1, **options).fit(
-            module, loader()
-        )
+        options |= {"max_epochs": 1, "limit_train_batches": 1}
+        trainer_for("auto" if devices == 1 else LAYOUTS[layout][0](), devices, **options).fit(module, loader())
         found.append(module.found)
     torch.testing.assert_close(found[1], found[0], rtol=1e-8, atol=1e-10)
