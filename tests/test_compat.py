@@ -1,5 +1,6 @@
 """The contract with the dependencies: every private name that is used exists, with the expected signature."""
 
+import copy
 import inspect
 import threading
 import weakref
@@ -33,7 +34,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.data import SequentialSampler
 from torchmetrics import MeanMetric, MetricCollection
 
-from lightning_parallel.compat import Patches, patched
+from lightning_parallel.compat import DIVISION, Division, Patches, hook_after, patched
 from lightning_parallel.compat import deepspeed as compat_deepspeed
 from lightning_parallel.compat import initialization as compat_initialization
 from lightning_parallel.compat import lightning as compat_lightning
@@ -103,6 +104,37 @@ def test_patches_are_undone_last_first():
     patches.undo()
     assert (_Target.value, target.value) == (1, 1)
     assert not vars(target)
+
+
+def _divided():
+    """Return a layer with a record of its division, and hooks before and after ours."""
+    layer = nn.Linear(2, 2)
+    layer.heads = 4
+    layer.register_forward_hook(lambda *_: None)
+    record = Division.of(layer)
+    record.keep(layer, "heads", "group")
+    layer.__class__ = type("Sharded", (nn.Linear,), {})
+    layer.heads, layer.group = 2, "ranks"
+    hook_after(layer, lambda *_: None, prepend=True)
+    layer.register_forward_hook(lambda *_: None)
+    record.close(layer)
+    return layer
+
+
+@pytest.mark.parametrize("make", [_divided, lambda: copy.deepcopy(_divided())])
+def test_a_division_is_undone_and_redone_around_values_of_the_user(make):
+    layer = make()
+    record, order = Division.of(layer), list(layer._forward_hooks)
+    undone = record.undo(layer)
+    assert (type(layer), layer.heads, list(layer._forward_hooks)) == (nn.Linear, 4, order[1:])
+    assert not {"group", DIVISION} & vars(layer).keys()
+    layer.register_forward_hook(lambda *_: None)
+    record.redo(layer, *undone)
+    assert (type(layer).__name__, layer.heads, layer.group) == ("Sharded", 2, "ranks")
+    assert list(layer._forward_hooks)[:-1] == order
+    layer.heads = 8
+    record.undo(layer)
+    assert layer.heads == 8
 
 
 # -- compression: where DDP, FSDP and DeepSpeed communicate gradients --------------------------------------------------

@@ -5,6 +5,7 @@ and with the reason for it. `tests/test_compat.py` compares the names with the i
 
 * `patched` and `Patches` replace attributes of objects of other packages. No other code replaces them.
 * `PartialModule` is the first base of the classes that modules get in place.
+* `Division` records the changes of this package in one module, to undo and redo them.
 * `ParallelState` holds everything that the library keeps on a module.
 * `twins` serves the other package of Lightning.
 """
@@ -16,7 +17,7 @@ import copy
 import linecache
 import re
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import lru_cache
@@ -28,11 +29,15 @@ from uuid import uuid4
 from torch import nn
 
 __all__ = [
+    "DIVISION",
     "FOREIGN",
+    "Division",
     "ParallelState",
     "PartialModule",
     "Patches",
     "class_in_place",
+    "hook_after",
+    "hook_before",
     "innermost_users_line",
     "module_that_asks",
     "is_read_by_user",
@@ -44,8 +49,9 @@ __all__ = [
     "users_place",
 ]
 
-# An attribute may have the value None.
-_MISSING = object()
+
+class _MISSING:
+    """Stands for an absent attribute, because an attribute may be None. `deepcopy` does not copy a class."""
 
 
 class Patches:
@@ -121,6 +127,92 @@ def patched(target: Any, name: str, value: Any) -> Iterator[Any]:
         yield patches.replace(target, name, value)
     finally:
         patches.undo()
+
+
+DIVISION = "_parallel_division"
+"""The attribute of a module that holds its `Division`."""
+
+
+@dataclass
+class Division:
+    """Records the changes of this package in one module, to undo and redo them.
+
+    The record is an attribute of the module, so that `deepcopy` copies both. An attribute that the user has set since
+    the division is not undone.
+
+    Attributes:
+        kind, placed_kind: Class of the module before and after the division.
+        former, placed: Values of the changed attributes before and after the division.
+        hooks: Keys of the hooks that the division has registered.
+    """
+
+    kind: type
+    placed_kind: type | None = None
+    former: dict[str, Any] = field(default_factory=dict)
+    placed: dict[str, Any] = field(default_factory=dict)
+    hooks: set[int] = field(default_factory=set)
+
+    @classmethod
+    def of(cls, module: nn.Module) -> Division:
+        """Return the record of a module; a new record if it has none. Call this before the class changes."""
+        found: Division = vars(module).setdefault(DIVISION, cls(type(module)))
+        return found
+
+    def keep(self, module: nn.Module, *names: str) -> None:
+        """Keep the values of attributes that the caller is going to replace or to add."""
+        for name in names:
+            self.former.setdefault(name, vars(module).get(name, _MISSING))
+
+    def close(self, module: nn.Module) -> None:
+        """Note the class and the attributes of the divided module."""
+        self.placed_kind = type(module)
+        self.placed = {name: vars(module).get(name, _MISSING) for name in self.former}
+
+    def undo(self, module: nn.Module) -> tuple[type, dict[str, Any]]:
+        """Undo the division of `module`, and return its class and its attributes, for `redo`."""
+        own = vars(module)
+        divided = type(module), dict(own)
+        module.__class__ = self.kind
+        own.pop(DIVISION, None)
+        for name, value in self.former.items():
+            if own.get(name, _MISSING) is self.placed.get(name, _MISSING):
+                _put(own, name, value)
+        for name in self._hooks_in(own):
+            # Copies of the dicts: the user may have added hooks, and the divided module keeps its dicts.
+            own[name] = type(own[name])((key, hook) for key, hook in own[name].items() if key not in self.hooks)
+        return divided
+
+    def redo(self, module: nn.Module, kind: type, divided: Mapping[str, Any]) -> None:
+        """Divide `module` again. Hooks and further attributes of the user stay."""
+        own = vars(module)
+        module.__class__ = kind
+        for name in (DIVISION, *self.former):
+            _put(own, name, divided.get(name, _MISSING))
+        for name in self._hooks_in(divided):
+            # In the order of the divided module, because some hooks of this package run before the user's.
+            before, now = divided[name], own[name]
+            own[name] = type(now)((key, hook) for key, hook in before.items() if key in now or key in self.hooks)
+            own[name].update(now)
+
+    def _hooks_in(self, attributes: Mapping[str, Any]) -> list[str]:
+        """Return the names of the dicts of torch that have hooks of the division."""
+        return [name for name in attributes if "_hooks" in name and not self.hooks.isdisjoint(attributes[name] or ())]
+
+
+def _put(attributes: dict[str, Any], name: str, value: Any) -> None:
+    attributes[name] = value
+    if value is _MISSING:
+        del attributes[name]
+
+
+def hook_before(module: nn.Module, hook: Callable[..., Any], **options: Any) -> None:
+    """Register a hook of the division before the forward of `module`; `options` are torch's."""
+    Division.of(module).hooks.add(module.register_forward_pre_hook(hook, **options).id)
+
+
+def hook_after(module: nn.Module, hook: Callable[..., Any], **options: Any) -> None:
+    """Register a hook of the division after the forward of `module`; `options` are torch's."""
+    Division.of(module).hooks.add(module.register_forward_hook(hook, **options).id)
 
 
 def class_in_place(name: str, bases: tuple[type, ...], namespace: dict[str, Any]) -> type:

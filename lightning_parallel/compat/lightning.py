@@ -47,7 +47,6 @@ from lightning_parallel.compat import Patches, patched
 from lightning_parallel.tracing.spans import is_verbose
 
 __all__ = [
-    "DEVICE_OF_MODULE",
     "FunctionLauncher",
     "PathLike",
     "ScriptLauncher",
@@ -100,9 +99,6 @@ __all__ = [
     "at_end_of_epochs",
     "value_of_batches",
 ]
-
-DEVICE_OF_MODULE = "_device"
-"""Where a LightningModule keeps its device."""
 
 
 def tell(text: str) -> None:

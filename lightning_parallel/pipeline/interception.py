@@ -20,7 +20,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from lightning_parallel.compat import PartialModule, class_in_place
+from lightning_parallel.compat import Division, PartialModule, class_in_place
 from lightning_parallel.compat.torch import buffers_of, forward_hooks_of, parameters_of, pytree
 from lightning_parallel.pipeline.attributes import SavedForwards, own_attributes, parameter_lists, replaced
 from lightning_parallel.pipeline.placeholder import PlaceholderTensor, UnknownValue, reveal
@@ -211,6 +211,7 @@ def intercept(module: nn.Module, site: CallSite) -> None:
         raise ValueError(
             f"`{site.name}` is a TorchScript module, which cannot be split into stages; use the original module"
         )
+    Division.of(module).keep(module, "_pipeline_site")
     # A model may be intercepted again, by the analysis and then by the engine: only the site is replaced.
     if not issubclass(kind, _Intercepted):
         if kind not in _intercepted_classes:

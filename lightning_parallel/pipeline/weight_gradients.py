@@ -17,6 +17,7 @@ from lightning_parallel.comm.weight_gradients import (
     shared_parameters,
     weight_gradient_queue,
 )
+from lightning_parallel.compat import Division
 
 __all__ = ["WeightGradients", "deferring", "shared_parameters", "split_linears", "weight_gradient_queue"]
 
@@ -26,6 +27,8 @@ def split_linears(module: nn.Module) -> None:
     for child in module.modules():
         # Subclasses compute something else.
         if type(child) is nn.Linear:
+            # The record keeps the class before the change.
+            Division.of(child)
             child.__class__ = _SplitLinear
 
 

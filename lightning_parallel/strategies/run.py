@@ -214,7 +214,7 @@ class Run:
             state.rules.update(copies)
             state.sharding = kept.with_copies(originals)
         if state.skeleton is not None:
-            state.skeleton.adopt(lambda child: None if state.copies is None else state.copies.change_of(child))
+            state.skeleton.adopt()
         if state.full_states is not None:
             self.take_inventory()
             state.full_states.adopt(self.module, self.inventory)

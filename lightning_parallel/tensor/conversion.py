@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from functools import cache
+from inspect import get_annotations
 from typing import TypeVar
 
 from torch import nn
 
 from lightning_parallel.comm import Group
-from lightning_parallel.compat import PartialModule, class_in_place
+from lightning_parallel.compat import Division, PartialModule, class_in_place
 from lightning_parallel.tensor.inspection import only_wraps
 from lightning_parallel.tensor.sharding import Shard
 
@@ -21,12 +22,18 @@ L = TypeVar("L", bound=nn.Module)
 def convert(module: nn.Module, layer: type[L]) -> L:
     """Make `module` an instance of both `layer` and its original class, in place.
 
-    If an overridden `forward` calls the inherited method, it now calls the `forward` of `layer`. The conversion is not
-    undone: a module that has been sharded stays sharded.
+    If an overridden `forward` calls the inherited method, it now calls the `forward` of `layer`. The `Division` of
+    the module keeps the attributes that `layer` declares, because the caller sets them.
     """
+    declared = {name for base in layer.__mro__ if not _is_torchs(base) for name in get_annotations(base)}
+    Division.of(module).keep(module, *declared)
     module.__class__ = _subclass(layer, type(module))  # type: ignore[arg-type]
     assert isinstance(module, layer)
     return module
+
+
+def _is_torchs(kind: type) -> bool:
+    return kind.__module__.partition(".")[0] in ("torch", "builtins")
 
 
 class _Divided(PartialModule):

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_parallel.comm import Group
+from lightning_parallel.compat import Division
 from lightning_parallel.compat.torch import buffers_of, pytree, version_of
 from lightning_parallel.tensor.conversion import convert, shard_parameters
 from lightning_parallel.tensor.inputs import NarrowInput, whole_input
@@ -135,6 +136,7 @@ def set_local_values(module: nn.Module, values: Mapping[str, Any]) -> dict[str, 
     before: dict[str, Any] = {}
     for name, value in values.items():
         attribute, *inner = name.split(".")
+        Division.of(module).keep(module, attribute)
         old = getattr(module, attribute)
         # The first value of an attribute is the original one: several names may change parts of it.
         before.setdefault(attribute, old)

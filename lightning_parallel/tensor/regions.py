@@ -30,6 +30,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from lightning_parallel.comm import Group
+from lightning_parallel.compat import hook_after, hook_before
 from lightning_parallel.compat.torch import (
     current_function_mode,
     current_graph_task_id,
@@ -245,9 +246,9 @@ class RandomRegion:
             if current_function_mode() is mode:
                 mode.__exit__(None, None, None)
 
-        module.register_forward_pre_hook(enter, prepend=True)
+        hook_before(module, enter, prepend=True)
         # Always called: a region that an exception left open would make later draws differ between the ranks.
-        module.register_forward_hook(leave, always_call=True)
+        hook_after(module, leave, always_call=True)
 
     def draw(self, name: str, function: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:
         """Call a function that draws, with the stream that its numbers belong to."""

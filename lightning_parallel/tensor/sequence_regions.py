@@ -33,7 +33,7 @@ from torch import Tensor, nn
 
 from lightning_parallel import comm
 from lightning_parallel.comm import Group
-from lightning_parallel.compat import innermost_users_line, module_that_asks
+from lightning_parallel.compat import hook_after, hook_before, innermost_users_line, module_that_asks
 from lightning_parallel.compat.torch import (
     DisableTorchFunctionSubclass,
     FakeTensor,
@@ -141,18 +141,18 @@ def divide_sequence(
         return _exchanged(output, piece, gather_from_group(piece, group, dim, lengths.parts(piece.shape[dim])))
 
     # Before `enter`, which notes the shape of the sharded hidden states: hooks run in this order.
-    blocks[0].register_forward_pre_hook(scatter_input, with_kwargs=True)
+    hook_before(blocks[0], scatter_input, with_kwargs=True)
     if not sends_pieces and group.size > 1:
         _hand_out_whole(blocks, scatter_input, lengths)
     for block in blocks:
-        block.register_forward_pre_hook(enter, with_kwargs=True)
+        hook_before(block, enter, with_kwargs=True)
         # Once per block: activation checkpointing keeps the replicated state, from which it recomputes one block.
-        block.register_forward_pre_hook(open_region, with_kwargs=True)
+        hook_before(block, open_region, with_kwargs=True)
         region.watch(block, owner)
     # Before the user's hooks, which see full sequences.
-    blocks[-1].register_forward_hook(gather_output, prepend=True)
+    hook_after(blocks[-1], gather_output, prepend=True)
     # An exception may leave the blocks, so the owner resets the state.
-    owner.register_forward_hook(lambda *_: _resume(lengths), always_call=True)
+    hook_after(owner, lambda *_: _resume(lengths), always_call=True)
 
 
 def _hand_out_whole(blocks: Sequence[nn.Module], scatter: Callable[..., Any], lengths: SequenceLengths) -> None:
@@ -169,10 +169,10 @@ def _hand_out_whole(blocks: Sequence[nn.Module], scatter: Callable[..., Any], le
         return _exchanged(output, piece, divided_logits(piece, _positions(sizes), lengths.group, lengths.dim))
 
     for block in blocks[1:]:
-        block.register_forward_pre_hook(scatter_again, with_kwargs=True)
+        hook_before(block, scatter_again, with_kwargs=True)
     for block in blocks[:-1]:
         # Before the user's hooks, which see full sequences.
-        block.register_forward_hook(hand_out, prepend=True)
+        hook_after(block, hand_out, prepend=True)
 
 
 @lru_cache(maxsize=64)
@@ -221,8 +221,8 @@ def _stand_for_whole(sublayer: nn.Module, lengths: SequenceLengths, wraps_all: b
             output = _exchanged(output, main, _my_part(main, lengths))
         return pytree.tree_map_only(DividedInput, lambda leaf: leaf.piece, output)
 
-    sublayer.register_forward_pre_hook(enter, with_kwargs=True)
-    sublayer.register_forward_hook(leave)
+    hook_before(sublayer, enter, with_kwargs=True)
+    hook_after(sublayer, leave)
 
 
 def _gather_around(path: str, module: nn.Module, lengths: SequenceLengths) -> None:
@@ -251,8 +251,8 @@ def _gather_around(path: str, module: nn.Module, lengths: SequenceLengths) -> No
             )
         return _exchanged(output, main, _my_part(main, lengths))
 
-    module.register_forward_pre_hook(enter, with_kwargs=True)
-    module.register_forward_hook(leave)
+    hook_before(module, enter, with_kwargs=True)
+    hook_after(module, leave)
 
 
 def _my_part(whole: Tensor, lengths: SequenceLengths) -> Tensor:
@@ -420,10 +420,8 @@ def _refuse_changes_between(blocks: Mapping[str, nn.Module], group: Group, dim: 
 
     for path, block in blocks.items():
         # Before the hook that shards the input of the first block.
-        block.register_forward_pre_hook(
-            lambda _, args, kwargs, path=path: take(path, args, kwargs), with_kwargs=True, prepend=True
-        )
-        block.register_forward_hook(lambda _, args, output, path=path: remember(path, output), prepend=True)
+        hook_before(block, lambda _, args, kwargs, path=path: take(path, args, kwargs), with_kwargs=True, prepend=True)
+        hook_after(block, lambda _, args, output, path=path: remember(path, output), prepend=True)
 
 
 def _require_equal(path: str, given: list[Tensor], group: Group) -> None:

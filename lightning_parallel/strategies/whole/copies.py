@@ -6,7 +6,6 @@ that live at the end of a run get back their classes and full tensors. The next 
 
 from __future__ import annotations
 
-import copy
 import gc
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
@@ -20,11 +19,10 @@ from torch import Tensor, nn
 from lightning_parallel import comm
 from lightning_parallel.comm import Group
 from lightning_parallel.compat import ParallelState, innermost_users_line
-from lightning_parallel.compat.lightning import DEVICE_OF_MODULE
-from lightning_parallel.compat.torch import BUFFERS, PARAMETERS, buffers_of, parameters_of
+from lightning_parallel.compat.torch import buffers_of, parameters_of
 from lightning_parallel.pipeline.placeholder import PlaceholderTensor
 from lightning_parallel.strategies.whole.saved_modules import forget_watchers
-from lightning_parallel.strategies.whole.skeleton import ModuleChange, fill_in_full, strip_division, take_out_full
+from lightning_parallel.strategies.whole.skeleton import ModuleForm, division_of
 from lightning_parallel.tensor.sharding import Shard
 
 __all__ = ["MARK", "ModuleCopies"]
@@ -43,19 +41,19 @@ class _Mark:
         copies: Notes the copies.
         path: Path of the original module.
         owner: The module that carries the mark.
-        divided: Class and attributes of a divided copy, while the copy is restored; None otherwise.
+        restored: Form, class and attributes of a divided copy, while the copy is restored; None otherwise.
     """
 
     copies: ModuleCopies
     path: str
     owner: ref[nn.Module]
-    divided: tuple[type, dict[str, Any]] | None = None
+    restored: tuple[ModuleForm, type, dict[str, Any]] | None = None
 
     def __deepcopy__(self, memo: dict[int, Any]) -> _Mark | None:
         owner = self.owner()
         # `deepcopy` enters the new module into `memo` before it copies the attributes, so the copy is known here.
         duplicate = memo.get(id(owner))
-        if duplicate is None or self.divided is not None or not self.copies.is_noting:
+        if duplicate is None or self.restored is not None or not self.copies.is_noting:
             return None
         mark = _Mark(self.copies, self.path, ref(duplicate))
         self.copies.note(mark, memo)
@@ -87,7 +85,7 @@ class ModuleCopies:
 
     def __init__(self, module: nn.Module) -> None:
         self._state = ParallelState.of(module)
-        self._changes: dict[str, ModuleChange] = {}
+        self._forms: dict[str, ModuleForm] = {}
         self._families: list[_CopiedTogether] = []
         self._made: Counter[tuple[str, str]] = Counter()
 
@@ -113,19 +111,10 @@ class ModuleCopies:
         # A copy may have become a part of the module itself.
         for family in self._families:
             family.members = {path: one for path, one in family.members.items() if id(one()) not in paths}
-        self._changes = {
-            paths[id(child)]: change for child, change in self._state.skeleton.changes if id(child) in paths
-        }
-        for path in self._changes:
+        self._forms = {paths[id(child)]: form for child, form in self._state.skeleton.forms if id(child) in paths}
+        for path in self._forms:
             child = module.get_submodule(path)
             vars(child)[MARK] = _Mark(self, path, ref(child))
-
-    def change_of(self, child: nn.Module) -> ModuleChange | None:
-        """Return the changes by the division in a copy; None if `child` is no copy."""
-        mark = vars(child).get(MARK)
-        if mark is None or mark.owner() is not child or mark.divided is not None or mark.path not in self._changes:
-            return None
-        return _of_copy(child, self._changes[mark.path], vars(child))
 
     def originals_of(self, modules: Mapping[str, nn.Module]) -> dict[str, str]:
         """Return the name of the original for the name of each tensor of a copy.
@@ -135,11 +124,13 @@ class ModuleCopies:
         """
         found: dict[str, str] = {}
         for path, child in modules.items():
-            change = self.change_of(child)
-            if change is not None:
-                for key, name in {**change.parameters, **change.buffers}.items():
-                    if name is not None:
-                        found[f"{path}.{key}"] = name
+            mark = vars(child).get(MARK)
+            if mark is None or mark.owner() is not child or mark.restored is not None or mark.path not in self._forms:
+                continue
+            form = self._forms[mark.path]
+            for key, name in {**form.parameters, **form.buffers}.items():
+                if name is not None:
+                    found[f"{path}.{key}"] = name
         return found
 
     def unmark(self, module: nn.Module) -> None:
@@ -161,7 +152,7 @@ class ModuleCopies:
         """Call `hook` with each copy from earlier runs, and the path of its original."""
         for family in self._families:
             for path, owner in family.alive().items():
-                if path in self._changes:
+                if path in self._forms:
                     hook(owner, path)
 
     # -------------------------------------------------------------------------------------- restored, and divided
@@ -192,12 +183,15 @@ class ModuleCopies:
 
     def _restore(self, family: _CopiedTogether, paths: list[str], replica: Group, fetch: Fetch, is_mine: bool) -> None:
         alive = family.alive()
+        # A copy has a copy of the record of its original.
         members = [
-            (alive[path], self._changes[path]) for path in paths if path in self._changes and MARK in vars(alive[path])
+            (alive[path], replace(self._forms[path], division=division_of(alive[path])))
+            for path in paths
+            if path in self._forms and MARK in vars(alive[path])
         ]
         held: dict[str, Tensor] = {}
-        for child, change in members:
-            for own, names in ((parameters_of(child), change.parameters), (buffers_of(child), change.buffers)):
+        for child, form in members:
+            for own, names in ((parameters_of(child), form.parameters), (buffers_of(child), form.buffers)):
                 for key, name in names.items():
                     value = own.get(key)
                     if name is not None and value is not None and not isinstance(value, PlaceholderTensor):
@@ -206,7 +200,7 @@ class ModuleCopies:
         everyone = comm.all_gather_object(facts, replica)
         # Reversed, so that all ranks take the facts of the first rank that holds the tensor.
         described = {name: fact for facts in reversed(everyone) for name, fact in facts.items()}
-        wanted = {n for _, c in members for n in (*c.parameters.values(), *c.buffers.values()) if n is not None}
+        wanted = {n for _, f in members for n in (*f.parameters.values(), *f.buffers.values()) if n is not None}
         if any(name not in described for name in wanted):
             return  # code has taken a part out of the copy
         tensors: dict[str, Tensor] = {}
@@ -217,7 +211,7 @@ class ModuleCopies:
             full = fetch(name, dtype, mine)
             if not is_mine:
                 continue
-            is_parameter = any(name in change.parameters.values() for _, change in members)
+            is_parameter = any(name in form.parameters.values() for _, form in members)
             if mine is None:
                 full = full.to(device).clone()
                 tensors[name] = nn.Parameter(full, is_trained) if is_parameter else full
@@ -227,8 +221,10 @@ class ModuleCopies:
                 mine.grad = None
                 mine.data = full.to(mine.device)
             tensors[name] = mine
-        for child, change in members if is_mine else ():
-            _restore_copy(child, change, vars(child)[MARK], tensors)
+        for child, form in members if is_mine else ():
+            vars(child)[MARK].restored = form, *form.undo(child)
+            form.fill_in(child, tensors)
+            forget_watchers(child)
 
     def divide_again(self, rules: Mapping[str, Shard], rank: int) -> None:
         """Divide the restored copies again.
@@ -238,13 +234,14 @@ class ModuleCopies:
             rank: Position on that axis.
         """
         seen: set[int] = set()
-        for child, change in self._restored():
-            mark = vars(child)[MARK]
-            kind, divided = mark.divided
-            mark.divided = None
-            take_out_full(child, change, divided)
-            child.__class__ = kind
-            for own, names in ((parameters_of(child), change.parameters), (buffers_of(child), change.buffers)):
+        for child in [child for family in self._families for child in family.alive().values()]:
+            mark = vars(child).get(MARK)
+            if mark is None or mark.restored is None:
+                continue
+            form, kind, divided = mark.restored
+            mark.restored = None
+            form.redo(child, kind, divided)
+            for own, names in ((parameters_of(child), form.parameters), (buffers_of(child), form.buffers)):
                 for key, tensor in own.items():
                     rule = rules.get(names.get(key) or "")
                     # A tied tensor has several names, and must be sharded once only.
@@ -253,27 +250,3 @@ class ModuleCopies:
                     seen.add(id(tensor))
                     tensor.grad = None
                     tensor.data = rule.split(tensor.data, rank).clone()
-
-    def _restored(self) -> Iterator[tuple[nn.Module, ModuleChange]]:
-        for family in self._families:
-            for path, child in family.alive().items():
-                mark = vars(child).get(MARK)
-                if mark is not None and mark.divided is not None:
-                    yield child, _of_copy(child, self._changes[path], mark.divided[1])
-
-
-def _restore_copy(child: nn.Module, change: ModuleChange, mark: _Mark, tensors: Mapping[str, Tensor]) -> None:
-    own = vars(child)
-    kept = (*change.added, *change.attributes, *change.lists, *change.entries, PARAMETERS, BUFFERS)
-    mark.divided = type(child), {name: own[name] for name in kept if name in own}
-    strip_division(child, _of_copy(child, change, own))
-    fill_in_full(child, change, tensors)
-    forget_watchers(child)
-
-
-def _of_copy(child: nn.Module, change: ModuleChange, divided: Mapping[str, Any]) -> ModuleChange:
-    """Return the changes by the division in a copy, whose attributes are copies, too."""
-    names = (*change.added, *change.attributes)
-    attributes = {name: copy.deepcopy(value) for name, value in change.attributes.items() if name != DEVICE_OF_MODULE}
-    after = {name: divided[name] for name in names if name in divided}
-    return replace(change, attributes=attributes, after=after)

@@ -15,7 +15,7 @@ from weakref import WeakValueDictionary
 
 from torch import Tensor, nn
 
-from lightning_parallel.compat import ParallelState
+from lightning_parallel.compat import DIVISION, ParallelState
 
 __all__ = ["forget_watchers", "holds_modules", "put_full_copies", "weakly"]
 
@@ -103,7 +103,7 @@ def _is_alike(known: Tensor | None, value: Tensor) -> bool:
 def forget_watchers(module: nn.Module) -> None:
     """Remove the hooks of this library from a copy: a file with them could not be read without the library."""
     own = vars(module)
-    for name in ("_parallel_state", "_pipeline_site"):
+    for name in (DIVISION, "_parallel_state", "_pipeline_site"):
         own.pop(name, None)
     if _is_ours(own.get("forward")):
         del own["forward"]

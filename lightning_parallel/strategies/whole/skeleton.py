@@ -1,8 +1,8 @@
-"""Keeps the classes and attributes of a module from before the division, without data.
+"""Keeps the form of a module from before the division, without data.
 
-A divided module can put the skeleton on inside a block (`put_on`): parameters are then fetched when code reads them.
-After a run, the module gets the skeleton and its full tensors back (`restore`). The next run divides the module in the
-same way (`divide_again`).
+Each module that the division has changed carries a record (`Division`). A divided module can put its full form on
+inside a block (`put_on`): parameters are then fetched when code reads them. After a run, the module gets its full form
+and full tensors back (`restore`). The next run divides the module in the same way (`divide_again`).
 """
 
 from __future__ import annotations
@@ -16,21 +16,12 @@ from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
-from lightning_parallel.compat import ParallelState
+from lightning_parallel.compat import DIVISION, Division, ParallelState
 from lightning_parallel.compat.torch import BUFFERS, PARAMETERS, buffers_of, parameters_of
 from lightning_parallel.pipeline.placeholder import PlaceholderTensor
 from lightning_parallel.tensor.sharding import Shard
 
-__all__ = [
-    "ModuleChange",
-    "FetchParameter",
-    "Skeleton",
-    "close_skeleton",
-    "fill_in_full",
-    "keep_skeleton",
-    "strip_division",
-    "take_out_full",
-]
+__all__ = ["FetchParameter", "ModuleForm", "Skeleton", "close_skeleton", "division_of", "keep_skeleton"]
 
 FetchParameter = Callable[[str], Tensor]
 """Returns a parameter of the full model by its first name."""
@@ -42,32 +33,55 @@ class _Named(NamedTuple):
     name: str
 
 
+def division_of(module: nn.Module) -> Division:
+    """Return the record of the division of `module`; an empty record if the division has not changed it."""
+    return vars(module).get(DIVISION) or Division(type(module), placed_kind=type(module))
+
+
 @dataclass
-class ModuleChange:
-    """Lists the changes that the division made in one module.
+class ModuleForm:
+    """Lists the tensors of one module of the full model, and holds the record of its division.
 
     Attributes:
-        kind: Class before the division.
-        attributes: Former values of attributes that the division replaced or deleted.
-        added: Names of attributes that the division added.
-        after: Values of replaced and added attributes right after the division. A later value is the user's.
-        entries: Former entries of dicts among the attributes, such as hooks and children, by attribute.
-        added_entries: Keys that the division added to these dicts, by attribute.
-        divided_kind: Class right after the division.
+        division: The changes by the division.
         parameters, buffers: First name of each own parameter and buffer, by key.
         lists: Former lists with parameters in them, which recurrent layers keep.
     """
 
-    kind: type
-    attributes: dict[str, Any] = field(default_factory=dict)
-    added: list[str] = field(default_factory=list)
-    after: dict[str, Any] = field(default_factory=dict)
-    entries: dict[str, dict[Any, Any]] = field(default_factory=dict)
-    added_entries: dict[str, list[Any]] = field(default_factory=dict)
-    divided_kind: type | None = None
+    division: Division
     parameters: dict[str, str | None] = field(default_factory=dict)
     buffers: dict[str, str | None] = field(default_factory=dict)
     lists: dict[str, list[Any]] = field(default_factory=dict)
+
+    def undo(self, child: nn.Module) -> tuple[type, dict[str, Any]]:
+        """Undo the division of `child`, and return its class and its attributes; the full tensors are still absent."""
+        divided = self.division.undo(child)
+        for key in (*self.parameters, *self.buffers):
+            # A placeholder of a freed tensor is an ordinary attribute, which would hide the registered tensor.
+            if isinstance(vars(child).get(key), PlaceholderTensor):
+                del vars(child)[key]
+        return divided
+
+    def fill_in(self, child: nn.Module, tensors: Mapping[str, Any]) -> None:
+        """Register the full tensors of `child` in their order, and later tensors of the user after them."""
+        own = vars(child)
+        for name, items in self.lists.items():
+            own[name] = [tensors[item.name] if isinstance(item, _Named) else item for item in items]
+        for registry, names in ((PARAMETERS, self.parameters), (BUFFERS, self.buffers)):
+            # The user may have set a key that had no tensor at the division.
+            since = {key: value for key, value in own[registry].items() if names.get(key) is None}
+            own[registry] = {key: None if name is None else tensors[name] for key, name in names.items()} | since
+
+    def redo(self, child: nn.Module, kind: type, divided: Mapping[str, Any]) -> None:
+        """Divide `child` again, with its present tensors where this rank holds them."""
+        own = vars(child)
+        self.division.redo(child, kind, divided)
+        for registry, names in ((PARAMETERS, self.parameters), (BUFFERS, self.buffers)):
+            now = own[registry]
+            held = {key: now[key] if key in names and key in now else v for key, v in divided[registry].items()}
+            own[registry] = held | {key: value for key, value in now.items() if key not in names}
+            own.update({key: divided[key] for key in names if isinstance(divided.get(key), PlaceholderTensor)})
+        own.update({name: divided[name] for name in self.lists if name in divided})
 
 
 class Skeleton:
@@ -78,90 +92,54 @@ class Skeleton:
 
     Attributes:
         module: The module.
-        changes: The changes by the division, for each submodule.
+        forms: Each submodule and its form. A list, not a dict: the hash of a metric changes with its state.
     """
 
     def __init__(self, module: nn.Module) -> None:
         self.module = module
-        named = [*module.named_parameters(), *module.named_buffers()]
-        self._first = {id(tensor): name for name, tensor in named}
-        # Lists, not dicts by module: the hash of a metric changes with its state.
-        self.changes: list[tuple[nn.Module, ModuleChange]] = []
-        self._before: list[dict[str, Any]] = []
         # Classes and attributes of the divided module, while the module is restored between runs.
         self._divided: list[tuple[type, dict[str, Any]]] = []
         self._restored: dict[str, Tensor] = {}
-        for child in module.modules():
-            before = {name: self._captured(value) for name, value in _attributes(child).items()}
-            lists = _with_parameters(before)
-            own = (self._names(parameters_of(child)), self._names(buffers_of(child)))
-            self.changes.append((child, ModuleChange(type(child), parameters=own[0], buffers=own[1], lists=lists)))
-            self._before.append(before)
+        self.forms: list[tuple[nn.Module, ModuleForm]] = []
+        self._take_form()
+
+    def _take_form(self) -> None:
+        """Note the tensors of the present module."""
+        first = {id(value): name for name, value in (*self.module.named_parameters(), *self.module.named_buffers())}
+        self.forms = [(child, _form_of(child, first)) for child in self.module.modules()]
 
     def close(self) -> None:
-        """Note the changes by the division, and drop all other values, which the user may change or delete."""
-        for (child, change), before in zip(self.changes, self._before):
-            after = {name: self._captured(value) for name, value in _attributes(child).items()}
-            change.added = [name for name in after if name not in before]
-            for name, old in before.items():
-                if name in change.lists or _same(old, after.get(name, _GONE)):
-                    continue
-                new = after.get(name, _GONE)
-                if isinstance(old, dict) and isinstance(new, dict):
-                    change.entries[name] = {k: v for k, v in old.items() if k not in new or new[k] is not v}
-                    change.added_entries[name] = [key for key in new if key not in old]
-                else:
-                    change.attributes[name] = old
-            changed = [name for name in (*change.added, *change.attributes) if name in vars(child)]
-            change.after = {name: vars(child)[name] for name in changed}
-            change.divided_kind = type(child)
-        self._before.clear()
-        self._first.clear()
+        """End the records of the division: later values of attributes are the user's."""
+        for child, form in self.forms:
+            # The division has made the record if it has changed the module.
+            form.division = vars(child).get(DIVISION) or form.division
+            form.division.close(child)
 
-    def adopt(self, change_of: Callable[[nn.Module], ModuleChange | None]) -> None:
+    def adopt(self) -> None:
         """Take the present form of the module: new submodules count as not divided, removed submodules are dropped.
 
-        Args:
-            change_of: Returns the changes in a new submodule that is a copy of a divided one; None for any other.
+        A new submodule that is a copy of a divided one has a copy of its record.
         """
-        known = {id(child): change for child, change in self.changes}
-        named = [*self.module.named_parameters(), *self.module.named_buffers()]
-        self._first = {id(tensor): name for name, tensor in named}
-        self.changes = []
-        for child in self.module.modules():
-            change = known.get(id(child)) or change_of(child) or ModuleChange(type(child))
-            if type(child) is not change.divided_kind:
-                change.kind = change.divided_kind = type(child)  # the user's, such as one with parametrizations
-            change.parameters = self._names(parameters_of(child))
-            change.buffers = self._names(buffers_of(child))
-            change.lists = _with_parameters({k: self._captured(v) for k, v in _attributes(child).items()})
-            self.changes.append((child, change))
-        self._first.clear()
+        self._take_form()
+        for child, form in self.forms:
+            if type(child) is not form.division.placed_kind:
+                # The user's class, such as one with parametrizations.
+                form.division.kind = form.division.placed_kind = type(child)
 
     def buffers(self) -> dict[str, Tensor]:
         """Return the present buffers by first name, even if the module has replaced them."""
         return {
             name: value
-            for child, change in self.changes
-            for key, name in change.buffers.items()
+            for child, form in self.forms
+            for key, name in form.buffers.items()
             if name is not None and (value := buffers_of(child).get(key)) is not None
         }
 
     @property
     def buffer_names(self) -> list[str]:
         """First names of all buffers of the full module."""
-        found = [name for _, change in self.changes for name in change.buffers.values() if name is not None]
+        found = [name for _, form in self.forms for name in form.buffers.values() if name is not None]
         return list(dict.fromkeys(found))
-
-    def _names(self, tensors: Mapping[str, Tensor | None]) -> dict[str, str | None]:
-        return {key: None if value is None else self._first[id(value)] for key, value in tensors.items()}
-
-    def _captured(self, value: Any) -> Any:
-        if isinstance(value, nn.Parameter):
-            return _Named(self._first[id(value)]) if id(value) in self._first else value
-        if type(value) is list:
-            return [self._captured(item) if isinstance(item, nn.Parameter) else item for item in value]
-        return copy.copy(value) if isinstance(value, dict) else value
 
     # --------------------------------------------------------------------------------------- restored between runs
 
@@ -180,7 +158,7 @@ class Skeleton:
             trained: Names of the parameters that require a gradient.
         """
         held = {**dict(self.module.named_parameters()), **self.buffers()}
-        names = {name for _, change in self.changes for name in change.parameters.values() if name is not None}
+        names = {name for _, form in self.forms for name in form.parameters.values() if name is not None}
         for name, value in full.items():
             mine = held.get(name)
             if mine is None or isinstance(mine, PlaceholderTensor):
@@ -193,20 +171,19 @@ class Skeleton:
             elif name not in names:
                 mine.data.copy_(value)  # every stage has a value of the buffer; the last stage has the final one
             self._restored[name] = mine
-        self._divided = [(type(child), dict(vars(child))) for child, _ in self.changes]
-        for child, change in self.changes:
-            strip_division(child, change)
-            fill_in_full(child, change, self._restored)
+        for child, form in self.forms:
+            self._divided.append(form.undo(child))
+            form.fill_in(child, self._restored)
 
     def fits(self) -> bool:
         """Tell whether the restored module still has the submodules and parameters of the division."""
-        if [id(child) for child in self.module.modules()] != [id(child) for child, _ in self.changes]:
+        if [id(child) for child in self.module.modules()] != [id(child) for child, _ in self.forms]:
             return False
         return all(
-            type(child) is change.kind
-            and all(parameters_of(child).get(key) is self._tensor(name) for key, name in change.parameters.items())
-            and all(vars(child).get(name) is value for name, value in change.attributes.items() if _is_plain(value))
-            for child, change in self.changes
+            type(child) is form.division.kind
+            and all(parameters_of(child).get(key) is self._tensor(name) for key, name in form.parameters.items())
+            and all(vars(child).get(name) is v for name, v in form.division.former.items() if _is_plain(v))
+            for child, form in self.forms
         )
 
     def divide_again(self, rules: Mapping[str, Shard], rank: int) -> None:
@@ -216,9 +193,8 @@ class Skeleton:
             rules: How tensors are sharded over the tensor axis, by name.
             rank: Position on that axis.
         """
-        for (child, change), (kind, divided) in zip(self.changes, self._divided):
-            take_out_full(child, change, divided)
-            child.__class__ = kind
+        for (child, form), divided in zip(self.forms, self._divided):
+            form.redo(child, *divided)
         for name, tensor in [*self.module.named_parameters(), *self.buffers().items()]:
             rule = rules.get(name)
             if rule is not None and name in self._restored:
@@ -242,13 +218,14 @@ class Skeleton:
             buffers: The full buffers, by first name.
             keeps: Whether attributes that the block sets stay after it.
         """
-        current = [(child, type(child), dict(vars(child))) for child, _ in self.changes]
+        current: list[tuple[nn.Module, type, dict[str, Any]]] = []
         begun: list[dict[str, Any]] = []
         try:
-            for child, change in self.changes:
-                _put_on(child, change, parameters, buffers)
-            # After an error in `_put_on`, `begun` is empty, and the block below restores the attributes all the same.
-            begun += [dict(vars(child)) if keeps else {} for child, _ in self.changes]
+            for child, form in self.forms:
+                current.append((child, *form.undo(child)))
+                _fetch_tensors(child, form, parameters, buffers)
+            # After an error in `_fetch_tensors`, `begun` is empty, and the block below restores the attributes all the same.
+            begun += [dict(vars(child)) if keeps else {} for child, _ in self.forms]
             # Fetched tensors are full already, so state dicts must not gather them.
             with ParallelState.of(self.module).own_parts():
                 yield
@@ -285,106 +262,34 @@ def close_skeleton(module: nn.Module) -> None:
 _GONE = object()
 
 
-def _attributes(module: nn.Module) -> dict[str, Any]:
-    own = {PARAMETERS, BUFFERS, "_parallel_state"}
-    return {name: value for name, value in vars(module).items() if name not in own}
+def _form_of(module: nn.Module, first: Mapping[int, str]) -> ModuleForm:
+    """Return the form of a module; `first` has the first name of each tensor, by `id`."""
+    found = ModuleForm(division_of(module))
+    tensors: Mapping[str, Tensor | None]
+    for names, tensors in ((found.parameters, parameters_of(module)), (found.buffers, buffers_of(module))):
+        names.update({key: None if value is None else first[id(value)] for key, value in tensors.items()})
+    for name, value in vars(module).items():
+        if type(value) is list:
+            named = [id(item) in first and isinstance(item, nn.Parameter) for item in value]
+            items = [_Named(first[id(item)]) if is_named else item for item, is_named in zip(value, named)]
+            if any(named):
+                found.lists[name] = items
+    return found
 
 
-def _with_parameters(attributes: Mapping[str, Any]) -> dict[str, list[Any]]:
-    """Return the lists among captured attributes that have parameters in them."""
-    return {
-        name: value
-        for name, value in attributes.items()
-        if isinstance(value, list) and any(isinstance(item, _Named) for item in value)
-    }
-
-
-def _same(old: Any, new: Any) -> bool:
-    if type(old) is not type(new):
-        return False
-    if isinstance(old, dict):
-        return old.keys() == new.keys() and all(new[key] is value for key, value in old.items())
-    if type(old) is list:
-        return len(old) == len(new) and all(a is b or isinstance(a, _Named) and a == b for a, b in zip(old, new))
-    return old is new or isinstance(old, _Named) and bool(old == new)
-
-
-def _put_on(child: nn.Module, change: ModuleChange, parameters: FetchParameter, buffers: Mapping[str, Tensor]) -> None:
+def _fetch_tensors(
+    child: nn.Module, form: ModuleForm, parameters: FetchParameter, buffers: Mapping[str, Tensor]
+) -> None:
+    own = vars(child)
     # A buffer that was None at the division, or was registered later, exists only in the divided module.
     since = {key: value for key, value in buffers_of(child).items() if not isinstance(value, PlaceholderTensor)}
-    strip_division(child, change)
-    own = vars(child)
-    for name, items in change.lists.items():
+    for name, items in form.lists.items():
         own[name] = _FetchedList(items, parameters)
         own["forward"] = _with_plain_list(child, name, own.get("forward"))
-    own[PARAMETERS] = _FetchedParameters(change.parameters, parameters)
-    known = {key: buffers[name] for key, name in change.buffers.items() if name is not None}
+    own[PARAMETERS] = _FetchedParameters(form.parameters, parameters)
+    known = {key: buffers[name] for key, name in form.buffers.items() if name is not None}
     # The keys come first, so that the buffers keep the order of their registration.
-    own[BUFFERS] = {**dict.fromkeys(change.buffers), **since, **known}
-
-
-def strip_division(child: nn.Module, change: ModuleChange) -> None:
-    """Undo the changes by the division in a module, except for values that the user has overwritten."""
-    child.__class__ = change.kind
-    own = vars(child)
-    for name in change.added:
-        if own.get(name, _GONE) is change.after.get(name, _GONE):
-            own.pop(name, None)
-    for name, value in change.attributes.items():
-        if not isinstance(value, _Named) and own.get(name, _GONE) is change.after.get(name, _GONE):
-            own[name] = value
-    for name, entries in change.entries.items():
-        # Edit a copy of the present dict instead of returning to the former dict: the user may have added hooks.
-        kept = copy.copy(own[name])
-        for key in change.added_entries[name]:
-            kept.pop(key, None)
-        kept.update(entries)
-        own[name] = kept
-    # A placeholder of a freed tensor is an ordinary attribute, which would hide the registered tensor.
-    for key in (*change.parameters, *change.buffers):
-        if isinstance(own.get(key), PlaceholderTensor):
-            del own[key]
-
-
-def fill_in_full(child: nn.Module, change: ModuleChange, tensors: Mapping[str, Any]) -> None:
-    """Register the full tensors of a module in their order, and later tensors of the user after them."""
-    own = vars(child)
-    for name, items in change.lists.items():
-        own[name] = [tensors[item.name] if isinstance(item, _Named) else item for item in items]
-    for registry, names in ((PARAMETERS, change.parameters), (BUFFERS, change.buffers)):
-        # The user may have set a key that had no tensor at the division.
-        since = {key: value for key, value in own[registry].items() if names.get(key) is None}
-        own[registry] = {key: None if name is None else tensors[name] for key, name in names.items()} | since
-
-
-def take_out_full(child: nn.Module, change: ModuleChange, divided: Mapping[str, Any]) -> None:
-    """Replace the full form of a module, which the user may have changed since, by the attributes of the division.
-
-    Args:
-        child: The module.
-        change: The changes by the division.
-        divided: The attributes of the divided module.
-    """
-    own = vars(child)
-    for name in (*change.added, *change.attributes, *change.lists):
-        if name in own and own[name] is divided.get(name, _GONE):
-            continue  # the user has set it: see `strip_division`
-        own.pop(name, None)
-        if name in divided:
-            own[name] = divided[name]
-    for name, entries in change.entries.items():
-        kept = copy.copy(own[name])
-        for key in (*entries, *change.added_entries[name]):
-            kept.pop(key, None)
-            if key in divided[name]:
-                kept[key] = divided[name][key]
-        own[name] = kept
-    for registry, names in ((PARAMETERS, change.parameters), (BUFFERS, change.buffers)):
-        current, before = own[registry], divided[registry]
-        held = {key: current[key] if key in names and key in current else value for key, value in before.items()}
-        own[registry] = {**held, **{key: value for key, value in current.items() if key not in names}}
-        # Placeholders of freed tensors are ordinary attributes.
-        own.update({key: divided[key] for key in names if isinstance(divided.get(key), PlaceholderTensor)})
+    own[BUFFERS] = {**dict.fromkeys(form.buffers), **since, **known}
 
 
 def _is_plain(value: Any) -> bool:
