@@ -43,7 +43,7 @@ from lightning_parallel.compat.torch import mark_as_parameter, version_of
 from lightning_parallel.pipeline.placeholder import PlaceholderTensor
 from lightning_parallel.strategies.whole.pinned import ReferenceRunError, RefusedCalls, communication_refused, doubled
 from lightning_parallel.strategies.whole.skeleton import Skeleton
-from lightning_parallel.tensor.sharding import Shard
+from lightning_parallel.tensor.sharding import REPLICATED
 
 __all__ = ["Blame", "Fetched", "Owners", "WholeModel", "run_reference"]
 
@@ -225,56 +225,39 @@ class Owners:
         ranks = self._ranks_of(self.inventory.tensors[name].stages[:1])
         return ranks if name in self.rules else ranks[:1]
 
-    def _part_shape(self, name: str, full: torch.Size, position: int) -> torch.Size:
-        rule = self._rule(name, full)
-        return full if rule is None else rule.local_shape(full, position % self._width)
-
-    def _rule(self, name: str, full: torch.Size) -> Shard | None:
-        """Return how a tensor of this shape is sharded; None if the step has made a tensor of another shape."""
-        return self.rules.get(name) if full == self.inventory.full_shape(name) else None
+    def _part(self, name: str, full: Tensor, position: int) -> Tensor:
+        """Return the part of a rank; all of a tensor that the step has made in another shape."""
+        rule = self.rules.get(name, REPLICATED) if full.shape == self.inventory.full_shape(name) else REPLICATED
+        return rule.split(full, position % self._width)
 
     # ------------------------------------------------------------------------------------------ on the first rank
 
     def fetch(self, names: Sequence[str]) -> dict[str, Tensor]:
         """Return full tensors, as copies; only on the first rank, while the other ranks `serve`."""
         with self._talking():
-            return self._fetch(names)
-
-    def _fetch(self, names: Sequence[str]) -> dict[str, Tensor]:
-        self._tell("send", list(names))
-        parts: dict[str, dict[int, Tensor]] = {name: {} for name in names}
-        pending: list[tuple[int, list[str], list[torch.Size], Tensor]] = []
-
-        def prepare() -> None:
-            for position in range(1, self.replica.size):
-                theirs = [name for name in names if position in self._sources(name)]
-                for dtype, of_dtype in self._by_dtype(theirs).items():
-                    shapes = [self._part_shape(name, self.inventory.full_shape(name), position) for name in of_dtype]
-                    flat = torch.empty(sum(shape.numel() for shape in shapes), dtype=dtype, device=self.device)
-                    pending.append((position, of_dtype, shapes, flat))
-
-        self._agree(prepare)
-        # All receives start before the first wait, so that owners can send at the same time.
-        works = [comm.irecv(flat, self.replica, position, _TAG) for position, _, _, flat in pending if len(flat)]
-        for work in works:
-            work.wait()
-        for position, of_dtype, shapes, flat in pending:
-            for name, shape, piece in zip(of_dtype, shapes, flat.split([shape.numel() for shape in shapes])):
-                parts[name][position] = piece.view(shape)
-        full = {}
-        for name in names:
-            if 0 in self._sources(name):
-                parts[name][0] = self.held[name].detach()
-            rule = self.rules.get(name)
-            in_order = [parts[name][position] for position in sorted(parts[name])]
-            if rule is not None:
-                full[name] = rule.merge(in_order)
-            else:
+            self._tell("send", list(names))
+            parts = self._exchange(
+                lambda: ({}, {position: self._forms(names, position) for position in range(1, self.replica.size)})
+            )
+            # Shards are merged into new memory, but a full tensor of this rank would be the parameter itself.
+            own = {name: self.held[name].detach() for name in names if 0 in self._sources(name)}
+            parts[0] = {name: tensor if name in self.rules else tensor.clone() for name, tensor in own.items()}
+            full = {}
+            for name in names:
+                in_order = [parts[position][name] for position in self._sources(name)]
+                merged = self.rules.get(name, REPLICATED).merge(in_order)
                 # Each tensor gets its own memory; a message with one tensor has it already.
-                part = in_order[0]
-                is_alone = 0 not in parts[name] and part.untyped_storage().nbytes() == part.nbytes
-                full[name] = part if is_alone else part.clone()
-        return full
+                is_alone = merged.untyped_storage().nbytes() == merged.nbytes
+                full[name] = merged if is_alone else merged.clone()
+            return full
+
+    def _forms(self, names: Sequence[str], position: int) -> dict[str, Tensor]:
+        """Return the forms of the parts that a rank sends."""
+        return {
+            name: self._part(name, _form(self.inventory.full_shape(name), self.inventory.tensors[name].dtype), position)
+            for name in names
+            if position in self._sources(name)
+        }
 
     def give_back(self, tensors: Mapping[str, Tensor], are_values: bool = False) -> None:
         """Send the shards of full tensors to their owners; only on the first rank.
@@ -283,8 +266,13 @@ class Owners:
             tensors: Gradients, which are added to earlier gradients, or new values.
             are_values: Whether the tensors are new values of buffers and parameters.
         """
+        known = {name: value for name, value in tensors.items() if name in self.inventory.tensors}
         with self._talking():
-            self._give_back(tensors, are_values)
+            self._tell("take", ({name: _form(value.shape, value.dtype) for name, value in known.items()}, are_values))
+            self._exchange(
+                lambda: ({position: self._parts_of(known, position) for position in range(1, self.replica.size)}, {})
+            )
+            self._add(self._parts_of(known, 0), are_values)
 
     @contextmanager
     def _talking(self) -> Iterator[None]:
@@ -309,31 +297,42 @@ class Owners:
             error = failure
         comm.raise_together(error, self.replica)
 
-    def _give_back(self, tensors: Mapping[str, Tensor], are_values: bool) -> None:
-        names = [name for name in tensors if name in self.inventory.tensors]
-        entries = [(name, tensors[name].dtype, tensors[name].shape) for name in names]
-        self._tell("take", (entries, are_values))
-        messages: list[tuple[int, Tensor]] = []
+    def _exchange(self, prepare: Callable[[], tuple[_Parts, _Parts]]) -> _Parts:
+        """Send and receive tensors, in one message for each rank and dtype.
 
-        def prepare() -> None:
-            for position in range(1, self.replica.size):
-                kinds: dict[torch.dtype, list[Tensor]] = {}
-                for name in names:
-                    if position in self._holders(name):
-                        part = self._part(name, tensors[name], position)
-                        kinds.setdefault(part.dtype, []).append(part)
-                # By dtype in the order of the names, as the owner receives: messages with one tag match by their order.
-                messages.extend((position, _joined(parts).to(self.device)) for parts in kinds.values())
+        Args:
+            prepare: Returns the tensors to send, and the forms of the tensors to receive.
+        """
+        outgoing: list[tuple[int, Tensor]] = []
+        incoming: list[tuple[int, dict[str, Tensor], Tensor]] = []
 
-        self._agree(prepare)
-        for position, flat in messages:
+        def allocate() -> None:
+            sent, expected = prepare()
+            for position, parts in _by_dtype(sent):
+                outgoing.append((position, _joined(list(parts.values())).to(self.device)))
+            for position, forms in _by_dtype(expected):
+                dtype = next(iter(forms.values())).dtype
+                size = sum(form.numel() for form in forms.values())
+                incoming.append((position, forms, torch.empty(size, dtype=dtype, device=self.device)))
+
+        self._agree(allocate)
+        # All receives start before the first wait, so that owners can send at the same time.
+        works = [comm.irecv(flat, self.replica, position, _TAG) for position, _, flat in incoming if len(flat)]
+        for position, flat in outgoing:
             if len(flat):
                 comm.isend(flat, self.replica, position, _TAG).wait()
-        for name in names:
-            if 0 in self._holders(name):
-                part = self._part(name, tensors[name], 0)
-                # A view would keep the full tensor in memory.
-                self._add(name, part.clone() if name in self.rules else part, are_values)
+        for work in works:
+            work.wait()
+        found: _Parts = {}
+        for position, forms, flat in incoming:
+            pieces = flat.split([form.numel() for form in forms.values()])
+            named = zip(forms.items(), pieces)
+            found.setdefault(position, {}).update({name: piece.view(form.shape) for (name, form), piece in named})
+        return found
+
+    def _parts_of(self, full: Mapping[str, Tensor], position: int) -> dict[str, Tensor]:
+        """Return the parts of full tensors, or of their forms, that a rank holds."""
+        return {n: self._part(n, value, position) for n, value in full.items() if position in self._holders(n)}
 
     def end(self, result: Any) -> str:
         """Let the other ranks return from `serve` with `result`; returns why one of them could not serve."""
@@ -345,10 +344,6 @@ class Owners:
 
     def _tell(self, command: str, argument: Any) -> None:
         comm.broadcast_object((command, argument), self.replica)
-
-    def _part(self, name: str, full: Tensor, position: int) -> Tensor:
-        rule = self._rule(name, full.shape)
-        return full if rule is None else rule.split(full, position % self._width)
 
     # ------------------------------------------------------------------------------------------- on the other ranks
 
@@ -369,54 +364,37 @@ class Owners:
                 self.failure = self.failure or f"{type(error).__name__}: {error}"
 
     def _send(self, names: Sequence[str]) -> None:
-        messages: list[Tensor] = []
+        rank = self.replica.rank
+        self._exchange(lambda: ({0: {n: self.held[n].detach() for n in names if rank in self._sources(n)}}, {}))
 
-        def prepare() -> None:
-            mine = [name for name in names if self.replica.rank in self._sources(name)]
-            for of_dtype in self._by_dtype(mine).values():
-                messages.append(_joined([self.held[name].detach() for name in of_dtype]).to(self.device))
+    def _take(self, forms: Mapping[str, Tensor], are_values: bool) -> None:
+        found = self._exchange(lambda: ({}, {0: self._parts_of(forms, self.replica.rank)}))
+        self._add(found.get(0, {}), are_values)
 
-        self._agree(prepare)
-        for flat in messages:
-            if len(flat):
-                comm.isend(flat, self.replica, 0, _TAG).wait()
+    def _add(self, parts: Mapping[str, Tensor], are_values: bool) -> None:
+        for name, part in parts.items():
+            # In the host's memory: the device has to hold the gradients of the divided step beside the parameters.
+            part = part.cpu()
+            if are_values:
+                self.values[name] = part
+            else:
+                known = self.taken.get(name)
+                self.taken[name] = part if known is None else known + part
 
-    def _take(self, entries: Sequence[tuple[str, torch.dtype, torch.Size]], are_values: bool) -> None:
-        position = self.replica.rank
-        kinds: dict[torch.dtype, list[tuple[str, torch.Size]]] = {}
-        flats: dict[torch.dtype, Tensor] = {}
 
-        def prepare() -> None:
-            for name, dtype, full in entries:
-                if position in self._holders(name):
-                    kinds.setdefault(dtype, []).append((name, self._part_shape(name, full, position)))
-            for dtype, parts in kinds.items():
-                size = sum(shape.numel() for _, shape in parts)
-                flats[dtype] = torch.empty(size, dtype=dtype, device=self.device)
+_Parts = dict[int, dict[str, Tensor]]
+"""Parts of tensors, by the position of the other rank and by name; or their forms, which are on the meta device."""
 
-        self._agree(prepare)
-        for flat in flats.values():
-            if len(flat):
-                comm.irecv(flat, self.replica, 0, _TAG).wait()
-        for dtype, parts in kinds.items():
-            pieces = flats[dtype].split([shape.numel() for _, shape in parts])
-            for (name, shape), piece in zip(parts, pieces):
-                self._add(name, piece.view(shape), are_values)
 
-    def _add(self, name: str, part: Tensor, is_value: bool) -> None:
-        # In the host's memory: the device has to hold the gradients of the divided step beside the parameters.
-        part = part.cpu()
-        if is_value:
-            self.values[name] = part
-        else:
-            known = self.taken.get(name)
-            self.taken[name] = part if known is None else known + part
+def _form(shape: torch.Size, dtype: torch.dtype) -> Tensor:
+    return torch.empty(shape, dtype=dtype, device="meta")
 
-    def _by_dtype(self, names: Sequence[str]) -> dict[torch.dtype, list[str]]:
-        kinds: dict[torch.dtype, list[str]] = {}
-        for name in names:
-            kinds.setdefault(self.inventory.tensors[name].dtype, []).append(name)
-        return kinds
+
+def _by_dtype(parts: _Parts) -> Iterator[tuple[int, dict[str, Tensor]]]:
+    for position, named in parts.items():
+        # In the order of the names on both ranks: messages with one tag match by their order.
+        for dtype in dict.fromkeys(part.dtype for part in named.values()):
+            yield position, {name: part for name, part in named.items() if part.dtype == dtype}
 
 
 def _joined(tensors: Sequence[Tensor]) -> Tensor:

@@ -224,7 +224,7 @@ class Skeleton:
             for child, form in self.forms:
                 current.append((child, *form.undo(child)))
                 _fetch_tensors(child, form, parameters, buffers)
-            # After an error in `_fetch_tensors`, `begun` is empty, and the block below restores the attributes all the same.
+            # After an error above, `begun` is empty, and the block below restores the attributes all the same.
             begun += [dict(vars(child)) if keeps else {} for child, _ in self.forms]
             # Fetched tensors are full already, so state dicts must not gather them.
             with ParallelState.of(self.module).own_parts():
