@@ -128,6 +128,7 @@ __all__ = [
     "make_wrapper_subclass",
     "has_data",
     "overload_packet",
+    "random_values",
     "position_in_graph",
     "parameters_of",
     "pytree",
@@ -506,6 +507,15 @@ def storage_address(storage: torch.UntypedStorage) -> int:
 def has_data(tensor: Tensor) -> bool:
     """Return whether the values of a tensor can be read."""
     return not (tensor.is_meta or isinstance(tensor, FakeTensor))
+
+
+def random_values(shape: Any, dtype: torch.dtype, device: Any, std: float = 1.0, generator: Any = None) -> Tensor:
+    """Return normally distributed numbers; zeros for integers, because zero is a valid index into any table."""
+    values = torch.zeros(shape, dtype=dtype, device=device)
+    # A fake tensor takes no generator.
+    if has_data(values) and (dtype.is_floating_point or dtype.is_complex):
+        values.normal_(0.0, std, generator=generator)
+    return values
 
 
 def overload_packet(op: Any) -> Any:

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_parallel.compat import Division, PartialModule, class_in_place
-from lightning_parallel.compat.torch import buffers_of, forward_hooks_of, parameters_of, pytree
+from lightning_parallel.compat.torch import buffers_of, forward_hooks_of, parameters_of, pytree, random_values
 from lightning_parallel.pipeline.attributes import SavedForwards, own_attributes, parameter_lists, replaced
 from lightning_parallel.pipeline.placeholder import PlaceholderTensor, UnknownValue, reveal
 from lightning_parallel.pipeline.random_streams import seed_all
@@ -435,7 +435,4 @@ def fake_data(tensor: Tensor, device: torch.device) -> Tensor:
     if isinstance(tensor, PlaceholderTensor) and tensor.value is not None:
         return tensor.value
     shape, dtype = tensor.signature if isinstance(tensor, PlaceholderTensor) else (tensor.shape, tensor.dtype)
-    if dtype.is_floating_point or dtype.is_complex:
-        return torch.randn(shape, dtype=dtype, device=device)
-    # Zero is a valid index into any table.
-    return torch.zeros(shape, dtype=dtype, device=device)
+    return random_values(shape, dtype, device)

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
-from lightning_parallel.compat.torch import buffers_of, has_data, parameters_of, pytree, storage_address
+from lightning_parallel.compat.torch import buffers_of, parameters_of, pytree, random_values, storage_address
 from lightning_parallel.pipeline.attributes import parameter_lists, replaced
 from lightning_parallel.pipeline.interception import Call, has_listeners
 from lightning_parallel.pipeline.layer_stack import LayerStack, outer_modules
@@ -271,10 +271,7 @@ def _random(name: str, parameter: Tensor, device: torch.device) -> Tensor:
     """Return the same random values for a parameter each time, small enough that half precision stays finite."""
     # Not `hash`, which differs from process to process: all ranks must draw the same values.
     generator = torch.Generator(device).manual_seed(zlib.crc32(name.encode()))
-    value = torch.zeros(parameter.shape, dtype=parameter.dtype, device=device)
-    if has_data(value) and (value.is_floating_point() or value.is_complex()):
-        value.normal_(0.0, 0.02, generator=generator)
-    return value
+    return random_values(parameter.shape, parameter.dtype, device, 0.02, generator)
 
 
 def _copied(buffer: Tensor, device: torch.device) -> Tensor:

@@ -22,7 +22,7 @@ from torch.overrides import TorchFunctionMode
 from lightning_parallel import comm
 from lightning_parallel.comm import Group
 from lightning_parallel.compat import Patches
-from lightning_parallel.compat.torch import pytree, seed_torch
+from lightning_parallel.compat.torch import pytree, random_values, seed_torch
 from lightning_parallel.tensor.inspection import copy_of, is_linear, sizes_of, structure_of
 from lightning_parallel.tensor.plan import Plan, apply_plan
 from lightning_parallel.tensor.sharding import reduce_partial_
@@ -499,8 +499,5 @@ def _with_random_values(block: nn.Module) -> nn.Module:
     with torch.random.fork_rng(), torch.no_grad():
         seed_torch(0)
         for tensor in [*block.parameters(), *block.buffers()]:
-            if tensor.is_floating_point():
-                tensor.normal_(std=0.1)
-            else:
-                tensor.zero_()
+            tensor.copy_(random_values(tensor.shape, tensor.dtype, "cpu", 0.1))
     return block
