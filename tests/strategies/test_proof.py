@@ -254,19 +254,15 @@ def test_parameters_on_several_stages(group):
 
 
 @distributed(world_size=4)
-def test_both_axes(group):
-    said = fit(Logging(), "hybrid")
-    assert group.rank > 0 or said[0].startswith(
-        "Self-check passed on 2 samples: loss, 20 gradients, 1 logged metric and 3"
-    )
-
-
-@distributed(world_size=4)
 def test_a_run_after_the_first_knows_what_other_stages_hold(group):
-    module = Tokens()
+    """On both axes."""
+    module = Logging()
     fit(module, "hybrid", verify="off")
     said = fit(module, "hybrid")
-    assert group.rank > 0 or said[0].startswith("Self-check passed on 2 samples: loss")
+    # The first run has set `classes`, so that the step changes two attributes.
+    assert group.rank > 0 or said[0].startswith(
+        "Self-check passed on 2 samples: loss, 20 gradients, 1 logged metric and 2 attributes match"
+    )
 
 
 class Manual(Tokens):
@@ -501,7 +497,7 @@ CHANGED_BY_MICROBATCHES = (
 @distributed(world_size=2)
 def test_steps_that_microbatches_change_are_refused(microbatches):
     # With one sample in each, permutations are not seen, and many a weight is right by chance.
-    for kind in CHANGED_BY_MICROBATCHES if microbatches == 4 else (Views, Mixup, Selected):
+    for kind in CHANGED_BY_MICROBATCHES if microbatches == 4 else (Mixup, Selected):
         with pytest.raises(SelfCheckError, match="(?s)loss .*not a mean.*`microbatch_weight`.*num_microbatches=1"):
             fit(kind(), "pipeline", num_microbatches=microbatches)
 
@@ -597,8 +593,10 @@ def test_steps_that_draw_for_each_sample_are_verified_in_microbatches(group):
     x, y = next(iter(loader()))
     y = y.masked_fill(y == 0, -100)
     ignored = DataLoader(TensorDataset(x, y), 8)
-    for kind, data in [(each, None) for each in (Noisy, NoisyBlocks, Paired, Diffusion)] + [(Noisy, ignored)]:
-        said = fit(kind(), "pipeline", num_microbatches=4, data=data)
+    for kind, data in ((Noisy, ignored), (NoisyBlocks, None), (Paired, None), (Diffusion, None)):
+        module = kind()
+        module.blocks = module.blocks[:2]
+        said = fit(module, "pipeline", num_microbatches=4, data=data)
         assert group.rank > 0 or "match a single-process run, with the same random numbers" in said[0], (kind, said)
     said = fit(EpochMetric(), "pipeline", num_microbatches=4)
     assert group.rank > 0 or said[0].startswith("Self-check passed on 4 samples: loss and 20 gradients match"), said
@@ -803,7 +801,9 @@ class ReadsOutputs(Callback):
 @pytest.mark.parametrize("verify", ["auto", "off"])
 @distributed(world_size=2)
 def test_what_a_step_returns_is_whole_for_who_looks_on_one_rank(group, verify):
-    for kind, layout in [*((kind, "tensor") for kind in RETURNS), ("dataclass", "pipeline"), ("object", "pipeline")]:
+    # Without the self-check the outputs come by the same way: a few kinds show that nothing waits for the check.
+    kinds = RETURNS if verify == "auto" else ("nested", "object", "kept")
+    for kind, layout in [*((kind, "tensor") for kind in kinds), ("dataclass", "pipeline")]:
         alone, module = Returning(kind), Returning(kind)
         trainer_for(devices=1, max_steps=1, callbacks=[ReadsOutputs()]).fit(alone, loader())
         said = fit(module, layout, verify, callbacks=[ReadsOutputs()])
@@ -913,7 +913,8 @@ def test_gradients_that_a_step_asks_for_are_whole(group, options):
     for kind in kinds if not options else [ByAll, Clipping]:
         alone = kind()
         trainer_for(devices=1, max_steps=2).fit(alone, loader())
-        for verify in ("auto", "off"):
+        # The self-check changes nothing of the steps: a kind of each way to ask shows that nothing waits for the check.
+        for verify in ("auto", "off") if kind in (ByAll, LaterByAll, Clipping) and not options else ("auto",):
             module = kind()
             said = fit(module, "tensor", verify, layout_options=options, max_steps=2)
             for name, value in module.state_dict().items():
