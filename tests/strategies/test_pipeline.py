@@ -130,14 +130,10 @@ EVALUATES = {"num_sanity_val_steps": 1, "limit_val_batches": 2}
     ("layout", "options"),
     [
         ("data", {"gradient_clip_val": 0.3}),
-        ("tensor", {}),
         ("tensor", {"gradient_clip_val": 0.3}),
-        ("tensor x data", {"gradient_clip_val": 0.3}),
-        ("tensor x data", {"accumulate_grad_batches": 2}),
-        ("tensor x data", {"gradient_clip_val": 0.01, "gradient_clip_algorithm": "value"}),
+        ("tensor x data", {"gradient_clip_val": 0.3, "accumulate_grad_batches": 2}),
         ("pipeline", {}),
         ("pipeline x data", {"gradient_clip_val": 0.3}),
-        ("pipeline x tensor", {"gradient_clip_val": 0.3}),
         ("pipeline x tensor", {"gradient_clip_val": 0.01, "gradient_clip_algorithm": "value"}),
     ],
 )
