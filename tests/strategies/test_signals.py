@@ -90,7 +90,7 @@ class Endless(torch.utils.data.Dataset):
 
 
 if __name__ == "__main__":
-    strategy = HybridParallelStrategy(**dict(zip(AXES, SIZES)), start_method=method)
+    strategy = HybridParallelStrategy(**dict(zip(AXES, SIZES)), start_method=method, verify="off")
     trainer = Trainer(accelerator="cpu", devices=4 if layout == "hybrid" else 2, strategy=strategy, max_epochs=10**6,
                       logger=False, enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False)
     module = Project()
