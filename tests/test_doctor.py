@@ -63,21 +63,20 @@ def test_problems_are_named_with_a_fix(found, environment, problem):
 def meet(ranks, size, timeout, **further):
     places = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port(), "WORLD_SIZE": str(size), **further}
     words = PROGRAM, "doctor", "--rendezvous", "--timeout", str(timeout)
-    started = [start_script(*words, RANK=str(rank), LOCAL_RANK=str(rank), **places) for rank in ranks]
-    return [one() for one in started]
+    return [start_script(*words, RANK=str(rank), LOCAL_RANK=str(rank), **places) for rank in ranks]
 
 
 def test_processes_meet_and_measure_their_link():
-    first, second = meet(range(2), 2, 60)
+    first, second = (rank() for rank in meet(range(2), 2, 60))
     assert "2 of 2 in" in first.stdout, first.stderr
     assert "all-reduce over gloo" in first.stdout
     assert "ranks" not in second.stdout
 
 
 def test_a_rank_that_does_not_come_is_named():
-    (alone,) = meet([0], 2, 3)
+    started = [*meet([0], 2, 3), *meet([1], 2, 3)]  # two places, at once
+    alone, late = (rank() for rank in started)
     assert alone.returncode == 1
     assert "ranks [1] did not come within 3 s" in alone.stdout, alone.stderr
-    (late,) = meet([1], 2, 3)
     assert late.returncode == 1
     assert "rank 1 cannot reach the store at 127.0.0.1" in late.stdout, late.stderr

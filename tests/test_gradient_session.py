@@ -248,7 +248,7 @@ class FailingMidway(PowerSGD):
 
 @distributed(world_size=2)
 def test_a_failure_on_one_rank_sends_nothing_in_place_of_what_the_other_waits_for(group):
-    (first, second), orders = _twin_groups(timeout_s=8)
+    (first, second), orders = _twin_groups(timeout_s=4)
     compressor = FailingMidway(2, min_numel=1)
     session = GradientSession(compressor, first, ThreadExecutor(CPU), second_group=second)
     for bucket in _buckets(6, 0, group.rank):

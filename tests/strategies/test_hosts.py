@@ -61,8 +61,8 @@ def test_torchrun_on_two_hosts_equals_one_process(tmp_path):
         assert {one["address"] for one in told} <= {network.address(0), network.address(1)}
 
 
-def start_by_slurm(folder, tasks_per_node=2, **more):
-    """Start four processes with the variables that srun sets for each, on what they take for two nodes."""
+def start_by_slurm(folder, tasks_per_node=2, ranks=4, **more):
+    """Start some of four processes with the variables that srun sets for each of them, as if on two nodes."""
     variables = {
         "SLURM_JOB_NAME": "train",
         "SLURM_JOB_ID": "4711",
@@ -77,7 +77,7 @@ def start_by_slurm(folder, tasks_per_node=2, **more):
             SCRIPT, folder, 2, SLURM_PROCID=str(rank), SLURM_LOCALID=str(rank % 2), SLURM_NODEID=str(rank // 2),
             **variables, **more,
         )
-        for rank in range(4)
+        for rank in range(ranks)
     ]  # fmt: skip
 
 
@@ -108,6 +108,7 @@ def test_processes_of_slurm_save_together_when_their_time_is_over(tmp_path):
 
 
 def test_other_tasks_per_node_than_devices_are_refused(tmp_path):
-    ended = [one(60) for one in start_by_slurm(tmp_path, tasks_per_node=4)[:1]]
-    assert ended[0].returncode != 0
-    assert "--ntasks-per-node=4" in ended[0].stderr
+    (first,) = start_by_slurm(tmp_path, tasks_per_node=4, ranks=1)
+    ended = first(60)
+    assert ended.returncode != 0
+    assert "--ntasks-per-node=4" in ended.stderr
