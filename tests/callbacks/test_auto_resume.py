@@ -130,7 +130,6 @@ class DeepDropping(Dropping):
 
 
 STRATEGIES = {
-    "tensor x data": lambda: HybridParallelStrategy(tensor_parallel_size=2),
     "pipeline x data": lambda: HybridParallelStrategy(pipeline_parallel_size=2, balance="uniform"),
     "pipeline x tensor, sharded, in the background": lambda: HybridParallelStrategy(
         pipeline_parallel_size=2,

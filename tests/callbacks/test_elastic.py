@@ -64,7 +64,6 @@ def _batches_of_sampler(batch_size, length):
 @pytest.mark.parametrize(
     ("attempts", "accumulated"),
     [
-        ([("tensor", 4, 4, 1), ("tensor", 2, 4, 1)], 2),
         ([("tensor", 2, 4, 2), ("tensor", 4, 4, 2), ("one", 1, 4, 2)], 2),
         ([("ddp", 2, 4, 1), ("pipeline", 4, 2, 1)], 2),
         ([("sharded hybrid", 4, 4, 2), ("sharded", 2, 4, 2), ("sharded", 1, 4, 2)], 2),
