@@ -43,6 +43,8 @@ def test_calls_run_in_order_and_give_their_results(executor):
     order = []
     results = [executor.submit(lambda index=index: order.append(index) or index) for index in range(20)]
     assert [result() for result in results] == list(range(20)) == order
+    executor.close()
+    executor.wait()  # returns after the end as well
 
 
 def test_a_thread_keeps_the_first_error_until_it_is_waited_for():

@@ -140,6 +140,7 @@ class ThreadExecutor:
                 call()
             finally:
                 self._calls.task_done()
+        self._calls.task_done()  # of the None, so that `wait` also returns after the end
         # Only now: calls of this thread may have waited for messages on the other threads.
         for stop in self._stops:
             stop()

@@ -307,7 +307,7 @@ class _Heartbeat:
             self.store.set(f"ended/{self.rank}", str(self.run))
             # A failed rank has already counted itself in `report`.
             if self.name and not self.read(f"error/{self.rank}"):
-                self.store.add(f"over/{self.name}", 1)
+                self._count_itself()
 
     def report(self, message: str) -> None:
         """Publish the error that ends this rank, for the ranks that wait for this rank."""
@@ -318,7 +318,16 @@ class _Heartbeat:
         self.store.set(f"error/{self.rank}", message)
         if is_first and self.name:
             self.store.add(f"failed/{self.name}", 1)
-            self.store.add(f"over/{self.name}", 1)
+            self._count_itself()
+
+    def _count_itself(self) -> None:
+        self.store.add(f"over/{self.name}", 1)
+        self.store.set(f"over/{self.name}/{self.rank}", "1")
+
+    def num_over(self, others: Sequence[int]) -> int:
+        """Return how many ranks have ended the run: a rank that has said so and has left counts once."""
+        said = self.store.add(f"over/{self.name}", 0)
+        return said + sum(not self.store.check([f"over/{self.name}/{rank}"]) for rank in ended_processes(others))
 
     def silent(self, ranks: Sequence[int]) -> list[int]:
         """Return the ranks without a beat during three intervals."""
@@ -541,7 +550,7 @@ def wait_until_heard() -> None:
     until_s = time.monotonic() + HEARD_S
     others = [rank for rank in range(heart.world_size) if rank != heart.rank]
     with suppress(RuntimeError):
-        while heart.store.add(f"over/{heart.name}", 0) < heart.world_size - len(ended_processes(others)):
+        while heart.num_over(others) < heart.world_size:
             if time.monotonic() > until_s:
                 return
             time.sleep(0.05)

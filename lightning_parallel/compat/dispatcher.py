@@ -133,11 +133,12 @@ def intercepted_collectives(interceptor: Interceptor) -> Iterator[None]:
             _intercept_waits()
         yield
     finally:
-        _interceptors.remove(interceptor)
-        if not _interceptors:
+        # The kernels go first: a helper thread that calls one looks up the last interceptor.
+        if len(_interceptors) == 1:
             _patches.undo()
             while _libraries:
                 _libraries.pop()._destroy()  # otherwise the kernels stay until garbage collection
+        _interceptors.remove(interceptor)
 
 
 def _register() -> None:

@@ -8,6 +8,7 @@ name is an error. The layout is the same in torch 2.6 to 2.13.
 from __future__ import annotations
 
 import io
+import itertools
 import pickle
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
@@ -179,7 +180,23 @@ def _tensor(name: str, described: Any, places: Any) -> tuple[torch.dtype, tuple[
     held = {chunk.offsets: prod(chunk.shape) for chunk in chunks if prod(chunk.shape)}
     if sum(held.values()) != prod(shape):
         raise ValueError(f"the chunks of `{name}` have {sum(held.values())} of its {prod(shape)} elements")
-    return dtype, shape, tuple(chunk for chunk in chunks if prod(chunk.shape))
+    kept = tuple(chunk for chunk in chunks if prod(chunk.shape))
+    if _overlap(kept):
+        raise ValueError(f"the chunks of `{name}` overlap, so that other elements are missing")
+    return dtype, shape, kept
+
+
+def _overlap(chunks: Sequence[SavedChunk]) -> bool:
+    """Tell whether two chunks at different offsets have an element in common."""
+    ordered = sorted(chunks, key=lambda chunk: chunk.offsets)
+    for index, chunk in enumerate(ordered):
+        for other in itertools.islice(ordered, index + 1, None):
+            if not chunk.offsets or other.offsets[0] >= chunk.offsets[0] + chunk.shape[0]:
+                break  # neither this chunk nor a later one begins within the rows
+            pairs = zip(chunk.offsets, chunk.shape, other.offsets, other.shape)
+            if chunk.offsets != other.offsets and all(b < a + n and a < b + m for a, n, b, m in pairs):
+                return True
+    return False
 
 
 def _counts(values: Sequence[Any]) -> tuple[int, ...]:

@@ -319,7 +319,9 @@ def _rebuilt(value: Any, change: Callable[[Any], Any]) -> Any:
         if type(value) is dict:
             return items
         part = copy.copy(value)
-        part.update(items)
+        # One by one: outputs of Hugging Face's models refuse `update`.
+        for name, item in items.items():
+            part[name] = item
         return part
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         part = copy.copy(value)

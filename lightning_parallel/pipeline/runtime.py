@@ -151,7 +151,9 @@ class ScheduleRun:
         self.losses: dict[int, Tensor] = {}
         self.open = tracing.OpenSpan()
         self.failure: BaseException | None = None
-        self._has_received = False  # whether the current action has received its message from another stage
+        # Whether the current action has received its message from another stage, and has sent its own.
+        self._has_received = False
+        self._has_sent = False
         # Only for schedules with an I.
         splits = self.training and self.schedule.splits_backward
         self.parameters = [p for p in self.model.module.parameters() if p.requires_grad] if splits else []
@@ -199,6 +201,7 @@ class ScheduleRun:
         if action.kind is Kind.F:
             self.states[action.stage, action.microbatch] = _MicrobatchState()
         self._has_received = False
+        self._has_sent = False
         if self.failure is None:
             try:
                 handle(action)
@@ -235,12 +238,12 @@ class ScheduleRun:
         if kind is Kind.F:
             if stage > 0 and state.layout is None:
                 state.layout = self.messages.receive_activations(action).layout
-            if not is_last:
+            if not is_last and not self._has_sent:
                 self.messages.send_activations(stage, microbatch, Message(_FAILURE, ()))
         elif kind is not Kind.W:
             if not is_last and not self._has_received:
                 self.messages.receive_gradients(action)
-            if stage > 0:
+            if stage > 0 and not self._has_sent:
                 self.messages.send_gradients(stage, microbatch, self._input_gradients(state))
 
     def _raise_together(self) -> None:
@@ -446,6 +449,7 @@ class ScheduleRun:
         roots = [tensor for tensor in tensors if tensor.requires_grad and self.training]
         state.roots = [get_gradient_edge(tensor.view_as(tensor)) for tensor in roots]
         self.messages.send_activations(stage, microbatch, Message(layout, tuple(tensor.detach() for tensor in tensors)))
+        self._has_sent = True
 
     def _inputs_of_next(self, stage: int, microbatch: int, end: StageEnd, kept: StageSkips) -> StageInputs:
         """Find the inputs that the next stage lacks by a dry run of its forward, once per structure of arguments."""
@@ -518,6 +522,7 @@ class ScheduleRun:
                 self.model.active.seed_again = None
         if stage > 0:
             self.messages.send_gradients(stage, microbatch, self._input_gradients(state))
+            self._has_sent = True  # what fails after this must not send again
         # Free the graph now: with a split backward the state itself lives until W.
         state.roots = []
         state.loss = None

@@ -159,7 +159,9 @@ def device_here(device: torch.device) -> Device | None:
         fitting = [known for known in DEVICES if known.lower() in words]
     if not fitting:
         raise ValueError(f"The device must be one of {', '.join(DEVICES)}; got `{properties.name}`")
-    known = DEVICES[fitting[0]]
+    # Variants of one name differ in memory, and the driver's name may not tell it.
+    nearest = min(fitting, key=lambda name: abs(DEVICES[name].memory_bytes - properties.total_memory))
+    known = DEVICES[nearest]
     # Use the peaks of the exact variant: PCIe and NVLink cards of one name differ.
     flops = data_sheet_flops(properties.name) or known.flops
     return replace(known, flops=flops, memory_bytes=properties.total_memory)

@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
 from typing_extensions import override
 
+from lightning_parallel.compat.precision import uses_tf32
 from lightning_parallel.compat.torch import (
     CPU_FLASH_ATTENTION,
     CPU_FLASH_ATTENTION_BACKWARD,
@@ -88,7 +89,7 @@ class Roofline(TorchDispatchMode):
             return out
         kind = str(next((leaf for leaf in pytree.tree_leaves(out) if isinstance(leaf, Tensor)), tensors[0]).dtype)
         kind = kind.removeprefix("torch.")
-        if kind == "float32" and "tf32" in self.device.flops and torch.backends.cuda.matmul.allow_tf32:
+        if kind == "float32" and "tf32" in self.device.flops and uses_tf32():
             kind = "tf32"
         moved = sum(leaf.numel() * leaf.element_size() for leaf in tensors)
         products_s = flops / self.device.flops_per_s(kind) if flops else 0.0

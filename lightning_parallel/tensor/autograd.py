@@ -37,6 +37,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.autograd import Function
+from torch.autograd.function import once_differentiable
 
 from lightning_parallel import comm
 from lightning_parallel.comm import Group
@@ -419,6 +420,7 @@ class _BroadcastToGroup(Function):
         return comm.broadcast_(x.clone(memory_format=torch.contiguous_format), group, source)
 
     @staticmethod
+    @once_differentiable  # the collective of the backward has no gradient of its own
     def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
         # Only the source needs the sum. All other ranks drop it, because their `x` was not used.
         total = comm.all_reduce(grad, ctx.group)
@@ -435,6 +437,7 @@ class _SendTo(Function):
         return torch.zeros((), dtype=x.dtype, device=x.device)
 
     @staticmethod
+    @once_differentiable  # the collective of the backward has no gradient of its own
     def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
         # The receiving rank sends the gradient back under the same tag.
         group, to, tag = ctx.args
@@ -450,6 +453,7 @@ class _ReceiveFrom(Function):
         return comm.irecv(torch.empty_like(like, memory_format=torch.contiguous_format), group, source, tag).wait()
 
     @staticmethod
+    @once_differentiable  # the collective of the backward has no gradient of its own
     def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
         comm.isend(grad.contiguous(), *ctx.args).wait()
         return torch.zeros(()), None, None, None, None  # the gradient of the anchor, which is discarded

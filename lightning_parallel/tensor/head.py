@@ -57,8 +57,10 @@ class HeadLinear(ColumnLinear):
         """Map (..., in) to (..., out)."""
         # The parent class would gather at once; the piece becomes `DividedLogits` below.
         self.gather_output = False
-        y = super().forward(input)
-        self.gather_output = True
+        try:
+            y = super().forward(input)
+        finally:
+            self.gather_output = True
         rule, group = self.feature_rule, self.group
         # Without gradients, and outside training, sharded logits would save nothing.
         is_trained = self.training and torch.is_grad_enabled() and y.requires_grad

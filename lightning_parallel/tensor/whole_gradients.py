@@ -205,7 +205,8 @@ def _through_pieces(
     A view collects gradients through its piece and through the full logits; both are added. Gradients of the logits
     themselves all pass through their piece.
     """
-    given = dict(zip(("grad_outputs", "retain_graph", "create_graph", "allow_unused"), args), **kwargs)
+    names = ("grad_outputs", "retain_graph", "create_graph", "only_inputs", "allow_unused")  # torch's order
+    given = dict(zip(names, args), **kwargs)
     allow_unused = bool(given.pop("allow_unused", None))
     inputs = list(asked)
     pieces: dict[int, Tensor] = {}

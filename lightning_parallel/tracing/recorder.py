@@ -251,6 +251,7 @@ class Recorder:
         self.on_submit: Callable[[], bool] | None = None
         self.beside: list[Any] = []
         self.num_beside = 0
+        self._beside_lock = threading.Lock()  # work ends on other threads
         self._absorbing = frozenset(absorbing)
         self._num_nested = 0  # phases that began within `apart`
         # Host time even with a device clock: the device clock is anchored to this clock.
@@ -327,12 +328,14 @@ class Recorder:
         # Outside a backward pass, the caller waits for its work by itself.
         if self.on_submit is None or not self.on_submit():
             return None
-        self.num_beside += 1
+        with self._beside_lock:
+            self.num_beside += 1
         return self._note_done
 
     def _note_done(self) -> None:
         self.beside.append(self.now())
-        self.num_beside -= 1
+        with self._beside_lock:
+            self.num_beside -= 1
 
     def add_wait(self, name: str, start: Any, end: Any) -> None:
         """Keep a wait of the training thread; the caller charges its time elsewhere."""

@@ -4,6 +4,7 @@ import os
 import pickle
 import shutil
 import tempfile
+from dataclasses import replace
 from fractions import Fraction
 from pathlib import Path
 
@@ -213,6 +214,18 @@ def test_what_is_damaged_or_leads_elsewhere_is_named(folder, tmp_path):
     described.chunks.pop()
     (copy / ".metadata").write_bytes(pickle.dumps(metadata))
     with pytest.raises(ValueError, match="64 of its 128 elements"):
+        opened(copy)
+    metadata = pickle.loads((Path(folder) / ".metadata").read_bytes())
+    name = "state_dict.blocks.0.up.weight"
+    second = metadata.state_dict_metadata[name].chunks[1]
+    moved = torch.Size([second.offsets[0] - 1, *second.offsets[1:]])
+    metadata.storage_data = {
+        replace(key, offset=moved) if key.fqn == name and key.offset == second.offsets else key: place
+        for key, place in metadata.storage_data.items()
+    }
+    second.offsets = moved
+    (copy / ".metadata").write_bytes(pickle.dumps(metadata))
+    with pytest.raises(ValueError, match=f"chunks of `{name}` overlap"):
         opened(copy)
     metadata = pickle.loads((Path(folder) / ".metadata").read_bytes())
     first, second, *_ = [info for info in metadata.storage_data.values() if info.relative_path == "__0_0.distcp"]

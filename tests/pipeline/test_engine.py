@@ -252,6 +252,18 @@ def test_weight_gradients_that_wait_for_what_autograd_would_add_to(group):
     engine = engine_for(group, model, lambda part: model(part).square().mean(), batch, "zb_h1", microbatches=4)
     result = engine.forward_backward(lambda part: model(part).square().mean(), batch)
     expect_equal(engine, model, result, reference, loss)
+    # A failure after the gradients were sent must not send them again: the next step would receive them.
+    separate = WeightGradients.separate
+    try:
+        if group.rank == 1:
+            WeightGradients.separate = lambda *_: 1 / 0
+        with pytest.raises((ZeroDivisionError, RuntimeError)):
+            engine.forward_backward(lambda part: model(part).square().mean(), batch)
+    finally:
+        WeightGradients.separate = separate
+    model.zero_grad()
+    result = engine.forward_backward(lambda part: model(part).square().mean(), batch)
+    expect_equal(engine, model, result, reference, loss)
 
 
 def test_weight_gradients_that_cannot_wait():

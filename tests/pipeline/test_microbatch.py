@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import pytest
 import torch
+from transformers.modeling_outputs import BaseModelOutput
 from torch.nn.utils.rnn import pack_sequence
 
 from lightning_parallel.pipeline.microbatch import (
@@ -51,8 +52,10 @@ def test_structures_are_rebuilt():
         "example": Example(x, 0.5, list("abcde")),
         "flag": True,
         "names": ["one", "two"],
+        "output": BaseModelOutput(last_hidden_state=x),
     }
     first, second = split_batch(batch, 2)
+    assert torch.equal(second["output"].last_hidden_state, x[3:])
     assert isinstance(first["pair"], Pair)
     assert torch.equal(first["pair"].image, x[:3])
     assert torch.equal(second["pair"].label, x[3:, 0])

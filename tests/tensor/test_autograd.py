@@ -140,6 +140,14 @@ def test_send_and_receive(group):
 
 
 @distributed(world_size=2)
+def test_gradients_of_gradients_are_refused_where_the_backward_has_none(group):
+    x = torch.ones(3, requires_grad=True)
+    (gradient,) = torch.autograd.grad(c.broadcast_to_group(x, group, 0).pow(3).sum(), x, create_graph=True)
+    with pytest.raises(RuntimeError, match="once_differentiable"):
+        gradient.sum().backward()
+
+
+@distributed(world_size=2)
 def test_results_may_be_changed_in_place(group):
     x = torch.ones(2, 4, requires_grad=True)
     for operation in (

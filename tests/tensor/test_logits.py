@@ -21,6 +21,7 @@ from lightning_parallel.tensor.layers import Column
 from lightning_parallel.tensor.logits import DividedLogits, whole_logits
 from lightning_parallel.tensor.plan import apply_plan
 from lightning_parallel.tensor.plan_table import sharding_rows
+from lightning_parallel.tensor.whole_gradients import give_whole_gradients
 from tests.harness import distributed, recorded_communication, run
 
 VOCABULARY = 11
@@ -354,6 +355,22 @@ def test_gradients_of_the_logits_can_be_asked_for_before_the_loss(group):
     flat(logits, targets)
     with pytest.raises(RuntimeError, match="Call `retain_grad` or `register_hook` before the loss"):
         logits.retain_grad()
+
+
+@distributed(world_size=2)
+def test_gradients_may_be_asked_for_by_position(group):
+    _, parts, sharding = divided(group)
+    tokens, targets = torch.randint(VOCABULARY, (2, 2, 5)).unbind()
+    logits, unused, patches = parts(tokens), torch.ones(1, requires_grad=True), Patches()
+    loss = flat(logits, targets)
+    give_whole_gradients(parts, sharding, sharding.shards, group, lambda: False, patches)
+    try:
+        # The last arguments are `only_inputs` and `allow_unused`.
+        assert torch.autograd.grad(loss, [logits, unused], None, True, False, True, True)[1] is None
+        with pytest.raises(RuntimeError, match="do not depend on one of the tensors"):
+            torch.autograd.grad(loss, [logits, unused], None, True, False, True, False)
+    finally:
+        patches.undo()
 
 
 @distributed(world_size=2)
