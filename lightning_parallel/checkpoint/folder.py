@@ -85,7 +85,8 @@ class Folder:
 
     @property
     def parent(self) -> Folder:
-        return Folder(self.fs, self.path.rpartition("/")[0])
+        head, slash, _ = self.path.rpartition("/")
+        return Folder(self.fs, head or slash)
 
     def within(self, name: str) -> Folder:
         """Return a folder inside this folder."""

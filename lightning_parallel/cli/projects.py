@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import functools
 import importlib
+import importlib.util
 import inspect
 import json
 import runpy

@@ -291,7 +291,7 @@ def first_batch(trainer: Trainer) -> Any | None:
     kept = [trainer, trainer.lightning_module, trainer.datamodule]  # type: ignore[attr-defined]
     # Reading draws random numbers for the order and for augmentation. The run must draw the same numbers again.
     own = OwnGenerators([*trainer.lightning_module.modules(), trainer.datamodule])  # type: ignore[attr-defined]
-    with isolate_rng(), own.preserved(), ExitStack() as undo:
+    with isolate_rng(include_cuda=torch.cuda.is_initialized()), own.preserved(), ExitStack() as undo:
         for owner in kept[1:]:
             undo.enter_context(_unchanged(owner))
 

@@ -455,7 +455,7 @@ class MeshStrategy(MeshProcesses):
     def load_checkpoint(self, checkpoint_path: PathLike, weights_only: Optional[bool] = None) -> dict[str, Any]:
         # Ranks may name the best checkpoint after the metric of their replica, so all ranks take the name of rank 0.
         path = self.broadcast(checkpoint_path)
-        self._opened = None
+        self._close_opened()
         # Rank 0 decides for all ranks, because the two ways to load send different messages.
         kind = self.broadcast(_kind_of(str(path)) if self.is_global_zero else "")
         checkpoint = self._open_folder(str(path), kind) if kind else super().load_checkpoint(path, weights_only)
@@ -463,6 +463,11 @@ class MeshStrategy(MeshProcesses):
         if compression is not None:
             compression.restore(checkpoint, path, self.run.rules)
         return checkpoint
+
+    def _close_opened(self) -> None:
+        if isinstance(self._opened, SavedCheckpoint):
+            self._opened.close()
+        self._opened = None
 
     def _open_folder(self, path: str, kind: str) -> dict[str, Any]:
         reader = SavedCheckpoint if kind == "sharded" else DistributedCheckpoint
@@ -723,7 +728,8 @@ class MeshStrategy(MeshProcesses):
             )
         if found is not None:
             run.adopt(found)
-        if run.reducer is not None and (found is not None or any(has_new for has_new, _ in everyone)):
+        # If any stage has changed: all ranks must prepare their optimizers together.
+        if run.reducer is not None and any(has_new or changes is not None for has_new, changes in everyone):
             self._take_optimizers()
             run.checkpoints.check_groups(self.optimizers, run.recorded_groups)
             replicas.share_plateau_metrics(self.lr_scheduler_configs, self.groups.data_parallel)
@@ -887,9 +893,8 @@ class MeshStrategy(MeshProcesses):
         Raises:
             Exception: On every rank, if a checkpoint could not be written, unless another error has ended the run.
         """
-        if isinstance(self._opened, SavedCheckpoint):
-            self._opened.close()
-        writer, self._writer, self._opened = self._writer, None, None
+        self._close_opened()
+        writer, self._writer = self._writer, None
         if writer is None:
             return
         # It waits for the thread, which sets `failure` at the end of a save.

@@ -8,8 +8,8 @@ from typing import Any, NamedTuple
 import numpy as np
 import pytest
 import torch
-from transformers.modeling_outputs import BaseModelOutput
 from torch.nn.utils.rnn import pack_sequence
+from transformers.modeling_outputs import BaseModelOutput
 
 from lightning_parallel.pipeline.microbatch import (
     Merging,

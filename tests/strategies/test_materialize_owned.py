@@ -3,6 +3,7 @@
 import gc
 import os
 import weakref
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -13,7 +14,10 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 from lightning_parallel import HybridParallelStrategy
+from lightning_parallel.comm import Group
+from lightning_parallel.compat import Patches
 from lightning_parallel.strategies.checks import check_parameters
+from lightning_parallel.strategies.deferred import init
 from tests.harness import distributed
 from tests.harness import run as run_on_ranks
 from tests.strategies.models import trainer_for
@@ -313,3 +317,19 @@ def test_columns_of_one_matrix_share_no_memory_but_rows_and_diagonals_do():
     for other in (matrix[1], matrix.diagonal(), matrix[:, 1:3]):
         with pytest.raises(ValueError, match="`p0` and `p1` are two parameters in the same memory"):
             check_parameters(holding(matrix[:, :2], other))
+
+
+@distributed(world_size=2)
+def test_a_value_that_the_first_rank_cannot_make_is_an_error_on_every_rank(group):
+    def fails(deferred):
+        raise ValueError("no such file")
+
+    parameter, patches = nn.Parameter(torch.empty(2, device="meta")), Patches()
+    held = init.PendingInitialization({0: (parameter, torch.empty(2))})
+    groups = SimpleNamespace(world=group, tensor_parallel=Group.alone("tensor_parallel"))
+    patches.replace(init, "materialize", fails)
+    try:
+        with pytest.raises(ValueError, match="no such file"):
+            init._make_parameters(held, groups, lambda _: False, is_shared=True)
+    finally:
+        patches.undo()

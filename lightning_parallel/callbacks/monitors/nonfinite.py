@@ -86,7 +86,8 @@ class NonFiniteGuard(Callback):
         # Reduce to one number, so that the host waits for the device only once.
         largest = norms_of([value for _, value in gradients], math.inf)
         values = [loss.abs().max() for loss in losses] + largest
-        is_finite = not values or bool(torch.stack(values).isfinite().all())
+        # With offloading, gradients are on several devices.
+        is_finite = not values or bool(torch.stack([value.to(values[0].device) for value in values]).isfinite().all())
         # Not torch's default group, which may hold the replicas of this rank alone.
         world = Group.of(all_processes())
         # All ranks must decide alike: if a single rank took the step, replicas would differ.

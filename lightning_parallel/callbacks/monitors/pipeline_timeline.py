@@ -122,10 +122,11 @@ class PipelineAccumulator(Accumulator):
         report: dict[str, Any] = {"schedule": schedule.name, "microbatches": schedule.num_microbatches}
         seconds = {} if self._predicted_s is None else {"predicted": self._predicted_s}
         seconds["simulated"] = planned.makespan_s
-        if uncertainty_ns is None:
-            missing = [f"{NOT_COMPARED} The measured bubble is left out."]
-            return {**report, "bubble": bubble, "seconds": seconds, "missing": missing}
         matched = [_common_steps([by_rank[rank] for rank in ranks]) for ranks in pipelines]
+        if uncertainty_ns is None or not any(matched):
+            reason = NOT_COMPARED if uncertainty_ns is None else "The ranks have no step in common."
+            missing = [f"{reason} The measured bubble is left out."]
+            return {**report, "bubble": bubble, "seconds": seconds, "missing": missing}
         bubble["measured"] = fmean(_bubble(step) for steps in matched for step in steps)
         lengths = [_length_ns(step) for steps in matched for step in steps]
         seconds["measured"] = median(lengths) / 1e9

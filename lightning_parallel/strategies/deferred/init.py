@@ -264,7 +264,8 @@ def _make_parameters(
         parameter, deferred = held.parameters.pop(key)
         # Even if this rank holds no part of the parameter: the broadcast needs all ranks.
         if is_shared:
-            full = _shared(deferred, groups)
+            full, error = _shared(deferred, groups)
+            failure = failure or error
             if holds(parameter):
                 _set_part(parameter, full, groups.tensor_parallel)
             del full
@@ -293,13 +294,17 @@ def _set_part(parameter: nn.Parameter, full: Tensor, group: Group) -> None:
     set_data(parameter, local.clone() if local.untyped_storage().nbytes() > _num_bytes(local) else local)
 
 
-def _shared(deferred: Tensor, groups: MeshGroups) -> Tensor:
-    """Return the full tensor of the first rank; every rank must call it for each tensor, in the same order."""
+def _shared(deferred: Tensor, groups: MeshGroups) -> tuple[Tensor, Exception | None]:
+    """Return the full tensor of the first rank, and its error there; every rank calls it for each tensor, in order."""
+    full, failure = None, None
     if groups.world.rank == 0:
-        full = materialize(deferred).contiguous()
-    else:
+        try:
+            full = materialize(deferred).contiguous()
+        except Exception as error:  # the other ranks wait in the broadcast
+            failure = error
+    if full is None:
         full = torch.empty(deferred.shape, dtype=deferred.dtype, device=deferred.device)
-    return comm.broadcast_(full, groups.world)
+    return comm.broadcast_(full, groups.world), failure
 
 
 def _num_bytes(tensor: Tensor) -> int:

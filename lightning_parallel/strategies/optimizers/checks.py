@@ -445,7 +445,7 @@ def _tried(optimizer: Optimizer, group: Mapping[str, Any], splits: Sequence[Spli
     """
     odd_state = None
     # The trial seeds generators and draws numbers; the user's generators must keep their state.
-    with isolate_rng():
+    with isolate_rng(include_cuda=torch.cuda.is_initialized()):  # else a run on the CPU would set up CUDA
         try:
             values, targets = _drawn(_SHAPES, _trial_device(group))
             # The reference, with all tensors in one optimizer.

@@ -390,6 +390,8 @@ class MeshProcesses(SavesFiles):
         self._mesh = None
         self._groups = None
         self._device_mesh = None
+        self._batches = None
+        self._ends = None
 
     def set_world_ranks(self) -> None:
         """Set the rank of this process in the cluster environment and in both copies of `rank_zero_only`."""

@@ -6,6 +6,7 @@ Merges them into the calls and changes of one step on the whole batch, and repea
 from __future__ import annotations
 
 import inspect
+import math
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -312,7 +313,8 @@ def _merge_call(
         if metric is not None and metrics.is_repeated(metric):
             return name, _MetricAt(values[0].path, batch_value_of(metric)), arguments
         caches = [value.cache for value in values if value.cache is not None]
-        shares = [size / sum(sizes) for size in sizes]
+        total = sum(sizes) or math.nan  # as for plain values, if no microbatch has a weight
+        shares = [size / total for size in sizes]
         is_shown = arguments.get("on_step") is not False
         merged = _value_of_all(values) if caches and is_shown else None
         if merged is None and caches:

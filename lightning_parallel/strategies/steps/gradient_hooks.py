@@ -81,10 +81,10 @@ class GradientHooks:
         self._steps += 1
         named = [(name, one) for name, one in self._module.named_parameters() if one.requires_grad]
         self._held = {name: _take_off(one) for name, one in named if any(gradient_hooks_of(one))}
-        self._agree_on_tied(epoch)
         # The dicts after the removal: any further key comes from the step.
         numbers = {name: [hooks.copy() for hooks in held.hooks] for name, held in self._held.items()}
         try:
+            self._agree_on_tied(epoch)
             yield
             if self.is_due:
                 comm.raise_together(self._registered_failure(named, numbers), self._engine.group)
@@ -427,8 +427,9 @@ def _nothing_left(hook: _Hook, name: str, module: nn.Module | None) -> Iterator[
 
 
 def _random_states() -> list[Any]:
-    # Numpy's state as text, because `==` of two arrays gives an array. Its 624 numbers are too few to be shortened.
-    states = [torch.get_rng_state().tolist(), random.getstate(), str(np.random.get_state())]
+    # Numpy's state as a list, because `==` of two arrays gives an array.
+    of_numpy = [part.tolist() if isinstance(part, np.ndarray) else part for part in np.random.get_state()]
+    states = [torch.get_rng_state().tolist(), random.getstate(), of_numpy]
     return [*states, torch.cuda.get_rng_state().tolist()] if torch.cuda.is_initialized() else states
 
 

@@ -175,7 +175,11 @@ class _Probe(TruncatedModel):
     ) -> tuple[Tensor, Tensor]:
         """Return the loss, and its gradient by a factor for each feature."""
         self.factors: list[Tensor] = []
-        with isolate_rng(), OwnGenerators(self._module.modules()).preserved(), torch.enable_grad():
+        with (
+            isolate_rng(include_cuda=torch.cuda.is_initialized()),
+            OwnGenerators(self._module.modules()).preserved(),
+            torch.enable_grad(),
+        ):
             seed_torch(0)
             draws.enter("step", draws.microbatch)
             with draws:
