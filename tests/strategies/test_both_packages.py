@@ -122,7 +122,7 @@ def equals_one_process(kind, packages, group):
                 profiler(show_table=False) for profiler in (StepBreakdown, CommunicationProfiler, MemoryProfiler)
             ]
             callbacks += [PipelineTimeline(show_table=False), HangWatchdog(), ProfileReport(str(folder / "profile"))]
-        strategy = kind(verify="auto" if devices == 4 else "off", **SIZES[devices])
+        strategy = kind(verify="auto" if devices == 2 else "off", **SIZES[devices])
         found_metrics, found, trainer = life(package, strategy, devices, group, folder, callbacks)
         assert found_metrics == pytest.approx(metrics, rel=1e-6)  # epoch means are float32
         torch.testing.assert_close(found, predicted, rtol=1e-10, atol=1e-10)

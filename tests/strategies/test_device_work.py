@@ -137,7 +137,7 @@ def test_replicas_reduce_gradients_while_the_last_backwards_run(group, schedule,
         pipeline_parallel_size=2, data_parallel_size=2, num_microbatches=2, schedule=schedule, gather_after_fit="off"
     )
     module = SeesBuckets()
-    trainer = trainer_for(strategy, 4, max_epochs=1, accumulate_grad_batches=batches)
+    trainer = trainer_for(strategy, 4, max_epochs=1, limit_train_batches=2, accumulate_grad_batches=batches)
     trainer.fit(module, loader(2, group.rank // 2))
     # Of two batches the first only accumulates; the sum of both is reduced after `training_step`.
     assert module.buckets

@@ -250,7 +250,8 @@ def _calls_outside_of_steps(layout):
     for strategy, devices in ((lambda: "auto", 1), LAYOUTS[layout]):
         torch.manual_seed(0)
         module, looking, summary = Sampled().double(), Looking(), Summary(max_depth=3)
-        trainer = trainer_for(strategy(), devices, max_epochs=1, callbacks=[looking, summary], **SHORT)
+        short = {"max_epochs": 1, "limit_train_batches": 1, "limit_val_batches": 1}
+        trainer = trainer_for(strategy(), devices, callbacks=[looking, summary], **short)
         trainer.fit(module, loader(), loader())
         results.append([*looking.seen, *module.losses, *module.state_dict().values()])
         results[-1].append(torch.tensor(summary.total))
