@@ -116,12 +116,6 @@ class NanoGPT(nn.Module):
         return F.cross_entropy(self(windows[:, :-1]).flatten(0, 1), windows[:, 1:].flatten())
 
 
-def nano_gpt():
-    torch.manual_seed(3)
-    gpt = NanoGPT().double()
-    return gpt, gpt.loss, torch.randint(27, (8, 9))
-
-
 class ProjectedAttention(NanoAttention):
     """Queries, keys and values are layers of their own, which share the gradient of their input."""
 
@@ -167,12 +161,8 @@ def odd_gpt():
 
 
 def build(name):
-    if name == "example_gpt":
-        return example_gpt()
     if name == "odd_gpt":
         return odd_gpt()
-    if name == "nano_gpt":
-        return nano_gpt()
     if name == "mixed_gpt":
         return mixed_gpt()
     return built(name, source=vars(other_models) if name in vars(other_models) else None)
@@ -214,34 +204,20 @@ def expect_equal(module, trainer, expected, replicas):
         torch.testing.assert_close(torch.stack(module.losses), torch.stack(expected.losses), rtol=1e-10, atol=1e-12)
 
 
-# The self-check, which takes longer than the rest of a fit, accepts each model once. All fits are compared here anyway.
+# Four ranks, for models whose stages share more than one tensor.
 @pytest.mark.parametrize(
-    ("name", "layout", "verifies"),
-    [
-        ("mlp", "pipeline 2 x data 2", True),
-        ("convolutional", "pipeline 4", True),
-        ("encoder", "tensor 2 x pipeline 2", True),
-        ("tied", "pipeline 4", False),
-        ("tied", "pipeline 2 x data 2", False),
-        ("tied", "tensor 2 x pipeline 2", True),
-        ("two_streams", "pipeline 4", False),
-        ("two_streams", "tensor 2 x pipeline 2", True),
-        ("example_gpt", "tensor 2 x pipeline 2", True),
-        ("gpt2", "tensor 2 x pipeline 2", True),
-        ("llama", "tensor 2 x pipeline 2", True),
-        ("bert", "tensor 2 x pipeline 2", True),
-        ("siamese", "pipeline 2 x data 2", True),
-        ("siamese", "tensor 2 x pipeline 2", False),
-    ],
+    ("name", "layout"),
+    [("tied", "pipeline 4"), ("tied", "tensor 2 x pipeline 2"), ("two_streams", "pipeline 4")],
 )
 @distributed(world_size=4)
-def test_models(name, layout, verifies):
-    check(name, layout, verifies)
+def test_models(name, layout):
+    check(name, layout)
 
 
 @pytest.mark.parametrize(
     "name",
     [
+        *("mlp", "convolutional", "siamese"),
         *("qwen2", "t5", "vit", "deberta", "hidden_states", "resnet"),
         *(
             "albert",
@@ -265,30 +241,32 @@ def on_one_process(name):
     return train(name, "auto", 1)[0]
 
 
-def check(name, layout, verifies=True):
-    sizes = SIZES[layout]
-    replicas = sizes.get("data_parallel_size", 1)
-    expected = on_one_process(name)
-    module, trainer = train(
-        name, HybridParallelStrategy(num_microbatches=3, **sizes), math.prod(sizes.values()), replicas, verifies
-    )
-    expect_equal(module, trainer, expected, replicas)
+def check(name, layout):
+    expected, sizes = on_one_process(name), SIZES[layout]
+    strategy = HybridParallelStrategy(num_microbatches=3, **sizes)
+    module, trainer = train(name, strategy, math.prod(sizes.values()))
+    expect_equal(module, trainer, expected, 1)
 
 
-@pytest.mark.parametrize("name", ["example_gpt", "nano_gpt", "gpt2", "llama", "bert", "encoder", "odd_gpt"])
+@pytest.mark.parametrize("name", ["gpt2", "llama", "bert", "encoder", "odd_gpt"])
 @distributed(world_size=4)
 def test_a_cut_inside_of_a_divided_sequence(name):
     expected = on_one_process(name)
-    sizes = {"tensor_parallel_size": 2, "pipeline_parallel_size": 2}
-    strategy = HybridParallelStrategy(num_microbatches=3, sequence_parallel=True, **sizes)
-    module, trainer = train(name, strategy, 4, verifies=name in ("bert", "odd_gpt"))
+    strategy = HybridParallelStrategy(num_microbatches=3, sequence_parallel=True, **SIZES["tensor 2 x pipeline 2"])
+    # The self-check of the other two is on in `test_divided_logits.py` and in `hidden_states`, a Llama.
+    module, trainer = train(name, strategy, 4, verifies=name not in ("gpt2", "llama"))
     expect_equal(module, trainer, expected, 1)
+    assert has_cut_inside(module)
+
+
+def has_cut_inside(module):
+    """Whether a region of the sequence has several blocks, between which the stages are cut."""
     regions = ParallelState.of(module).sharding.plan.sequence_regions
-    assert max(len(region.blocks) for region in regions) > 1, "a cut lies inside"
+    return max(len(region.blocks) for region in regions) > 1
 
 
 class ReadsBetween(Wrapped):
-    """Reads hidden states between blocks, in the first step or later, or leaves out the last block."""
+    """Reads hidden states between blocks in the first step, or leaves out the last block in the second step."""
 
     kind = ""
 
@@ -299,16 +277,14 @@ class ReadsBetween(Wrapped):
             if self.kind == "later" and self.global_step and block is gpt.blocks[-1]:
                 continue
             x = block(x)
-            if self.kind == "logged":
-                self.log("mean", x.mean().detach())
-            if self.kind == "loss":
+            if self.kind == "at once":
                 F.cross_entropy(gpt.head(x).flatten(0, 1), batch[:, 1:].flatten())
         return F.cross_entropy(gpt.head(gpt.norm(x)).flatten(0, 1), batch[:, 1:].flatten())
 
 
 @distributed(world_size=4)
 def test_code_that_reads_between_blocks_of_a_divided_sequence_is_refused_on_every_rank():
-    for kind in ("loss", "logged", "later"):
+    for kind in ("at once", "later"):
         model, step, batch = example_gpt()
         module = ReadsBetween(model, step)
         module.kind = kind
@@ -318,12 +294,11 @@ def test_code_that_reads_between_blocks_of_a_divided_sequence_is_refused_on_ever
             trainer_for(strategy, 4).fit(module, DataLoader(Rows(batch), batch_size=8))
 
 
-@pytest.mark.parametrize("name", ["example_gpt", "qwen2"])
 @distributed(world_size=4)
-def test_a_divided_sequence_with_replicas(name):
-    expected = on_one_process(name)
+def test_a_divided_sequence_with_replicas():
+    expected = on_one_process("qwen2")
     strategy = HybridParallelStrategy(tensor_parallel_size=2, data_parallel_size=2, sequence_parallel=True)
-    module, trainer = train(name, strategy, 4, 2, verifies=name == "qwen2")
+    module, trainer = train("qwen2", strategy, 4, 2)
     expect_equal(module, trainer, expected, 2)
     assert ParallelState.of(module).sharding.plan.sequence_regions
 
@@ -354,3 +329,4 @@ def test_weight_gradients_of_sharded_layers_that_come_later(layout, schedule, op
     # Of the stages of this rank.
     weights = {name: p for name, p in module.named_parameters() if name in module.gradients[0] and p.dim() == 2}
     assert not [name for name, p in weights.items() if "blocks" in name and id(p) not in deferred]
+    assert "sequence_parallel" not in options or has_cut_inside(module)
