@@ -212,7 +212,7 @@ class Language(nn.Module):
 OWN = {
     "a list of experts": lambda: Language(lambda: Loop(12, 20, 6), 12),
     "a list that keeps a loss": lambda: Language(lambda: Loop(12, 20, 6, keeps=True), 12),
-    "a list of more experts than tokens": lambda: Language(lambda: Loop(12, 20, 32, chosen=1), 12),
+    "a list of more experts than tokens": lambda: Language(lambda: Loop(12, 20, 16, chosen=1), 12),
     "stacked with the router": lambda: Language(lambda: Dense(12, 20, 6), 12),
     "stacked, with sizes that do not divide": lambda: Language(lambda: Dense(12, 13, 5), 12),
     "stacked, in turns": lambda: Language(lambda: Around(12, 12, 5), 12),
