@@ -70,6 +70,9 @@ class TakingNorms(Deep):
         self.norms = (*self.norms, nn.utils.clip_grad_norm_(self.parameters(), 0.05, norm_type))
 
 
+THREE_STEPS = {"max_epochs": 1, "limit_train_batches": 3}  # one step for each norm of `TakingNorms`
+
+
 @pytest.mark.parametrize("layout", ["tensor x data", "pipeline x tensor"])
 @distributed(world_size=4)
 def test_functions_that_take_norms_see_the_whole_model(layout):

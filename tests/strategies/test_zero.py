@@ -16,7 +16,7 @@ from torch.optim import SGD, Adagrad, AdamW
 from lightning_parallel import LAMB, HybridParallelStrategy, LocalSGDStrategy, PowerSGD, comm
 from tests.harness import distributed
 from tests.strategies.models import Net, loader, trainer_for
-from tests.strategies.test_lifecycle import TakingNorms
+from tests.strategies.test_lifecycle import THREE_STEPS, TakingNorms
 from tests.strategies.test_pipeline import Deep, fit
 from tests.strategies.test_pipeline_checkpoint import Tied, resume_in_a_ring
 from tests.strategies.test_pipeline_lifecycle import HalfPrecision
@@ -79,16 +79,16 @@ def on_one_process(case):
     return module.state_dict()
 
 
-# Each optimizer in each layout and in each stage.
+# Each optimizer over slices only; with tensors and stages, the norms of LAMB, accumulation, and states that come early.
 @pytest.mark.parametrize(
     ("layout", "stage", "cases"),
     [
         ("data 4", 1, ["sgd", "adagrad"]),
         ("data 4", 2, ["foreach", "fused", "lamb"]),
-        ("tensor 2, data 2", 1, ["foreach", "lamb"]),
-        ("tensor 2, data 2", 2, ["sgd", "fused", "adagrad"]),
-        ("pipeline 2, data 2", 1, ["fused", "adagrad"]),
-        ("pipeline 2, data 2", 2, ["sgd", "foreach", "lamb"]),
+        ("tensor 2, data 2", 1, ["lamb"]),
+        ("tensor 2, data 2", 2, ["sgd"]),
+        ("pipeline 2, data 2", 1, ["adagrad"]),
+        ("pipeline 2, data 2", 2, ["sgd"]),
     ],
 )
 @distributed(world_size=4)
@@ -109,10 +109,9 @@ def test_it_trains_like_one_process(group, layout, stage, cases):
                     assert abs(state[key].numel() - owner.numel() / here / replicas) < 8, f"{case}: {name}"
 
 
-@pytest.mark.parametrize("optimizer", ["sgd", "adam"])
 @distributed(world_size=4)
-def test_every_layout_resumes_every_other(group, optimizer):
-    def run_in(layout, optimizer="sgd", **options):
+def test_every_layout_resumes_every_other(group):
+    def run_in(layout, optimizer, **options):
         if layout == "stock":
             return fit(Tied(optimizer), "auto", 1, **options)
         name, _, is_sharded = layout.partition(" as ")
@@ -120,22 +119,8 @@ def test_every_layout_resumes_every_other(group, optimizer):
         format_ = {"checkpoint_format": "sharded"} if is_sharded else {}
         return run(name.partition(":")[2], Tied(optimizer), stage, format_, **options)
 
-    # Stock Lightning reads one file.
-    names = ["stock", "1:tensor 2, data 2", "2:pipeline 2, data 2 as sharded", "2:data 4 as sharded"]
-    resume_in_a_ring(run_in, [*(names if optimizer == "sgd" else names[:3]), "0:tensor 2, data 2"], optimizer, group)
-
-
-@distributed(world_size=4)
-def test_the_file_is_that_of_one_process(group):
-    path = Path(comm.broadcast_object(tempfile.mkdtemp(), group)) / "full.ckpt"
-    run("tensor 2, data 2", Tied("adam")).save_checkpoint(path)
-    comm.barrier(group)
-    (mine,) = [fit(Tied("adam"), "auto", 1).optimizers[0].state_dict()]
-    (found,) = torch.load(path, weights_only=False)["optimizer_states"]
-    assert found["state"].keys() == mine["state"].keys()
-    for index, entry in mine["state"].items():
-        for key, value in entry.items():
-            torch.testing.assert_close(found["state"][index][key], value, rtol=1e-10, atol=1e-12, msg=f"{index} {key}")
+    names = ["1:tensor 2, data 2", "2:pipeline 2, data 2 as sharded", "2:data 4 as sharded", "0:tensor 2, data 2"]
+    resume_in_a_ring(run_in, ["stock", *names], "adam", group)  # stock Lightning reads one file
 
 
 class Manual(Net):
@@ -235,23 +220,23 @@ def test_optimizers_that_come_in_the_middle_of_a_batch(group):
                 torch.testing.assert_close(found[name], value, rtol=1e-10, atol=1e-12, msg=f"{where} {stage} {name}")
 
 
-@distributed(world_size=4)
-def test_it_goes_with_compression(group):
+@distributed(world_size=2)
+def test_it_goes_with_compression():
     found = []
     for stage in (0, 1):
         module = Varied(CASES["sgd"][0])
-        run("tensor 2, data 2", module, stage, {"compression": PowerSGD(1, min_numel=16)})
+        fit(module, HybridParallelStrategy(zero_stage=stage, compression=PowerSGD(1, min_numel=16)), 2, 2)
         found.append(module.state_dict())
     for name, value in found[0].items():
         torch.testing.assert_close(found[1][name], value, rtol=1e-12, atol=1e-14, msg=name)
 
 
-@pytest.mark.parametrize("layout", ["data 4", "tensor 2, data 2", "pipeline 2, data 2"])
+@pytest.mark.parametrize("layout", ["tensor 2, data 2", "pipeline 2, data 2"])
 @distributed(world_size=4)
 def test_norms_over_slices_are_those_of_whole_gradients(group, layout):
     module, alone = TakingNorms(), TakingNorms()
-    fit(alone, "auto", 1)
-    run(layout, module, 2)
+    fit(alone, "auto", 1, **THREE_STEPS)
+    run(layout, module, 2, **THREE_STEPS)
     torch.testing.assert_close(torch.stack(module.norms), torch.stack(alone.norms), rtol=1e-10, atol=0)
     torch.testing.assert_close(module.found, alone.found, rtol=1e-10, atol=0)
     torch.testing.assert_close(dict(module.state_dict()), dict(alone.state_dict()), rtol=1e-10, atol=1e-12)
@@ -302,7 +287,8 @@ def test_one_run_after_another(group):
     sizes, _ = LAYOUTS["pipeline 2, data 2"]
     for stage, fails in ((2, False), (2, True), (1, False)):
         module.fails = fails
-        strategy = HybridParallelStrategy(zero_stage=stage, verify="always", gather_after_fit="all", **sizes)
+        verify = "off" if fails or stage == 1 else "always"
+        strategy = HybridParallelStrategy(zero_stage=stage, verify=verify, gather_after_fit="all", **sizes)
         with pytest.raises(KeyError) if fails else contextlib.nullcontext():
             trainer = fit(module, strategy, 4, 2, max_epochs=1)
         if not fails:
@@ -377,13 +363,13 @@ class Saves(Varied):
             self.trainer.save_checkpoint(self.path)
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("layout", ["tensor 2, data 2", "pipeline 2, data 2"])
 @distributed(world_size=4)
 def test_what_is_saved_before_a_step_is_whole(group, layout):
     folder = Path(comm.broadcast_object(tempfile.mkdtemp(), group))
     expected, found = Saves(folder / f"one{group.rank}.ckpt"), Saves(folder / "zero.ckpt")
-    fit(expected, "auto", 1, max_epochs=1)
-    run(layout, found, 2, max_epochs=1)
+    fit(expected, "auto", 1, max_epochs=1, limit_val_batches=0)
+    run(layout, found, 2, max_epochs=1, limit_val_batches=0)
     close = functools.partial(torch.testing.assert_close, rtol=1e-10, atol=1e-12)
     close(found.states, expected.states)
     mine, saved = (torch.load(one.path, weights_only=False) for one in (expected, found))
