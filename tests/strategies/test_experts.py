@@ -60,7 +60,8 @@ def expect_gradients(module, trainer, expected):
     assert names == expected.keys()
 
 
-@pytest.mark.parametrize("name", MODELS)
+# The stacks of Mixtral are those of OLMoE; `tests/tensor` and `tests/pipeline` train Mixtral.
+@pytest.mark.parametrize("name", [name for name in MODELS if name != "MixtralForCausalLM"])
 @distributed(world_size=4)
 def test_each_layout_goes_on_from_the_checkpoint_of_another(group, name):
     folder = Path(comm.broadcast_object(tempfile.mkdtemp(), group))

@@ -50,7 +50,7 @@ class Hooked(Net):
 
     def on_before_optimizer_step(self, optimizer):
         kept = list(self.found)
-        if self.global_step:  # with a state of the optimizer
+        if self.global_step == 3:  # the last step, with a state of the optimizer
             self.said |= {name: tried(self, body) for name, (body, _) in self.refused.items()}
         self.found = kept
         for name, body in self.equal.items():
@@ -380,7 +380,7 @@ def by_hand(module):
 @distributed(world_size=2)
 def test_a_manual_step_without_the_self_check_is_watched_behind_its_backward(group):
     for body in (clip_by_hand, lambda m: m.log("norm", weight(m).grad.norm()), renorm):
-        for is_plain in (False, True):
+        for is_plain in (False, True) if body is clip_by_hand else (False,):
             module = ByHand(body, is_plain)
             with pytest.raises(HookError, match="`ByHand.training_step` must give the result of a single-process run"):
                 fit(module, TensorParallelStrategy(tensor_parallel_size=2, verify="off"), 2)
@@ -464,7 +464,7 @@ class Staged(Deep):
         self.refused, self.equal, self.said = refused or {}, equal or {}, {}
 
     def on_before_optimizer_step(self, optimizer):
-        if self.global_step:
+        if self.global_step == 3:
             self.said |= {name: tried(self, body) for name, body in self.refused.items()}
         for name, body in self.equal.items():
             self.said[name] = tried(self, body)
@@ -588,9 +588,10 @@ class GradientHooked(Deep):
 @distributed(world_size=2)
 def test_hooks_for_gradients_run_once_for_a_batch_in_a_pipeline(group, schedule):
     alone, mine = GradientHooked(), GradientHooked()
-    options = {"limit_train_batches": 4, "accumulate_grad_batches": 2, "verifies": True}
-    fit(alone, "auto", 1, **{**options, "verifies": False})
-    fit(mine, PipelineParallelStrategy(num_microbatches=2, schedule=schedule), 2, **options)
+    options = {"limit_train_batches": 4, "accumulate_grad_batches": 2}
+    fit(alone, "auto", 1, **options)
+    strategy = PipelineParallelStrategy(num_microbatches=2, schedule=schedule)
+    fit(mine, strategy, 2, verifies=schedule == "1f1b", **options)
     torch.testing.assert_close(dict(mine.state_dict()), dict(alone.state_dict()), rtol=1e-10, atol=1e-12)
 
 

@@ -44,7 +44,6 @@ def _assert_state(trainer, expected, rtol=1e-10):
 
 
 LAYOUTS = {
-    "tensor x data": (TensorParallelStrategy, {"tensor_parallel_size": 2}, 2),
     "pipeline x data": (PipelineParallelStrategy, {"pipeline_parallel_size": 2, "data_parallel_size": 2}, 2),
     "pipeline x tensor": (HybridParallelStrategy, {"pipeline_parallel_size": 2, "tensor_parallel_size": 2}, 1),
 }
@@ -70,15 +69,11 @@ class TakingNorms(Deep):
         self.norms = (*self.norms, nn.utils.clip_grad_norm_(self.parameters(), 0.05, norm_type))
 
 
-THREE_STEPS = {"max_epochs": 1, "limit_train_batches": 3}  # one step for each norm of `TakingNorms`
-
-
-@pytest.mark.parametrize("layout", ["tensor x data", "pipeline x tensor"])
 @distributed(world_size=4)
-def test_functions_that_take_norms_see_the_whole_model(layout):
+def test_functions_that_take_norms_see_the_whole_model():
     expected, module = TakingNorms(), TakingNorms()
     expected_trainer = fit(expected, "auto", 1, max_epochs=1)
-    trainer = fit_in(layout, module, max_epochs=1)
+    trainer = fit_in("pipeline x tensor", module, max_epochs=1)
     assert module.found.keys() == expected.found.keys()
     for name, norm in expected.found.items():
         torch.testing.assert_close(module.found[name].cpu(), norm, rtol=1e-10, atol=0)
@@ -87,15 +82,9 @@ def test_functions_that_take_norms_see_the_whole_model(layout):
     assert grad_norm.__module__.startswith("lightning."), "put back at the end of the run"
 
 
-@pytest.mark.parametrize(
-    ("layout", "precision"),
-    [
-        ("tensor x data", "bf16-true"),
-        *(("pipeline x tensor", precision) for precision in ("bf16-mixed", "bf16-true", "64-true")),
-    ],
-)
+@pytest.mark.parametrize("precision", ["bf16-mixed", "bf16-true", "64-true"])
 @distributed(world_size=4)
-def test_precisions(layout, precision):
+def test_precisions(precision):
     dtype, tolerance = (torch.float64, 1e-10) if precision == "64-true" else (torch.float32, 5e-2)
 
     class Cast(Deep):
@@ -112,12 +101,11 @@ def test_precisions(layout, precision):
     expected, module = Cast().to(dtype), Cast().to(dtype)
     options = {"precision": precision, "gradient_clip_val": 0.5, "limit_val_batches": 0, "max_epochs": 1}
     fit(expected, "auto", 1, **options)
-    _assert_state(fit_in(layout, module, **options), expected, rtol=tolerance)
+    _assert_state(fit_in("pipeline x tensor", module, **options), expected, rtol=tolerance)
 
 
-@pytest.mark.parametrize("layout", ["tensor x data", "pipeline x data"])
 @distributed(world_size=4)
-def test_monitors_and_schedulers_agree(layout, group):
+def test_monitors_and_schedulers_agree(group):
     class Watched(Deep):
         def validation_step(self, batch, index):
             self.log("watched", F.cross_entropy(self(batch[0]), batch[1]))  # each replica has its own value
@@ -134,7 +122,7 @@ def test_monitors_and_schedulers_agree(layout, group):
     best = ModelCheckpoint(folder, monitor="watched", filename="{epoch}")
     stop = EarlyStopping("watched", patience=1, min_delta=0.5)
     module = Watched()
-    trainer = fit_in(layout, module, max_epochs=8, callbacks=[best, stop], enable_checkpointing=True)
+    trainer = fit_in("pipeline x data", module, max_epochs=8, callbacks=[best, stop], enable_checkpointing=True)
     facts = (trainer.current_epoch, trainer.optimizers[0].param_groups[0]["lr"], best.best_model_path)
     assert len(set(comm.all_gather_object(facts, group))) == 1
     assert trainer.current_epoch < 8
@@ -142,12 +130,11 @@ def test_monitors_and_schedulers_agree(layout, group):
     trainer.validate(module, loader(2, group.rank // 2), ckpt_path="best", verbose=False)
 
 
-@pytest.mark.parametrize("layout", ["tensor x data", "pipeline x data"])
 @distributed(world_size=4)
-def test_the_data_follow_the_replica(layout, group):
+def test_the_data_follow_the_replica(group):
     seed_everything(1, workers=True, verbose=False)
-    kind, sizes, _ = LAYOUTS[layout]
-    trainer = trainer_for(kind(**sizes), 4, max_epochs=1)
+    kind, sizes, _ = LAYOUTS["pipeline x data"]
+    trainer = trainer_for(kind(**sizes), 4, max_epochs=1, limit_train_batches=1)
     trainer.fit(Deep(), DataLoader(Samples(), batch_size=4, shuffle=True))
     os.environ.pop("PL_SEED_WORKERS"), os.environ.pop("PL_GLOBAL_SEED")
     sampler = trainer.train_dataloader.sampler
@@ -156,9 +143,8 @@ def test_the_data_follow_the_replica(layout, group):
     assert trainer.train_dataloader.worker_init_fn.keywords == {"rank": group.rank // 2}
 
 
-@pytest.mark.parametrize("layout", ["tensor x data", "pipeline x data"])
 @distributed(world_size=4)
-def test_validate_fit_test_predict_and_fit_again(layout, group):
+def test_validate_fit_test_predict_and_fit_again(group):
     """With a last batch that is smaller."""
 
     class Full(Deep):
@@ -168,7 +154,7 @@ def test_validate_fit_test_predict_and_fit_again(layout, group):
         def predict_step(self, batch, index):
             return {"logits": self(batch[0]), "labels": batch[1]}
 
-    kind, sizes, _ = LAYOUTS[layout]
+    kind, sizes, _ = LAYOUTS["pipeline x data"]
     replica, runs = group.rank // 2, []
     for devices, make, batches in (
         (1, lambda: "auto", loader(batch=14)),

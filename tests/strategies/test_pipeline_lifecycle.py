@@ -200,7 +200,7 @@ def test_shuffled_data_and_dropout_are_seeded_alike_on_all_stages(group):
     for _ in range(2):
         seed_everything(11, verbose=False)
         module = Dropping()
-        trainer_for(PipelineParallelStrategy(pipeline_parallel_size=2), 2).fit(
+        trainer_for(PipelineParallelStrategy(pipeline_parallel_size=2), 2, max_epochs=1).fit(
             module, DataLoader(Samples(), batch_size=8, shuffle=True)
         )
         losses.append(torch.stack(module.losses))

@@ -16,7 +16,7 @@ from torch.optim import SGD, Adagrad, AdamW
 from lightning_parallel import LAMB, HybridParallelStrategy, LocalSGDStrategy, PowerSGD, comm
 from tests.harness import distributed
 from tests.strategies.models import Net, loader, trainer_for
-from tests.strategies.test_lifecycle import THREE_STEPS, TakingNorms
+from tests.strategies.test_lifecycle import TakingNorms
 from tests.strategies.test_pipeline import Deep, fit
 from tests.strategies.test_pipeline_checkpoint import Tied, resume_in_a_ring
 from tests.strategies.test_pipeline_lifecycle import HalfPrecision
@@ -235,8 +235,9 @@ def test_it_goes_with_compression():
 @distributed(world_size=4)
 def test_norms_over_slices_are_those_of_whole_gradients(group, layout):
     module, alone = TakingNorms(), TakingNorms()
-    fit(alone, "auto", 1, **THREE_STEPS)
-    run(layout, module, 2, **THREE_STEPS)
+    short = {"max_epochs": 1, "limit_train_batches": 3}  # one step for each norm of `TakingNorms`
+    fit(alone, "auto", 1, **short)
+    run(layout, module, 2, **short)
     torch.testing.assert_close(torch.stack(module.norms), torch.stack(alone.norms), rtol=1e-10, atol=0)
     torch.testing.assert_close(module.found, alone.found, rtol=1e-10, atol=0)
     torch.testing.assert_close(dict(module.state_dict()), dict(alone.state_dict()), rtol=1e-10, atol=1e-12)
