@@ -281,6 +281,7 @@ def _interpret(command: list[str], cwd: str, environment: dict[str, str], folder
     os.environ.clear()
     os.environ.update(environment)
     os.chdir(cwd)
+    _share_cores()  # gloo's threads in a script spin as long as those of a rank
     import torch
 
     torch.set_num_threads(1)
@@ -371,10 +372,10 @@ def _work(rank: int, world_size: int, folder: str, pipe: Connection) -> None:
 
 
 def _share_cores() -> None:
-    """Keep to the core of this pytest worker, and do not interrupt who runs there when woken.
+    """Keep to the core of this pytest worker, and do not interrupt the process that runs there when woken.
 
-    Each worker's ranks fill its core. Ranks that run on any core, several to each, hold locks of gloo's while they wait
-    for a core, for which its threads then spin on another: a third of the time.
+    The ranks or scripts of a worker fill its core. Processes that run on any core, several to each, hold locks of
+    gloo's while they wait for a core, for which its threads then spin on another: a third of the time.
     """
     worker = os.environ.get("PYTEST_XDIST_WORKER")
     if worker is not None and hasattr(os, "sched_setaffinity"):
