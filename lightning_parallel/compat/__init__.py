@@ -20,6 +20,7 @@ import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
+from enum import Enum
 from functools import lru_cache
 from inspect import getattr_static
 from types import CodeType, FrameType, FunctionType
@@ -43,6 +44,8 @@ __all__ = [
     "is_read_by_user",
     "is_users",
     "is_power_of_two",
+    "fields_of",
+    "has_value",
     "is_users_object",
     "patched",
     "users_line",
@@ -271,9 +274,36 @@ def is_power_of_two(number: int) -> bool:
 
 
 def is_users_object(value: Any) -> bool:
-    """Tell whether an object has attributes and a class of the user; modules, classes and functions do not count."""
-    is_plain = hasattr(value, "__dict__") and not isinstance(value, (type, nn.Module)) and not callable(value)
-    return is_plain and is_users(type(value))
+    """Tell whether an object has attributes and a class of the user; modules, classes and constants do not count."""
+    kind: Any = type(value)
+    if isinstance(value, (type, nn.Module, Enum)) or not is_users(kind):
+        return False
+    # A class with slots and a hash of its contents, such as a path or a fraction, is a constant.
+    return hasattr(value, "__dict__") or bool(_slots_of(kind)) and not has_value(kind)
+
+
+@lru_cache(maxsize=1024)
+def has_value(kind: Any) -> bool:
+    """Tell whether objects of a class are compared, and hashed, by their contents."""
+    return kind.__hash__ not in (None, object.__hash__) and kind.__eq__ is not object.__eq__
+
+
+@lru_cache(maxsize=1024)
+def _slots_of(kind: Any) -> tuple[str, ...]:
+    found: list[str] = []
+    for base in kind.__mro__:
+        names = vars(base).get("__slots__", ())
+        for name in (names,) if isinstance(names, str) else names:
+            # Python stores a private name together with the name of its class.
+            is_private = name.startswith("__") and not name.endswith("__")
+            found.append(f"_{base.__name__.lstrip('_')}{name}" if is_private else name)
+    return tuple(found)
+
+
+def fields_of(value: Any) -> dict[str, Any]:
+    """Return the attributes of an object, by name."""
+    found = dict(vars(value)) if hasattr(value, "__dict__") else {}
+    return found | {name: getattr(value, name) for name in _slots_of(value.__class__) if hasattr(value, name)}
 
 
 def users_line(is_end: Callable[[FrameType], bool]) -> str:

@@ -24,7 +24,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence
 
-from lightning_parallel.compat import is_users_object
+from lightning_parallel.compat import fields_of, is_users_object
 from lightning_parallel.compat.torch import pytree
 
 __all__ = [
@@ -41,6 +41,7 @@ __all__ = [
     "count_samples",
     "entries_of",
     "few_samples",
+    "is_numeric",
     "StepResult",
     "merge_outputs",
     "map_tensors",
@@ -472,6 +473,9 @@ def merge_outputs(values: Sequence[Any], merging: Merging, key: str = RETURNED) 
         return list(values)
     if isinstance(first, Tensor):
         return _merge_tensors(list(values), merging, key)
+    if isinstance(first, np.ndarray) and not is_numeric(first):
+        are_alike = all(np.array_equal(value, first) for value in values)
+        return first if are_alike and not merging.is_per_sample(values) else np.concatenate(values)
     if isinstance(first, (np.ndarray, np.generic)):
         merged = _merge_tensors([torch.as_tensor(value) for value in values], merging, key)
         return merged.numpy() if isinstance(merged, Tensor) else [part.numpy() for part in merged]
@@ -485,13 +489,21 @@ def merge_outputs(values: Sequence[Any], merging: Merging, key: str = RETURNED) 
         return merged
     if isinstance(first, (list, tuple)):
         return _merge_sequences(values, merging, key)
-    if is_users_object(first) and all(vars(value).keys() == vars(first).keys() for value in values):
+    if isinstance(first, (set, frozenset)):
+        return first.union(*values) if merging.kind(key, "rows") == "rows" else values[-1]
+    fields = [fields_of(value) for value in values] if is_users_object(first) else []
+    if fields and all(each.keys() == fields[0].keys() for each in fields):
         merged = copy.copy(first)
-        vars(merged).update(
-            {n: merge_outputs([vars(each)[n] for each in values], merging, f"{key}[{n!r}]") for n in vars(first)}
-        )
+        for name in fields[0]:
+            field_values = [each[name] for each in fields]
+            object.__setattr__(merged, name, merge_outputs(field_values, merging, f"{key}[{name!r}]"))
         return merged
     return first if all(value == first for value in values) else list(values)
+
+
+def is_numeric(array: np.ndarray) -> bool:
+    """Tell whether an array holds numbers, and not texts, dates or objects."""
+    return array.dtype.kind in "biufc"
 
 
 def _merge_numbers(values: Sequence[Any], merging: Merging, key: str) -> Any:

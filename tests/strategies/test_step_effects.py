@@ -2,8 +2,12 @@
 
 import copy
 import warnings
-from collections import Counter, defaultdict, deque
+from array import array
+from collections import Counter, UserDict, defaultdict, deque
 from dataclasses import dataclass, field
+from fractions import Fraction
+from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 import pytest
@@ -28,6 +32,23 @@ class Record:
     samples: int = 0
 
 
+class Tally:
+    __slots__ = ("losses", "samples")
+
+    def __init__(self):
+        self.losses = ()
+        self.samples = 0
+
+    def __call__(self, loss, count):
+        self.losses += (loss,)
+        self.samples += count
+
+
+class Totals(NamedTuple):
+    samples: int
+    classes: tuple
+
+
 class Collecting(Deep):
     """Collects as Lightning's tutorials do, and reads it at the end of the epoch, on every rank."""
 
@@ -42,6 +63,16 @@ class Collecting(Deep):
         self.labels = Counter()
         self._private = []
         self.found = []
+        self.history = ()
+        self.pair = ([], 0)
+        self.members = frozenset()
+        self.raw = bytearray()
+        self.floats = array("d")
+        self.tally = Tally()
+        self.notes = UserDict()
+        self.counts = {}
+        self.share = Fraction(0)
+        self.answer = "yes"
 
     def keep(self, logits, y, loss, loader_index):
         best = logits.argmax(-1)
@@ -55,6 +86,25 @@ class Collecting(Deep):
         self.record.losses.append(loss.item())
         self.record.samples += len(y)
         self.last_logits = logits.detach()
+        self.keep_anew(best, y, loss, loader_index)
+
+    def keep_anew(self, best, y, loss, loader_index):
+        """Set values that never change anew, and change containers that are no list, dict or set."""
+        self.history = (*self.history, loss.item())
+        self.pair[0].append(loss.item())
+        self.members |= frozenset(y.tolist())
+        self.recent = set(y.tolist())
+        self.raw.extend(y.tolist())
+        self.floats.append(loss.item())
+        self.shared.append(loss.item())
+        self.tally(loss.item(), len(y))
+        self.notes[loader_index] = "seen"
+        # Later batches keep the entries of earlier batches.
+        self.counts = {**self.counts, self.global_step: y.tolist()}
+        self.share += Fraction(len(y), 3)
+        self.totals = Totals(len(y), tuple(best.tolist()))
+        self.place = Path("kept") / str(loader_index)
+        self.answer = None if self.answer == "yes" else self.answer
 
     def training_step(self, batch, index):
         logits = self(batch[0])
@@ -85,13 +135,27 @@ class Collecting(Deep):
         found["confusion"] = torch.tensor(self.confusion)
         found["record"] = torch.tensor([*self.record.losses, self.record.samples], dtype=torch.float64)
         found["last_logits"] = self.last_logits
+        floats = (*self.history, *self.pair[0], *self.floats, *self.shared, *self.tally.losses)
+        found["floats"] = torch.tensor([*floats, float(self.share)], dtype=torch.float64)
+        numbers = (
+            *sorted(self.members),
+            *sorted(self.recent),
+            *self.raw,
+            self.tally.samples,
+            *map(int, self.totals[1]),
+        )
+        found["numbers"] = torch.tensor([*numbers, self.totals.samples])
+        found["counts"] = torch.tensor([[step, *labels] for step, labels in self.counts.items()])
+        texts = f"{type(self.members)} {type(self.recent)} {type(self.totals)} {self.notes} {self.place} {self.answer}"
+        found["texts"] = torch.tensor(list(texts.encode()))
         return found
 
 
 @pytest.mark.parametrize(("verify", "schedule"), [("off", "zbv"), ("always", "1f1b")])
 @distributed(world_size=2)
 def test_results_in_containers(verify, schedule):
-    expected, module = Collecting(), Collecting()
+    # Each module has its own class, since the list of a class stays when a module goes.
+    expected, module = (type("Sharing", (Collecting,), {"shared": []})() for _ in range(2))
     fit(expected, "auto", 1, **ONE_EPOCH)
     strategy = PipelineParallelStrategy(pipeline_parallel_size=2, num_microbatches=3, schedule=schedule, verify=verify)
     fit(module, strategy, 2, **ONE_EPOCH)

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections import Counter, UserDict
+from array import array
+from collections import Counter, UserDict, deque
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -16,9 +17,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_hook
 
-from lightning_parallel.compat import is_users, is_users_object
+from lightning_parallel.compat import fields_of, is_users, is_users_object
 from lightning_parallel.compat.torch import pytree
-from lightning_parallel.pipeline.microbatch import LeftOutCache
+from lightning_parallel.pipeline.microbatch import LeftOutCache, is_numeric
 from lightning_parallel.pipeline.placeholder import PlaceholderTensor
 from lightning_parallel.strategies.steps.state import (
     Added,
@@ -28,6 +29,7 @@ from lightning_parallel.strategies.steps.state import (
     Replaced,
     Snapshot,
     Value,
+    is_plain,
     label_of,
 )
 
@@ -109,21 +111,26 @@ def numbers_in(value: Any, name: str) -> dict[str, Any]:
         if isinstance(leaf, Tensor):
             # A clone: the rest of the run, and its undoing, may write into the tensor.
             found[key] = leaf.detach().cpu().clone()
+        elif isinstance(leaf, np.ndarray) and not is_numeric(leaf):
+            found.update(numbers_in(leaf.tolist(), key))
         elif isinstance(leaf, np.ndarray):
             found[key] = torch.as_tensor(leaf).clone()
         elif isinstance(leaf, (Mapping, UserDict)):
             found.update(numbers_in(dict(leaf), key))
-        elif isinstance(leaf, (list, tuple)):
+        elif isinstance(leaf, (list, tuple, deque, array)):
             found.update(numbers_in(list(leaf), key))
+        elif isinstance(leaf, (set, frozenset)):
+            # The order of a set differs between processes, and the entries are compared by position.
+            found.update(numbers_in(sorted(leaf, key=lambda member: (str(type(member)), str(member))), key))
         elif dataclasses.is_dataclass(leaf) and not isinstance(leaf, type):
             fields = [field.name for field in dataclasses.fields(leaf) if hasattr(leaf, field.name)]
             found.update(numbers_in({name: getattr(leaf, name) for name in fields}, key))
         elif is_users_object(leaf):
-            found.update(numbers_in(dict(vars(leaf)), key))
+            found.update(numbers_in(fields_of(leaf), key))
         elif isinstance(leaf, (bool, int, float)):
             found[key] = torch.tensor(leaf, dtype=torch.float64 if isinstance(leaf, float) else None)
-        elif isinstance(leaf, (str, bytes)):
-            text = leaf.encode(errors="replace") if isinstance(leaf, str) else leaf
+        elif isinstance(leaf, (bytes, bytearray)) or (leaf is not None and is_plain(leaf)):
+            text = leaf if isinstance(leaf, (bytes, bytearray)) else str(leaf).encode(errors="replace")
             found[key] = torch.tensor(list(text), dtype=torch.uint8)
     return found
 
@@ -142,8 +149,9 @@ def changed_attributes(before: Snapshot) -> tuple[dict[str, Any], frozenset[str]
         elif isinstance(edit, Added):
             value = edit.entries
         elif isinstance(edit, Members):
-            # Sort the members: the order of a set differs between processes, and the entries are compared by position.
-            value = sorted(edit.added, key=lambda member: (str(type(member)), str(member)))
+            value = edit.added
+        elif isinstance(edit, Fresh) and edit.is_grown:
+            value = {key: entry for key, entry in edit.value.items() if key not in edit.kept}
         elif isinstance(edit, (Fresh, Replaced)):
             value = edit.value
         leaves, _ = pytree.tree_flatten_with_path(value)

@@ -58,7 +58,6 @@ from lightning_parallel.strategies.steps.state import Snapshot, TrainerState
 from lightning_parallel.strategies.whole.pinned import (
     SEED,
     Draws,
-    ModuleSnapshot,
     StageStreams,
     blamed_on_us,
     doubled,
@@ -599,7 +598,8 @@ class StepRuns:
     @contextmanager
     def _state_kept(self) -> Iterator[None]:
         """Undo the changes of a run of the step, gradients included."""
-        state, trainer, hooked = ModuleSnapshot(self.module), TrainerState(self.module), HookedState.of(self.module)
+        state = Snapshot(self.module, is_whole=True)
+        trainer, hooked = TrainerState(self.module), HookedState.of(self.module)
         # Set the gradients themselves aside, not copies: the run begins without gradients and cannot change them.
         gradients = {parameter: parameter.grad for parameter in self.module.parameters()}
         for parameter in gradients:
@@ -612,7 +612,7 @@ class StepRuns:
                 parameter.grad = gradient
             trainer.restore()
             hooked.restore()
-            state.restore()
+            state.restore(in_place=True)
 
     @contextmanager
     def _manual(self, model: WholeModel | None) -> Iterator[None]:

@@ -18,7 +18,7 @@ from lightning.pytorch import LightningModule
 from torch import Tensor, nn
 from torchmetrics import Metric, MetricCollection
 
-from lightning_parallel.compat import ParallelState, is_users, patched
+from lightning_parallel.compat import ParallelState, fields_of, is_users, patched
 from lightning_parallel.compat.lightning import (
     batch_value_of,
     set_batch_value,
@@ -47,10 +47,13 @@ from lightning_parallel.strategies.steps.state import (
     StatePath,
     TrainerState,
     Value,
-    emptied,
     is_container,
+    is_fixed,
+    is_plain,
     label_of,
     put,
+    refill,
+    refilled,
 )
 
 __all__ = ["LogCall", "StepEffects", "buffers_kept", "log_recorded", "side_effects_discarded", "to_device"]
@@ -381,34 +384,89 @@ def _merge_changes(history: Sequence[dict[StatePath, Edit]], merging: Merging) -
         if any(path[:length] in settled for length in range(1, len(path))):
             continue
         fresh = [(number, edit) for number, edit in found if isinstance(edit, Fresh)]
-        edit = found[-1][1]
-        if len(fresh) > 1:
-            # Each microbatch has made a container.
+        edits, edit, label = [each for _, each in found], found[-1][1], label_of(path)
+        added: list[tuple[int, dict[StatePath, Edit]]] = []
+        if kept := _kept_by([each for _, each in fresh]):
+            # Treat `self.found = {**self.found, key: x}` like `self.found[key] = x`.
+            added = [(number, _inside(path, each.value, kept)) for number, each in fresh]
+        elif fresh and isinstance(fresh[0][1].value, (set, frozenset)):
             settled.add(path)
-            merged.append((path, "set", merge_outputs([edit.value for _, edit in fresh], merging, label_of(path))))
+            states = [fresh[-1][1].value.__class__(_filled(edits[: end + 1])) for end in range(len(edits))]
+            merged.append((path, "set", merge_outputs(states, merging, label)))
+        elif len(fresh) > 1:
+            # Each microbatch has made a container or an object.
+            settled.add(path)
+            merged.append((path, "set", _merge_fresh([each for _, each in fresh], merging, label)))
         elif isinstance(edit, Gone):
             settled.add(path)
             merged.append((path, "remove", None))
         elif isinstance(edit, Value):
             values = [(number, each) for number, each in found if isinstance(each, Value)]
             merged.append(_merge_values(path, values, merging))
-        elif anew := _lists_anew([each for _, each in found], len(merging.samples)):
+        elif fresh and _holds_names(fresh[0][1].value):
+            # One microbatch has made it, and later microbatches may have changed it.
+            number, new = fresh[0]
+            merged.append((path, "create", refilled(new.value, ()) if isinstance(new.value, dict) else new.value))
+            added = [(number, _inside(path, new.value))]
+        elif anew := _lists_anew(edits, len(merging.samples)):
             settled.add(path)
-            merged.append((path, "fill", merge_entries(anew, merging, label_of(path))))
-        elif any(isinstance(each, Replaced) for _, each in found):
+            merged.append((path, "fill", merge_entries(anew, merging, label)))
+        elif any(isinstance(each, Replaced) for each in edits) or (fresh and isinstance(edits[0], Added)):
             settled.add(path)
-            merged += [(path, "create", emptied(edit.value)) for _, edit in fresh]
-            merged.append((path, "fill", _filled([each for _, each in found])))
+            merged += [(path, "create", refilled(each.value, ())) for _, each in fresh]
+            merged.append((path, "fill", _filled(edits)))
         else:
-            if fresh:
-                number, new = fresh[0]
-                merged.append((path, "create", emptied(new.value)))
-                if isinstance(new.value, dict):
-                    inside = {(*path, key): _first(value) for key, value in new.value.items()}
-                    history[number].update(inside)
-                    paths.extend(key for key in inside if key not in paths)
-            merged += _merge_entries_of(path, found, merging)
+            merged += [(path, "create", refilled(each.value, ())) for _, each in fresh]
+            merged += _merge_entries_of(path, edits, merging)
+        for number, inside in added:
+            history[number].update(inside)
+            paths.extend(key for key in inside if key not in paths)
     return merged
+
+
+def _kept_by(edits: Sequence[Fresh]) -> frozenset[Any]:
+    """Return the keys of a dict that all microbatches keep while one adds entries; empty if it does not grow."""
+    kept = edits[0].kept if edits and edits[0].is_grown else frozenset()
+    is_kept = all(kept <= each.kept for each in edits) and any(each.value.keys() - kept for each in edits if kept)
+    return kept if is_kept else frozenset()
+
+
+def _holds_names(value: Any) -> bool:
+    """Tell whether a container or object holds its values under names or keys."""
+    return isinstance(value, dict) or is_fixed(value) or not is_container(value)
+
+
+def _inside(path: StatePath, value: Any, kept: frozenset[Any] = frozenset()) -> dict[StatePath, Edit]:
+    """Return the entries of a new dict other than `kept`, or the fields of a new object; a named tuple has none."""
+    entries = value if isinstance(value, dict) else {} if is_fixed(value) else fields_of(value)
+    return {
+        (*path, key): Fresh(entry) if is_container(entry) else Value(MISSING, entry, False)
+        for key, entry in entries.items()
+        if key not in kept
+    }
+
+
+def _merge_fresh(edits: Sequence[Fresh], merging: Merging, label: str) -> Any:
+    """Return the container or object of the whole batch.
+
+    Raises:
+        ValueError: If the containers of the microbatches do not fit together.
+    """
+    values = [each.value for each in edits]
+    last = values[-1]
+    # Lists and tensors that all microbatches take from the earlier dict belong to earlier batches.
+    earlier = frozenset.intersection(*(each.kept for each in edits))
+    kept = {key: last[key] for key in earlier if not is_plain(last[key])}
+    if kept:
+        values = [refilled(each, {key: each[key] for key in each if key not in kept}) for each in values]
+    merged = merge_outputs(values, merging, label)
+    if merging.is_strict and type(merged) is not type(last):
+        raise ValueError(
+            f"`self.{label}` must be of one kind in all microbatches of a batch; got {values!r:.200}. These values"
+            " cannot be merged into the value of a single-process run. Append the values to a list, or set"
+            " `num_microbatches=1`"
+        )
+    return refilled(merged, {**kept, **merged}) if kept and isinstance(merged, dict) else merged
 
 
 _OTHERS = (Value, Members, Gone)
@@ -429,11 +487,11 @@ def _lists_anew(edits: Sequence[Edit], count: int) -> list[list[Any]]:
 
 
 def _filled(edits: Sequence[Edit]) -> list[Any] | set[Any]:
-    """Return the entries of a list or set after all changes, of which at least one has replaced them."""
-    value: Any = []
+    """Return the entries of a list or set after all changes, of which one has replaced or made them."""
+    value: Any = set() if isinstance(edits[0], Members) else []
     for edit in edits:
         if isinstance(edit, (Replaced, Fresh)):
-            value = set(edit.value) if isinstance(edit.value, set) else list(edit.value)
+            value = set(edit.value) if isinstance(edit.value, (set, frozenset)) else list(edit.value)
         elif isinstance(edit, Added):
             value.extend(edit.entries)
         elif isinstance(edit, Members):
@@ -441,17 +499,11 @@ def _filled(edits: Sequence[Edit]) -> list[Any] | set[Any]:
     return value
 
 
-def _first(value: Any) -> Edit:
-    return Fresh(value) if is_container(value) else Value(MISSING, value, False)
-
-
-def _merge_entries_of(path: StatePath, found: Sequence[tuple[int, Any]], merging: Merging) -> list[Change]:
-    """Return the change that adds the entries of all microbatches to a list, deque or set."""
-    values = [edit.value if isinstance(edit, Fresh) else edit[0] for _, edit in found]
+def _merge_entries_of(path: StatePath, edits: Sequence[Any], merging: Merging) -> list[Change]:
+    """Return the change that adds the entries of all microbatches to a list, tuple, deque or set."""
+    values = [edit.value if isinstance(edit, Fresh) else edit[0] for edit in edits]
     if isinstance(values[0], set):
         return [(path, "join", set().union(*values))]
-    if isinstance(values[0], dict):
-        return []
     return [(path, "extend", merge_entries([list(value) for value in values], merging, label_of(path)))]
 
 
@@ -488,14 +540,11 @@ def _ends(found: Sequence[tuple[int, Value]], count: int) -> list[Any]:
 def _apply(module: LightningModule, start: Snapshot, changes: Sequence[Change], device: torch.device) -> None:
     """Make changes in a module, whose attributes must be restored to the values of `start`."""
     for path, action, value in changes:
-        holder, key = start.holder(path), path[-1]
         value = pytree.tree_map_only(Elsewhere, lambda unknown: unknown.placeholder(device), to_device(value, device))
-        if action == "create":
-            put(holder, key, value)
+        if action in ("create", "set"):
+            start.put(path, value)
         elif action == "remove":
-            _remove(holder, key)
-        elif action == "set":
-            put(holder, key, value)
+            _remove(start.holder(path), path[-1])
         elif action == "write":
             original = start.original(path)
             if isinstance(original, Tensor) and original.shape == value.shape and original.dtype == value.dtype:
@@ -506,17 +555,21 @@ def _apply(module: LightningModule, start: Snapshot, changes: Sequence[Change], 
             elif isinstance(original, np.ndarray) and original.shape == value.shape:
                 original[...] = value
                 value = original
-            put(holder, key, value)
+            start.put(path, value)
         else:
-            target = start.entries_of(holder)[key] if path else holder
-            if action == "fill":
-                target.clear()
-            target.update(value) if isinstance(target, (dict, set)) else target.extend(value)
+            target = start.entries_of(start.holder(path))[path[-1]]
+            items = value if action == "fill" else [*target, *value]
+            if isinstance(target, (tuple, frozenset)):
+                start.put(path, refilled(target, items))
+            else:
+                refill(target, items)
 
 
 def _remove(holder: Any, key: Any) -> None:
-    if not isinstance(holder, (list, deque)):
+    if isinstance(holder, (dict, nn.Module)):
         (holder if isinstance(holder, dict) else vars(holder)).pop(key, None)
+    elif not isinstance(holder, (list, deque, tuple)) and hasattr(holder, key):
+        delattr(holder, key)
 
 
 @contextmanager

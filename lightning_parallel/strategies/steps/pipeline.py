@@ -28,7 +28,7 @@ from torchmetrics import Metric
 
 from lightning_parallel import comm
 from lightning_parallel.comm import Group
-from lightning_parallel.compat import FOREIGN, ParallelState, Patches, innermost_users_line, is_users, patched
+from lightning_parallel.compat import FOREIGN, ParallelState, Patches, innermost_users_line, patched
 from lightning_parallel.compat.lightning import (
     at_end_of_epochs,
     own_numbers_of,
@@ -584,15 +584,14 @@ class _StageStep:
 
 
 def _outside_of(module: nn.Module, intercepted: Sequence[str]) -> tuple[str, ...]:
-    """Return the paths of modules whose own code runs on every stage, and of the modules around them."""
+    """Return the paths of modules whose attributes every stage may set, and of the modules around them."""
     found: dict[str, None] = {}
     inside = tuple(f"{name}." for name in intercepted)
     for path, child in module.named_modules():
         if not path or f"{path}.".startswith(inside) or isinstance(child, Metric):
             continue
-        if is_users(type(child)):
-            parts = path.split(".")
-            found.update(dict.fromkeys(".".join(parts[: length + 1]) for length in range(len(parts))))
+        parts = path.split(".")
+        found.update(dict.fromkeys(".".join(parts[: length + 1]) for length in range(len(parts))))
     return tuple(found)
 
 

@@ -11,9 +11,12 @@ from __future__ import annotations
 import copy
 import dataclasses
 import operator
+from array import array
 from collections import deque
-from collections.abc import Mapping
-from types import SimpleNamespace
+from collections.abc import Mapping, Sequence
+from enum import Enum
+from functools import lru_cache
+from types import FunctionType, SimpleNamespace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -23,8 +26,16 @@ from torch import Tensor, nn
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from lightning_parallel import comm
-from lightning_parallel.compat import FOREIGN, is_power_of_two
-from lightning_parallel.compat.torch import buffers_of, version_of
+from lightning_parallel.compat import (
+    FOREIGN,
+    PartialModule,
+    fields_of,
+    has_value,
+    is_power_of_two,
+    is_users,
+    is_users_object,
+)
+from lightning_parallel.compat.torch import buffers_of, pytree, version_of
 from lightning_parallel.pipeline.engine import PipelineEngine
 from lightning_parallel.pipeline.placeholder import PlaceholderTensor, missing
 
@@ -43,10 +54,13 @@ __all__ = [
     "TrainerState",
     "Value",
     "WatchedCopies",
-    "emptied",
     "is_container",
+    "is_fixed",
+    "is_plain",
     "label_of",
     "put",
+    "refill",
+    "refilled",
 ]
 
 
@@ -55,10 +69,15 @@ StatePath = tuple[Any, ...]
 
 _PLAIN = (bool, int, float, complex, str, bytes, type(None), np.generic)
 
+_CONSTANTS = (Enum, slice, type(...), torch.dtype, torch.layout, torch.memory_format)
+"""More values that never change, without a hash of their contents."""
+
 _FLAT = frozenset((bool, int, float, str, type(None)))
 
 _COPIED_BYTES = 16 << 20
 """Larger tensors and arrays are not copied before each step: a write into them is not seen and not undone."""
+_COPIED_PARAMETERS = 64 << 20
+"""In the self-check, parameters up to this size together, and arrays, are copied. Other parameters are watched."""
 _COPIED_ENTRY_BYTES = 4 << 10
 """The same limit for entries of lists: steps collect many entries, and hardly ever write into them later."""
 _FOLLOWED_ITEMS = 10_000
@@ -110,9 +129,17 @@ class Members(NamedTuple):
 
 
 class Fresh(NamedTuple):
-    """A new container."""
+    """A new container or object.
+
+    Attributes:
+        value: A copy of it.
+        kept: The keys of the entries that a dict has taken from the dict in its place.
+        is_grown: Whether these are all entries of the earlier dict.
+    """
 
     value: Any
+    kept: frozenset[Any] = frozenset()
+    is_grown: bool = False
 
 
 class Replaced(NamedTuple):
@@ -129,7 +156,7 @@ Edit = Value | Added | Members | Fresh | Replaced | Gone
 
 
 class _Child(str):
-    """Name of a submodule."""
+    """Name of a submodule, or of a class of a module whose attributes are followed."""
 
     __slots__ = ()
 
@@ -144,8 +171,37 @@ def label_of(path: StatePath) -> str:
 
 
 def is_container(value: Any) -> bool:
-    """Tell whether a value is a list, deque, dict or set."""
-    return isinstance(value, (list, deque, dict, set))
+    """Tell whether a value is a list, deque, dict, set, tuple or byte array, or a variant of them."""
+    return isinstance(value, (list, deque, dict, set, tuple, frozenset, bytearray, array))
+
+
+def is_fixed(value: Any) -> bool:
+    """Tell whether a value is a named tuple, which has a number of fields and not of entries."""
+    return isinstance(value, tuple) and hasattr(value, "_fields")
+
+
+def is_plain(value: Any) -> bool:
+    """Tell whether a value never changes and is compared by its contents, such as a number, a text or a path."""
+    return isinstance(value, _PLAIN) or _is_constant(value)
+
+
+def _is_constant(value: Any) -> bool:
+    if isinstance(value, (type, FunctionType)):
+        # Pickle finds classes and functions by their names, so functions inside functions cannot be sent.
+        return "<" not in value.__qualname__
+    if isinstance(value, _CONSTANTS):
+        return True
+    # Methods and weak references have a hash, too.
+    if is_container(value) or isinstance(value, Tensor) or dataclasses.is_dataclass(value) or callable(value):
+        return False
+    kind: Any = type(value)
+    return has_value(kind)
+
+
+@lru_cache(maxsize=1024)
+def _user_classes(kind: Any) -> tuple[type, ...]:
+    """Return the classes of the user among the bases of a class, without the classes that split modules get."""
+    return tuple(base for base in kind.__mro__ if is_users(base) and not issubclass(base, PartialModule))
 
 
 _names_of_frameworks: set[str] = set()
@@ -165,36 +221,42 @@ class Snapshot:
         with_buffers: Whether buffers count.
         is_exact: Whether to find writes into the `.data` of all tensors; if not, only of tensors that changed in the
             self-check.
+        is_whole: Whether to keep all state of all submodules instead, with parameters and hooks, only to restore it.
     """
 
-    def __init__(self, module: nn.Module, with_buffers: bool = True, is_exact: bool = False) -> None:
+    def __init__(
+        self, module: nn.Module, with_buffers: bool = True, is_exact: bool = False, is_whole: bool = False
+    ) -> None:
         self.module = module
         self._with_buffers = with_buffers
-        self._is_exact = is_exact
-        self._packages = {kind.__module__.partition(".")[0] for kind in type(module).__mro__} - FOREIGN
+        self._is_exact = is_exact or is_whole
+        self._is_whole = is_whole
+        packages = {kind.__module__.partition(".")[0] for kind in type(module).__mro__} - FOREIGN
+        self._packages = packages | {"collections"}
         self._holders: dict[StatePath, Any] = {}
         self._items: dict[StatePath, Any] = {}
         self._kept: dict[StatePath, Any] = {}
         self._seen: set[int] = set()
+        self._watched: list[tuple[StatePath, nn.Parameter, int]] = []
+        self._room = _COPIED_PARAMETERS
         state = vars(module).get("_parallel_state")
         self._rules = {name for rules in getattr(state, "merging", {}).values() for name in rules}
         self._parts = {id(module.get_submodule(name)) for name in getattr(state, "followed", ())}
-        self._visit((), module, _COPIED_BYTES)
+        self._visit((), module, _COPIED_PARAMETERS if is_whole else _COPIED_BYTES)
 
     def original(self, path: StatePath) -> Any:
         """Return the object that was at `path`; `MISSING` if there was none."""
-        items = self._items.get(path[:-1])
-        if isinstance(items, list):
-            return items[path[-1]] if path[-1] < len(items) else MISSING
-        return MISSING if items is None else items.get(path[-1], MISSING)
+        items = self._items.get(path[:-1], {})
+        if isinstance(items, dict):
+            return items.get(path[-1], MISSING)
+        return items[path[-1]] if path[-1] < len(items) else MISSING
 
     def paths(self) -> list[StatePath]:
         """Return the paths of numbers, tensors and other single values."""
         found = []
         for path, items in self._items.items():
             if len(items) <= _FOLLOWED_ITEMS:
-                keys = range(len(items)) if isinstance(items, list) else items
-                found += [(*path, key) for key in keys if (*path, key) not in self._holders]
+                found += [(*path, key) for key in _keys_of(items) if (*path, key) not in self._holders]
         return found
 
     def modules(self) -> list[tuple[StatePath, nn.Module]]:
@@ -208,36 +270,61 @@ class Snapshot:
             found = self.entries_of(found)[key]
         return found
 
+    def put(self, path: StatePath, value: Any) -> None:
+        """Set the value at `path`; a new tuple takes the place of a tuple around it."""
+        holder, key = self.holder(path), path[-1]
+        if isinstance(holder, tuple):
+            self.put(path[:-1], refilled(holder, [*holder[:key], value, *holder[key + 1 :]]))
+        else:
+            put(holder, key, value)
+
     # -------------------------------------------------------------------------------------------------- looking
 
     def _is_object(self, value: Any) -> bool:
         """Tell whether a value is a plain object of the user's, or a dataclass, whose fields are followed."""
-        kind = type(value)
-        if not hasattr(value, "__dict__") or isinstance(value, (type, nn.Module, torch.utils.data.Dataset, Tensor)):
+        kind: Any = type(value)
+        if self._is_whole:
+            return is_users_object(value)
+        if isinstance(value, (*_PLAIN, type, nn.Module, torch.utils.data.Dataset, Tensor, Enum)):
             return False
-        if callable(value) or hasattr(value, "__iter__") or hasattr(value, "__next__"):
-            return False
-        is_theirs = kind.__module__.partition(".")[0] in self._packages
-        return is_theirs or dataclasses.is_dataclass(value) or kind is SimpleNamespace
+        is_theirs = kind.__module__.partition(".")[0] in self._packages or kind is SimpleNamespace
+        is_constant = has_value(kind) and not hasattr(value, "__dict__")
+        return dataclasses.is_dataclass(value) or (is_theirs and not is_constant)
 
     def _is_followed(self, value: Any) -> bool:
         if isinstance(value, Tensor):
             is_elsewhere = isinstance(value, PlaceholderTensor) and (value.value is None or value.parameter)
             return not (is_elsewhere or isinstance(value, nn.Parameter))
-        return isinstance(value, (*_PLAIN, np.ndarray)) or is_container(value) or self._is_object(value)
+        if isinstance(value, (bytearray, array)):
+            return len(value) <= _COPIED_BYTES
+        return isinstance(value, np.ndarray) or is_container(value) or self._is_object(value) or is_plain(value)
 
     def entries_of(self, holder: Any) -> Any:
-        """Return the entries of a holder: a dict by key or name, or a list."""
+        """Return the entries of a holder: a dict by key or name, or a sequence."""
         if isinstance(holder, nn.Module):
+            # A list in the body of a class is shared by all of its modules, and steps append to it.
+            kind: Any = type(holder)
+            classes = {_Child(base.__qualname__): base for base in _user_classes(kind)}
+            if self._is_whole:
+                return {**vars(holder), **classes}
             found = {k: v for k, v in vars(holder).items() if not _is_foreign(k) and self._is_followed(v)}
             buffers = buffers_of(holder).items() if self._with_buffers else ()
             found |= {k: v for k, v in buffers if isinstance(v, Tensor) and self._is_followed(v)}
             if self._parts:
                 found |= {_Child(k): v for k, v in holder.named_children() if id(v) in self._parts}
-            return found
+            return found | classes
+        if isinstance(holder, type):
+            own = vars(holder).items()
+            return {k: v for k, v in own if not (k.startswith("__") or callable(v)) and self._is_followed(v)}
+        if isinstance(holder, dict):
+            return dict(holder)
         if isinstance(holder, (list, deque)):
             return list(holder)
-        return dict(holder if isinstance(holder, Mapping) else vars(holder))
+        if isinstance(holder, tuple):
+            return holder
+        if isinstance(holder, (bytearray, array)):
+            return bytes(holder) if isinstance(holder, bytearray) else holder[:]
+        return fields_of(holder)
 
     def _visit(self, path: StatePath, holder: Any, most: int) -> None:
         if id(holder) in self._seen:
@@ -246,23 +333,40 @@ class Snapshot:
         self._seen.add(id(holder))
         items = self.entries_of(holder)
         self._holders[path], self._items[path] = holder, items
-        if len(items) > _FOLLOWED_ITEMS:
+        if len(items) > _FOLLOWED_ITEMS or _is_flat(items):
             return
-        if isinstance(items, list):
-            if _FLAT.issuperset(map(type, items)):
-                return
+        if isinstance(items, (list, tuple)) and not self._is_whole:
             most = _COPIED_ENTRY_BYTES
-        for key, value in enumerate(items) if isinstance(items, list) else items.items():
+        for key in _keys_of(items):
             place: StatePath = (*path, key)
-            if isinstance(value, _PLAIN):
+            value = items[key]
+            if isinstance(value, (*_PLAIN, frozenset)):
                 continue
             if isinstance(value, set):
                 self._kept[place] = set(value)
+            elif isinstance(value, Tensor) and self._is_whole:
+                self._keep_tensor(place, value)
             elif isinstance(value, (Tensor, np.ndarray)):
                 if self._is_followed(value) and value.nbytes <= most:
                     self._kept[place] = _copy_of(value, self._is_exact or label_of(place) in self._rules)
-            elif isinstance(value, nn.Module) or is_container(value) or self._is_object(value):
-                self._visit((*path, key), value, most)
+            elif isinstance(value, nn.Module) or isinstance(key, _Child) or self._is_holder(value):
+                self._visit(place, value, most)
+
+    def _keep_tensor(self, path: StatePath, value: Tensor) -> None:
+        """Copy a tensor of any size, but only as many parameters as there is room for."""
+        if type(value) not in (Tensor, nn.Parameter) or id(value) in self._seen:
+            return
+        self._seen.add(id(value))
+        if isinstance(value, nn.Parameter):
+            self._room -= value.nbytes
+            if self._room < 0:
+                self._watched.append((path, value, version_of(value)))
+                return
+        self._kept[path] = _copy_of(value, is_exact=True)
+
+    def _is_holder(self, value: Any) -> bool:
+        is_wanted = self._is_whole or self._is_followed(value)
+        return (is_container(value) or self._is_object(value)) and is_wanted
 
     # -------------------------------------------------------------------------------------------------- changes
 
@@ -274,28 +378,30 @@ class Snapshot:
 
     def _compare(self, path: StatePath, holder: Any, edits: dict[StatePath, Edit]) -> None:
         before, now = self._items[path], self.entries_of(holder)
-        if isinstance(before, list):
+        if not isinstance(before, dict):
             is_limited = isinstance(holder, deque) and holder.maxlen is not None
             shift = _shift(before, now, len(before) if is_limited else 0)
             if shift is None:
-                edits[path] = Replaced(_frozen(holder))
+                edits[path] = Replaced(self._frozen(holder))
                 return
             if len(now) > len(before) - shift:
-                edits[path] = Added(now[len(before) - shift :])
-            if not shift and not _FLAT.issuperset(map(type, before)):
+                edits[path] = Added(list(now[len(before) - shift :]))
+            if not shift and not _is_flat(before):
                 for index, value in enumerate(before):
                     self._compare_same((*path, index), value, edits)
             return
         for key, value in now.items():
             old, place = before.get(key, MISSING), (*path, key)
             if value is old:
-                self._compare_same((*path, key), value, edits)
+                self._compare_same(place, value, edits)
             elif is_container(value):
-                self._compare_container((*path, key), old, value, edits)
-            elif isinstance(value, nn.Module):
+                self._compare_container(place, old, value, edits)
+            elif isinstance(value, nn.Module) or isinstance(key, _Child):
                 continue
-            elif type(value) is not type(old) or not isinstance(value, _PLAIN) or value != old:
-                edits[place] = Value(self._kept.get((*path, key), old), _leaf(value), False)
+            elif self._is_object(value):
+                edits[place] = Fresh(self._frozen(value))
+            elif type(value) is not type(old) or not is_plain(value) or value != old:
+                edits[place] = Value(self._kept.get(place, old), _leaf(value), False)
         for key in before.keys() - now.keys():
             place = (*path, key)
             # A placeholder may have taken the place of the value. The attribute still exists, so it is not removed.
@@ -305,13 +411,18 @@ class Snapshot:
 
     def _compare_container(self, path: StatePath, old: Any, value: Any, edits: dict[StatePath, Edit]) -> None:
         # Treat `self.found = self.found + [x]` like `self.found.append(x)`: the entries of microbatches add up.
-        if type(value) is list and type(old) is list and old and path in self._items:
+        if type(value) in (list, tuple) and type(old) is type(value) and old and path in self._items:
             before = self._items[path]
             if len(value) >= len(before) and _shift(before, value, 0) == 0:
                 if len(value) > len(before):
-                    edits[path] = Added(value[len(before) :])
-                return
-        edits[path] = Fresh(_frozen(value))
+                    edits[path] = Added(list(value[len(before) :]))
+                    return
+                # An equal tuple was made anew, as by `self.shape = tuple(x.shape)`: `self.found + ()` is the old tuple.
+                if type(value) is list:
+                    return
+        before = self._items.get(path, {}) if type(value) is type(old) and isinstance(value, dict) else {}
+        kept = frozenset(key for key, item in before.items() if _is_same(item, value.get(key, MISSING)))
+        edits[path] = Fresh(self._frozen(value), kept, 0 < len(kept) == len(before))
 
     def _compare_same(self, path: StatePath, value: Any, edits: dict[StatePath, Edit]) -> None:
         """Compare an object with its earlier contents."""
@@ -326,6 +437,21 @@ class Snapshot:
             else:
                 edits[path] = Replaced(set(value))
 
+    def _frozen(self, value: Any) -> Any:
+        """Return a copy of a container or object, and of those inside; values of other stages become `Elsewhere`."""
+        if isinstance(value, (set, frozenset, bytearray, array)):
+            return copy.copy(value)
+        if isinstance(value, dict):
+            return refilled(value, {key: self._frozen(item) for key, item in value.items()})
+        if is_container(value):
+            return refilled(value, [self._frozen(item) for item in value])
+        if self._is_object(value):
+            found = copy.copy(value)
+            for name, item in fields_of(value).items():
+                put(found, name, self._frozen(item))
+            return found
+        return _leaf(value)
+
     # -------------------------------------------------------------------------------------------------- restoring
 
     def restore(self, removes: bool = True, tensors: bool = True, in_place: bool = False) -> None:
@@ -337,13 +463,26 @@ class Snapshot:
             removes: Whether to remove new attributes of the module.
             tensors: Whether to restore tensors of modules, too.
             in_place: Whether tensors and arrays stay the same objects; only where no backward pass follows.
+
+        Raises:
+            RuntimeError: If a parameter without a copy was changed.
         """
+        for path, parameter, version in self._watched:
+            if version_of(parameter) != version:
+                name = ".".join(str(key) for key in path if key not in ("_modules", "_parameters"))
+                raise RuntimeError(
+                    f"The step writes into the parameter `{name}`, which the self-check cannot undo for a model of"
+                    " this size; set `verify='off'`"
+                )
         for path, holder in self._holders.items():
-            items = copy.copy(self._items[path])
+            items = self._items[path]
             if not tensors and isinstance(holder, nn.Module):
                 items = {key: value for key, value in items.items() if not isinstance(value, Tensor)}
-            for key in range(len(items)) if isinstance(items, list) else items:
-                items[key] = self._as_it_was((*path, key), items[key], in_place)
+            if not _is_flat(items):
+                # A tuple cannot take another tensor, so its tensors get their values back in place.
+                is_inside = in_place or isinstance(items, tuple)
+                found = {key: self._as_it_was((*path, key), items[key], is_inside) for key in _keys_of(items)}
+                items = found if isinstance(items, dict) else list(found.values())
             self._refill(holder, items, removes)
 
     def _as_it_was(self, path: StatePath, value: Any, in_place: bool = False) -> Any:
@@ -354,6 +493,11 @@ class Snapshot:
             value.clear()
             value.update(before)
             return value
+        if self._is_whole and isinstance(value, Tensor):
+            # A copy into `.data` leaves the version alone: autograd and other watchers see no write.
+            with torch.no_grad(), torch.inference_mode(False):
+                value.data = value.data.copy_(before) if value.shape == before.shape else before
+            return value
         if in_place and before.shape == value.shape:
             if isinstance(value, Tensor):
                 with torch.no_grad(), torch.inference_mode(value.is_inference()):
@@ -363,22 +507,24 @@ class Snapshot:
         return before.clone() if isinstance(before, Tensor) else before.copy()
 
     def _refill(self, holder: Any, items: Any, removes: bool) -> None:
-        if isinstance(holder, nn.Module):
+        if isinstance(holder, nn.Module) and self._is_whole:
+            refill(vars(holder), {name: value for name, value in items.items() if not isinstance(name, _Child)})
+        elif isinstance(holder, nn.Module):
             if removes:
                 for name in self.entries_of(holder).keys() - items.keys() - buffers_of(holder).keys():
                     holder.__dict__.pop(name, None)
             for name, value in items.items():
                 if not isinstance(name, _Child):
                     put(holder, name, value)
-        elif isinstance(holder, (list, deque)):
-            holder.clear()
-            holder.extend(items)
-        elif isinstance(holder, dict):
-            holder.clear()
-            holder.update(items)
-        else:
-            vars(holder).clear()
-            vars(holder).update(items)
+        elif isinstance(holder, (list, deque, bytearray, array, dict)):
+            refill(holder, items)
+        elif not isinstance(holder, tuple):
+            now = self.entries_of(holder)
+            for name in now.keys() - items.keys():
+                delattr(holder, name) if isinstance(holder, type) else object.__delattr__(holder, name)
+            for name, value in items.items():
+                if now.get(name, MISSING) is not value:
+                    put(holder, name, value)
 
 
 class TrainerState:
@@ -434,13 +580,16 @@ def _options(label: str, holder: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def put(holder: Any, key: Any, value: Any) -> None:
-    """Set an entry of a container, a field of an object, an attribute or buffer of a module."""
+    """Set an entry of a container, a field of an object, an attribute or buffer of a module or class."""
     if isinstance(holder, nn.Module):
         (buffers_of(holder) if key in buffers_of(holder) else holder.__dict__)[key] = value
     elif isinstance(holder, (list, deque, dict)):
         holder[key] = value
+    elif isinstance(holder, type):
+        setattr(holder, key, value)
     else:
-        vars(holder)[key] = value
+        # Unlike `setattr`, this also works on frozen dataclasses.
+        object.__setattr__(holder, key, value)
 
 
 def _copy_of(value: Any, is_exact: bool) -> Any:
@@ -476,13 +625,24 @@ def _is_equal(before: Any, value: Any) -> bool:
 
 
 def _is_same(old: Any, new: Any) -> bool:
-    return old is new or (type(old) is type(new) and isinstance(old, _PLAIN) and old == new)
+    return old is new or (type(old) is type(new) and is_plain(old) and bool(old == new))
 
 
-def _shift(before: list[Any], now: list[Any], most: int) -> int | None:
+def _keys_of(items: Any) -> Any:
+    return items.keys() if isinstance(items, dict) else range(len(items))
+
+
+def _is_flat(items: Any) -> bool:
+    """Tell whether entries of a sequence are numbers and texts only, without entries inside."""
+    return not isinstance(items, dict) and (isinstance(items, (bytes, array)) or _FLAT.issuperset(map(type, items)))
+
+
+def _shift(before: Sequence[Any], now: Sequence[Any], most: int) -> int | None:
     """Return how many first entries were dropped, up to `most`, as a full deque does; None if other entries changed."""
     if len(now) < len(before):
         return None
+    if isinstance(before, (bytes, array)):
+        return 0 if before == now[: len(before)] else None
     if all(map(operator.is_, before, now)):
         return 0
     return next((shift for shift in range(most + 1) if all(map(_is_same, before[shift:], now))), None)
@@ -492,30 +652,25 @@ def _leaf(value: Any) -> Any:
     return Elsewhere(value) if missing(value) else value
 
 
-def _frozen(value: Any) -> Any:
-    """Return a container with copies of the containers inside; values of other stages become `Elsewhere`."""
-    if isinstance(value, dict):
-        items: Any = {key: _frozen(item) for key, item in value.items()}
-    elif isinstance(value, (list, deque)):
-        return _refilled(value, [_frozen(item) if is_container(item) else item for item in value])
-    elif isinstance(value, set):
-        return set(value)
-    else:
-        return _leaf(value)
-    return _refilled(value, items)
-
-
-def _refilled(value: Any, items: Any) -> Any:
-    found = emptied(value)
-    found.update(items) if isinstance(found, (dict, set)) else found.extend(items)
-    return found
-
-
-def emptied(value: Any) -> Any:
-    """Return an empty container of the same class, with its default factory, or its limit."""
+def refilled(value: Any, items: Any) -> Any:
+    """Return a container of the same class, with its default factory or its limit, and with other entries."""
+    if isinstance(value, tuple):
+        return type(value)(*items) if is_fixed(value) else type(value)(items)
+    if isinstance(value, frozenset):
+        return type(value)(items)
     found = copy.copy(value)
-    found.clear()
+    refill(found, items)
     return found
+
+
+def refill(value: Any, items: Any) -> None:
+    """Give a container other entries, in place."""
+    if isinstance(value, (bytearray, array)):
+        # The self-check tries rules that put a list in the place of a number.
+        items = pytree.tree_leaves([*items])
+    # Arrays have no `clear` in older versions of Python.
+    value.__delitem__(slice(None)) if isinstance(value, array) else value.clear()
+    value.update(items) if isinstance(value, (dict, set)) else value.extend(items)
 
 
 # ------------------------------------------------------------------------------- parameters that a step must not change

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import copy
 import pickle
 import random
 import sys
-from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -20,8 +18,8 @@ import torch.distributed as dist
 from lightning.pytorch.strategies import Strategy
 from torch import Tensor, nn
 
-from lightning_parallel.compat import Patches, innermost_users_line, is_users_object
-from lightning_parallel.compat.torch import BatchNormalization, buffers_of, is_backward_running, seed_torch, version_of
+from lightning_parallel.compat import Patches, innermost_users_line
+from lightning_parallel.compat.torch import BatchNormalization, buffers_of, is_backward_running, seed_torch
 from lightning_parallel.pipeline.engine import PipelineEngine
 from lightning_parallel.pipeline.random_streams import (
     DrawRecorder,
@@ -35,7 +33,6 @@ from lightning_parallel.tensor.verify import DropoutOff
 __all__ = [
     "SEED",
     "Draws",
-    "ModuleSnapshot",
     "RefusedCalls",
     "ReferenceRunError",
     "StageStreams",
@@ -49,101 +46,6 @@ __all__ = [
 
 SEED = 20_240_229
 """The seed of the steps that are compared."""
-
-_COPY_BYTES = 64 << 20
-"""Parameters up to this size are copied, so that writes into them are undone; larger parameters are watched."""
-
-_FOLLOWED_ITEMS = 10_000
-"""Longer containers, such as data sets, are copied without a look at their entries."""
-
-
-class ModuleSnapshot:
-    """Holds all state of a module that a step may change: attributes, buffers and parameters of every submodule.
-
-    Containers and objects of the user's classes are followed inside. `steps.state.Snapshot` has fewer values, by path,
-    and is made for each microbatch; this snapshot is made for each run of the self-check.
-    """
-
-    def __init__(self, module: nn.Module) -> None:
-        self._objects: list[tuple[Any, Any]] = []
-        self._tensors: list[tuple[Tensor, Tensor]] = []
-        self._arrays: list[tuple[np.ndarray, np.ndarray]] = []
-        self._seen: set[int] = set()
-        parameters = dict(module.named_parameters())
-        is_large = sum(value.numel() * value.element_size() for value in parameters.values()) > _COPY_BYTES
-        self._watched = [(name, value, version_of(value)) for name, value in parameters.items()] if is_large else []
-        self._skipped = {id(value) for _, value, _ in self._watched}
-        # Mark all submodules first: an attribute that refers to a submodule must not keep it as an unregistered module.
-        for child in module.modules():
-            self._seen.add(id(child))
-        for child in module.modules():
-            self._keep(vars(child))
-
-    def _keep(self, value: Any) -> None:
-        if id(value) in self._seen:
-            return
-        if isinstance(value, Tensor):
-            if type(value) in (Tensor, nn.Parameter) and id(value) not in self._skipped:
-                self._seen.add(id(value))
-                self._tensors.append((value, value.detach().clone()))
-            return
-        if isinstance(value, np.ndarray) and value.nbytes <= _COPY_BYTES:
-            self._seen.add(id(value))
-            self._arrays.append((value, value.copy()))
-        elif isinstance(value, (dict, list, set, deque)):
-            self._seen.add(id(value))
-            self._objects.append((value, copy.copy(value)))
-            # To look at each entry of a long container, such as a data set, would take too long.
-            if len(value) > _FOLLOWED_ITEMS:
-                return
-            for item in list(value.values() if isinstance(value, dict) else value):
-                self._keep(item)
-        elif isinstance(value, nn.Module):
-            self._keep_elsewhere(value)
-        elif is_users_object(value):
-            self._seen.add(id(value))
-            self._keep(vars(value))
-
-    def _keep_elsewhere(self, module: nn.Module) -> None:
-        """Keep a module that is not registered, such as a teacher in a list."""
-        parameters = {name: value for name, value in module.named_parameters() if id(value) not in self._seen}
-        if sum(value.numel() * value.element_size() for value in parameters.values()) > _COPY_BYTES:
-            self._watched += [(name, value, version_of(value)) for name, value in parameters.items()]
-            self._skipped.update(map(id, parameters.values()))
-        for child in module.modules():
-            if id(child) not in self._seen:
-                self._seen.add(id(child))
-                self._keep(vars(child))
-
-    def restore(self) -> None:
-        """Restore all values in place.
-
-        Raises:
-            RuntimeError: If a parameter without a copy was changed.
-        """
-        for name, value, version in self._watched:
-            if version_of(value) != version:
-                raise RuntimeError(
-                    f"The step writes into the parameter `{name}`, which the self-check cannot undo for a model of"
-                    " this size; set `verify='off'`"
-                )
-        with torch.no_grad(), torch.inference_mode(False):
-            for tensor, before in self._tensors:
-                if tensor.shape != before.shape:
-                    tensor.data = before
-                elif not torch.equal(tensor, before):
-                    # A copy into `.data` leaves the version alone: autograd and other watchers see no write.
-                    tensor.data.copy_(before)
-        for array, values in self._arrays:
-            if array.flags.writeable:
-                array[...] = values
-        # In place, since other code may refer to the same containers.
-        for value, before in self._objects:
-            value.clear()
-            if isinstance(value, (dict, set)):
-                value.update(before)
-            else:
-                value.extend(before)
 
 
 def doubled(value: Tensor) -> Tensor:
