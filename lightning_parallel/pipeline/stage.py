@@ -442,10 +442,12 @@ class InterceptedModel:
         """
         # Layers may leave values from random data in their attributes here, such as a moving average of an `.item()`.
         # The step itself may leave placeholders in attributes and buffers. Restore all of these.
-        attributes, buffers = (
-            SavedAttributes(self.module),
-            [(child, dict(buffers_of(child))) for child in self.module.modules()],
-        )
+        attributes = SavedAttributes(self.module)
+        buffers = [(child, dict(buffers_of(child))) for child in self.module.modules()]
+        held = {
+            buffer for _, own in buffers for buffer in own.values() if type(buffer) is Tensor and not buffer.is_meta
+        }
+        values = {buffer: buffer.detach().clone() for buffer in held}
         try:
             chance = nullcontext() if seed is None else seeded(seed)
             with function_modes_kept(), self.active.use(handler), nothing_written(), chance:
@@ -453,10 +455,15 @@ class InterceptedModel:
         finally:
             self.restore_forwards()
             attributes.restore()
-            for child, held in buffers:
+            for child, own in buffers:
                 # Cleared first: the step may have registered further buffers.
                 buffers_of(child).clear()
-                buffers_of(child).update(held)
+                buffers_of(child).update(own)
+            with torch.no_grad():
+                for buffer, value in values.items():
+                    # A write raises the version, which autograd may have noted.
+                    if not torch.equal(buffer, value):
+                        buffer.copy_(value)
 
 
 class PipelineStages:

@@ -598,7 +598,7 @@ class StepRuns:
     @contextmanager
     def _state_kept(self) -> Iterator[None]:
         """Undo the changes of a run of the step, gradients included."""
-        state = Snapshot(self.module, is_whole=True)
+        state = Snapshot(self.module, scope="all")
         trainer, hooked = TrainerState(self.module), HookedState.of(self.module)
         # Set the gradients themselves aside, not copies: the run begins without gradients and cannot change them.
         gradients = {parameter: parameter.grad for parameter in self.module.parameters()}

@@ -51,7 +51,6 @@ from lightning_parallel.strategies.options import PipelineOptions, TensorOptions
 from lightning_parallel.strategies.ranks import replicas
 from lightning_parallel.strategies.ranks.order import MessageOrder
 from lightning_parallel.strategies.setup.tables import choice_table, print_table
-from lightning_parallel.strategies.steps.effects import buffers_kept
 from lightning_parallel.strategies.steps.weights import find_microbatch_weight
 from lightning_parallel.tensor.auto_plan import make_plan
 from lightning_parallel.tensor.head import gathered_heads
@@ -150,8 +149,7 @@ def cut_stages(
     # With tensor parallelism, `shard_tensors` has made all ranks equal, and now they hold different shards.
     replicas.start_equal(module, groups.data_parallel if groups.tensor_parallel.size > 1 else groups.world)
     _move_buffers(module, device)
-    with buffers_kept(module):
-        plan, weight = _agreed_plan(module, options, groups, device, example, is_verified)
+    plan, weight = _agreed_plan(module, options, groups, device, example, is_verified)
     # Materialize before the engine frees other stages: initial values are drawn in the order of the full model.
     materialize(plan)
     state.engine = PipelineEngine(

@@ -18,7 +18,7 @@ from lightning.pytorch import LightningModule
 from torch import Tensor, nn
 from torchmetrics import Metric, MetricCollection
 
-from lightning_parallel.compat import ParallelState, fields_of, is_users, patched
+from lightning_parallel.compat import ParallelState, fields_of, patched
 from lightning_parallel.compat.lightning import (
     batch_value_of,
     set_batch_value,
@@ -56,7 +56,7 @@ from lightning_parallel.strategies.steps.state import (
     refilled,
 )
 
-__all__ = ["LogCall", "StepEffects", "buffers_kept", "log_recorded", "side_effects_discarded", "to_device"]
+__all__ = ["LogCall", "StepEffects", "log_recorded", "side_effects_discarded", "to_device"]
 
 _LOG = inspect.signature(LightningModule.log)
 BatchStates = tuple[Metric, dict[str, Any]]
@@ -576,13 +576,7 @@ def _remove(holder: Any, key: Any) -> None:
 def side_effects_discarded(module: LightningModule) -> Iterator[None]:
     """Undo the changes of attributes, metrics and the trainer inside the block, and log nothing."""
     metrics = [MetricSnapshot(child) for child in module.modules() if isinstance(child, (Metric, MetricCollection))]
-    before = Snapshot(module, with_buffers=False)
-    trainer = TrainerState(module)
-    inside = [
-        Snapshot(child, with_buffers=False)
-        for child in module.modules()
-        if child is not module and is_users(type(child))
-    ]
+    before, trainer = Snapshot(module, with_buffers=False, scope="users"), TrainerState(module)
     try:
         with log_recorded(module, []):
             yield
@@ -590,21 +584,6 @@ def side_effects_discarded(module: LightningModule) -> Iterator[None]:
         for metric in metrics:
             metric.restore()
         trainer.restore()
-        # Restore in place: the skeleton compares attributes by identity.
-        before.restore(in_place=True)
-        # The block may free tensors of other stages or move them to the device, so do not restore tensors.
-        for child in inside:
-            child.restore(removes=False, tensors=False, in_place=True)
-
-
-@contextmanager
-def buffers_kept(module: nn.Module) -> Iterator[None]:
-    """Restore the values of buffers after the block, in place: layers and the user's code may refer to them."""
-    before = {n: b.detach().clone() for n, b in module.named_buffers() if type(b) is Tensor and not b.is_meta}
-    try:
-        yield
-    finally:
-        with torch.no_grad():
-            for name, buffer in module.named_buffers():
-                if name in before and not buffer.is_meta and buffer.shape == before[name].shape:
-                    buffer.copy_(before[name])
+        # In place, since the skeleton compares attributes by identity. The block may free tensors of other stages, or
+        # move them to the device.
+        before.restore(tensors=False, in_place=True)

@@ -46,7 +46,7 @@ from lightning_parallel.pipeline.skips import Skips
 from lightning_parallel.pipeline.stage import StageExit, in_whole_model
 from lightning_parallel.strategies.checks import STEPS, first_batch, output_is_read, positional_arguments
 from lightning_parallel.strategies.options import PipelineOptions
-from lightning_parallel.strategies.steps.effects import StepEffects, buffers_kept, side_effects_discarded, to_device
+from lightning_parallel.strategies.steps.effects import StepEffects, side_effects_discarded, to_device
 from lightning_parallel.strategies.steps.gradient_hooks import GradientHooks
 from lightning_parallel.strategies.steps.state import FrozenParameters, WatchedCopies
 from lightning_parallel.strategies.whole.full_state import OutsideCalls
@@ -283,7 +283,7 @@ class PipelineSteps:
         failure = None
         # Metrics must not wait for other ranks here, as in a step.
         self._is_running = True
-        with side_effects_discarded(self.module), buffers_kept(self.module), torch.set_grad_enabled(name == _TRAINING):
+        with side_effects_discarded(self.module), torch.set_grad_enabled(name == _TRAINING):
             try:
                 self._skips[kind] = self.engine.find_skips(self._step(name, tuple(rest), kwargs), batch)
             except ValueError as error:

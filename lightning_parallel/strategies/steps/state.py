@@ -17,7 +17,7 @@ from collections.abc import Mapping, Sequence
 from enum import Enum
 from functools import lru_cache
 from types import FunctionType, SimpleNamespace
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import torch
@@ -217,20 +217,26 @@ class Snapshot:
     """The state of a module at one time.
 
     Args:
-        module: The module. The snapshot also follows its submodules in `ParallelState.followed`.
+        module: The module.
         with_buffers: Whether buffers count.
         is_exact: Whether to find writes into the `.data` of all tensors; if not, only of tensors that changed in the
             self-check.
-        is_whole: Whether to keep all state of all submodules instead, with parameters and hooks, only to restore it.
+        scope: The submodules whose attributes count: those in `ParallelState.followed`, or all of the user's classes.
+            With `all`, it is all state of all submodules, with parameters and hooks, which can only be restored.
     """
 
     def __init__(
-        self, module: nn.Module, with_buffers: bool = True, is_exact: bool = False, is_whole: bool = False
+        self,
+        module: nn.Module,
+        with_buffers: bool = True,
+        is_exact: bool = False,
+        scope: Literal["followed", "users", "all"] = "followed",
     ) -> None:
         self.module = module
         self._with_buffers = with_buffers
-        self._is_exact = is_exact or is_whole
-        self._is_whole = is_whole
+        self._scope = scope
+        self._is_whole = scope == "all"
+        self._is_exact = is_exact or self._is_whole
         packages = {kind.__module__.partition(".")[0] for kind in type(module).__mro__} - FOREIGN
         self._packages = packages | {"collections"}
         self._holders: dict[StatePath, Any] = {}
@@ -241,8 +247,9 @@ class Snapshot:
         self._room = _COPIED_PARAMETERS
         state = vars(module).get("_parallel_state")
         self._rules = {name for rules in getattr(state, "merging", {}).values() for name in rules}
-        self._parts = {id(module.get_submodule(name)) for name in getattr(state, "followed", ())}
-        self._visit((), module, _COPIED_PARAMETERS if is_whole else _COPIED_BYTES)
+        followed = map(module.get_submodule, getattr(state, "followed", ()))
+        self._parts = {id(part) for part in (module.modules() if scope == "users" else followed)}
+        self._visit((), module, _COPIED_PARAMETERS if self._is_whole else _COPIED_BYTES)
 
     def original(self, path: StatePath) -> Any:
         """Return the object that was at `path`; `MISSING` if there was none."""
@@ -307,7 +314,9 @@ class Snapshot:
             classes = {_Child(base.__qualname__): base for base in _user_classes(kind)}
             if self._is_whole:
                 return {**vars(holder), **classes}
-            found = {k: v for k, v in vars(holder).items() if not _is_foreign(k) and self._is_followed(v)}
+            found = {}
+            if self._scope == "followed" or holder is self.module or is_users(kind):
+                found = {k: v for k, v in vars(holder).items() if not _is_foreign(k) and self._is_followed(v)}
             buffers = buffers_of(holder).items() if self._with_buffers else ()
             found |= {k: v for k, v in buffers if isinstance(v, Tensor) and self._is_followed(v)}
             if self._parts:
@@ -460,8 +469,8 @@ class Snapshot:
         A copy of its earlier values replaces a changed tensor: autograd may have saved the changed tensor.
 
         Args:
-            removes: Whether to remove new attributes of the module.
-            tensors: Whether to restore tensors of modules, too.
+            removes: Whether to remove new attributes of the module; those of submodules stay.
+            tensors: Whether to restore tensors of submodules, too.
             in_place: Whether tensors and arrays stay the same objects; only where no backward pass follows.
 
         Raises:
@@ -476,7 +485,7 @@ class Snapshot:
                 )
         for path, holder in self._holders.items():
             items = self._items[path]
-            if not tensors and isinstance(holder, nn.Module):
+            if not tensors and path and isinstance(holder, nn.Module):
                 items = {key: value for key, value in items.items() if not isinstance(value, Tensor)}
             if not _is_flat(items):
                 # A tuple cannot take another tensor, so its tensors get their values back in place.
@@ -510,7 +519,7 @@ class Snapshot:
         if isinstance(holder, nn.Module) and self._is_whole:
             refill(vars(holder), {name: value for name, value in items.items() if not isinstance(name, _Child)})
         elif isinstance(holder, nn.Module):
-            if removes:
+            if removes and holder is self.module:
                 for name in self.entries_of(holder).keys() - items.keys() - buffers_of(holder).keys():
                     holder.__dict__.pop(name, None)
             for name, value in items.items():

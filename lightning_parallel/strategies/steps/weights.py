@@ -47,7 +47,6 @@ from lightning_parallel.pipeline.microbatch import (
 )
 from lightning_parallel.pipeline.pipeline_plan import PipelinePlan
 from lightning_parallel.pipeline.random_streams import DrawRecorder, OwnGenerators, ReplayedDraws
-from lightning_parallel.strategies.steps.effects import buffers_kept
 from lightning_parallel.strategies.steps.metrics import MetricCalls, learn_numbers
 from lightning_parallel.strategies.whole.pinned import doubled, in_double
 
@@ -330,7 +329,7 @@ class _MeanCheck:
 
         # By module: `train()` on the root would also set the submodules that the user has frozen in evaluation mode.
         modes = {child: child.training for child in self.module.modules()}
-        with buffers_kept(self.module), ExitStack() as stack:
+        with ExitStack() as stack:
             stack.enter_context(patched(self.module, "log", log))
             if double:
                 stack.enter_context(in_double(self.module, with_parameters=False))
