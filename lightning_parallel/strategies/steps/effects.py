@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import inspect
 import math
-from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
@@ -54,6 +53,7 @@ from lightning_parallel.strategies.steps.state import (
     put,
     refill,
     refilled,
+    remove,
 )
 
 __all__ = ["LogCall", "StepEffects", "log_recorded", "side_effects_discarded", "to_device"]
@@ -544,7 +544,7 @@ def _apply(module: LightningModule, start: Snapshot, changes: Sequence[Change], 
         if action in ("create", "set"):
             start.put(path, value)
         elif action == "remove":
-            _remove(start.holder(path), path[-1])
+            remove(start.holder(path), path[-1])
         elif action == "write":
             original = start.original(path)
             if isinstance(original, Tensor) and original.shape == value.shape and original.dtype == value.dtype:
@@ -563,13 +563,6 @@ def _apply(module: LightningModule, start: Snapshot, changes: Sequence[Change], 
                 start.put(path, refilled(target, items))
             else:
                 refill(target, items)
-
-
-def _remove(holder: Any, key: Any) -> None:
-    if isinstance(holder, (dict, nn.Module)):
-        (holder if isinstance(holder, dict) else vars(holder)).pop(key, None)
-    elif not isinstance(holder, (list, deque, tuple)) and hasattr(holder, key):
-        delattr(holder, key)
 
 
 @contextmanager

@@ -16,7 +16,7 @@ from collections import deque
 from collections.abc import Mapping, Sequence
 from enum import Enum
 from functools import lru_cache
-from types import FunctionType, SimpleNamespace
+from types import FunctionType, MemberDescriptorType, SimpleNamespace
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
@@ -60,6 +60,7 @@ __all__ = [
     "label_of",
     "put",
     "refill",
+    "remove",
     "refilled",
 ]
 
@@ -69,7 +70,7 @@ StatePath = tuple[Any, ...]
 
 _PLAIN = (bool, int, float, complex, str, bytes, type(None), np.generic)
 
-_CONSTANTS = (Enum, slice, type(...), torch.dtype, torch.layout, torch.memory_format)
+_CONSTANTS = (Enum, slice, type(...), torch.device, torch.dtype, torch.layout, torch.memory_format)
 """More values that never change, without a hash of their contents."""
 
 _FLAT = frozenset((bool, int, float, str, type(None)))
@@ -195,7 +196,8 @@ def _is_constant(value: Any) -> bool:
     if is_container(value) or isinstance(value, Tensor) or dataclasses.is_dataclass(value) or callable(value):
         return False
     kind: Any = type(value)
-    return has_value(kind)
+    # Streams and events of torch have a hash of their contents, but belong to one process.
+    return has_value(kind) and not kind.__module__.startswith("torch")
 
 
 @lru_cache(maxsize=1024)
@@ -299,6 +301,8 @@ class Snapshot:
         return dataclasses.is_dataclass(value) or (is_theirs and not is_constant)
 
     def _is_followed(self, value: Any) -> bool:
+        if isinstance(value, _PLAIN):
+            return True
         if isinstance(value, Tensor):
             is_elsewhere = isinstance(value, PlaceholderTensor) and (value.value is None or value.parameter)
             return not (is_elsewhere or isinstance(value, nn.Parameter))
@@ -311,7 +315,8 @@ class Snapshot:
         if isinstance(holder, nn.Module):
             # A list in the body of a class is shared by all of its modules, and steps append to it.
             kind: Any = type(holder)
-            classes = {_Child(base.__qualname__): base for base in _user_classes(kind)}
+            # A dot keeps the names of classes apart from the names of attributes.
+            classes = {_Child(f"{base.__module__}.{base.__qualname__}"): base for base in _user_classes(kind)}
             if self._is_whole:
                 return {**vars(holder), **classes}
             found = {}
@@ -478,7 +483,8 @@ class Snapshot:
         """
         for path, parameter, version in self._watched:
             if version_of(parameter) != version:
-                name = ".".join(str(key) for key in path if key not in ("_modules", "_parameters"))
+                names = (name for name, value in self.module.named_parameters() if value is parameter)
+                name = next(names, label_of(path))
                 raise RuntimeError(
                     f"The step writes into the parameter `{name}`, which the self-check cannot undo for a model of"
                     " this size; set `verify='off'`"
@@ -530,7 +536,7 @@ class Snapshot:
         elif not isinstance(holder, tuple):
             now = self.entries_of(holder)
             for name in now.keys() - items.keys():
-                delattr(holder, name) if isinstance(holder, type) else object.__delattr__(holder, name)
+                remove(holder, name)
             for name, value in items.items():
                 if now.get(name, MISSING) is not value:
                     put(holder, name, value)
@@ -596,9 +602,23 @@ def put(holder: Any, key: Any, value: Any) -> None:
         holder[key] = value
     elif isinstance(holder, type):
         setattr(holder, key, value)
-    else:
-        # Unlike `setattr`, this also works on frozen dataclasses.
+    elif isinstance(getattr(type(holder), key, None), MemberDescriptorType):
+        # A slot. Unlike `setattr`, this also works on frozen dataclasses.
         object.__setattr__(holder, key, value)
+    else:
+        vars(holder)[key] = value
+
+
+def remove(holder: Any, key: Any) -> None:
+    """Remove an entry of a dict, a field of an object, an attribute of a module or class; lists keep their entries."""
+    if isinstance(holder, dict):
+        holder.pop(key, None)
+    elif isinstance(holder, type):
+        delattr(holder, key)
+    elif key in getattr(holder, "__dict__", ()):
+        del vars(holder)[key]
+    elif not is_container(holder) and hasattr(holder, key):
+        object.__delattr__(holder, key)
 
 
 def _copy_of(value: Any, is_exact: bool) -> Any:

@@ -1,4 +1,4 @@
-"""Run a step several times alike: undo its changes, turn dropout off, and seed its random numbers."""
+"""Run a step several times alike: in one precision, without dropout, and with the same random numbers."""
 
 from __future__ import annotations
 
