@@ -324,7 +324,7 @@ def test_what_replicas_divide_is_what_was_predicted(group, layout):
 
     sizes, replicas = WIDE[layout]
     whole = None
-    for stage in (0, 1, 2):
+    for stage in (0, 1, 2) if layout == "data 4" else (0, 2):
         module, drift = Wide(), ReplicaDriftMonitor(every_n_steps=1, action="raise", show_table=False)
         strategy = HybridParallelStrategy(zero_stage=stage, num_microbatches=2, **sizes)
         report = fit(module, strategy, group, replicas, callbacks=[drift])

@@ -92,11 +92,6 @@ def test_two_ranks():
     every_schedule(2)
 
 
-@distributed(world_size=3)
-def test_three_ranks():
-    every_schedule(3)
-
-
 @distributed(world_size=4)
 def test_four_ranks():
     every_schedule(4)
