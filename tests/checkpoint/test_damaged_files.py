@@ -40,7 +40,7 @@ from tests.pipeline.models import built
 
 ALONE = Group.alone("test")
 MOST_BYTES = 200 << 20
-ROUNDS = 30
+ROUNDS = 20
 """Of each reader: a bounded number and no time, so that a run is like any other."""
 
 CLEAR = (ValueError, RuntimeError, FileNotFoundError)

@@ -67,8 +67,11 @@ def test_it_holds_what_one_process_would_save(group):
     assert {child.name for child in path.parent.iterdir() if child.name.startswith(".")} <= {PLAN_FILE}
 
 
-@pytest.mark.parametrize("layout", ["tensor 2, data 2", "pipeline 2 x 2 stages, data 2"])
-@pytest.mark.parametrize("compression", [TopK(0.1, min_numel=16), PowerSGD(1, min_numel=16)], ids=["top-k", "powersgd"])
+@pytest.mark.parametrize(
+    ("layout", "compression"),
+    [("tensor 2, data 2", PowerSGD(1, min_numel=16)), ("pipeline 2 x 2 stages, data 2", TopK(0.1, min_numel=16))],
+    ids=["tensor", "pipeline"],
+)
 @distributed(world_size=4)
 def test_compression_goes_on_bit_for_bit(group, layout, compression):
     path = shared_folder(group) / "saved.ckpt"
