@@ -18,6 +18,7 @@ from torch.utils.data import DataLoader
 
 from lightning_parallel import PipelineParallelStrategy, SelfCheckError
 from lightning_parallel.compat.torch import pytree
+from lightning_parallel.strategies.steps.state import Snapshot
 from tests.harness import distributed
 from tests.pipeline.other_models import Block
 from tests.strategies.models import Samples, trainer_for
@@ -349,3 +350,13 @@ def test_flat_results_and_scores_of_samples_are_those_of_one_process(group):
             torch.testing.assert_close(found, expected, rtol=1e-10, atol=1e-12)
             said = [str(each.message) for each in caught if "runs on full batches" in str(each.message)]
             assert len(said) == (2 if way == "whole" and group.rank == 0 else 0), said
+
+
+@pytest.mark.parametrize("is_exact", [False, True])
+def test_a_nan_that_stays_is_no_change(is_exact):
+    module = nn.Module()
+    module.worst = torch.tensor([1.0, float("nan")])
+    snapshot = Snapshot(module, is_exact=is_exact)
+    assert not snapshot.changes()
+    module.worst[0] = 2
+    assert snapshot.changes()

@@ -645,12 +645,17 @@ def _state_of(tensor: Tensor) -> tuple[int, int]:
 
 
 def _is_equal(before: Any, value: Any) -> bool:
+    # A NaN is not equal to itself, but unchanged.
     if isinstance(value, Tensor):
-        return before is _known_copy(value) or (before.shape == value.shape and torch.equal(before, value.detach()))
+        if before is _known_copy(value):
+            return True
+        now = value.detach()
+        if before.shape != now.shape or torch.equal(before, now):
+            return before.shape == now.shape
+        return bool(((before == now) | (before.isnan() & now.isnan())).all())
     if isinstance(value, np.ndarray):
-        # By bytes, since a NaN is not equal to itself.
         return before.shape == value.shape and before.tobytes() == value.tobytes()
-    return bool(before == value)
+    return before is value or bool(before == value)
 
 
 def _is_same(old: Any, new: Any) -> bool:
