@@ -436,6 +436,8 @@ class ParallelState:
         merging: By step, and by name of a result or changed attribute, such as `return['preds']`, `seen` or
             `losses[0]`: the kind of `pipeline.Merging` by which microbatches are merged. The kind is empty for a value
             that needs no merging: consecutive microbatches leave the same value as a single step.
+        proven: By step, the names in `merging` whose rule fitted different values of microbatches in a comparison, with
+            the strength of this proof; see `pipeline.Merging.unproven`.
         whole_batches: Evaluation steps that run as one microbatch, because several microbatches give another result.
         doubt: Two microbatches together, and a warning, if the loss of a sketch of the model is not the mean of their
             losses.
@@ -463,6 +465,7 @@ class ParallelState:
     logged: dict[str, tuple[bool, bool]] = field(default_factory=dict)
     metric_numbers: dict[str, str] = field(default_factory=dict)
     merging: dict[str, dict[str, str]] = field(default_factory=dict)
+    proven: dict[str, dict[str, str]] = field(default_factory=dict)
     whole_batches: set[str] = field(default_factory=set)
     doubt: tuple[Any, str] | None = None
     copies_in_doubt: list[Any] | None = None

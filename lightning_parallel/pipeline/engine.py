@@ -267,6 +267,10 @@ class PipelineEngine:
         with torch.inference_mode(False), torch.no_grad():
             return self._run(step, batch, training=False, skips=skips, is_whole=is_whole)
 
+    def changes_batch(self, training: bool) -> bool:
+        """Tell whether a step of this kind has changed its batch in place."""
+        return self._changes_batch.get(training, False)
+
     def find_skips(self, step: Callable[[Any], Any], batch: Any) -> Skips:
         """Find, by dry runs, the skip connections of another step than the plan's; the same on all ranks.
 

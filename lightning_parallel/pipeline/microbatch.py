@@ -11,9 +11,11 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import functools
+import math
 import re
 from collections import UserDict
-from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from contextlib import contextmanager
 from enum import Enum
 from itertools import accumulate, pairwise
@@ -44,8 +46,10 @@ __all__ = [
     "is_numeric",
     "StepResult",
     "merge_outputs",
+    "LOGGED",
     "map_tensors",
     "merge_entries",
+    "in_words",
     "num_samples",
     "other_kinds",
     "own_copy",
@@ -337,7 +341,12 @@ def _rebuilt(value: Any, change: Callable[[Any], Any]) -> Any:
     return value
 
 
-_NUMBER = re.compile(r"\[-?\d+\]")
+_NUMBER = re.compile(r"-?\d[\d.]*(?=[^\[\]]*\])")  # inside brackets: a position, or a part of a key
+
+
+@functools.lru_cache(4096)
+def _unnumbered(label: str) -> str:
+    return _NUMBER.sub("#", label)
 
 
 def rule_of(rules: Mapping[str, str], label: str) -> str:
@@ -346,11 +355,16 @@ def rule_of(rules: Mapping[str, str], label: str) -> str:
     A new number in the name changes nothing: `self.outputs[self.current_epoch]` has one rule in all epochs.
     """
     found = rules.get(label)
-    if found is None and label.endswith("]"):
-        kind = _NUMBER.sub("[]", label)
-        alike = {rule for name, rule in rules.items() if _NUMBER.sub("[]", name) == kind}
+    if found is None:
+        alike = {rules[name] for name in _alike(rules, label)}
         found = alike.pop() if len(alike) == 1 else None
     return found or ""
+
+
+def _alike(names: Iterable[str], label: str) -> list[str]:
+    """Return the names that differ from a label in numbers inside brackets only."""
+    kind = _unnumbered(label) if label.endswith("]") else ""
+    return [name for name in names if _unnumbered(name) == kind] if kind else []
 
 
 class Merging:
@@ -367,9 +381,16 @@ class Merging:
         samples: Samples in each microbatch; empty if no value has one entry per sample.
         weights: Share of each in the batch; they sum to 1.
         is_strict: Whether to raise if microbatches cannot be merged by their rule.
+        proven: The keys of rules that fitted different values of microbatches in a comparison with one process, with
+            `differs` or `unclear`, see `unproven`; None if nothing is compared.
 
     Attributes:
         found: The kinds that were used, by key.
+        unproven: Keys whose rule no comparison has proven, with the reason to compare. `differs`: other rules give
+            another value. Equal values of all microbatches fit every rule, and prove none. `unclear`: some other rules
+            give the same value, such as the maximum of 2 and 0, which is their sum; or some microbatches have left an
+            attribute unchanged. `once`: one microbatch alone has changed an attribute. `new`: no comparison has met the
+            key. `changed`: the key is a new attribute.
     """
 
     def __init__(
@@ -378,20 +399,64 @@ class Merging:
         samples: Sequence[int],
         weights: Sequence[float],
         is_strict: bool = False,
+        proven: Mapping[str, str] | None = None,
     ) -> None:
         self.rules = rules
         self.samples = samples
         self.weights = weights
         self.is_strict = is_strict
+        self.proven = proven
         self.found: dict[str, str] = {}
+        self.unproven: dict[str, str] = {}
 
     def kind(self, key: str, default: str) -> str:
         """Return the kind by which the values under a key are merged."""
         rule = rule_of(self.rules, key)
+        if self._is_new(key):
+            self.unproven.setdefault(key, "new")
         # A rule for tensors does not fit a list, which may replace the tensors of earlier steps.
         is_fitting = (" " in rule) == (" " in default)
         self.found[key] = rule if rule and is_fitting else default
         return self.found[key].partition(" ")[0]
+
+    def _is_new(self, key: str) -> bool:
+        # A comparison itself meets every key for the first time.
+        is_real = self.proven is not None and self.is_strict and len(self.weights) > 1
+        return is_real and key not in self.rules and not _alike(self.rules, key)
+
+    def _is_proven(self, key: str) -> bool:
+        if self.proven is None or self.proven.get(key) == "differs":
+            return True
+        alike = [] if key in self.rules else _alike(self.rules, key)
+        return bool(alike) and all(self.proven.get(name) == "differs" for name in alike)
+
+    def note(self, key: str, values: Sequence[Any], merged: Any, kind: str = "") -> None:
+        """Note values of microbatches, and the value of the batch that their rule makes of them."""
+        # Placeholders have no data to compare. Their use raises an error elsewhere.
+        if self._is_proven(key) or any(isinstance(value, Tensor) and type(value) is not Tensor for value in values):
+            return
+        alike = [_is_close(value, merged) for value in values]
+        if all(alike):
+            return
+        kind = kind or self.found.get(key, "entries").partition(" ")[0]
+        if kind in ("first", "last"):
+            is_unclear = sum(alike) > 1
+        else:
+            is_unclear = kind in ("entries", "sum") and _is_bound(merged, values)
+        self.unproven[key] = "unclear" if is_unclear else "differs"
+
+    def note_change(self, key: str, pairs: Sequence[tuple[Any, Any]]) -> None:
+        """Note the values of an attribute before and after the microbatches that have set it."""
+        values = [after for before, after in pairs if not _is_close(before, after)]
+        if not values or len(self.weights) < 2 or self._is_proven(key):
+            return
+        if self._is_new(key):
+            self.unproven[key] = "changed"
+        elif len(values) < len(self.weights):
+            # The other microbatches have met no reason to change the value, or have found it set already.
+            self.unproven[key] = "once" if len(values) == 1 else "unclear"
+        else:
+            self.note(key, values, values[-1], "last")
 
     def is_per_sample(self, values: Sequence[Any]) -> bool:
         """Return whether all values have as many rows, or entries, as their microbatch has samples."""
@@ -413,21 +478,79 @@ class Merging:
 
     def refuse(self, key: str, values: Sequence[Any]) -> None:
         """Raise a ValueError if values of microbatches must be merged by a rule, and do not fit it."""
-        if self.is_strict and rule_of(self.rules, key):
-            at = key.removeprefix(RETURNED)
-            what = f"The result of the step{f' at {at}' if at else ''}" if key.startswith(RETURNED) else f"`self.{key}`"
+        rule = rule_of(self.rules, key).partition(" ")[0]
+        if rule and not self._is_proven(key):
+            self.unproven[key] = "differs"
+        elif self.is_strict and rule:
+            name = in_words(key)
             found = ", ".join(
                 f"shape {tuple(each.shape)}" if isinstance(each, (Tensor, np.ndarray)) else f"{each!r:.40}"
                 for each in values
             )
             raise ValueError(
-                f"{what} must be of one kind in all microbatches of a batch, as in the self-check; got {found}."
-                " These values cannot be merged into the value of a single-process run. Set `num_microbatches=1`"
+                f"{name[0].upper()}{name[1:]} must be of one kind in all microbatches of a batch. In the self-check it"
+                f" was {_KINDS[rule]}; got {found}. These values cannot be merged into the value of a single-process"
+                " run. Set `num_microbatches=1`"
             )
+
+
+_KINDS = {
+    "rows": "one row for each sample",
+    "entries": "one value for all samples, such as a mean",
+    "sum": "a sum",
+    "first": "the value of the first microbatch",
+    "last": "the value of the last microbatch",
+}
+
+
+def _is_close(one: Any, two: Any) -> bool:
+    """Tell whether two values of microbatches are equal up to rounding."""
+    arrays = (Tensor, np.ndarray, np.generic)
+    if isinstance(one, arrays) and isinstance(two, arrays):
+        if one.shape != two.shape:
+            return False
+        one, two = torch.as_tensor(one), torch.as_tensor(two)
+        if one.is_floating_point() or one.is_complex():
+            return torch.allclose(one, two.to(one.dtype), rtol=_CLOSE, atol=0.0, equal_nan=True)
+        return torch.equal(one, two)
+    if isinstance(one, float) and isinstance(two, float):
+        return math.isclose(one, two, rel_tol=_CLOSE) or (math.isnan(one) and math.isnan(two))
+    return one is two or (type(one) is type(two) and isinstance(one, _WHOLE) and bool(one == two))
+
+
+def _is_bound(merged: Any, values: Sequence[Any]) -> bool:
+    """Tell whether a number or tensor is the least or the greatest of others."""
+    everything = [*values, merged]
+    if not all(isinstance(value, (int, float, Tensor, np.ndarray, np.generic)) for value in everything):
+        return False
+    if len({np.shape(value) for value in everything}) > 1:
+        return False
+    # On the CPU, since some devices have no double precision.
+    *parts, found = (torch.as_tensor(value).cpu() for value in everything)
+    if found.is_complex():
+        return False
+    numbers = torch.stack([part.double() for part in parts])
+    return any(_is_close(found.double(), bound) for bound in (numbers.amin(0), numbers.amax(0)))
+
+
+_CLOSE = 1e-6
 
 
 RETURNED = "return"
 """The key of the result of a step, among the names of attributes."""
+
+LOGGED = "self.log "
+"""The beginning of the key of a logged value."""
+
+
+def in_words(key: str) -> str:
+    """Name the value under a key in a sentence."""
+    if key.startswith(LOGGED):
+        return f"the logged value `{key.removeprefix(LOGGED)}`"
+    if not key.startswith(RETURNED):
+        return f"`self.{key}`"
+    at = key.removeprefix(RETURNED)
+    return f"the result of the step{f' at {at}' if at else ''}"
 
 
 def other_kinds(kind: str) -> list[str]:
@@ -462,9 +585,16 @@ def merge_outputs(values: Sequence[Any], merging: Merging, key: str = RETURNED) 
         merging: The rules.
         key: The name of the output.
     """
-    first = values[0]
     if len(values) == 1:
-        return first
+        return values[0]
+    merged = _merge(values, merging, key)
+    if isinstance(values[0], (*_WHOLE, Tensor, np.ndarray)):
+        merging.note(key, values, merged)
+    return merged
+
+
+def _merge(values: Sequence[Any], merging: Merging, key: str) -> Any:
+    first = values[0]
     # By type and not `isinstance`: booleans are no numbers here.
     if all(type(value) in (int, float) for value in values):
         return _merge_numbers(values, merging, key)
@@ -519,6 +649,7 @@ def _merge_numbers(values: Sequence[Any], merging: Merging, key: str) -> Any:
         return sum(values)
     if is_whole and len(set(values)) > 1:
         merging.refuse(key, values)
+        return list(values)
     return values[0] if is_whole else sum(weight * value for weight, value in zip(merging.weights, values) if weight)
 
 
@@ -549,6 +680,10 @@ def _merge_mappings(values: Sequence[Any], merging: Merging, key: str) -> Any:
     if merging.kind(key, "entries" if is_alike else "rows") == "rows":
         # The keys are names or numbers of samples, so the entries do not collide.
         entries = {name: entry for value in values for name, entry in value.items()}
+        if len(entries) < sum(map(len, values)):
+            merging.refuse(key, values)
+            if not merging.is_strict:
+                return list(values)  # no rule for the comparison: the last entry may be right by chance
     elif is_alike:
         entries = {n: merge_outputs([value[n] for value in values], merging, f"{key}[{n!r}]") for n in first}
     else:

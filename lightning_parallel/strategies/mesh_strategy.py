@@ -555,7 +555,8 @@ class MeshStrategy(MeshProcesses):
         if run.steps is not None:
             # Gradients appear in the middle of the schedule; `backward` passes them to the reducer once.
             with (reducer := self._open_reducer).no_sync() as is_last:
-                return run.steps.training_step(args, kwargs, audit, reducer if is_last else None)
+                prove = run.first_batches.prover("training_step")
+                return run.steps.training_step(args, kwargs, audit, reducer if is_last else None, prove=prove)
         step = super().training_step
         watch = None if self.module.automatic_optimization else run.hook_watch
         with nullcontext() if watch is None else watch.manual_step():
@@ -687,7 +688,7 @@ class MeshStrategy(MeshProcesses):
             self.adopt_changes()  # in a hook before it
         run.first_batches.see_evaluation(name, args, kwargs, run.loader_index)
         if run.steps is not None:
-            return run.steps.evaluate(name, args, kwargs)
+            return run.steps.evaluate(name, args, kwargs, prove=run.first_batches.prover(name))
         output = getattr(super(), name)(*args, **kwargs)
         return without_caches(output) if self.groups.replica.size > 1 else output
 

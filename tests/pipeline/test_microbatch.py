@@ -133,6 +133,28 @@ def test_a_tuple_with_as_many_entries_as_samples_by_chance_holds_columns():
     assert texts == ["a", None, "b", "c"]
 
 
+@pytest.mark.parametrize(
+    ("values", "rule", "shown"),
+    [
+        ([0.0, 0.0], "", {}),
+        ([0.0, 1.0], "", {"return": "differs"}),
+        ([torch.tensor(1), torch.tensor(0)], "", {"return": "unclear"}),  # the sum is the maximum
+        ([torch.tensor(2), torch.tensor(1)], "", {"return": "differs"}),
+        ([3.0, 1.0], "first 0", {"return": "differs"}),
+        ([3.0, 1.0, 3.0], "first 0", {"return": "unclear"}),
+        ([True, False], "", {"return": "differs"}),
+    ],
+)
+def test_only_values_that_other_rules_would_merge_otherwise_prove_a_rule(values, rule, shown):
+    count = len(values)
+    merging = Merging({"return": rule} if rule else {}, [2] * count, [1 / count] * count, proven={})
+    merge_outputs(values, merging)
+    assert merging.unproven == shown
+    known = Merging({"return": rule or "sum 0"}, [2] * count, [1 / count] * count, proven={"return": "differs"})
+    merge_outputs(values, known)
+    assert not known.unproven
+
+
 class KeyCache:
     """As those of Hugging Face's models, of which each tensor-parallel rank holds its heads."""
 

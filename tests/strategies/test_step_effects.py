@@ -1,5 +1,6 @@
 """What steps collect in containers, count and average, and do to their batches, in a pipeline as in one process."""
 
+import contextlib
 import copy
 import warnings
 from array import array
@@ -21,7 +22,7 @@ from lightning_parallel.compat.torch import pytree
 from lightning_parallel.strategies.steps.state import Snapshot
 from tests.harness import distributed
 from tests.pipeline.other_models import Block
-from tests.strategies.models import Samples, trainer_for
+from tests.strategies.models import Samples, loader, trainer_for
 from tests.strategies.test_pipeline import Deep, fit
 
 ONE_EPOCH = {"max_epochs": 1, "limit_val_batches": 2}
@@ -206,6 +207,8 @@ class Updating(Deep):
         self.register_buffer("average", torch.zeros((), dtype=torch.float64))
         self.counted, self.largest, self.stats, self.least = 0, -1e9, {"batches": 0, "right": 0}, []
         self.total, self.classes, self.size, self.change = np.zeros(12), 0, 0, change
+        # None of the first samples counts as rare, and the first batch not as late.
+        self.late, self.rare, self.shares, self.only, self.of_class = 0, 0, [], [], None
 
     def training_step(self, batch, index):
         x, y = batch
@@ -217,6 +220,15 @@ class Updating(Deep):
         self.largest = max(self.largest, logits.max().item())
         self.stats["right"] += int((logits.argmax(-1) == y).sum())
         self.classes, self.size = logits.shape[1], len(x)
+        self.late += len(x) if self.global_step else 0
+        is_rare = x[:, 0] > 1.2
+        self.rare += int(is_rare.sum())
+        self.shares.append(is_rare.double().mean())
+        self.only.clear()
+        self.only.append(loss.item())
+        if self.of_class is None:
+            self.of_class = np.zeros(2)
+        self.of_class[0] += len(x)
         if callable(self.change):
             self.change(self, loss.detach())
         return {"loss": loss, "logits": logits.detach()}
@@ -224,6 +236,7 @@ class Updating(Deep):
     def kept(self):
         tracker = self.trackers["first"]
         kept = [self.seen, self.largest, *self.stats.values(), *self.total, *tracker.values, tracker.shown]
+        kept += [self.late, self.rare, *self.shares, *self.only, *self.of_class]
         return [float(number) for number in (*kept, self.classes, self.size)]
 
 
@@ -255,6 +268,53 @@ def test_what_microbatches_cannot_leave_is_refused():
         strategy = PipelineParallelStrategy(pipeline_parallel_size=2, num_microbatches=2, verify="always")
         with pytest.raises(SelfCheckError, match=named + r"(.|\n)*on_train_batch_end`(.|\n)*num_microbatches=1"):
             fit(Updating(change), strategy, 2, max_epochs=1, num_sanity_val_steps=0, limit_val_batches=0)
+
+
+def has_rare(x):
+    """Tell whether a batch has a rare sample: in no part of the first samples, and later in one part or in both."""
+    return (x[:, 0].abs() > 1.5).any().double()
+
+
+class Extremes(Deep):
+    """Keeps a value that is neither a mean nor a sum over samples, or begins with it in a later batch."""
+
+    def __init__(self, change):
+        super().__init__()
+        self.change, self.peaks, self.peak, self.late, self.best = change, [], 0.0, 0, 1e9
+
+    def training_step(self, batch, index):
+        loss = F.cross_entropy(self(batch[0]), batch[1])
+        found = self.change(self, batch[0], loss.detach(), index)
+        return {"loss": loss, "found": torch.zeros(()) if found is None else found}
+
+    def on_train_batch_end(self, outputs, batch, index):
+        pass
+
+
+LATER = "of a batch whose microbatches differ in "
+REFUSED = {
+    r"before the first batch(.|\n)*output `\['found'\]`": lambda self, x, loss, index: x.max(),
+    r"before the first batch(.|\n)*attribute `peaks\[0\]`": lambda self, x, loss, index: self.peaks.append(
+        x.max().item()
+    ),
+    r"before the first batch(.|\n)*attribute `peaks\[0\]` is": lambda self, x, loss, index: self.peaks.append(x.min()),
+    r"before the first batch(.|\n)*attribute `peak`": lambda self, x, loss, index: setattr(self, "peak", x[:, 2].min()),
+    LATER + "`self.late`": lambda self, x, loss, index: setattr(self, "late", self.late + (index > 0)),
+    LATER + "`self.best`": lambda self, x, loss, index: (
+        setattr(self, "best", min(self.best, loss.item())) if index else None
+    ),
+    # Zero in all microbatches of the first batch, as a mean or a sum would be, and one in the next batch.
+    LATER + r"the result of the step at \['found'\]": lambda self, x, loss, index: has_rare(x),
+    LATER + "the logged value `found`": lambda self, x, loss, index: self.log("found", has_rare(x)),
+}
+
+
+@distributed(world_size=2)
+def test_values_of_some_microbatch_are_refused_also_where_they_fit_by_chance():
+    for named, change in REFUSED.items():
+        strategy = PipelineParallelStrategy(pipeline_parallel_size=2, num_microbatches=2, verify="always")
+        with pytest.raises(SelfCheckError, match=named):
+            fit(Extremes(change), strategy, 2, max_epochs=1, limit_train_batches=4, limit_val_batches=0)
 
 
 class Named(Samples):
@@ -289,6 +349,45 @@ def test_batches_that_steps_take_apart(microbatches):
         found.append(module)
     assert found[1].indices == found[0].indices
     assert found[1].figures == pytest.approx(found[0].figures)
+
+
+class Peaks(Deep):
+    """Evaluates with values that are neither means nor sums over samples, from the first batch or from a later one."""
+
+    def __init__(self, since):
+        super().__init__()
+        self.since, self.peaks, self.outputs, self.count = since, [], [], 0
+
+    def validation_step(self, batch, index):
+        x, y = batch
+        logits = self(x)
+        loss = F.cross_entropy(logits, y)
+        self.mean.update(loss, weight=len(x))
+        self.log_dict({"val_loss": loss, "val_mean": self.mean}, sync_dist=True)
+        self.outs.append(loss)
+        found = logits.max() if self.since == 0 else has_rare(x)
+        self.peaks.append(logits.min().item() if self.since == 0 else found.long())
+        self.count += index > 1
+        return {"found": found}
+
+    def on_validation_batch_end(self, outputs, batch, index):
+        self.outputs.append(outputs["found"])
+
+
+@pytest.mark.parametrize("since", [0, 1])
+@distributed(world_size=2)
+def test_evaluation_runs_on_whole_batches_where_no_rule_holds(group, since):
+    expected, module = Peaks(since), Peaks(since)
+    truth = trainer_for("auto", 1, True)
+    truth.validate(expected, loader(), verbose=False)
+    trainer = trainer_for(PipelineParallelStrategy(num_microbatches=2, balance="uniform"), 2, True)
+    with pytest.warns(UserWarning, match="runs on full batches") if group.rank == 0 else contextlib.nullcontext():
+        trainer.validate(module, loader(), verbose=False)
+    torch.testing.assert_close(module.peaks, expected.peaks, rtol=1e-10, atol=0)
+    assert module.count == expected.count == 2
+    torch.testing.assert_close(module.outputs, expected.outputs, rtol=1e-10, atol=0)
+    for name, value in truth.callback_metrics.items():
+        torch.testing.assert_close(trainer.callback_metrics[name], value, rtol=1e-10, atol=0)
 
 
 class Scoring(Deep):

@@ -19,7 +19,7 @@ import json
 import math
 import re
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Literal, TypeVar
@@ -35,9 +35,11 @@ from lightning_parallel.compat import ParallelState, is_power_of_two
 from lightning_parallel.compat.lightning import tell
 from lightning_parallel.compat.torch import BatchNormalization
 from lightning_parallel.pipeline.microbatch import (
+    LOGGED,
     RETURNED,
     chosen_samples,
     few_samples,
+    in_words,
     num_samples,
     other_kinds,
     split_batch,
@@ -58,6 +60,7 @@ from lightning_parallel.strategies.self_check.observed import (
     tolerance_of,
 )
 from lightning_parallel.strategies.self_check.runs import DividedRun, StepCall, StepRuns, Way, WholeRun
+from lightning_parallel.strategies.steps.pipeline import ProveValues
 from lightning_parallel.strategies.steps.weights import FEW_COPIES, copies_of_two
 from lightning_parallel.strategies.whole.pinned import SEED, ReferenceRunError
 from lightning_parallel.strategies.whole.reference import Blame
@@ -105,10 +108,13 @@ _DRAWS = (
     "The run with microbatches was not compared: the number or source of the step's random draws depends on the"
     " number of samples. If all samples must be drawn together, set `num_microbatches=1`."
 )
+_PLACES = ("first", "last")
+"""The kinds that take the value of one microbatch."""
 _MOST_KINDS = 16
 """Runs in which the self-check looks for the way to merge microbatches."""
 _ANOTHER_WAY = "of a step whose loss used other operations than the earlier steps"
 _FROM_BEFORE = "of the first batch again, with the attributes that it set"
+_OF_VALUES = "of a batch whose microbatches differ in {} for the first time"
 _OF_COPIES = "with copies of two samples of the first batch"
 _MIXED = 8
 """Samples on which the self-check tests whether a step that draws numbers mixes samples."""
@@ -164,6 +170,7 @@ class FirstBatches:
         self._epoch = -1
         self._loaders: set[tuple[str, int]] = set()
         self._seen: set[str] = set()
+        self._compared: set[str] = set()
         self._steps = 0
         self._again: tuple[tuple[Any, ...], dict[str, Any]] | None = None
 
@@ -214,13 +221,26 @@ class FirstBatches:
             self._loaders.add((name, loader))
         self._prove(name, args, kwargs)
 
+    def prover(self, name: str) -> ProveValues | None:
+        """Return a function that compares later values of a step; None if its first batch could not be compared."""
+        return self._prove_values if name in self._compared else None
+
+    def _prove_values(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], names: Collection[str]) -> None:
+        runs = self._make_runs()
+        # The reduction of this step may be under way, and a pause would forget it.
+        runs.reducer = None
+        found = _listed(sorted(map(in_words, names)))
+        # Other replicas do not take part: their microbatches may differ in other values.
+        StepProof(runs, self._groups.replica).prove(name, args, kwargs, _OF_VALUES.format(found))
+
     def _prove(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], why: str = "") -> None:
         if name not in self._seen and self._verify != "off" and self._groups.replica.size > 1:
             self._seen.add(name)
             runs = self._make_runs()
             # A step that does not run in stages runs on the full model on every rank, as on one process.
             if runs.steps is None or runs.steps.goes_in_stages(name, args, kwargs):
-                StepProof(runs).prove(name, args, kwargs, why)
+                if StepProof(runs).prove(name, args, kwargs, why):
+                    self._compared.add(name)
                 if runs.steps is not None and name == "training_step" and not why:
                     # In the first batch attributes are empty, so a running minimum in a list may be right by chance.
                     # A second run of the batch shows the difference: its loss lies between the losses of its parts.
@@ -237,22 +257,27 @@ class StepProof:
 
     Args:
         runs: Runs a step both ways.
+        everyone: The ranks that compare the step together; by default the ranks of all replicas.
     """
 
-    def __init__(self, runs: StepRuns) -> None:
+    def __init__(self, runs: StepRuns, everyone: Group | None = None) -> None:
         self.runs = runs
+        self.everyone = everyone or runs.groups.world
         self.module = runs.module
         self.replica = runs.groups.replica
         # A rank that fails in the middle of the sharded run tells the other ranks, which may wait for its messages.
         self.calls = RollCall(self.replica, "self-check", comm.shared_key(self.replica))
 
-    def prove(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], why: str = "") -> None:
+    def prove(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], why: str = "") -> bool:
         """Compare the step `name` on the first samples of its first batch; print the compared values.
 
         Args:
             name: `training_step`, `validation_step`, `test_step` or `predict_step`.
             args, kwargs: The arguments of the step.
             why: The reason for a comparison after the first one.
+
+        Returns:
+            Whether the step could be compared.
 
         Raises:
             SelfCheckError: On every rank, if the step differs from a single-process run.
@@ -266,6 +291,7 @@ class StepProof:
         state = ParallelState.of(self.module)
         if not why:
             state.merging[name] = {}
+            state.proven[name] = {}
         state.whole_batches.discard(name)
         with self.runs.nothing_left():
             verdict = compare_step(self.runs, call, batch, self.calls)
@@ -274,7 +300,7 @@ class StepProof:
             if (verdict.failure or differs) and call.batch is not batch and verdict.may_go_on:
                 # Some steps require one batch size, or take another path for a single sample.
                 verdict = compare_step(self.runs, replace(call, batch=batch), batch, self.calls)
-            blames = comm.all_gather_object(verdict.blame, self.runs.groups.world)
+            blames = comm.all_gather_object(verdict.blame, self.everyone)
             if verdict.may_go_on and any(blame in ("unknown", "user") for blame in blames):
                 # Judge on all replicas together: their steps may communicate with each other.
                 verdict = _judge(self.runs, verdict, batch, self.calls)
@@ -283,7 +309,7 @@ class StepProof:
             state.doubt = state.copies_in_doubt = None
         if of_copies is not None:
             verdict, why = of_copies, _OF_COPIES
-        self._report(verdict, time.perf_counter() - begun_s, why)
+        return self._report(verdict, time.perf_counter() - begun_s, why)
 
     def _on_copies(self, first: Verdict, full: Any, why: str) -> Verdict | None:
         """Return the verdict on copies of two samples; None if the step does not differ on them.
@@ -294,7 +320,8 @@ class StepProof:
         is_cut = steps is not None and steps.options.split_batch is split_batch and self.runs.microbatches > 1
         varies = bool({"loss", "gradient"} & {kind for kind, _ in first.ignored})
         is_told = first.failure or first.error or first.differences or varies
-        if call.name != "training_step" or not is_cut or why == _FROM_BEFORE or _on_any(is_told, self.replica):
+        is_due = call.name == "training_step" and is_cut and why in ("", _ANOTHER_WAY)
+        if not is_due or _on_any(is_told, self.replica):
             return None
         assert steps is not None
         batches = None if why else state.copies_in_doubt
@@ -306,6 +333,7 @@ class StepProof:
             except ValueError:
                 return None
         rules = state.merging.get(call.name, {})
+        proven = state.proven.get(call.name, {})
         for batch in batches:
             found = compare_step(self.runs, replace(call, batch=batch), batch, self.calls)
             wrong = [entry for entry in found.differences if entry.kind in ("loss", "gradient")]
@@ -313,6 +341,7 @@ class StepProof:
                 return found
             # Restore the rules: copies of samples tell little about the merging of other samples.
             state.merging[call.name] = dict(rules)
+            state.proven[call.name] = dict(proven)
         return None
 
     def _first_samples(self, name: str, batch: Any) -> Any:
@@ -338,13 +367,13 @@ class StepProof:
         except ValueError:
             return batch
 
-    def _report(self, verdict: Verdict, seconds: float, why: str) -> None:
-        """Raise or warn on all ranks together; print the compared values."""
+    def _report(self, verdict: Verdict, seconds: float, why: str) -> bool:
+        """Raise or warn on all ranks together; print the compared values; tell whether both could run."""
         # Raise an error of the sharded run unchanged, as the step itself would raise it.
-        comm.raise_together(verdict.error, self.runs.groups.world)
+        comm.raise_together(verdict.error, self.everyone)
         mine = (verdict.failure, verdict.blame, verdict.differences, verdict.hint, verdict.varying, verdict.checked)
         # Gather over all replicas: each compares other samples, and all must raise or go on together.
-        everyone = comm.all_gather_object(mine, self.runs.groups.world)
+        everyone = comm.all_gather_object(mine, self.everyone)
         found = [difference for _, _, differences, _, _, _ in everyone for difference in differences]
         failure, blame = next(((text, blame) for text, blame, *_ in everyone if text), ("", ""))
         hint = next((text for _, _, _, text, _, _ in everyone if text), "")
@@ -358,18 +387,24 @@ class StepProof:
             )
         if failure:
             rank_zero_warn(_USERS_FAILURE.format(name, failure, verdict.checked))
-            return
+            return False
         if any(text == "loss" or text.startswith("gradient") for text in varying):
             rank_zero_warn(_PARTLY.format(name, _listed(varying)))
-            return
+            return False
         if not verdict.summary:
-            return
+            return True
         of = "" if name == "training_step" else f" of `{name}`"
         manner = " without microbatches" if verdict.limits else ""
         alike = ", with the same random numbers" if verdict.way.draws is not None and not verdict.limits else ""
         left_out = f"; not compared: {_listed(varying)}, because two single-process runs differ" if varying else ""
         text = f"Self-check{of} passed{manner} on {verdict.summary}{alike}{left_out} ({seconds:.1f} s)."
         tell(" ".join([text, *verdict.limits]))
+        return True
+
+
+def _key_of(kind: str, name: str) -> str:
+    """Return the key of a compared value among the rules of `Merging`."""
+    return {"output": RETURNED, "logged value": LOGGED}.get(kind, "") + name
 
 
 def _is_in(name: str, key: str) -> bool:
@@ -542,12 +577,12 @@ class _Comparison:
         if not self.differences and self.runs.groups.tensor_parallel.size > 1:
             self.checked = "; the tensor-parallel ranks agree in the loss and in replicated gradients"
 
-    def _sharded(self, way: Way) -> DividedRun:
+    def _sharded(self, way: Way, call: StepCall | None = None) -> DividedRun:
         """Run the step in shards; a failure on one rank raises on all ranks of the replica."""
         failure: Exception | None = None
         divided: DividedRun | None = None
         try:
-            divided = self.runs.divided(self.call, way)
+            divided = self.runs.divided(call or self.call, way)
         except Exception as error:
             failure = error
         text = "" if failure is None else f"{type(failure).__name__}: {failure}"
@@ -607,6 +642,11 @@ class _Comparison:
         """How values of microbatches are merged, by name."""
         return ParallelState.of(self.runs.module).merging.setdefault(self.call.name, {})
 
+    @property
+    def _proven(self) -> dict[str, str]:
+        """The names whose rule has fitted different values of microbatches."""
+        return ParallelState.of(self.runs.module).proven.setdefault(self.call.name, {})
+
     def _compare(self, whole: WholeRun) -> None:
         divided = self._divided(whole)
         self.differences = self._found(whole, divided)
@@ -615,6 +655,7 @@ class _Comparison:
             self._explain(self.way, whole, divided)
         else:
             self._keep_kinds(divided)
+            self._compare_orders(whole, divided)
             if whole.dropout and not self.way.fixed_norm and self.runs.groups.tensor_parallel.size > 1:
                 self._compare_dropout()
         if self.way.splits and self.way.draws is not None and not self.anywhere(self.differences):
@@ -822,6 +863,8 @@ class _Comparison:
         """Leave out values that differ between runs on one process, and find the cause of the other differences."""
         varying = self.ignored = self._varying(whole, self.runs.whole(self.call, self.way))
         self.differences = [entry for entry in self.differences if (entry.kind, entry.name) not in varying]
+        # A time differs between microbatches as well, and no later comparison can tell more about it.
+        self._proven.update((_key_of(kind, name), "differs") for kind, name in varying)
         self.varying = sorted(name if kind == "loss" else f"{kind} `{name}`" for kind, name in varying)
         self._warn_of_pieces()
         if any(kind in ("loss", "gradient") for kind, _ in varying):
@@ -831,6 +874,8 @@ class _Comparison:
                 self.hint = _UNSTEADY
                 return
         if not self.anywhere(self.differences):
+            self._keep_kinds(divided)
+            self._compare_orders(whole, divided)
             return
         if any(comm.all_gather_object(divided.draws_apart, self.replica)):
             self.differences = []
@@ -843,11 +888,14 @@ class _Comparison:
         can_split = self.runs.engine is not None and way.splits
         if can_split and not self.anywhere(self._found(whole, self._sharded(one))):
             if self._draws_alike(divided):
-                self._learn_kinds(way, whole, divided)
-                self.hint = self._kept_by_hand() or _MICROBATCHES
+                divided = self._learn_kinds(way, whole, divided)
+                if self.anywhere(self.differences):
+                    self._end_split()
+                else:
+                    self._compare_orders(whole, divided)
             elif self.call.name == "training_step":
                 self.differences = []
-            if self.call.name != "training_step" and self.anywhere(self.differences):
+            elif self.anywhere(self.differences):
                 self._use_whole_batches()
             return
         self.hint = self._audited() or self._first_module(replace(one, traces=True))
@@ -865,7 +913,54 @@ class _Comparison:
                 " self-check does not compare it."
             )
 
-    def _learn_kinds(self, way: Way, whole: WholeRun, divided: DividedRun) -> None:
+    def _end_split(self) -> None:
+        """Say how to mend values that differ because of microbatches; evaluation runs on whole batches instead."""
+        self.hint = self._kept_by_hand() or _MICROBATCHES
+        if self.call.name != "training_step":
+            self._use_whole_batches()
+
+    def _compare_orders(self, whole: WholeRun, divided: DividedRun) -> None:
+        """Compare the values of the first or last microbatch again, on the samples in other orders.
+
+        The maximum of two microbatches is always the value of one of them. In the opposite order, it is the value of
+        the other one. A count of samples, or the first sample, is right in every order.
+        """
+        if not self.way.splits:
+            return
+        placed = [key for key in divided.unproven if divided.merged.get(key, "").partition(" ")[0] in _PLACES]
+        if self.anywhere(placed):
+            for found in self._in_other_orders(whole):
+                wrong = [each for each in found if any(_is_in(_key_of(each.kind, each.name), key) for key in placed)]
+                if self.anywhere(wrong):
+                    self.differences = wrong
+                    self._end_split()
+                    return
+        self._proven.update((key, why) for key, why in divided.unproven.items() if why != "once")
+
+    def _in_other_orders(self, whole: WholeRun) -> Iterator[list[StepDifference]]:
+        """Yield the differences of the step on the same samples in other orders."""
+        try:
+            count = num_samples(self.call.batch)
+            orders = [list(reversed(range(count)))]
+            if self.runs.microbatches > 2:
+                orders.append([*range(count // 2, count), *range(count // 2)])
+            calls = [replace(self.call, batch=chosen_samples(self.call.batch, order)) for order in orders]
+        except ValueError:
+            calls = []
+        for call in calls:
+            other = self.runs.whole(call, replace(self.way, draws=None))
+            if other.failure:  # such as packed sequences, which are sorted by length
+                break
+            divided = self._sharded(replace(self.way, draws=other.recorded if other.draws else None), call)
+            # With other random numbers, the values tell nothing about the order.
+            yield self._found(other, divided) if self._draws_alike(divided) else []
+        else:
+            if calls:
+                return
+        if self.way.draws is None:
+            yield self._found(whole, self._sharded(replace(self.way, reverses=True)))
+
+    def _learn_kinds(self, way: Way, whole: WholeRun, divided: DividedRun) -> DividedRun:
         """Learn how outputs and lists of microbatches are merged into the values of one step: see `Merging`."""
         rules, left = self._rules, dict[str, list[str]]()
         for _ in range(_MOST_KINDS):
@@ -874,7 +969,8 @@ class _Comparison:
                 # Begin with inner values: another way to merge a list may change the entries inside.
                 for key in sorted((key for key in divided.merged if _is_in(name, key)), key=len, reverse=True):
                     kind = divided.merged[key]
-                    ways = left.setdefault(key, [*other_kinds(kind), kind])
+                    # Another rule would contradict an earlier batch.
+                    ways = left.setdefault(key, [] if key in self._proven else [*other_kinds(kind), kind])
                     if ways and key not in changed:
                         changed[key] = ways.pop(0)
                     if key in changed and changed[key] != kind:
@@ -883,13 +979,16 @@ class _Comparison:
                 break
             rules.update(changed)
             divided = self._sharded(way)
+            # An attribute whose rows do not fit together keeps its last value.
+            rules.update((key, divided.merged[key]) for key in changed if key in divided.merged)
             self.differences = self._found(whole, divided)
         self._keep_kinds(divided)
+        return divided
 
     def _named_differences(self) -> set[str]:
         """Return the names of attributes and outputs that differ on any rank of the replica."""
-        mine = {entry.name for entry in self.differences if entry.kind in ("attribute", "buffer")}
-        mine |= {f"{RETURNED}{entry.name}" for entry in self.differences if entry.kind == "output"}
+        kinds = ("attribute", "buffer", "output")
+        mine = {_key_of(entry.kind, entry.name) for entry in self.differences if entry.kind in kinds}
         return {name for theirs in comm.all_gather_object(mine, self.replica) for name in theirs}
 
     def _keep_kinds(self, divided: DividedRun) -> None:

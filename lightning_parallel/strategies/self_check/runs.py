@@ -100,6 +100,7 @@ class Way:
         hooks: Whether the user's gradient hooks run on the gradients of the step on the full model.
         draws: The random numbers of a step on all samples; microbatches get their rows.
         by_views: The order of several rows per sample, see `ReplayedDraws`.
+        reverses: Whether the microbatches run in the opposite order.
     """
 
     dropout: bool = False
@@ -112,6 +113,7 @@ class Way:
     hooks: bool = True
     draws: RecordedDraws | None = None
     by_views: bool = False
+    reverses: bool = False
 
 
 @dataclass
@@ -155,6 +157,7 @@ class DividedRun:
         trace: The outputs of modules, if `Way.traces`.
         replayed: The random numbers that microbatches replayed; None if they drew their own.
         merged: How microbatches were merged, by key; see `Merging.found`.
+        unproven: Keys whose rule is not proven yet, and which show a rule in this run; see `Merging.unproven`.
     """
 
     effects: ObservedStep
@@ -164,6 +167,7 @@ class DividedRun:
     trace: ModuleTrace | None = None
     replayed: ReplayedDraws | None = None
     merged: Mapping[str, str] = field(default_factory=dict)
+    unproven: Mapping[str, str] = field(default_factory=dict)
 
 
 _LOSS = ("", "['loss']")
@@ -387,6 +391,7 @@ class StepRuns:
             trace=trace,
             replayed=replayed[0] if replayed else None,
             merged={} if self.steps is None else self.steps.merged,
+            unproven={} if self.steps is None else self.steps.unproven,
         )
 
     def _run_step(
@@ -476,7 +481,14 @@ class StepRuns:
         patches.replace(steps, "gradient_scale", lambda: 1.0)
         patches.replace(steps, "is_compared", True)
         split, count = steps.engine.split_batch, self.microbatches if way.splits else 1
-        patches.replace(steps.engine, "split_batch", lambda batch, _: [batch] if count == 1 else split(batch, count))
+
+        def parts_of(batch: Any, _: int) -> Sequence[Any]:
+            if count == 1:
+                return [batch]
+            parts = split_by(split, batch, count)
+            return parts[::-1] if way.reverses else parts
+
+        patches.replace(steps.engine, "split_batch", parts_of)
         if way.draws is not None and count > 1:
             sizes = [count_samples(part) for part in split_by(split, call.batch, count)]
             replayed.append(ReplayedDraws(way.draws, sizes if all(size > 0 for size in sizes) else (), way.by_views))

@@ -25,6 +25,7 @@ from lightning_parallel.compat.lightning import (
 )
 from lightning_parallel.compat.torch import BatchNormalization, pytree, version_of
 from lightning_parallel.pipeline.microbatch import (
+    LOGGED,
     Merging,
     merge_entries,
     merge_outputs,
@@ -56,7 +57,7 @@ from lightning_parallel.strategies.steps.state import (
     remove,
 )
 
-__all__ = ["LogCall", "StepEffects", "log_recorded", "side_effects_discarded", "to_device"]
+__all__ = ["Change", "LogCall", "StepEffects", "log_recorded", "side_effects_discarded", "to_device"]
 
 _LOG = inspect.signature(LightningModule.log)
 BatchStates = tuple[Metric, dict[str, Any]]
@@ -82,6 +83,7 @@ class StepEffects:
         self._of_trainer: list[dict[tuple[str, str], Any]] = []
         self._attributes = {path: dict(vars(holder)) for path, holder in self._start.modules()}
         self._rules = ParallelState.of(module).merging.setdefault(name, {})
+        self._proven = ParallelState.of(module).proven.setdefault(name, {})
         self._statistics = _BatchStatistics.of(module) if name == "training_step" else []
         self._history: list[dict[StatePath, Edit]] = []
         self.metrics = MetricCalls(module)
@@ -127,7 +129,22 @@ class StepEffects:
 
     def merging(self, samples: Sequence[int], weights: Sequence[float], is_strict: bool) -> Merging:
         """Return how microbatches are merged."""
-        return Merging(self._rules, samples, weights, is_strict)
+        return Merging(self._rules, samples, weights, is_strict, self._proven)
+
+    @contextmanager
+    def rewound(self) -> Iterator[None]:
+        """Put the attributes from before the batch back inside the block."""
+        after = Snapshot(self.module)
+        self._start.restore()
+        try:
+            yield
+        finally:
+            after.restore()
+
+    def undo(self) -> None:
+        """Undo the batch: its changes of attributes and metrics."""
+        self._start.restore()
+        self.metrics.restore()
 
     def merged(self, merging: Merging) -> tuple[list[LogCall], list[Change]]:
         """Return the calls of `self.log` and the changes of one step on the whole batch."""
@@ -150,7 +167,7 @@ class StepEffects:
         known = ParallelState.of(self.module).logged
         # Before the calls are merged, because a logged value may come from a repeated metric.
         self.metrics.repeat(merging.samples, merging.weights)
-        return _merge_calls(self.logged, merging.samples, merging.weights, known, self.metrics), changes
+        return _merge_calls(self.logged, merging, known, self.metrics), changes
 
     @torch.no_grad()
     def settle(self, samples: Sequence[int]) -> None:
@@ -287,20 +304,26 @@ def log_recorded(module: LightningModule, calls: list[LogCall], metrics: MetricC
 
 def _merge_calls(
     logged: Sequence[Sequence[LogCall]],
-    samples: Sequence[int],
-    weights: Sequence[float],
+    merging: Merging,
     known: Mapping[str, tuple[bool, bool]],
     metrics: MetricCalls,
 ) -> list[LogCall]:
     by_name: dict[str, list[tuple[int, float, Any, dict[str, Any]]]] = {}
-    for calls, count, weight in zip(logged, samples, weights):
+    for calls, count, weight in zip(logged, merging.samples, merging.weights):
         for name, value, arguments in calls:
             by_name.setdefault(name, []).append((count, weight, value, arguments))
-    return [_merge_call(name, entries, known.get(name, (False, False)), metrics) for name, entries in by_name.items()]
+    return [
+        _merge_call(name, entries, known.get(name, (False, False)), metrics, merging)
+        for name, entries in by_name.items()
+    ]
 
 
 def _merge_call(
-    name: str, entries: list[tuple[int, float, Any, dict[str, Any]]], known: tuple[bool, bool], metrics: MetricCalls
+    name: str,
+    entries: list[tuple[int, float, Any, dict[str, Any]]],
+    known: tuple[bool, bool],
+    metrics: MetricCalls,
+    merging: Merging,
 ) -> LogCall:
     is_by_samples, is_constant = known
     values = [value for _, _, value, _ in entries]
@@ -333,7 +356,9 @@ def _merge_call(
     # Stack Python floats in double precision: the default dtype would round each before the mean.
     dtype = torch.float64 if device is None and any(isinstance(value, float) for value in values) else None
     numbers = torch.stack([torch.as_tensor(value, device=device, dtype=dtype).detach() for value in values])
-    number: Any = reduce_logged(numbers, sizes, arguments.get("reduce_fx", "mean"))
+    kind = arguments.get("reduce_fx", "mean")
+    number: Any = reduce_logged(numbers, sizes, kind)
+    merging.note(f"{LOGGED}{name}", list(numbers), number, "entries" if kind in ("mean", "avg") else "logged")
     return name, number if dtype is None else number.item(), arguments
 
 
@@ -473,15 +498,16 @@ _OTHERS = (Value, Members, Gone)
 
 
 def _lists_anew(edits: Sequence[Edit], count: int) -> list[list[Any]]:
-    """Return the new lists of tensors of all microbatches; empty if one microbatch has made no new list.
+    """Return the new lists of figures or tensors of all microbatches; empty if one microbatch has made no new list.
 
     An example is a list of the outputs of layers, which each step clears first.
     """
     found = [edit.entries if isinstance(edit, Added) else edit.value for edit in edits if not isinstance(edit, _OTHERS)]
     lists = [list(each) for each in found]
     are_anew = len(lists) == count > 1 and all(isinstance(edit, Replaced) for edit in edits[1:])
-    if not are_anew or not all(isinstance(entry, Tensor) for each in lists for entry in each):
+    if not are_anew or not all(isinstance(entry, (Tensor, float)) for each in lists for entry in each):
         return []
+    # By identity: a list that keeps entries of an earlier microbatch, such as a window over batches, is not new.
     seen = {id(entry) for each in lists for entry in each}
     return lists if len(seen) == sum(map(len, lists)) and len({*map(len, lists)}) == 1 else []
 
@@ -507,12 +533,19 @@ def _merge_entries_of(path: StatePath, edits: Sequence[Any], merging: Merging) -
     return [(path, "extend", merge_entries([list(value) for value in values], merging, label_of(path)))]
 
 
+_NOTED = (bool, int, float, str, np.generic, np.ndarray, Tensor)
+
+
 def _merge_values(path: StatePath, found: Sequence[tuple[int, Value]], merging: Merging) -> Change:
     """Return the value of the last microbatch, or the rows or the sum of all, as the self-check has found.
 
     An example of a sum is the size of a batch, such as the key of a cache.
     """
     after = found[-1][1].after
+    is_known = isinstance(after, _NOTED) and not any(missing(each.before) or missing(each.after) for _, each in found)
+    # A new entry of one microbatch alone, such as the score of a sample by its name, collides with no other entry.
+    if is_known and (len(path) == 1 or len(found) > 1 or found[0][1].before is not MISSING):
+        merging.note_change(label_of(path), [(each.before, each.after) for _, each in found])
     ends = _ends(found, len(merging.samples))
     if ends:
         label, before, dims = label_of(path), found[0][1].before, np.ndim(ends[0])
@@ -521,8 +554,11 @@ def _merge_values(path: StatePath, found: Sequence[tuple[int, Value]], merging: 
         are_rows = dims > 0 and merging.is_per_sample(ends) and not is_running
         if merging.kind(label, f"{'rows' if are_rows else 'last'} {dims}") in ("rows", "sum"):
             merged = merge_outputs(ends, merging, label)
-            # A list of tensors that do not fit together is no buffer.
-            after = merged if isinstance(merged, type(after)) else after
+            if isinstance(merged, type(after)):
+                after = merged
+            else:
+                # A list of tensors that do not fit together is no buffer.
+                merging.found[label] = f"last {dims}"
     return path, "write" if found[0][1].in_place else "set", after
 
 

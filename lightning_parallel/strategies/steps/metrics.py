@@ -54,9 +54,11 @@ class MetricSnapshot:
             ]
 
     def restore(self) -> None:
-        """Restore the states."""
-        for child, values in self._held:
-            vars(child).update(values)
+        """Restore the states; a later call may restore them again."""
+        copies: dict[int, Any] = {}
+        with torch.inference_mode(False):
+            for child, values in self._held:
+                vars(child).update({name: _copied(value, copies) for name, value in values.items()})
 
 
 def _copied(value: Any, copies: dict[int, Any]) -> Any:
@@ -158,6 +160,11 @@ class MetricCalls:
                     if result is value:
                         return holder, number, position
         return None
+
+    def restore(self) -> None:
+        """Restore the metrics to their states from before the batch."""
+        for snapshot in self._before.values():
+            snapshot.restore()
 
     def repeat(self, samples: Sequence[int], weights: Sequence[float]) -> None:
         """Restore the metrics, and call them with the inputs of all microbatches together."""

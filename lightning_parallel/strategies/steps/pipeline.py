@@ -10,11 +10,12 @@ the gradients are put back, and reduced over the replicas
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections import Counter
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from traceback import walk_tb
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
@@ -28,7 +29,14 @@ from torchmetrics import Metric
 
 from lightning_parallel import comm
 from lightning_parallel.comm import Group
-from lightning_parallel.compat import FOREIGN, ParallelState, Patches, innermost_users_line, patched
+from lightning_parallel.compat import (
+    FOREIGN,
+    ParallelState,
+    Patches,
+    innermost_users_line,
+    is_power_of_two,
+    patched,
+)
 from lightning_parallel.compat.lightning import (
     at_end_of_epochs,
     own_numbers_of,
@@ -40,13 +48,26 @@ from lightning_parallel.compat.precision import kept_casts, shared_casts
 from lightning_parallel.compat.torch import has_compiled_parts
 from lightning_parallel.data_parallel import GradientReducer
 from lightning_parallel.pipeline.engine import PipelineEngine, StepOnCopies
-from lightning_parallel.pipeline.microbatch import StepResult, count_samples, loss_of, merge_outputs, without_caches
+from lightning_parallel.pipeline.microbatch import (
+    StepResult,
+    count_samples,
+    loss_of,
+    merge_outputs,
+    own_copy,
+    without_caches,
+)
 from lightning_parallel.pipeline.placeholder import PARAMETERS_ELSEWHERE, PlaceholderError, PlaceholderTensor
 from lightning_parallel.pipeline.skips import Skips
 from lightning_parallel.pipeline.stage import StageExit, in_whole_model
 from lightning_parallel.strategies.checks import STEPS, first_batch, output_is_read, positional_arguments
 from lightning_parallel.strategies.options import PipelineOptions
-from lightning_parallel.strategies.steps.effects import StepEffects, side_effects_discarded, to_device
+from lightning_parallel.strategies.steps.effects import (
+    Change,
+    LogCall,
+    StepEffects,
+    side_effects_discarded,
+    to_device,
+)
 from lightning_parallel.strategies.steps.gradient_hooks import GradientHooks
 from lightning_parallel.strategies.steps.state import FrozenParameters, WatchedCopies
 from lightning_parallel.strategies.whole.full_state import OutsideCalls
@@ -57,6 +78,17 @@ from lightning_parallel.tensor.sequence_regions import refused_between
 __all__ = ["LossKinds", "PipelineSteps", "SharedMetrics", "step_context"]
 
 _TRAINING = STEPS[TrainerFn.FITTING]
+
+
+class ProveValues(Protocol):
+    """Compares a step with one process, because its microbatches differ in values that no comparison has proven."""
+
+    def __call__(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], names: Collection[str]) -> None:
+        """Compare the step `name` with these arguments; all ranks of the replica call it.
+
+        Raises:
+            SelfCheckError: If a value of the step differs from its value on one process.
+        """
 
 
 class PipelineSteps:
@@ -71,6 +103,7 @@ class PipelineSteps:
     Attributes:
         is_compared: Whether the self-check runs the steps.
         merged: How the microbatches of the last compared step were merged, see `Merging.found`.
+        unproven: The values of the last compared step without a proven rule, see `Merging.unproven`.
     """
 
     def __init__(
@@ -90,6 +123,8 @@ class PipelineSteps:
         self._output_is_read: dict[str, bool] = {}
         self.is_compared = False
         self.merged: dict[str, str] = {}
+        self.unproven: dict[str, str] = {}
+        self._asked: Counter[tuple[str, str, str]] = Counter()
         self.loss_kinds = LossKinds()
 
     @property
@@ -142,6 +177,7 @@ class PipelineSteps:
         audit: StepAudit | None,
         reducer: GradientReducer | None = None,
         keeps_output: bool | None = None,
+        prove: ProveValues | None = None,
     ) -> Any:
         """Run forward and backward of a batch; its gradients are kept for `deliver_gradients`.
 
@@ -151,6 +187,7 @@ class PipelineSteps:
             reducer: Begins to reduce gradients over the replicas once no further microbatch adds to them.
             keeps_output: Whether to send the full output of the step to every rank, not only its loss. By default, if
                 a hook of the user may read it.
+            prove: Compares the step with one process if its microbatches differ in values of unknown kind.
         """
         self._copies.check()
         parameters = [parameter for parameter in self.module.parameters() if parameter.requires_grad]
@@ -165,7 +202,7 @@ class PipelineSteps:
         # Fingerprints make the host wait for the device, so only some steps take them.
         frozen = FrozenParameters(self.module) if self._copies.looks else None
         with self._hooks.held(self.module.current_epoch), _explain_missing_data(_TRAINING):
-            output = self._run(_TRAINING, args, kwargs, audit, skips, keeps_output, end_stage)
+            output = self._run(_TRAINING, args, kwargs, audit, skips, keeps_output, end_stage, prove)
             self._hooks.end_step(earlier)
         if frozen is not None:
             comm.raise_together(frozen.failure(), self.engine.group)
@@ -247,14 +284,19 @@ class PipelineSteps:
         self._step_gradients = {}
 
     def evaluate(
-        self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], keeps_output: bool | None = None
+        self,
+        name: str,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        keeps_output: bool | None = None,
+        prove: ProveValues | None = None,
     ) -> Any:
-        """Run `validation_step`, `test_step` or `predict_step`."""
+        """Run `validation_step`, `test_step` or `predict_step`; for the arguments see `training_step`."""
         skips = self._skips_of(name, args, kwargs)
         if skips is None:
             return self._run_whole(name, args, kwargs)
         with _explain_missing_data(name):
-            return self._run(name, args, kwargs, None, skips, keeps_output)
+            return self._run(name, args, kwargs, None, skips, keeps_output, prove=prove)
 
     def alone(self) -> AbstractContextManager[Any]:
         """Let metrics compute on this rank alone inside the block, as in a step."""
@@ -342,9 +384,13 @@ class PipelineSteps:
         skips: Skips | None = None,
         keeps_output: bool | None = None,
         end_stage: Callable[[int], None] | None = None,
+        prove: ProveValues | None = None,
     ) -> Any:
         """Run a step on the microbatches of a batch, with the result and the effects of a step on the whole batch."""
         batch, *rest = args
+        # A step may change its batch, and a comparison after the step needs the batch from before.
+        is_changed = prove is not None and self.engine.changes_batch(name == _TRAINING)
+        before = (own_copy(batch, {}), *rest) if is_changed else args
         effects = StepEffects(self.module, name)
         kinds = self.loss_kinds if name == _TRAINING else None
         step = _StageStep(self._step(name, tuple(rest), kwargs), effects, audit, self._keeps(name, keeps_output), kinds)
@@ -371,33 +417,101 @@ class PipelineSteps:
         finally:
             self._is_running = False
             torch.set_rng_state(state)
-        output, is_new = self._shared(name, result, effects)
-        if is_new:
+        shared = self._shared(name, result, effects)
+        if shared.unproven and prove is not None:
+            self._prove(name, before, kwargs, shared.unproven, effects, prove)
+            if name in ParallelState.of(self.module).whole_batches:
+                effects.undo()
+                return self._run(name, before, kwargs, audit, skips, keeps_output)
+            shared = self._shared(name, result, effects, is_new=shared.is_new)
+        # Only now: `module.log` hands the values to the trainer, which cannot take them back.
+        effects.repeat(shared.calls, shared.changes, self.device)
+        # After `repeat`, which sets the buffers back to the state before the batch.
+        effects.settle([count_samples(microbatch) for microbatch in result.microbatches])
+        if shared.is_new:
             self.loss_kinds.unproven = (args, kwargs)
-        return output
+        return to_device(shared.output, self.device)
 
-    def _shared(self, name: str, result: StepResult, effects: StepEffects) -> tuple[Any, bool]:
-        """Send the merged output, logged values and changes of the last stage to every rank of the pipeline."""
+    def _shared(self, name: str, result: StepResult, effects: StepEffects, is_new: bool | None = None) -> _Shared:
+        """Send the merged output, logged values and changes of the last stage to every rank of the pipeline.
+
+        Args:
+            name: The step.
+            result, effects: The results of its microbatches on this rank.
+            is_new: Whether the loss is of a new kind; None if that is not known yet.
+        """
         samples = [count_samples(microbatch) for microbatch in result.microbatches]
 
-        def found() -> tuple[Any, Any, Any, dict[str, str], bool]:
+        def found() -> _Shared:
             merging = effects.merging(samples, result.weights, is_strict=not self.is_compared)
             output: Any = merge_outputs(result.outputs, merging)
             if name == _TRAINING:
                 output = {**output, "loss": result.loss} if isinstance(output, Mapping) else result.loss
             with step_context(self.precision, name), self.alone():  # values of metrics are computed again
-                merged = effects.merged(merging)
-            is_new = name == _TRAINING and self.loss_kinds.end_step(self.is_compared)
-            return (output, *merged, merging.found if self.is_compared else {}, is_new)
+                calls, changes = effects.merged(merging)
+            kinds = merging.found if self.is_compared else {}
+            for key, why in merging.unproven.items() if self.is_compared else ():
+                # The self-check has met the attribute before the step does, in a part of the same batch.
+                self._asked.setdefault((name, key, why), -1 if why == "once" else 0)
+            other = name == _TRAINING and self.loss_kinds.end_step(self.is_compared) if is_new is None else is_new
+            unproven = merging.unproven
+            if is_new is None and not self.is_compared:
+                unproven = {key: why for key, why in unproven.items() if self._is_due(name, key, why)}
+            return _Shared(output, calls, changes, kinds, unproven, other)
 
         # Only the last stage has outputs; an error in `found` raises on every rank.
-        output, calls, changes, self.merged, is_new = comm.broadcast_from(
-            found, self.engine.group, self.engine.last_rank, self.device
-        )
-        effects.repeat(calls, changes, self.device)
-        # After `repeat`, which sets the buffers back to the state before the batch.
-        effects.settle(samples)
-        return to_device(output, self.device), is_new
+        shared: _Shared = comm.broadcast_from(found, self.engine.group, self.engine.last_rank, self.device)
+        if self.is_compared:
+            self.merged = shared.kinds
+            self.unproven = shared.unproven
+        return shared
+
+    def _is_due(self, name: str, key: str, why: str) -> bool:
+        """Tell whether to compare a value without a proven rule: ever more rarely, if comparisons show no rule."""
+        # An example is a condition on the loss that holds in one microbatch, or a constant that only the first sets.
+        self._asked[name, key, why] += 1
+        asked = self._asked[name, key, why]
+        return asked > 0 and (asked < _EACH or is_power_of_two(asked))
+
+    def _prove(
+        self,
+        name: str,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        unproven: Mapping[str, str],
+        effects: StepEffects,
+        prove: ProveValues,
+    ) -> None:
+        """Compare a step with one process in the state from before its batch, and learn the rules of its values.
+
+        Raises:
+            ValueError: If microbatches changed an attribute that the compared step does not change.
+        """
+        state = ParallelState.of(self.module)
+        with ExitStack() as stack:
+            stack.enter_context(effects.rewound())
+            # The compared step runs inside this step, whose gradients and hooks it must leave alone.
+            for holder, attribute in (
+                (self, "_step_gradients"),
+                (self._hooks, "_held"),
+                (self.engine, "tied_are_summed"),
+            ):
+                stack.enter_context(patched(holder, attribute, getattr(holder, attribute)))
+            prove(name, args, kwargs, unproven)
+        if name in state.whole_batches:
+            return
+        rules = state.merging[name]
+        missing = [key for key, why in unproven.items() if why == "changed" and key not in rules]
+        if missing and name == _TRAINING:
+            raise ValueError(
+                f"`self.{missing[0]}` must change as in a single-process run; got a change by microbatches of this"
+                " batch, and none when the self-check ran the step on the same batch. Update"
+                f" `self.{missing[0]}` in `on_train_batch_end`, or set `num_microbatches=1`"
+            )
+        if missing:
+            state.whole_batches.add(name)
+        for key in unproven:
+            rules.setdefault(key, "")
 
     def gradient_scale(self) -> float | Tensor:
         """Return the factor of gradients: the share of a batch in an accumulated batch, times the loss scale."""
@@ -461,6 +575,8 @@ def _explain_missing_data(name: str) -> Iterator[None]:
         raise
 
 
+_EACH = 4
+"""Steps in a row in which a value without a proven rule is compared, before it is compared ever more rarely."""
 _SEEN_NODES = 32
 _MOST_PROOFS = 3
 
@@ -538,6 +654,25 @@ class _GradientsRead(TorchFunctionMode):
 
 
 _GET_GRADIENT = Tensor.grad.__get__  # type: ignore[union-attr]
+
+
+@dataclass(frozen=True)
+class _Shared:
+    """The values of a step on the whole batch, on every rank of the pipeline.
+
+    Attributes:
+        output, calls, changes: The output, calls of `self.log`, and changed attributes.
+        kinds: How microbatches were merged; only in the self-check.
+        unproven: The values to compare with one process, see `Merging.unproven`.
+        is_new: Whether the loss is of a new kind.
+    """
+
+    output: Any
+    calls: list[LogCall]
+    changes: list[Change]
+    kinds: dict[str, str]
+    unproven: dict[str, str]
+    is_new: bool
 
 
 @dataclass
