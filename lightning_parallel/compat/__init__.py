@@ -132,6 +132,9 @@ def patched(target: Any, name: str, value: Any) -> Iterator[Any]:
         patches.undo()
 
 
+# By torch's names: the user's attributes may have similar names, as Hugging Face's `_output_capturing_hooks_installed`.
+_HOOK_DICTS = [name for name in vars(nn.Module()) if "_hooks" in name]
+
 DIVISION = "_parallel_division"
 """The attribute of a module that holds its `Division`."""
 
@@ -199,7 +202,7 @@ class Division:
 
     def _hooks_in(self, attributes: Mapping[str, Any]) -> list[str]:
         """Return the names of the dicts of torch that have hooks of the division."""
-        return [name for name in attributes if "_hooks" in name and not self.hooks.isdisjoint(attributes[name] or ())]
+        return [name for name in _HOOK_DICTS if not self.hooks.isdisjoint(attributes.get(name, ()))]
 
 
 def _put(attributes: dict[str, Any], name: str, value: Any) -> None:
