@@ -332,7 +332,7 @@ def _with_data(value: Any) -> Any:
     """Replace placeholders by tensors of ones; the number of draws depends on shapes only."""
     if isinstance(value, PlaceholderTensor):
         meta = value.meta
-        # Ones are valid for every distribution: as probabilities, rates and deviations.
+        # The value 1 is a valid probability, rate and deviation, so every distribution takes it.
         return torch.empty_strided(meta.shape, meta.stride(), dtype=meta.dtype, device=value.device).fill_(1)
     if isinstance(value, (list, tuple)):
         return type(value)(_with_data(item) for item in value)

@@ -168,7 +168,6 @@ def plan(
     # Keep the other cores busy, as in the run: neighbours slow a core down.
     with cores_busy(_busy_cores(cluster)) if rehearsal.measured else nullcontext():
         if rehearsal.measured and optimizers:
-            # The caller's own value comes first.
             search.setdefault("optimizer_s", _update_s(optimizers))
         layouts = LayoutSearch(rehearsal, copies, global_batch=global_batch, accumulated=accumulated, **search)
         found = _search(layouts, cluster)

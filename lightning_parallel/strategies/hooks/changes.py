@@ -89,7 +89,7 @@ class ModelWatch:
             _HeldThen(child, tuple(parameters_of(child).values()), tuple(vars(child)[MODULES].values()), _keys(child))
             for child in self._module.modules()
         ]
-        # With duplicates: a tied parameter has several names, and code may replace it under one of them.
+        # With duplicates: a tied parameter has several names, and code may replace the parameter under a single name.
         self._parameters = dict(self._module.named_parameters(remove_duplicate=False))
         self._modules = dict(self._module.named_modules(remove_duplicate=False))
         self._buffers = dict(self._module.named_buffers(remove_duplicate=False)).keys()

@@ -344,7 +344,7 @@ def _kept_elsewhere(optimizer: Optimizer) -> str:
 
     def finds(value: Any) -> bool:
         if isinstance(value, Tensor):
-            # A tensor of one element is a count or a rate, which is right for every slice.
+            # A tensor of one element is a count or a rate. Every slice can use it.
             return value.numel() > 1 and id(value) not in known
         if isinstance(value, (str, bytes, bool, int, float, type(None), type)) or id(value) in seen:
             return False

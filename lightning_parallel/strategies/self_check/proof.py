@@ -922,7 +922,7 @@ class _Comparison:
     def _compare_orders(self, whole: WholeRun, divided: DividedRun) -> None:
         """Compare the values of the first or last microbatch again, on the samples in other orders.
 
-        The maximum of two microbatches is always the value of one of them. In the opposite order, it is the value of
+        The maximum of two microbatches is always the value of one microbatch. In the opposite order, it is the value of
         the other one. A count of samples, or the first sample, is right in every order.
         """
         if not self.way.splits:

@@ -474,7 +474,7 @@ class Snapshot:
         A copy of its earlier values replaces a changed tensor: autograd may have saved the changed tensor.
 
         Args:
-            removes: Whether to remove new attributes of the module; those of submodules stay.
+            removes: Whether to remove new attributes of the module. New attributes of submodules stay.
             tensors: Whether to restore tensors of submodules, too.
             in_place: Whether tensors and arrays stay the same objects; only where no backward pass follows.
 

@@ -391,14 +391,8 @@ def find_microbatch_weight(
     pairs = split_by(split, batch, plan.schedule.num_microbatches // 2)
     found = _seen_pairs(check, pairs, batch, weight, world)
     known = [(pair, seen) for pair, seen in found if seen is not None]
-    rules: list[Callable[[Any], float]] = [weight]
-    if weight is num_samples:
-        rules = [*rules, *_candidates(batch)]
-        if not all(comm.all_gather_object(_is_counted(pairs[0]), world)):
-            rules = [*_row_counts(pairs[0]), *rules[1:]]
-            if not all(comm.all_gather_object(bool(rules), world)):
-                raise ValueError(UNCOUNTED.format(type(pairs[0]).__name__))
-            weight = rules[0]
+    rules = _rules(weight, batch, pairs[0], world)
+    weight = rules[0]
     if len(known) < len(found):
         return weight
     # By name: the ranks compare their weights, and a function of the user may not be picklable.
@@ -417,6 +411,23 @@ def find_microbatch_weight(
     if chosen is not weight:
         tell(f"The loss is a mean over tokens, so microbatches are weighted by {chosen}.")
     return chosen
+
+
+def _rules(weight: Callable[[Any], float], batch: Any, pair: Any, world: Group) -> list[Callable[[Any], float]]:
+    """Return the weights to try; the first is the default.
+
+    Raises:
+        ValueError: If no weight counts the samples of a microbatch.
+    """
+    if weight is not num_samples:
+        return [weight]
+    rules: list[Callable[[Any], float]] = [weight, *_candidates(batch)]
+    if all(comm.all_gather_object(_is_counted(pair), world)):
+        return rules
+    rules = [*_row_counts(pair), *rules[1:]]
+    if not all(comm.all_gather_object(bool(rules), world)):
+        raise ValueError(UNCOUNTED.format(type(pair).__name__))
+    return rules
 
 
 def _seen_pairs(
