@@ -18,13 +18,14 @@ FLOORS = [
     ["strategies", "callbacks"],
     ["checkpoint", "planner"],
     ["tensor", "pipeline", "compression", "data_parallel", "optim"],
+    ["step_trace"],
     ["comm"],
     ["compat", "mesh", "tracing"],
 ]
 SHARES = {"strategies": 0.66, "callbacks": 0.34, "tensor": 0.25, "pipeline": 0.27, "compression": 0.22}
 SHARES |= {"data_parallel": 0.14, "optim": 0.12}
 WIDTH, MARGIN, GAP, LINE = 1080, 20, 12, 15
-COLOURS = ["#ede9fe", "#dbeafe", "#dcfce7", "#fef9c3", "#ffedd5", "#f3f4f6"]
+COLOURS = ["#ede9fe", "#dbeafe", "#dcfce7", "#fef9c3", "#ffedd5", "#fce7f3", "#f3f4f6"]
 STYLE = (
     "text{font:12px system-ui,sans-serif;fill:#1f2937}.n{font:600 13px ui-monospace,Menlo,Consolas,monospace}"
     ".m{font-size:11px;fill:#6b7280}.f{stroke:#9ca3af}"

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from lightning_parallel import comm
 from lightning_parallel.comm import Group
 from lightning_parallel.compat.torch import buffers_of, non_persistent_buffers_of, parameters_of
-from lightning_parallel.pipeline.placeholder import PlaceholderTensor
+from lightning_parallel.step_trace.placeholder import PlaceholderTensor
 from lightning_parallel.tensor.sharding import REPLICATED, Shard
 
 __all__ = ["HeldTensor", "Inventory"]

@@ -17,10 +17,8 @@ import torch
 from torch import Tensor, nn
 
 from lightning_parallel.compat.torch import pytree
-from lightning_parallel.pipeline.interception import Call
 from lightning_parallel.pipeline.microbatch import MissingLossError
 from lightning_parallel.pipeline.pipeline_plan import TensorLayout
-from lightning_parallel.pipeline.placeholder import PlaceholderTensor, dry_run, inside_module, missing
 from lightning_parallel.pipeline.skips import Skip, Skips, StageSkips
 from lightning_parallel.pipeline.stage import (
     REENTRANT,
@@ -32,7 +30,9 @@ from lightning_parallel.pipeline.stage import (
     are_tensors,
     positions_to_receive,
 )
-from lightning_parallel.pipeline.stubs import StubOutputs, named_placeholders
+from lightning_parallel.step_trace.interception import Call
+from lightning_parallel.step_trace.placeholder import PlaceholderTensor, dry_run, inside_module, missing
+from lightning_parallel.step_trace.stubs import StubOutputs, named_placeholders
 
 __all__ = ["Boundaries", "NextStageDryRun", "Places", "StageInputs", "dry_run_stages"]
 

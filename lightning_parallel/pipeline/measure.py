@@ -19,16 +19,16 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
+from lightning_parallel.compat.chance import seeded
 from lightning_parallel.compat.torch import buffers_of, parameters_of, pytree, random_values, storage_address
-from lightning_parallel.pipeline.attributes import parameter_lists, replaced
-from lightning_parallel.pipeline.interception import Call, has_listeners
 from lightning_parallel.pipeline.layer_stack import LayerStack, outer_modules
 from lightning_parallel.pipeline.pipeline_plan import Costs, PipelinePlan
-from lightning_parallel.pipeline.random_streams import seeded
 from lightning_parallel.pipeline.simulate import Cost
 from lightning_parallel.pipeline.stage import InterceptedModel
-from lightning_parallel.pipeline.stubs import autocast_dtype, copy_args
 from lightning_parallel.pipeline.weight_gradients import WeightGradients, deferring, shared_parameters, split_linears
+from lightning_parallel.step_trace.attributes import parameter_lists, replaced
+from lightning_parallel.step_trace.interception import Call, has_listeners
+from lightning_parallel.step_trace.stubs import autocast_dtype, copy_args
 
 __all__ = ["STATE_COPIES", "TruncatedModel", "count_parameters", "measure"]
 

@@ -17,13 +17,13 @@ from typing import Any
 import torch
 from torch import nn
 
-from lightning_parallel.pipeline.interception import Call
 from lightning_parallel.pipeline.layer_stack import LayerStack, outer_modules
 from lightning_parallel.pipeline.microbatch import MissingLossError
 from lightning_parallel.pipeline.pipeline_plan import PipelinePlan
-from lightning_parallel.pipeline.placeholder import watch_parameters
 from lightning_parallel.pipeline.stage import CutError, InterceptedModel
-from lightning_parallel.pipeline.stubs import StubOutputs, named_placeholders
+from lightning_parallel.step_trace.interception import Call
+from lightning_parallel.step_trace.placeholder import watch_parameters
+from lightning_parallel.step_trace.stubs import StubOutputs, named_placeholders
 
 __all__ = [
     "ModuleUse",

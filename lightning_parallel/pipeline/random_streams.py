@@ -22,7 +22,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from lightning_parallel.compat.torch import TorchDispatchMode, seed_torch
+from lightning_parallel.compat.torch import TorchDispatchMode
 
 __all__ = [
     "DrawRecorder",
@@ -31,9 +31,6 @@ __all__ = [
     "ReplayedDraws",
     "call_seed",
     "layer_seed",
-    "random_state_kept",
-    "seed_all",
-    "seeded",
 ]
 
 
@@ -51,39 +48,6 @@ def layer_seed(seed: int, layer: int) -> int:
 def call_seed(seed: int, number: int) -> int:
     """Return a seed for the code after each call of a module outside the layers; 0 is before the first call."""
     return (seed ^ (_PRIME * number)) & (2**63 - 1)
-
-
-def seed_all(seed: int) -> None:
-    """Seed every global generator."""
-    seed_torch(seed)
-    random.seed(seed)
-    np.random.seed(seed % 2**32)  # numpy takes 32 bits
-
-
-@contextmanager
-def random_state_kept() -> Iterator[None]:
-    """Restore the global generators after the block. It takes as long as ten seedings, so not for every action."""
-    torch_state = torch.get_rng_state()
-    python_state = random.getstate()
-    numpy_state = np.random.get_state()
-    # Asking for the state would initialize CUDA, in a process that may compute on the CPU only.
-    cuda = torch.cuda.get_rng_state() if torch.cuda.is_initialized() else None
-    try:
-        yield
-    finally:
-        torch.set_rng_state(torch_state)
-        random.setstate(python_state)
-        np.random.set_state(numpy_state)
-        if cuda is not None:
-            torch.cuda.set_rng_state(cuda)
-
-
-@contextmanager
-def seeded(seed: int) -> Iterator[None]:
-    """Draw random numbers from `seed` inside the block, and restore the generators after it."""
-    with random_state_kept():
-        seed_all(seed)
-        yield
 
 
 _Generator = torch.Generator | np.random.Generator | np.random.RandomState | random.Random

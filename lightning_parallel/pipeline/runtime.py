@@ -27,6 +27,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from lightning_parallel import comm, tracing
 from lightning_parallel.comm import Group
+from lightning_parallel.compat.chance import random_state_kept, seed_all
 from lightning_parallel.compat.torch import pytree, seed_torch
 from lightning_parallel.pipeline.dry_runs import NextStageDryRun, StageInputs
 from lightning_parallel.pipeline.microbatch import StepResult, loss_of, tell_microbatch, under_way
@@ -40,21 +41,7 @@ from lightning_parallel.pipeline.p2p import (
     TensorSpec,
     line_of_step,
 )
-from lightning_parallel.pipeline.placeholder import (
-    PARAMETERS_ELSEWHERE,
-    PlaceholderError,
-    PlaceholderTensor,
-    draws_numbers,
-    missing,
-)
-from lightning_parallel.pipeline.random_streams import (
-    OwnGenerators,
-    ReplayedDraws,
-    call_seed,
-    layer_seed,
-    random_state_kept,
-    seed_all,
-)
+from lightning_parallel.pipeline.random_streams import OwnGenerators, ReplayedDraws, call_seed, layer_seed
 from lightning_parallel.pipeline.schedule import Action, Kind, Schedule
 from lightning_parallel.pipeline.skips import NO_SKIPS, Skip, Skips, StageSkips
 from lightning_parallel.pipeline.stage import (
@@ -66,6 +53,13 @@ from lightning_parallel.pipeline.stage import (
     StageForward,
 )
 from lightning_parallel.pipeline.weight_gradients import WeightGradients, deferring
+from lightning_parallel.step_trace.placeholder import (
+    PARAMETERS_ELSEWHERE,
+    PlaceholderError,
+    PlaceholderTensor,
+    draws_numbers,
+    missing,
+)
 
 __all__ = ["ScheduleRun"]
 

@@ -18,8 +18,8 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from lightning_parallel.compat.torch import pytree
-from lightning_parallel.pipeline.interception import Call
-from lightning_parallel.pipeline.placeholder import PlaceholderTensor, missing
+from lightning_parallel.step_trace.interception import Call
+from lightning_parallel.step_trace.placeholder import PlaceholderTensor, missing
 
 __all__ = ["NO_SKIPS", "Skip", "StageSkips", "Skips"]
 

@@ -26,6 +26,7 @@ from torch import Tensor, nn
 from torch.nn.utils.parametrize import register_parametrization
 
 from lightning_parallel.compat import Patches, innermost_users_line
+from lightning_parallel.compat.chance import seeded
 from lightning_parallel.compat.torch import (
     buffers_of,
     function_modes_kept,
@@ -35,18 +36,19 @@ from lightning_parallel.compat.torch import (
     position_in_graph,
     pytree,
 )
-from lightning_parallel.pipeline.attributes import SavedAttributes, SavedForwards
-from lightning_parallel.pipeline.interception import (
+from lightning_parallel.pipeline.layer_stack import LayerStack, layer_kinds, outer_modules
+from lightning_parallel.pipeline.p2p import line_of_step
+from lightning_parallel.pipeline.pipeline_plan import PipelinePlan, TiedParameter
+from lightning_parallel.pipeline.skips import NO_SKIPS, StageSkips
+from lightning_parallel.step_trace.attributes import SavedAttributes, SavedForwards
+from lightning_parallel.step_trace.interception import (
     ActiveHandler,
     Call,
     CallHandler,
     CallSite,
     intercept,
 )
-from lightning_parallel.pipeline.layer_stack import LayerStack, layer_kinds, outer_modules
-from lightning_parallel.pipeline.p2p import line_of_step
-from lightning_parallel.pipeline.pipeline_plan import PipelinePlan, TiedParameter
-from lightning_parallel.pipeline.placeholder import (
+from lightning_parallel.step_trace.placeholder import (
     PARAMETERS_ELSEWHERE,
     PlaceholderError,
     PlaceholderTensor,
@@ -56,9 +58,7 @@ from lightning_parallel.pipeline.placeholder import (
     reveal,
     step_of_stage,
 )
-from lightning_parallel.pipeline.random_streams import seeded
-from lightning_parallel.pipeline.skips import NO_SKIPS, StageSkips
-from lightning_parallel.pipeline.stubs import StubOutputs, free_parameters
+from lightning_parallel.step_trace.stubs import StubOutputs, free_parameters
 
 __all__ = [
     "REENTRANT",

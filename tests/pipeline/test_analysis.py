@@ -9,8 +9,8 @@ from torch import nn
 from lightning_parallel.pipeline.analysis import analyze
 from lightning_parallel.pipeline.layer_stack import cut_units, find_layer_stack
 from lightning_parallel.pipeline.module_use import trace_use, use_by_registration
-from lightning_parallel.pipeline.placeholder import PlaceholderTensor
 from lightning_parallel.pipeline.schedule import build_schedule
+from lightning_parallel.step_trace.placeholder import PlaceholderTensor
 from tests.pipeline import other_models
 from tests.pipeline.models import built
 

@@ -11,9 +11,9 @@ from torch.utils.checkpoint import checkpoint
 from lightning_parallel import comm
 from lightning_parallel.comm import Group
 from lightning_parallel.comm.weight_gradients import WeightGradients, deferring, shared_parameters
-from lightning_parallel.pipeline.placeholder import PlaceholderTensor
 from lightning_parallel.pipeline.schedule import build_schedule
 from lightning_parallel.pipeline.weight_gradients import split_linears
+from lightning_parallel.step_trace.placeholder import PlaceholderTensor
 from tests.harness import distributed, recorded_communication
 from tests.pipeline.models import built, pipeline
 from tests.strict_order import strict_order

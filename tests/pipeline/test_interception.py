@@ -9,8 +9,8 @@ import torch
 from torch import nn
 
 from lightning_parallel.comm import Group
-from lightning_parallel.pipeline.interception import ActiveHandler, Call, CallSite, intercept
 from lightning_parallel.pipeline.schedule import build_schedule
+from lightning_parallel.step_trace.interception import ActiveHandler, Call, CallSite, intercept
 from tests.pipeline.models import built, pipeline
 
 

@@ -13,7 +13,7 @@ from torch import nn
 
 from lightning_parallel.compat import Patches
 from lightning_parallel.compat.torch import give_data
-from lightning_parallel.pipeline.placeholder import (
+from lightning_parallel.step_trace.placeholder import (
     PlaceholderError,
     PlaceholderTensor,
     missing,

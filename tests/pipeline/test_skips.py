@@ -6,9 +6,9 @@ import torch.nn.functional as F
 from torch import nn
 
 from lightning_parallel.pipeline.pipeline_plan import PipelinePlan
-from lightning_parallel.pipeline.placeholder import PlaceholderError
 from lightning_parallel.pipeline.schedule import SCHEDULES
 from lightning_parallel.pipeline.skips import Skip
+from lightning_parallel.step_trace.placeholder import PlaceholderError
 from tests.harness import distributed, recorded_communication
 from tests.pipeline import other_models
 from tests.pipeline.models import Outer, built, pipeline

@@ -5,8 +5,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from lightning_parallel.pipeline.placeholder import PlaceholderTensor
 from lightning_parallel.pipeline.schedule import build_schedule
+from lightning_parallel.step_trace.placeholder import PlaceholderTensor
 from tests.harness import distributed
 from tests.pipeline.models import Encoder, built, pipeline
 

@@ -7,12 +7,12 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_leaves
 
-from lightning_parallel.pipeline.interception import ActiveHandler, Call, CallSite
-from lightning_parallel.pipeline.placeholder import (
+from lightning_parallel.step_trace.interception import ActiveHandler, Call, CallSite
+from lightning_parallel.step_trace.placeholder import (
     PlaceholderError,
     PlaceholderTensor,
 )
-from lightning_parallel.pipeline.stubs import StubOutputs, free_parameters, stubbed
+from lightning_parallel.step_trace.stubs import StubOutputs, free_parameters, stubbed
 
 CPU = torch.device("cpu")
 

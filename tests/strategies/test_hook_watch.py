@@ -17,7 +17,7 @@ from torch.nn.utils import parametrize, prune
 
 from lightning_parallel import HybridParallelStrategy, PipelineParallelStrategy, TensorParallelStrategy
 from lightning_parallel.compat import ParallelState
-from lightning_parallel.pipeline.placeholder import PlaceholderError
+from lightning_parallel.step_trace.placeholder import PlaceholderError
 from lightning_parallel.strategies.hooks.watch import HookError, WatchedHook
 from tests.harness import distributed
 from tests.strategies.models import Net, loader, trainer_for

@@ -27,9 +27,10 @@ from torch.utils.data import (
     WeightedRandomSampler,
 )
 
+from lightning_parallel.compat.chance import seeded
 from lightning_parallel.compat.lightning import wrapped_sampler
 from lightning_parallel.compat.twins import is_a, kinds_of
-from lightning_parallel.pipeline.random_streams import OwnGenerators, seeded
+from lightning_parallel.pipeline.random_streams import OwnGenerators
 
 __all__ = ["LoaderFacts", "ResumableBatches", "ResumableSampler"]
 

@@ -33,6 +33,7 @@ from torch.overrides import TorchFunctionMode
 from lightning_parallel import comm
 from lightning_parallel.comm import Group, MeshGroups
 from lightning_parallel.compat import ParallelState, Patches, patched
+from lightning_parallel.compat.chance import random_state_kept
 from lightning_parallel.compat.initialization import initialize_tensors, set_data
 from lightning_parallel.compat.torch import (
     TRUNC_NORMAL,
@@ -42,7 +43,6 @@ from lightning_parallel.compat.torch import (
     swap_tensor_impl,
 )
 from lightning_parallel.pipeline.pipeline_plan import PipelinePlan
-from lightning_parallel.pipeline.random_streams import random_state_kept
 from lightning_parallel.strategies.deferred.chain import META, StorageLayout, contents_of, read_part, scratch_reused
 from lightning_parallel.strategies.deferred.files import files_deferred
 from lightning_parallel.strategies.deferred.tensor import (

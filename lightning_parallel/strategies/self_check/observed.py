@@ -20,7 +20,7 @@ from torch.nn.modules.module import register_module_forward_hook
 from lightning_parallel.compat import fields_of, is_users, is_users_object
 from lightning_parallel.compat.torch import pytree
 from lightning_parallel.pipeline.microbatch import LeftOutCache, is_numeric
-from lightning_parallel.pipeline.placeholder import PlaceholderTensor
+from lightning_parallel.step_trace.placeholder import PlaceholderTensor
 from lightning_parallel.strategies.steps.state import (
     Added,
     Elsewhere,

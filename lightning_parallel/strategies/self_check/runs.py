@@ -22,20 +22,14 @@ from lightning_parallel import comm, tracing
 from lightning_parallel.checkpoint import Inventory
 from lightning_parallel.comm import MeshGroups
 from lightning_parallel.compat import ParallelState, Patches
+from lightning_parallel.compat.chance import random_state_kept, seed_all
 from lightning_parallel.compat.torch import dispatch_modes_suspended, version_of
 from lightning_parallel.data_parallel import GradientReducer
 from lightning_parallel.pipeline.engine import PipelineEngine
 from lightning_parallel.pipeline.microbatch import count_samples, loss_of, map_tensors, split_by, without_caches
-from lightning_parallel.pipeline.placeholder import PlaceholderTensor
-from lightning_parallel.pipeline.random_streams import (
-    DrawRecorder,
-    OwnGenerators,
-    RecordedDraws,
-    ReplayedDraws,
-    random_state_kept,
-    seed_all,
-)
+from lightning_parallel.pipeline.random_streams import DrawRecorder, OwnGenerators, RecordedDraws, ReplayedDraws
 from lightning_parallel.pipeline.schedule import SCHEDULES
+from lightning_parallel.step_trace.placeholder import PlaceholderTensor
 from lightning_parallel.strategies.hooks.part_use import GatheredMode
 from lightning_parallel.strategies.self_check.observed import (
     ModuleTrace,

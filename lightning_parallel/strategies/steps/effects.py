@@ -32,7 +32,7 @@ from lightning_parallel.pipeline.microbatch import (
     microbatch_under_way,
     reduce_logged,
 )
-from lightning_parallel.pipeline.placeholder import in_dry_run, missing, require_known, reveal
+from lightning_parallel.step_trace.placeholder import in_dry_run, missing, require_known, reveal
 from lightning_parallel.strategies.steps.metrics import MetricCalls, MetricSnapshot, Place
 from lightning_parallel.strategies.steps.state import (
     MISSING,

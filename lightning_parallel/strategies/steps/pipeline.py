@@ -56,9 +56,9 @@ from lightning_parallel.pipeline.microbatch import (
     own_copy,
     without_caches,
 )
-from lightning_parallel.pipeline.placeholder import PARAMETERS_ELSEWHERE, PlaceholderError, PlaceholderTensor
 from lightning_parallel.pipeline.skips import Skips
 from lightning_parallel.pipeline.stage import StageExit, in_whole_model
+from lightning_parallel.step_trace.placeholder import PARAMETERS_ELSEWHERE, PlaceholderError, PlaceholderTensor
 from lightning_parallel.strategies.checks import STEPS, first_batch, output_is_read, positional_arguments
 from lightning_parallel.strategies.options import PipelineOptions
 from lightning_parallel.strategies.steps.effects import (

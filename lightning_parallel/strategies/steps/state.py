@@ -37,7 +37,7 @@ from lightning_parallel.compat import (
 )
 from lightning_parallel.compat.torch import buffers_of, pytree, version_of
 from lightning_parallel.pipeline.engine import PipelineEngine
-from lightning_parallel.pipeline.placeholder import PlaceholderTensor, missing
+from lightning_parallel.step_trace.placeholder import PlaceholderTensor, missing
 
 __all__ = [
     "MISSING",

@@ -30,7 +30,6 @@ from lightning_parallel.comm import Group
 from lightning_parallel.compat import ParallelState, patched
 from lightning_parallel.compat.lightning import tell
 from lightning_parallel.compat.torch import pytree, seed_torch
-from lightning_parallel.pipeline.interception import Call
 from lightning_parallel.pipeline.measure import TruncatedModel
 from lightning_parallel.pipeline.microbatch import (
     UNCOUNTED,
@@ -47,6 +46,7 @@ from lightning_parallel.pipeline.microbatch import (
 )
 from lightning_parallel.pipeline.pipeline_plan import PipelinePlan
 from lightning_parallel.pipeline.random_streams import DrawRecorder, OwnGenerators, ReplayedDraws
+from lightning_parallel.step_trace.interception import Call
 from lightning_parallel.strategies.steps.metrics import MetricCalls, learn_numbers
 from lightning_parallel.strategies.whole.pinned import doubled, in_double
 

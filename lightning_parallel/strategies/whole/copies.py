@@ -20,7 +20,7 @@ from lightning_parallel import comm
 from lightning_parallel.comm import Group
 from lightning_parallel.compat import ParallelState, innermost_users_line
 from lightning_parallel.compat.torch import buffers_of, parameters_of
-from lightning_parallel.pipeline.placeholder import PlaceholderTensor
+from lightning_parallel.step_trace.placeholder import PlaceholderTensor
 from lightning_parallel.strategies.whole.saved_modules import forget_watchers
 from lightning_parallel.strategies.whole.skeleton import ModuleForm, division_of
 from lightning_parallel.tensor.sharding import Shard

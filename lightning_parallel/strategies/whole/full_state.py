@@ -37,8 +37,8 @@ from lightning_parallel.compat.torch import (
     state_hooks_of,
 )
 from lightning_parallel.compat.twins import is_a
-from lightning_parallel.pipeline.interception import ActiveHandler, Call, CallSite, intercept
 from lightning_parallel.pipeline.layer_stack import LayerStack
+from lightning_parallel.step_trace.interception import ActiveHandler, Call, CallSite, intercept
 from lightning_parallel.strategies.ranks.order import MessageOrder
 from lightning_parallel.strategies.ranks.replicas import share_random_state
 from lightning_parallel.strategies.whole.copies import ModuleCopies

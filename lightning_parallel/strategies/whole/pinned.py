@@ -19,15 +19,10 @@ from lightning.pytorch.strategies import Strategy
 from torch import Tensor, nn
 
 from lightning_parallel.compat import Patches, innermost_users_line
+from lightning_parallel.compat.chance import seed_all
 from lightning_parallel.compat.torch import BatchNormalization, buffers_of, is_backward_running, seed_torch
 from lightning_parallel.pipeline.engine import PipelineEngine
-from lightning_parallel.pipeline.random_streams import (
-    DrawRecorder,
-    OwnGenerators,
-    call_seed,
-    layer_seed,
-    seed_all,
-)
+from lightning_parallel.pipeline.random_streams import DrawRecorder, OwnGenerators, call_seed, layer_seed
 from lightning_parallel.tensor.verify import DropoutOff
 
 __all__ = [

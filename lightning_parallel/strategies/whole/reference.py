@@ -40,7 +40,7 @@ from lightning_parallel import comm
 from lightning_parallel.checkpoint import Inventory
 from lightning_parallel.comm import MeshGroups
 from lightning_parallel.compat.torch import mark_as_parameter, version_of
-from lightning_parallel.pipeline.placeholder import PlaceholderTensor
+from lightning_parallel.step_trace.placeholder import PlaceholderTensor
 from lightning_parallel.strategies.whole.pinned import ReferenceRunError, RefusedCalls, communication_refused, doubled
 from lightning_parallel.strategies.whole.skeleton import Skeleton
 from lightning_parallel.tensor.sharding import REPLICATED

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from lightning_parallel.compat import DIVISION, Division, ParallelState
 from lightning_parallel.compat.torch import BUFFERS, PARAMETERS, buffers_of, parameters_of
-from lightning_parallel.pipeline.placeholder import PlaceholderTensor
+from lightning_parallel.step_trace.placeholder import PlaceholderTensor
 from lightning_parallel.tensor.sharding import Shard
 
 __all__ = ["FetchParameter", "ModuleForm", "Skeleton", "close_skeleton", "division_of", "keep_skeleton"]

@@ -22,17 +22,17 @@ from torch import Tensor, nn
 
 from lightning_parallel import comm
 from lightning_parallel.compat import patched
+from lightning_parallel.compat.chance import random_state_kept
 from lightning_parallel.compat.torch import FakeTensor, buffers_of, non_persistent_buffers_of, parameters_of, pytree
-from lightning_parallel.pipeline.attributes import SavedAttributes, own_attributes, parameter_lists, replaced
-from lightning_parallel.pipeline.interception import VARIANTS, Call, has_listeners, run_variant
-from lightning_parallel.pipeline.placeholder import (
+from lightning_parallel.step_trace.attributes import SavedAttributes, own_attributes, parameter_lists, replaced
+from lightning_parallel.step_trace.interception import VARIANTS, Call, has_listeners, run_variant
+from lightning_parallel.step_trace.placeholder import (
     PlaceholderError,
     PlaceholderTensor,
     UnknownValue,
     draws_numbers,
     nothing_written,
 )
-from lightning_parallel.pipeline.random_streams import random_state_kept
 
 __all__ = ["StubOutputs", "autocast_dtype", "copy_args", "free_parameters", "named_placeholders", "stubbed"]
 

@@ -21,10 +21,10 @@ import torch
 from torch import Tensor, nn
 
 from lightning_parallel.compat import Division, PartialModule, class_in_place
+from lightning_parallel.compat.chance import seed_all
 from lightning_parallel.compat.torch import buffers_of, forward_hooks_of, parameters_of, pytree, random_values
-from lightning_parallel.pipeline.attributes import SavedForwards, own_attributes, parameter_lists, replaced
-from lightning_parallel.pipeline.placeholder import PlaceholderTensor, UnknownValue, reveal
-from lightning_parallel.pipeline.random_streams import seed_all
+from lightning_parallel.step_trace.attributes import SavedForwards, own_attributes, parameter_lists, replaced
+from lightning_parallel.step_trace.placeholder import PlaceholderTensor, UnknownValue, reveal
 
 __all__ = [
     "ActiveHandler",
