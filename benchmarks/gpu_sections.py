@@ -44,7 +44,7 @@ from lightning_parallel.compression.sparsifiers import largest
 from lightning_parallel.data_parallel import GradientReducer
 from lightning_parallel.pipeline.analysis import analyze
 from lightning_parallel.pipeline.engine import PipelineEngine
-from lightning_parallel.planner.rank_memory import stage_memory
+from lightning_parallel.planner.rank_memory import planned_memory
 from lightning_parallel.tensor.auto_plan import make_plan
 from lightning_parallel.tensor.plan import apply_plan
 
@@ -392,7 +392,7 @@ def memory(device: str) -> Iterator[Figure]:
         synchronize(device)
         torch.cuda.reset_peak_memory_stats()
         engine.forward_backward(step, batch)
-        predicted = sum(stage_memory(engine.plan, stage, 2.0).total for stage in engine.stages)
+        predicted = planned_memory(engine.plan, engine.stages, 2.0).total
         measured = torch.cuda.max_memory_allocated() - before
         name = f"predicted / allocated, {virtual_stages} stages on one rank"
         yield Figure(name, predicted / measured, "", "0.9 to 1.1", abs(predicted / measured - 1) <= 0.1)

@@ -37,7 +37,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 
 from lightning_parallel import HybridParallelStrategy
-from lightning_parallel.planner.rank_memory import stage_memory
+from lightning_parallel.planner.rank_memory import planned_memory
 
 RANKS, STEPS = 4, 3
 BATCH, LENGTH = 8, 64
@@ -121,7 +121,7 @@ class _Memory(Callback):
         # The plan has shards; a layer is made whole, and divided then.
         self.largest_bytes = max(*sizes.values(), *outer) * trainer.strategy.groups.tensor_parallel.size
         stages = engine.stages
-        self.predicted_bytes = sum(stage_memory(engine.plan, stage, 2.0).total for stage in stages)
+        self.predicted_bytes = planned_memory(engine.plan, stages, 2.0).total
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
         self.step_s = time.perf_counter()

@@ -66,6 +66,7 @@ WRONG = {
     "schedule": ["1fb1", None],
     "num_microbatches": [0, "4"],
     "virtual_stages": [0, 2],  # 1f1b has one stage per rank
+    "warmup": ["2", True, 0.5],
     "balance": ["even", [1, "2"], [0, 2]],
     "memory_limit_bytes": [-1, "80", "lots", True],
     "split_batch": ["no.such.function", 3],

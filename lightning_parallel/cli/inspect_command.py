@@ -11,11 +11,9 @@ from rich.console import Console
 
 from lightning_parallel.cli.projects import batch_of, precision_of, project_of
 from lightning_parallel.pipeline.analysis import analyze
-from lightning_parallel.pipeline.measure import STATE_COPIES
 from lightning_parallel.pipeline.schedule import build_schedule
 from lightning_parallel.planner.hardware import Cluster, device_named
-from lightning_parallel.planner.plans import optimizers_of
-from lightning_parallel.planner.rank_memory import optimizer_copies
+from lightning_parallel.planner.plans import state_copies
 from lightning_parallel.planner.rehearsal import Rehearsal
 from lightning_parallel.strategies.mesh_strategy import MeshStrategy
 from lightning_parallel.strategies.setup.tables import stage_table
@@ -95,6 +93,4 @@ def _stages(module: torch.nn.Module, rehearsal: Rehearsal, options: argparse.Nam
         layers=options.layers,
         device=_CPU,
     )
-    optimizers, _ = optimizers_of(module)
-    copies = optimizer_copies(optimizers) if optimizers else float(STATE_COPIES)
-    return stage_table(plan, copies, options.data, options.zero_stage)
+    return stage_table(plan, state_copies(module), options.data, options.zero_stage)

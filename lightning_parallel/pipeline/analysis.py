@@ -28,11 +28,11 @@ from lightning_parallel.pipeline.layer_stack import (
     find_layer_stacks,
     with_enough_layers,
 )
-from lightning_parallel.pipeline.measure import count_parameters, measure
+from lightning_parallel.pipeline.measure import STATE_COPIES, count_parameters, measure
 from lightning_parallel.pipeline.module_use import ModuleUse, Step, trace_in_order, use_by_registration
 from lightning_parallel.pipeline.pipeline_plan import Costs, PipelinePlan, PlannedParameter, device_of
 from lightning_parallel.pipeline.schedule import SCHEDULES, Schedule, activations_held, build_schedule
-from lightning_parallel.pipeline.search import WITH_CHUNKS, Balance, cut_layers
+from lightning_parallel.pipeline.search import Balance, cut_layers
 from lightning_parallel.pipeline.simulate import Cost, Link, validate
 from lightning_parallel.pipeline.skips import Skips
 from lightning_parallel.pipeline.stage import InterceptedModel
@@ -51,6 +51,7 @@ def analyze(
     layers: str = "auto",
     balance: Balance = "auto",
     memory_limit_bytes: float | None = None,
+    copies: float = STATE_COPIES,
     device: torch.device | None = None,
     link: Link | None = None,
     sync_group: Group | None = None,
@@ -70,6 +71,7 @@ def analyze(
         balance: How to split the layers, see `cut_layers`. `auto` measures if there is an `example`, and counts
             parameters otherwise.
         memory_limit_bytes: Most bytes that a stage may hold, for measured split points.
+        copies: Bytes for each byte of a trained parameter: itself, its gradient, the state.
         device: Where the stages will compute; by default the device of the parameters.
         link: Between neighbouring ranks, for predictions.
         sync_group: The ranks that must decide the same although each measures for itself; the measurements of its
@@ -90,7 +92,7 @@ def analyze(
         stacks = [find_layer_stack(module, num_stages, layers)]
     else:
         stacks = find_layer_stacks(module, num_stages, layers, traced=True)
-    analysis = _Analysis(module, num_ranks, schedule, example, balance, memory_limit_bytes, device, sync_group)
+    analysis = _Analysis(module, num_ranks, schedule, example, balance, memory_limit_bytes, copies, device, sync_group)
     # Report the first failure: it is about the most likely layers, and the rest are further attempts.
     failure: ValueError | None = None
     for stack in stacks:
@@ -112,6 +114,7 @@ class _Analysis:
     example: tuple[Step, Any] | None
     balance: Balance
     memory_limit_bytes: float | None
+    copies: float
     device: torch.device
     sync_group: Group | None
 
@@ -174,12 +177,12 @@ class _Analysis:
     def _costs(self, stack: LayerStack, use: ModuleUse) -> Costs:
         is_needed = self.balance == "measured" or callable(self.schedule)
         if self.example is not None and (is_needed or self.balance == "auto"):
-            costs = measure(self.module, stack, use.parameters, *self.example, self.device)
+            costs = measure(self.module, stack, use.parameters, *self.example, self.device, copies=self.copies)
             if self.sync_group is not None:
                 # Measured times differ from rank to rank, but all ranks must split at the same points.
                 costs = comm.broadcast_object(costs, self.sync_group)
         else:
-            costs = count_parameters(self.module, stack, use.parameters)
+            costs = count_parameters(self.module, stack, use.parameters, self.copies)
         if is_needed and not costs.are_measured:
             raise ValueError(
                 "A measured balance or schedule needs an example batch that the layers can run; use"
@@ -272,7 +275,7 @@ def _for_passes(schedule: Schedule, passes: int) -> Schedule:
             f"The step calls the layers {passes} times, so the schedule must pass through the ranks as often in the"
             f" same order; got stages on the ranks {list(ranks)}"
         )
-    name = WITH_CHUNKS.get(schedule.name, schedule.name)
+    name = SCHEDULES[schedule.name].with_chunks or schedule.name
     return build_schedule(name, schedule.num_ranks, schedule.num_microbatches, chunks)
 
 

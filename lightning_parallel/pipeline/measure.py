@@ -10,7 +10,7 @@ import time
 import warnings
 import weakref
 import zlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
@@ -39,20 +39,28 @@ STATE_COPIES = 4
 """Bytes held per byte of a trained parameter if the optimizer is unknown: itself, its gradient, two moments."""
 
 
-def count_parameters(module: nn.Module, stack: LayerStack, use: Mapping[str, set[int]]) -> Costs:
+def count_parameters(
+    module: nn.Module, stack: LayerStack, use: Mapping[str, set[int]], copies: float = STATE_COPIES
+) -> Costs:
     """Count the bytes that each part holds: parameters, gradients and optimizer state.
 
     Args:
         module: The model.
         stack: Its layers.
         use: For each parameter, by name, the layers whose stages compute with it.
+        copies: Bytes for each byte of a trained parameter: itself, its gradient, the state.
     """
-    layers = tuple(Cost(resident_bytes=_held_bytes(layer.parameters())) for layer in stack.layers)
+
+    def held(parameters: Iterable[Tensor]) -> Cost:
+        sizes = (parameter.nbytes * (copies if parameter.requires_grad else 1) for parameter in parameters)
+        return Cost(resident_bytes=sum(sizes))
+
+    layers = tuple(held(layer.parameters()) for layer in stack.layers)
     inside = {id(parameter) for layer in stack.layers for parameter in layer.parameters()}
     outside = {name: value for name, value in module.named_parameters() if id(value) not in inside}
     first = [value for name, value in outside.items() if 0 in use[name]]
     last = [value for name, value in outside.items() if len(layers) - 1 in use[name]]
-    return Costs(layers, Cost(resident_bytes=_held_bytes(first)), Cost(resident_bytes=_held_bytes(last)))
+    return Costs(layers, held(first), held(last))
 
 
 def measure(
@@ -65,6 +73,7 @@ def measure(
     now: Callable[[], float] | None = None,
     repeats: int = _REPEATS,
     typical: bool = False,
+    copies: float = STATE_COPIES,
 ) -> Costs:
     """Measure the prologue, a layer of each kind, and the epilogue, without changing the model.
 
@@ -81,10 +90,11 @@ def measure(
         now: The clock, in seconds; by default the host's clock, when the device is idle.
         repeats: Runs of each part.
         typical: Take the median of the runs instead of the least.
+        copies: See `count_parameters`.
     """
     last = len(stack.layers) - 1
     ends = ({name for name in use if 0 in use[name]}, {name for name in use if last in use[name]})
-    held = count_parameters(module, stack, use)
+    held = count_parameters(module, stack, use, copies)
     failure = ""
     # A model may notice that a layer did not run. Then all layers run in a second try.
     for runs_all in (False, True):
@@ -479,10 +489,6 @@ def cut_off(tensor: Tensor) -> Tensor:
 
 def _bytes(tensors: Sequence[Tensor]) -> int:
     return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
-
-
-def _held_bytes(parameters: Any) -> int:
-    return sum(parameter.nbytes * (STATE_COPIES if parameter.requires_grad else 1) for parameter in parameters)
 
 
 @contextmanager

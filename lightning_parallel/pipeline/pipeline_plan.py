@@ -19,7 +19,13 @@ from typing import Any
 import torch
 from torch import nn
 
-from lightning_parallel.pipeline.schedule import SCHEDULES, Schedule, activations_held, build_schedule
+from lightning_parallel.pipeline.schedule import (
+    SCHEDULES,
+    Schedule,
+    activations_held,
+    build_schedule,
+    peak_activation_bytes,
+)
 from lightning_parallel.pipeline.search import stage_costs
 from lightning_parallel.pipeline.simulate import Cost, Link
 from lightning_parallel.pipeline.skips import Skip, Skips
@@ -196,9 +202,12 @@ class PipelinePlan:
             if stage == next((other for other in parameter.stages if ranks[other] == ranks[stage]), None)
         ]
 
-    def activation_bytes(self, stage: int) -> float:
-        """Return the most bytes of activations that a stage holds at once."""
-        return self.in_flight(stage) * self.stage_costs[stage].activation_bytes
+    def activation_bytes(self, stages: Sequence[int]) -> float:
+        """Return the most bytes of activations that some stages of a rank hold at once."""
+        costs = self.stage_costs
+        row = self.schedule.rows[self.schedule.stage_ranks[stages[0]]] if stages else ()
+        mine = [action for action in row if action.stage in stages]
+        return peak_activation_bytes(mine, [cost.activation_bytes for cost in costs])
 
     def stages_of_rank(self, rank: int) -> tuple[int, ...]:
         """Return the stages of the rank at this position of the pipeline group."""

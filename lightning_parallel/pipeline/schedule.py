@@ -38,6 +38,7 @@ __all__ = [
     "interleaved_1f1b",
     "interleaved_zb",
     "one_f_one_b",
+    "peak_activation_bytes",
     "producer",
     "run_order",
     "zb_h1",
@@ -289,6 +290,18 @@ def activations_held(row: Sequence[Action]) -> list[int]:
     return list(accumulate(_HELD[action.kind] for action in row))
 
 
+def peak_activation_bytes(row: Sequence[Action], stage_bytes: Sequence[float]) -> float:
+    """Return the most bytes of activations that a rank holds at once; 0 without backward.
+
+    Args:
+        row: Actions of the rank.
+        stage_bytes: Bytes that each stage holds for a microbatch.
+    """
+    if all(action.kind is Kind.F for action in row):
+        return 0.0
+    return max(accumulate((_HELD[action.kind] * stage_bytes[action.stage] for action in row), initial=0.0))
+
+
 def in_flight_peaks(rows: Sequence[Sequence[Action]]) -> tuple[int, ...]:
     """Count, for each rank, the most activations held at once."""
     return tuple(max(activations_held(row), default=0) for row in rows)
@@ -328,8 +341,8 @@ def one_f_one_b(num_ranks: int, virtual_stages: int, num_microbatches: int, warm
 
     Source: https://arxiv.org/abs/1806.03377
     """
-    _require_virtual_stages("1f1b", virtual_stages, 1, "`interleaved_1f1b`")
-    return _alternating("1f1b", num_ranks, virtual_stages, num_microbatches, warmup, split=False)
+    _require_virtual_stages("1f1b", virtual_stages)
+    return _alternating("1f1b", num_ranks, virtual_stages, num_microbatches, warmup)
 
 
 def interleaved_1f1b(num_ranks: int, virtual_stages: int, num_microbatches: int, warmup: float = 2) -> Schedule:
@@ -340,7 +353,7 @@ def interleaved_1f1b(num_ranks: int, virtual_stages: int, num_microbatches: int,
 
     Source: https://arxiv.org/abs/2104.04473, section 2.2
     """
-    return _alternating("interleaved_1f1b", num_ranks, virtual_stages, num_microbatches, warmup, split=False)
+    return _alternating("interleaved_1f1b", num_ranks, virtual_stages, num_microbatches, warmup)
 
 
 def zb_h1(num_ranks: int, virtual_stages: int, num_microbatches: int, warmup: float = 1) -> Schedule:
@@ -351,13 +364,13 @@ def zb_h1(num_ranks: int, virtual_stages: int, num_microbatches: int, warmup: fl
 
     Source: https://arxiv.org/abs/2401.10241, section 3
     """
-    _require_virtual_stages("zb_h1", virtual_stages, 1, "`interleaved_zb`")
-    return _alternating("zb_h1", num_ranks, virtual_stages, num_microbatches, warmup, split=True)
+    _require_virtual_stages("zb_h1", virtual_stages)
+    return _alternating("zb_h1", num_ranks, virtual_stages, num_microbatches, warmup)
 
 
 def interleaved_zb(num_ranks: int, virtual_stages: int, num_microbatches: int, warmup: float = 1) -> Schedule:
     """Build interleaved 1F1B with deferred weight gradients. Bubble (P-1)(F+I-W)/V; holds P microbatches' worth."""
-    return _alternating("interleaved_zb", num_ranks, virtual_stages, num_microbatches, warmup, split=True)
+    return _alternating("interleaved_zb", num_ranks, virtual_stages, num_microbatches, warmup)
 
 
 def zbv(num_ranks: int, virtual_stages: int, num_microbatches: int) -> Schedule:
@@ -371,8 +384,8 @@ def zbv(num_ranks: int, virtual_stages: int, num_microbatches: int) -> Schedule:
 
     Source: https://arxiv.org/abs/2401.10241, section 6
     """
-    _require_virtual_stages("zbv", virtual_stages, 2, "`interleaved_zb`")
-    stage_ranks = (*range(num_ranks), *reversed(range(num_ranks)))
+    _require_virtual_stages("zbv", virtual_stages)
+    stage_ranks = SCHEDULES["zbv"].stage_ranks(num_ranks, virtual_stages)
     # Too few microbatches to fill the V: take the rows of a filled V without the missing microbatches.
     filled = max(num_microbatches, 2 * num_ranks - 1)
     rows: list[list[Action]] = []
@@ -398,15 +411,39 @@ def zbv(num_ranks: int, virtual_stages: int, num_microbatches: int) -> Schedule:
     return _finish("zbv", rows, stage_ranks, num_microbatches)
 
 
-Builder = Callable[..., Schedule]
+@dataclass(frozen=True)
+class Builder:
+    """A function that builds a schedule, and the facts about the schedule that other code reads.
+
+    Args:
+        build: Function of ranks, stages per rank, microbatches and, if it takes one, a warm-up.
+        virtual_stages: Stages per rank by default.
+        with_chunks: Name of the schedule for another number of stages per rank; None if `build` takes any number.
+        warmup: Warm-up by default; None if `build` takes none.
+        splits_backward: Whether weight gradients are computed separately from input gradients.
+        is_v: Whether the second half of the stages lies on the ranks in reverse order.
+    """
+
+    build: Callable[..., Schedule]
+    virtual_stages: int = 1
+    with_chunks: str | None = None
+    warmup: float | None = 1
+    splits_backward: bool = False
+    is_v: bool = False
+
+    def stage_ranks(self, num_ranks: int, virtual_stages: int) -> tuple[int, ...]:
+        """Return the rank of each stage."""
+        ranks = tuple(range(num_ranks))
+        return ranks + ranks[::-1] if self.is_v else ranks * virtual_stages
+
 
 SCHEDULES: Mapping[str, Builder] = {
-    "gpipe": gpipe,
-    "1f1b": one_f_one_b,
-    "interleaved_1f1b": interleaved_1f1b,
-    "zb_h1": zb_h1,
-    "interleaved_zb": interleaved_zb,
-    "zbv": zbv,
+    "gpipe": Builder(gpipe, warmup=None),
+    "1f1b": Builder(one_f_one_b, with_chunks="interleaved_1f1b"),
+    "interleaved_1f1b": Builder(interleaved_1f1b, 2, warmup=2),
+    "zb_h1": Builder(zb_h1, with_chunks="interleaved_zb", splits_backward=True),
+    "interleaved_zb": Builder(interleaved_zb, 2, splits_backward=True),
+    "zbv": Builder(zbv, 2, with_chunks="interleaved_zb", warmup=None, splits_backward=True, is_v=True),
 }
 
 
@@ -425,27 +462,27 @@ def build_schedule(
     """
     if name not in SCHEDULES:
         raise ValueError(f"`schedule` must be one of {', '.join(SCHEDULES)}; got `{name}`")
+    builder = SCHEDULES[name]
     if virtual_stages is None:
-        virtual_stages = 2 if name in ("interleaved_1f1b", "interleaved_zb", "zbv") else 1
+        virtual_stages = builder.virtual_stages
     counts = {"num_ranks": num_ranks, "virtual_stages": virtual_stages, "num_microbatches": num_microbatches}
     wrong = [f"{key}={value}" for key, value in counts.items() if value < 1]
     if wrong:
         raise ValueError(f"All counts must be at least 1; got {', '.join(wrong)}")
-    if warmup is None:
-        return SCHEDULES[name](num_ranks, virtual_stages, num_microbatches)
-    if name in ("gpipe", "zbv"):
+    if builder.warmup is not None:
+        return builder.build(num_ranks, virtual_stages, num_microbatches, builder.warmup if warmup is None else warmup)
+    if warmup is not None:
         raise ValueError(f"`warmup` must be None with `{name}`; got {warmup}. Leave it out")
-    return SCHEDULES[name](num_ranks, virtual_stages, num_microbatches, warmup)
+    return builder.build(num_ranks, virtual_stages, num_microbatches)
 
 
-def _alternating(
-    name: str, num_ranks: int, virtual_stages: int, num_microbatches: int, warmup: float, *, split: bool
-) -> Schedule:
+def _alternating(name: str, num_ranks: int, virtual_stages: int, num_microbatches: int, warmup: float) -> Schedule:
     """Build the 1F1B family: some forwards ahead, then one forward and one backward, alternating."""
     if warmup < 1 or (virtual_stages > 1 and warmup > 2):
         allowed = "at least 1" if virtual_stages == 1 else "from 1 to 2 with several stages on a rank"
         raise ValueError(f"`warmup` must be {allowed}; got {warmup}, with which ranks wait for each other")
-    stage_ranks = tuple(range(num_ranks)) * virtual_stages
+    builder = SCHEDULES[name]
+    stage_ranks = builder.stage_ranks(num_ranks, virtual_stages)
     groups = _groups(num_ranks, num_microbatches)
     rows = []
     for rank in range(num_ranks):
@@ -459,7 +496,8 @@ def _alternating(
         ahead = (virtual_stages - 1) * len(groups[0]) + math.ceil(warmup * (num_ranks - 1 - rank))
         # Late ranks run few forwards ahead and may keep the inputs of a W for longer. With a lag of as many iterations
         # as there are ranks before it, each rank holds about as much.
-        rows.append(list(_interleave(forwards, backwards, ahead, math.ceil(warmup * rank) if split else None)))
+        weight_lag = math.ceil(warmup * rank) if builder.splits_backward else None
+        rows.append(list(_interleave(forwards, backwards, ahead, weight_lag)))
     return replace(_finish(name, rows, stage_ranks, num_microbatches), warmup=warmup)
 
 
@@ -498,8 +536,10 @@ def _finish(
     return Schedule(tuple(map(tuple, rows)), stage_ranks, num_microbatches, in_flight_peaks(rows), name)
 
 
-def _require_virtual_stages(name: str, got: int, needed: int, otherwise: str) -> None:
-    if got != needed:
+def _require_virtual_stages(name: str, got: int) -> None:
+    builder = SCHEDULES[name]
+    if got != builder.virtual_stages:
         raise ValueError(
-            f"`virtual_stages` must be {needed} with `{name}`; got {got}. For another number use {otherwise}"
+            f"`virtual_stages` must be {builder.virtual_stages} with `{name}`; got {got}. For another number use"
+            f" `{builder.with_chunks}`"
         )

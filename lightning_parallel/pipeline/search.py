@@ -9,24 +9,29 @@ The slowest stage sets the pace of every schedule, so even stages save more time
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
 from itertools import accumulate, pairwise
-from typing import Literal, NamedTuple
+from typing import Literal, NamedTuple, TypeVar
 
-from lightning_parallel.pipeline.schedule import SCHEDULES, Schedule, build_schedule
+from lightning_parallel.pipeline.schedule import SCHEDULES, Builder, Schedule, build_schedule
 from lightning_parallel.pipeline.simulate import Cost, Link, Timeline, simulate
 from lightning_parallel.tracing.spans import bytes_text, seconds_text
 
 __all__ = [
     "BALANCES",
-    "WITH_CHUNKS",
+    "Arguments",
     "Balance",
     "Candidate",
     "Choice",
+    "Rank",
     "Workload",
+    "best_first",
     "choose_schedule",
     "cut_layers",
+    "microbatch_counts",
+    "rank_of",
+    "schedule_arguments",
     "stage_costs",
 ]
 
@@ -36,6 +41,7 @@ Balance = Literal["auto", "measured", "parameters", "uniform"] | Sequence[int]
 
 BALANCES = ("auto", "measured", "parameters", "uniform")
 
+T = TypeVar("T")
 _FREE = Cost()
 _INFINITE = float("inf")
 
@@ -224,18 +230,70 @@ def _most_even_within(
 # --------------------------------------------------------------------------------------------------------- schedules
 
 
+Arguments = tuple[str, int, int, int, float | None]
+"""The arguments of `build_schedule`: name, ranks, microbatches, stages per rank, and warm-up."""
+
+
+def microbatch_counts(num_ranks: int, samples: int | None) -> list[int]:
+    """Return the numbers of microbatches to try for a batch; the first is the default.
+
+    Args:
+        num_ranks: P.
+        samples: Samples of the batch; None if unknown.
+    """
+    # With four per rank the bubble of 1F1B, (p - 1) / (4 p + p - 1), stays below a fifth.
+    counts = [num_ranks * factor for factor in (4, 1, 2, 8)]
+    fitting = [count for count in counts if samples is None or count <= samples]
+    return fitting or [max(samples or 1, 1)]
+
+
+def schedule_arguments(
+    num_ranks: int,
+    microbatches: Sequence[int],
+    num_layers: int,
+    passes: int = 1,
+    *,
+    schedules: Sequence[str] = tuple(SCHEDULES),
+    virtual_stages: Sequence[int] = (1, 2, 4),
+    warmups: Sequence[float] = (1, 1.5, 2),
+) -> Iterator[Arguments]:
+    """Yield the arguments of all schedules to compare.
+
+    Args:
+        num_ranks: P.
+        microbatches: Values of m to try.
+        num_layers: Calls of layers. Schedules with more stages are left out.
+        passes: Number of passes through the layers. Every rank then needs a stage in each pass.
+        schedules: Names to try.
+        virtual_stages: Values of V to try, for each pass.
+        warmups: Warm-ups to try, for the schedules that have one.
+    """
+    for name in schedules:
+        builder = SCHEDULES[name]
+        for chunks in [passes * count for count in virtual_stages]:
+            # The stages of such a schedule have one order of ranks, which a second pass cannot repeat.
+            is_fixed = builder.with_chunks is not None and (passes > 1 or chunks != builder.virtual_stages)
+            if is_fixed or chunks * num_ranks > num_layers:
+                continue
+            for count in microbatches:
+                for warmup in [None] if builder.warmup is None else warmups:
+                    yield name, num_ranks, count, chunks, warmup
+
+
 @dataclass(frozen=True)
 class Workload:
     """Costs of a model, measured with the batch split into `measured_microbatches`.
 
     Args:
-        layers: Cost of one microbatch in each layer.
+        layers: Cost of one microbatch in each call of a layer.
         prologue: Cost of the code before the layers.
         epilogue: Cost of the code after the layers.
         measured_microbatches: Number of microbatches at the measurement; with m microbatches the costs are
             `measured_microbatches / m` times as large.
         overhead_s: Seconds that every action takes in addition, whatever the size of the microbatch.
         link: Link between any two ranks.
+        passes: Number of passes through the layers; all passes get the same split points.
+        spare_bytes: Bytes that each rank holds besides its stages.
     """
 
     layers: Sequence[Cost]
@@ -244,26 +302,140 @@ class Workload:
     measured_microbatches: int = 1
     overhead_s: float = 0.0
     link: Link = Link()
+    passes: int = 1
+    spare_bytes: float = 0.0
+    _counts: dict[int, tuple[int, ...]] = field(default_factory=dict, init=False, repr=False, compare=False)
+
+    def costs_of(self, num_microbatches: int) -> tuple[Sequence[Cost], Cost, Cost]:
+        """Return the costs of one of so many microbatches in the layers, before and after them."""
+        factor = self.measured_microbatches / num_microbatches
+        layers = [layer.scaled(factor) for layer in self.layers]
+        return layers, self.prologue.scaled(factor), self.epilogue.scaled(factor)
 
     def cut(self, schedule: Schedule, memory_cap_bytes: float | None = None) -> tuple[tuple[int, ...], list[Cost]]:
         """Split the layers for a schedule; return the number of layers and the cost of each stage."""
-        factor = self.measured_microbatches / schedule.num_microbatches
-        layers = [layer.scaled(factor) for layer in self.layers]
-        prologue = self.prologue.scaled(factor)
-        epilogue = self.epilogue.scaled(factor)
+        if memory_cap_bytes is None:
+            return self.fastest_cut(schedule.num_stages, schedule.num_microbatches)
+        costs = self.costs_of(schedule.num_microbatches)
         # The cap is per rank, but the split is per stage. So each stage of a rank gets an equal share of memory and of
-        # the microbatches in flight. `choose_schedule` then checks the rank's true peak.
+        # the microbatches in flight. The rank's true peak is checked afterwards.
         share = schedule.virtual_stages
-        counts = cut_layers(
-            layers,
+        counts = self._cut(
             schedule.num_stages,
-            prologue=prologue,
-            epilogue=epilogue,
-            memory_cap_bytes=None if memory_cap_bytes is None else memory_cap_bytes / share,
+            costs,
+            memory_cap_bytes=(memory_cap_bytes - self.spare_bytes) / share * self.passes,
             # Rounded up: a stage may hold one microbatch more than the other stages of its rank.
             in_flight=[-(-schedule.max_in_flight[rank] // share) for rank in schedule.stage_ranks],
         )
-        return counts, stage_costs(layers, counts, prologue=prologue, epilogue=epilogue)
+        return counts, self._stages(counts, *costs)
+
+    def bound_s(self, arguments: Arguments) -> float:
+        """Return seconds in which no schedule with these arguments can end, without building the schedule.
+
+        A rank waits for its first input, then does all its work. Without split backward passes, its last gradient also
+        has to go back to the first stage.
+        """
+        name, ranks, microbatches, chunks, _ = arguments
+        builder = SCHEDULES[name]
+        _, stages = self.fastest_cut(ranks * chunks, microbatches)
+        work = self.work_s(builder, ranks, stages)
+        bound = ahead = 0.0
+        for rank, cost in enumerate(stages[:ranks]):
+            bound = max(bound, ahead + microbatches * work[rank])
+            hop_s = self.link.latency_s + cost.boundary_bytes / self.link.bytes_per_s
+            ahead += cost.forward_s + self.overhead_s + hop_s
+            if not builder.splits_backward:
+                ahead += cost.total_s - cost.forward_s + self.overhead_s + hop_s
+        return bound
+
+    def work_s(self, builder: Builder, num_ranks: int, stages: Sequence[Cost]) -> list[float]:
+        """Return the seconds that each rank computes for a microbatch."""
+        actions_s = self.overhead_s * (3 if builder.splits_backward else 2)
+        work = [0.0] * num_ranks
+        for rank, cost in zip(builder.stage_ranks(num_ranks, len(stages) // num_ranks), stages):
+            work[rank] += cost.total_s + actions_s
+        return work
+
+    def fastest_cut(self, num_stages: int, num_microbatches: int) -> tuple[tuple[int, ...], list[Cost]]:
+        """Split the layers without a cap of memory; return the number of layers and the cost of each stage."""
+        # Kept, and found for one number of microbatches: noise in measured costs must not move the split points.
+        if num_stages not in self._counts:
+            self._counts[num_stages] = self._cut(num_stages, self.costs_of(self.measured_microbatches))
+        counts = self._counts[num_stages]
+        return counts, self._stages(counts, *self.costs_of(num_microbatches))
+
+    def _cut(
+        self,
+        num_stages: int,
+        costs: tuple[Sequence[Cost], Cost, Cost],
+        memory_cap_bytes: float | None = None,
+        in_flight: Sequence[int] = (),
+    ) -> tuple[int, ...]:
+        layers, prologue, epilogue = costs
+        if num_stages == 1:
+            return (len(layers),)
+        count = len(layers) // self.passes
+        stages = num_stages // self.passes
+        found = cut_layers(
+            # Every `count`-th cost is of another call of the same layer.
+            [Cost.in_sequence(layers[first::count]) for first in range(count)],
+            stages,
+            prologue=prologue,
+            epilogue=epilogue,
+            memory_cap_bytes=memory_cap_bytes,
+            in_flight=in_flight[:stages] or None,
+        )
+        return found * self.passes
+
+    @staticmethod
+    def _stages(counts: Sequence[int], layers: Sequence[Cost], prologue: Cost, epilogue: Cost) -> list[Cost]:
+        first, *later = stage_costs(layers, counts, prologue=prologue, epilogue=epilogue)
+        # Later stages compute masks and positions from the batch once more.
+        return [first, *(replace(stage, forward_s=stage.forward_s + prologue.forward_s) for stage in later)]
+
+
+Rank = tuple[bool, float, float, float]
+"""The order of candidates: whether it does not fit, its seconds, its bytes, the activations that it holds."""
+
+
+def rank_of(schedule: Schedule, fits: bool, seconds: float, peak_bytes: float) -> Rank:
+    """Return the place of a candidate among others: of equally fast candidates, the least memory decides."""
+    # Rounded to nine digits: sums in another order differ in the last digits, and memory has to decide a tie.
+    return not fits, float(f"{seconds:.9g}"), peak_bytes, max(schedule.max_in_flight) / schedule.virtual_stages
+
+
+def best_first(
+    arguments: Iterable[Arguments],
+    predict: Callable[[Schedule], tuple[Rank, T]],
+    bound_s: Callable[[Arguments], float] = lambda _: 0.0,
+) -> list[T]:
+    """Predict schedules, and return the predictions, best first.
+
+    Args:
+        arguments: The schedules, as arguments of `build_schedule`.
+        predict: Predicts a schedule; returns its rank and the prediction.
+        bound_s: Returns seconds that the prediction of a schedule cannot fall below. Schedules whose bound is above the
+            best prediction are neither built nor predicted.
+    """
+    found: list[tuple[Rank, int, T]] = []
+    seen: set[Schedule] = set()
+    best_s = _INFINITE
+    bounds = sorted((bound_s(values), place, values) for place, values in enumerate(arguments))
+    for bound, place, values in bounds:
+        # The bound adds up the same seconds in another order, so its last digits may differ.
+        if bound * (1 - 1e-9) > best_s:
+            break
+        schedule = build_schedule(*values)
+        # With one chunk, or few microbatches, several names and warm-ups mean the same actions.
+        if schedule in seen:
+            continue
+        seen.add(schedule)
+        rank, prediction = predict(schedule)
+        found.append((rank, place, prediction))
+        if not rank[0]:
+            best_s = min(best_s, rank[1])
+    # The place decides last, so that the order of the bounds cannot change the choice.
+    return [prediction for *_, prediction in sorted(found, key=lambda entry: entry[:2])]
 
 
 class Candidate(NamedTuple):
@@ -317,11 +489,6 @@ class Choice:
         )
 
 
-WITH_CHUNKS: Mapping[str, str] = {"1f1b": "interleaved_1f1b", "zb_h1": "interleaved_zb", "zbv": "interleaved_zb"}
-"""The schedules for stages that follow each other several times (see `LayerStack.passes`), by the name of a schedule
-that does not support them: one stage on each rank, or the last stage on the first rank."""
-
-
 def choose_schedule(
     workload: Workload,
     num_ranks: int,
@@ -339,25 +506,36 @@ def choose_schedule(
     Args:
         workload: The layers and their measured costs.
         num_ranks: P.
-        microbatches: Values of m to try.
-        schedules: Names to try.
-        virtual_stages: Values of V to try; values that need more stages than there are layers are left out.
-        warmups: Warm-ups to try, for the schedules that have one.
+        microbatches, schedules, virtual_stages, warmups: See `schedule_arguments`.
         memory_limit_bytes: Most bytes that a rank may hold.
 
     Raises:
         ValueError: If there are fewer layers than ranks, no schedule can be built from the values given, or no
             schedule fits in memory.
     """
-    built = list(_schedules(num_ranks, microbatches, schedules, virtual_stages, warmups, len(workload.layers)))
-    if not built:
+    arguments = list(
+        schedule_arguments(
+            num_ranks,
+            microbatches,
+            len(workload.layers),
+            workload.passes,
+            schedules=schedules,
+            virtual_stages=virtual_stages,
+            warmups=warmups,
+        )
+    )
+    if not arguments:
         raise ValueError(
             f"No schedule of {', '.join(schedules)} can run {len(workload.layers)} layers on {num_ranks} ranks with"
             f" virtual_stages in {list(virtual_stages)} and microbatches in {list(microbatches)}"
         )
-    candidates = [_best_candidate(workload, schedule, memory_limit_bytes) for schedule in built]
-    # Rounded to nine digits: sums in another order differ in the last digits, and memory has to decide a tie.
-    candidates.sort(key=lambda c: (not c.fits, float(f"{c.timeline.makespan_s:.9g}"), c.peak_bytes, c.held))
+
+    def predict(schedule: Schedule) -> tuple[Rank, Candidate]:
+        found = _best_candidate(workload, schedule, memory_limit_bytes)
+        return rank_of(schedule, found.fits, found.timeline.makespan_s, found.peak_bytes), found
+
+    # Without a bound: the table of the choice shows all candidates.
+    candidates = best_first(arguments, predict)
     if not candidates[0].fits:
         least = min(candidates, key=lambda candidate: candidate.peak_bytes)
         raise ValueError(
@@ -366,28 +544,6 @@ def choose_schedule(
             " microbatches. Use more ranks, or more and smaller microbatches"
         )
     return Choice(candidates[0], tuple(candidates), memory_limit_bytes)
-
-
-def _schedules(
-    num_ranks: int,
-    microbatches: Sequence[int],
-    names: Sequence[str],
-    virtual_stages: Sequence[int],
-    warmups: Sequence[float],
-    num_layers: int,
-) -> Iterator[Schedule]:
-    seen = set()
-    for name in names:
-        chunks = {"1f1b": [1], "zb_h1": [1], "zbv": [2]}.get(name, list(virtual_stages))
-        possible = [v for v in chunks if v in virtual_stages and v * num_ranks <= num_layers]
-        for v in possible:
-            for m in microbatches:
-                for warmup in [None] if name in ("gpipe", "zbv") else warmups:
-                    schedule = build_schedule(name, num_ranks, m, v, warmup)
-                    # With one chunk, or few microbatches, several names and warm-ups mean the same actions.
-                    if schedule not in seen:
-                        seen.add(schedule)
-                        yield schedule
 
 
 def _best_candidate(workload: Workload, schedule: Schedule, limit_bytes: float | None) -> Candidate:
@@ -406,5 +562,5 @@ def _candidate(
     workload: Workload, schedule: Schedule, limit_bytes: float | None, counts: tuple[int, ...], costs: list[Cost]
 ) -> Candidate:
     timeline = simulate(schedule, costs, workload.link, workload.overhead_s)
-    peak_bytes = max(timeline.memory_peaks(costs))
+    peak_bytes = max(timeline.memory_peaks(costs)) + workload.spare_bytes
     return Candidate(schedule, counts, timeline, peak_bytes, limit_bytes is None or peak_bytes <= limit_bytes)

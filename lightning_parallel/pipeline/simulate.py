@@ -28,7 +28,9 @@ from lightning_parallel.pipeline.schedule import (
     Kind,
     Schedule,
     activations_held,
+    build_schedule,
     dependencies,
+    peak_activation_bytes,
     producer,
     run_order,
 )
@@ -227,8 +229,9 @@ def _builder_faults(schedule: Schedule) -> list[str]:
     # `custom` and `forward_only` schedules have no builder.
     if schedule.name not in SCHEDULES:
         return []
-    options = {} if schedule.warmup is None else {"warmup": schedule.warmup}
-    meant = SCHEDULES[schedule.name](schedule.num_ranks, schedule.virtual_stages, schedule.num_microbatches, **options)
+    meant = build_schedule(
+        schedule.name, schedule.num_ranks, schedule.num_microbatches, schedule.virtual_stages, schedule.warmup
+    )
     faults = []
     for rank, (row, expected) in enumerate(zip(schedule.rows, meant.rows)):
         for index, (action, wanted) in enumerate(zip_longest(row, expected)):
@@ -399,17 +402,12 @@ class Timeline:
 
     def memory_peaks(self, costs: Sequence[Cost]) -> list[float]:
         """Return the most bytes that each rank holds, of resident memory and activations, by the cost of each stage."""
-        peaks = []
-        for rank, row in enumerate(self.spans):
-            held_bytes = peak = 0.0
-            # Without a backward nothing is saved. Stages differ in their bytes, so the count alone is not enough.
-            is_training = any(action.kind is not Kind.F for action in row)
-            for action in row if is_training else ():
-                step = {Kind.F: 1, Kind.B: -1, Kind.I: 0, Kind.W: -1}[action.kind]
-                held_bytes += step * costs[action.stage].activation_bytes
-                peak = max(peak, held_bytes)
-            peaks.append(peak + sum(costs[stage].resident_bytes for stage in self.schedule.stages_of(rank)))
-        return peaks
+        activations = [cost.activation_bytes for cost in costs]
+        return [
+            peak_activation_bytes(list(row), activations)
+            + sum(costs[stage].resident_bytes for stage in self.schedule.stages_of(rank))
+            for rank, row in enumerate(self.spans)
+        ]
 
     def critical_path(self, tolerance_s: float = 0.0) -> list[Action]:
         """Walk back from the last action to end, each time to the cause of its wait; return the first action first.

@@ -1,42 +1,37 @@
 """Every layout of a cluster: its memory, the time of a step, and the reason if it is impossible.
 
-Two passes find the time of a layout. A closed form ranks the schedules of each layout, and the layouts:
-
-    makespan = work of the busiest rank + work of other ranks before its first and after its last microbatch / V
-
-A simulation runs the schedules of the best layouts, for three rounds of the pipeline at most. Each further microbatch
-adds the work of the busiest rank.
+The schedule of a layout comes from the search of `schedule="auto"` (`pipeline.search`), with the costs of this layout.
+A closed form is the sieve: seconds in which a schedule cannot end. A simulation decides between the rest.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cache, partial
 from math import ceil
 
 from lightning_parallel.mesh import Mesh
 from lightning_parallel.pipeline.pipeline_plan import Costs
-from lightning_parallel.pipeline.schedule import Schedule, build_schedule
-from lightning_parallel.pipeline.search import WITH_CHUNKS, cut_layers, stage_costs
-from lightning_parallel.pipeline.simulate import Cost, Link, simulate
+from lightning_parallel.pipeline.schedule import SCHEDULES, Schedule, build_schedule, peak_activation_bytes
+from lightning_parallel.pipeline.search import (
+    Arguments,
+    Rank,
+    Workload,
+    best_first,
+    microbatch_counts,
+    rank_of,
+    schedule_arguments,
+)
+from lightning_parallel.pipeline.simulate import Cost, simulate
 from lightning_parallel.planner.collective_costs import collective_s
 from lightning_parallel.planner.hardware import Cluster
-from lightning_parallel.planner.rank_memory import Held, ModelParts, RankMemory
-from lightning_parallel.planner.rehearsal import PartCosts, Rehearsal
+from lightning_parallel.planner.rank_memory import Held, ModelParts, RankMemory, copies_held
+from lightning_parallel.planner.rehearsal import PartCosts, Rehearsal, most_microbatches
 from lightning_parallel.planner.shared_cores import shared_makespan_s
 from lightning_parallel.tracing.spans import bytes_text
 
 __all__ = ["Layout", "LayoutSearch", "StepTime"]
-
-SCHEDULE_CHOICES: dict[str, tuple[int, ...]] = {
-    "1f1b": (1,),
-    "gpipe": (1,),
-    "zb_h1": (1,),
-    "interleaved_1f1b": (2, 4),
-    "interleaved_zb": (2, 4),
-    "zbv": (2,),
-}
-"""Schedules to try, with their stages per rank; the first of equally fast schedules wins."""
 
 STEP_OPERATIONS, ACTION_OPERATIONS = 3000, 1000
 """Host work of Trainer and strategy for each batch, and of the pipeline's runtime for each action.
@@ -52,7 +47,10 @@ MOST_BATCH_SIZES = 3
 """Most ways to try, for each pipeline, to load the samples of a step in fewer, larger batches."""
 
 ROUNDS = 3
-MOST_ACTIONS = 6000
+MOST_ACTIONS = 20_000
+"""Longer schedules are simulated for the first rounds of the pipeline. Each further microbatch adds the work of the
+busiest rank."""
+
 BUCKET_BYTES = 25 << 20
 
 COMPRESSED_SHARE = 1 / 4
@@ -99,7 +97,7 @@ class Layout:
 
     Attributes:
         mesh: The axes.
-        schedule, microbatches, virtual_stages: The pipeline.
+        schedule, microbatches, virtual_stages, warmup: The pipeline.
         layers_per_stage: Number of layers of each stage.
         accumulated: Batches of each replica in an optimizer step.
         samples: Samples of an optimizer step, of all replicas.
@@ -118,6 +116,7 @@ class Layout:
     schedule: str = "1f1b"
     microbatches: int = 1
     virtual_stages: int = 1
+    warmup: float | None = None
     layers_per_stage: tuple[int, ...] = ()
     accumulated: int = 1
     samples: int = 0
@@ -169,7 +168,7 @@ class LayoutSearch:
         optimizer_s: tuple[float, float] | None = None,
         global_batch: int | None = None,
         accumulated: int = 1,
-        schedules: Sequence[str] = tuple(SCHEDULE_CHOICES),
+        schedules: Sequence[str] = tuple(SCHEDULES),
         microbatches: Sequence[int] | None = None,
         action_s: float | None = None,
         step_s: float | None = None,
@@ -192,49 +191,95 @@ class LayoutSearch:
         per_byte_s = (2 * copies - 1) / self.cluster.device.bytes_per_s
         self.optimizer_s = optimizer_s or (per_byte_s, 0.0)
         self._parts: dict[int, ModelParts] = {}
-        # By (tensor ranks, stages, samples): the split points do not depend on the schedule.
-        self._cuts: dict[tuple[int, int, int], tuple[int, ...]] = {}
 
     # --------------------------------------------------------------------------------------------------- one layout
 
-    def candidates(self, mesh: Mesh) -> list[Layout]:
-        """Return the possible layouts of a mesh by the closed form, best first; or one layout with a refusal."""
+    def best(self, mesh: Mesh) -> Layout:
+        """Return the layout of a mesh with the fastest schedule that fits, or a layout with a refusal."""
         if mesh.world_size > MOST_RANKS_TRIED and not self.cluster.is_inside_node(1, mesh.tensor_parallel):
-            return [Layout(mesh, refusal="not tried, because tensor parallelism would span nodes")]
+            return Layout(mesh, refusal="not tried, because tensor parallelism would span nodes")
         try:
             divided = self.rehearsal.divided(mesh.tensor_parallel)
         except ValueError as error:
-            return [Layout(mesh, refusal=_first_line(error))]
+            return Layout(mesh, refusal=_first_line(error))
         layers = 0 if divided.stack is None else len(divided.stack.blocks)
         if mesh.pipeline_parallel > 1 and divided.uncut:
-            return [Layout(mesh, refusal=divided.uncut.partition("\n")[0])]
+            return Layout(mesh, refusal=divided.uncut.partition("\n")[0])
         if mesh.pipeline_parallel > max(layers, 1):
-            return [Layout(mesh, refusal=f"{layers} layers are too few for {mesh.pipeline_parallel} stages")]
+            return Layout(mesh, refusal=f"{layers} layers are too few for {mesh.pipeline_parallel} stages")
         try:
             batches = self._batches(mesh)
         except ValueError as error:
-            return [Layout(mesh, refusal=str(error))]
-        found = []
-        passes = 1 if divided.stack is None else divided.stack.passes_over(mesh.pipeline_parallel)
-        for per_replica, accumulated in batches:
-            for schedule in self._schedules(mesh, per_replica, layers, passes):
-                try:
-                    found.append(self._predicted(mesh, schedule, per_replica, accumulated, plays=False))
-                except ValueError as error:
-                    found.append(Layout(mesh, refusal=_first_line(error)))
+            return Layout(mesh, refusal=str(error))
+        found = [layout for batch in batches for layout in self._with_schedules(mesh, *batch)]
         if not found:
-            return [Layout(mesh, refusal="no schedule can be built for this layout")]
+            uncut = self.rehearsal.divided(mesh.tensor_parallel).uncut
+            return Layout(mesh, refusal=uncut.partition("\n")[0] or "no schedule can be built for this layout")
         # If no layout fits, the layout that needs the least memory tells most.
-        return sorted(found, key=lambda one: (bool(one.refusal), one.memory.total if one.refusal else one.step.total))
+        return min(found, key=lambda one: (bool(one.refusal), one.memory.total if one.refusal else one.step.total))
 
-    def simulated(self, layout: Layout) -> Layout:
-        """Return the layout with the time from a simulation of its schedule."""
-        if layout.refusal or layout.mesh.pipeline_parallel == 1:
-            return layout
-        pipeline = layout.mesh.pipeline_parallel
-        schedule = build_schedule(layout.schedule, pipeline, layout.microbatches, layout.virtual_stages)
-        per_replica = layout.samples // (layout.mesh.data_parallel * layout.accumulated)
-        return self._predicted(layout.mesh, schedule, per_replica, layout.accumulated, plays=True)
+    def _with_schedules(self, mesh: Mesh, samples: int, accumulated: int) -> list[Layout]:
+        """Return the predicted layouts of a mesh, best first.
+
+        Args:
+            mesh: The axes.
+            samples: Samples of a replica's batch.
+            accumulated: Batches of a replica in a step.
+        """
+        ranks = mesh.pipeline_parallel
+        most = most_microbatches(self.rehearsal.module, samples)
+        counts = []
+        refused = []
+        for count in [1] if ranks == 1 else self.microbatches or microbatch_counts(ranks, most):
+            try:
+                self._costs(mesh.tensor_parallel, samples, count)
+            except ValueError as error:  # a step may fail for few samples
+                refused.append(Layout(mesh, refusal=_first_line(error)))
+            else:
+                counts.append(count)
+        if not counts:
+            return refused
+        workload = self._workload(mesh, samples, counts[0])
+        predicted = partial(self._predicted, mesh, workload, samples, accumulated)
+        if ranks == 1:
+            return best_first([("1f1b", 1, 1, 1, None)], predicted)
+        arguments = schedule_arguments(ranks, counts, len(workload.layers), workload.passes, schedules=self.schedules)
+        return best_first(arguments, predicted, partial(self._bound_s, mesh, workload, accumulated)) or refused
+
+    def _workload(self, mesh: Mesh, samples: int, microbatches: int) -> _RehearsedWorkload:
+        tensor = mesh.tensor_parallel
+        stack = self.rehearsal.divided(tensor).stack
+        passes = 1 if stack is None or mesh.pipeline_parallel == 1 else stack.passes_over(mesh.pipeline_parallel)
+        parts = self._parts_of(tensor)
+        # The last ZeRO stage needs the least memory.
+        copies = copies_held(self.copies, mesh.data_parallel, self._zero_stages(mesh)[-1])
+        held = [Held.of(part) for part in (parts.prologue, *parts.layers, parts.epilogue)]
+        first, *sizes, last = (copies * one.trained_bytes + one.frozen_bytes for one in held)
+        in_pass = len(sizes) // passes
+
+        @cache
+        def rehearsed(count: int) -> Costs:
+            costs = self._costs(tensor, samples, count).together
+            return Costs(
+                # A rank holds a layer once, however often the layer is called.
+                tuple(replace(c, resident_bytes=sizes[i] if i < in_pass else 0.0) for i, c in enumerate(costs.layers)),
+                replace(costs.prologue, resident_bytes=first),
+                replace(costs.epilogue, resident_bytes=last),
+            )
+
+        costs = rehearsed(microbatches)
+        return _RehearsedWorkload(
+            costs.layers,
+            costs.prologue,
+            costs.epilogue,
+            measured_microbatches=microbatches,
+            overhead_s=self.action_s if mesh.pipeline_parallel > 1 else 0.0,
+            # Neighbouring stages are as many ranks apart as the tensor axis has ranks.
+            link=self.cluster.link_of(tensor, mesh.pipeline_parallel),
+            passes=passes,
+            spare_bytes=self.cluster.device.reserved_bytes + max(one.largest_bytes for one in held),
+            rehearsed=rehearsed,
+        )
 
     def _batches(self, mesh: Mesh) -> list[tuple[int, int]]:
         """Return, for each way to load a step, a replica's samples in a batch and its number of batches."""
@@ -262,52 +307,57 @@ class LayoutSearch:
             accumulated += 1
         return share // accumulated, accumulated
 
-    def _schedules(self, mesh: Mesh, samples: int, layers: int, passes: int) -> Iterator[Schedule]:
-        pipeline = mesh.pipeline_parallel
-        if pipeline == 1:
-            yield build_schedule("1f1b", 1, 1)
-            return
-        counts = self.microbatches or [pipeline * factor for factor in (1, 2, 4, 8)]
-        # With fewer samples than the least count, each sample is a microbatch.
-        fitting = [count for count in counts if count <= samples] or [max(1, samples)]
-        seen = set()
-        for name in self.schedules:
-            for chunks in _chunks_of(name, passes):
-                for count in fitting:
-                    if chunks * pipeline > layers:
-                        continue
-                    try:
-                        schedule = build_schedule(name, pipeline, count, chunks)
-                    except ValueError:
-                        continue  # such as a number of microbatches that its chunks cannot alternate
-                    # Several names may give the same actions. To hash the rows of a long schedule takes too long.
-                    key = hash(schedule) if len(schedule.rows[0]) < MOST_ACTIONS else (name, chunks, count)
-                    if key not in seen:
-                        seen.add(key)
-                        yield schedule
+    def _bound_s(self, mesh: Mesh, workload: Workload, accumulated: int, arguments: Arguments) -> float:
+        """Return seconds in which no step with these arguments of a schedule can end; see `Workload.bound_s`."""
+        name, ranks, microbatches, chunks, _ = arguments
+        builder = SCHEDULES[name]
+        counts, stages = workload.fastest_cut(ranks * chunks, microbatches)
+        work_s = microbatches * sum(workload.work_s(builder, ranks, stages))
+        held = self._parts_of(mesh.tensor_parallel).held(counts, builder.stage_ranks(ranks, chunks))
+        ends_s = min(self._ends_s(mesh, held, 0.0, zero_stage) for zero_stage in self._zero_stages(mesh))
+        shared_s = work_s * mesh.data_parallel * mesh.tensor_parallel / self._cores
+        step_s = max(workload.bound_s(arguments), shared_s) + self._crowd(mesh) * self.step_s
+        return accumulated * step_s + sum(ends_s)
 
-    def _predicted(self, mesh: Mesh, schedule: Schedule, samples: int, accumulated: int, plays: bool) -> Layout:
+    def _predicted(
+        self, mesh: Mesh, workload: Workload, samples: int, accumulated: int, schedule: Schedule
+    ) -> tuple[Rank, Layout]:
+        """Predict a layout with a schedule; a layout that fits only with other split points gets these."""
+        cut = workload.cut(schedule)
+        layout = self._layout(mesh, workload, samples, accumulated, schedule, *cut)
+        if layout.refusal and mesh.pipeline_parallel > 1:
+            try:
+                cut = workload.cut(schedule, self.cluster.memory_bytes)
+            except ValueError:
+                pass  # no split fits: the layout says how much memory is missing
+            else:
+                layout = self._layout(mesh, workload, samples, accumulated, schedule, *cut)
+        return rank_of(schedule, not layout.refusal, layout.step.total, layout.memory.total), layout
+
+    def _layout(
+        self,
+        mesh: Mesh,
+        workload: Workload,
+        samples: int,
+        accumulated: int,
+        schedule: Schedule,
+        counts: tuple[int, ...],
+        stages: list[Cost],
+    ) -> Layout:
         tensor = mesh.tensor_parallel
         costs = self._costs(tensor, samples, schedule.num_microbatches)
-        counts = self._cut(tensor, samples, schedule, costs)
-        together = _with_repeated_prologue(_stages(costs.together, counts), costs.compute.prologue)
-        # Neighbouring stages are as many ranks apart as the tensor axis has ranks.
-        link = self.cluster.link_of(tensor, mesh.pipeline_parallel)
-        makespan_s = self._makespan_s(schedule, together, link, plays)
+        makespan_s = self._makespan_s(schedule, workload, stages)
         crowd = self._crowd(mesh)
-        shared_s = makespan_s if crowd == 1 else self._shared_s(mesh, schedule, together, link, plays, makespan_s)
-        work = self._work(schedule, together)
+        shared_s = makespan_s if crowd == 1 else self._shared_s(mesh, schedule, workload, stages, makespan_s)
+        work = workload.work_s(SCHEDULES[schedule.name], schedule.num_ranks, stages)
         busiest = max(range(len(work)), key=work.__getitem__)
         # The kinds of a step follow the busiest rank alone, because the other ranks wait for it.
-        messages = _stages(costs.messages, counts)
-        tensor_s = schedule.num_microbatches * sum(c.total_s for c in _of_rank(schedule, messages, busiest))
+        messages = costs.messages.per_stage(counts)
+        tensor_s = schedule.num_microbatches * sum(messages[stage].total_s for stage in schedule.stages_of(busiest))
         busy_s = schedule.num_microbatches * work[busiest]
         held = self._parts_of(tensor).held(counts, schedule.stage_ranks)
-        zero_stage, memories = self._memories(mesh, schedule, together, costs.compute.epilogue, held, accumulated)
-        # With more ranks than cores, all ranks reduce and update at the same time, so the crowd counts in full.
-        # At least half of the work is backward, behind which messages can hide.
-        reduction_s = crowd * max(self._reduction_s(mesh, one, busy_s / 2, zero_stage) for one in held)
-        optimizer_s = crowd * max(self._update_s(mesh, one, zero_stage) for one in held)
+        zero_stage, memories = self._memories(mesh, schedule, stages, costs.compute.epilogue, held, accumulated)
+        reduction_s, optimizer_s = self._ends_s(mesh, held, busy_s / 2, zero_stage)
         step = StepTime(
             accumulated * (busy_s - tensor_s),
             accumulated * tensor_s,
@@ -322,6 +372,7 @@ class LayoutSearch:
             schedule.name,
             schedule.num_microbatches,
             schedule.virtual_stages,
+            schedule.warmup,
             counts if mesh.pipeline_parallel > 1 else (),
             accumulated,
             samples * mesh.data_parallel * accumulated,
@@ -354,51 +405,25 @@ class LayoutSearch:
         costs = self.rehearsal.costs(tensor, count)
         return costs if loaded / count == wanted else costs.scaled(wanted * count / loaded)
 
-    def _cut(self, tensor: int, samples: int, schedule: Schedule, costs: PartCosts) -> tuple[int, ...]:
-        if not costs.compute.layers:
-            return ()
-        stages = schedule.num_stages
-        # Without a pipeline, one stage has all layers for any number of samples.
-        key = (tensor, stages, samples if stages > 1 else 0)
-        if key not in self._cuts:
-            stack = self.rehearsal.divided(tensor).stack
-            assert stack is not None
-            passes = stack.passes_over(schedule.num_ranks) if stages > 1 else 1
-            whole = costs.together.of_one_pass(passes)
-            counts = cut_layers(whole.layers, stages // passes, prologue=whole.prologue, epilogue=whole.epilogue)
-            # Every pass through the layers has the same split points.
-            self._cuts[key] = counts * passes
-        return self._cuts[key]
-
-    def _makespan_s(self, schedule: Schedule, stages: list[Cost], link: Link, plays: bool) -> float:
+    def _makespan_s(self, schedule: Schedule, workload: Workload, stages: list[Cost]) -> float:
         """Return the seconds of forward and backward with one device per rank."""
-        count, ranks = schedule.num_microbatches, schedule.num_ranks
-        if ranks == 1:
-            return sum(cost.total_s for cost in stages)
-        work = self._work(schedule, stages)
         played = _played(schedule)
-        if plays and played is not None:
-            return simulate(played, stages, link, self.action_s).makespan_s + max(work) * (
-                count - played.num_microbatches
-            )
-        # Zero-bubble schedules fill the bubble with weight gradients.
-        rest = sum(work) - max(work)
-        if schedule.name in ("zb_h1", "interleaved_zb", "zbv"):
-            rest -= 2 * sum(cost.weight_gradient_s for cost in stages) * (ranks - 1) / ranks
-        return count * max(work) + max(0.0, rest) / schedule.virtual_stages + 2 * (ranks - 1) * link.latency_s
+        further = schedule.num_microbatches - played.num_microbatches
+        work = workload.work_s(SCHEDULES[schedule.name], schedule.num_ranks, stages)
+        return simulate(played, stages, workload.link, workload.overhead_s).makespan_s + max(work) * further
 
     def _shared_s(
-        self, mesh: Mesh, schedule: Schedule, stages: list[Cost], link: Link, plays: bool, alone_s: float
+        self, mesh: Mesh, schedule: Schedule, workload: Workload, stages: list[Cost], alone_s: float
     ) -> float:
         """Return the seconds of forward and backward with fewer cores than ranks."""
         copies = mesh.data_parallel * mesh.tensor_parallel
-        count = schedule.num_microbatches
-        each_s = sum(self._work(schedule, stages)) * copies / self._cores  # of a microbatch, with all cores busy
+        work = workload.work_s(SCHEDULES[schedule.name], schedule.num_ranks, stages)
+        each_s = sum(work) * copies / self._cores  # of a microbatch, with all cores busy
+        if schedule.num_ranks == 1:
+            return max(alone_s, schedule.num_microbatches * each_s)
         played = _played(schedule)
-        if schedule.num_ranks == 1 or not plays or played is None:
-            return max(alone_s, count * each_s)
-        makespan_s = shared_makespan_s(played, stages, link, self._cores, copies, self.action_s)
-        return max(alone_s, makespan_s + (count - played.num_microbatches) * each_s)
+        makespan_s = shared_makespan_s(played, stages, workload.link, self._cores, copies, workload.overhead_s)
+        return max(alone_s, makespan_s + (schedule.num_microbatches - played.num_microbatches) * each_s)
 
     def _processor_s(self, mesh: Mesh, work_s: float, held: list[Held], accumulated: int, zero_stage: int) -> float:
         """Return the seconds of all ranks together in a step; `work_s` is a batch on one rank of each stage."""
@@ -406,13 +431,6 @@ class LayoutSearch:
         ends_s = sum(self._reduction_s(mesh, one, 0.0, zero_stage) for one in held)
         ends_s += sum(self._update_s(mesh, one, zero_stage) for one in held)
         return copies * (accumulated * (work_s + len(held) * self.step_s) + ends_s)
-
-    def _work(self, schedule: Schedule, stages: list[Cost]) -> list[float]:
-        """Return the seconds of work of each rank on a microbatch."""
-        # A row repeats its actions for each microbatch.
-        actions_s = self.action_s * len(schedule.rows[0]) / schedule.num_microbatches if schedule.num_ranks > 1 else 0.0
-        ranks = range(schedule.num_ranks)
-        return [actions_s + sum(cost.total_s for cost in _of_rank(schedule, stages, rank)) for rank in ranks]
 
     @property
     def _cores(self) -> float:
@@ -422,6 +440,14 @@ class LayoutSearch:
     def _crowd(self, mesh: Mesh) -> float:
         """Return the number of ranks that share the cores of one rank."""
         return max(1.0, mesh.world_size / self._cores)
+
+    def _ends_s(self, mesh: Mesh, held: list[Held], backward_s: float, zero_stage: int) -> tuple[float, float]:
+        """Return the seconds of the gradient reduction and of the update at the end of a step."""
+        # With more ranks than cores, all ranks reduce and update at the same time, so the crowd counts in full.
+        # At least half of the work is backward, behind which messages can hide.
+        crowd = self._crowd(mesh)
+        reduction_s = max(self._reduction_s(mesh, one, backward_s, zero_stage) for one in held)
+        return crowd * reduction_s, crowd * max(self._update_s(mesh, one, zero_stage) for one in held)
 
     def _reduction_s(self, mesh: Mesh, held: Held, backward_s: float, zero_stage: int) -> float:
         """Return the seconds of the gradient reduction that backward does not hide, and of the parameter gather."""
@@ -466,19 +492,18 @@ class LayoutSearch:
         self, mesh: Mesh, schedule: Schedule, stages: list[Cost], epilogue: Cost, held: list[Held], accumulated: int
     ) -> tuple[int, tuple[RankMemory, ...]]:
         """Return the first `zero_stage` that fits, or else the last, and the bytes of each rank."""
+        activations = [stage.activation_bytes for stage in stages]
+        without_logits = [*activations[:-1], activations[-1] - epilogue.activation_bytes]
 
         def memory(rank: int, zero_stage: int) -> RankMemory:
-            mine = [stage for stage, owner in enumerate(schedule.stage_ranks) if owner == rank]
-            # The limit counts pairs of a stage and a microbatch, over all stages of the rank.
-            flight = schedule.max_in_flight[rank] / len(mine)
-            activations = flight * sum(stages[stage].activation_bytes for stage in mine)
-            logits = flight * epilogue.activation_bytes if schedule.num_stages - 1 in mine else 0.0
+            row = schedule.rows[rank]
+            layers = peak_activation_bytes(row, without_logits)
             return RankMemory.of(
                 held[rank],
                 self.copies,
                 accumulates=schedule.num_microbatches > 1 or accumulated > 1,
-                activations=activations - logits,
-                logits=logits,
+                activations=layers,
+                logits=peak_activation_bytes(row, activations) - layers,
                 replicas=mesh.data_parallel,
                 zero_stage=zero_stage,
                 reserved=self.cluster.device.reserved_bytes,
@@ -486,11 +511,14 @@ class LayoutSearch:
 
         found: tuple[RankMemory, ...] = ()
         zero_stage = 0
-        for zero_stage in self.zero_stages if mesh.data_parallel > 1 else (0,):
+        for zero_stage in self._zero_stages(mesh):
             found = tuple(memory(rank, zero_stage) for rank in range(len(held)))
             if max(one.total for one in found) <= self.cluster.memory_bytes:
                 break
         return zero_stage, found
+
+    def _zero_stages(self, mesh: Mesh) -> Sequence[int]:
+        return self.zero_stages if mesh.data_parallel > 1 else (0,)
 
     def _over(self, layout: Layout) -> str:
         limit = self.cluster.memory_bytes
@@ -518,40 +546,26 @@ class LayoutSearch:
             yield "less than a tenth of the memory is free; memory fragmentation may use it up"
 
 
-def _played(schedule: Schedule) -> Schedule | None:
-    """Return the schedule with few microbatches for a simulation; None if it still has too many actions."""
-    count = min(schedule.num_microbatches, ROUNDS * schedule.num_ranks)
-    if count * len(schedule.rows[0]) // schedule.num_microbatches * schedule.num_ranks > MOST_ACTIONS:
-        return None
-    if count == schedule.num_microbatches:
+@dataclass(frozen=True)
+class _RehearsedWorkload(Workload):
+    """A workload whose costs are rehearsed for each number of microbatches."""
+
+    rehearsed: Callable[[int], Costs] = field(kw_only=True)
+
+    def costs_of(self, num_microbatches: int) -> tuple[Sequence[Cost], Cost, Cost]:
+        """Return the rehearsed costs."""
+        costs = self.rehearsed(num_microbatches)
+        return costs.layers, costs.prologue, costs.epilogue
+
+
+def _played(schedule: Schedule) -> Schedule:
+    """Return the part of the schedule to simulate: all of it, or the first rounds of a long schedule."""
+    count = ROUNDS * schedule.num_ranks
+    if sum(map(len, schedule.rows)) <= MOST_ACTIONS or count >= schedule.num_microbatches:
         return schedule
     return build_schedule(schedule.name, schedule.num_ranks, count, schedule.virtual_stages, schedule.warmup)
-
-
-def _chunks_of(name: str, passes: int) -> tuple[int, ...]:
-    """Return the numbers of stages per rank to try; with repeated passes over the layers, multiples of the passes."""
-    choices = SCHEDULE_CHOICES[name]
-    if passes == 1:
-        return choices
-    return () if name in WITH_CHUNKS else tuple(passes * max(1, chunks // 2) for chunks in choices)
 
 
 def _first_line(error: ValueError) -> str:
     lines = str(error).strip().splitlines()
     return lines[0] if len(lines) == 1 else " ".join(line.strip() for line in lines[:2])
-
-
-def _stages(costs: Costs, counts: Sequence[int]) -> list[Cost]:
-    if not counts:
-        return [Cost.in_sequence([costs.prologue, *costs.layers, costs.epilogue])]
-    return stage_costs(costs.layers, counts, prologue=costs.prologue, epilogue=costs.epilogue)
-
-
-def _with_repeated_prologue(stages: list[Cost], prologue: Cost) -> list[Cost]:
-    """Add the prologue's forward to later stages: they recompute masks and positions from the batch."""
-    later = (replace(stage, forward_s=stage.forward_s + prologue.forward_s) for stage in stages[1:])
-    return [*stages[:1], *later]
-
-
-def _of_rank(schedule: Schedule, stages: list[Cost], rank: int) -> list[Cost]:
-    return [stages[stage] for stage, owner in enumerate(schedule.stage_ranks) if owner == rank]

@@ -10,6 +10,7 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from lightning_parallel.pipeline.schedule import SCHEDULES
 from lightning_parallel.planner.layouts import Layout
 from lightning_parallel.planner.plans import LayoutPlan
 from lightning_parallel.planner.rank_memory import state_variants
@@ -187,6 +188,8 @@ def strategy_arguments(layout: Layout) -> dict[str, Any]:
         arguments |= {"schedule": layout.schedule, "num_microbatches": layout.microbatches}
         if layout.virtual_stages > 1:
             arguments["virtual_stages"] = layout.virtual_stages
+        if layout.warmup != SCHEDULES[layout.schedule].warmup:
+            arguments["warmup"] = layout.warmup
         arguments["balance"] = list(layout.layers_per_stage)
     if layout.zero_stage:
         arguments["zero_stage"] = layout.zero_stage

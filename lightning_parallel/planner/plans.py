@@ -30,10 +30,7 @@ from lightning_parallel.planner.rehearsal import PrecisionName, Rehearsal, witho
 from lightning_parallel.tensor.plan import UserPlan
 from lightning_parallel.tracing.spans import bytes_text
 
-__all__ = ["LayoutPlan", "optimizers_of", "plan"]
-
-MOST_SIMULATED = 8
-"""Number of layouts with a simulated schedule: the best layouts by the closed form."""
+__all__ = ["LayoutPlan", "optimizers_of", "plan", "state_copies"]
 
 MEASURABLE_S = 2.0
 """Most seconds of a batch, by the roofline model, for which parts of the model run here."""
@@ -170,9 +167,11 @@ def plan(
         if rehearsal.measured and optimizers:
             search.setdefault("optimizer_s", _update_s(optimizers))
         layouts = LayoutSearch(rehearsal, copies, global_batch=global_batch, accumulated=accumulated, **search)
-        found = _search(layouts, cluster)
-    alone = LayoutSearch(rehearsal, copies, accumulated=accumulated, **search).candidates(Mesh())[0]
-    return LayoutPlan(_name(module), cluster, precision, found, alone, rehearsal.measured, tuple(notes), accumulated)
+        found = sorted(map(layouts.best, meshes(cluster)), key=lambda one: (bool(one.refusal), -one.samples_per_s))
+    alone = LayoutSearch(rehearsal, copies, accumulated=accumulated, **search).best(Mesh())
+    return LayoutPlan(
+        _name(module), cluster, precision, tuple(found), alone, rehearsal.measured, tuple(notes), accumulated
+    )
 
 
 def _notes(rehearsal: Rehearsal) -> list[str]:
@@ -202,18 +201,6 @@ def _check_step(rehearsal: Rehearsal, module: nn.Module) -> None:
         ) from error
     if rehearsal.samples < 1:
         raise ValueError("The batch to plan by must hold at least 1 sample; got none")
-
-
-def _search(search: LayoutSearch, cluster: Cluster) -> tuple[Layout, ...]:
-    candidates = [search.candidates(mesh) for mesh in meshes(cluster)]
-    # Sorted by the closed form, because only the first layouts are simulated below.
-    candidates.sort(key=lambda found: -found[0].samples_per_s)
-    layouts = []
-    for place, found in enumerate(candidates):
-        # The second best schedule by the closed form may win in the simulation.
-        played = [search.simulated(layout) for layout in found[:2]] if place < MOST_SIMULATED else found[:1]
-        layouts.append(max(played, key=lambda layout: layout.samples_per_s))
-    return tuple(sorted(layouts, key=lambda layout: (bool(layout.refusal), -layout.samples_per_s)))
 
 
 def meshes(cluster: Cluster) -> Iterator[Mesh]:
@@ -260,7 +247,10 @@ class _PlannedTrainer:
 
 def optimizers_of(module: nn.Module) -> tuple[list[Optimizer], str]:
     """Return the optimizers of a LightningModule, on a copy without data; or none, and the reason to assume Adam."""
-    copied = without_data(module)
+    try:
+        copied = without_data(module)
+    except Exception as error:  # `deepcopy` runs the user's code
+        return [], f"the optimizer is assumed to be Adam: the model cannot be copied ({error})"
     configure = getattr(copied, "configure_optimizers", None)
     if configure is None:
         return [], "the optimizer is assumed to be Adam: the model has no `configure_optimizers`"
@@ -276,6 +266,14 @@ def optimizers_of(module: nn.Module) -> tuple[list[Optimizer], str]:
     except Exception as error:  # the user's code, which runs outside a `fit` here
         return [], f"the optimizer is assumed to be Adam: `configure_optimizers` raised an error in the plan ({error})"
     return found, "" if found else "the optimizer is assumed to be Adam: `configure_optimizers` returned none"
+
+
+def state_copies(module: nn.Module) -> float:
+    """Return the bytes held for each byte of a trained parameter, by the optimizers of a module; Adam's if unknown."""
+    # A method that draws random numbers must not change the numbers of the run.
+    with torch.random.fork_rng(devices=[]):
+        optimizers, _ = optimizers_of(module)
+    return optimizer_copies(optimizers) if optimizers else float(STATE_COPIES)
 
 
 def _optimizers(value: Any) -> Iterator[Optimizer]:

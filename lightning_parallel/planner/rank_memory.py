@@ -23,7 +23,7 @@ from lightning_parallel.pipeline.measure import STATE_COPIES
 from lightning_parallel.pipeline.pipeline_plan import PipelinePlan
 from lightning_parallel.planner.rehearsal import Divided
 
-__all__ = ["Held", "ModelParts", "RankMemory", "optimizer_copies", "stage_memory", "state_variants"]
+__all__ = ["Held", "ModelParts", "RankMemory", "copies_held", "optimizer_copies", "planned_memory", "state_variants"]
 
 
 @dataclass(frozen=True)
@@ -98,7 +98,7 @@ class RankMemory:
         zero_stage: int = 0,
         reserved: float = 0.0,
     ) -> RankMemory:
-        """Add up the bytes of a rank.
+        """Add up the bytes of a rank; without a gradient if `copies` is 1.
 
         Args:
             held: The parameters of the rank.
@@ -108,7 +108,7 @@ class RankMemory:
             replicas: Number of replicas.
             zero_stage: 1 shards the optimizer's state over the replicas; 2 gradients, too.
         """
-        gradients: float = held.trained_bytes + (held.largest_bytes if accumulates else 0)
+        gradients: float = held.trained_bytes + (held.largest_bytes if accumulates else 0) if copies > 1 else 0
         optimizer = held.trained_bytes * max(0.0, copies - 2)
         # Buckets are copies, and all buckets may be in flight when backward ends.
         buckets: float = held.trained_bytes if replicas > 1 else 0
@@ -131,25 +131,35 @@ class RankMemory:
         return {field.name: getattr(self, field.name) for field in fields(self)}
 
 
-def stage_memory(plan: PipelinePlan, stage: int, copies: float, replicas: int = 1, zero_stage: int = 0) -> RankMemory:
-    """Predict the memory of a pipeline stage, without parameters that another stage of its rank already holds.
+def planned_memory(
+    plan: PipelinePlan, stages: Sequence[int], copies: float, replicas: int = 1, zero_stage: int = 0
+) -> RankMemory:
+    """Predict the memory of pipeline stages of one rank, without parameters that its earlier stages already hold.
 
     Args:
         plan: The plan.
-        stage: The stage.
+        stages: The stages.
         copies, replicas, zero_stage: As for `RankMemory.of`.
     """
-    mine = plan.held_parameters(stage)
+    mine = [parameter for stage in stages for parameter in plan.held_parameters(stage)]
     trained = [parameter.num_bytes for parameter in mine if parameter.is_trained]
     frozen = sum(parameter.num_bytes for parameter in mine if not parameter.is_trained)
     return RankMemory.of(
         Held(sum(trained), frozen, max(trained, default=0), len(trained)),
         copies,
         accumulates=plan.schedule.num_microbatches > 1,
-        activations=plan.activation_bytes(stage),
+        activations=plan.activation_bytes(stages),
         replicas=replicas,
         zero_stage=zero_stage,
     )
+
+
+def copies_held(copies: float, replicas: int, zero_stage: int) -> float:
+    """Return the bytes that a rank of a pipeline holds for each byte of its trained parameters."""
+    # So many bytes that the size of a bucket does not count.
+    held = Held(trained_bytes=1 << 50)
+    memory = RankMemory.of(held, copies, accumulates=True, replicas=replicas, zero_stage=zero_stage)
+    return memory.total / held.trained_bytes
 
 
 def state_variants(memory: RankMemory, width: int, replicas: int) -> dict[str, float]:

@@ -26,7 +26,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.func import functional_call
 
 from lightning_parallel.comm import Group
-from lightning_parallel.compat.torch import FakeTensorMode, storage_address
+from lightning_parallel.compat.torch import BatchNormalization, FakeTensorMode, storage_address
 from lightning_parallel.mesh import TENSOR
 from lightning_parallel.pipeline.layer_stack import LayerStack, find_layer_stacks
 from lightning_parallel.pipeline.measure import measure
@@ -40,7 +40,7 @@ from lightning_parallel.planner.roofline import Roofline
 from lightning_parallel.tensor.auto_plan import make_plan
 from lightning_parallel.tensor.plan import Sharding, UserPlan, apply_plan
 
-__all__ = ["PRECISIONS", "Divided", "PartCosts", "PrecisionName", "Rehearsal", "without_data"]
+__all__ = ["PRECISIONS", "Divided", "PartCosts", "PrecisionName", "Rehearsal", "most_microbatches", "without_data"]
 
 PrecisionName = Literal["32-true", "64-true", "bf16-mixed", "16-mixed", "bf16-true", "16-true"]
 PRECISIONS: tuple[str, ...] = get_args(PrecisionName)
@@ -379,6 +379,12 @@ class Rehearsal:
                 return self._step(module, batch)
 
         return step
+
+
+def most_microbatches(module: nn.Module, samples: int) -> int:
+    """Return the most microbatches of a batch of so many samples."""
+    # Batch normalization needs two samples in each microbatch.
+    return samples // 2 if any(isinstance(child, BatchNormalization) for child in module.modules()) else samples
 
 
 def training_step(module: nn.Module, batch: Any) -> Tensor:

@@ -242,6 +242,7 @@ class AutoParallelStrategy(HybridParallelStrategy):
             schedule=layout.schedule,
             num_microbatches=layout.microbatches,
             virtual_stages=layout.virtual_stages,
+            warmup=layout.warmup,
             balance=layout.layers_per_stage or "auto",
             memory_limit_bytes=None,
         )

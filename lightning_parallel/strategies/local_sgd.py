@@ -157,6 +157,8 @@ class LocalSGDStrategy(HybridParallelStrategy):
         num_microbatches: Number of parts of each batch. `"auto"` takes four per stage if the batch has as many samples.
         virtual_stages: Stages per rank, for schedules that support several. `"auto"` takes the smallest supported
             number.
+        warmup: Forwards that a rank runs ahead, per rank between it and the last rank, for `1f1b`, `zb_h1` and the
+            interleaved schedules. More forwards hide slow links, and hold more activations. None takes the default.
         balance: Split points of the layers: `auto` equalises measured time, `parameters` the parameters, `uniform` the
             number of layers. A list gives the layers of each stage.
         memory_limit_bytes: Largest memory per rank, in bytes or such as `"80GiB"`, for measured split points and
@@ -218,6 +220,7 @@ class LocalSGDStrategy(HybridParallelStrategy):
         schedule: ScheduleName = "1f1b",
         num_microbatches: Union[Literal["auto"], int] = "auto",
         virtual_stages: Union[Literal["auto"], int] = "auto",
+        warmup: Optional[float] = None,
         balance: Union[Literal["auto", "parameters", "uniform"], list[int]] = "auto",
         memory_limit_bytes: Optional[Union[float, str]] = None,
         split_batch: Optional[Union[Callable[[Any, int], list[Any]], str]] = None,

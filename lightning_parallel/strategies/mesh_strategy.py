@@ -339,6 +339,7 @@ class MeshStrategy(MeshProcesses):
                 lambda: steps.example(module.trainer),
                 materialize,
                 is_verified=self.verify != "off",
+                zero_stage=self.zero_stage,
             )
         doubt = run.state.doubt
         if doubt is not None and self.verify == "off":  # else the self-check examines the doubt

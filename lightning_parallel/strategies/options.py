@@ -19,7 +19,7 @@ from lightning_parallel.compression.compressor import check_flag
 from lightning_parallel.pipeline.microbatch import SplitBatch, num_samples
 from lightning_parallel.pipeline.microbatch import split_batch as split_samples
 from lightning_parallel.pipeline.pipeline_plan import PipelinePlan
-from lightning_parallel.pipeline.schedule import SCHEDULES
+from lightning_parallel.pipeline.schedule import SCHEDULES, build_schedule
 from lightning_parallel.pipeline.search import BALANCES, Balance
 from lightning_parallel.tensor.plan import UserPlan, style_named
 from lightning_parallel.tracing.units import parse_bytes
@@ -174,7 +174,7 @@ def memory_limit(limit: Any) -> Optional[float]:
 
 
 def check_pipeline_arguments(
-    layers: Any, schedule: Any, num_microbatches: Any, virtual_stages: Any, balance: Any
+    layers: Any, schedule: Any, num_microbatches: Any, virtual_stages: Any, warmup: Any, balance: Any
 ) -> None:
     """Check the arguments of a pipeline strategy, before any process is started.
 
@@ -186,8 +186,11 @@ def check_pipeline_arguments(
     for name, value in (("num_microbatches", num_microbatches), ("virtual_stages", virtual_stages)):
         if value != "auto" and (not _is_int(value) or value < 1):
             raise ValueError(f"`{name}` must be a positive integer or 'auto'; got {value!r}")
-    if "auto" not in (schedule, virtual_stages):
-        SCHEDULES[schedule](2, virtual_stages, 2)  # says which numbers go with it
+    if warmup is not None and (schedule == "auto" or isinstance(warmup, bool) or not isinstance(warmup, (int, float))):
+        raise ValueError(f"`warmup` must be a number, and None with schedule='auto'; got {warmup!r}")
+    if schedule != "auto":
+        # The error names the numbers that this schedule takes.
+        build_schedule(schedule, 2, 2, None if virtual_stages == "auto" else virtual_stages, warmup)
     if not isinstance(layers, str) or not layers:
         raise ValueError(f"`layers` must be the dotted name of a container, several joined by commas; got {layers!r}")
     is_known = balance in BALANCES if isinstance(balance, str) else isinstance(balance, Sequence)
@@ -221,6 +224,7 @@ class PipelineOptions:
     schedule: str
     num_microbatches: int | Literal["auto"]
     virtual_stages: int | Literal["auto"]
+    warmup: float | None
     balance: Balance
     memory_limit_bytes: float | None
     split_batch: SplitBatch
@@ -234,6 +238,7 @@ class PipelineOptions:
         schedule: str,
         num_microbatches: int | Literal["auto"],
         virtual_stages: int | Literal["auto"],
+        warmup: Optional[float],
         balance: str | Sequence[int],
         memory_limit_bytes: Optional[Union[float, str]],
         split_batch: Optional[Union[Callable[[Any, int], list[Any]], str]],
@@ -245,7 +250,7 @@ class PipelineOptions:
         Raises:
             ValueError: If a value is out of range, or a path leads nowhere.
         """
-        check_pipeline_arguments(layers, schedule, num_microbatches, virtual_stages, balance)
+        check_pipeline_arguments(layers, schedule, num_microbatches, virtual_stages, warmup, balance)
         if pipeline_plan is not None and not isinstance(pipeline_plan, (PipelinePlan, str, Path)):
             raise ValueError(f"`pipeline_plan` must be a `PipelinePlan` or a file with one; got {pipeline_plan!r}")
         return cls(
@@ -253,6 +258,7 @@ class PipelineOptions:
             schedule=schedule,
             num_microbatches=num_microbatches,
             virtual_stages=virtual_stages,
+            warmup=warmup,
             balance=balance if isinstance(balance, str) else tuple(balance),  # type: ignore[arg-type]
             memory_limit_bytes=memory_limit(memory_limit_bytes),
             split_batch=_function(split_batch, "split_batch") or split_samples,

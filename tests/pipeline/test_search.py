@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 from torch import nn
 
 from lightning_parallel import comm
-from lightning_parallel.pipeline.schedule import SCHEDULES
-from lightning_parallel.pipeline.search import Workload, choose_schedule, cut_layers, stage_costs
+from lightning_parallel.pipeline.schedule import SCHEDULES, build_schedule
+from lightning_parallel.pipeline.search import Workload, choose_schedule, cut_layers, schedule_arguments, stage_costs
 from lightning_parallel.pipeline.simulate import Cost, Link, simulate
 from tests.harness import distributed
 from tests.pipeline.models import Sleep, pipeline
@@ -174,6 +174,22 @@ def test_more_microbatches_until_their_overhead_outweighs_the_bubble():
 
     assert chosen(0.0) == 32
     assert chosen(1e-3) < 32
+
+
+@pytest.mark.parametrize("cost", [LAYER, Cost(1e-3, 2e-3), Cost(2e-3, 1e-3, 5e-4)], ids=["split", "whole", "uneven"])
+@pytest.mark.parametrize("link", [Link(), Link(2e-4, 1e9)], ids=["at once", "slow"])
+def test_no_schedule_ends_before_its_bound(cost, link):
+    workload = Workload([cost] * 16, Cost(1e-3), Cost(2e-3, 3e-3), 8, 1e-5, link)
+    arguments = list(schedule_arguments(4, [2, 4, 8, 16], 16))
+    assert {name for name, *_ in arguments} == set(SCHEDULES)
+    bounds, predicted = [], []
+    for values in arguments:
+        schedule = build_schedule(*values)
+        bounds.append(workload.bound_s(values))
+        predicted.append(simulate(schedule, workload.cut(schedule)[1], link, 1e-5).makespan_s)
+    assert all(bound <= seconds * (1 + 1e-9) for bound, seconds in zip(bounds, predicted))
+    # Close enough to leave schedules out.
+    assert sum(bound > min(predicted) for bound in bounds) > len(bounds) / 3
 
 
 def test_the_memory_limit_is_kept():

@@ -27,7 +27,9 @@ from lightning_parallel.compat import patched
 from lightning_parallel.mesh import DATA, PIPELINE, TENSOR, Mesh
 from lightning_parallel.pipeline import analysis
 from lightning_parallel.pipeline.analysis import analyze
+from lightning_parallel.pipeline.pipeline_plan import Costs
 from lightning_parallel.pipeline.schedule import build_schedule
+from lightning_parallel.pipeline.search import Workload, choose_schedule, microbatch_counts
 from lightning_parallel.pipeline.simulate import Cost, Link, simulate
 from lightning_parallel.planner import Cluster, RankMemory, device_named, layouts, plan, plans
 from lightning_parallel.planner.collective_costs import collective_s, flat_collective_s
@@ -36,8 +38,8 @@ from lightning_parallel.planner.layouts import LayoutSearch
 from lightning_parallel.planner.plan_picture import draw_plan
 from lightning_parallel.planner.plan_report import layout_yaml, plan_text, strategy_arguments
 from lightning_parallel.planner.plans import optimizers_of
-from lightning_parallel.planner.rank_memory import Held, stage_memory, state_variants
-from lightning_parallel.planner.rehearsal import Rehearsal, training_step
+from lightning_parallel.planner.rank_memory import Held, copies_held, planned_memory, state_variants
+from lightning_parallel.planner.rehearsal import PartCosts, Rehearsal, training_step
 from lightning_parallel.planner.shared_cores import shared_makespan_s
 from lightning_parallel.strategies.auto_parallel import accumulated_batches, first_of_loaders
 from lightning_parallel.tensor.auto_plan import make_plan
@@ -233,7 +235,7 @@ def test_memory_is_what_the_table_of_stages_says(monkeypatch):
     model = Model()
     rehearsal = Rehearsal(model, tokens(), cluster())
     search = LayoutSearch(rehearsal, copies=4.0, schedules=["1f1b"], microbatches=[4])
-    (layout,) = search.candidates(Mesh(1, 2, 1))
+    layout = search.best(Mesh(1, 2, 1))
     model.log = lambda *_, **__: None
     example = (partial(training_step, model), rehearsal.microbatch(4))
     # Measured seconds would decide the cut of the one, the roofline model that of the other.
@@ -241,7 +243,7 @@ def test_memory_is_what_the_table_of_stages_says(monkeypatch):
     run = analyze(model, 2, "1f1b", num_microbatches=4, example=example)
     # What the strategy measures on real data is what is counted without.
     for stage, memory in enumerate(layout.memories):
-        held = stage_memory(run, stage, 4.0)
+        held = planned_memory(run, [stage], 4.0)
         assert (held.parameters, held.gradients, held.optimizer) == (
             memory.parameters,
             memory.gradients,
@@ -306,7 +308,7 @@ def test_layers_of_a_large_model_cost_no_memory_to_plan():
     whole, divided = (rehearsal.count("flops", ranks).layers[0].forward_s for ranks in (1, 8))
     assert whole == 8 * divided
     search = LayoutSearch(rehearsal, copies=4.0, zero_stages=(0,))
-    (layout,) = search.candidates(Mesh(16, 1, 1))
+    layout = search.best(Mesh(16, 1, 1))
     count = sum(parameter.numel() for parameter in model.parameters())
     assert layout.memory.parameters + layout.memory.gradients + layout.memory.optimizer == 16 * count
     assert re.search(r"GiB on a rank, .* more than there is; the largest part is optimizer", layout.refusal)
@@ -388,7 +390,7 @@ def test_a_run_holds_what_was_planned(group, shape):
     torch.set_default_dtype(torch.float32)
     mesh = Mesh(*shape)
     search = LayoutSearch(Rehearsal(Model(), tokens(), cluster()), copies=3.0, schedules=["1f1b"], microbatches=[4])
-    (layout,) = search.candidates(mesh)
+    layout = search.best(mesh)
     profiler = MemoryProfiler(show_table=False)
     strategy = HybridParallelStrategy(**strategy_arguments(layout))
     trainer_for(strategy, 2, max_epochs=1, callbacks=[profiler]).fit(Momentum(), loader())
@@ -460,6 +462,72 @@ def test_what_does_not_fit_on_each_replica_is_divided_over_them():
     assert strategy_arguments(layout)["zero_stage"] == 1
     assert "zero_stage: 1" in layout_yaml(found, layout)
     assert "ZeRO 1 · " in draw_plan(found)
+
+
+class GivenCosts(Rehearsal):
+    """A rehearsal in which a sample takes given costs in each layer."""
+
+    layer, head = Cost(), Cost()
+
+    def costs(self, tensor, microbatches):
+        layers = tuple(self.layer.scaled(SAMPLES / microbatches) for _ in range(16))
+        compute = Costs(layers, Cost(), self.head.scaled(SAMPLES / microbatches))
+        return PartCosts(compute, Costs((Cost(),) * 16))
+
+
+SPLIT, WHOLE = Cost(1e-4, 1e-4, 1e-4, 1e5, 1e3), Cost(1e-4, 2e-4, 0.0, 1e5, 1e3)
+
+
+@pytest.mark.parametrize(
+    ("layer", "head", "ranks", "latency_s", "action_s", "room"),
+    [
+        (SPLIT, Cost(), 4, 0.0, 0.0, None),
+        (SPLIT, Cost(4e-4, 4e-4, 4e-4), 4, 1e-5, 1e-5, None),
+        (WHOLE, Cost(1e-4, 2e-4, 0.0, 9e3), 2, 1e-3, 1e-4, None),
+        (WHOLE, Cost(), 4, 1e-4, 0.0, 0.8),
+        (SPLIT, Cost(1e-4, 2e-4, 0.0, 9e3), 4, 1e-5, 1e-4, 0.7),
+        (SPLIT, Cost(), 2, 1e-6, 1e-6, 0.85),
+    ],
+)
+def test_both_searches_for_a_schedule_give_one_answer(layer, head, ranks, latency_s, action_s, room):
+    model, link = Model(layers=16), Link(latency_s, 1e9)
+    given = Cluster(SMALL, ranks, ranks, link)
+    rehearsal = GivenCosts(model, tokens(), given)
+    rehearsal.layer, rehearsal.head = layer, head
+
+    def planned(memory_bytes):
+        rehearsal.cluster = replace(given, memory_bytes=memory_bytes)
+        return LayoutSearch(rehearsal, copies=4.0, action_s=action_s).best(Mesh(1, ranks, 1))
+
+    # As `cut_stages` does it: bytes from the parameters, costs of the first number of microbatches.
+    blocks, ends = list(model.blocks), (model.embed, model.head)
+    held = [Held.of(part.parameters()) for part in (*blocks, *ends)]
+    sizes = [copies_held(4.0, 1, 0) * one.trained_bytes for one in held]
+    counts = microbatch_counts(ranks, SAMPLES)
+    factor = SAMPLES / counts[0]
+    workload = Workload(
+        [replace(layer.scaled(factor), resident_bytes=size) for size in sizes[:-2]],
+        Cost(resident_bytes=sizes[-2]),
+        replace(head.scaled(factor), resident_bytes=sizes[-1]),
+        measured_microbatches=counts[0],
+        overhead_s=action_s,
+        link=link,
+        spare_bytes=max(one.largest_bytes for one in held),
+    )
+    limit = None if room is None else room * planned(1e12).memory.total
+    chosen = choose_schedule(workload, ranks, counts, memory_limit_bytes=limit).best
+    layout = planned(limit or 1e12)
+    schedule = chosen.schedule
+    assert not layout.refusal
+    assert (layout.schedule, layout.microbatches, layout.virtual_stages, layout.warmup, layout.layers_per_stage) == (
+        schedule.name,
+        schedule.num_microbatches,
+        schedule.virtual_stages,
+        schedule.warmup,
+        chosen.layers_per_stage,
+    )
+    assert layout.step.compute + layout.step.pipeline == pytest.approx(chosen.timeline.makespan_s)
+    assert layout.memory.total == pytest.approx(chosen.peak_bytes)
 
 
 class Siamese(Model):

@@ -337,7 +337,7 @@ def _predicted(trainer: Trainer, module: LightningModule) -> dict[str, int] | No
         replace(held, largest_bytes=0),
         optimizer_copies(strategy.optimizers),
         accumulates=accumulates,
-        activations=0 if plan is None else sum(map(plan.activation_bytes, stages)),
+        activations=0 if plan is None else plan.activation_bytes(stages),
         replicas=strategy.mesh.data_parallel,
         zero_stage=strategy.zero_stage,
     )

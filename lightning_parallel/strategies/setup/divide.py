@@ -15,7 +15,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from lightning.pytorch import LightningModule
@@ -29,10 +29,11 @@ from lightning_parallel.checkpoint.place import put_file
 from lightning_parallel.comm import Group, MeshGroups
 from lightning_parallel.compat import ParallelState
 from lightning_parallel.compat.lightning import checkpoint_of_run, tell
-from lightning_parallel.compat.torch import BatchNormalization, buffers_of
+from lightning_parallel.compat.torch import buffers_of
 from lightning_parallel.mesh import PIPELINE
 from lightning_parallel.pipeline.analysis import analyze
 from lightning_parallel.pipeline.engine import PipelineEngine
+from lightning_parallel.pipeline.measure import STATE_COPIES
 from lightning_parallel.pipeline.microbatch import (
     WHOLE_BATCHES,
     add_to_text,
@@ -44,9 +45,12 @@ from lightning_parallel.pipeline.microbatch import split_batch as split_samples
 from lightning_parallel.pipeline.p2p import MessageGroups
 from lightning_parallel.pipeline.pipeline_plan import Costs, PipelinePlan
 from lightning_parallel.pipeline.schedule import SCHEDULES, Kind, Schedule, build_schedule
-from lightning_parallel.pipeline.search import WITH_CHUNKS, Workload, choose_schedule
+from lightning_parallel.pipeline.search import Workload, choose_schedule, microbatch_counts
 from lightning_parallel.pipeline.stage import CutError
 from lightning_parallel.planner.links import measure_link
+from lightning_parallel.planner.plans import state_copies
+from lightning_parallel.planner.rank_memory import Held, copies_held
+from lightning_parallel.planner.rehearsal import most_microbatches
 from lightning_parallel.strategies.options import PipelineOptions, TensorOptions
 from lightning_parallel.strategies.ranks import replicas
 from lightning_parallel.strategies.ranks.order import MessageOrder
@@ -119,6 +123,7 @@ def cut_stages(
     example: Callable[[], tuple[Callable[[Any], Any], Any] | None],
     materialize: Callable[[PipelinePlan], None],
     is_verified: bool = True,
+    zero_stage: int = 0,
 ) -> PipelineEngine:
     """Split `module` over the pipeline axis, once; only the part of this rank is moved to the device.
 
@@ -130,6 +135,7 @@ def cut_stages(
         example: Returns a step and its first batch; None without a batch.
         materialize: Gives memory to the part of this rank in a plan.
         is_verified: Whether the self-check runs, which needs batches of copied samples.
+        zero_stage: ZeRO stage over the replicas.
 
     Raises:
         ValueError: On every rank: see `analyze`; also if the module was split for other ranks.
@@ -149,7 +155,7 @@ def cut_stages(
     # With tensor parallelism, `shard_tensors` has made all ranks equal, and now they hold different shards.
     replicas.start_equal(module, groups.data_parallel if groups.tensor_parallel.size > 1 else groups.world)
     _move_buffers(module, device)
-    plan, weight = _agreed_plan(module, options, groups, device, example, is_verified)
+    plan, weight = _agreed_plan(module, options, groups, device, example, is_verified, zero_stage)
     # Materialize before the engine frees other stages: initial values are drawn in the order of the full model.
     materialize(plan)
     state.engine = PipelineEngine(
@@ -219,6 +225,7 @@ def _agreed_plan(
     device: torch.device,
     example: Callable[[], tuple[Callable[[Any], Any], Any] | None],
     is_verified: bool,
+    zero_stage: int,
 ) -> tuple[PipelinePlan, Callable[[Any], float]]:
     """Return the plan of all ranks and the weight of microbatches; an error on one rank raises on every rank."""
     # Read the user's data before the plan: ranks communicate while they plan, and a failed loader would leave them
@@ -227,7 +234,7 @@ def _agreed_plan(
         found = example()
         samples = None if found is None else _samples(split_by(options.split_batch, found[1], 1))
     with comm.failing_together(groups.world), _circumstances_told(module, options, found, samples):
-        plan = _plan(module, options, groups, device, found, samples)
+        plan = _plan(module, options, groups, device, found, samples, zero_stage)
         plan.check_fits(module, groups.pipeline_parallel.size)
         weight = options.microbatch_weight
         if found is not None and plan.schedule.num_microbatches > 1 and (samples or 2) > 1:
@@ -303,39 +310,50 @@ def _plan(
     device: torch.device,
     example: tuple[Callable[[Any], Any], Any] | None,
     samples: int | None,
+    zero_stage: int,
 ) -> PipelinePlan:
     if options.plan is not None:
         return options.plan
     ranks = groups.pipeline_parallel.size
-    if samples is not None and any(isinstance(layer, BatchNormalization) for layer in module.modules()):
-        samples //= 2  # batch normalisation needs two samples in each microbatch
+    if samples is not None:
+        samples = most_microbatches(module, samples)
     request = _request(module, options, groups, samples)
     known = _plan_of_checkpoint(module, request, groups.world)
     if known is not None:
         return known
-    counts = _microbatch_counts(options.num_microbatches, ranks, samples)
+    wanted = options.num_microbatches
+    counts = microbatch_counts(ranks, samples) if wanted == "auto" else [wanted]
     microbatches = [] if example is None else split_by(options.split_batch, example[1], counts[0])
     # Measure now, while all ranks are here and idle.
     link = measure_link(groups.pipeline_parallel, device, groups.world)
 
+    spare_bytes = 0
+    copies = 1.0
+    if module.trainer.training:
+        # Only the optimizers tell how much state they hold; to ask them runs `configure_optimizers` on a copy.
+        is_limited = options.schedule == "auto" or options.memory_limit_bytes is not None
+        state = state_copies(module) if is_limited else STATE_COPIES
+        copies = copies_held(state, groups.data_parallel.size, zero_stage)
+        if counts != [1]:
+            spare_bytes = Held.of(module.parameters()).largest_bytes
+
     def choose(costs: Costs, passes: int) -> Schedule:
-        workload = Workload(costs.layers, costs.prologue, costs.epilogue, measured_microbatches=counts[0], link=link)
-        # A model with several passes through its layers needs one stage per pass on every rank.
-        names = [name for name in SCHEDULES if passes == 1 or name not in WITH_CHUNKS]
-        choice = choose_schedule(
-            workload,
-            ranks,
-            counts,
-            schedules=names,
-            virtual_stages=[passes * chunks for chunks in (1, 2, 4)],
-            memory_limit_bytes=options.memory_limit_bytes,
+        workload = Workload(
+            costs.layers,
+            costs.prologue,
+            costs.epilogue,
+            measured_microbatches=counts[0],
+            link=link,
+            passes=passes,
+            spare_bytes=spare_bytes,
         )
+        choice = choose_schedule(workload, ranks, counts, memory_limit_bytes=options.memory_limit_bytes)
         print_table(choice_table(choice))
         return choice.best.schedule
 
     schedule: Schedule | Callable[[Costs, int], Schedule] = choose
     if options.schedule != "auto":
-        schedule = build_schedule(options.schedule, ranks, counts[0], options.stages_per_rank)
+        schedule = build_schedule(options.schedule, ranks, counts[0], options.stages_per_rank, options.warmup)
     planned = partial(
         analyze,
         module,
@@ -343,7 +361,8 @@ def _plan(
         schedule,
         layers=options.layers,
         balance=options.balance,
-        memory_limit_bytes=options.memory_limit_bytes,
+        memory_limit_bytes=options.memory_limit_bytes and max(0.0, options.memory_limit_bytes - spare_bytes),
+        copies=copies,
         device=device,
         link=link,
         sync_group=groups.world,
@@ -382,6 +401,7 @@ def _request(
         "schedule": options.schedule,
         "num_microbatches": options.num_microbatches,
         "virtual_stages": options.virtual_stages,
+        "warmup": options.warmup,
         "balance": options.balance if isinstance(options.balance, str) else list(options.balance),
         "memory_limit_bytes": options.memory_limit_bytes,
         "pipeline_ranks": groups.pipeline_parallel.size,
@@ -421,16 +441,6 @@ def save_plan(plan: PipelinePlan, checkpoint: str | Path) -> None:
     if plan.schedule.name in SCHEDULES and folder.is_dir():
         # `save` writes by name. `put_file` flushes the file afterwards.
         put_file(folder / PLAN_FILE, lambda file: plan.save(file.path))
-
-
-def _microbatch_counts(wanted: int | Literal["auto"], ranks: int, samples: int | None) -> list[int]:
-    """Return numbers of microbatches to choose from. The first is the default."""
-    if wanted != "auto":
-        return [wanted]
-    # With four per rank the bubble of 1F1B, (p - 1) / (4 p + p - 1), stays below a fifth.
-    counts = [ranks * factor for factor in (4, 1, 2, 8)]
-    fitting = [count for count in counts if samples is None or count <= samples]
-    return fitting or [max(samples or 1, 1)]
 
 
 def _samples(parts: Sequence[Any]) -> int | None:

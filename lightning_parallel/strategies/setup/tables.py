@@ -13,7 +13,7 @@ from rich.table import Table
 from lightning_parallel.pipeline.pipeline_plan import PipelinePlan
 from lightning_parallel.pipeline.search import Choice
 from lightning_parallel.pipeline.simulate import simulate
-from lightning_parallel.planner.rank_memory import RankMemory, stage_memory
+from lightning_parallel.planner.rank_memory import RankMemory, planned_memory
 from lightning_parallel.tracing.spans import bytes_text, seconds_text, show
 
 __all__ = ["choice_table", "print_table", "show_stages", "stage_table"]
@@ -48,7 +48,7 @@ def stage_table(plan: PipelinePlan, copies: float, replicas: int = 1, zero_stage
     """
     schedule = plan.schedule
     costs = plan.stage_costs
-    memories = [stage_memory(plan, stage, copies, replicas, zero_stage) for stage in range(len(costs))]
+    memories = [planned_memory(plan, [stage], copies, replicas, zero_stage) for stage in range(len(costs))]
     total_s = sum(cost.total_s for cost in costs)
     table = Table(
         title=f"{plan.model} in {schedule.num_stages} pipeline stages: {schedule.name}, "
