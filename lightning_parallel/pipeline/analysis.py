@@ -10,7 +10,7 @@ cannot be split is refused before anything is communicated.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
 from typing import Any
@@ -30,10 +30,10 @@ from lightning_parallel.pipeline.layer_stack import (
 )
 from lightning_parallel.pipeline.measure import STATE_COPIES, count_parameters, measure
 from lightning_parallel.pipeline.module_use import ModuleUse, Step, trace_in_order, use_by_registration
-from lightning_parallel.pipeline.pipeline_plan import Costs, PipelinePlan, PlannedParameter, device_of
+from lightning_parallel.pipeline.pipeline_plan import PipelinePlan, PlannedParameter, device_of
 from lightning_parallel.pipeline.schedule import SCHEDULES, Schedule, activations_held, build_schedule
-from lightning_parallel.pipeline.search import Balance, cut_layers
-from lightning_parallel.pipeline.simulate import Cost, Link, validate
+from lightning_parallel.pipeline.search import Balance, Costs, cut_layers
+from lightning_parallel.pipeline.simulate import Link, validate
 from lightning_parallel.pipeline.skips import Skips
 from lightning_parallel.pipeline.stage import InterceptedModel
 
@@ -194,9 +194,9 @@ class _Analysis:
         schedule = self.schedule
         if callable(schedule):
             # The layers limit the number of stages, so the choice gets the costs of the parts that can be split.
-            in_units = _summed(costs, cut_units(stack))
+            in_units = costs.in_runs(cut_units(stack))
             has_enough = len(in_units.layers) >= self.num_ranks
-            schedule = schedule(in_units if has_enough else _summed(costs, stack.blocks), passes)
+            schedule = schedule(in_units if has_enough else costs.in_runs(stack.blocks), passes)
         if schedule.num_ranks != self.num_ranks:
             raise ValueError(
                 f"`schedule` must be for the {self.num_ranks} ranks of the pipeline group; got one for"
@@ -225,7 +225,7 @@ class _Analysis:
         # Layers without parameters are split off alone only if there are too few others, or the user counted.
         if len(runs) < num_stages or balance not in ("auto", "measured", "parameters"):
             runs = stack.blocks
-        in_runs = _summed(costs, runs)
+        in_runs = costs.in_runs(runs)
         counts = cut_layers(
             in_runs.layers,
             num_stages,
@@ -237,13 +237,6 @@ class _Analysis:
         )
         ends = [0, *accumulate(counts)]
         return tuple(sum(runs[start:stop]) for start, stop in pairwise(ends))
-
-
-def _summed(costs: Costs, runs: Sequence[int]) -> Costs:
-    """Add up the costs of the layers of each run."""
-    ends = [0, *accumulate(runs)]
-    layers = tuple(Cost.in_sequence(costs.layers[start:stop]) for start, stop in pairwise(ends))
-    return Costs(layers, costs.prologue, costs.epilogue)
 
 
 def _in_flight(schedule: Schedule, num_stages: int) -> list[int]:

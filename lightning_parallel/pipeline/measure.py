@@ -22,7 +22,8 @@ from torch.autograd.graph import saved_tensors_hooks
 from lightning_parallel.compat.chance import seeded
 from lightning_parallel.compat.torch import buffers_of, parameters_of, pytree, random_values, storage_address
 from lightning_parallel.pipeline.layer_stack import LayerStack, outer_modules
-from lightning_parallel.pipeline.pipeline_plan import Costs, PipelinePlan
+from lightning_parallel.pipeline.pipeline_plan import PipelinePlan
+from lightning_parallel.pipeline.search import Costs
 from lightning_parallel.pipeline.simulate import Cost
 from lightning_parallel.pipeline.stage import InterceptedModel
 from lightning_parallel.pipeline.weight_gradients import WeightGradients, deferring, shared_parameters, split_linears

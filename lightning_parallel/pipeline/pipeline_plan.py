@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field
 from itertools import accumulate, chain
 from math import prod
 from pathlib import Path
@@ -26,48 +26,16 @@ from lightning_parallel.pipeline.schedule import (
     build_schedule,
     peak_activation_bytes,
 )
-from lightning_parallel.pipeline.search import stage_costs
+from lightning_parallel.pipeline.search import Costs
 from lightning_parallel.pipeline.simulate import Cost, Link
 from lightning_parallel.pipeline.skips import Skip, Skips
 
-__all__ = ["Costs", "PipelinePlan", "PlannedParameter", "TiedParameter", "TensorLayout", "device_of"]
+__all__ = ["PipelinePlan", "PlannedParameter", "TiedParameter", "TensorLayout", "device_of"]
 
 # Raise it when `to_dict` changes: an old file is refused instead of misread.
 _VERSION = 2
 _MOST_ACTIONS = 1 << 20
 """The most actions of a kind in the schedule of a plan from a file: the schedule is built, whatever a file says."""
-
-
-@dataclass(frozen=True)
-class Costs:
-    """Holds the cost of one microbatch in each layer, in the prologue, and in the epilogue.
-
-    Attributes:
-        layers: Cost of each layer.
-        prologue: Cost of the code before the first layer.
-        epilogue: Cost of the code after the last layer, with the loss.
-    """
-
-    layers: tuple[Cost, ...]
-    prologue: Cost = field(default_factory=Cost)
-    epilogue: Cost = field(default_factory=Cost)
-
-    @property
-    def are_measured(self) -> bool:
-        """True if the costs have seconds, and not bytes only."""
-        # One is enough: single layers, and the ends of the model, may cost nothing.
-        return any(cost.total_s for cost in (*self.layers, self.prologue, self.epilogue))
-
-    def of_one_pass(self, passes: int) -> Costs:
-        """Add up the costs of the calls of each layer, if all layers are called `passes` times, one after the other."""
-        count = len(self.layers) // passes
-        # Every `count`-th cost is of another call of the same layer.
-        layers = tuple(Cost.in_sequence(self.layers[first::count]) for first in range(count))
-        return replace(self, layers=layers)
-
-    def per_stage(self, layers_per_stage: Sequence[int]) -> list[Cost]:
-        """Add up the costs of the layers of each stage, prologue and epilogue included."""
-        return stage_costs(self.layers, layers_per_stage, prologue=self.prologue, epilogue=self.epilogue)
 
 
 @dataclass(frozen=True)
@@ -208,10 +176,6 @@ class PipelinePlan:
         row = self.schedule.rows[self.schedule.stage_ranks[stages[0]]] if stages else ()
         mine = [action for action in row if action.stage in stages]
         return peak_activation_bytes(mine, [cost.activation_bytes for cost in costs])
-
-    def stages_of_rank(self, rank: int) -> tuple[int, ...]:
-        """Return the stages of the rank at this position of the pipeline group."""
-        return tuple(stage for stage, owner in enumerate(self.schedule.stage_ranks) if owner == rank)
 
     def in_flight(self, stage: int) -> int:
         """Return the most microbatches whose activations `stage` holds at once."""

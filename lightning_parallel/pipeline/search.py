@@ -12,9 +12,9 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import accumulate, pairwise
-from typing import Literal, NamedTuple, TypeVar
+from typing import Any, Literal, NamedTuple, TypeVar
 
-from lightning_parallel.pipeline.schedule import SCHEDULES, Builder, Schedule, build_schedule
+from lightning_parallel.pipeline.schedule import SCHEDULES, Schedule, build_schedule
 from lightning_parallel.pipeline.simulate import Cost, Link, Timeline, simulate
 from lightning_parallel.tracing.spans import bytes_text, seconds_text
 
@@ -24,6 +24,7 @@ __all__ = [
     "Balance",
     "Candidate",
     "Choice",
+    "Costs",
     "Rank",
     "Workload",
     "best_first",
@@ -32,7 +33,6 @@ __all__ = [
     "microbatch_counts",
     "rank_of",
     "schedule_arguments",
-    "stage_costs",
 ]
 
 Balance = Literal["auto", "measured", "parameters", "uniform"] | Sequence[int]
@@ -99,15 +99,55 @@ def cut_layers(
     return _most_even_within(len(layers), num_stages, heaviness, memory, memory_cap_bytes)
 
 
-def stage_costs(
-    layers: Sequence[Cost], layers_per_stage: Sequence[int], *, prologue: Cost = _FREE, epilogue: Cost = _FREE
-) -> list[Cost]:
-    """Add up the costs of the layers of each stage, prologue and epilogue included."""
-    bounds = [0, *accumulate(layers_per_stage)]
-    runs = [list(layers[start:stop]) for start, stop in pairwise(bounds)]
-    runs[0] = [prologue, *runs[0]]
-    runs[-1] = [*runs[-1], epilogue]
-    return [Cost.in_sequence(run) for run in runs]
+@dataclass(frozen=True)
+class Costs:
+    """Holds the cost of one microbatch in each layer, in the prologue, and in the epilogue.
+
+    Attributes:
+        layers: Cost of each layer.
+        prologue: Cost of the code before the first layer.
+        epilogue: Cost of the code after the last layer, with the loss.
+    """
+
+    layers: Sequence[Cost]
+    prologue: Cost = _FREE
+    epilogue: Cost = _FREE
+
+    @property
+    def parts(self) -> tuple[Cost, ...]:
+        """The costs of all parts, in the order of the step."""
+        return (self.prologue, *self.layers, self.epilogue)
+
+    @property
+    def are_measured(self) -> bool:
+        """True if the costs have seconds, and not bytes only."""
+        # One is enough: single layers, and the ends of the model, may cost nothing.
+        return any(cost.total_s for cost in self.parts)
+
+    def mapped(self, function: Callable[..., Cost], *others: Costs) -> Costs:
+        """Return the results of a function of each part, and of the same part of other costs."""
+        first, *layers, last = map(function, self.parts, *(other.parts for other in others))
+        return Costs(tuple(layers), first, last)
+
+    def in_runs(self, sizes: Sequence[int]) -> Costs:
+        """Add up the costs of so many consecutive layers at a time."""
+        ends = [0, *accumulate(sizes)]
+        layers = tuple(Cost.in_sequence(self.layers[start:stop]) for start, stop in pairwise(ends))
+        return Costs(layers, self.prologue, self.epilogue)
+
+    def of_one_pass(self, passes: int) -> Costs:
+        """Add up the costs of the calls of each layer, if all layers are called `passes` times, one after the other."""
+        count = len(self.layers) // passes
+        # Every `count`-th cost is of another call of the same layer.
+        layers = tuple(Cost.in_sequence(self.layers[first::count]) for first in range(count))
+        return Costs(layers, self.prologue, self.epilogue)
+
+    def per_stage(self, layers_per_stage: Sequence[int]) -> list[Cost]:
+        """Add up the costs of the layers of each stage, prologue and epilogue included."""
+        stages = [[layer] for layer in self.in_runs(layers_per_stage).layers]
+        stages[0].insert(0, self.prologue)
+        stages[-1].append(self.epilogue)
+        return [Cost.in_sequence(stage) for stage in stages]
 
 
 Segment = Callable[[int, int, int], float]
@@ -281,7 +321,7 @@ def schedule_arguments(
 
 
 @dataclass(frozen=True)
-class Workload:
+class Workload(Costs):
     """Costs of a model, measured with the batch split into `measured_microbatches`.
 
     Args:
@@ -294,23 +334,23 @@ class Workload:
         link: Link between any two ranks.
         passes: Number of passes through the layers; all passes get the same split points.
         spare_bytes: Bytes that each rank holds besides its stages.
+        rehearsed: Returns the costs for a number of microbatches, if they do not follow from the costs above.
     """
 
-    layers: Sequence[Cost]
-    prologue: Cost = _FREE
-    epilogue: Cost = _FREE
     measured_microbatches: int = 1
     overhead_s: float = 0.0
     link: Link = Link()
     passes: int = 1
     spare_bytes: float = 0.0
+    rehearsed: Callable[[int], Costs] | None = None
     _counts: dict[int, tuple[int, ...]] = field(default_factory=dict, init=False, repr=False, compare=False)
 
-    def costs_of(self, num_microbatches: int) -> tuple[Sequence[Cost], Cost, Cost]:
-        """Return the costs of one of so many microbatches in the layers, before and after them."""
+    def costs_of(self, num_microbatches: int) -> Costs:
+        """Return the costs of one of so many microbatches."""
+        if self.rehearsed is not None:
+            return self.rehearsed(num_microbatches)
         factor = self.measured_microbatches / num_microbatches
-        layers = [layer.scaled(factor) for layer in self.layers]
-        return layers, self.prologue.scaled(factor), self.epilogue.scaled(factor)
+        return self.mapped(lambda cost: cost.scaled(factor))
 
     def cut(self, schedule: Schedule, memory_cap_bytes: float | None = None) -> tuple[tuple[int, ...], list[Cost]]:
         """Split the layers for a schedule; return the number of layers and the cost of each stage."""
@@ -320,14 +360,42 @@ class Workload:
         # The cap is per rank, but the split is per stage. So each stage of a rank gets an equal share of memory and of
         # the microbatches in flight. The rank's true peak is checked afterwards.
         share = schedule.virtual_stages
-        counts = self._cut(
-            schedule.num_stages,
-            costs,
-            memory_cap_bytes=(memory_cap_bytes - self.spare_bytes) / share * self.passes,
-            # Rounded up: a stage may hold one microbatch more than the other stages of its rank.
-            in_flight=[-(-schedule.max_in_flight[rank] // share) for rank in schedule.stage_ranks],
+        cap = (memory_cap_bytes - self.spare_bytes) / share * self.passes
+        # Rounded up: a stage may hold one microbatch more than the other stages of its rank.
+        in_flight = [-(-schedule.max_in_flight[rank] // share) for rank in schedule.stage_ranks]
+        counts = self._cut(schedule.num_stages, costs, cap, in_flight)
+        return counts, self._stages(counts, costs)
+
+    def fastest_cut(self, num_stages: int, num_microbatches: int) -> tuple[tuple[int, ...], list[Cost]]:
+        """Split the layers without a cap of memory; return the number of layers and the cost of each stage."""
+        # Kept, and found for one number of microbatches: noise in measured costs must not move the split points.
+        if num_stages not in self._counts:
+            self._counts[num_stages] = self._cut(num_stages, self.costs_of(self.measured_microbatches))
+        counts = self._counts[num_stages]
+        return counts, self._stages(counts, self.costs_of(num_microbatches))
+
+    def _cut(
+        self, num_stages: int, costs: Costs, cap_bytes: float | None = None, in_flight: Sequence[int] = ()
+    ) -> tuple[int, ...]:
+        if num_stages == 1:
+            return (len(costs.layers),)
+        one = costs.of_one_pass(self.passes)
+        count = num_stages // self.passes
+        found = cut_layers(
+            one.layers,
+            count,
+            prologue=one.prologue,
+            epilogue=one.epilogue,
+            memory_cap_bytes=cap_bytes,
+            in_flight=in_flight[:count] or None,
         )
-        return counts, self._stages(counts, *costs)
+        return found * self.passes
+
+    @staticmethod
+    def _stages(counts: Sequence[int], costs: Costs) -> list[Cost]:
+        first, *later = costs.per_stage(counts)
+        # Later stages compute masks and positions from the batch once more.
+        return [first, *(replace(stage, forward_s=stage.forward_s + costs.prologue.forward_s) for stage in later)]
 
     def bound_s(self, arguments: Arguments) -> float:
         """Return seconds in which no schedule with these arguments can end, without building the schedule.
@@ -336,62 +404,25 @@ class Workload:
         has to go back to the first stage.
         """
         name, ranks, microbatches, chunks, _ = arguments
-        builder = SCHEDULES[name]
+        splits = SCHEDULES[name].splits_backward
         _, stages = self.fastest_cut(ranks * chunks, microbatches)
-        work = self.work_s(builder, ranks, stages)
+        work = self.work_s(name, ranks, stages)
         bound = ahead = 0.0
         for rank, cost in enumerate(stages[:ranks]):
             bound = max(bound, ahead + microbatches * work[rank])
-            hop_s = self.link.latency_s + cost.boundary_bytes / self.link.bytes_per_s
-            ahead += cost.forward_s + self.overhead_s + hop_s
-            if not builder.splits_backward:
-                ahead += cost.total_s - cost.forward_s + self.overhead_s + hop_s
+            there_and_back_s = cost.forward_s if splits else cost.total_s
+            hop_s = self.overhead_s + self.link.latency_s + cost.boundary_bytes / self.link.bytes_per_s
+            ahead += there_and_back_s + (1 if splits else 2) * hop_s
         return bound
 
-    def work_s(self, builder: Builder, num_ranks: int, stages: Sequence[Cost]) -> list[float]:
-        """Return the seconds that each rank computes for a microbatch."""
+    def work_s(self, name: str, num_ranks: int, stages: Sequence[Cost]) -> list[float]:
+        """Return the seconds that each rank of a schedule computes for a microbatch."""
+        builder = SCHEDULES[name]
         actions_s = self.overhead_s * (3 if builder.splits_backward else 2)
         work = [0.0] * num_ranks
         for rank, cost in zip(builder.stage_ranks(num_ranks, len(stages) // num_ranks), stages):
             work[rank] += cost.total_s + actions_s
         return work
-
-    def fastest_cut(self, num_stages: int, num_microbatches: int) -> tuple[tuple[int, ...], list[Cost]]:
-        """Split the layers without a cap of memory; return the number of layers and the cost of each stage."""
-        # Kept, and found for one number of microbatches: noise in measured costs must not move the split points.
-        if num_stages not in self._counts:
-            self._counts[num_stages] = self._cut(num_stages, self.costs_of(self.measured_microbatches))
-        counts = self._counts[num_stages]
-        return counts, self._stages(counts, *self.costs_of(num_microbatches))
-
-    def _cut(
-        self,
-        num_stages: int,
-        costs: tuple[Sequence[Cost], Cost, Cost],
-        memory_cap_bytes: float | None = None,
-        in_flight: Sequence[int] = (),
-    ) -> tuple[int, ...]:
-        layers, prologue, epilogue = costs
-        if num_stages == 1:
-            return (len(layers),)
-        count = len(layers) // self.passes
-        stages = num_stages // self.passes
-        found = cut_layers(
-            # Every `count`-th cost is of another call of the same layer.
-            [Cost.in_sequence(layers[first::count]) for first in range(count)],
-            stages,
-            prologue=prologue,
-            epilogue=epilogue,
-            memory_cap_bytes=memory_cap_bytes,
-            in_flight=in_flight[:stages] or None,
-        )
-        return found * self.passes
-
-    @staticmethod
-    def _stages(counts: Sequence[int], layers: Sequence[Cost], prologue: Cost, epilogue: Cost) -> list[Cost]:
-        first, *later = stage_costs(layers, counts, prologue=prologue, epilogue=epilogue)
-        # Later stages compute masks and positions from the batch once more.
-        return [first, *(replace(stage, forward_s=stage.forward_s + prologue.forward_s) for stage in later)]
 
 
 Rank = tuple[bool, float, float, float]
@@ -494,10 +525,8 @@ def choose_schedule(
     num_ranks: int,
     microbatches: Sequence[int],
     *,
-    schedules: Sequence[str] = tuple(SCHEDULES),
-    virtual_stages: Sequence[int] = (1, 2, 4),
-    warmups: Sequence[float] = (1, 1.5, 2),
     memory_limit_bytes: float | None = None,
+    **options: Any,
 ) -> Choice:
     """Find the fastest of schedule x V x m x warm-up by simulation, among the schedules that fit in memory.
 
@@ -506,29 +535,19 @@ def choose_schedule(
     Args:
         workload: The layers and their measured costs.
         num_ranks: P.
-        microbatches, schedules, virtual_stages, warmups: See `schedule_arguments`.
+        microbatches: Values of m to try.
         memory_limit_bytes: Most bytes that a rank may hold.
+        options: See `schedule_arguments`.
 
     Raises:
         ValueError: If there are fewer layers than ranks, no schedule can be built from the values given, or no
             schedule fits in memory.
     """
-    arguments = list(
-        schedule_arguments(
-            num_ranks,
-            microbatches,
-            len(workload.layers),
-            workload.passes,
-            schedules=schedules,
-            virtual_stages=virtual_stages,
-            warmups=warmups,
-        )
-    )
+    num_layers = len(workload.layers)
+    arguments = list(schedule_arguments(num_ranks, microbatches, num_layers, workload.passes, **options))
     if not arguments:
-        raise ValueError(
-            f"No schedule of {', '.join(schedules)} can run {len(workload.layers)} layers on {num_ranks} ranks with"
-            f" virtual_stages in {list(virtual_stages)} and microbatches in {list(microbatches)}"
-        )
+        tried = ", ".join(f"{name} in {list(values)}" for name, values in options.items())
+        raise ValueError(f"No schedule can run {num_layers} layers on {num_ranks} ranks{tried and f' with {tried}'}")
 
     def predict(schedule: Schedule) -> tuple[Rank, Candidate]:
         found = _best_candidate(workload, schedule, memory_limit_bytes)

@@ -489,7 +489,7 @@ class PipelineStages:
         self.module = module
         self.plan = plan
         self.device = device
-        self.stages = plan.stages_of_rank(rank)
+        self.stages = plan.schedule.stages_of(rank)
         self.stage_of = plan.stage_of
         self.num_stages = plan.num_stages
         self.stubs = StubOutputs(device)

@@ -6,16 +6,16 @@ A closed form is the sieve: seconds in which a schedule cannot end. A simulation
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache, partial
 from math import ceil
 
 from lightning_parallel.mesh import Mesh
-from lightning_parallel.pipeline.pipeline_plan import Costs
 from lightning_parallel.pipeline.schedule import SCHEDULES, Schedule, build_schedule, peak_activation_bytes
 from lightning_parallel.pipeline.search import (
     Arguments,
+    Costs,
     Rank,
     Workload,
     best_first,
@@ -246,7 +246,7 @@ class LayoutSearch:
         arguments = schedule_arguments(ranks, counts, len(workload.layers), workload.passes, schedules=self.schedules)
         return best_first(arguments, predicted, partial(self._bound_s, mesh, workload, accumulated)) or refused
 
-    def _workload(self, mesh: Mesh, samples: int, microbatches: int) -> _RehearsedWorkload:
+    def _workload(self, mesh: Mesh, samples: int, microbatches: int) -> Workload:
         tensor = mesh.tensor_parallel
         stack = self.rehearsal.divided(tensor).stack
         passes = 1 if stack is None or mesh.pipeline_parallel == 1 else stack.passes_over(mesh.pipeline_parallel)
@@ -254,21 +254,19 @@ class LayoutSearch:
         # The last ZeRO stage needs the least memory.
         copies = copies_held(self.copies, mesh.data_parallel, self._zero_stages(mesh)[-1])
         held = [Held.of(part) for part in (parts.prologue, *parts.layers, parts.epilogue)]
-        first, *sizes, last = (copies * one.trained_bytes + one.frozen_bytes for one in held)
-        in_pass = len(sizes) // passes
+        sizes = [copies * one.trained_bytes + one.frozen_bytes for one in held]
+        # A rank holds a layer once, however often the layer is called.
+        in_pass = len(parts.layers) // passes
+        sizes[1 + in_pass : -1] = [0.0] * (len(parts.layers) - in_pass)
 
         @cache
         def rehearsed(count: int) -> Costs:
-            costs = self._costs(tensor, samples, count).together
-            return Costs(
-                # A rank holds a layer once, however often the layer is called.
-                tuple(replace(c, resident_bytes=sizes[i] if i < in_pass else 0.0) for i, c in enumerate(costs.layers)),
-                replace(costs.prologue, resident_bytes=first),
-                replace(costs.epilogue, resident_bytes=last),
-            )
+            parts = self._costs(tensor, samples, count).together.parts
+            first, *layers, last = (replace(cost, resident_bytes=size) for cost, size in zip(parts, sizes))
+            return Costs(tuple(layers), first, last)
 
         costs = rehearsed(microbatches)
-        return _RehearsedWorkload(
+        return Workload(
             costs.layers,
             costs.prologue,
             costs.epilogue,
@@ -310,10 +308,9 @@ class LayoutSearch:
     def _bound_s(self, mesh: Mesh, workload: Workload, accumulated: int, arguments: Arguments) -> float:
         """Return seconds in which no step with these arguments of a schedule can end; see `Workload.bound_s`."""
         name, ranks, microbatches, chunks, _ = arguments
-        builder = SCHEDULES[name]
         counts, stages = workload.fastest_cut(ranks * chunks, microbatches)
-        work_s = microbatches * sum(workload.work_s(builder, ranks, stages))
-        held = self._parts_of(mesh.tensor_parallel).held(counts, builder.stage_ranks(ranks, chunks))
+        work_s = microbatches * sum(workload.work_s(name, ranks, stages))
+        held = self._parts_of(mesh.tensor_parallel).held(counts, SCHEDULES[name].stage_ranks(ranks, chunks))
         ends_s = min(self._ends_s(mesh, held, 0.0, zero_stage) for zero_stage in self._zero_stages(mesh))
         shared_s = work_s * mesh.data_parallel * mesh.tensor_parallel / self._cores
         step_s = max(workload.bound_s(arguments), shared_s) + self._crowd(mesh) * self.step_s
@@ -349,7 +346,7 @@ class LayoutSearch:
         makespan_s = self._makespan_s(schedule, workload, stages)
         crowd = self._crowd(mesh)
         shared_s = makespan_s if crowd == 1 else self._shared_s(mesh, schedule, workload, stages, makespan_s)
-        work = workload.work_s(SCHEDULES[schedule.name], schedule.num_ranks, stages)
+        work = workload.work_s(schedule.name, schedule.num_ranks, stages)
         busiest = max(range(len(work)), key=work.__getitem__)
         # The kinds of a step follow the busiest rank alone, because the other ranks wait for it.
         messages = costs.messages.per_stage(counts)
@@ -409,7 +406,7 @@ class LayoutSearch:
         """Return the seconds of forward and backward with one device per rank."""
         played = _played(schedule)
         further = schedule.num_microbatches - played.num_microbatches
-        work = workload.work_s(SCHEDULES[schedule.name], schedule.num_ranks, stages)
+        work = workload.work_s(schedule.name, schedule.num_ranks, stages)
         return simulate(played, stages, workload.link, workload.overhead_s).makespan_s + max(work) * further
 
     def _shared_s(
@@ -417,7 +414,7 @@ class LayoutSearch:
     ) -> float:
         """Return the seconds of forward and backward with fewer cores than ranks."""
         copies = mesh.data_parallel * mesh.tensor_parallel
-        work = workload.work_s(SCHEDULES[schedule.name], schedule.num_ranks, stages)
+        work = workload.work_s(schedule.name, schedule.num_ranks, stages)
         each_s = sum(work) * copies / self._cores  # of a microbatch, with all cores busy
         if schedule.num_ranks == 1:
             return max(alone_s, schedule.num_microbatches * each_s)
@@ -544,18 +541,6 @@ class LayoutSearch:
             )
         if layout.memory.total > 0.9 * cluster.memory_bytes and not layout.refusal:
             yield "less than a tenth of the memory is free; memory fragmentation may use it up"
-
-
-@dataclass(frozen=True)
-class _RehearsedWorkload(Workload):
-    """A workload whose costs are rehearsed for each number of microbatches."""
-
-    rehearsed: Callable[[int], Costs] = field(kw_only=True)
-
-    def costs_of(self, num_microbatches: int) -> tuple[Sequence[Cost], Cost, Cost]:
-        """Return the rehearsed costs."""
-        costs = self.rehearsed(num_microbatches)
-        return costs.layers, costs.prologue, costs.epilogue
 
 
 def _played(schedule: Schedule) -> Schedule:

@@ -16,8 +16,7 @@ import warnings
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
-from functools import cached_property
-from itertools import accumulate, pairwise
+from functools import cached_property, partial
 from typing import Any, Literal, get_args
 
 import torch
@@ -32,7 +31,7 @@ from lightning_parallel.pipeline.layer_stack import LayerStack, find_layer_stack
 from lightning_parallel.pipeline.measure import measure
 from lightning_parallel.pipeline.microbatch import loss_of, map_tensors, num_samples, split_batch, split_by
 from lightning_parallel.pipeline.module_use import ModuleUse, trace_in_order
-from lightning_parallel.pipeline.pipeline_plan import Costs
+from lightning_parallel.pipeline.search import Costs
 from lightning_parallel.pipeline.simulate import Cost
 from lightning_parallel.planner.collective_costs import collective_s
 from lightning_parallel.planner.hardware import Cluster, clock_here
@@ -93,15 +92,11 @@ class PartCosts:
     @cached_property
     def together(self) -> Costs:
         """Computation and messages, one after the other."""
-        pairs = zip(_parts(self.compute), _parts(self.messages))
-        first, *layers, last = (_added(one, other) for one, other in pairs)
-        return Costs(tuple(layers), first, last)
+        return self.compute.mapped(_added, self.messages)
 
     def scaled(self, factor: float) -> PartCosts:
         """Return the costs of a microbatch `factor` times as large."""
-        both = (self.compute, self.messages)
-        scaled = ([part.scaled(factor) for part in _parts(costs)] for costs in both)
-        return PartCosts(*(Costs(tuple(parts[1:-1]), parts[0], parts[-1]) for parts in scaled))
+        return PartCosts(*(costs.mapped(lambda cost: cost.scaled(factor)) for costs in (self.compute, self.messages)))
 
     def towards(self, other: PartCosts, share: float) -> PartCosts:
         """Return the costs on the line from these costs (share 0) to `other` (share 1), or beyond."""
@@ -111,25 +106,16 @@ class PartCosts:
             values = {key: max(0.0, value + share * (getattr(two, key) - value)) for key, value in vars(one).items()}
             return Cost(**values)
 
-        pairs = ((self.compute, other.compute), (self.messages, other.messages))
-        found = [[between(one, two) for one, two in zip(_parts(mine), _parts(theirs))] for mine, theirs in pairs]
-        return PartCosts(*(Costs(tuple(parts[1:-1]), parts[0], parts[-1]) for parts in found))
+        return PartCosts(self.compute.mapped(between, other.compute), self.messages.mapped(between, other.messages))
 
-    def in_blocks(self, blocks: Sequence[int]) -> PartCosts:
+    def in_runs(self, sizes: Sequence[int]) -> PartCosts:
         """Add up the layers of each entry of the stack: no split point lies inside a nested list."""
-        ends = [0, *accumulate(blocks)]
-
-        def added(costs: Costs) -> Costs:
-            layers = tuple(Cost.in_sequence(costs.layers[start:stop]) for start, stop in pairwise(ends))
-            return Costs(layers, costs.prologue, costs.epilogue)
-
-        return PartCosts(added(self.compute), added(self.messages))
+        return PartCosts(self.compute.in_runs(sizes), self.messages.in_runs(sizes))
 
     @classmethod
     def of(cls, costs: Costs) -> PartCosts:
         """Separate computation and messages in costs that a clock of `_Seconds` measured."""
-        compute, messages = ([_taken(part, which) for part in _parts(costs)] for which in (0, 1))
-        return cls(*(Costs(tuple(parts[1:-1]), parts[0], parts[-1]) for parts in (compute, messages)))
+        return cls(*(costs.mapped(partial(_taken, which=which)) for which in (0, 1)))
 
 
 class _Seconds(float):
@@ -146,10 +132,6 @@ class _Seconds(float):
     def __sub__(self, other: float) -> _Seconds:
         theirs = getattr(other, "parts", (other, 0.0))
         return _Seconds(self.parts[0] - theirs[0], self.parts[1] - theirs[1])
-
-
-def _parts(costs: Costs) -> list[Cost]:
-    return [costs.prologue, *costs.layers, costs.epilogue]
 
 
 _TIMES = ("forward_s", "input_gradient_s", "weight_gradient_s")
@@ -307,7 +289,7 @@ class Rehearsal:
         if key not in self._costs:
             found = PartCosts.of(self.count("seconds", tensor, microbatches))
             stack = self.divided(tensor).stack
-            self._costs[key] = found if stack is None else found.in_blocks(stack.blocks)
+            self._costs[key] = found if stack is None else found.in_runs(stack.blocks)
         return self._costs[key]
 
     def forget(self) -> None:

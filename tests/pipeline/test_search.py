@@ -11,7 +11,7 @@ from torch import nn
 
 from lightning_parallel import comm
 from lightning_parallel.pipeline.schedule import SCHEDULES, build_schedule
-from lightning_parallel.pipeline.search import Workload, choose_schedule, cut_layers, schedule_arguments, stage_costs
+from lightning_parallel.pipeline.search import Costs, Workload, choose_schedule, cut_layers, schedule_arguments
 from lightning_parallel.pipeline.simulate import Cost, Link, simulate
 from tests.harness import distributed
 from tests.pipeline.models import Sleep, pipeline
@@ -24,7 +24,7 @@ def all_cuts(num_layers, num_stages):
 
 
 def slowest(layers, cut, **ends):
-    return max(cost.total_s for cost in stage_costs(layers, cut, **ends))
+    return max(cost.total_s for cost in Costs(layers, **ends).per_stage(cut))
 
 
 def timed(seconds):
@@ -44,7 +44,7 @@ def test_no_cut_is_better(data):
     assert slowest(layers, cut, **ends) == best
 
     def squares(each):
-        return sum(cost.total_s**2 for cost in stage_costs(layers, each, **ends))
+        return sum(cost.total_s**2 for cost in Costs(layers, **ends).per_stage(each))
 
     assert squares(cut) == min(squares(each) for each in cuts if slowest(layers, each, **ends) == best)
 
@@ -63,7 +63,7 @@ def test_no_cut_within_the_memory_is_better(data):
     cap = data.draw(st.integers(5, 60))
 
     def held(cut):
-        costs = stage_costs(layers, cut, **ends)
+        costs = Costs(layers, **ends).per_stage(cut)
         return max(cost.resident_bytes + n * cost.activation_bytes for cost, n in zip(costs, in_flight))
 
     fitting = [cut for cut in all_cuts(len(layers), num_stages) if held(cut) <= cap]
@@ -133,7 +133,7 @@ def test_in_flight_of_the_wrong_length():
 
 def test_stage_costs_include_the_ends():
     layers = timed([1, 2, 3])
-    costs = stage_costs(layers, (2, 1), prologue=Cost(10), epilogue=Cost(20))
+    costs = Costs(layers, prologue=Cost(10), epilogue=Cost(20)).per_stage((2, 1))
     assert [cost.total_s for cost in costs] == [13, 23]
 
 

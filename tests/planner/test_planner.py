@@ -27,9 +27,8 @@ from lightning_parallel.compat import patched
 from lightning_parallel.mesh import DATA, PIPELINE, TENSOR, Mesh
 from lightning_parallel.pipeline import analysis
 from lightning_parallel.pipeline.analysis import analyze
-from lightning_parallel.pipeline.pipeline_plan import Costs
 from lightning_parallel.pipeline.schedule import build_schedule
-from lightning_parallel.pipeline.search import Workload, choose_schedule, microbatch_counts
+from lightning_parallel.pipeline.search import Costs, Workload, choose_schedule, microbatch_counts
 from lightning_parallel.pipeline.simulate import Cost, Link, simulate
 from lightning_parallel.planner import Cluster, RankMemory, device_named, layouts, plan, plans
 from lightning_parallel.planner.collective_costs import collective_s, flat_collective_s
@@ -273,7 +272,7 @@ def test_flops_and_messages_of_a_block_are_those_of_its_shards():
 def test_a_rehearsal_counts_the_messages_of_a_real_division(group):
     rehearsal = Rehearsal(Model(), tokens(), cluster())
     costs = rehearsal.count("messages", 2)
-    counted = sum(part.total_s for part in (costs.prologue, *costs.layers, costs.epilogue))
+    counted = sum(part.total_s for part in costs.parts)
     model = Model()
     model.log = lambda *_, **__: None
     apply_plan(model, make_plan(model, "auto", group), group)

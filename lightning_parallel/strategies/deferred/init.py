@@ -231,7 +231,7 @@ def materialize_owned(
     """
     owned: set[int] | None = None
     if plan is not None:
-        mine = set(plan.stages_of_rank(groups.pipeline_parallel.rank))
+        mine = set(plan.schedule.stages_of(groups.pipeline_parallel.rank))
         owned = {id(value) for name, value in module.named_parameters() if mine & set(plan.parameters[name].stages)}
 
     def holds(tensor: Tensor) -> bool:

@@ -43,9 +43,9 @@ from lightning_parallel.pipeline.microbatch import (
 )
 from lightning_parallel.pipeline.microbatch import split_batch as split_samples
 from lightning_parallel.pipeline.p2p import MessageGroups
-from lightning_parallel.pipeline.pipeline_plan import Costs, PipelinePlan
+from lightning_parallel.pipeline.pipeline_plan import PipelinePlan
 from lightning_parallel.pipeline.schedule import SCHEDULES, Kind, Schedule, build_schedule
-from lightning_parallel.pipeline.search import Workload, choose_schedule, microbatch_counts
+from lightning_parallel.pipeline.search import Costs, Workload, choose_schedule, microbatch_counts
 from lightning_parallel.pipeline.stage import CutError
 from lightning_parallel.planner.links import measure_link
 from lightning_parallel.planner.plans import state_copies
