@@ -197,7 +197,7 @@ def test_layouts(layout, group):
     if layout == "interleaved":
         plan = strategy.run.engine.plan
         stages = [row for row in report["stages"] if row["rank"] == group.rank]
-        assert [row["stage"] for row in stages] == list(plan.stages_of_rank(group.rank))
+        assert [row["stage"] for row in stages] == list(plan.schedule.stages_of(group.rank))
         assert sum(row["parameters"] for row in stages) == sum(row["optimizer"] for row in stages) == total
         assert [row["parameters"] / 8 for row in stages] == [plan.stage_parameters(row["stage"]) for row in stages]
 

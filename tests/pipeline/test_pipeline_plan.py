@@ -51,7 +51,7 @@ def test_gpt2():
     assert plan.container == "transformer.h"
     assert plan.layers == tuple(f"transformer.h.{number}" for number in range(4))
     assert plan.layers_per_stage == (1, 1, 1, 1)
-    assert plan.stages_of_rank(0) == (0, 2)
+    assert plan.schedule.stages_of(0) == (0, 2)
     assert plan.parameters["transformer.wte.weight"].stages == (0, 3), "the embedding is the head"
     assert plan.parameters["transformer.wpe.weight"].stages == (0,)
     assert plan.parameters["transformer.h.2.ln_1.weight"].stages == (2,)

@@ -13,7 +13,7 @@ from lightning_parallel.pipeline.layer_stack import LayerStack
 from lightning_parallel.pipeline.pipeline_plan import PipelinePlan
 from lightning_parallel.pipeline.schedule import SCHEDULES, build_schedule
 from lightning_parallel.pipeline.weight_gradients import WeightGradients, deferring
-from lightning_parallel.planner.rank_memory import stage_memory
+from lightning_parallel.planner.rank_memory import planned_memory
 from tests.harness import distributed
 from tests.pipeline.test_engine import engine_for, expect_equal
 
@@ -142,7 +142,7 @@ def test_the_plan_lists_every_call():
     assert plan.schedule == build_schedule("interleaved_1f1b", 2, 3, virtual_stages=3)
     assert plan.parameters["blocks.0.weight"].stages == (0, 2, 4)
     # Of the stages of a rank, one holds the layer.
-    held = [stage_memory(plan, stage, 2).parameters for stage in (0, 2, 4)]
+    held = [planned_memory(plan, [stage], 2).parameters for stage in (0, 2, 4)]
     assert held[0] > 2 * 6 * 6 * 8
     assert held[1] == held[2] == 0
     assert PipelinePlan.from_dict(plan.to_dict()) == plan
