@@ -36,6 +36,7 @@ from lightning_parallel.pipeline.search import Balance, Costs, cut_layers
 from lightning_parallel.pipeline.simulate import Link, validate
 from lightning_parallel.pipeline.skips import Skips
 from lightning_parallel.pipeline.stage import InterceptedModel
+from lightning_parallel.step_trace.record import StepTrace, record_step
 
 __all__ = ["analyze"]
 
@@ -48,6 +49,7 @@ def analyze(
     num_microbatches: int | None = None,
     virtual_stages: int | None = None,
     example: tuple[Step, Any] | None = None,
+    trace: StepTrace | None = None,
     layers: str = "auto",
     balance: Balance = "auto",
     memory_limit_bytes: float | None = None,
@@ -67,6 +69,7 @@ def analyze(
         virtual_stages: For a schedule by name.
         example: A step and a microbatch for it, to trace where each module is used. Without it, modules registered
             before the layers are assumed to be used before them.
+        trace: The record of that step, if there is one; else the step is recorded.
         layers: Dotted name of the repeated layers, or `auto`; commas join several that follow each other.
         balance: How to split the layers, see `cut_layers`. `auto` measures if there is an `example`, and counts
             parameters otherwise.
@@ -89,10 +92,14 @@ def analyze(
     # Only a trace can tell whether several containers follow each other, and how often layers are called. Without one,
     # the user has to name them.
     if example is None:
+        trace = None
         stacks = [find_layer_stack(module, num_stages, layers)]
     else:
         stacks = find_layer_stacks(module, num_stages, layers, traced=True)
-    analysis = _Analysis(module, num_ranks, schedule, example, balance, memory_limit_bytes, copies, device, sync_group)
+        trace = trace or record_step(module, *example, device)
+    analysis = _Analysis(
+        module, num_ranks, schedule, example, trace, balance, memory_limit_bytes, copies, device, sync_group
+    )
     # Report the first failure: it is about the most likely layers, and the rest are further attempts.
     failure: ValueError | None = None
     for stack in stacks:
@@ -112,6 +119,7 @@ class _Analysis:
     num_ranks: int
     schedule: Schedule | Callable[[Costs, int], Schedule]
     example: tuple[Step, Any] | None
+    trace: StepTrace | None
     balance: Balance
     memory_limit_bytes: float | None
     copies: float
@@ -122,10 +130,10 @@ class _Analysis:
         """Return the plan that splits `stack`."""
         module = self.module
         # Only a trace shows repeated calls and the order of the calls; without one, trust the registration.
-        if self.example is None:
+        if self.trace is None:
             use = use_by_registration(module, stack)
         else:
-            stack, use = trace_in_order(module, stack, *self.example, self.device)
+            stack, use = trace_in_order(module, stack, self.trace)
             # Only after the trace, which shows how often layers are called.
             stack = with_enough_layers(stack, self.num_ranks)
         costs = self._costs(stack, use)

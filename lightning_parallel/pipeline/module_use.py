@@ -1,17 +1,18 @@
-"""Where a step uses each module and parameter: before, at, or after which of the repeated layers.
+"""Where a recorded step uses each module and parameter: before, at, or after which of the repeated layers.
 
-    stack, use = trace_in_order(module, stack, step, microbatch, device)
+    stack, use = trace_in_order(module, stack, trace)
 
-The step runs on placeholders. The layers come in the order of their calls, whatever the order of registration. A copy
-of the model that the step does not call, such as a moving average, is split like its original. Code that goes through
+The layers come in the order of their calls, whatever the order of registration. A copy of the model that the step does
+not call, such as a moving average, is split like its original. Code that goes through
 both, `for t, s in zip(teacher.parameters(), model.parameters())`, then finds the same pieces on every stage.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import suppress
+from bisect import bisect_right
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -20,17 +21,14 @@ from torch import nn
 from lightning_parallel.pipeline.layer_stack import LayerStack, outer_modules
 from lightning_parallel.pipeline.microbatch import MissingLossError
 from lightning_parallel.pipeline.pipeline_plan import PipelinePlan
-from lightning_parallel.pipeline.stage import CutError, InterceptedModel
-from lightning_parallel.step_trace.interception import Call
-from lightning_parallel.step_trace.placeholder import watch_parameters
-from lightning_parallel.step_trace.stubs import StubOutputs, named_placeholders
+from lightning_parallel.pipeline.stage import CutError
+from lightning_parallel.step_trace.record import ModuleCall, StepTrace
 
 __all__ = [
     "ModuleUse",
     "Step",
     "copies_of_layers",
     "trace_in_order",
-    "trace_use",
     "unpaired_copies",
     "use_by_registration",
 ]
@@ -56,71 +54,132 @@ class ModuleUse:
     stopped: str = ""
 
 
-def trace_in_order(
-    module: nn.Module, stack: LayerStack, step: Step, microbatch: Any, device: torch.device
-) -> tuple[LayerStack, ModuleUse]:
-    """Return the stack in the order in which the step calls its containers, and the use of each module.
+def trace_in_order(module: nn.Module, stack: LayerStack, trace: StepTrace) -> tuple[LayerStack, ModuleUse]:
+    """Return the stack in the order in which the recorded step calls its containers, and the use of each module.
 
-    Containers that it does not call are left out, such as a moving average of the model that it trains.
+    Containers that it does not call are left out, such as a moving average of the model that it trains. Parameters that
+    the record does not reach count as used after the last layer.
 
     Raises:
-        ValueError: See `trace_use`.
+        ValueError: If the record does not reach the last layer, or a layer is called twice; with the reason.
     """
-    # First in any order: the calls show the true order, which registration may not.
-    tracer = _UseTracer(stack, device, in_order=False)
-    # Ignore a fault of the step here: the trace of the stack in order will report it.
-    with suppress(Exception):
-        _trace(module, stack, tracer, step, microbatch, device)
-        if tracer.called == list(range(len(stack.layers))):
-            return stack, _completed(module, stack, tracer.use, _divide_copies(module, stack, tracer.use))
-    path = stack.in_order_of(tracer.called)
+    path = stack.in_order_of([index for index, _ in _calls_of_layers(stack, trace)])
     if path != stack.path:
         stack = LayerStack.at(module, path)
-    return stack, trace_use(module, stack, step, microbatch, device)
+    return stack, _use(module, stack, trace)
 
 
-def trace_use(module: nn.Module, stack: LayerStack, step: Step, microbatch: Any, device: torch.device) -> ModuleUse:
-    """Run `step` once on placeholders and note where each parameter and module is used.
+def _calls_of_layers(stack: LayerStack, trace: StepTrace) -> list[tuple[int, ModuleCall]]:
+    """Return the recorded calls of the layers, with the position of each in the stack."""
+    places, last = stack.places(), -1
+    found = []
+    for call in trace.outermost({*places}):
+        mine = places[call.module]
+        # A layer with several places is told apart only by the order of calls.
+        last = next((place for place in mine if place > last), mine[-1])
+        found.append((last, call))
+    return found
 
-    The code after the layers runs as far as it goes without data. Parameters that it does not reach count as used after
-    the last layer.
 
-    Raises:
-        ValueError: If the step cannot be run up to the last layer, or calls a layer twice; with the reason.
-    """
-    tracer = _UseTracer(stack, device, in_order=True)
+def _use(module: nn.Module, stack: LayerStack, trace: StepTrace) -> ModuleUse:
+    """Return where the recorded step uses each module and parameter."""
+    use = ModuleUse()
+    layers = _calls_of_layers(stack, trace)
+    order = _Order(stack, layers)
     try:
-        _trace(module, stack, tracer, step, microbatch, device)
-    # Not a matter of the split: in one process this step would fail as well.
-    except MissingLossError:
-        raise
-    except Exception as error:
-        # After the last layer a step may need data, for a metric say; the trace has seen all layers by then.
-        if isinstance(error, CutError) or tracer.position + 1 != len(stack.layers):
-            raise ValueError(
-                f"The model cannot be split at `{stack.path}`: the step stopped on tensors without data"
-                f" {tracer.where()}: {error}"
-                " [LP039]"
-            ) from error
-        # Missing data do not explain such an error, so the step needs something that a trace lacks.
-        if isinstance(error, (AttributeError, LookupError)) or "NoneType" in str(error):
-            tracer.use.stopped = f"{type(error).__name__}: {error}"
-        else:
-            tracer.use.direct = None
-    if not tracer.called:
+        order.check()
+        if trace.error is not None:
+            _explain_end(trace.error, stack, order, use)
+    except CutError as error:
+        raise ValueError(
+            f"The model cannot be split at `{stack.path}`: the step stopped on tensors without data"
+            f" {order.where()}: {error} [LP039]"
+        ) from error
+    if not layers:
         raise ValueError(
             f"The step never calls the layers of `{stack.path}`; name the layers that it calls: layers=..."
         )
-    return _completed(module, stack, tracer.use, _divide_copies(module, stack, tracer.use))
+    outer = {child: name for name, child in outer_modules(module, stack)}
+    inside = {*stack.layers, *outer}
+    use.modules = {name: set() for name in outer.values()}
+    for call in trace.outermost(inside):
+        if call.module in outer:
+            use.modules[outer[call.module]].add(order.position(call.number))
+    for operation in trace.operations:
+        for name in {value.parameter for value in operation.inputs if value.parameter is not None}:
+            use.parameters.setdefault(name, set()).add(order.position(operation.after - 1))
+            if use.direct is not None and not trace.is_inside(operation.call, inside):
+                use.direct.add(name)
+    return _completed(module, stack, use, _divide_copies(module, stack, use))
 
 
-def _trace(
-    module: nn.Module, stack: LayerStack, tracer: _UseTracer, step: Step, microbatch: Any, device: torch.device
-) -> None:
-    sites = InterceptedModel(module, stack)
-    tracer.use.modules = {site.name: set() for site in sites.outer}
-    with named_placeholders(module, device), watch_parameters(tracer.note), sites.handled_by(tracer):
-        step(microbatch)
+def _explain_end(error: Exception, stack: LayerStack, order: _Order, use: ModuleUse) -> None:
+    """Note why the record ends early.
+
+    Raises:
+        CutError: If it ends before the last layer.
+        MissingLossError: If the step returns no loss.
+    """
+    # Not a matter of the split: in one process this step would fail as well.
+    if isinstance(error, MissingLossError):
+        raise error
+    # After the last layer a step may need data, for a metric say; the record has all layers by then.
+    if order.last + 1 != len(stack.layers):
+        raise CutError(str(error)) from error
+    # Missing data do not explain such an error, so the step needs something that a record lacks.
+    if isinstance(error, (AttributeError, LookupError)) or "NoneType" in str(error):
+        use.stopped = f"{type(error).__name__}: {error}"
+    else:
+        use.direct = None
+
+
+class _Order:
+    """The calls of the layers in the order of a recorded step.
+
+    Args:
+        stack: The layers.
+        calls: Their calls, each with its position in the stack.
+
+    Attributes:
+        last: The position of the last layer that was called; 0 before the first.
+    """
+
+    def __init__(self, stack: LayerStack, calls: Sequence[tuple[int, ModuleCall]]) -> None:
+        self.stack = stack
+        self.positions = [index for index, _ in calls]
+        self.last = self.positions[-1] if calls else 0
+        self._numbers = [call.number for _, call in calls]
+
+    def position(self, number: int) -> int:
+        """Return the layer whose call comes last before, or at, the call with this number."""
+        before = bisect_right(self._numbers, number)
+        return self.positions[before - 1] if before else 0
+
+    def where(self) -> str:
+        """Describe how far the step has come."""
+        return f"after `{self.stack.names[self.last]}`" if self.positions else "before the first layer"
+
+    def check(self) -> None:
+        """Refuse layers that are called again, or in another order than the stack's.
+
+        Raises:
+            CutError: With the layer, and what to do.
+        """
+        names = self.stack.names
+        for number, (before, index) in enumerate(pairwise(self.positions), 1):
+            if index in self.positions[:number]:
+                self.last = before
+                raise CutError(
+                    f"`{names[index]}` is called again after `{names[before]}`, but not together with all layers of"
+                    " its entry in their container. Put layers that are called together into one module"
+                )
+            if index < before:
+                self.last = before
+                raise CutError(
+                    f"`{names[index]}` is called after `{names[before]}`, but comes before it in `{self.stack.path}`. A"
+                    " pipeline needs the layers in the order of their calls. Put them into one `ModuleList` in that"
+                    " order, or name the layers to split: layers=..."
+                )
 
 
 def use_by_registration(module: nn.Module, stack: LayerStack) -> ModuleUse:
@@ -142,62 +201,6 @@ def use_by_registration(module: nn.Module, stack: LayerStack) -> ModuleUse:
     for name, layers in use.modules.items():
         layers.add(layer_before(name))
     return _completed(module, stack, use, {})
-
-
-class _UseTracer:
-    """Notes the use of modules and parameters at each layer, as a handler of calls; every module is a stub."""
-
-    entered = False
-
-    def __init__(self, stack: LayerStack, device: torch.device, in_order: bool) -> None:
-        self.stack = stack
-        self.in_order = in_order
-        self.stubs = StubOutputs(device)
-        self.position = 0
-        self.called: list[int] = []
-        self.use = ModuleUse()
-        self._is_inside = False
-
-    def note(self, parameter: str) -> None:
-        """Note that a parameter is used outside intercepted modules."""
-        self.use.parameters.setdefault(parameter, set()).add(self.position)
-        if not self._is_inside and self.use.direct is not None:
-            self.use.direct.add(parameter)
-
-    def where(self) -> str:
-        """Describe how far the step has come."""
-        return f"after `{self.stack.names[self.position]}`" if self.called else "before the first layer"
-
-    def layer(self, call: Call) -> Any:
-        """Note which layer is called."""
-        index = call.layer_index
-        if self.in_order and index in self.called:
-            raise CutError(
-                f"`{call.site.name}` is called again after `{self.stack.names[self.position]}`, but not together"
-                " with all layers of its entry in their container. Put layers that are called together into one module"
-            )
-        if self.in_order and self.called and index < self.position:
-            raise CutError(
-                f"`{call.site.name}` is called after `{self.stack.names[self.position]}`, but comes before it in"
-                f" `{self.stack.path}`. A pipeline needs the layers in the order of their calls. Put them into one"
-                " `ModuleList` in that order, or name the layers to split: layers=..."
-            )
-        self.position = index
-        self.called.append(index)
-        return self._run(call)
-
-    def outer_module(self, call: Call) -> Any:
-        """Note that the module is called at this layer."""
-        self.use.modules[call.site.name].add(self.position)
-        return self._run(call)
-
-    def _run(self, call: Call) -> Any:
-        before, self._is_inside = self._is_inside, True
-        try:
-            # Not `infer`, whose recipes would skip the uses of parameters inside the module.
-            return self.stubs.run_stub(call)
-        finally:
-            self._is_inside = before
 
 
 def _completed(module: nn.Module, stack: LayerStack, use: ModuleUse, copies: dict[nn.Module, nn.Module]) -> ModuleUse:

@@ -16,7 +16,7 @@ from __future__ import annotations
 import copy
 from bisect import bisect
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 from weakref import WeakValueDictionary
@@ -26,7 +26,6 @@ from torch import Tensor, nn
 from torch.nn.utils.parametrize import register_parametrization
 
 from lightning_parallel.compat import Patches, innermost_users_line
-from lightning_parallel.compat.chance import seeded
 from lightning_parallel.compat.torch import (
     buffers_of,
     function_modes_kept,
@@ -40,7 +39,7 @@ from lightning_parallel.pipeline.layer_stack import LayerStack, layer_kinds, out
 from lightning_parallel.pipeline.p2p import line_of_step
 from lightning_parallel.pipeline.pipeline_plan import PipelinePlan, TiedParameter
 from lightning_parallel.pipeline.skips import NO_SKIPS, StageSkips
-from lightning_parallel.step_trace.attributes import SavedAttributes, SavedForwards
+from lightning_parallel.step_trace.attributes import SavedForwards
 from lightning_parallel.step_trace.interception import (
     ActiveHandler,
     Call,
@@ -54,10 +53,10 @@ from lightning_parallel.step_trace.placeholder import (
     PlaceholderTensor,
     UnknownValue,
     missing,
-    nothing_written,
     reveal,
     step_of_stage,
 )
+from lightning_parallel.step_trace.record import state_kept
 from lightning_parallel.step_trace.stubs import StubOutputs, free_parameters
 
 __all__ = [
@@ -440,30 +439,8 @@ class InterceptedModel:
             handler: The handler.
             seed: The seed of the random numbers; None continues the outer state.
         """
-        # Layers may leave values from random data in their attributes here, such as a moving average of an `.item()`.
-        # The step itself may leave placeholders in attributes and buffers. Restore all of these.
-        attributes = SavedAttributes(self.module)
-        buffers = [(child, dict(buffers_of(child))) for child in self.module.modules()]
-        held = {
-            buffer for _, own in buffers for buffer in own.values() if type(buffer) is Tensor and not buffer.is_meta
-        }
-        values = {buffer: buffer.detach().clone() for buffer in held}
-        try:
-            chance = nullcontext() if seed is None else seeded(seed)
-            with function_modes_kept(), self.active.use(handler), nothing_written(), chance:
-                yield
-        finally:
-            self.restore_forwards()
-            attributes.restore()
-            for child, own in buffers:
-                # Cleared first: the step may have registered further buffers.
-                buffers_of(child).clear()
-                buffers_of(child).update(own)
-            with torch.no_grad():
-                for buffer, value in values.items():
-                    # A write raises the version, which autograd may have noted.
-                    if not torch.equal(buffer, value):
-                        buffer.copy_(value)
+        with state_kept(self.module, seed), self.active.use(handler):
+            yield
 
 
 class PipelineStages:

@@ -36,8 +36,9 @@ from lightning_parallel.pipeline.simulate import Cost
 from lightning_parallel.planner.collective_costs import collective_s
 from lightning_parallel.planner.hardware import Cluster, clock_here
 from lightning_parallel.planner.roofline import Roofline
+from lightning_parallel.step_trace.record import StepTrace, record_step
 from lightning_parallel.tensor.auto_plan import make_plan
-from lightning_parallel.tensor.plan import Sharding, UserPlan, apply_plan
+from lightning_parallel.tensor.plan import Plan, Sharding, UserPlan, apply_plan
 
 __all__ = ["PRECISIONS", "Divided", "PartCosts", "PrecisionName", "Rehearsal", "most_microbatches", "without_data"]
 
@@ -210,6 +211,7 @@ class Rehearsal:
         self._sequence_parallel = sequence_parallel
         self._layers = layers
         self._divided: dict[int, Divided | ValueError] = {}
+        self._trace: StepTrace | None = None
         self._costs: dict[tuple[int, int], PartCosts] = {}
         self._notes: list[tuple[str, int]] = []
 
@@ -249,16 +251,17 @@ class Rehearsal:
         sharding = None
         if tensor > 1:
             group = Group.pretended(TENSOR, tensor, lambda op, num_bytes: self._notes.append((op, num_bytes)))
-            sharding = apply_plan(module, make_plan(module, self._plan, group, self._sequence_parallel), group)
+            sharding = apply_plan(module, self._tensor_plan(module, group), group)
             # Sharding does not change the use of the parts, so reuse the trace of the full model.
             whole = self.divided(1)
             stack = None if whole.stack is None else LayerStack.at(module, whole.stack.path)
             return Divided(module, sharding, stack, whole.use, whole.uncut)
         try:
             failure: ValueError | None = None
+            self._trace = trace = record_step(module, self._of(module), self.microbatch(1), _CPU)
             for stack in find_layer_stacks(module, 1, self._layers):
                 try:
-                    stack, use = trace_in_order(module, stack, self._of(module), self.microbatch(1), _CPU)
+                    stack, use = trace_in_order(module, stack, trace)
                     return Divided(module, sharding, stack, use)
                 except ValueError as error:
                     failure = failure or error
@@ -266,6 +269,11 @@ class Rehearsal:
             raise failure
         except ValueError as error:
             return Divided(module, sharding, None, None, str(error))
+
+    def _tensor_plan(self, module: nn.Module, group: Group) -> Plan:
+        # The record of the full model shows how the step calls the blocks.
+        self.divided(1)
+        return make_plan(module, self._plan, group, self._sequence_parallel, lambda: self._trace)
 
     def microbatch(self, count: int) -> Any:
         """Return the first, and largest, of `count` parts of the batch."""

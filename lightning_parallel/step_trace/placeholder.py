@@ -45,7 +45,7 @@ __all__ = [
     "reveal",
     "sources_of",
     "step_of_stage",
-    "watch_parameters",
+    "watch_operations",
 ]
 
 
@@ -233,47 +233,63 @@ class PlaceholderTensor(Tensor):
         _collect(args, placeholders)
         _collect(kwargs, placeholders)
         _check(func, placeholders)
-        written = _written(func, args, kwargs)
-        if any(not isinstance(value, PlaceholderTensor) for value in written):
-            _require_data_to_write(f"`{func}`", placeholders)
-            # The tensor does not change: only shapes matter here. An operator without a list returns its tensor.
-            returned = schema_of(func).returns
-            return None if not returned else written[0] if len(returned) == 1 else tuple(written)
-        for value in written:
-            _require_no_parameter(value)
-        # Draw and discard: the generator must advance as far as on the stage with the data.
-        if _draws_numbers and torch.Tag.nondeterministic_seeded in func.tags:
-            func(*_with_data(args), **_with_data(kwargs))
-        # Shapes are computed on the meta device; the result claims the device that the real operation would use.
-        device = kwargs.get("device") or placeholders[0].device
-        if "device" in kwargs:
-            kwargs["device"] = torch.device("meta")
-        if torch.Tag.inplace_view in func.tags:
-            _require_shape(func, written[0], args, kwargs)
+        result = None
         try:
-            result = _shapes_with_data(func, args, kwargs)
-        except (RuntimeError, NotImplementedError) as error:
-            what = "`.item()`, `float()` or `if`" if "local_scalar" in str(func) else f"`{func}`"
-            raise PlaceholderError(
-                f"{what} in {innermost_users_line()} needs the data of {placeholders[0].provenance}, which this "
-                f"pipeline stage does not hold ({error}). {_way_out(placeholders[0].provenance)}",
-                placeholders,
-            ) from error
-        available = all(placeholder.available for placeholder in placeholders)
-        # Only dry runs read the sources.
-        sources = sources_of(placeholders) | _of_inside if _in_dry_run else frozenset()
-        for value in written:
-            # From here on, messages must name the missing source instead of the former one.
-            if value.available and not available:
-                value.provenance = _provenance(placeholders)
-            value.available, value.sources = available, sources
-        if written:
-            # An operator that writes into a list of tensors returns nothing.
-            return None if result is None else _rewritten(written[0], result)
-        wrapped = _wrap(result, device, _provenance(placeholders), available, sources)
-        if placeholders[0].view_of and isinstance(wrapped, PlaceholderTensor) and _is_view(func):
-            wrapped.view_of = placeholders[0].view_of
-        return wrapped
+            result = _computed(func, args, kwargs, placeholders)
+            return result
+        finally:
+            # Also an operation that fails: it uses its arguments.
+            if _watcher is not None:
+                _watcher(func, placeholders, result)
+
+
+def _computed(func: Any, args: Any, kwargs: dict[str, Any], placeholders: list[PlaceholderTensor]) -> Any:
+    """Return the result of an operator on placeholders.
+
+    Raises:
+        PlaceholderError: If it needs data.
+    """
+    written = _written(func, args, kwargs)
+    if any(not isinstance(value, PlaceholderTensor) for value in written):
+        _require_data_to_write(f"`{func}`", placeholders)
+        # The tensor does not change: only shapes matter here. An operator without a list returns its tensor.
+        returned = schema_of(func).returns
+        return None if not returned else written[0] if len(returned) == 1 else tuple(written)
+    for value in written:
+        _require_no_parameter(value)
+    # Draw and discard: the generator must advance as far as on the stage with the data.
+    if _draws_numbers and torch.Tag.nondeterministic_seeded in func.tags:
+        func(*_with_data(args), **_with_data(kwargs))
+    # Shapes are computed on the meta device; the result claims the device that the real operation would use.
+    device = kwargs.get("device") or placeholders[0].device
+    if "device" in kwargs:
+        kwargs["device"] = torch.device("meta")
+    if torch.Tag.inplace_view in func.tags:
+        _require_shape(func, written[0], args, kwargs)
+    try:
+        result = _shapes_with_data(func, args, kwargs)
+    except (RuntimeError, NotImplementedError) as error:
+        what = "`.item()`, `float()` or `if`" if "local_scalar" in str(func) else f"`{func}`"
+        raise PlaceholderError(
+            f"{what} in {innermost_users_line()} needs the data of {placeholders[0].provenance}, which this "
+            f"pipeline stage does not hold ({error}). {_way_out(placeholders[0].provenance)}",
+            placeholders,
+        ) from error
+    available = all(placeholder.available for placeholder in placeholders)
+    # Only dry runs read the sources.
+    sources = sources_of(placeholders) | _of_inside if _in_dry_run else frozenset()
+    for value in written:
+        # From here on, messages must name the missing source instead of the former one.
+        if value.available and not available:
+            value.provenance = _provenance(placeholders)
+        value.available, value.sources = available, sources
+    if written:
+        # An operator that writes into a list of tensors returns nothing.
+        return None if result is None else _rewritten(written[0], result)
+    wrapped = _wrap(result, device, _provenance(placeholders), available, sources)
+    if placeholders[0].view_of and isinstance(wrapped, PlaceholderTensor) and _is_view(func):
+        wrapped.view_of = placeholders[0].view_of
+    return wrapped
 
 
 _REQUIRES_GRAD = Tensor.requires_grad.__get__  # type: ignore[attr-defined]
@@ -360,12 +376,12 @@ def _provenance(placeholders: list[PlaceholderTensor]) -> str:
     return missing_first[0].provenance
 
 
-_watcher: Callable[[str], None] | None = None
+_watcher: Callable[[Any, list[PlaceholderTensor], Any], None] | None = None
 
 
 @contextmanager
-def watch_parameters(watcher: Callable[[str], None]) -> Iterator[None]:
-    """Call `watcher` with the name of each parameter whose placeholder is used in an operation inside the block."""
+def watch_operations(watcher: Callable[[Any, list[PlaceholderTensor], Any], None]) -> Iterator[None]:
+    """Call `watcher` with each operation on placeholders inside the block: operator, placeholders, result."""
     global _watcher
     before, _watcher = _watcher, watcher
     try:
@@ -452,8 +468,6 @@ def _check(func: Any, placeholders: list[PlaceholderTensor]) -> None:
                 " autograd function outside the layers. This stage received it for a layer. Move that call into a"
                 " layer"
             )
-        if placeholder.parameter is not None and _watcher is not None:
-            _watcher(placeholder.parameter)
 
 
 def _written(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:

@@ -34,7 +34,16 @@ from lightning_parallel.step_trace.placeholder import (
     nothing_written,
 )
 
-__all__ = ["StubOutputs", "autocast_dtype", "copy_args", "free_parameters", "named_placeholders", "stubbed"]
+__all__ = [
+    "StubOutputs",
+    "autocast_dtype",
+    "copy_args",
+    "free_parameters",
+    "named_placeholders",
+    "run_on_random_data",
+    "stubbed",
+    "write_back",
+]
 
 # Values that can be compared and never change, so that a recipe may depend on them.
 _PLAIN = (int, float, str, bool, type(None), torch.dtype)
@@ -165,7 +174,7 @@ class StubOutputs:
                     return copy_args(arguments, originals)
 
                 try:
-                    result, given = _run_on_random_data(call, copied, self.device, available)
+                    result, given = run_on_random_data(call, copied, self.device, available)
                 except Exception:
                     raise PlaceholderError(
                         f"The shape of {call.site.provenance} cannot be inferred without real data"
@@ -188,7 +197,7 @@ class StubOutputs:
         if self.repeats:
             for original, duplicate in originals.values():
                 getattr(original, "__dict__", {}).update(getattr(duplicate, "__dict__", {}))
-        return pytree.tree_map(finished, result), _write_back(arguments, given, finished)
+        return pytree.tree_map(finished, result), write_back(arguments, given, finished)
 
     def _record(self, call: Call) -> tuple[Any, _OutputRecipe | None]:
         """Run the module; return its output, and a recipe for it, or None if there can be none."""
@@ -224,7 +233,7 @@ def _described(error: Exception) -> str:
     return str(error)
 
 
-def _run_on_random_data(
+def run_on_random_data(
     call: Call, copied: Callable[[], tuple[Any, Any]], device: torch.device, available: bool
 ) -> tuple[Any, Any]:
     """Call a module with random data in place of placeholders among its arguments and of missing parameters.
@@ -382,7 +391,7 @@ def copy_args(arguments: Any, originals: dict[int, Any]) -> Any:
     return pytree.tree_map(copied, arguments)
 
 
-def _write_back(old: Any, new: Any, finished: Callable[[Any], Any]) -> bool:
+def write_back(old: Any, new: Any, finished: Callable[[Any], Any]) -> bool:
     """Write the changes that a module made to copies of lists and dicts back to the originals.
 
     Args:
@@ -398,7 +407,7 @@ def _write_back(old: Any, new: Any, finished: Callable[[Any], Any]) -> bool:
     after = new if isinstance(new, dict) else dict(enumerate(new))
     changed = False
     for key in before.keys() & after.keys():
-        changed |= _write_back(before[key], after[key], finished)
+        changed |= write_back(before[key], after[key], finished)
     entries = {}
     for key, item in after.items():
         is_kept = key in before and _same(before[key], item, finished)

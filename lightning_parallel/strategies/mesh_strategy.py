@@ -15,6 +15,7 @@ from collections.abc import Callable, Generator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from datetime import timedelta
+from functools import cache, partial
 from typing import Any, Optional, Union
 
 import torch
@@ -64,6 +65,7 @@ from lightning_parallel.mesh import Axis, Size
 from lightning_parallel.pipeline.microbatch import without_caches
 from lightning_parallel.pipeline.pipeline_plan import PipelinePlan
 from lightning_parallel.planner.rank_memory import optimizer_copies
+from lightning_parallel.step_trace.record import StepTrace
 from lightning_parallel.strategies import checks
 from lightning_parallel.strategies.checkpoints.rank_files import remove_rank_files
 from lightning_parallel.strategies.compressed.advice import tell_costs, warn_of_misfits
@@ -95,7 +97,7 @@ from lightning_parallel.strategies.ranks.order import in_step
 from lightning_parallel.strategies.ranks.processes import MeshProcesses, StartMethod
 from lightning_parallel.strategies.run import Run
 from lightning_parallel.strategies.self_check.proof import Verify
-from lightning_parallel.strategies.setup.divide import cut_stages, save_plan, shard_tensors
+from lightning_parallel.strategies.setup.divide import cut_stages, record_of_run, save_plan, shard_tensors
 from lightning_parallel.strategies.setup.tables import show_stages
 from lightning_parallel.strategies.steps.effects import side_effects_discarded
 from lightning_parallel.strategies.steps.pipeline import PipelineSteps
@@ -317,7 +319,16 @@ class MeshStrategy(MeshProcesses):
         held = move_to_meta(module, self.root_device)
         if self.groups.replica.size > 1:
             keep_skeleton(module)
-        sharding = shard_tensors(module, self.tensor_options, self.groups)
+        # A step under manual optimization asks for its optimizers, which are made after the split.
+        is_fit = module.trainer.state.fn == TrainerFn.FITTING
+        early = partial(early_optimizers, self, module) if is_fit else nullcontext
+
+        @cache
+        def record() -> StepTrace | None:
+            with early():
+                return record_of_run(module, self.precision_plugin, self.root_device)
+
+        sharding = shard_tensors(module, self.tensor_options, self.groups, record)
 
         def materialize(plan: PipelinePlan | None) -> None:
             materialize_owned(module, self.root_device, self.groups, sharding, plan, held, self._built_apart)
@@ -328,9 +339,7 @@ class MeshStrategy(MeshProcesses):
             return
         steps = PipelineSteps(module, self.pipeline_options, self.precision_plugin, self.root_device)
         # The analysis runs the user's steps. Their logs and attributes are not part of the run.
-        is_fit = module.trainer.state.fn == TrainerFn.FITTING
-        # A step under manual optimization asks for its optimizers, which are made after the split.
-        with side_effects_discarded(module), early_optimizers(self, module) if is_fit else nullcontext():
+        with side_effects_discarded(module), early():
             engine = cut_stages(
                 module,
                 self.pipeline_options,
@@ -340,6 +349,7 @@ class MeshStrategy(MeshProcesses):
                 materialize,
                 is_verified=self.verify != "off",
                 zero_stage=self.zero_stage,
+                trace=record() if self.groups.tensor_parallel.size > 1 else None,
             )
         doubt = run.state.doubt
         if doubt is not None and self.verify == "off":  # else the self-check examines the doubt

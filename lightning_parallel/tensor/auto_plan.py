@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from lightning_parallel.comm import Group
 from lightning_parallel.compat.initialization import tensor_parallel_plan_of
 from lightning_parallel.compat.torch import forward_hooks_of, pytree
+from lightning_parallel.step_trace.record import Record, no_record
 from lightning_parallel.tensor.attention import divide_by_heads
 from lightning_parallel.tensor.block_calls import block_call
 from lightning_parallel.tensor.dataflow import NOT_RUN, RegionFinder
@@ -59,7 +60,9 @@ LARGE_TABLE = 1 / 16  # an embedding with this share of the parameters is worth 
 HEAD_SIZES = (128, 96, 80, 64, 48, 40, 32, 24, 16, 12, 8, 6, 4, 2, 1)
 
 
-def make_plan(module: nn.Module, plan: UserPlan, group: Group, sequence_parallel: bool = False) -> Plan:
+def make_plan(
+    module: nn.Module, plan: UserPlan, group: Group, sequence_parallel: bool = False, record: Record = no_record
+) -> Plan:
     """Make the plan for `module`; every rank of `group` must call it with the same module.
 
     The module is not changed and may be on the meta device: single blocks of it are copied and run.
@@ -69,6 +72,7 @@ def make_plan(module: nn.Module, plan: UserPlan, group: Group, sequence_parallel
         plan: The user's plan, or `"auto"`.
         group: The tensor-parallel group.
         sequence_parallel: Also shard the activations between the layers of stacked blocks along the sequence.
+        record: Gives the record of the user's step, which shows how the model calls its blocks.
 
     Raises:
         ValueError: If the user's plan does not fit the model, or the model has fewer attention heads than `group` has
@@ -76,7 +80,7 @@ def make_plan(module: nn.Module, plan: UserPlan, group: Group, sequence_parallel
     """
     verifier = PlanVerifier(group)
     if plan == "auto":
-        found = _automatic_plan(module, verifier, group)
+        found = _automatic_plan(module, verifier, group, record)
     else:
         found = parse_plan(module, plan, group)
         # The user has told the parts of these layers, so no trial has to find them.
@@ -85,7 +89,7 @@ def make_plan(module: nn.Module, plan: UserPlan, group: Group, sequence_parallel
         _verify_regions(module, found, verifier, group, explicit)
         resolve_ties(module, found, group.size)
     if sequence_parallel:
-        divide_sequences(module, found, verifier)
+        divide_sequences(module, found, verifier, record)
     return found
 
 
@@ -170,7 +174,7 @@ def _regions(plan: Plan) -> list[str]:
     return list(found)
 
 
-def _automatic_plan(module: nn.Module, verifier: PlanVerifier, group: Group) -> Plan:
+def _automatic_plan(module: nn.Module, verifier: PlanVerifier, group: Group, record: Record) -> Plan:
     # The model's own plan comes before the structure: the search skips modules that have a style already.
     found = Plan()
     gathered: dict[str, Style] = {}
@@ -182,7 +186,7 @@ def _automatic_plan(module: nn.Module, verifier: PlanVerifier, group: Group) -> 
         found.add(path, own)
     plan_experts(module, found, verifier, group)
     paths = {id(child): path for path, child in module.named_modules()}
-    search = _Search(module, verifier, RegionFinder(group), group, paths, {*gathered})
+    search = _Search(module, verifier, RegionFinder(group), group, paths, {*gathered}, record)
     planned = [*found.styles]
     _plan_by_structure(module, found, search)
     search.add_what_was_left(found)
@@ -301,6 +305,7 @@ class _Search:
         group: The tensor-parallel group.
         paths: The first path of each module, by `id`: a module that is registered twice is planned once.
         gathered: Layers whose outputs the model's own plan gathers. Their block is also tried as its model calls it.
+        record: Gives the record of the user's step.
         left: Plans for some layers of a module only, with its path. A module around it may shard all of them, such as
             a layer with its low-rank term.
         reasons: Why layers are in no region, by path.
@@ -312,6 +317,7 @@ class _Search:
     group: Group
     paths: Mapping[int, str]
     gathered: Collection[str] = ()
+    record: Record = no_record
     left: list[tuple[str, Plan]] = field(default_factory=list)
     reasons: dict[str, str] = field(default_factory=dict)
     _calls: dict[object, BlockCall | None] = field(default_factory=dict)
@@ -320,7 +326,7 @@ class _Search:
         """Return how the model calls the module at `path`; blocks of equal structure are examined once."""
         key = (structure_of(module), outermost)
         if key not in self._calls:
-            found = block_call(self.root, path, self.group, outermost)
+            found = block_call(self.root, path, self.group, outermost, self.record())
             self._calls[key] = None if isinstance(found, str) else found
         return self._calls[key]
 

@@ -8,18 +8,23 @@ from torch import nn
 
 from lightning_parallel.pipeline.analysis import analyze
 from lightning_parallel.pipeline.layer_stack import cut_units, find_layer_stack
-from lightning_parallel.pipeline.module_use import trace_use, use_by_registration
+from lightning_parallel.pipeline.module_use import trace_in_order, use_by_registration
 from lightning_parallel.pipeline.schedule import build_schedule
 from lightning_parallel.step_trace.placeholder import PlaceholderTensor
+from lightning_parallel.step_trace.record import record_step
 from tests.pipeline import other_models
 from tests.pipeline.models import built
 
 CPU = torch.device("cpu")
 
 
+def traced(model, step, batch):
+    return trace_in_order(model, find_layer_stack(model, 2), record_step(model, step, batch, CPU))[1]
+
+
 def test_the_use_of_modules_is_traced_not_guessed():
     model, step, batch = built("encoder")
-    seen = trace_use(model, find_layer_stack(model, 2), step, batch, CPU)
+    seen = traced(model, step, batch)
     assert seen.modules["head"] == {3}
     assert seen.modules["embed"] == {0}
     assert seen.parameters["position"] == {0}
@@ -33,7 +38,7 @@ def test_the_use_of_modules_is_traced_not_guessed():
 
 def test_what_is_used_on_several_stages_is_kept_on_each():
     model, step, batch = built("tied")
-    seen = trace_use(model, find_layer_stack(model, 2), step, batch, CPU)
+    seen = traced(model, step, batch)
     assert seen.parameters["embed.weight"] == {0, 3}
     assert seen.parameters["shared.weight"] == {0, 1, 2}, "between two layers: with the former"
     gpt2, _, _ = built("gpt2")
@@ -46,7 +51,7 @@ def test_tracing_changes_nothing():
     torch.manual_seed(5)
     expected = torch.rand(3)
     torch.manual_seed(5)
-    trace_use(model, find_layer_stack(model, 2), step, batch, CPU)
+    traced(model, step, batch)
     assert torch.equal(torch.rand(3), expected)
     assert all(torch.equal(before[name], value) for name, value in model.state_dict().items())
 

@@ -10,15 +10,20 @@ from lightning_parallel.pipeline import weight_gradients
 from lightning_parallel.pipeline.analysis import analyze
 from lightning_parallel.pipeline.layer_stack import find_layer_stack
 from lightning_parallel.pipeline.measure import count_parameters, measure
-from lightning_parallel.pipeline.module_use import trace_use
+from lightning_parallel.pipeline.module_use import trace_in_order
 from lightning_parallel.pipeline.schedule import build_schedule
 from lightning_parallel.planner.links import measure_link
+from lightning_parallel.step_trace.record import record_step
 from tests.harness import distributed
 from tests.pipeline.models import Sleep, built
 from tests.strict_order import strict_order
 from tests.timing import compares_durations, durations
 
 CPU = torch.device("cpu")
+
+
+def used(model, stack, step, batch):
+    return trace_in_order(model, stack, record_step(model, step, batch, CPU))[1].parameters
 
 
 class Sleeper(nn.Module):
@@ -41,7 +46,7 @@ def test_layers_are_clocked_alone():
     model, step, batch = sleepers([0.005, 0.005, 0.02])
     stack = find_layer_stack(model, 2, "1")
     before = {name: value.clone() for name, value in model.state_dict().items()}
-    costs = measure(model, stack, trace_use(model, stack, step, batch, CPU).parameters, step, batch, CPU)
+    costs = measure(model, stack, used(model, stack, step, batch), step, batch, CPU)
     with durations():
         assert [round(cost.forward_s / 0.005) for cost in costs.layers] == [1, 1, 4]
         assert [round(cost.input_gradient_s / 0.01) for cost in costs.layers] == [1, 1, 4]
@@ -99,7 +104,7 @@ def test_only_what_can_be_put_off_counts_as_w():
         return model(x).mean()
 
     stack = find_layer_stack(model, 2)
-    costs = measure(model, stack, trace_use(model, stack, step, batch, CPU).parameters, step, batch, CPU).layers
+    costs = measure(model, stack, used(model, stack, step, batch), step, batch, CPU).layers
     shares = [cost.weight_gradient_s / (cost.input_gradient_s + cost.weight_gradient_s) for cost in costs]
     with durations():
         assert shares[0] > 0.5 > shares[1]
@@ -110,7 +115,7 @@ def test_every_model_can_be_measured():
     for builder in ("mlp", "convolutional", "encoder", "two_streams", "tied", "gpt2", "llama", "bert", "mixtral"):
         model, step, batch = built(builder)
         stack = find_layer_stack(model, 2)
-        costs = measure(model, stack, trace_use(model, stack, step, batch, CPU).parameters, step, batch, CPU)
+        costs = measure(model, stack, used(model, stack, step, batch), step, batch, CPU)
         assert all(cost.forward_s > 0 for cost in costs.layers), builder
         assert max(cost.input_gradient_s for cost in costs.layers) > 0, builder
 
@@ -118,7 +123,7 @@ def test_every_model_can_be_measured():
 def test_parameters_are_counted_where_they_are_used():
     model, step, batch = built("tied")
     stack = find_layer_stack(model, 2)
-    costs = count_parameters(model, stack, trace_use(model, stack, step, batch, CPU).parameters)
+    costs = count_parameters(model, stack, used(model, stack, step, batch))
     assert costs.layers[0].resident_bytes == 4 * 8 * (8 * 8 + 8)
     assert costs.prologue.resident_bytes == 4 * 8 * (11 * 8 + 2 * 8)
     assert costs.epilogue.resident_bytes == 4 * 8 * 11 * 8
@@ -172,7 +177,7 @@ def test_what_is_held_for_backward_is_counted_in_each_part_without_parameters():
         return model(x).square().mean()
 
     stack = find_layer_stack(model, 2, "1")
-    costs = measure(model, stack, trace_use(model, stack, step, batch, CPU).parameters, step, batch, CPU)
+    costs = measure(model, stack, used(model, stack, step, batch), step, batch, CPU)
     assert costs.prologue.activation_bytes == 8 * 3 * 6
     assert [layer.activation_bytes for layer in costs.layers] == [8 * 3 * (8 + 8)] * 2
     assert costs.epilogue.activation_bytes == 8 * 3 * (8 + 11)
@@ -187,6 +192,6 @@ def test_a_slow_rank_runs_layers_as_often_as_its_peers():
         for layer in model[1]:
             layer.linear.register_forward_hook(lambda layer, *_, calls=calls: calls.append(layer))
         stack = find_layer_stack(model, 2, "1")
-        measure(model, stack, trace_use(model, stack, step, batch, CPU).parameters, step, batch, CPU)
+        measure(model, stack, used(model, stack, step, batch), step, batch, CPU)
         runs.append(len(calls))
     assert runs[0] == runs[1]

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 from lightning.pytorch import LightningModule
+from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import nn
@@ -51,10 +52,14 @@ from lightning_parallel.planner.links import measure_link
 from lightning_parallel.planner.plans import state_copies
 from lightning_parallel.planner.rank_memory import Held, copies_held
 from lightning_parallel.planner.rehearsal import most_microbatches
+from lightning_parallel.step_trace.record import Record, StepTrace, no_record, record_step
+from lightning_parallel.strategies.checks import STEPS, first_batch, positional_arguments
 from lightning_parallel.strategies.options import PipelineOptions, TensorOptions
 from lightning_parallel.strategies.ranks import replicas
 from lightning_parallel.strategies.ranks.order import MessageOrder
 from lightning_parallel.strategies.setup.tables import choice_table, print_table
+from lightning_parallel.strategies.steps.effects import side_effects_discarded
+from lightning_parallel.strategies.steps.pipeline import step_context
 from lightning_parallel.strategies.steps.weights import find_microbatch_weight
 from lightning_parallel.tensor.auto_plan import make_plan
 from lightning_parallel.tensor.head import gathered_heads
@@ -65,6 +70,7 @@ __all__ = [
     "PLAN_FILE",
     "cut_stages",
     "message_groups",
+    "record_of_run",
     "save_plan",
     "shard_tensors",
 ]
@@ -76,8 +82,16 @@ _MOST_TIED = 0.5
 """Share of the parameters that may be on several stages without a warning."""
 
 
-def shard_tensors(module: LightningModule, options: TensorOptions, groups: MeshGroups) -> Sharding | None:
+def shard_tensors(
+    module: LightningModule, options: TensorOptions, groups: MeshGroups, record: Record = no_record
+) -> Sharding | None:
     """Shard the layers of `module` over the tensor axis, once. Parameters without data stay without data.
+
+    Args:
+        module: The user's full module.
+        options: The strategy's arguments.
+        groups: The mesh's groups.
+        record: Gives the record of the user's step.
 
     Raises:
         ValueError: On every rank: see `make_plan` and `apply_plan`; also if the module was sharded for other ranks.
@@ -98,7 +112,7 @@ def shard_tensors(module: LightningModule, options: TensorOptions, groups: MeshG
     # Make ranks equal before the plan, whose trials compare ranks. Shards of different models would not fit together.
     replicas.start_equal(module, groups.world)
     with comm.failing_together(groups.world):
-        found = make_plan(module, options.plan, group, options.sequence_parallel)
+        found = make_plan(module, options.plan, group, options.sequence_parallel, record)
     if groups.pipeline_parallel.size > 1:
         found.sequence_regions = [replace(region, sends_pieces=True) for region in found.sequence_regions]
     if options.gather_logits:
@@ -115,6 +129,26 @@ def shard_tensors(module: LightningModule, options: TensorOptions, groups: MeshG
     return sharding
 
 
+def record_of_run(module: LightningModule, precision: Precision, device: torch.device) -> StepTrace | None:
+    """Record the step of the run that begins, on two samples of its first batch; None if that can be read only once."""
+    fn = module.trainer.state.fn
+    batch = first_batch(module.trainer)
+    if batch is None or fn is None:
+        return None
+    method = getattr(module, STEPS[fn])
+    index = (0,)[: positional_arguments(method) - 1]
+    # The calls of a batch of two samples tell as much as the calls of more, and trials of blocks repeat them with data.
+    with suppress(ValueError):
+        batch = split_samples(batch, max(1, num_samples(batch) // 2))[0]
+
+    def step(part: Any) -> Any:
+        with step_context(precision, STEPS[fn]):
+            return method(part, *index)
+
+    with side_effects_discarded(module):
+        return record_step(module, step, batch, device)
+
+
 def cut_stages(
     module: LightningModule,
     options: PipelineOptions,
@@ -124,6 +158,7 @@ def cut_stages(
     materialize: Callable[[PipelinePlan], None],
     is_verified: bool = True,
     zero_stage: int = 0,
+    trace: StepTrace | None = None,
 ) -> PipelineEngine:
     """Split `module` over the pipeline axis, once; only the part of this rank is moved to the device.
 
@@ -136,6 +171,7 @@ def cut_stages(
         materialize: Gives memory to the part of this rank in a plan.
         is_verified: Whether the self-check runs, which needs batches of copied samples.
         zero_stage: ZeRO stage over the replicas.
+        trace: The record of the step, if the tensor plan needed one.
 
     Raises:
         ValueError: On every rank: see `analyze`; also if the module was split for other ranks.
@@ -155,7 +191,7 @@ def cut_stages(
     # With tensor parallelism, `shard_tensors` has made all ranks equal, and now they hold different shards.
     replicas.start_equal(module, groups.data_parallel if groups.tensor_parallel.size > 1 else groups.world)
     _move_buffers(module, device)
-    plan, weight = _agreed_plan(module, options, groups, device, example, is_verified, zero_stage)
+    plan, weight = _agreed_plan(module, options, groups, device, example, is_verified, zero_stage, trace)
     # Materialize before the engine frees other stages: initial values are drawn in the order of the full model.
     materialize(plan)
     state.engine = PipelineEngine(
@@ -226,6 +262,7 @@ def _agreed_plan(
     example: Callable[[], tuple[Callable[[Any], Any], Any] | None],
     is_verified: bool,
     zero_stage: int,
+    trace: StepTrace | None,
 ) -> tuple[PipelinePlan, Callable[[Any], float]]:
     """Return the plan of all ranks and the weight of microbatches; an error on one rank raises on every rank."""
     # Read the user's data before the plan: ranks communicate while they plan, and a failed loader would leave them
@@ -234,7 +271,7 @@ def _agreed_plan(
         found = example()
         samples = None if found is None else _samples(split_by(options.split_batch, found[1], 1))
     with comm.failing_together(groups.world), _circumstances_told(module, options, found, samples):
-        plan = _plan(module, options, groups, device, found, samples, zero_stage)
+        plan = _plan(module, options, groups, device, found, samples, zero_stage, trace)
         plan.check_fits(module, groups.pipeline_parallel.size)
         weight = options.microbatch_weight
         if found is not None and plan.schedule.num_microbatches > 1 and (samples or 2) > 1:
@@ -311,6 +348,7 @@ def _plan(
     example: tuple[Callable[[Any], Any], Any] | None,
     samples: int | None,
     zero_stage: int,
+    trace: StepTrace | None,
 ) -> PipelinePlan:
     if options.plan is not None:
         return options.plan
@@ -366,6 +404,7 @@ def _plan(
         device=device,
         link=link,
         sync_group=groups.world,
+        trace=trace,
     )
     traced = None if example is None else (example[0], microbatches[0])
     plan = planned(example=traced) if module.trainer.training else _plan_for_evaluation(planned, traced)

@@ -1,0 +1,264 @@
+"""The record of a user's own step, made once, without data, before anything is divided.
+
+    trace = record_step(module, step, batch, device)
+
+    step(batch)                       the user's code, on the true batch and on placeholders for all parameters
+      model(ids)                      call 0, made by the step itself
+        embed(ids)                    call 1, made by call 0
+        layers.0(x, mask=mask)        call 2: `x` is a placeholder, `mask` is made from the batch, so it has values
+          attn(x)                     call 3, made by call 2
+        layers.1(x, mask=mask)        call 4
+
+Nothing is computed from parameters, so it takes neither memory nor arithmetic. Values that depend on the batch alone
+are real. A module whose code reads other values, such as a router, runs once on random data instead.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, nullcontext
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lightning_parallel import comm
+from lightning_parallel.compat import patched
+from lightning_parallel.compat.chance import seeded
+from lightning_parallel.compat.torch import buffers_of, function_modes_kept, pytree
+from lightning_parallel.step_trace.attributes import SavedAttributes, SavedForwards
+from lightning_parallel.step_trace.interception import ActiveHandler, Call, CallSite
+from lightning_parallel.step_trace.placeholder import PlaceholderTensor, nothing_written, watch_operations
+from lightning_parallel.step_trace.stubs import copy_args, named_placeholders, run_on_random_data, write_back
+
+__all__ = ["ModuleCall", "Operation", "Record", "StepTrace", "no_record", "record_step", "state_kept"]
+
+_MOST_WITH_DATA = 0.75
+"""Share of the model's parameters up to which a module may run on random data, which take memory."""
+
+
+@dataclass
+class ModuleCall:
+    """One call of a module in the step.
+
+    Attributes:
+        path: First name of the module in the model.
+        module: The module.
+        number: Position among the calls, in the order in which they begin.
+        parent: Number of the call that makes this call; -1 for the step itself.
+        args, kwargs: The arguments, before the call could change them; placeholders for all that parameters decide.
+        output: The result; None until the call has returned.
+        has_data: Whether it ran on random data, because its code reads values.
+    """
+
+    path: str
+    module: nn.Module
+    number: int
+    parent: int
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    output: Any = None
+    has_data: bool = False
+
+
+@dataclass(frozen=True)
+class Operation:
+    """One operation on placeholders.
+
+    Attributes:
+        function: The operator.
+        inputs: The placeholders among its arguments.
+        output: Its result.
+        call: Number of the innermost call that makes it; -1 for the step itself.
+        after: How many calls have begun before it.
+    """
+
+    function: Any
+    inputs: tuple[PlaceholderTensor, ...]
+    output: Any
+    call: int
+    after: int
+
+
+@dataclass
+class StepTrace:
+    """What a step does, in order.
+
+    Attributes:
+        calls: The calls of modules.
+        operations: The operations on placeholders, in modules and between them.
+        error: Why the step was not followed to its end; None if it was.
+        output: The result of the step.
+    """
+
+    calls: list[ModuleCall] = field(default_factory=list)
+    operations: list[Operation] = field(default_factory=list)
+    error: Exception | None = None
+    output: Any = None
+
+    def calls_of(self, path: str) -> list[ModuleCall]:
+        """Return the calls of the module at `path`, in order."""
+        return [call for call in self.calls if call.path == path]
+
+    def outermost(self, modules: set[nn.Module]) -> Iterator[ModuleCall]:
+        """Yield the calls of `modules`, except calls that are made inside another one of them."""
+        for call in self.calls:
+            if call.module in modules and not self.is_inside(call.parent, modules):
+                yield call
+
+    def is_inside(self, number: int, modules: set[nn.Module]) -> bool:
+        """Return whether call `number`, or a call that leads to it, is a call of one of `modules`."""
+        while number >= 0:
+            if self.calls[number].module in modules:
+                return True
+            number = self.calls[number].parent
+        return False
+
+
+Record = Callable[[], StepTrace | None]
+"""Returns the record of the step, made when it is asked for the first time; None if there is no batch."""
+
+
+def no_record() -> None:
+    """Return no record."""
+
+
+def record_step(module: nn.Module, step: Callable[[Any], Any], batch: Any, device: torch.device) -> StepTrace:
+    """Run `step` once on placeholders and record it.
+
+    The module is not changed. Its parameters may be on the meta device. Random numbers come from a fixed seed.
+
+    Args:
+        module: The full model.
+        step: Runs the user's step on a batch.
+        batch: The batch.
+        device: Where the step will compute.
+
+    Returns:
+        The record, up to the error if the step stops early.
+    """
+    recorder = _Recorder(module, device)
+    with ExitStack() as stack:
+        for context in (comm.skip_communication(), state_kept(module), named_placeholders(module, device)):
+            stack.enter_context(context)
+        # A compiled module would compile for placeholders.
+        stack.enter_context(torch.compiler.set_stance("force_eager"))
+        stack.enter_context(patched(nn.Module, "__call__", recorder.recording(nn.Module.__call__)))
+        stack.enter_context(watch_operations(recorder.note))
+        try:
+            recorder.trace.output = step(batch)
+        except Exception as error:
+            recorder.trace.error = error
+    return recorder.trace
+
+
+class _Recorder:
+    """Fills a `StepTrace` while a step runs."""
+
+    def __init__(self, module: nn.Module, device: torch.device) -> None:
+        self.trace = StepTrace()
+        self._device = device
+        self._paths = {child: path for path, child in module.named_modules()}
+        self._most = _MOST_WITH_DATA * _size(module)
+        self._open = [-1]
+        self._has_data = False
+        self._failure: Exception | None = None
+        self._thread = threading.get_ident()
+
+    def recording(self, own: Callable[..., Any]) -> Callable[..., Any]:
+        """Return a `__call__` of modules that records the call."""
+
+        def call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+            is_other = threading.get_ident() != self._thread or module not in self._paths
+            if is_other or self._has_data:
+                return own(module, *args, **kwargs)
+            return self._call(module, partial(own, module), args, kwargs)
+
+        return call
+
+    def note(self, function: Any, inputs: list[PlaceholderTensor], output: Any) -> None:
+        """Note an operation on placeholders."""
+        if not self._has_data:
+            operation = Operation(function, tuple(inputs), output, self._open[-1], len(self.trace.calls))
+            self.trace.operations.append(operation)
+
+    def _call(self, module: nn.Module, own: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        calls, operations = self.trace.calls, self.trace.operations
+        number, done = len(calls), len(operations)
+        # Before the call, which may fill a list or a cache among its arguments.
+        before = copy_args((args, kwargs), {})
+        record = ModuleCall(self._paths[module], module, number, self._open[-1], *before)
+        calls.append(record)
+        saved = SavedAttributes(module)
+        self._open.append(number)
+        try:
+            output = own(*args, **kwargs)
+        except Exception as error:
+            # The innermost module that fails is the module whose code reads values. An outer one would hide its calls.
+            if error is self._failure or _size(module) > self._most:
+                raise
+            saved.restore()
+            del calls[number + 1 :], operations[done:]
+            try:
+                output = self._on_data(record, own, (args, kwargs))
+            except Exception:
+                self._failure = error
+                raise error from None
+        finally:
+            self._open.pop()
+        given = {id(leaf) for leaf in pytree.tree_leaves(before)}
+        for leaf in pytree.tree_leaves(output):
+            if type(leaf) is PlaceholderTensor and leaf.parameter is None and id(leaf) not in given:
+                leaf.provenance = f"the output of `{record.path}`"
+        record.output = pytree.tree_map(lambda leaf: leaf, output)
+        return output
+
+    def _on_data(self, record: ModuleCall, own: Callable[..., Any], arguments: Any) -> Any:
+        """Run a module on random data; its output and the changes of its arguments become placeholders."""
+        site = CallSite(ActiveHandler(), record.path, record.path)
+        call = Call(site, record.module, own, record.args, record.kwargs)
+        self._has_data = record.has_data = True
+        try:
+            output, changed = run_on_random_data(
+                call, lambda: copy_args((record.args, record.kwargs), {}), self._device, available=False
+            )
+        finally:
+            self._has_data = False
+        write_back(arguments, changed, lambda leaf: leaf)
+        return output
+
+
+def _size(module: nn.Module) -> int:
+    return sum(parameter.numel() for parameter in module.parameters())
+
+
+@contextmanager
+def state_kept(module: nn.Module, seed: int | None = 0) -> Iterator[None]:
+    """Restore attributes, buffers, hooks and the function modes after the block, in which a step runs without data.
+
+    Args:
+        module: The model.
+        seed: The seed of the random numbers inside the block; None continues the outer state.
+    """
+    forwards, attributes = SavedForwards(module), SavedAttributes(module)
+    buffers = [(child, dict(buffers_of(child))) for child in module.modules()]
+    held = {buffer for _, own in buffers for buffer in own.values() if type(buffer) is Tensor and not buffer.is_meta}
+    values = {buffer: buffer.detach().clone() for buffer in held}
+    try:
+        with function_modes_kept(), nothing_written(), nullcontext() if seed is None else seeded(seed):
+            yield
+    finally:
+        forwards.restore()
+        attributes.restore()
+        for child, own in buffers:
+            # Cleared first: the step may have registered further buffers.
+            buffers_of(child).clear()
+            buffers_of(child).update(own)
+        with torch.no_grad():
+            for buffer, value in values.items():
+                # A write raises the version, which autograd may have noted.
+                if not torch.equal(buffer, value):
+                    buffer.copy_(value)
