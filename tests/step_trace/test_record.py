@@ -1,0 +1,155 @@
+"""The record of a step without data: calls, their arguments, the use of parameters, and modules that read values."""
+
+import copy
+
+import pytest
+import torch
+import transformers
+from torch import nn
+from torch.nn import functional as F
+
+from lightning_parallel.step_trace.placeholder import PlaceholderTensor
+from lightning_parallel.step_trace.record import record_step
+
+CPU = torch.device("cpu")
+
+
+class Router(nn.Module):
+    """Sends each sample to one of two experts, which it chooses by its values."""
+
+    def __init__(self):
+        super().__init__()
+        self.gate = nn.Linear(4, 2)
+        self.experts = nn.ModuleList(nn.Linear(4, 4) for _ in range(2))
+
+    def forward(self, x):
+        chosen = self.gate(x).argmax(-1)
+        return torch.stack([self.experts[int(index)](row) for row, index in zip(x, chosen)])
+
+
+class Net(nn.Module):
+    def __init__(self, block=None):
+        super().__init__()
+        self.embed = nn.Embedding(10, 4)
+        self.blocks = nn.ModuleList([nn.Linear(4, 4), block or nn.Linear(4, 4)])
+        self.scale = nn.Parameter(torch.ones(4))
+        self.register_buffer("seen", torch.zeros(()))
+
+    def forward(self, ids, mask):
+        self.seen += 1
+        self.last = x = self.embed(ids) * mask.unsqueeze(-1)
+        for block in self.blocks:
+            x = block(x) * self.scale
+        return x
+
+
+IDS = torch.tensor([1, 2, 3])
+MASK = torch.tensor([1.0, 1.0, 0.0])
+
+
+def loss(model):
+    return lambda batch: F.cross_entropy(model(*batch), batch[0])
+
+
+def test_calls_hold_real_values_of_the_batch_and_placeholders_of_the_model():
+    model = Net()
+    trace = record_step(model, loss(model), (IDS, MASK), CPU)
+    assert trace.error is None
+    assert [(call.path, call.parent) for call in trace.calls] == [
+        ("", -1),
+        ("embed", 0),
+        ("blocks.0", 0),
+        ("blocks.1", 0),
+    ]
+    ids, mask = trace.calls[0].args
+    assert ids is IDS
+    assert mask is MASK
+    (hidden,) = trace.calls_of("blocks.0")[0].args
+    assert type(hidden) is PlaceholderTensor
+    assert hidden.shape == (3, 4)
+    assert trace.output.shape == ()
+
+
+def test_each_use_of_a_parameter_is_recorded_with_its_place():
+    model = Net()
+    trace = record_step(model, loss(model), (IDS, MASK), CPU)
+    uses = [
+        (operation.call, operation.after)
+        for operation in trace.operations
+        if any(value.parameter == "scale" for value in operation.inputs)
+    ]
+    assert uses == [(0, 3), (0, 4)], "by the model itself, after each of the blocks"
+    inside = [
+        trace.calls[operation.call].path
+        for operation in trace.operations
+        if any(value.parameter == "blocks.1.weight" for value in operation.inputs)
+    ]
+    assert {*inside} == {"blocks.1"}
+
+
+def test_recording_changes_nothing():
+    model = Net(Router())
+    before, attributes = copy.deepcopy(model.state_dict()), {*vars(model)}
+    torch.manual_seed(5)
+    expected = torch.rand(3)
+    torch.manual_seed(5)
+    record_step(model, loss(model), (IDS, MASK), CPU)
+    assert torch.equal(torch.rand(3), expected)
+    assert {*vars(model)} == attributes
+    assert all(torch.equal(before[name], value) for name, value in model.state_dict().items())
+    assert type(model.scale) is nn.Parameter
+
+
+def test_only_the_module_that_reads_values_runs_on_random_data():
+    model = Net(Router())
+    trace = record_step(model, loss(model), (IDS, MASK), CPU)
+    assert trace.error is None
+    assert [call.path for call in trace.calls if call.has_data] == ["blocks.1"]
+    assert type(trace.calls_of("blocks.1")[0].output) is PlaceholderTensor
+
+
+def test_a_step_that_reads_a_value_is_recorded_up_to_there():
+    model = Net()
+
+    def step(batch):
+        found = model(*batch).sum()
+        return found if found.item() > 0 else -found
+
+    trace = record_step(model, step, (IDS, MASK), CPU)
+    assert "needs the data of" in str(trace.error)
+    assert [call.path for call in trace.calls][-1] == "blocks.1"
+
+
+def test_parameters_may_be_on_the_meta_device():
+    with torch.device("meta"):
+        model = Net()
+    trace = record_step(model, loss(model), (IDS, MASK), CPU)
+    assert trace.error is None
+    assert len(trace.calls) == 4
+
+
+SIZES = {"hidden_size": 16, "num_attention_heads": 4, "num_hidden_layers": 2, "intermediate_size": 32, "vocab_size": 50}
+MODELS = {
+    "llama": lambda: transformers.LlamaForCausalLM(transformers.LlamaConfig(**SIZES)),
+    "mixtral": lambda: transformers.MixtralForCausalLM(
+        transformers.MixtralConfig(**SIZES, num_key_value_heads=2, num_local_experts=2)
+    ),
+    "t5": lambda: transformers.T5ForConditionalGeneration(
+        transformers.T5Config(
+            d_model=16, d_kv=4, num_heads=4, d_ff=32, vocab_size=50, num_layers=2, decoder_start_token_id=0
+        )
+    ),
+}
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_the_steps_of_language_models_are_recorded_to_their_end(name):
+    model = MODELS[name]()
+    ids = torch.arange(12).view(2, 6)
+    trace = record_step(model, lambda batch: model(**batch).loss, {"input_ids": ids, "labels": ids}, CPU)
+    assert trace.error is None
+    blocks = [path for path, child in model.named_modules() if isinstance(child, nn.ModuleList)]
+    layers = [
+        f"{path}.{index}" for path in blocks if path.rpartition(".")[2] in ("layers", "block") for index in (0, 1)
+    ]
+    assert all(len(trace.calls_of(path)) == 1 for path in layers)
