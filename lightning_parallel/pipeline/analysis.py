@@ -20,7 +20,7 @@ from torch import nn
 
 from lightning_parallel import comm
 from lightning_parallel.comm import Group
-from lightning_parallel.pipeline.dry_runs import Boundaries, Places, dry_run_stages
+from lightning_parallel.pipeline.dry_runs import Boundaries, dry_run_stages
 from lightning_parallel.pipeline.layer_stack import (
     LayerStack,
     cut_units,
@@ -34,7 +34,7 @@ from lightning_parallel.pipeline.pipeline_plan import PipelinePlan, PlannedParam
 from lightning_parallel.pipeline.schedule import SCHEDULES, Schedule, activations_held, build_schedule
 from lightning_parallel.pipeline.search import Balance, Costs, cut_layers
 from lightning_parallel.pipeline.simulate import Link, validate
-from lightning_parallel.pipeline.skips import Skips
+from lightning_parallel.pipeline.skips import Places, Skips, find_skips
 from lightning_parallel.pipeline.stage import InterceptedModel
 from lightning_parallel.step_trace.record import StepTrace, record_step
 
@@ -164,7 +164,10 @@ class _Analysis:
         skips: Skips = ()
         if self.example is not None:
             places = Places(stage_of, {name: found.stages for name, found in parameters.items()}, module_stages)
-            boundaries, skips = dry_run_stages(InterceptedModel(module, stack), places, *self.example, self.device)
+            assert self.trace is not None
+            sites = InterceptedModel(module, stack)
+            skips = find_skips(self.trace, sites.site_of, places)
+            boundaries = dry_run_stages(sites, places, skips, *self.example, self.device)
         return PipelinePlan(
             model=type(module).__name__,
             container=stack.path,

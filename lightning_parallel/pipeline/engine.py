@@ -23,7 +23,7 @@ from lightning_parallel import comm
 from lightning_parallel.comm import Group
 from lightning_parallel.compat import Patches
 from lightning_parallel.compat.torch import BatchNormalization, version_of
-from lightning_parallel.pipeline.dry_runs import Places, StageInputs, dry_run_stages
+from lightning_parallel.pipeline.dry_runs import StageInputs, dry_run_stages
 from lightning_parallel.pipeline.microbatch import (
     UNCOUNTED,
     SplitBatch,
@@ -41,9 +41,11 @@ from lightning_parallel.pipeline.pipeline_plan import PipelinePlan, TiedParamete
 from lightning_parallel.pipeline.random_streams import OwnGenerators, ReplayedDraws
 from lightning_parallel.pipeline.runtime import ScheduleRun
 from lightning_parallel.pipeline.schedule import SCHEDULES, Schedule, build_schedule, forward_only
-from lightning_parallel.pipeline.skips import Skips
+from lightning_parallel.pipeline.skips import Places, Skips, find_skips
 from lightning_parallel.pipeline.stage import PipelineStages
 from lightning_parallel.pipeline.weight_gradients import shared_parameters, split_linears
+from lightning_parallel.step_trace.interception import RunsAll
+from lightning_parallel.step_trace.record import record_step
 
 __all__ = ["PipelineEngine", "StepOnCopies"]
 
@@ -272,7 +274,7 @@ class PipelineEngine:
         return self._changes_batch.get(training, False)
 
     def find_skips(self, step: Callable[[Any], Any], batch: Any) -> Skips:
-        """Find, by dry runs, the skip connections of another step than the plan's; the same on all ranks.
+        """Find the skip connections of another step than the plan's; the same on all ranks.
 
         Raises:
             ValueError: If the step cannot be run in the plan's stages.
@@ -280,7 +282,12 @@ class PipelineEngine:
         microbatch = self._split(batch)[0]
         places = Places(self.plan.stage_of, self.plan.parameter_stages, self.plan.module_stages)
         with torch.inference_mode(False):
-            return dry_run_stages(self.model.sites, places, StepOnCopies(step), microbatch, self.device)[1]
+            # The modules of other stages run on placeholders as well.
+            with self.model.active.use(RunsAll()):
+                trace = record_step(self.module, StepOnCopies(step), microbatch, self.device)
+            skips = find_skips(trace, self.model.sites.site_of, places)
+            dry_run_stages(self.model.sites, places, skips, StepOnCopies(step), microbatch, self.device)
+        return skips
 
     @torch.no_grad()
     def reduce_tied_gradients(self) -> None:

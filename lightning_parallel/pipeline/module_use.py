@@ -86,23 +86,22 @@ def _use(module: nn.Module, stack: LayerStack, trace: StepTrace) -> ModuleUse:
     use = ModuleUse()
     layers = _calls_of_layers(stack, trace)
     order = _Order(stack, layers)
+    error: Exception | None
     try:
         order.check()
-        if trace.error is not None:
-            _explain_end(trace.error, stack, order, use)
-    except CutError as error:
-        raise ValueError(
-            f"The model cannot be split at `{stack.path}`: the step stopped on tensors without data"
-            f" {order.where()}: {error} [LP039]"
-        ) from error
+        error = trace.error
+    except CutError as wrong:
+        error = wrong
+    if error is not None:
+        _explain_end(error, stack, order, use)
     if not layers:
         raise ValueError(
             f"The step never calls the layers of `{stack.path}`; name the layers that it calls: layers=..."
         )
     outer = {child: name for name, child in outer_modules(module, stack)}
     inside = {*stack.layers, *outer}
-    use.modules = {name: set() for name in outer.values()}
-    for call in trace.outermost(inside):
+    use.modules = {name: set() for name, _ in outer_modules(module, stack)}
+    for call in trace.calls:
         if call.module in outer:
             use.modules[outer[call.module]].add(order.position(call.number))
     for operation in trace.operations:
@@ -117,15 +116,18 @@ def _explain_end(error: Exception, stack: LayerStack, order: _Order, use: Module
     """Note why the record ends early.
 
     Raises:
-        CutError: If it ends before the last layer.
+        ValueError: If it ends before the last layer, or calls the layers in another order.
         MissingLossError: If the step returns no loss.
     """
     # Not a matter of the split: in one process this step would fail as well.
     if isinstance(error, MissingLossError):
         raise error
     # After the last layer a step may need data, for a metric say; the record has all layers by then.
-    if order.last + 1 != len(stack.layers):
-        raise CutError(str(error)) from error
+    if isinstance(error, CutError) or order.last + 1 != len(stack.layers):
+        raise ValueError(
+            f"The model cannot be split at `{stack.path}`: the step stopped on tensors without data"
+            f" {order.where()}: {error} [LP039]"
+        ) from error
     # Missing data do not explain such an error, so the step needs something that a record lacks.
     if isinstance(error, (AttributeError, LookupError)) or "NoneType" in str(error):
         use.stopped = f"{type(error).__name__}: {error}"

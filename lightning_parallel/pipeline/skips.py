@@ -5,23 +5,25 @@
     layers 2, 3             stage 1: its stub of `embed` returns the received tensor, and the stage sends it on
     head(x + h)             stage 2: so does its stub, and the step continues as in one process
 
-Dry runs find them (`dry_runs`). They travel from neighbour to neighbour with the activations. A separate connection
-between distant stages would add an order of messages to keep. Gradients would come back out of step.
+They are found in the record of the step. They travel from neighbour to neighbour with the activations. A separate
+connection between distant stages would add an order of messages to keep. Gradients would come back out of step.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from torch import Tensor
+from torch import Tensor, nn
 
-from lightning_parallel.compat.torch import pytree
-from lightning_parallel.step_trace.interception import Call
+from lightning_parallel.compat.torch import pytree, schema_of
+from lightning_parallel.step_trace.interception import Call, CallSite
 from lightning_parallel.step_trace.placeholder import PlaceholderTensor, missing
+from lightning_parallel.step_trace.record import ModuleCall, Operation, StepTrace
 
-__all__ = ["NO_SKIPS", "Skip", "StageSkips", "Skips"]
+__all__ = ["NO_SKIPS", "Places", "Skip", "StageSkips", "Skips", "find_skips"]
 
 
 class Skip(NamedTuple):
@@ -37,24 +39,221 @@ class Skip(NamedTuple):
     call: int = -1
     leaf: int = 0
 
-    @classmethod
-    def inside(cls, name: str, call: int) -> Skip:
-        """Return the value that represents all tensors that a call makes and does not return."""
-        return cls(name, call, -1)
-
     @property
     def is_parameter(self) -> bool:
         """Whether it is a parameter, which the step reads directly."""
         return self.call < 0
 
     def __str__(self) -> str:
-        if self.leaf < 0:
-            return f"a tensor that `{self.name}` makes and does not return"
         return f"`{self.name}`" if self.is_parameter else f"the output of `{self.name}`"
 
 
 Skips = tuple[tuple[Skip, ...], ...]
 """For each stage, the tensors that come with the arguments of its first layer."""
+
+
+@dataclass(frozen=True)
+class Places:
+    """The layers, parameters and modules of each stage.
+
+    Attributes:
+        stage_of: The stage of each layer.
+        parameter_stages: The stages of each parameter, by name.
+        module_stages: The stages of each module outside the layers, by name.
+    """
+
+    stage_of: tuple[int, ...]
+    parameter_stages: Mapping[str, tuple[int, ...]]
+    module_stages: Mapping[str, tuple[int, ...]]
+
+
+def find_skips(trace: StepTrace, site_of: Mapping[nn.Module, CallSite], places: Places) -> Skips:
+    """Return the connections over the split points of `places`, by arithmetic on the recorded step.
+
+    A stage has the values that it receives for its first layer, the values that its modules return, and values computed
+    from these. A value that it lacks is sent along from the stage that makes it. If that is not possible, the dry run
+    of the stage says why.
+
+    Args:
+        trace: The record of the step.
+        site_of: The layers, and the modules outside the layers.
+        places: How the model is split.
+    """
+    return _Connections(trace, site_of, places).found()
+
+
+@dataclass(frozen=True)
+class _SiteCall:
+    """A recorded call of a layer, or of a module outside the layers.
+
+    Attributes:
+        call: The call.
+        name: The name of the module.
+        index: The position of the layer; None for a module outside the layers.
+        number: The number of this call among the calls of the module.
+    """
+
+    call: ModuleCall
+    name: str
+    index: int | None
+    number: int
+
+
+_OF_INSIDE = frozenset([Skip("", 0, -1)])
+"""The source of a value that a module computes and does not return; nobody can send it."""
+
+
+class _Stage:
+    """The way of one stage through the recorded step.
+
+    Args:
+        stage: The stage.
+        sent: The values that it receives besides the arguments of its first layer.
+        places: How the model is split.
+
+    Attributes:
+        ran: The outputs of its modules.
+        entry: The arguments of its first layer that it receives.
+        lacking: The sources of the first value that it needs and lacks; empty if it lacks none.
+    """
+
+    def __init__(self, stage: int, sent: set[Skip], places: Places) -> None:
+        self.stage = stage
+        self.sent = sent
+        self.places = places
+        self.ran: set[Skip] = set()
+        self.entry: list[PlaceholderTensor] = []
+        self.lacking: frozenset[Skip] = frozenset()
+        # The first stage receives nothing, so it has its parameters from the start.
+        self._entered = stage == 0
+        # For each value, by `id`, the sources that it is computed from and that this stage lacks.
+        self._lacks: dict[int, frozenset[Skip]] = {}
+
+    def lacks(self, value: Any) -> frozenset[Skip]:
+        """Return the missing sources of a value; none for a value that the stage has."""
+        if type(value) is not PlaceholderTensor:
+            return frozenset()
+        if value.parameter is None:
+            return self._lacks.get(id(value), _OF_INSIDE)
+        source = Skip(value.parameter)
+        is_held = self._entered and self.stage in self.places.parameter_stages[source.name]
+        return frozenset() if is_held or source in self.sent else frozenset([source])
+
+    def operate(self, operation: Operation) -> None:
+        """Follow an operation of the step's own code."""
+        missing = frozenset[Skip]().union(*map(self.lacks, operation.inputs))
+        results = [leaf for leaf in pytree.tree_leaves(operation.output) if isinstance(leaf, Tensor)]
+        self._lacks.update({id(leaf): missing for leaf in results})
+        # A real tensor that is written needs the data at once.
+        if any(type(leaf) is not PlaceholderTensor for leaf in results) and schema_of(operation.function).is_mutable:
+            self.lacking = missing
+
+    def call(self, site: _SiteCall) -> bool:
+        """Follow the call of an intercepted module; return whether the stage ends there."""
+        arguments = pytree.tree_leaves((site.call.args, site.call.kwargs))
+        where = None if site.index is None else self.places.stage_of[site.index]
+        if where is not None and where >= self.stage and not self._entered:
+            self.entry = [leaf for leaf in arguments if self.lacks(leaf)]
+            self._entered = True
+            self._lacks.update({id(leaf): frozenset() for leaf in self.entry})
+        if where is not None and where > self.stage:
+            return True
+        runs = self._entered if where is None else where == self.stage
+        if runs:
+            self._need(arguments)
+        given = {id(leaf) for leaf in arguments}
+        for position, leaf in enumerate(pytree.tree_leaves(site.call.output)):
+            skip = Skip(site.name, site.number, position)
+            if runs and isinstance(leaf, Tensor):
+                self.ran.add(skip)
+            if id(leaf) not in given:
+                self._lacks[id(leaf)] = frozenset() if runs or skip in self.sent else frozenset([skip])
+        return False
+
+    def end(self, output: Any) -> None:
+        """End the step, whose result the last stage needs."""
+        self._need(pytree.tree_leaves(output))
+
+    def _need(self, values: Iterable[Any]) -> None:
+        self.lacking = self.lacking or next(filter(None, map(self.lacks, values)), frozenset())
+
+
+class _Connections:
+    """The search of `find_skips`."""
+
+    def __init__(self, trace: StepTrace, site_of: Mapping[nn.Module, CallSite], places: Places) -> None:
+        self.trace = trace
+        self.places = places
+        self.skips: list[set[Skip]] = [set() for _ in range(places.stage_of[-1] + 1)]
+        # The first stage that holds a parameter sends it on.
+        self._made = {Skip(name): min(stages) for name, stages in places.parameter_stages.items() if stages}
+        self._events = list(_events(trace, site_of))
+
+    def found(self) -> Skips:
+        """Follow one stage after the other; return to the stage that makes a value whenever it has to be sent."""
+        stages: list[_Stage] = []
+        while len(stages) < len(self.skips):
+            stage = self._follow(len(stages))
+            at, lacking = stage.stage, stage.lacking
+            if not lacking and stages:
+                # The stage before must have each value that this stage receives. One value at a time: with it, the
+                # stages may lack no other value.
+                at, lacking = at - 1, next(filter(None, map(stages[-1].lacks, stage.entry)), frozenset())
+            for skip in () if stage.lacking else stage.ran:
+                self._made.setdefault(skip, stage.stage)
+            stages.append(stage)
+            if lacking:
+                first = self._send_along(at, lacking)
+                if first is None:
+                    break
+                del stages[first:]
+        return tuple(tuple(sorted(skips)) for skips in self.skips)
+
+    def _follow(self, number: int) -> _Stage:
+        stage = _Stage(number, self.skips[number], self.places)
+        for event in self._events:
+            if isinstance(event, Operation):
+                stage.operate(event)
+            elif stage.call(event):
+                return stage
+            if stage.lacking:
+                return stage
+        stage.end(self.trace.output)
+        return stage
+
+    def _send_along(self, stage: int, lacking: frozenset[Skip]) -> int | None:
+        """Send values that `stage` lacks through all stages from their origin; return the first of these stages."""
+        # Messages go forward only: a value of this stage or of a later one cannot be sent along.
+        if any(self._made.get(skip, stage) >= stage for skip in lacking):
+            return None
+        added = [
+            (later, skip)
+            for skip in lacking
+            for later in range(self._made[skip] + 1, stage + 1)
+            if skip not in self.skips[later]
+        ]
+        for later, skip in added:
+            self.skips[later].add(skip)
+        return min((later for later, _ in added), default=None)
+
+
+def _events(trace: StepTrace, site_of: Mapping[nn.Module, CallSite]) -> Iterator[Operation | _SiteCall]:
+    """Yield the calls of `site_of` and the operations between them, in order; what these calls do is left out."""
+    numbers: Counter[str] = Counter()
+    modules, last = {*site_of}, -1
+    operations = [each for each in trace.operations if not trace.is_inside(each.call, modules)]
+    for call in trace.calls:
+        while operations and operations[0].after <= call.number:
+            yield operations.pop(0)
+        site = site_of.get(call.module)
+        if site is None:
+            continue
+        numbers[site.name] += 1
+        if site.places:
+            last = site.place_after(last)
+        if not trace.is_inside(call.parent, modules):
+            yield _SiteCall(call, site.name, last if site.places else None, numbers[site.name] - 1)
+    yield from operations
 
 
 class StageSkips:

@@ -408,6 +408,7 @@ class InterceptedModel:
         module: The model.
         active: The handler in use.
         outer: The call sites of the modules outside the layers.
+        site_of: The call sites of all intercepted modules.
     """
 
     def __init__(
@@ -418,14 +419,15 @@ class InterceptedModel:
         self.outer: list[CallSite] = []
         self._forwards = SavedForwards(module)
         places, kinds = stack.places(), layer_kinds(stack)
-        self.intercepted = list(places)
+        self.site_of: dict[nn.Module, CallSite] = {}
         for layer, mine in places.items():
             name, kind = stack.names[mine[0]], kinds[mine[0]]
-            intercept(layer, CallSite(self.active, name, kind, mine, any(map(is_here, mine))))
+            self.site_of[layer] = CallSite(self.active, name, kind, mine, any(map(is_here, mine)))
         for name, child in outer_modules(module, stack):
             self.outer.append(CallSite(self.active, name, name, present=is_here(name)))
-            self.intercepted.append(child)
-            intercept(child, self.outer[-1])
+            self.site_of[child] = self.outer[-1]
+        for child, site in self.site_of.items():
+            intercept(child, site)
 
     def restore_forwards(self) -> None:
         """Restore methods that a step replaced, if it ended before it restored them."""

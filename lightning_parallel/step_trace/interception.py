@@ -31,6 +31,7 @@ __all__ = [
     "Call",
     "CallHandler",
     "CallSite",
+    "RunsAll",
     "VARIANTS",
     "data_of",
     "fake_data",
@@ -90,6 +91,18 @@ class CallHandler(Protocol):
     def outer_module(self, call: Call) -> Any:
         """Handle the call of a module with parameters outside the layer stack."""
         ...
+
+
+class RunsAll:
+    """Handler that runs each call as it is."""
+
+    def layer(self, call: Call) -> Any:
+        """Run a repeated layer."""
+        return call.run()
+
+    def outer_module(self, call: Call) -> Any:
+        """Run a module outside the layers."""
+        return call.run()
 
 
 @dataclass

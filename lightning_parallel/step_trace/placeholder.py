@@ -43,7 +43,6 @@ __all__ = [
     "nothing_written",
     "require_known",
     "reveal",
-    "sources_of",
     "step_of_stage",
     "watch_operations",
 ]
@@ -61,14 +60,11 @@ class PlaceholderError(RuntimeError):
 
     Attributes:
         is_missing: True if the data would be missing in a real run too.
-        sources: The sources of the missing data; see `PlaceholderTensor`.
     """
 
     def __init__(self, message: str, placeholders: Iterable[Any] = ()) -> None:
         super().__init__(message)
-        lacking = [placeholder for placeholder in placeholders if not placeholder.available]
-        self.is_missing = bool(lacking)
-        self.sources = sources_of(lacking)
+        self.is_missing = any(not placeholder.available for placeholder in placeholders)
 
 
 class PlaceholderTensor(Tensor):
@@ -85,7 +81,6 @@ class PlaceholderTensor(Tensor):
     Attributes:
         value: The data, once they have been received; None before.
         signature: (shape, dtype), without the cost of asking a tensor subclass.
-        sources: In a dry run, the outputs of modules that it is computed from and that this rank would not have.
         view_of: Name of the parameter whose data it shares, if any.
         is_trained: Whether the parameter that it represents requires a gradient, which the placeholder does not.
     """
@@ -96,7 +91,6 @@ class PlaceholderTensor(Tensor):
     value: Tensor | None
     available: bool
     signature: tuple[torch.Size, torch.dtype]
-    sources: frozenset[Any] = frozenset()
     view_of: str | None = None
     is_trained: bool = False
 
@@ -145,7 +139,7 @@ class PlaceholderTensor(Tensor):
     def __deepcopy__(self, memo: dict[int, Any]) -> PlaceholderTensor:
         # `Tensor.__deepcopy__` would copy a storage. The copy has no received data.
         copied = PlaceholderTensor(self.meta, self.device, self.provenance, self.parameter, self.available)
-        copied.sources, copied.is_trained = self.sources, self.is_trained
+        copied.is_trained = self.is_trained
         return copied
 
     def __dlpack__(self, *args: Any, **kwargs: Any) -> Any:
@@ -276,17 +270,15 @@ def _computed(func: Any, args: Any, kwargs: dict[str, Any], placeholders: list[P
             placeholders,
         ) from error
     available = all(placeholder.available for placeholder in placeholders)
-    # Only dry runs read the sources.
-    sources = sources_of(placeholders) | _of_inside if _in_dry_run else frozenset()
     for value in written:
         # From here on, messages must name the missing source instead of the former one.
         if value.available and not available:
             value.provenance = _provenance(placeholders)
-        value.available, value.sources = available, sources
+        value.available = available
     if written:
         # An operator that writes into a list of tensors returns nothing.
         return None if result is None else _rewritten(written[0], result)
-    wrapped = _wrap(result, device, _provenance(placeholders), available, sources)
+    wrapped = _wrap(result, device, _provenance(placeholders), available)
     if placeholders[0].view_of and isinstance(wrapped, PlaceholderTensor) and _is_view(func):
         wrapped.view_of = placeholders[0].view_of
     return wrapped
@@ -368,8 +360,8 @@ _COMPUTED_ELSEWHERE = "Compute it from the batch, inside one of the repeated lay
 def _provenance(placeholders: list[PlaceholderTensor]) -> str:
     """Choose the placeholder to name in a message: unavailable before available, activation before parameter."""
     missing_first = [placeholder for placeholder in placeholders if not placeholder.available] or placeholders
-    if _of_inside and _in_dry_run:
-        return str(next(iter(_of_inside)))
+    if _inside and _in_dry_run:
+        return f"a tensor that `{_inside}` makes and does not return"
     for placeholder in missing_first:
         if not placeholder.parameter:
             return placeholder.provenance
@@ -411,28 +403,23 @@ def missing(value: Any) -> bool:
     return type(value) is PlaceholderTensor and value.value is None and not (_in_dry_run and value.available)
 
 
-def sources_of(placeholders: Iterable[Any]) -> frozenset[Any]:
-    """Return the outputs of modules that some of `placeholders` are computed from and that this rank would not have."""
-    return frozenset().union(*(getattr(p, "sources", ()) for p in placeholders if not p.available))
-
-
 def in_dry_run() -> bool:
     """Return whether available placeholders count as data."""
     return _in_dry_run
 
 
-_of_inside: frozenset[Any] = frozenset()
+_inside = ""
 
 
 @contextmanager
-def inside_module(source: Any) -> Iterator[None]:
-    """Add `source` to the sources of all placeholders that are computed inside the block."""
-    global _of_inside
-    before, _of_inside = _of_inside, frozenset([source])
+def inside_module(name: str) -> Iterator[None]:
+    """Name the module in messages about values that it computes inside the block and does not return."""
+    global _inside
+    before, _inside = _inside, name
     try:
         yield
     finally:
-        _of_inside = before
+        _inside = before
 
 
 _in_dry_run = False
@@ -571,7 +558,7 @@ def _require_shape(func: Any, written: PlaceholderTensor, args: tuple[Any, ...],
 def _rewritten(written: PlaceholderTensor, result: Any) -> Any:
     # The result of an in-place operation is the placeholder itself, unless the operator returns several tensors.
     if isinstance(result, (list, tuple)):
-        return _wrap(result, written.device, written.provenance, written.available, written.sources)
+        return _wrap(result, written.device, written.provenance, written.available)
     return written
 
 
@@ -639,16 +626,14 @@ def _on_meta(value: Any, copied: bool = False, with_data: bool = False) -> Any:
     return value
 
 
-def _wrap(value: Any, device: torch.device, provenance: str, available: bool, sources: frozenset[Any]) -> Any:
+def _wrap(value: Any, device: torch.device, provenance: str, available: bool) -> Any:
     if isinstance(value, Tensor):
         if not value.is_meta:
             return value  # made from other arguments, such as lengths
         # The step may have named the device by a string.
-        placeholder = PlaceholderTensor(value, torch.device(device), provenance, available=available)
-        placeholder.sources = sources
-        return placeholder
+        return PlaceholderTensor(value, torch.device(device), provenance, available=available)
     if isinstance(value, (list, tuple)):
-        return type(value)(_wrap(item, device, provenance, available, sources) for item in value)
+        return type(value)(_wrap(item, device, provenance, available) for item in value)
     return value
 
 
@@ -665,12 +650,10 @@ class UnknownValue:
         provenance: The module that computed it, for the message.
         available: As for `PlaceholderTensor`.
 
-    Attributes:
-        sources: Empty, unlike a placeholder's: only tensors are sent.
     """
 
     def __init__(self, sample: Any, provenance: str, available: bool) -> None:
-        self.__dict__.update(sample=sample, provenance=provenance, available=available, sources=frozenset())
+        self.__dict__.update(sample=sample, provenance=provenance, available=available)
 
     def __repr__(self) -> str:
         return f"UnknownValue({type(self.sample).__name__} of {self.provenance})"

@@ -186,7 +186,7 @@ class Run:
             ValueError: If one of the changes cannot be adopted.
         """
         if self.engine is not None:
-            intercepted = set(map(id, self.engine.model.sites.intercepted))
+            intercepted = set(map(id, self.engine.model.sites.site_of))
             refuse_in_stages(found, self.engine.plan.container, lambda child: id(child) in intercepted)
         if self.sharding is not None:
             refuse_in_shards(found, self.sharding, dict(self.module.named_modules(remove_duplicate=False)))

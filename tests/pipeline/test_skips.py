@@ -8,7 +8,6 @@ from torch import nn
 from lightning_parallel.pipeline.pipeline_plan import PipelinePlan
 from lightning_parallel.pipeline.schedule import SCHEDULES
 from lightning_parallel.pipeline.skips import Skip
-from lightning_parallel.step_trace.placeholder import PlaceholderError
 from tests.harness import distributed, recorded_communication
 from tests.pipeline import other_models
 from tests.pipeline.models import Outer, built, pipeline
@@ -323,7 +322,3 @@ def test_what_a_layer_leaves_elsewhere_is_still_refused(group):
         model, step, batch = built(name, source=vars(other_models))
         with pytest.raises(ValueError, match="which is on an earlier pipeline stage"):
             pipeline(model, group, "1f1b", (step, batch), balance="uniform")
-
-
-def test_placeholders_know_what_they_were_made_of():
-    assert PlaceholderError("nothing").sources == frozenset()
