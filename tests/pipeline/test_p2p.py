@@ -1,7 +1,6 @@
 """Messages between stages: what is on the wire, in which order, and who is named when one does not come."""
 
 import os
-import time
 import weakref
 
 import pytest
@@ -79,30 +78,6 @@ def test_buffers_are_fresh_and_fit_for_training(group):
 
 @distributed(world_size=2)
 @strict_order(False)
-def test_what_comes_next_is_received_ahead(group):
-    """The data of the second message are there when they are asked for, though this rank was busy meanwhile."""
-    payload = [message(torch.full((1 << 20,), float(number))) for number in range(2)]
-    schedule, layouts = build_schedule("gpipe", 2, 2), MessageLayouts()
-    exchange(group, schedule, payload, layouts)
-    links = StageMessages(group, schedule, CPU, layouts)
-    links.post()
-    comm.barrier(group)
-    if group.rank == 0:
-        for number, sent in enumerate(payload):
-            links.send_activations(0, number, sent)
-        links.finish()
-        now = time.perf_counter()
-    else:
-        links.receive_activations(Action(Kind.F, 1, 0))
-        time.sleep(1)
-        now = time.perf_counter()  # the clock is that of the machine
-        assert links.receive_activations(Action(Kind.F, 1, 1)).tensors[0][0] == 1
-    sent, asked = comm.all_gather_object(now, group)
-    assert sent < asked, "the receiver takes both before it is asked for the second"
-
-
-@distributed(world_size=2)
-@strict_order(False)
 def test_gradients_are_freed_once_the_sender_of_an_activation_must_have_used_them(group):
     """Rank 0 runs F0 F1 B0 F2 B1 F3 B2 B3: the activation of F3 says that the gradients 0 and 1 have arrived."""
     links = StageMessages(group, build_schedule("1f1b", 2, 4), CPU, MessageLayouts())
@@ -151,28 +126,9 @@ def _out_of_step(group):
     links = StageMessages(group, build_schedule("gpipe", 2, 2), CPU, MessageLayouts())
     if group.rank == 0:
         links.send_activations(0, 1, message(torch.ones(3)))
+        _out_of_step.links = links  # gloo forgets a message whose sender does not keep it
     else:
         links.receive_activations(Action(Kind.F, 1, 0))
-
-
-@distributed(world_size=2)
-@strict_order(False)
-def test_small_tensors_travel_with_their_header_and_share_nothing(group):
-    """Once both know what comes: one message, however many tensors."""
-    small, large = torch.randn(5, requires_grad=True), torch.randn(1 << 15)
-    schedule, layouts = build_schedule("gpipe", 2, 3), MessageLayouts()
-    for tensors, expected in (((small, torch.tensor([True]), torch.tensor(2)), 1), ((small, large), 3)):
-        exchange(group, schedule, [message(*tensors)] * 3, layouts)
-        with recorded_communication() as records:
-            arrived = exchange(group, schedule, [message(*tensors)] * 3, layouts)
-        forward = "recv" if group.rank else "send"
-        assert sum(record.op == forward for record in records) == 3 * expected
-        if group.rank == 1:
-            for got in arrived:
-                versions = [other._version for other in got.tensors[1:]]
-                got.tensors[0].add_(1)
-                assert all(torch.equal(a, b) for a, b in zip(got.tensors[1:], tensors[1:]))
-                assert versions == [other._version for other in got.tensors[1:]]
 
 
 def test_a_lost_rank_is_named_with_what_it_owes():
