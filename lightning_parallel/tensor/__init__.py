@@ -8,14 +8,11 @@ backward, and the cross-entropy of logits that are sharded by class.
 from lightning_parallel.tensor.autograd import (
     all_gather_to_group,
     all_to_all_in_group,
-    broadcast_to_group,
     copy_to_group,
     gather_from_group,
-    receive_from,
     reduce_from_group,
     reduce_scatter_to_group,
     scatter_to_group,
-    send_to,
     whole_from_group,
 )
 from lightning_parallel.tensor.loss import cross_entropy
@@ -26,14 +23,11 @@ __all__ = [
     "ShardPart",
     "all_gather_to_group",
     "all_to_all_in_group",
-    "broadcast_to_group",
     "copy_to_group",
     "cross_entropy",
     "gather_from_group",
-    "receive_from",
     "reduce_from_group",
     "reduce_scatter_to_group",
     "scatter_to_group",
-    "send_to",
     "whole_from_group",
 ]

@@ -10,9 +10,6 @@
 | `all_gather_to_group`     | all-gather                         | reduce-scatter                        |
 | `reduce_scatter_to_group` | reduce-scatter                     | all-gather                            |
 | `all_to_all_in_group`     | exchange slices                    | exchange them back                    |
-| `broadcast_to_group`      | take the source's tensor           | sum at the source, zero elsewhere     |
-| `send_to`                 | send                               | receive the gradient                  |
-| `receive_from`            | receive                            | send the gradient                     |
 
 Two functions can have the same forward; the computation that follows decides between them. After `gather_from_group`
 all ranks compute the same, so each rank has the full gradient already. After `all_gather_to_group` each rank computes
@@ -20,9 +17,9 @@ something different, so the gradients are partial and have to be summed. `copy_t
 region, and `reduce_from_group` its exit. `whole_from_group` is the exit for results that all ranks computed alike
 inside the region.
 
-Inputs are never modified and groups are always explicit. In a group of one rank every function except `send_to` and
-`receive_from` returns its input. Functions along a dimension take the extent of each rank's slice, so slices may
-differ in size. Every rank of the group must call the function, in the same order.
+Inputs are never modified and groups are always explicit. In a group of one rank every function returns its input.
+Functions along a dimension take the extent of each rank's slice, so slices may differ in size. Every rank of
+the group must call the function, in the same order.
 
 Legend for shapes: n is the extent along `dim` of the full tensor, n_r of the slice of rank r, `ranks` the group's size.
 
@@ -37,7 +34,6 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.autograd import Function
-from torch.autograd.function import once_differentiable
 
 from lightning_parallel import comm
 from lightning_parallel.comm import Group
@@ -46,15 +42,12 @@ from lightning_parallel.compat.torch import unsafe_view
 __all__ = [
     "all_gather_to_group",
     "all_to_all_in_group",
-    "broadcast_to_group",
     "copy_to_group",
     "gather_from_group",
     "no_view",
-    "receive_from",
     "reduce_from_group",
     "reduce_scatter_to_group",
     "scatter_to_group",
-    "send_to",
     "whole_from_group",
 ]
 
@@ -215,58 +208,6 @@ def all_to_all_in_group(
     return _AllToAllInGroup.apply(x, group, split_dim, concat_dim, split_sizes, concat_sizes)
 
 
-def broadcast_to_group(x: Tensor, group: Group, source: int = 0) -> Tensor:
-    """Return the `x` of one rank on all ranks.
-
-    Forward: broadcast. Backward: sum of the gradients at the source, zero on the other ranks.
-
-    Args:
-        x: The same shape and dtype on all ranks; only the source's values are used.
-        group: The ranks that take part.
-        source: Position in the group of the rank whose `x` is sent.
-
-    Returns:
-        A tensor of the same shape, equal on all ranks.
-    """
-    return x if group.size == 1 else _BroadcastToGroup.apply(x, group, source)
-
-
-def send_to(x: Tensor, group: Group, to: int, tag: int = 0) -> Tensor:
-    """Send `x` to one rank, which must call `receive_from`.
-
-    Forward: send. Backward: receive the gradient of `x`.
-
-    Args:
-        x: Any shape.
-        group: The group that both ranks belong to.
-        to: Position in the group of the receiving rank.
-        tag: Tells several messages between the same ranks apart.
-
-    Returns:
-        A zero () that depends on `x`. Add it to the loss: its backward receives the gradient.
-    """
-    return _SendTo.apply(x, group, to, tag)
-
-
-def receive_from(like: Tensor, group: Group, source: int, tag: int = 0) -> Tensor:
-    """Receive a tensor from one rank, which must call `send_to`.
-
-    Forward: receive. Backward: send the gradient of the received tensor to its source.
-
-    Args:
-        like: Gives shape, dtype and device; its values are not used.
-        group: The group that both ranks belong to.
-        source: Position in the group of the sending rank.
-        tag: Tells several messages between the same ranks apart.
-
-    Returns:
-        The received tensor, of the shape of `like`; it requires a gradient if it is floating-point.
-    """
-    # Autograd builds a node only if some input requires a gradient, and `like` need not.
-    anchor = torch.zeros((), requires_grad=like.is_floating_point())
-    return _ReceiveFrom.apply(anchor, like, group, source, tag)
-
-
 def no_view(x: Tensor, shape: Sequence[int] | None = None) -> Tensor:
     """Return `x.view(shape)` without registering it as a view, so that the caller may change it in place.
 
@@ -409,51 +350,3 @@ class _AllToAllInGroup(Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
         return all_to_all_in_group(grad, *ctx.args), None, None, None, None, None
-
-
-class _BroadcastToGroup(Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, group: Group, source: int) -> Tensor:
-        ctx.group = group
-        ctx.source = source
-        # `broadcast_` writes into its argument, and the caller's tensor must not change.
-        return comm.broadcast_(x.clone(memory_format=torch.contiguous_format), group, source)
-
-    @staticmethod
-    @once_differentiable  # the collective of the backward has no gradient of its own
-    def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
-        # Only the source needs the sum. All other ranks drop it, because their `x` was not used.
-        total = comm.all_reduce(grad, ctx.group)
-        return total if ctx.group.rank == ctx.source else torch.zeros_like(total), None, None
-
-
-class _SendTo(Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, group: Group, to: int, tag: int) -> Tensor:
-        ctx.args = group, to, tag
-        ctx.like = x.shape, x.dtype, x.device
-        # Waits: a contiguous `x` is sent from its own memory, which the caller may change after this call.
-        comm.isend(x.contiguous(), group, to, tag).wait()
-        return torch.zeros((), dtype=x.dtype, device=x.device)
-
-    @staticmethod
-    @once_differentiable  # the collective of the backward has no gradient of its own
-    def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
-        # The receiving rank sends the gradient back under the same tag.
-        group, to, tag = ctx.args
-        shape, dtype, device = ctx.like
-        received = comm.irecv(torch.empty(shape, dtype=dtype, device=device), group, to, tag).wait()
-        return received, None, None, None
-
-
-class _ReceiveFrom(Function):
-    @staticmethod
-    def forward(ctx: Any, anchor: Tensor, like: Tensor, group: Group, source: int, tag: int) -> Tensor:
-        ctx.args = group, source, tag
-        return comm.irecv(torch.empty_like(like, memory_format=torch.contiguous_format), group, source, tag).wait()
-
-    @staticmethod
-    @once_differentiable  # the collective of the backward has no gradient of its own
-    def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
-        comm.isend(grad.contiguous(), *ctx.args).wait()
-        return torch.zeros(()), None, None, None, None  # the gradient of the anchor, which is discarded
