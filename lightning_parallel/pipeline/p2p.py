@@ -119,7 +119,6 @@ class MessageLayouts:
 _TAGS = {Kind.F: 1, Kind.I: 2}
 _HOST_TAG = 3
 _HEADER_BYTES = 24  # three int64
-_Key = tuple[int, int]
 MessageGroups = Mapping[Channel, Group]
 """A group of two for each channel that this rank takes part in.
 
@@ -140,7 +139,7 @@ class _Sends(NamedTuple):
     pending: list[Pending]
 
 
-class _Received(NamedTuple):
+class _HostReceive(NamedTuple):
     """Bytes from another host, and the receive that fills them."""
 
     buffer: Tensor
@@ -173,7 +172,7 @@ class StageMessages:
         self.stage_ranks = schedule.stage_ranks
         self._local: dict[tuple[Kind, int, int], Any] = {}
         # Kept until the gradients return: the sent memory must stay valid, and the layout gives their shapes.
-        self._sent: dict[_Key, tuple[MessageLayout, _Sends]] = {}
+        self._sent: dict[tuple[int, int], tuple[MessageLayout, _Sends]] = {}
         # One queue per rank: a rank uses gradients in the order in which they were sent.
         self._returned: dict[int, deque[_Sends]] = {rank: deque() for rank in range(group.size)}
         self._used = {rank: _used_before(schedule, rank, group.rank) for rank in range(group.size)}
@@ -183,7 +182,7 @@ class StageMessages:
             for (sender, receiver, kind), made in schedule.channels.items()
             if receiver == group.rank and kind is Kind.F
         }
-        self._headers: dict[int, _Received] = {}
+        self._headers: dict[int, _HostReceive] = {}
 
     def channel(self, kind: Kind, sender: int, receiver: int) -> Group:
         """Return the group for messages of a kind from one rank to another."""
@@ -286,11 +285,11 @@ class StageMessages:
             self._to_come[sender] -= 1
             self._headers[sender] = self._begin_bytes(_HEADER_BYTES, sender)
 
-    def _begin_bytes(self, count: int, sender: int) -> _Received:
+    def _begin_bytes(self, count: int, sender: int) -> _HostReceive:
         channel = self.channel(Kind.F, sender, self.group.rank)
         buffer = torch.empty(count, dtype=torch.uint8, device=channel.host_device)
         peer = self.peer(sender, channel)
-        return _Received(buffer, comm.irecv(buffer, channel, peer, _HOST_TAG, between_hosts=True))
+        return _HostReceive(buffer, comm.irecv(buffer, channel, peer, _HOST_TAG, between_hosts=True))
 
     def _receive_layout(self, action: Action, sender: int) -> MessageLayout:
         """Receive the header of `action`'s input, and the layout that it announces."""
