@@ -18,6 +18,7 @@ from __future__ import annotations
 import pickle
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import lru_cache
 from types import FrameType
@@ -139,13 +140,6 @@ class _Sends(NamedTuple):
     pending: list[Pending]
 
 
-class _HostReceive(NamedTuple):
-    """Bytes from another host, and the receive that fills them."""
-
-    buffer: Tensor
-    pending: Pending
-
-
 class StageMessages:
     """All messages of this rank in one step.
 
@@ -182,7 +176,7 @@ class StageMessages:
             for (sender, receiver, kind), made in schedule.channels.items()
             if receiver == group.rank and kind is Kind.F
         }
-        self._headers: dict[int, _HostReceive] = {}
+        self._headers: dict[int, Pending] = {}
 
     def channel(self, kind: Kind, sender: int, receiver: int) -> Group:
         """Return the group for messages of a kind from one rank to another."""
@@ -272,7 +266,8 @@ class StageMessages:
         buffers = [spec.empty(self.device) for spec in layout]
         wanted = [(buffer, peer) for buffer in buffers if buffer.numel()]
         if wanted:
-            self._wait(comm.exchange([], wanted, channel, _TAGS[kind]), action, sender)
+            with self._expected(action, sender):
+                comm.exchange([], wanted, channel, _TAGS[kind]).wait()
         return buffers
 
     def post(self) -> None:
@@ -285,18 +280,17 @@ class StageMessages:
             self._to_come[sender] -= 1
             self._headers[sender] = self._begin_bytes(_HEADER_BYTES, sender)
 
-    def _begin_bytes(self, count: int, sender: int) -> _HostReceive:
+    def _begin_bytes(self, count: int, sender: int) -> Pending:
         channel = self.channel(Kind.F, sender, self.group.rank)
         buffer = torch.empty(count, dtype=torch.uint8, device=channel.host_device)
-        peer = self.peer(sender, channel)
-        return _HostReceive(buffer, comm.irecv(buffer, channel, peer, _HOST_TAG, between_hosts=True))
+        return comm.irecv(buffer, channel, self.peer(sender, channel), _HOST_TAG, between_hosts=True)
 
     def _receive_layout(self, action: Action, sender: int) -> MessageLayout:
         """Receive the header of `action`'s input, and the layout that it announces."""
-        self._post_header(sender)
-        header = self._headers.pop(sender)
-        self._wait(header.pending, action, sender)
-        stage, microbatch, num_bytes = header.buffer.view(torch.int64).tolist()
+        with self._expected(action, sender):
+            self._post_header(sender)
+            header = self._headers.pop(sender).wait()
+        stage, microbatch, num_bytes = header.view(torch.int64).tolist()
         if (stage, microbatch) != (action.stage - 1, action.microbatch):
             ranks = self.group.ranks
             raise LostMessageError(
@@ -305,10 +299,10 @@ class StageMessages:
                 f" output of {Action(Kind.F, stage, microbatch)}. The ranks run different schedules"
             )
         if num_bytes:
-            description = self._begin_bytes(num_bytes, sender)
-            self._wait(description.pending, action, sender)
+            with self._expected(action, sender):
+                description = self._begin_bytes(num_bytes, sender).wait()
             # Unpickling runs code, but the sender is a rank of the same run, and this rank trusts that code already.
-            self.layouts.received[action.stage] = pickle.loads(description.buffer.cpu().numpy().tobytes())
+            self.layouts.received[action.stage] = pickle.loads(description.cpu().numpy().tobytes())
         return self.layouts.received[action.stage]
 
     def _finish_sends(self, sends: _Sends) -> None:
@@ -335,14 +329,15 @@ class StageMessages:
                 self._finish_sends(returned.popleft())
         self._sent.clear()
 
-    def _wait(self, pending: Pending, action: Action, sender: int) -> None:
-        """Wait for a message that `action` needs.
+    @contextmanager
+    def _expected(self, action: Action, sender: int) -> Iterator[None]:
+        """Receive a message that `action` needs inside the block.
 
         Raises:
-            RuntimeError: If it does not come; names the waiting rank and the missing message.
+            LostMessageError: If it does not come; names the waiting rank and the missing message.
         """
         try:
-            pending.wait()
+            yield
         except RuntimeError as error:
             needed = action._replace(stage=action.stage + (-1 if action.kind is Kind.F else 1))
             ranks = self.group.ranks
