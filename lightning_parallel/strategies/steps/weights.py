@@ -16,7 +16,7 @@ copies of two samples such a loss never fits. The self-check compares the step o
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -170,7 +170,7 @@ class _Probe(TruncatedModel):
     """Runs a step on a truncated model, and differentiates its loss by factors of the last layer's output."""
 
     def run_loss(
-        self, step: Callable[[Any], Any], batch: Any, draws: DrawRecorder | ReplayedDraws
+        self, step: Callable[[Any], Any], batch: Any, draws: DrawRecorder | ReplayedDraws | None
     ) -> tuple[Tensor, Tensor]:
         """Return the loss, and its gradient by a factor for each feature."""
         self.factors: list[Tensor] = []
@@ -180,8 +180,9 @@ class _Probe(TruncatedModel):
             torch.enable_grad(),
         ):
             seed_torch(0)
-            draws.enter("step", draws.microbatch)
-            with draws:
+            if draws is not None:
+                draws.enter("step", draws.microbatch)
+            with draws or nullcontext():
                 loss = loss_of(self.run(step, batch, seed=None))
             found: Sequence[Tensor | None] = []
             if loss.requires_grad and self.factors:
@@ -284,11 +285,13 @@ class _MeanCheck:
         recorder = DrawRecorder()
         with self._counted():
             runs = [self._run(pair, double, recorder)]
-        # Each microbatch replays the random numbers that the run on both drew for its samples.
+        # Each microbatch replays the random numbers that the run on both drew for its samples. A replay sees every
+        # operator in Python, so it is left out if there are none.
         sizes = [count_samples(part) for part in parts]
-        replayed = ReplayedDraws(recorder.found, sizes if min(sizes) > 0 else ())
+        replayed = ReplayedDraws(recorder.found, sizes if min(sizes) > 0 else ()) if recorder.found.values else None
         for number, part in enumerate(parts):
-            replayed.microbatch = number
+            if replayed is not None:
+                replayed.microbatch = number
             runs.append(self._run(part, double, replayed))
         loss = runs[0][0][0]
         if loss.dim() or not loss.is_floating_point():
@@ -313,7 +316,7 @@ class _MeanCheck:
         self.num_bytes = self.num_bytes or found
 
     def _run(
-        self, batch: Any, double: bool, draws: DrawRecorder | ReplayedDraws
+        self, batch: Any, double: bool, draws: DrawRecorder | ReplayedDraws | None
     ) -> tuple[tuple[Tensor, Tensor], _Logged, dict[str, Tensor]]:
         logged: _Logged = {}
         metrics = MetricCalls(self.module)
@@ -331,6 +334,8 @@ class _MeanCheck:
         modes = {child: child.training for child in self.module.modules()}
         with ExitStack() as stack:
             stack.enter_context(patched(self.module, "log", log))
+            # Torch leaves code uncompiled where draws are seen. The microbatches must compute as all together do.
+            stack.enter_context(torch.compiler.set_stance("force_eager"))
             if double:
                 stack.enter_context(in_double(self.module, with_parameters=False))
                 batch = map_tensors(batch, doubled)
