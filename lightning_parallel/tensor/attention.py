@@ -7,9 +7,9 @@ this rank.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, MutableMapping
+from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Literal
 
 import torch
@@ -20,22 +20,16 @@ from lightning_parallel.comm import Group
 from lightning_parallel.tensor.autograd import copy_to_group, gather_from_group, reduce_from_group
 from lightning_parallel.tensor.conversion import convert, shard_parameters
 from lightning_parallel.tensor.inspection import (
-    AttentionHeads,
     describe,
-    heads_of,
-    is_linear,
-    local_attributes,
 )
 from lightning_parallel.tensor.layers import (
     Column,
     ColumnLinear,
-    Replicate,
     Row,
     RowLinear,
     Style,
 )
 from lightning_parallel.tensor.linear import SharedInputs, column_linear, shared_inputs
-from lightning_parallel.tensor.low_rank import layer_sizes, low_rank_of
 from lightning_parallel.tensor.regions import RandomRegion
 from lightning_parallel.tensor.sharding import Shard, ShardPart
 
@@ -44,7 +38,6 @@ __all__ = [
     "ParallelAttention",
     "ParallelEncoderLayer",
     "TransformerLayer",
-    "divide_by_heads",
     "guard_fast_path",
     "transformer_styles",
 ]
@@ -341,117 +334,3 @@ def _no_fast_path() -> Iterator[None]:
         yield
     finally:
         torch.backends.mha.set_fastpath_enabled(enabled)
-
-
-# ---------------------------------------------------------------------------------- attention built of linear layers
-
-
-def divide_by_heads(
-    module: nn.Module,
-    styles: MutableMapping[str, Style],
-    attributes: MutableMapping[str, dict[str, int]],
-    group: Group,
-    may_gather: bool = False,
-) -> dict[str, str]:
-    """Make `Column` and `Row` styles inside attention modules split full heads, and record the local head counts.
-
-    Norms of single heads inside such a module see this rank's heads only, so their gradients become partial. Any other
-    parameter rules out sharding by heads. It may belong to the attention module itself, or to a layer that sees the
-    features of all heads. The outputs of that attention's layers are then gathered.
-
-    Args:
-        module: The model.
-        styles: The style of each sharded module, by path; changed in place.
-        attributes: Receives the local head counts of the attention modules: `{path: {name: value}}`.
-        group: The tensor-parallel group.
-        may_gather: Whether to shard an attention with fewer heads than ranks layer by layer.
-
-    Returns:
-        The reason for each layer that is not sharded by heads, by path.
-
-    Raises:
-        ValueError: If an attention has fewer heads than ranks, unless its outputs may be gathered.
-    """
-    notes: dict[str, str] = {}
-    for path, attention in list(module.named_modules()):
-        heads = heads_of(attention)
-        if heads is None:
-            continue
-        prefix = f"{path}." if path else ""
-        by_heads = _head_styles(attention, prefix, styles, heads)
-        if not by_heads:
-            continue
-        # No style says how to shard a parameter that spans all heads, such as a norm over them.
-        others = _other_parameters(attention)
-        why = "parameters that span all heads"
-        if few := heads.queries < group.size and may_gather:
-            why = f"{heads.queries} heads for {group.size} ranks"
-        if not few and _sees_single_heads(attention, others, heads):
-            styles.update(by_heads)
-            # A norm of single heads sees the heads of this rank only, so its gradient is a sum over the ranks.
-            for name in others:
-                styles.setdefault(prefix + name.rpartition(".")[0], Replicate(partial_gradient=True))
-            # The code of the attention reshapes by these numbers, so it must read the local ones.
-            attributes[path] = local_attributes(attention, heads, group)
-        else:
-            gathered = {full: _gathered(style) for full, style in styles.items() if full.startswith(prefix)}
-            styles.update(gathered)
-            notes |= dict.fromkeys(gathered, why)
-    return notes
-
-
-def _head_styles(
-    attention: nn.Module, prefix: str, styles: Mapping[str, Style], heads: AttentionHeads
-) -> dict[str, Style]:
-    """Return the styles that shard the attention's linear layers by heads; empty if none changes or no head fits."""
-    layers = {
-        prefix + name: child
-        for name, child in attention.named_children()
-        if prefix + name in styles and (is_linear(child) or low_rank_of(child) is not None)
-    }
-    # The input of an attention's output projection has exactly the features of all query heads.
-    closing = [layer for full, layer in layers.items() if isinstance(styles[full], Row)]
-    if not any(layer_sizes(layer)[0] == heads.queries * heads.size for layer in closing):
-        return {}
-    by_heads = {full: _by_heads(styles[full], layer, heads) for full, layer in layers.items()}
-    return by_heads if any(by_heads[full] is not styles[full] for full in layers) else {}
-
-
-def _by_heads(style: Style, layer: nn.Module, heads: AttentionHeads) -> Style:
-    in_features, out_features = layer_sizes(layer)
-    queries = heads.query_part()
-    keys = heads.key_part()
-    if isinstance(style, Column) and not style.gather_output and style.parts is None and style.unit == 1:
-        if out_features == queries.size:
-            return replace(style, parts=(queries,))
-        if out_features == keys.size:
-            return replace(style, parts=(keys,))
-        if out_features == 3 * queries.size and heads.keys == heads.queries:
-            return replace(style, unit=3 * heads.size)  # query, key and value of one head after another
-    if isinstance(style, Row) and not style.split_input and style.parts is None and in_features == queries.size:
-        return replace(style, parts=(queries,))
-    return style
-
-
-def _other_parameters(attention: nn.Module) -> dict[str, nn.Parameter]:
-    """Return the parameters of submodules that are not linear layers, such as norms of queries and keys, by name."""
-    return {
-        f"{path}.{name}": parameter
-        for path, child in attention.named_modules()
-        if path and not is_linear(child)
-        for name, parameter in child.named_parameters(recurse=False)
-    }
-
-
-def _sees_single_heads(attention: nn.Module, others: Mapping[str, nn.Parameter], heads: AttentionHeads) -> bool:
-    """Return whether each parameter outside the linear layers belongs to a module that sees one head at a time."""
-    if any(True for _ in attention.parameters(recurse=False)):
-        return False
-    return all(tuple(parameter.shape) == (heads.size,) for parameter in others.values())
-
-
-def _gathered(style: Style) -> Style:
-    """Return a style for the same kind of layer with full input and output."""
-    if isinstance(style, Column):
-        return Column(gather_output=True)
-    return Row(split_input=True) if isinstance(style, Row) else Replicate()

@@ -1,43 +1,36 @@
-"""Automatic plans: from the plan that a Hugging Face model carries, or else from the structure of the model, verified.
+"""Automatic plans: found by running each block as its model calls it, and verified on all ranks.
 
-From the structure: the linear layers of each block are grouped in the order of their registration.
+    query key value -> [attention] -> out      up gate -> [activation] -> down
+    column column column ............ row      column ..................... row
 
-    query key value | out      up gate | down      the first layers open a sharded region, the last layer closes it
-
-A group is accepted only after `PlanVerifier` ran a sharded copy of the block on all ranks. Its outputs and gradients
-must equal those tensors of the original. Layers of blocks that cannot run alone are sharded one by one, with gathered
-outputs, which is always right. Modules without a sharded form stay replicated. The plan's notes tell both.
+The use of the outputs of linear layers shows which layers form a region, see `dataflow`. A region is accepted only
+after `PlanVerifier` ran a sharded copy of its block on all ranks. Its outputs and gradients must equal the outputs and
+gradients of the original. Layers outside regions are sharded one by one, with gathered outputs, which is always right.
+Modules without a sharded form stay replicated. The plan's notes tell both.
 """
 
 from __future__ import annotations
 
-import inspect
 import re
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 
-from torch import Tensor, nn
+from torch import nn
 
 from lightning_parallel.comm import Group
 from lightning_parallel.compat.initialization import tensor_parallel_plan_of
-from lightning_parallel.compat.torch import forward_hooks_of, pytree
 from lightning_parallel.step_trace.record import Record, no_record
-from lightning_parallel.tensor.attention import divide_by_heads
-from lightning_parallel.tensor.block_calls import block_call
-from lightning_parallel.tensor.dataflow import NOT_RUN, RegionFinder
+from lightning_parallel.tensor.block_calls import BlockCalls
+from lightning_parallel.tensor.dataflow import NOT_RUN, find_regions
 from lightning_parallel.tensor.experts import Experts, find_routers, join_lists, plan_experts
 from lightning_parallel.tensor.head import NOTE, find_heads
 from lightning_parallel.tensor.inspection import (
-    AttentionHeads,
     called_around,
     has_hooks_inside,
-    heads_of,
     is_linear,
     is_native,
-    local_attributes,
     read_elsewhere,
-    structure_of,
     why_no_linear,
 )
 from lightning_parallel.tensor.layers import Column, Row, Style, Vocab
@@ -45,19 +38,15 @@ from lightning_parallel.tensor.low_rank import layer_sizes, linear_layers
 from lightning_parallel.tensor.per_head import PerHead
 from lightning_parallel.tensor.plan import STYLES, Plan, UserPlan, parse_plan, resolve_ties
 from lightning_parallel.tensor.sequence_plan import divide_sequences
-from lightning_parallel.tensor.sharding import ShardPart
 from lightning_parallel.tensor.verify import BlockCall, PlanVerifier
 
 __all__ = ["make_plan"]
 
 GATHERED = "the use of it by its neighbours is not known"
 LISTENED = "a hook is called around the forward of a neighbour"
-AS_CALLED = "the module around it takes a tensor for all heads, such as a position bias"
-IDLE = "the module around it calls other layers if it takes more than one tensor"
 REJECTED = "the module around it computes other results with some of the heads"
+BY_TABLE = "by the table that the model carries, which no run has checked"
 LARGE_TABLE = 1 / 16  # an embedding with this share of the parameters is worth an all-reduce of its output
-# Head sizes to try for fused projections of modules that do not tell their number of heads.
-HEAD_SIZES = (128, 96, 80, 64, 48, 40, 32, 24, 16, 12, 8, 6, 4, 2, 1)
 
 
 def make_plan(
@@ -75,28 +64,27 @@ def make_plan(
         record: Gives the record of the user's step, which shows how the model calls its blocks.
 
     Raises:
-        ValueError: If the user's plan does not fit the model, or the model has fewer attention heads than `group` has
-            ranks. Also if nothing can be sharded, or no stack of blocks allows sequence parallelism.
+        ValueError: If the user's plan does not fit the model. Also if nothing can be sharded, or no stack of blocks
+            allows sequence parallelism.
     """
     verifier = PlanVerifier(group)
+    search = _Search(module, verifier, BlockCalls(module, group, record))
     if plan == "auto":
-        found = _automatic_plan(module, verifier, group, record)
+        found = _automatic_plan(module, search, group)
     else:
         found = parse_plan(module, plan, group)
         # The user has told the parts of these layers, so no trial has to find them.
         told = [pattern for pattern, wanted in plan.items() if isinstance(wanted, Column) and _tells_parts(wanted)]
         explicit = {path for path in found.styles if any(fnmatchcase(path, pattern) for pattern in told)}
-        _verify_regions(module, found, verifier, group, explicit)
+        _verify_regions(module, found, search, explicit)
         resolve_ties(module, found, group.size)
     if sequence_parallel:
         divide_sequences(module, found, verifier, record)
     return found
 
 
-def _verify_regions(
-    module: nn.Module, plan: Plan, verifier: PlanVerifier, group: Group, explicit: Collection[str]
-) -> None:
-    """Verify the regions of a user's plan, and find out how their fused layers are packed.
+def _verify_regions(module: nn.Module, plan: Plan, search: _Search, explicit: Collection[str]) -> None:
+    """Verify the regions of a user's plan, and find out how their layers are packed and split by heads.
 
     Raises:
         ValueError: If a region computes other results than the original. Also if a region cannot run alone and has a
@@ -105,19 +93,19 @@ def _verify_regions(
     for path in _regions(plan):
         block = module.get_submodule(path)
         inside = plan.under(path)
-        verdict = verifier.verify(block, inside)
+        call = search.call(path)
+        verdict = search.verifier.verify(block, inside, call)
         # The block cannot run alone, so only widths can show a fused layer.
         if verdict is None:
             _check_fused(block, path, inside, explicit)
         if verdict is not False:
             continue
-        candidates = []
-        for opening, closing in _possible_regions(block, [name for name in inside.styles if name]):
-            for candidate in _candidates(block, opening, closing, group):
-                if _same_but_for_parts(candidate.styles, inside.styles):
-                    candidates.append(candidate)
-        settled = verifier.first_verified(block, Plan(), candidates)
-        if settled is None:
+        free = [name for name in linear_layers(block) if name in inside.styles]
+        settled = Plan()
+        for region in find_regions(block, free, search.verifier, call).regions:
+            if _same_but_for_parts(region.styles, inside.styles):
+                settled.add("", region)
+        if search.verifier.first_verified(block, inside, [settled], call) is None:
             listed = ", ".join(f"`{name}`: {style}" for name, style in inside.styles.items())
             raise ValueError(
                 f"`{path}` must compute the same with the tensor-parallel plan as without it; got {listed}. Make the"
@@ -146,15 +134,16 @@ def _check_fused(block: nn.Module, path: str, inside: Plan, explicit: Collection
         if out_features > width:
             raise ValueError(
                 f"`{full}` makes {out_features} features for a row-parallel layer that takes {width}, so it holds"
-                f" several projections. `{path}` cannot run with one tensor, so their packing is not known. Give it"
+                f" several projections. `{path}` cannot run alone, so their packing is not known. Give it"
                 " in the tensor-parallel plan: `Column(parts=(size, size, ...))` for one projection after another,"
                 " each by full heads with `ShardPart(size, head_size)`, or `Column(unit=...)` for units that stay"
                 " together. Or use 'column_gather' and 'row_split'"
             )
 
 
-def _same_but_for_parts(candidate: dict[str, Style], wanted: dict[str, Style]) -> bool:
-    return all(_without_parts(style) == _without_parts(wanted[name]) for name, style in candidate.items())
+def _same_but_for_parts(found: Mapping[str, Style], wanted: Mapping[str, Style]) -> bool:
+    layers = {path: style for path, style in found.items() if isinstance(style, (Column, Row))}
+    return all(_without_parts(style) == _without_parts(wanted[name]) for name, style in layers.items())
 
 
 def _without_parts(style: Style) -> Style:
@@ -174,28 +163,13 @@ def _regions(plan: Plan) -> list[str]:
     return list(found)
 
 
-def _automatic_plan(module: nn.Module, verifier: PlanVerifier, group: Group, record: Record) -> Plan:
-    # The model's own plan comes before the structure: the search skips modules that have a style already.
+def _automatic_plan(module: nn.Module, search: _Search, group: Group) -> Plan:
     found = Plan()
-    gathered: dict[str, Style] = {}
-    for path, model in _hugging_face_models(module):
-        own = _hugging_face_plan(model, group)
-        # The model's plan gathers the outputs of fused projections; the structure may shard them without a gather.
-        inner = {name: own.styles.pop(name) for name in [*own.styles] if _is_gathered_in_block(name, own.styles[name])}
-        gathered |= {f"{path}.{name}".strip("."): style for name, style in inner.items()}
-        found.add(path, own)
-    plan_experts(module, found, verifier, group)
-    paths = {id(child): path for path, child in module.named_modules()}
-    search = _Search(module, verifier, RegionFinder(group), group, paths, {*gathered}, record)
-    planned = [*found.styles]
+    plan_experts(module, found, search.verifier)
     _plan_by_structure(module, found, search)
     search.add_what_was_left(found)
-    search.drop_what_fails_as_called(found, {*planned})
-    for path, style in gathered.items():
-        if not _has_style(path, found.styles) and not found.under(path).styles:
-            found.styles[path] = style
-            found.notes.setdefault(path, f"gathered by the model's own plan; {search.reasons.get(path, GATHERED)}")
-    join_lists(module, found, verifier, group)
+    join_lists(module, found, search.verifier)
+    _plan_by_tables(module, found, group, search.reasons)
     _plan_remaining_layers(module, found, group, search.reasons)
     resolve_ties(module, found, group.size)
     # Last, because only layers with gathered outputs can be heads, and ties may change them.
@@ -224,7 +198,28 @@ def _owners(path: str, module: nn.Module) -> list[str]:
     return [f"{path}.{name}".strip(".") for name in owners]
 
 
-# -------------------------------------------------------------------------------------------------- Hugging Face plans
+# ------------------------------------------------------------------------------------------------- Hugging Face tables
+
+
+def _plan_by_tables(module: nn.Module, plan: Plan, group: Group, reasons: Mapping[str, str]) -> None:
+    """Shard layers of blocks that cannot be run in the pairs of the table that a Hugging Face model carries."""
+    for path, model in _hugging_face_models(module):
+        table = tensor_parallel_plan_of(model)
+        counts = [getattr(model.config, name, None) or 0 for name in ("num_attention_heads", "num_key_value_heads")]
+        # Each rank takes equal numbers of features, so full heads must fit them.
+        if any(count % group.size for count in counts):
+            continue
+        for name, child in model.named_modules():
+            layer = f"{path}.{name}".lstrip(".")
+            style = STYLES.get(_planned(table, name) or "")
+            is_pair = style == Column() or style == Row()
+            beside = [other for other in reasons if other.rpartition(".")[0] == layer.rpartition(".")[0]]
+            # All layers of one module, as a pair without one of its layers computes something else.
+            if style is None or not is_pair or not all(reasons[other].startswith(NOT_RUN) for other in beside):
+                continue
+            if layer in reasons and not _has_style(layer, plan.styles) and _applies(style, child):
+                plan.styles[layer] = style
+                plan.notes[layer] = BY_TABLE
 
 
 def _hugging_face_models(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
@@ -238,35 +233,6 @@ def _hugging_face_models(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
         if any(_planned(table, name) is not None for name, _ in child.named_modules()):
             found.append(path)
             yield path, child
-
-
-def _hugging_face_plan(model: nn.Module, group: Group) -> Plan:
-    """Return the plan that the model carries, without the layers of modules in which some style is unknown here."""
-    table = tensor_parallel_plan_of(model)
-    found = Plan()
-    unknown: set[str] = set()
-    for path, child in model.named_modules():
-        # A hook would get a piece, so the layers beside this one stay out of the plan.
-        if any(forward_hooks_of(child)):
-            unknown.add(path.rpartition(".")[0])
-        name = _planned(table, path)
-        if name is None:
-            continue
-        style = STYLES.get(name)
-        if style is None or not _applies(style, child) or read_elsewhere(model, path):
-            unknown.add(path.rpartition(".")[0])
-        else:
-            found.styles[path] = style
-    # A row-parallel layer without its column-parallel partner would take full features for this rank's.
-    for path in [path for path in found.styles if path.rpartition(".")[0] in unknown]:
-        del found.styles[path]
-    found.notes |= divide_by_heads(model, found.styles, found.attributes, group, may_gather=True)
-    return found
-
-
-def _is_gathered_in_block(path: str, style: Style) -> bool:
-    is_gathered = (isinstance(style, Column) and style.gather_output) or (isinstance(style, Row) and style.split_input)
-    return is_gathered and re.search(r"(^|\.)\d+\.", path) is not None
 
 
 def _planned(table: Mapping[str, str], path: str) -> str | None:
@@ -301,11 +267,7 @@ class _Search:
     Attributes:
         root: The full model.
         verifier: Accepts plans.
-        finder: Proposes plans where the order of the layers gives none for all of them.
-        group: The tensor-parallel group.
-        paths: The first path of each module, by `id`: a module that is registered twice is planned once.
-        gathered: Layers whose outputs the model's own plan gathers. Their block is also tried as its model calls it.
-        record: Gives the record of the user's step.
+        calls: How the model calls its blocks.
         left: Plans for some layers of a module only, with its path. A module around it may shard all of them, such as
             a layer with its low-rank term.
         reasons: Why layers are in no region, by path.
@@ -313,72 +275,18 @@ class _Search:
 
     root: nn.Module
     verifier: PlanVerifier
-    finder: RegionFinder
-    group: Group
-    paths: Mapping[int, str]
-    gathered: Collection[str] = ()
-    record: Record = no_record
+    calls: BlockCalls
     left: list[tuple[str, Plan]] = field(default_factory=list)
     reasons: dict[str, str] = field(default_factory=dict)
-    _calls: dict[object, BlockCall | None] = field(default_factory=dict)
 
-    def call(self, module: nn.Module, path: str, outermost: bool = False) -> BlockCall | None:
-        """Return how the model calls the module at `path`; blocks of equal structure are examined once."""
-        key = (structure_of(module), outermost)
-        if key not in self._calls:
-            found = block_call(self.root, path, self.group, outermost, self.record())
-            self._calls[key] = None if isinstance(found, str) else found
-        return self._calls[key]
+    def __post_init__(self) -> None:
+        # The first path of each module: a module that is registered twice is planned once.
+        self.paths = {id(child): path for path, child in self.root.named_modules()}
 
-    def as_called(self, module: nn.Module, path: str, free: Sequence[str], inside: Plan, accepted: Plan) -> Plan:
-        """Return the accepted regions, or none if layers that a call with one tensor skips may not fit them.
-
-        In the model's own call such a layer, for example for a context, may add its output to the region's features.
-        """
-        widths = {
-            layer_sizes(module.get_submodule(name))[1]
-            for name, style in accepted.styles.items()
-            if isinstance(style, Column) and not style.gather_output
-        }
-        idle = [name for name in self.finder.find(module, free).idle if name not in accepted.styles]
-        if not any(layer_sizes(module.get_submodule(name))[1] in widths for name in idle):
-            return accepted
-        call = self.call(module, path) if path else None
-        plan = Plan({**inside.styles, **accepted.styles}, {**inside.attributes, **accepted.attributes})
-        if call is not None and self.verifier.verify(module, plan, call):
-            return accepted
-        self.note(f"{path}." if path else "", dict.fromkeys(accepted.styles, IDLE))
-        return Plan()
-
-    def drop_what_fails_as_called(self, plan: Plan, planned: Collection[str]) -> None:
-        """Drop regions that pass with one tensor, but compute other results with the model's own arguments.
-
-        Args:
-            plan: The plan; changed in place.
-            planned: Paths of the layers that were not planned by structure.
-        """
-        for path in _regions(plan):
-            inside = plan.under(path)
-            is_planned = any(f"{path}.{name}" in planned for name in inside.styles)
-            if path and not is_planned and self.fails_as_called(path, inside):
-                for name in inside.styles:
-                    del plan.styles[f"{path}.{name}".rstrip(".")]
-                    self.reasons[f"{path}.{name}".rstrip(".")] = AS_CALLED
-                for name in inside.attributes:
-                    del plan.attributes[f"{path}.{name}".rstrip(".")]
-
-    def fails_as_called(self, path: str, inside: Plan) -> bool:
-        """Return whether the model gives the module at `path` a tensor for all heads, with which `inside` is wrong."""
-        module = self.root.get_submodule(path)
-        if len(inspect.signature(module.forward).parameters) < 2:
-            return False
-        call = self.call(module, path, outermost=True)
-        if call is None or call.hidden.dim() != 3:
-            return False
-        leaves = [leaf for leaf in pytree.tree_leaves((call.args, call.kwargs)) if isinstance(leaf, Tensor)]
-        if not any(_is_for_heads(leaf, call.hidden.shape[1]) for leaf in leaves if leaf is not call.hidden):
-            return False
-        return self.verifier.verify(module, inside, call) is False
+    def call(self, path: str) -> BlockCall | None:
+        """Return how the model calls the module at `path`, if that is known."""
+        found = self.calls.of(path)
+        return None if isinstance(found, str) else found
 
     def note(self, prefix: str, reasons: Mapping[str, str]) -> None:
         """Keep, for the layers below `prefix`, the reasons of the innermost module that could run."""
@@ -402,7 +310,7 @@ def _plan_by_structure(module: nn.Module, plan: Plan, search: _Search, path: str
         if _applies(STYLES[kind], module):
             if kind == "transformer_layer" and has_hooks_inside(module):
                 continue
-            if isinstance(why := _refusal(STYLES[kind], module, search.group.size), str):
+            if isinstance(why := _refusal(STYLES[kind], module, search.verifier.group.size), str):
                 plan.notes[path] = f"replicated: {why}"
                 if kind == "transformer_layer":
                     continue  # its inner layers may still be sharded
@@ -433,66 +341,39 @@ def _plan_by_structure(module: nn.Module, plan: Plan, search: _Search, path: str
     if has_hooks_inside(module):
         search.note(prefix, dict.fromkeys(free, LISTENED))
         return
-    accepted = _regions_by_order(module, free, inside, search)
-    if not accepted.styles.keys() >= {*free}:
-        other = _regions_by_dataflow(module, free, inside, search, prefix)
-        # The plan that shards more weights; on a tie, the plan by order.
-        accepted = max(accepted, other, key=lambda part: _weights(module, part))
-        accepted = search.as_called(module, path, free, inside, accepted)
+    accepted = _accepted_regions(path, module, free, inside, search)
     if accepted.styles.keys() >= {*free}:
         plan.add(path, accepted)
     elif accepted.styles:
         search.left.append((path, accepted))
 
 
-def _regions_by_order(module: nn.Module, free: list[str], inside: Plan, search: _Search) -> Plan:
-    """Return the verified regions of the layers `free`, by the order of their registration."""
-    found = Plan()
-    for opening, closing in _possible_regions(module, free):
-        given = Plan({**inside.styles, **found.styles}, {**inside.attributes, **found.attributes})
-        candidates = _candidates(module, opening, closing, search.group)
-        accepted = search.verifier.first_verified(module, given, candidates)
-        if accepted is not None:
-            found.add("", accepted)
-    return found
-
-
-def _regions_by_dataflow(module: nn.Module, free: list[str], inside: Plan, search: _Search, prefix: str) -> Plan:
-    """Return the verified regions of the layers `free`, by the use of their outputs; note the other layers' reasons."""
-    flow = search.finder.find(module, free)
-    call = None
-    is_gathered = any(prefix + name in search.gathered for name in free)
-    if prefix and is_gathered and any(reason.startswith(NOT_RUN) for reason in flow.reasons.values()):
-        call = search.call(module, prefix[:-1])
-        flow = flow if call is None else search.finder.find(module, free, call)
+def _accepted_regions(path: str, module: nn.Module, free: list[str], inside: Plan, search: _Search) -> Plan:
+    """Return the verified regions of the layers `free` in the module at `path`; note why other layers are in none."""
+    call = search.call(path)
+    prefix = f"{path}." if path else ""
+    flow = find_regions(module, free, search.verifier, call)
     search.note(prefix, flow.reasons)
-    found = Plan()
+    regions: list[Plan] = []
     for region in flow.regions:
         # Regions may overlap, and the larger one comes first.
-        if region.styles.keys() & found.styles.keys():
-            continue
+        if not any(region.styles.keys() & other.styles.keys() for other in regions):
+            regions.append(region)
+    together = Plan()
+    for region in regions:
+        together.add("", region)
+    # A pretended group cannot compare values, and a copy of a block of a large model would not fit a laptop.
+    is_pretended = search.verifier.group.is_pretended
+    if is_pretended or (len(regions) > 1 and search.verifier.first_verified(module, inside, [together], call)):
+        return together
+    found = Plan()
+    for region in regions:
         given = Plan({**inside.styles, **found.styles}, {**inside.attributes, **found.attributes})
-        accepted = search.verifier.first_verified(module, given, [region], "called" if call else "dataflow", call)
-        if accepted is not None:
-            found.add("", accepted)
+        if search.verifier.first_verified(module, given, [region], call) is not None:
+            found.add("", region)
         else:
             search.note(prefix, dict.fromkeys(region.styles, REJECTED))
     return found
-
-
-def _is_for_heads(given: Tensor, length: int) -> bool:
-    """Return whether an argument of a block may have a dimension of heads, like a bias of positions, slopes, a scale.
-
-    A mask for all heads has extent 1 in that dimension, or lacks it.
-    """
-    if given.dim() == 1:
-        return given.is_floating_point() and len(given) > 1
-    return given.dim() > 2 and given.shape[-1] in (1, length) and given.shape[-3] != 1
-
-
-def _weights(module: nn.Module, plan: Plan) -> int:
-    layers = [module.get_submodule(path) for path, style in plan.styles.items() if isinstance(style, (Column, Row))]
-    return sum(parameter.numel() for layer in layers for parameter in layer.parameters())
 
 
 def _repeats_blocks(module: nn.Module) -> bool:
@@ -508,71 +389,6 @@ def _has_style(name: str, styles: dict[str, Style]) -> bool:
     # `PerHead` covers a module's own head-dependent values; the layers inside still need styles.
     whole = [path for path, style in styles.items() if not isinstance(style, PerHead)]
     return any(name == path or name.startswith(f"{path}.") for path in whole)
-
-
-def _possible_regions(module: nn.Module, names: list[str]) -> Iterator[tuple[list[str], str]]:
-    """Yield runs of layers that may form one sharded region: (layers that open it, the layer that closes it)."""
-    sizes = [layer_sizes(module.get_submodule(name)) for name in names]
-    opening: list[int] = []
-    for position, (in_features, out_features) in enumerate(sizes):
-        if opening:
-            width, first_out = sizes[opening[0]]
-            # Square layers (query, key, value, out) fit as opening and as closing: the last one of equal sizes closes.
-            square = (in_features, out_features) == (width, first_out)
-            more_of_the_same = sizes[position + 1 : position + 2] == [(in_features, out_features)]
-            # The opening layer may be fused: gate and up make two projections, query, key and value three.
-            takes_in_the_region = in_features in (first_out, first_out // 3, first_out // 2)
-            if takes_in_the_region and not (square and more_of_the_same):
-                yield [names[index] for index in opening], names[position]
-                opening = []
-                continue
-            if in_features != width:
-                opening = []
-        opening.append(position)
-
-
-def _candidates(module: nn.Module, opening: list[str], closing: str, group: Group) -> Iterator[Plan]:
-    """Yield plans for one region, the likeliest first."""
-    width = layer_sizes(module.get_submodule(closing))[0]
-    outs = [layer_sizes(module.get_submodule(name))[1] for name in opening]
-    owners = dict.fromkeys(name.rpartition(".")[0] for name in [*opening, closing])
-    # Either the owner of the layers or the block itself may keep the number of heads.
-    for path in [*owners, ""]:
-        owner = module.get_submodule(path)
-        found = heads_of(owner)
-        # Heads with other features than the closing layer takes belong to another module.
-        if found is None or found.queries * found.size != width or found.queries < group.size:
-            continue
-        attributes = {path: local_attributes(owner, found, group)}
-        for parts in _possible_parts(outs, found):
-            columns: dict[str, Style] = {name: Column(parts=part) for name, part in zip(opening, parts)}
-            yield Plan({**columns, closing: Row(parts=(found.query_part(),))}, attributes)
-    if set(outs) == {width}:
-        yield Plan({**{name: Column() for name in opening}, closing: Row()})
-    # Several projections in one layer: gate and up make two, query, key and value three.
-    for count in sorted({len(outs), *(out // width for out in outs)}):
-        if count > 1 and set(outs) == {count * width}:
-            yield from _fused(opening, closing, width, count, group)
-
-
-def _possible_parts(outs: list[int], found: AttentionHeads) -> Iterator[list[tuple[ShardPart, ...]]]:
-    """Yield possible parts of the outputs of an attention's projections, one tuple per projection."""
-    queries = found.query_part()
-    keys = found.key_part()
-    if outs == [queries.size + 2 * keys.size]:
-        yield [(queries, keys, keys)]
-        if found.keys == found.queries:
-            yield [(ShardPart(3 * queries.size, 3 * found.size),)]  # query, key, value of one head after another
-    elif all(out in (queries.size, keys.size) for out in outs):
-        yield [(queries,) if out == queries.size else (keys,) for out in outs]
-
-
-def _fused(opening: list[str], closing: str, width: int, count: int, group: Group) -> Iterator[Plan]:
-    """Yield plans for `count` projections fused in one layer, by head size: each rank must hold full heads."""
-    for size in HEAD_SIZES:
-        if width % size == 0 and width // size >= group.size:
-            part = ShardPart(width, size)
-            yield Plan({**{name: Column(parts=(part,) * count) for name in opening}, closing: Row(parts=(part,))})
 
 
 # --------------------------------------------------------------------------------------------------------- the rest

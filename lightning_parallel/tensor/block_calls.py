@@ -16,51 +16,74 @@ from lightning_parallel import comm
 from lightning_parallel.comm import Group
 from lightning_parallel.compat.torch import pytree, seed_torch
 from lightning_parallel.step_trace.placeholder import PlaceholderTensor
-from lightning_parallel.step_trace.record import ModuleCall, StepTrace, record_step
-from lightning_parallel.tensor.inspection import is_linear, sizes_of
-from lightning_parallel.tensor.verify import INPUT_SHAPE, LONGEST, BlockCall, chance_kept
+from lightning_parallel.step_trace.record import ModuleCall, Record, StepTrace, no_record, record_step
+from lightning_parallel.tensor.inspection import is_linear, sizes_of, structure_of
+from lightning_parallel.tensor.verify import INPUT_SHAPE, LONGEST, BlockCall, call_signature, chance_kept
 
-__all__ = ["block_call", "joined_blocks"]
+__all__ = ["BlockCalls", "block_call", "joined_blocks"]
 
 SIDES = (32, 64, 224)  # of images
 MOST_CHANNELS = 16
 _LINE = 160  # of the reason of a failure
 
 
-def block_call(
-    root: nn.Module, path: str, group: Group, outermost: bool = False, trace: StepTrace | None = None
-) -> BlockCall | str:
-    """Return how the modules of `root` call the block at `path`; if no call is seen, the reason in a few words.
+class BlockCalls:
+    """How a model calls its blocks.
 
     Args:
         root: The full model.
-        path: Path of the block, in a container.
-        group: The tensor-parallel group; all its ranks must call this.
-        outermost: Without a record, whether to ask the full model first: the module next to the block may omit
-            optional arguments.
-        trace: The record of the user's step.
+        group: The tensor-parallel group; all its ranks must ask for the same blocks in the same order.
+        record: Gives the record of the user's step.
     """
-    call, reason = _first_call(trace, path)
-    if call is None:
-        owners = [*_owners(path)]
-        for around in owners if outermost else reversed(owners):
-            owner = root.get_submodule(around)
-            if call is None and not isinstance(owner, (nn.ModuleList, nn.ModuleDict)):
-                inner = path.removeprefix(f"{around}.").lstrip(".")
-                traces = list(_guessed(owner, owner.get_submodule(inner)))
-                found = [_first_call(other, inner) for other in traces]
-                call = next((seen for seen, _ in found if seen is not None), None)
-                reason = reason if trace is not None else next((why for _, why in found), reason)
-    with chance_kept():
-        seed_torch(0)
-        made = reason if call is None else _with_values(call.args, call.kwargs)
-    leaves = [made] if isinstance(made, str) else pytree.tree_leaves((made.args, made.kwargs))
-    described = [(leaf.shape, str(leaf.dtype)) if isinstance(leaf, Tensor) else type(leaf).__name__ for leaf in leaves]
-    # Ranks that try different calls would wait for each other.
-    everywhere = comm.all_gather_object((described, made if isinstance(made, str) else ""), group)
-    if all(other == described for other, _ in everywhere):
-        return made
-    return next(filter(None, (why for _, why in everywhere)), "")
+
+    def __init__(self, root: nn.Module, group: Group, record: Record = no_record) -> None:
+        self._root = root
+        self._group = group
+        self._record = record
+        self._guessed: dict[str, list[StepTrace]] = {}
+        self._known: dict[object, BlockCall | str] = {}
+
+    def of(self, path: str) -> BlockCall | str:
+        """Return how the model calls the block at `path`; if no call is seen, the reason in a few words."""
+        structure = structure_of(self._root.get_submodule(path))
+        call, reason = _first_call(self._record(), path)
+        # Equal blocks share one call, and their trials; a record may have stopped in the first of them.
+        key = structure, None if call is None else call_signature(call.args, call.kwargs)
+        if key not in self._known:
+            self._known[key] = self._agreed(*(self._guess(path, reason) if call is None else (call, reason)))
+        return self._known[key]
+
+    def _guess(self, path: str, reason: str) -> tuple[ModuleCall | None, str]:
+        """Return the call in a record of the forward of the outermost module around that runs as far as the block."""
+        owners = [*_owners(path)] or [""]
+        for around in owners:
+            owner = self._root.get_submodule(around)
+            if isinstance(owner, (nn.ModuleList, nn.ModuleDict)):
+                continue
+            inner = path.removeprefix(f"{around}.").lstrip(".")
+            if around not in self._guessed:
+                self._guessed[around] = list(_guessed(owner, owner.get_submodule(inner)))
+            for trace in self._guessed[around]:
+                call, why = _first_call(trace, inner)
+                if call is not None:
+                    return call, ""
+                reason = reason or why
+        return None, reason
+
+    def _agreed(self, call: ModuleCall | None, reason: str) -> BlockCall | str:
+        with chance_kept():
+            seed_torch(0)
+            made = reason if call is None else _with_values(call.args, call.kwargs)
+        # Ranks that try different calls would wait for each other.
+        everywhere = comm.all_gather_object(made if isinstance(made, str) else made.signature, self._group)
+        if isinstance(made, str) or len({*everywhere}) == 1:
+            return made
+        return "the ranks call it in different ways"
+
+
+def block_call(root: nn.Module, path: str, group: Group, trace: StepTrace | None = None) -> BlockCall | str:
+    """Return how the modules of `root` call the block at `path`; see `BlockCalls`."""
+    return BlockCalls(root, group, lambda: trace).of(path)
 
 
 def joined_blocks(
@@ -114,9 +137,12 @@ def _first_call(trace: StepTrace | None, path: str) -> tuple[ModuleCall | None, 
 
 
 def _guessed(owner: nn.Module, block: nn.Module) -> Iterator[StepTrace]:
-    """Yield records of the forward of `owner` on inputs that it may take, the likeliest first."""
+    """Yield records of the forward of `owner` on inputs that it may take, up to the first that runs to its end."""
     for given in _possible_arguments(owner, block):
-        yield record_step(owner, owner, given, given.device)
+        trace = record_step(owner, owner, given, given.device)
+        yield trace
+        if trace.error is None:
+            return
 
 
 def _given(shape: Sequence[int], dtype: torch.dtype | None) -> Tensor:

@@ -16,10 +16,10 @@ Legend for shapes: B samples, T positions, E features, U units (heads or groups 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import Enum
 from functools import partial
-from itertools import combinations, islice
+from itertools import combinations, islice, product
 from types import FunctionType, MethodType, ModuleType
 from typing import Any
 
@@ -27,27 +27,33 @@ import torch
 from torch import Tensor, nn
 
 from lightning_parallel import comm
-from lightning_parallel.comm import Group
-from lightning_parallel.compat.torch import buffers_of, is_backward_running, parameters_of, seed_torch
+from lightning_parallel.compat.torch import buffers_of, is_backward_running, parameters_of, pytree
 from lightning_parallel.tensor.inputs import NarrowInput, whole_input
 from lightning_parallel.tensor.inspection import numbers_a_layer, structure_of
 from lightning_parallel.tensor.layers import Column, Replicate, Row, Style
 from lightning_parallel.tensor.low_rank import layer_sizes, linear_layers
 from lightning_parallel.tensor.per_head import DividedTensor, PerHead, set_local_values
 from lightning_parallel.tensor.plan import Plan
-from lightning_parallel.tensor.sharding import Shard, ShardPart, balanced
-from lightning_parallel.tensor.verify import BlockCall, chance_kept, copy_in_double, inputs_of, possible_inputs
+from lightning_parallel.tensor.sharding import Shard, ShardPart
+from lightning_parallel.tensor.verify import BlockCall, PlanVerifier, Trial, copy_in_double
 
-__all__ = ["NOT_RUN", "Dataflow", "RegionFinder"]
+__all__ = ["NOT_RUN", "Dataflow", "find_regions"]
 
 Parts = tuple[ShardPart, ...]
-Slot = tuple[str, str, int]
-"""A number that the code may read: path of the module, name (see `set_local_values`), value."""
+Slot = tuple[str, str, int, tuple[int, ...]]
+"""A number that the code may read: path of the module, name (see `set_local_values`), value, and value on each rank."""
 
-NEGLIGIBLE = 1e-9  # of the largest value: rounding of a matrix product that was computed in another order
+# Of the largest value: rounding of a matrix product that was computed in another order, by the precision of the run.
+NEGLIGIBLE = {torch.float64: 1e-9, torch.float32: 1e-5, torch.bfloat16: 1e-2}
 MOST_TRIALS = 200
+FEW_TRIALS = 8
+MOST_OPTIONS = 32  # of numbers that may count several things
 MOST_NESTED = 3
-NOT_RUN = "one tensor is not enough to run"
+NOT_RUN = "its block cannot be run alone"
+RETURNED = "the module around it returns features of the heads"
+RANDOM = "does not run on random numbers"
+AS_CALLED = "the module around it takes a tensor for all heads, such as a position bias"
+IDLE = "the module around it calls other layers if it takes more than one tensor"
 
 
 @dataclass
@@ -57,76 +63,70 @@ class Dataflow:
     Attributes:
         regions: Plans for each region, the largest region first.
         reasons: Why layers of the block are in no region, by path.
-        idle: Layers that were not called.
     """
 
     regions: list[Plan] = field(default_factory=list)
     reasons: dict[str, str] = field(default_factory=dict)
-    idle: tuple[str, ...] = ()
 
 
 class _RefusedError(Exception):
     """A region cannot be sharded; the message says why, in a few words."""
 
 
-class RegionFinder:
-    """Finds the regions of blocks; blocks of equal structure are run once.
+def find_regions(block: nn.Module, free: Sequence[str], verifier: PlanVerifier, call: BlockCall | None) -> Dataflow:
+    """Return the regions that the linear layers `free` of `block` form; every rank of the group must call this.
 
     Args:
-        group: The tensor-parallel group; all its ranks must call `find` in the same order.
+        block: The full module.
+        free: Paths of the linear layers that have no style yet.
+        verifier: Knows how the block runs alone.
+        call: How the model calls the block, if that is known; otherwise it is called with one tensor.
     """
+    trial = verifier.trial(block, call)
+    if trial is None:
+        return Dataflow(reasons=dict.fromkeys(free, f"{NOT_RUN}: `{type(block).__name__}`"))
+    group = verifier.group
 
-    def __init__(self, group: Group) -> None:
-        self.group = group
-        self._known: dict[object, Dataflow] = {}
+    def find() -> Dataflow:
+        with trial.precision():
+            found = _find(block, free, group.size, trial)
+        # Ranks that propose different plans would wait for each other.
+        if len(set(comm.all_gather_object(repr((found.regions, found.reasons)), group))) > 1:
+            found = Dataflow()
+        return Dataflow([_of_rank(plan, group.rank) for plan in found.regions], found.reasons)
 
-    def find(self, block: nn.Module, free: Sequence[str], call: BlockCall | None = None) -> Dataflow:
-        """Return the regions that the linear layers `free` of `block` form, called with one tensor or by `call`."""
-        key = (structure_of(block), tuple(free), call is None)
-        if key not in self._known:
-            with chance_kept():
-                # The ranks must draw the same numbers to find the same regions.
-                seed_torch(0)
-                found = _find(block, free, self.group.size, call)
-            # Ranks that propose different plans would wait for each other.
-            local = repr((found.regions, found.reasons))
-            if len(set(comm.all_gather_object(local, self.group))) > 1:
-                found = Dataflow()
-            mine = [_of_rank(plan, self.group) for plan in found.regions]
-            self._known[key] = Dataflow(mine, found.reasons, found.idle)
-        return self._known[key]
+    return verifier.once((structure_of(block), tuple(free), trial.call.signature), find)
 
 
-def _of_rank(plan: Plan, group: Group) -> Plan:
+def _of_rank(plan: Plan, rank: int) -> Plan:
     found: Any = plan.attributes
-    # Found as (value of the full module, number of units), the same on all ranks, so that the ranks could compare.
-    attributes = {
-        path: {name: _share(whole[0], whole[1], group.size, group.rank) for name, whole in values.items()}
-        for path, values in found.items()
-    }
+    # Found as the values of all ranks, so that the ranks could compare.
+    attributes = {path: {name: local[rank] for name, local in values.items()} for path, values in found.items()}
     return Plan(plan.styles, attributes)
 
 
-def _share(value: int, units: int, ranks: int, rank: int) -> int:
-    return value // units * balanced(units, ranks)[rank]
-
-
-def _find(block: nn.Module, free: Sequence[str], ranks: int, call: BlockCall | None) -> Dataflow:
-    cut = _CutBlock.that_runs(block, call)
-    if cut is None:
-        alone = f"{NOT_RUN} `{type(block).__name__}`"
-        return Dataflow([], dict.fromkeys(free, alone))
-    found = Dataflow(idle=tuple(name for name in free if name not in cut.inputs))
+def _find(block: nn.Module, free: Sequence[str], ranks: int, trial: Trial) -> Dataflow:
+    try:
+        cut = _CutBlock(block, trial)
+    except _RefusedError as error:
+        return Dataflow(reasons=dict.fromkeys(free, str(error)))
+    except Exception:  # the user's code on numbers it may not be made for
+        return Dataflow(reasons=dict.fromkeys(free, RANDOM))
+    found = Dataflow()
+    idle = {cut.sizes[name][1] for name in free if name not in cut.inputs}
     for opening, closing in cut.regions():
         # A layer of the region has another plan already.
         if not {*opening, *closing} <= {*free}:
             continue
         try:
+            # In the model's own call such a layer, for example for a context, may add its output to the region's.
+            if not trial.is_known and any(cut.sizes[name][1] in idle for name in opening):
+                raise _RefusedError(IDLE)
             found.regions.append(_Region(cut, opening, closing, ranks).plan())
         except _RefusedError as error:
             found.reasons |= dict.fromkeys([*opening, *closing], str(error))
         except Exception:  # the user's code on numbers it may not be made for
-            found.reasons |= dict.fromkeys([*opening, *closing], "does not run on random numbers")
+            found.reasons |= dict.fromkeys([*opening, *closing], RANDOM)
     return found
 
 
@@ -136,13 +136,13 @@ def _find(block: nn.Module, free: Sequence[str], ranks: int, call: BlockCall | N
 class _CutBlock:
     """A copy of a block whose linear layers return given outputs, or random ones, and keep their inputs."""
 
-    def __init__(self, block: nn.Module, x: Tensor, call: BlockCall | None) -> None:
-        self.x = x.requires_grad_(True)
-        self.call = call
+    def __init__(self, block: nn.Module, trial: Trial) -> None:
+        self.x = trial.hidden.clone().requires_grad_(True)
+        self.call = trial.call
         # In double precision, so that rounding is not taken for a dependence.
-        self.module = copy_in_double(block)
+        self.module = copy_in_double(block, hollow=True)
         self.modules = dict(self.module.named_modules())
-        self.layers = linear_layers(self.module)
+        self.layers = {name: self.modules[name] for name in linear_layers(block)}
         inside = {f"{name}.{path}" for name, layer in self.layers.items() for path, _ in layer.named_modules() if path}
         self.tensors: dict[tuple[str, str], Tensor] = {}
         for path, child in self.modules.items():
@@ -154,25 +154,15 @@ class _CutBlock:
                     with torch.no_grad():  # a zero (a scale, at the start of training) would hide the scaled values
                         tensor.copy_(torch.where(tensor == 0, torch.rand_like(tensor), tensor))
                 self.tensors[path, name] = tensor
-        self.sizes = {name: layer_sizes(layer) for name, layer in self.layers.items()}
+        self.sizes = {name: layer_sizes(layer) for name, layer in linear_layers(block).items()}
         self.outputs: dict[str, Tensor] = {}
         self.inputs: dict[str, Tensor] = {}
+        self.returned: list[Tensor] = []  # by the last run
         self._given: Mapping[str, Tensor] = {}
         for name, layer in self.layers.items():
             layer.forward = partial(self._answer, name)
-
-    @classmethod
-    def that_runs(cls, block: nn.Module, call: BlockCall | None) -> _CutBlock | None:
-        """Run such a copy of `block` with the first input that it takes; None if it takes none."""
-        for x in possible_inputs(block) if call is None else inputs_of(call):
-            try:
-                cut = cls(block, x, call)
-                cut.outputs = {}
-                cut.inputs = cut.run({})
-                return cut
-            except Exception:  # the user's code on an input it may not be made for
-                continue
-        return None
+        self.inputs = self.run({})
+        self.full = self.returned
 
     def run(self, given: Mapping[str, Tensor], x: Tensor | None = None) -> dict[str, Tensor]:
         """Run the block with `given` instead of the first outputs of the layers; return the inputs of its layers."""
@@ -180,8 +170,8 @@ class _CutBlock:
         # The inputs of the first run are compared with, so a later run must not replace them.
         before, self.inputs = self.inputs, {}
         try:
-            hidden = self.x if x is None else x
-            self.module(hidden) if self.call is None else self.call(self.module, hidden)
+            returned = self.call(self.module, self.x if x is None else x)
+            self.returned = [leaf.detach() for leaf in pytree.tree_leaves(returned) if isinstance(leaf, Tensor)]
             return self.inputs
         finally:
             self.inputs = before
@@ -262,27 +252,82 @@ class _Region:
         self.columns = {name: _parts_beside(mask, common.get(name, slice(0, 0))) for name, mask in opened.items()}
         divided = [part for parts in [self.row, *self.columns.values()] for part in parts if not part.shared]
         counts = {part.size // part.unit for part in divided}
-        self.units = min(counts)
+        self.units = self.groups = min(counts)
         if len(counts) > 1:
             raise _RefusedError("no regular order of heads")
+        if self.units < ranks and not common:
+            first = self._share_keys(first)
         if self.units < ranks:
             raise _RefusedError(f"{self.units} heads for {ranks} ranks")
         self.tensors, self.shared = self._tensors(first)
 
+    def _share_keys(self, group: Tensor) -> Tensor:
+        """Split the query heads of each group too, so that several ranks may hold the same key and value heads.
+
+        Args:
+            group: The features of the closing layers' input that use the same key and value head as the first feature.
+
+        Returns:
+            The features of one query head among them; `group` if there are no such heads.
+        """
+        for common in islice(self._common(), 1, None):
+            first, opened = self._first_unit(common)
+            heads = len(first) // max(int(first.sum()), 1)
+            row = _grouped(self.row, first, heads)
+            columns = {name: _grouped(parts, opened[name], heads) for name, parts in self.columns.items()}
+            if heads > self.units and row and all(columns.values()) and bool((first <= group).all()):
+                self.row, self.units = row, heads
+                self.columns = {name: parts for name, parts in columns.items() if parts}
+                return first
+        return group
+
+    def _local_values(self, value: int) -> list[tuple[int, ...]]:
+        """Return what a number may be on each rank, if it counts heads, key heads, or query heads of one key head."""
+        queries, keys = (
+            [stop - start for start, stop in part.split(self.ranks)]
+            for part in (ShardPart.queries(self.units, 1, self.groups), ShardPart.keys(self.groups, 1))
+        )
+        found = []
+        if value % self.units == 0:
+            found.append(tuple(value // self.units * count for count in queries))
+        if value % self.groups == 0:
+            found.append(tuple(value // self.groups * count for count in keys))
+        if value * self.groups == self.units and self.units > self.groups:
+            found.append(tuple(mine // held for mine, held in zip(queries, keys)))
+        return list(dict.fromkeys(found)) if value > 1 else []
+
     def plan(self) -> Plan:
-        """Return the plan, with attributes as (value of the full module, units).
+        """Return the plan, with the values of all ranks for each attribute.
 
         Raises:
             _RefusedError: If the code does not run with some of the units.
         """
-        settled = next((found for found in self._possible_slots() if self._works(*found)), None)
+        full = self._given_of_all_heads()
+        # No number changes the size of such a tensor; it does no harm if the code does not use it.
+        possible = islice(self._possible_slots(), MOST_TRIALS if full is None else FEW_TRIALS)
+        settled = next((found for found in possible if self._works(*found)), None)
         if settled is None:
-            raise _RefusedError(f"the code works with all {self.units} heads only")
+            raise _RefusedError(f"the code works with all {self.units} heads only" if full is None else AS_CALLED)
         slots, narrow = settled
+        found, full_outputs = self.cut.returned, self.cut.full  # from the run of the last rank
+        if len(found) != len(full_outputs) or not all(map(_equal, found, full_outputs)):
+            raise _RefusedError(RETURNED)
+        # Numbers that only happen to fit, such as a number of buckets, stay: longer inputs would show them.
+        for slot in sorted(slots, key=lambda slot: slot[2] == self.units):
+            fewer = tuple(other for other in slots if other is not slot)
+            if self._works(fewer, narrow):
+                slots = fewer
         attributes: dict[str, dict[str, Any]] = {}
-        for path, name, value in slots:
-            attributes.setdefault(path, {})[name] = (value, self.units)
+        for path, name, _, local in slots:
+            attributes.setdefault(path, {})[name] = local
         return Plan(self._styles(narrow), attributes)
+
+    def _given_of_all_heads(self) -> Tensor | None:
+        """Return the first tensor with an extent of all heads that the model gives to the block, if there is any."""
+        call = self.cut.call
+        given = [leaf for leaf in pytree.tree_leaves((call.args, call.kwargs)) if isinstance(leaf, Tensor)]
+        sizes = {*call.hidden.shape}
+        return next((leaf for leaf in given if leaf.is_floating_point() and self.units in {*leaf.shape} - sizes), None)
 
     def _common(self) -> Iterator[dict[str, slice]]:
         """Yield output features of the opening layers that all units may use: none; the keys and values of one head."""
@@ -290,7 +335,7 @@ class _Region:
         width = self.y.shape[-1]
         outs = {name: self.cut.outputs[name].shape[-1] for name in self.opening}
         yield {name: slice(0, out) for name, out in outs.items() if out < width}
-        if all(width < out < 2 * width for out in outs.values()):
+        if all(width < out <= 2 * width for out in outs.values()):
             yield {name: slice(width, out) for name, out in outs.items()}
             yield {name: slice(0, out - width) for name, out in outs.items()}
 
@@ -322,7 +367,7 @@ class _Region:
         difference = (changed.detach() - self.y.detach()).abs()
         if not bool(difference.isfinite().all()):
             raise _RefusedError("computes with infinite numbers")
-        return _features(difference > NEGLIGIBLE * float(self.y.detach().abs().max()))
+        return _features(difference > NEGLIGIBLE[self.y.dtype] * float(self.y.detach().abs().max()))
 
     def _tensors(self, first: Tensor) -> tuple[dict[tuple[str, str], DividedTensor], list[tuple[str, str]]]:
         """Return the parameters and buffers that the units split, and the tensors that all units share."""
@@ -339,7 +384,7 @@ class _Region:
             for dim in range(tensor.dim()):
                 unit, rest = (_features(part.movedim(dim, -1).unsqueeze(0)) for part in (mine, theirs))
                 if not bool((unit & rest).any()) and bool(unit.any()):
-                    divided[key] = DividedTensor(key[1], dim, _parts(unit))
+                    divided[key] = DividedTensor(key[1], dim, self._of_heads(_parts(unit)))
                     break
             else:
                 shared.append(key)
@@ -347,6 +392,11 @@ class _Region:
             if {part.size // part.unit for part in known.parts} != {self.units}:
                 raise _RefusedError(f"no regular order of heads in `{known.name}`")
         return divided, shared
+
+    def _of_heads(self, parts: Parts) -> Parts:
+        """Return parts of full heads, split over the ranks like the heads themselves."""
+        is_shared = self.groups < self.units
+        return tuple(replace(part, groups=self.groups) for part in parts) if is_shared else parts
 
     # ------------------------------------------------------------------------------------------------------- styles
 
@@ -382,30 +432,40 @@ class _Region:
                 continue
             for name, value in vars(module).items():
                 if name not in _OF_MODULES and not numbers_a_layer(type(module), name):
-                    slots += [(path, full, number) for full, number in _numbers(name, value)]
-        return [slot for slot in slots if slot[2] >= self.units and slot[2] % self.units == 0]
+                    for full, number in _numbers(name, value):
+                        slots += [(path, full, number, local) for local in self._local_values(number)]
+        return slots
 
     def _possible_slots(self) -> Iterator[tuple[tuple[Slot, ...], bool]]:
         """Yield sets of numbers to reduce, and whether the width of the input is one; the likeliest first."""
-        slots = self._slots()
+        options: dict[tuple[str, str], list[Slot]] = {}
+        for slot in self._slots():
+            options.setdefault(slot[:2], []).append(slot)
+        slots = [several[0] for several in options.values()]
         single = {part.unit for parts in [self.row, *self.columns.values()] for part in parts if not part.shared}
-        values = sorted({value for _, _, value in slots})
+        values = sorted({value for _, _, value, _ in slots})
         # The size of one head is the same on all ranks, so numbers of that size are unlikely.
         likely = tuple(slot for slot in slots if slot[2] not in single)
-        choices = [likely, tuple(slots), ()]
+        # A module's own numbers come first: other modules share its configuration.
+        own = tuple(slot for slot in likely if "." not in slot[1])
+        choices = [(), own, likely, tuple(slots)]
         choices += [tuple(slot for slot in slots if slot[2] in some) for some in _subsets(values)]
         choices += [tuple(slot for slot in likely if slot not in left) for left in islice(_subsets(likely), 100)]
         choices += list(islice(_subsets(slots), 100))
+        # A number may count several things: as many key heads as query heads for each of them.
+        other = product(*(several for several in options.values() if several[0] in own))
+        choices[4:4] = islice(other, 1, MOST_OPTIONS)
         wide = self.cut.x.shape[-1] == self.y.shape[-1]
-        for slots_and in dict.fromkeys(choices[:MOST_TRIALS]):
+        for slots_and in dict.fromkeys(choices):
             yield slots_and, False
             if wide and "forward" not in vars(self.cut.module):
                 yield slots_and, True
 
     def _works(self, slots: tuple[Slot, ...], narrow: bool) -> bool:
         """Return whether the code, with some of the units, makes the features of these units."""
-        # The first rank holds the largest share, the last rank the smallest.
-        return all(self._works_on(rank, slots, narrow) for rank in (0, self.ranks - 1))
+        # The first rank holds the largest share, the last rank the smallest: one run is enough if they are equal.
+        ranks = (self.ranks - 1,) if self.groups % self.ranks == 0 else (0, self.ranks - 1)
+        return all(self._works_on(rank, slots, narrow) for rank in ranks)
 
     def _works_on(self, rank: int, slots: tuple[Slot, ...], narrow: bool) -> bool:
         rules = {name: Shard.packed(-1, parts, self.ranks) for name, parts in self.columns.items()}
@@ -414,16 +474,15 @@ class _Region:
         x = NarrowInput.of(self.cut.x.detach(), row.local_size(rank)) if narrow else None
         saved: list[tuple[Any, dict[str, Any]]] = []
         try:
-            for path, name, value in slots:
+            for path, name, _, local in slots:
                 module = self.cut.modules[path]
-                share = _share(value, self.units, self.ranks, rank)
-                saved.append((vars(module), set_local_values(module, {name: share})))
+                saved.append((vars(module), set_local_values(module, {name: local[rank]})))
             for (path, _), known in self.tensors.items():
                 for own in (parameters_of(self.cut.modules[path]), buffers_of(self.cut.modules[path])):
                     if known.name in own:
                         saved.append((own, {known.name: own[known.name]}))
-                        local = known.rule(self.ranks).split(own[known.name].detach(), rank)  # type: ignore[union-attr]
-                        own[known.name] = local  # type: ignore[assignment]
+                        share = known.rule(self.ranks).split(own[known.name].detach(), rank)  # type: ignore[union-attr]
+                        own[known.name] = share  # type: ignore[assignment]
             inputs = self.cut.run(given, x)
         except Exception:  # the user's code with sizes it may not be made for
             return False
@@ -439,12 +498,14 @@ def _equal(found: Tensor, expected: Tensor) -> bool:
     if found.shape != expected.shape:
         return False
     found, expected = found.detach(), expected.detach()
-    return bool((found - expected).abs().max() <= NEGLIGIBLE * float(expected.abs().max()))
+    if not expected.is_floating_point():
+        return torch.equal(found, expected)
+    return bool((found - expected).abs().max() <= NEGLIGIBLE[expected.dtype] * float(expected.abs().max()))
 
 
 def _unless_plain(parts: Parts) -> Parts | None:
     """Return None for features that are independent of each other."""
-    return None if len(parts) == 1 and parts[0].unit == 1 else parts
+    return None if parts == (ShardPart(parts[0].size),) else parts
 
 
 def _parts(first: Tensor) -> Parts:
@@ -476,6 +537,28 @@ def _parts_beside(first: Tensor, common: slice) -> Parts:
     if size == len(first):
         return (shared,)
     return (shared, *_parts(first[size:])) if common.start == 0 else (*_parts(first[: common.start]), shared)
+
+
+def _grouped(parts: Parts, head: Tensor, heads: int) -> Parts | None:
+    """Return the parts of groups of heads with smaller units: query heads, and keys that the heads of a group share.
+
+    Args:
+        parts: One unit for each group.
+        head: The features of the first query head.
+        heads: Number of query heads.
+
+    Returns:
+        None if the features of the heads have no regular order.
+    """
+    found: list[ShardPart] = []
+    start = 0
+    for part in parts:
+        groups, size = part.size // part.unit, int(head[start : start + part.unit].sum())
+        if size and part.size != heads * size:
+            return None
+        found.append(ShardPart.queries(heads, size, groups) if size else ShardPart.keys(groups, part.unit))
+        start += part.size
+    return tuple(found)
 
 
 def _subsets(items: Sequence[Any]) -> Iterator[tuple[Any, ...]]:

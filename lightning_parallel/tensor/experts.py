@@ -228,7 +228,7 @@ class _Division:
         return copied
 
 
-def plan_experts(module: nn.Module, plan: Plan, verifier: PlanVerifier, group: Group) -> None:
+def plan_experts(module: nn.Module, plan: Plan, verifier: PlanVerifier) -> None:
     """Add the verified plans for all stacked experts inside `module`; note why other experts stay replicated.
 
     Each is verified in the smallest module around that can run with one tensor, with few features inside the experts.
@@ -238,15 +238,13 @@ def plan_experts(module: nn.Module, plan: Plan, verifier: PlanVerifier, group: G
         module: The model.
         plan: The plan so far; changed in place.
         verifier: Accepts plans.
-        group: The tensor-parallel group.
     """
-    trials = _Trials(verifier, group)
     for path in _owners(module):
         owner = module.get_submodule(path)
         if any(any(forward_hooks_of(child)) for child in owner.modules() if child is not owner):
             plan.notes[path] = "replicated: a hook is called around a forward inside the experts"
             continue
-        divisions = _divisions(owner, group.size)
+        divisions = _divisions(owner, verifier.group.size)
         parts = path.split(".") if path else []
         accepted = None
         # From the experts outwards: the smallest module that runs is the cheapest to try.
@@ -254,23 +252,23 @@ def plan_experts(module: nn.Module, plan: Plan, verifier: PlanVerifier, group: G
             around = ".".join(parts[:depth])
             block = module.get_submodule(around)
             if accepted is None and _takes_one_tensor(block):
-                accepted = trials.accepted(block, ".".join(parts[depth:]), divisions, plan.under(around))
+                accepted = _accepted(block, ".".join(parts[depth:]), divisions, plan.under(around), verifier)
         if accepted is None:
-            plan.notes[path] = NOT_THE_SAME if divisions else f"replicated: too few features for {group.size} ranks"
+            plan.notes[path] = (
+                NOT_THE_SAME if divisions else f"replicated: too few features for {verifier.group.size} ranks"
+            )
         else:
             plan.add(path, accepted)
 
 
-def join_lists(module: nn.Module, plan: Plan, verifier: PlanVerifier, group: Group) -> None:
+def join_lists(module: nn.Module, plan: Plan, verifier: PlanVerifier) -> None:
     """Replace the single plans of a list of experts by one plan, with one all-reduce for all experts.
 
     Args:
         module: The model.
         plan: The plan so far; changed in place.
         verifier: Accepts plans.
-        group: The tensor-parallel group.
     """
-    trials = _Trials(verifier, group)
     for path, around in module.named_modules():
         lists = [child for child in around.children() if isinstance(child, (nn.ModuleList, nn.ModuleDict))]
         inside = plan.under(path)
@@ -281,7 +279,7 @@ def join_lists(module: nn.Module, plan: Plan, verifier: PlanVerifier, group: Gro
         if any(any(forward_hooks_of(child)) for child in around.modules() if child is not around):
             continue
         division = _division_of_pairs(around, inside)
-        accepted = division and trials.accepted(around, "", [division], Plan())
+        accepted = division and _accepted(around, "", [division], Plan(), verifier)
         if accepted:
             prefix = f"{path}." if path else ""
             # The plan of the module around replaces the plans of its layers.
@@ -318,38 +316,29 @@ def _takes_one_tensor(module: nn.Module) -> bool:
     return sum(each.default is each.empty and each.kind is each.POSITIONAL_OR_KEYWORD for each in given) <= 1
 
 
-class _Trials:
-    """Tries ways to shard experts, once for blocks of equal structure."""
+def _accepted(
+    block: nn.Module, path: str, divisions: list[_Division], given: Plan, verifier: PlanVerifier
+) -> Plan | None:
+    """Return the verified plan for the experts at `path` inside a block; None if none passes."""
 
-    def __init__(self, verifier: PlanVerifier, group: Group) -> None:
-        self._verifier = verifier
-        self._group = group
-        self._known: dict[object, _Division | None] = {}
-
-    def accepted(self, block: nn.Module, path: str, divisions: list[_Division], given: Plan) -> Plan | None:
-        """Return the verified plan for the experts at `path` inside a block; None if none passes."""
-        # The copies hold new objects in their attributes, so the verifier's own cache would miss.
-        key = (structure_of(block), path, tuple(divisions), repr(given.styles))
-        if key not in self._known:
-            self._known[key] = self._try(block, path, divisions, given)
-        division = self._known[key]
-        return None if division is None else division.plan(division.width, self._group)
-
-    def _try(self, block: nn.Module, path: str, divisions: list[_Division], given: Plan) -> _Division | None:
+    def find() -> _Division | None:
         # Divisions that need the same narrow copy are tried together.
         alike: dict[Any, list[_Division]] = {}
         for division in divisions:
             alike.setdefault((division.width, division.tensors, division.attributes), []).append(division)
-        for number, several in enumerate(alike.values()):
-            width = min(several[0].width, FEW * self._group.size)
+        for several in alike.values():
+            width = min(several[0].width, FEW * verifier.group.size)
             candidates = [Plan() for _ in several]
             for candidate, division in zip(candidates, several):
-                candidate.add(path, division.plan(width, self._group))
-            narrow = several[0].narrowed(block, path, width)
-            found = self._verifier.first_verified(narrow, given, candidates, source=f"experts {number}")
-            if found is not None:
-                return several[candidates.index(found)]
+                candidate.add(path, division.plan(width, verifier.group))
+            accepted = verifier.first_verified(several[0].narrowed(block, path, width), given, candidates)
+            if accepted is not None:
+                return several[candidates.index(accepted)]
         return None
+
+    # The copies hold new objects in their attributes, so they look like blocks of another structure.
+    division = verifier.once((structure_of(block), path, tuple(divisions), repr(given.styles)), find)
+    return None if division is None else division.plan(division.width, verifier.group)
 
 
 def _owners(module: nn.Module, path: str = "") -> Iterator[str]:
@@ -379,7 +368,9 @@ def find_routers(module: nn.Module) -> set[str]:
 def _experts_in(module: nn.Module) -> int:
     """Return the number of experts of a module: entries of a list of small networks, or of stacked weights."""
     if isinstance(module, (nn.ModuleList, nn.ModuleDict)):
-        return len(module) if all(len(linear_layers(child)) > 1 for child in module.children()) else 0
+        # Lists of unlike modules hold the parts of a block, such as its attention and its MLP.
+        are_alike = len({type(child) for child in module.children()}) == 1
+        return len(module) if are_alike and all(len(linear_layers(child)) > 1 for child in module.children()) else 0
     stacks = _stacks(module) if any(True for _ in module.parameters(recurse=False)) else {}
     return len(next(iter(stacks.values()))) if len(stacks) > 1 else 0
 

@@ -1,7 +1,6 @@
-"""Facts about a module that decide how it can be sharded: the layer kind, the attention heads, the reads of its code.
+"""Facts about a module that decide how it can be sharded: the layer kind, and the reads of its code.
 
 Layers    `is_linear`, `is_native`: does the module compute with an ordinary weight, by the `forward` of its kind?
-Heads     read from the module or its configuration; used only if they fit the weights: features = heads x head size.
 Code      the methods that a step runs (`forward`, the steps of a LightningModule, and the methods that these use) show
           which parameters they read. Other reads (a list of parameters, a weight passed to another function) show in
           the graph of the first step: see `audit.StepAudit`.
@@ -15,8 +14,7 @@ import inspect
 import re
 import textwrap
 from collections import OrderedDict
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping
 from functools import cache, partial
 from types import CellType
 from typing import Any, ParamSpec, TypeVar
@@ -26,23 +24,19 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 from torch.nn.utils.parametrize import is_parametrized
 
-from lightning_parallel.comm import Group
 from lightning_parallel.compat import PartialModule
 from lightning_parallel.compat.torch import PARAMETERS, forward_hooks_of, parameters_of, pytree
-from lightning_parallel.tensor.sharding import Shard, ShardPart
+from lightning_parallel.tensor.sharding import Shard
 
 __all__ = [
-    "AttentionHeads",
     "computes_with_parameters",
     "copy_of",
     "describe",
     "full_shape",
     "called_around",
-    "heads_of",
     "is_linear",
     "is_native",
     "is_transposed",
-    "local_attributes",
     "numbers_a_layer",
     "only_wraps",
     "has_hooks_inside",
@@ -87,14 +81,19 @@ def _computes_linear(module: nn.Module) -> bool:
     return _tried_as_linear(type(module), module, settings)
 
 
-def copy_of(module: nn.Module) -> nn.Module:
-    """Return a deep copy; in attributes, tensors that were computed from parameters (pruned weights) are detached."""
+def copy_of(module: nn.Module, known: Mapping[int, Any] | None = None) -> nn.Module:
+    """Return a deep copy; in attributes, tensors that were computed from parameters (pruned weights) are detached.
+
+    Args:
+        module: The module.
+        known: Tensors of the copy, by the `id` of the tensors of `module`.
+    """
     values = [value for child in module.modules() for value in vars(child).values() if type(value) not in _PLAIN]
     # A module has a dozen empty dictionaries for hooks, each of which `deepcopy` would make from its pickled form.
     memo = {id(value): type(value)() for value in values if type(value) in (OrderedDict, set) and not value}
     held = [value for value in values if id(value) not in memo and not isinstance(value, nn.Module)]
     leaves = [leaf for leaf in pytree.tree_leaves(held) if isinstance(leaf, Tensor) and leaf.grad_fn is not None]
-    return copy.deepcopy(module, {**memo, **{id(leaf): leaf.detach().clone() for leaf in leaves}})
+    return copy.deepcopy(module, {**memo, **{id(leaf): leaf.detach().clone() for leaf in leaves}, **(known or {})})
 
 
 _PLAIN = {bool, int, float, str, type(None)}
@@ -188,89 +187,6 @@ def describe(module: nn.Module) -> str:
     """Return the class of `module`, for messages."""
     kind = type(module)
     return f"`{kind.__module__}.{kind.__qualname__}`"
-
-
-# -------------------------------------------------------------------------------------------------------------- heads
-
-# The names under which attention modules and configurations keep their sizes, the commonest first.
-QUERY_NAMES = ("num_attention_heads", "num_heads", "n_heads", "n_head", "nhead", "heads")
-KEY_VALUE_NAMES = ("num_key_value_heads", "num_kv_heads", "n_kv_heads", "n_kv_head", "kv_heads")
-SIZE_NAMES = ("head_dim", "attention_head_size", "head_size", "key_value_proj_dim", "d_kv", "d_head")
-WIDTH_NAMES = ("split_size", "embed_dim", "all_head_size", "inner_dim")
-
-
-@dataclass(frozen=True)
-class AttentionHeads:
-    """Heads of one attention module.
-
-    Attributes:
-        queries: Number of query heads.
-        keys: Number of key/value heads; it divides `queries`.
-        size: Features of one head.
-    """
-
-    queries: int
-    keys: int
-    size: int
-
-    def query_part(self) -> ShardPart:
-        """Describe the features of all query heads."""
-        return ShardPart.queries(self.queries, self.size, self.keys)
-
-    def key_part(self) -> ShardPart:
-        """Describe the features of all key (or value) heads."""
-        return self.query_part() if self.keys == self.queries else ShardPart.keys(self.keys, self.size)
-
-
-def heads_of(module: nn.Module, config: Any = None) -> AttentionHeads | None:
-    """Return the heads of an attention module, from its attributes or else its configuration; None if it has none."""
-    # The attributes of the module come first: a configuration may describe further modules.
-    sources = [source for source in (module, getattr(module, "config", None), config) if source is not None]
-    queries = _first_count(sources, QUERY_NAMES)
-    if queries is None:
-        return None
-    # A configuration without a count of key/value heads has as many as query heads.
-    keys = _first_count(sources, KEY_VALUE_NAMES) or queries
-    size = _first_count(sources, SIZE_NAMES)
-    if size is None:
-        width = _first_count(sources, (*WIDTH_NAMES, "hidden_size", "d_model"))
-        if width is None or width % queries:
-            return None
-        size = width // queries
-    return AttentionHeads(queries, keys, size) if queries % keys == 0 else None
-
-
-def _first_count(sources: list[Any], names: tuple[str, ...]) -> int | None:
-    """Return the first positive integer that one of the sources holds under one of the names."""
-    for source in sources:
-        for name in names:
-            try:
-                value = getattr(source, name, None)
-            except Exception:  # a configuration whose layers differ raises when asked for one value
-                continue
-            # `True` is an integer, but no count.
-            if isinstance(value, int) and not isinstance(value, bool) and value > 0:
-                return value
-    return None
-
-
-def local_attributes(module: nn.Module, heads: AttentionHeads, group: Group) -> dict[str, int]:
-    """Return this rank's values of the attributes of an attention module that count heads or features of heads.
-
-    Attributes that keep their value are left out.
-    """
-    start, stop = heads.query_part().split(group.size)[group.rank]
-    queries = (stop - start) // heads.size
-    start, stop = heads.key_part().split(group.size)[group.rank]
-    keys = (stop - start) // heads.size
-    values = {
-        **dict.fromkeys(QUERY_NAMES, (heads.queries, queries)),
-        **dict.fromkeys(KEY_VALUE_NAMES, (heads.keys, keys)),
-        **dict.fromkeys(WIDTH_NAMES, (heads.queries * heads.size, queries * heads.size)),
-        "num_key_value_groups": (heads.queries // heads.keys, queries // keys),
-    }
-    # Attributes of the module itself only: other modules share its configuration.
-    return {name: local for name, (full, local) in values.items() if vars(module).get(name) == full and local != full}
 
 
 # --------------------------------------------------------------------------------------------------------------- code
@@ -442,6 +358,9 @@ def _attributes(method: ast.AST) -> Iterator[ast.Attribute]:
     """Yield the attributes that a method uses, unless it only reads a harmless property of them."""
     found = [node for node in ast.walk(method) if isinstance(node, ast.Attribute)]
     harmless = {id(node.value) for node in found if node.attr in HARMLESS}
+    # The class of a shard is the class of the full tensor.
+    tests = [node for node in ast.walk(method) if isinstance(node, ast.Call) and ast.unparse(node.func) == "isinstance"]
+    harmless |= {id(part) for test in tests for part in test.args}
     return (node for node in found if id(node) not in harmless)
 
 

@@ -20,7 +20,7 @@ from lightning_parallel import comm
 from lightning_parallel.comm import Group
 from lightning_parallel.compat import Patches
 from lightning_parallel.compat.initialization import initialize_tensors
-from lightning_parallel.tensor.attention import Attention, TransformerLayer, divide_by_heads, guard_fast_path
+from lightning_parallel.tensor.attention import Attention, TransformerLayer, guard_fast_path
 from lightning_parallel.tensor.head import Head
 from lightning_parallel.tensor.inspection import (
     computes_with_parameters,
@@ -206,7 +206,6 @@ def parse_plan(module: nn.Module, plan: Mapping[str, str | Style], group: Group)
         # In the order of the user's plan, so that the last match wins.
         parsed.styles.update(dict.fromkeys(matched, style))
     if not problems:
-        divide_by_heads(module, parsed.styles, parsed.attributes, group)
         problems = _problems(modules, parsed.styles, group.size)
     if problems:
         raise ValueError(

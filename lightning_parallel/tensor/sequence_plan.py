@@ -179,11 +179,11 @@ def _sequence_plan(block: nn.Module, inside: Plan, verifier: PlanVerifier, call:
     dim = 0 if _has_positions_first(block) or (shape is not None and shape[0] > shape[1]) else 1
     candidates = list(_candidates(block, inside, dim))
     given = Plan(attributes=inside.attributes)  # the candidates have the styles of all layers
-    found = verifier.first_verified(block, given, candidates, source="sequence", call=call)
+    found = verifier.first_verified(block, given, candidates, call)
     if found is not None:
         return found
     # Tried on full sequences, so that the reason tells whether the block runs at all.
-    runs = verifier.first_verified(block, inside, [Plan()], source="alone", call=call) is not None
+    runs = verifier.first_verified(block, inside, [Plan()], call) is not None
     return DIFFERS if runs else f"{CANNOT_RUN}{f' ({verifier.failure})' if verifier.failure else ''}"
 
 

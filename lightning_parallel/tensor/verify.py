@@ -5,13 +5,13 @@ from __future__ import annotations
 import copy
 import random
 import re
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
 from itertools import islice
 from types import FunctionType
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy
 import torch
@@ -24,20 +24,23 @@ from lightning_parallel.comm import Group
 from lightning_parallel.compat import Patches
 from lightning_parallel.compat.torch import pytree, random_values, seed_torch
 from lightning_parallel.tensor.inspection import copy_of, is_linear, sizes_of, structure_of
+from lightning_parallel.tensor.low_rank import layer_sizes, linear_layers
 from lightning_parallel.tensor.plan import Plan, apply_plan
 from lightning_parallel.tensor.sharding import reduce_partial_
 
-__all__ = ["BlockCall", "DropoutOff", "PlanVerifier", "chance_kept", "copy_in_double", "inputs_of", "possible_inputs"]
+__all__ = ["BlockCall", "DropoutOff", "PlanVerifier", "Trial", "call_signature", "chance_kept", "copy_in_double"]
 
 # Of the largest value, by the precision of the trial; code that computes in single precision inside stays below the
 # first.
 TOLERANCES = {torch.float64: 1e-6, torch.float32: 1e-4, torch.bfloat16: 6e-2}
+LARGE = 2**28  # parameters of a block whose copies in double precision would take too much memory
 SMALL = 1e-4  # a gradient this far below the largest one is compared as if it were this large
 LONGEST = 1024
 _ABOUT_PRECISION = re.compile(r"dtype|float64|double|fp16|bf16|float16|half", re.IGNORECASE)
 MOST_INPUTS = 6
 INPUT_SHAPE = (2, 6)  # samples and positions of the input with which a block is run
 
+V = TypeVar("V")
 _Result = tuple[list[Tensor], dict[str, Tensor]]
 """Outputs and input gradient, and the gradients of the parameters by name."""
 
@@ -45,9 +48,9 @@ _Result = tuple[list[Tensor], dict[str, Tensor]]
 class PlanVerifier:
     """Compares sharded blocks with the original on the ranks of `group`; blocks of equal structure are run once.
 
-    Both copies compute in double precision, without dropout, on a random input of shape (2, 6, features). The random
-    state of the process and the original block are not changed. If the model is on the meta device, only the block is
-    materialised, with random values.
+    Both copies compute in double precision, without dropout, on random hidden states. The random state of the process
+    and the original block are not changed. If the model is on the meta device, only the block is materialised, with
+    random values.
 
     Args:
         group: The tensor-parallel group; all its ranks must call the methods in the same order.
@@ -60,17 +63,20 @@ class PlanVerifier:
         self.group = group
         self._lacks_precision = False  # whether the last failure was about precision
         self.failure = ""
-        self._known: dict[object, Plan | None] = {}
-        self._refused: set[object] = set()
-        self._verdicts: dict[object, bool | None] = {}
+        self._known: dict[object, Any] = {}
+        self._last: tuple[nn.Module, Trial, _Result | None] | None = None
+
+    def once(self, key: object, find: Callable[[], V]) -> V:
+        """Return the result of `find` for `key`; found once. Every rank must give equal keys in the same order."""
+        if key not in self._known:
+            with chance_kept():
+                # The ranks must draw the same numbers to find the same.
+                seed_torch(0)
+                self._known[key] = find()
+        return self._known[key]
 
     def first_verified(
-        self,
-        block: nn.Module,
-        given: Plan,
-        candidates: Iterable[Plan],
-        source: str = "",
-        call: BlockCall | None = None,
+        self, block: nn.Module, given: Plan, candidates: Iterable[Plan], call: BlockCall | None = None
     ) -> Plan | None:
         """Return the first candidate that does not change the results of `block`; None if all change them.
 
@@ -78,90 +84,89 @@ class PlanVerifier:
             block: The full module.
             given: A plan that is applied in addition to each candidate.
             candidates: Plans for the block, the likeliest first.
-            source: How the plans were found: a block that refused plans of one source may accept plans of another.
             call: How the model calls the block, if that is known; otherwise it is called with one tensor.
         """
         candidates = list(candidates)
-        kind = (type(block), source, tuple(candidates[0].styles) if candidates else ())
+        trial = self.trial(block, call)
+        if trial is None or not candidates:
+            return None
         described = [(plan.styles, plan.attributes, plan.sequence_regions) for plan in candidates]
-        key = (structure_of(block), source, repr(given.styles), repr(described))
-        if key not in self._known:
-            self._known[key] = None if kind in self._refused else self._run_all(block, given, candidates, call)
-        if self._known[key] is None:
-            # Blocks of one kind may feed each other, so a plan that is wrong for one block is used for none.
-            self._refused.add(kind)
-        return self._known[key]
+        key = (structure_of(block), trial.call.signature, repr(given.styles), repr(described))
+        return self.once(key, lambda: self._first_right(block, given, candidates, True, trial))
 
     def verify(self, block: nn.Module, plan: Plan, call: BlockCall | None = None) -> bool | None:
         """Return whether the results of `block` stay the same with `plan`; None if the block cannot run alone.
+
+        Only the first output counts, and all gradients.
 
         Args:
             block: The full module.
             plan: How it is sharded.
             call: How the model calls the block, if that is known; otherwise it is called with one tensor.
         """
-        key = (structure_of(block), repr(plan.styles), repr(plan.attributes), call is None)
-        if key not in self._verdicts:
-            # First without a plan: a block that cannot run alone shows nothing about a plan.
-            runs = self.first_verified(block, Plan(), [Plan()], "" if call is None else "called", call) is not None
-            self._verdicts[key] = (
-                (self._run_all(block, Plan(), [plan], call, all_outputs=False) is not None) if runs else None
-            )
-        return self._verdicts[key]
+        trial = self.trial(block, call)
+        if trial is None or self._expected(block, trial) is None:
+            return None
+        key = (structure_of(block), trial.call.signature, repr(plan.styles), repr(plan.attributes))
+        return self.once(key, lambda: self._first_right(block, Plan(), [plan], False, trial) is not None)
 
-    def _run_all(
-        self,
-        block: nn.Module,
-        given: Plan,
-        candidates: list[Plan],
-        call: BlockCall | None,
-        all_outputs: bool = True,
-    ) -> Plan | None:
-        if any(parameter.is_meta for parameter in block.parameters()):
-            block = _with_random_values(block)
-        with chance_kept():
-            seed_torch(0)
-            # Some attention kernels only compute in half precision; a wrong plan differs by more than its rounding.
-            for dtype in TOLERANCES:
-                with _computing_in(dtype):
-                    for x in _trial_inputs(block, call):
-                        expected = self._run_together(partial(_run_copy, block, x))
-                        if expected is not None:
-                            return self._first_right(block, given, candidates, all_outputs, x, expected)
-                        if self._lacks_precision:
-                            break
-                if not self._lacks_precision:
+    def trial(self, block: nn.Module, call: BlockCall | None = None) -> Trial | None:
+        """Return a call and a precision with which `block` runs alone; None if it runs with none."""
+        key = (structure_of(block), None if call is None else call.signature)
+        found, self.failure = self.once(key, lambda: (self._first_run(block, call), self.failure))
+        return found
+
+    def _first_run(self, block: nn.Module, call: BlockCall | None) -> Trial | None:
+        # Some attention kernels only compute in half precision; a wrong plan differs by more than its rounding.
+        is_large = sum(parameter.numel() for parameter in block.parameters()) > LARGE
+        for dtype in [*TOLERANCES][is_large:]:
+            for possible in [*([] if call is None else [call]), *_possible_calls(block)]:
+                hidden = torch.randn(possible.hidden.shape, dtype=torch.float64)
+                trial = Trial(possible, hidden.to(_device(), dtype), is_known=possible is call)
+                with trial.precision():
+                    if self._run_together(partial(_call_hollow, block, trial)) is not None:
+                        return trial
+                if self._lacks_precision:
                     break
+            if not self._lacks_precision:
+                break
         return None
 
+    def _expected(self, block: nn.Module, trial: Trial) -> _Result | None:
+        """Return the result of the full block; the last one is kept, because a plan for the block is tried next."""
+        if self._last is None or self._last[0] is not block or self._last[1] is not trial:
+            with trial.precision():
+                self._last = block, trial, self._run_together(partial(_run_copy, block, trial))
+        return self._last[2]
+
     def _first_right(
-        self,
-        block: nn.Module,
-        given: Plan,
-        candidates: list[Plan],
-        all_outputs: bool,
-        x: _TrialInput,
-        expected: _Result,
+        self, block: nn.Module, given: Plan, candidates: list[Plan], all_outputs: bool, trial: Trial
     ) -> Plan | None:
-        # A branch on `self.training` shows only there. None where the block itself draws random numbers.
-        trained = self._run_together(lambda: _run_without_chance(copy_in_double(block).train(), x))
-        draws = trained is not None and self._run_together(lambda: _run_with_chance(block, x)) is not None
-        for plan in candidates:
-            both = Plan(
-                {**given.styles, **plan.styles},
-                {**given.attributes, **plan.attributes},
-                sequence_regions=plan.sequence_regions,
-            )
-            agrees = self._agrees(block, both, x, expected, all_outputs, training=False)
-            if agrees and trained is not None:
-                agrees = self._agrees(block, both, x, trained, all_outputs, training=True)
-                agrees = agrees and (not draws or self._draws_alike(block, both, x))
-            if agrees:
-                return plan
+        expected = self._expected(block, trial)
+        if expected is None:
+            return None
+        block = _with_values(block)
+        with trial.precision():
+            dropout = DropoutOff()
+            # A branch on `self.training` shows only there. None where the block itself draws random numbers.
+            trained = self._run_together(lambda: _run_without_chance(copy_in_double(block).train(), trial, dropout))
+            draws = any(comm.all_gather_object(dropout.found, self.group))
+            for plan in candidates:
+                both = Plan(
+                    {**given.styles, **plan.styles},
+                    {**given.attributes, **plan.attributes},
+                    sequence_regions=plan.sequence_regions,
+                )
+                agrees = self._agrees(block, both, trial, expected, all_outputs, training=False)
+                if agrees and trained is not None:
+                    agrees = self._agrees(block, both, trial, trained, all_outputs, training=True)
+                    agrees = agrees and (not draws or self._draws_alike(block, both, trial))
+                if agrees:
+                    return plan
         return None
 
     def _agrees(
-        self, block: nn.Module, plan: Plan, x: _TrialInput, expected: _Result, all_outputs: bool, training: bool
+        self, block: nn.Module, plan: Plan, x: Trial, expected: _Result, all_outputs: bool, training: bool
     ) -> bool:
         try:
             divided = copy_in_double(block)
@@ -173,12 +178,13 @@ class PlanVerifier:
             # Wrong shapes show in a run without communication, before one rank could be left waiting in a collective.
             # On a copy: a run in training may change attributes, and buffers such as the vectors of a spectral norm.
             with comm.skip_communication():
-                if self._run_together(lambda: _run(copy_of(divided), x)) is None:
-                    return False
+                alone = self._run_together(lambda: _run(copy_of(divided), x))
+            full_outputs, full_gradients = expected
+            if alone is None or [y.shape for y in alone[0]] != [y.shape for y in full_outputs]:
+                return False
             if self.group.is_pretended:
                 return True  # the shapes fit; only real ranks could compare values
             outputs, gradients = _run(divided, x)
-        full_outputs, full_gradients = expected
         right = not all_outputs or len(outputs) == len(full_outputs)
         # The first two are the main output and the gradient of the input.
         compared = len(full_outputs) if all_outputs else 2
@@ -196,7 +202,7 @@ class PlanVerifier:
             right = right and _close(gradient, mine, SMALL * largest)
         return all(comm.all_gather_object(right, self.group))
 
-    def _draws_alike(self, block: nn.Module, plan: Plan, x: _TrialInput) -> bool:
+    def _draws_alike(self, block: nn.Module, plan: Plan, x: Trial) -> bool:
         """Return whether, with dropout, all ranks have the same values of full tensors.
 
         Where each rank draws for its own features, full tensors must not depend on the draws.
@@ -224,7 +230,7 @@ class PlanVerifier:
             for mine, first, size in zip(mine_of_all, *everywhere[0])
         )
 
-    def _run_together(self, run: Callable[[], _Result]) -> _Result | None:
+    def _run_together(self, run: Callable[[], V]) -> V | None:
         """Return the result of `run`, or None on every rank if it failed on any."""
         error = ""
         try:
@@ -266,28 +272,57 @@ class BlockCall:
         args, kwargs = pytree.tree_map(adapted, (self.args, self.kwargs))
         return block(*args, **kwargs)
 
+    @cached_property
+    def signature(self) -> str:
+        """See `call_signature`."""
+        return call_signature(self.args, self.kwargs)
+
+
+def call_signature(args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
+    """Return the shapes of tensors and the other values: equal for calls that a block answers by the same code."""
+    leaves, tree = pytree.tree_flatten((args, kwargs))
+    # By its class: the address of an object would differ between the ranks.
+    plain = (bool, int, float, str, torch.dtype, type(None))
+    described = [
+        (tuple(leaf.shape), leaf.dtype)
+        if isinstance(leaf, Tensor)
+        else (leaf if isinstance(leaf, plain) else type(leaf).__name__)
+        for leaf in leaves
+    ]
+    return f"{described} {tree}"
+
 
 @dataclass(frozen=True)
-class _TrialInput:
+class Trial:
+    """One run of a block alone.
+
+    Attributes:
+        call: How the block is called.
+        hidden: Random hidden states, in the precision of the run.
+        is_known: Whether the model calls the block in this way; otherwise the call is a guess, with one tensor.
+    """
+
+    call: BlockCall
     hidden: Tensor
-    call: Callable[[nn.Module, Tensor], Any]
+    is_known: bool
+
+    @contextmanager
+    def precision(self) -> Iterator[None]:
+        """Make `copy_in_double` copy in the precision of the run, which code may need instead of double precision."""
+        global _computing
+        before, _computing = _computing, self.hidden.dtype
+        try:
+            yield
+        finally:
+            _computing = before
 
 
-def _trial_inputs(block: nn.Module, call: BlockCall | None) -> Iterator[_TrialInput]:
-    if call is not None:
-        for x in inputs_of(call):
-            yield _TrialInput(x, call)
-    for x in possible_inputs(block):
-        yield _TrialInput(x, lambda module, hidden: module(hidden))
+# Changed while a block is tried that cannot run in double precision.
+_computing = torch.float64
 
 
-def inputs_of(call: BlockCall) -> Iterator[Tensor]:
-    """Yield random hidden states for a block that is called by `call`."""
-    yield torch.randn(call.hidden.shape, dtype=torch.float64).to(_device(), _computing)
-
-
-def possible_inputs(block: nn.Module) -> Iterator[Tensor]:
-    """Yield random inputs (2, length, features) that `block` may be made for, the likeliest first."""
+def _possible_calls(block: nn.Module) -> Iterator[BlockCall]:
+    """Yield calls with one tensor (2, length, features) that `block` may be made for, the likeliest first."""
     sizes = [sizes_of(child)[0] for child in block.modules() if is_linear(child)]
     # Without a linear layer: the size that most weights have in common.
     weights = [parameter.shape for parameter in block.parameters() if parameter.dim() > 1]
@@ -300,37 +335,55 @@ def possible_inputs(block: nn.Module) -> Iterator[Tensor]:
     fixed = [size for table in tables for size in table.shape if table.dim() > 1 and 1 < size <= LONGEST]
     lengths = list(dict.fromkeys([INPUT_SHAPE[1], *fixed]))
     for length, size in islice(((length, size) for length in lengths for size in features), MOST_INPUTS):
-        yield torch.randn(INPUT_SHAPE[0], length, size, dtype=torch.float64).to(_device(), _computing)
+        hidden = torch.zeros(INPUT_SHAPE[0], length, size, dtype=torch.float64)
+        yield BlockCall((hidden,), {}, hidden)
 
 
-# Changed while a block is tried that cannot run in double precision.
-_computing = torch.float64
-
-
-@contextmanager
-def _computing_in(dtype: torch.dtype) -> Iterator[None]:
-    global _computing
-    before, _computing = _computing, dtype
-    try:
-        yield
-    finally:
-        _computing = before
-
-
-def copy_in_double(block: nn.Module) -> nn.Module:
+def copy_in_double(block: nn.Module, hollow: bool = False) -> nn.Module:
     """Return a copy of `block` in double precision, in evaluation and without dropout, on a device to compute on.
 
     A block that fails in double precision is copied in the precision of the trial, see `TOLERANCES`.
+
+    Args:
+        block: The full module.
+        hollow: Whether its linear layers return random numbers; their weights then take no memory.
     """
-    if any(parameter.is_meta for parameter in block.parameters()):
-        block = _with_random_values(block)
+    layers = linear_layers(block) if hollow else {}
+    weights = [weight for layer in layers.values() for weight in layer.parameters()]
+    # Already in the precision and on the device of the copy, because a conversion would allocate them.
+    zero = torch.zeros((), dtype=_computing, device=_device())
+    empty = {id(weight): nn.Parameter(zero.expand(weight.shape)) for weight in weights}
     # Double precision tells rounding from a wrong plan; `eval` switches off dropout, which would differ.
     # Frozen parameters get gradients, too, so that all gradients can be compared.
-    copied = copy_of(block).to(_device(), _computing).eval().requires_grad_(True)
+    copied = _with_values(block, empty).to(_device(), _computing).eval().requires_grad_(True)
+    for path, layer in layers.items():
+        answer: Any = partial(_random_output, layer_sizes(layer)[1])
+        copied.get_submodule(path).forward = answer
     for module in copied.modules():
         if isinstance(module, nn.MultiheadAttention):
             module.dropout = 0.0  # in training torch applies it where `DropoutOff` does not see it
     return copied
+
+
+def _random_output(features: int, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+    return torch.randn(*x.shape[:-1], features, dtype=x.dtype, device=x.device)
+
+
+def _with_values(block: nn.Module, known: Mapping[int, Tensor] | None = None) -> nn.Module:
+    """Return a copy of `block` with random values for its tensors on the meta device.
+
+    Args:
+        block: The module.
+        known: Other tensors for the copy, by the `id` of the tensors of `block`.
+    """
+    found: dict[int, Any] = {**(known or {})}
+    with torch.random.fork_rng(devices_in_use()):
+        seed_torch(0)
+        for tensor in [*block.parameters(), *block.buffers()]:
+            if tensor.is_meta and id(tensor) not in found:
+                values = random_values(tensor.shape, tensor.dtype, _device(), 0.1)
+                found[id(tensor)] = nn.Parameter(values) if isinstance(tensor, nn.Parameter) else values
+    return copy_of(block, found)
 
 
 @contextmanager
@@ -356,12 +409,18 @@ def _device() -> torch.device:
     return torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu")
 
 
-def _run_copy(block: nn.Module, x: _TrialInput) -> _Result:
+def _call_hollow(block: nn.Module, x: Trial) -> bool:
+    with DropoutOff():
+        x.call(copy_in_double(block, hollow=True), x.hidden)
+    return True
+
+
+def _run_copy(block: nn.Module, x: Trial) -> _Result:
     with DropoutOff():  # a function may be told to drop in evaluation as well
         return _run(copy_in_double(block), x)
 
 
-def _run(block: nn.Module, x: _TrialInput) -> _Result:
+def _run(block: nn.Module, x: Trial) -> _Result:
     """Run forward and backward, from a random weighting of the outputs; the first outputs are the main one and dx.
 
     All outputs with a gradient take part, also a loss beside the main output, such as a router's.
@@ -391,32 +450,18 @@ def _weighted(output: Tensor, generator: torch.Generator) -> Tensor:
     return (output * weights.to(output)).sum().double()
 
 
-def _run_without_chance(block: nn.Module, x: _TrialInput) -> _Result:
+def _run_without_chance(block: nn.Module, x: Trial, dropout: DropoutOff) -> _Result:
     """Run a block in training without its dropout.
 
     Raises:
         ValueError: If it draws other random numbers, because a sharded block would draw different ones.
     """
-    with DropoutOff():
+    with dropout:
         before = torch.get_rng_state(), torch.cuda.get_rng_state() if x.hidden.is_cuda else torch.empty(0)
         result = _run(block, x)
         after = torch.get_rng_state(), torch.cuda.get_rng_state() if x.hidden.is_cuda else torch.empty(0)
     if not all(map(torch.equal, before, after)):
         raise ValueError("the block draws random numbers")
-    return result
-
-
-def _run_with_chance(block: nn.Module, x: _TrialInput) -> _Result:
-    """Run a block in training with its dropout.
-
-    Raises:
-        ValueError: If it draws no random numbers.
-    """
-    before = torch.get_rng_state(), torch.cuda.get_rng_state() if x.hidden.is_cuda else torch.empty(0)
-    result = _run(copy_in_double(block).train(), x)
-    after = torch.get_rng_state(), torch.cuda.get_rng_state() if x.hidden.is_cuda else torch.empty(0)
-    if all(map(torch.equal, before, after)):
-        raise ValueError("the block draws no random numbers")
     return result
 
 
@@ -491,13 +536,3 @@ def _close(found: Tensor, expected: Tensor, floor: float = 0.0) -> bool:
         return found.shape == expected.shape
     scale = max(float(expected.abs().max()), floor, 1e-12)
     return bool((found.double() - expected.double()).abs().max() <= TOLERANCES[_computing] * scale)
-
-
-def _with_random_values(block: nn.Module) -> nn.Module:
-    """Return a copy on the CPU of a block on the meta device, with random values."""
-    block = copy_of(block).to_empty(device="cpu")
-    with torch.random.fork_rng(), torch.no_grad():
-        seed_torch(0)
-        for tensor in [*block.parameters(), *block.buffers()]:
-            tensor.copy_(random_values(tensor.shape, tensor.dtype, "cpu", 0.1))
-    return block

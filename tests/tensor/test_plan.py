@@ -14,6 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from lightning_parallel.compat.initialization import initialize_tensors
+from lightning_parallel.step_trace.placeholder import PlaceholderTensor
 from lightning_parallel.tensor.auto_plan import make_plan
 from lightning_parallel.tensor.inspection import full_shape
 from lightning_parallel.tensor.plan import apply_plan, materialize_shards
@@ -119,7 +120,8 @@ class LiveBytes(TorchDispatchMode):
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         result = func(*args, **(kwargs or {}))
         for leaf in tree_leaves(result):
-            if isinstance(leaf, torch.Tensor) and not leaf.is_meta:
+            # A placeholder says that it is on a device, and has no memory there.
+            if isinstance(leaf, torch.Tensor) and not leaf.is_meta and type(leaf) is not PlaceholderTensor:
                 self._add(leaf.untyped_storage())
         return result
 
