@@ -126,6 +126,7 @@ __all__ = [
     "non_persistent_buffers_of",
     "log_softmax_operator",
     "make_wrapper_subclass",
+    "map_only",
     "has_data",
     "overload_packet",
     "random_values",
@@ -144,6 +145,15 @@ __all__ = [
     "versions_of",
     "with_versions",
 ]
+
+# -- containers -------------------------------------------------------------------------------------------------------
+
+
+def map_only(kind: Any, change: Callable[[Any], Any], value: Any) -> Any:
+    """Return `value` with changed entries of one kind, at any depth."""
+    # `pytree` takes a `torch.Size` apart and makes a tuple of its numbers.
+    return pytree.tree_map_only(kind, change, value, is_leaf=lambda entry: isinstance(entry, torch.Size))
+
 
 # -- torch.nn: modules, parameters, hooks ------------------------------------------------------------------------------
 

@@ -14,7 +14,7 @@ import dataclasses
 import functools
 import math
 import re
-from collections import UserDict
+from collections import Counter, UserDict
 from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from contextlib import contextmanager
 from enum import Enum
@@ -34,6 +34,8 @@ __all__ = [
     "UNCOUNTED",
     "WHOLE_BATCHES",
     "LeftOutCache",
+    "ADDED",
+    "LIST_KINDS",
     "Merging",
     "add_to_text",
     "chosen_samples",
@@ -374,6 +376,7 @@ class Merging:
 
     - rows: one below the other, such as predictions, flat or not; of lists and dicts, all entries
     - entries: one for all microbatches, such as a mean, a count, a constant; of lists and dicts, one for each place
+    - added_rows, added_entries: the same for new lists that hold the entries of the earlier list first
     - sum, first, last
 
     Args:
@@ -382,15 +385,17 @@ class Merging:
         weights: Share of each in the batch; they sum to 1.
         is_strict: Whether to raise if microbatches cannot be merged by their rule.
         proven: The keys of rules that fitted different values of microbatches in a comparison with one process, with
-            `differs` or `unclear`, see `unproven`; None if nothing is compared.
+            `differs`, `unclear` or `first`, see `unproven`; None if nothing is compared. After `first`, the first
+            microbatch alone may change the attribute: each microbatch would set it to the same value.
 
     Attributes:
         found: The kinds that were used, by key.
         unproven: Keys whose rule no comparison has proven, with the reason to compare. `differs`: other rules give
             another value. Equal values of all microbatches fit every rule, and prove none. `unclear`: some other rules
-            give the same value, such as the maximum of 2 and 0, which is their sum; or some microbatches have left an
-            attribute unchanged. `once`: one microbatch alone has changed an attribute. `new`: no comparison has met the
-            key. `changed`: the key is a new attribute.
+            give the same value, such as the maximum of 2 and 0, which is their sum; or a condition has let some
+            microbatches make a container. `either`: another rule gives the same list. `first`: the first microbatch
+            alone has changed an attribute. `once`: another microbatch alone has changed it. `new`: no comparison has
+            met the key. `changed`: the key is a new attribute.
     """
 
     def __init__(
@@ -445,23 +450,47 @@ class Merging:
             is_unclear = kind in ("entries", "sum") and _is_bound(merged, values)
         self.unproven[key] = "unclear" if is_unclear else "differs"
 
-    def note_change(self, key: str, pairs: Sequence[tuple[Any, Any]]) -> None:
-        """Note the values of an attribute before and after the microbatches that have set it."""
-        values = [after for before, after in pairs if not _is_close(before, after)]
+    def note_change(self, key: str, changes: Mapping[int, tuple[Any, Any]]) -> None:
+        """Note the values of an attribute before and after the microbatches that have set it, by their numbers."""
+        values = {number: after for number, (before, after) in changes.items() if not _is_close(before, after)}
         if not values or len(self.weights) < 2 or self._is_proven(key):
             return
         if self._is_new(key):
             self.unproven[key] = "changed"
-        elif len(values) < len(self.weights):
-            # The other microbatches have met no reason to change the value, or have found it set already.
-            self.unproven[key] = "once" if len(values) == 1 else "unclear"
+        elif [*values] == [0]:
+            # Later microbatches have met no reason to change the value, or have found it set already.
+            if (self.proven or {}).get(key) != "first":
+                self.unproven[key] = "first"
+        elif len(values) == 1:
+            self.unproven[key] = "once"
         else:
-            self.note(key, values, values[-1], "last")
+            found = [*values.values()]
+            self.note(key, found, found[-1], "last")
+
+    def doubt(self, key: str, why: str) -> None:
+        """Note that the values of microbatches under a key alone do not tell the value of the batch."""
+        if not self._is_proven(key):
+            self.unproven[key] = why
+
+    def note_list(self, key: str, kind: str, lists: Mapping[str, Sequence[Any]]) -> None:
+        """Note the lists that each kind of merging makes, and the kind by which they are merged."""
+        if self._is_proven(key):
+            return
+        alike = {other: _is_close_inside([*values], [*lists[kind]]) for other, values in lists.items()}
+        is_added = kind.startswith(ADDED)
+        if all(alike.values()):
+            self.unproven.pop(key, None)
+        # The number of entries tells rows from entries. Only the value tells if the earlier list is a part of the new.
+        elif any(same for other, same in alike.items() if other.startswith(ADDED) != is_added):
+            self.unproven[key] = "either"
+        else:
+            self.unproven[key] = "differs"
 
     def is_per_sample(self, values: Sequence[Any]) -> bool:
         """Return whether all values have as many rows, or entries, as their microbatch has samples."""
-        return len(self.samples) > 0 and all(
-            _length(value) == count for value, count in zip(values, self.samples, strict=True)
+        # Fewer values than microbatches come from a condition in the step.
+        return len(values) == len(self.samples) > 0 and all(
+            _length(value) == count for value, count in zip(values, self.samples)
         )
 
     def rows(self, values: Sequence[Tensor], key: str) -> Any:
@@ -497,10 +526,18 @@ class Merging:
 _KINDS = {
     "rows": "one row for each sample",
     "entries": "one value for all samples, such as a mean",
+    "added_rows": "the earlier list with entries for each sample",
+    "added_entries": "the earlier list with entries for all samples",
     "sum": "a sum",
     "first": "the value of the first microbatch",
     "last": "the value of the last microbatch",
 }
+
+
+def _is_close_inside(one: Any, two: Any) -> bool:
+    """Tell whether two containers have equal values up to rounding in the same places."""
+    (ones, structure), (twos, other) = pytree.tree_flatten(one), pytree.tree_flatten(two)
+    return bool(structure == other) and all(map(_is_close, ones, twos))
 
 
 def _is_close(one: Any, two: Any) -> bool:
@@ -535,6 +572,12 @@ def _is_bound(merged: Any, values: Sequence[Any]) -> bool:
 
 _CLOSE = 1e-6
 
+ADDED = "added_"
+"""The beginning of the kinds of new lists that hold the entries of the earlier list first."""
+
+LIST_KINDS = ("entries", "rows", f"{ADDED}rows", f"{ADDED}entries")
+"""The kinds by which lists are merged."""
+
 
 RETURNED = "return"
 """The key of the result of a step, among the names of attributes."""
@@ -557,7 +600,7 @@ def other_kinds(kind: str) -> list[str]:
     """Return the other kinds by which microbatches might be merged, the most usual first."""
     word, _, dims = kind.partition(" ")
     if not dims:
-        return ["rows" if word == "entries" else "entries"]
+        return [other for other in LIST_KINDS if other != kind]
     rows = [f"rows {int(dims)}"] if int(dims) else []
     # "last" is the kind of attributes: their means are refused, as a microbatch may read the value of another one.
     words = ("sum",) if word == "last" else ("sum", "entries", "last", "first")
@@ -676,6 +719,11 @@ def _merge_tensors(values: list[Tensor], merging: Merging, key: str) -> Any:
 
 def _merge_mappings(values: Sequence[Any], merging: Merging, key: str) -> Any:
     first = values[0]
+    if isinstance(first, Counter):
+        merged = copy.copy(first)
+        for value in values[1:]:
+            merged.update(value)
+        return merged
     is_alike = all(value.keys() == first.keys() for value in values)
     if merging.kind(key, "entries" if is_alike else "rows") == "rows":
         # The keys are names or numbers of samples, so the entries do not collide.
@@ -706,24 +754,38 @@ def _merge_sequences(values: Sequence[Any], merging: Merging, key: str) -> Any:
         rows = [{len(leaf) for _, leaf in tensors_inside(value) if len(leaf.shape)} for value in values]
         are_rows = not all(count in found for found, count in zip(rows, merging.samples))
     are_rows |= any(len(value) != len(first) for value in values)
+    if not is_fixed and any(map(len, values)):
+        # Rows and entries are lists of other lengths, so each of both proves itself in a comparison.
+        merging.doubt(key, "differs")
     if not is_fixed and merging.kind(key, "rows" if are_rows else "entries") == "rows":
         return type(first)(entry for value in values for entry in value)
     if any(len(value) != len(first) for value in values):
+        merging.refuse(key, values)
         return list(values)
     names = [f".{name}" for name in first._fields] if is_fixed else [f"[{index}]" for index in range(len(first))]
     entries = [merge_outputs([value[i] for value in values], merging, key + name) for i, name in enumerate(names)]
+    if isinstance(first, torch.Size) and not all(isinstance(entry, int) for entry in entries):
+        return tuple(entries)
     return type(first)(*entries) if is_fixed else type(first)(entries)
 
 
-def merge_entries(added: Sequence[list[Any]], merging: Merging, key: str) -> list[Any]:
-    """Merge the entries that one step adds to a list, given each microbatch's entries: one per sample, or as many."""
+def merge_entries(added: Sequence[list[Any]], merging: Merging, key: str, prefix: str = "") -> list[Any]:
+    """Merge the entries that one step adds to a list, given each microbatch's entries: one per sample, or as many.
+
+    Args:
+        added: The entries of each microbatch.
+        merging: The rules.
+        key: The name of the list.
+        prefix: The beginning of the kind: `ADDED` for new lists that hold the earlier entries.
+    """
     entries = [entry for each in added for entry in each]
     counts = {len(each) for each in added}
     is_every = len(added) == len(merging.samples)
     are_rows = len(counts) > 1 or not is_every
     if len(entries) == sum(merging.samples) and is_every:
         are_rows = not _is_per_step(entries, merging.samples)
-    if merging.kind(key, "rows" if are_rows else "entries") == "rows" or len(counts) > 1 or not is_every:
+    kind = merging.kind(key, prefix + ("rows" if are_rows else "entries"))
+    if kind.endswith("rows") or len(counts) > 1 or not is_every:
         return entries
     count = counts.pop()
     # Every `count`-th entry comes from the same place of another microbatch.

@@ -28,7 +28,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from lightning_parallel import comm, tracing
 from lightning_parallel.comm import Group
 from lightning_parallel.compat.chance import random_state_kept, seed_all
-from lightning_parallel.compat.torch import pytree, seed_torch
+from lightning_parallel.compat.torch import map_only, pytree, seed_torch
 from lightning_parallel.pipeline.dry_runs import NextStageDryRun, StageInputs
 from lightning_parallel.pipeline.microbatch import StepResult, loss_of, tell_microbatch, under_way
 from lightning_parallel.pipeline.p2p import (
@@ -422,7 +422,7 @@ class ScheduleRun:
             state.loss = loss_of(result)
             self.losses[microbatch] = state.loss.detach()
         # Detached: a kept output must not keep its graph.
-        self.outputs[microbatch] = pytree.tree_map_only(Tensor, lambda tensor: tensor.detach(), result)
+        self.outputs[microbatch] = map_only(Tensor, lambda tensor: tensor.detach(), result)
 
     def _send(self, stage: int, microbatch: int, state: _MicrobatchState, end: StageEnd, kept: StageSkips) -> None:
         positions = self._inputs_of_next(stage, microbatch, end, kept).positions

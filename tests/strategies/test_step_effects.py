@@ -18,7 +18,9 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 from lightning_parallel import PipelineParallelStrategy, SelfCheckError
+from lightning_parallel.compat import patched
 from lightning_parallel.compat.torch import pytree
+from lightning_parallel.strategies.self_check import proof
 from lightning_parallel.strategies.steps.state import Snapshot
 from tests.harness import distributed
 from tests.pipeline.other_models import Block
@@ -315,6 +317,53 @@ def test_values_of_some_microbatch_are_refused_also_where_they_fit_by_chance():
         strategy = PipelineParallelStrategy(pipeline_parallel_size=2, num_microbatches=2, verify="always")
         with pytest.raises(SelfCheckError, match=named):
             fit(Extremes(change), strategy, 2, max_epochs=1, limit_train_batches=4, limit_val_batches=0)
+
+
+class Remaking(Deep):
+    """Sets lists, counters and shapes anew in each step, equal ones in both microbatches of some batches."""
+
+    def __init__(self):
+        super().__init__()
+        self.labels, self.text, self.grown, self.window, self.counts, self.batch = [], [], [], (), Counter(), -1
+        self.seen_after = []
+
+    def training_step(self, batch, index):
+        x, y = batch[0], batch[1] % 2
+        loss = F.cross_entropy(self(x), y)
+        self.labels = y.tolist()
+        self.text = ["ab"[label] for label in y.tolist()]
+        self.grown = self.grown + [int(label) for label in y if label]
+        self.window = (*self.window, loss.item())
+        self.counts = Counter(y.tolist())
+        self.shape = x.shape
+        self.batch = index
+        return {"loss": loss, "logits": self.head.bias}
+
+    def on_train_batch_end(self, outputs, batch, index):
+        kept = self.labels, self.text, self.grown, dict(self.counts), self.shape, self.shape.numel(), self.batch
+        self.seen_after.append(copy.deepcopy(kept))
+
+
+@pytest.mark.parametrize("microbatches", [2, 4])
+@distributed(world_size=2)
+def test_lists_and_shapes_that_steps_set_anew(group, microbatches):
+    def run(strategy, size):
+        module = Remaking()
+        trainer = trainer_for(strategy, size, max_epochs=1, limit_val_batches=0, num_sanity_val_steps=0)
+        trainer.fit(module, loader(batch=4))
+        return module
+
+    compared = []
+    strategy = PipelineParallelStrategy(pipeline_parallel_size=2, num_microbatches=microbatches, verify="always")
+    with patched(proof, "tell", compared.append):
+        module = run(strategy, 2)
+    expected = run("auto", 1)
+    assert module.seen_after == expected.seen_after
+    assert module.window == pytest.approx(expected.window, rel=1e-10)
+    assert type(module.shape) is torch.Size
+    # The first comparison tells that each microbatch would set `batch`; a batch without other doubts needs no more.
+    assert not any("`self.batch`" in text for text in compared), compared
+    assert all("of the first batch again" in text or "whose microbatches differ" in text for text in compared[1:])
 
 
 class Named(Samples):

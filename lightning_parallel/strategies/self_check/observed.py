@@ -148,7 +148,7 @@ def changed_attributes(before: Snapshot) -> tuple[dict[str, Any], frozenset[str]
             value = None if _is_same(edit.before, edit.after) else edit.after
         elif isinstance(edit, Added):
             value = edit.entries
-        elif isinstance(edit, Members):
+        elif isinstance(edit, Members) or (isinstance(edit, Fresh) and edit.added is not None):
             value = edit.added
         elif isinstance(edit, Fresh) and edit.is_grown:
             value = {key: entry for key, entry in edit.value.items() if key not in edit.kept}
@@ -276,7 +276,7 @@ def compare(kind: str, found: Mapping[str, Any], expected: Mapping[str, Any], to
     differences = []
     for name, value in expected.items():
         if name not in found:
-            differences.append(StepDifference(kind, name, math.inf, "is missing"))
+            differences.append(StepDifference(kind, name, math.inf, _in_one_run(kind, name, value, True)))
             continue
         mine = found[name]
         value, mine = _as_tensor(value), _as_tensor(mine)
@@ -293,9 +293,22 @@ def compare(kind: str, found: Mapping[str, Any], expected: Mapping[str, Any], to
                 detail = f"has shape {tuple(mine.shape)}, but {tuple(value.shape)} on one process"
             differences.append(StepDifference(kind, name, relative, detail))
     differences += [
-        StepDifference(kind, name, math.inf, "is not there on one process") for name in found if name not in expected
+        StepDifference(kind, name, math.inf, _in_one_run(kind, name, value, False))
+        for name, value in found.items()
+        if name not in expected
     ]
     return differences
+
+
+def _in_one_run(kind: str, name: str, value: Any, is_on_one_process: bool) -> str:
+    """Say that one of both runs alone has made or changed a value."""
+    if kind != "attribute" or name.endswith("]"):
+        return "is missing" if is_on_one_process else "is not there on one process"
+    value = _as_tensor(value)
+    new = f"{value.item():.6g}" if value.numel() == 1 else f"a tensor of shape {tuple(value.shape)}"
+    if is_on_one_process:
+        return f"keeps its value, but becomes {new} on one process"
+    return f"becomes {new}, but keeps its value on one process"
 
 
 def _as_tensor(value: Any) -> Tensor:

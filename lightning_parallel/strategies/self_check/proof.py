@@ -19,7 +19,7 @@ import json
 import math
 import re
 import time
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Literal, TypeVar
@@ -114,7 +114,7 @@ _MOST_KINDS = 16
 """Runs in which the self-check looks for the way to merge microbatches."""
 _ANOTHER_WAY = "of a step whose loss used other operations than the earlier steps"
 _FROM_BEFORE = "of the first batch again, with the attributes that it set"
-_OF_VALUES = "of a batch whose microbatches differ in {} for the first time"
+_OF_VALUES = "of a batch whose microbatches differ in {}"
 _OF_COPIES = "with copies of two samples of the first batch"
 _MIXED = 8
 """Samples on which the self-check tests whether a step that draws numbers mixes samples."""
@@ -397,7 +397,8 @@ class StepProof:
         manner = " without microbatches" if verdict.limits else ""
         alike = ", with the same random numbers" if verdict.way.draws is not None and not verdict.limits else ""
         left_out = f"; not compared: {_listed(varying)}, because two single-process runs differ" if varying else ""
-        text = f"Self-check{of} passed{manner} on {verdict.summary}{alike}{left_out} ({seconds:.1f} s)."
+        summary = verdict.summary.replace(":", f" {why}:", 1) if why else verdict.summary
+        text = f"Self-check{of} passed{manner} on {summary}{alike}{left_out} ({seconds:.1f} s)."
         tell(" ".join([text, *verdict.limits]))
         return True
 
@@ -927,18 +928,28 @@ class _Comparison:
         """
         if not self.way.splits:
             return
-        placed = [key for key in divided.unproven if divided.merged.get(key, "").partition(" ")[0] in _PLACES]
+        in_orders = [divided.unproven]
+        by_one = {key for key, why in divided.unproven.items() if why in ("first", "once")}
+        kinds = {key: divided.merged.get(key, "").partition(" ")[0] for key in divided.unproven}
+        placed = [key for key, kind in kinds.items() if kind in _PLACES or key in by_one]
         if self.anywhere(placed):
-            for found in self._in_other_orders(whole):
+            for found, unproven in self._in_other_orders(whole):
+                in_orders.append(unproven)
                 wrong = [each for each in found if any(_is_in(_key_of(each.kind, each.name), key) for key in placed)]
                 if self.anywhere(wrong):
                     self.differences = wrong
                     self._end_split()
                     return
-        self._proven.update((key, why) for key, why in divided.unproven.items() if why != "once")
+        self._proven.update(
+            (key, why) for key, why in divided.unproven.items() if key not in by_one and why != "either"
+        )
+        if len(in_orders) > 1:
+            # If the first microbatch changes an attribute in all orders, each microbatch would set the same value.
+            by_first = {key for key in by_one if all(each.get(key) == "first" for each in in_orders)}
+            self._proven.update(dict.fromkeys(by_first, "first"))
 
-    def _in_other_orders(self, whole: WholeRun) -> Iterator[list[StepDifference]]:
-        """Yield the differences of the step on the same samples in other orders."""
+    def _in_other_orders(self, whole: WholeRun) -> Iterator[tuple[list[StepDifference], Mapping[str, str]]]:
+        """Yield the differences, and the values without a proven rule, of the same samples in other orders."""
         try:
             count = num_samples(self.call.batch)
             orders = [list(reversed(range(count)))]
@@ -953,12 +964,13 @@ class _Comparison:
                 break
             divided = self._sharded(replace(self.way, draws=other.recorded if other.draws else None), call)
             # With other random numbers, the values tell nothing about the order.
-            yield self._found(other, divided) if self._draws_alike(divided) else []
+            yield (self._found(other, divided), divided.unproven) if self._draws_alike(divided) else ([], {})
         else:
             if calls:
                 return
         if self.way.draws is None:
-            yield self._found(whole, self._sharded(replace(self.way, reverses=True)))
+            divided = self._sharded(replace(self.way, reverses=True))
+            yield self._found(whole, divided), divided.unproven
 
     def _learn_kinds(self, way: Way, whole: WholeRun, divided: DividedRun) -> DividedRun:
         """Learn how outputs and lists of microbatches are merged into the values of one step: see `Merging`."""

@@ -9,7 +9,7 @@ import inspect
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import torch
@@ -23,14 +23,17 @@ from lightning_parallel.compat.lightning import (
     set_batch_value,
     value_of_batches,
 )
-from lightning_parallel.compat.torch import BatchNormalization, pytree, version_of
+from lightning_parallel.compat.torch import BatchNormalization, map_only, version_of
 from lightning_parallel.pipeline.microbatch import (
+    ADDED,
+    LIST_KINDS,
     LOGGED,
     Merging,
     merge_entries,
     merge_outputs,
     microbatch_under_way,
     reduce_logged,
+    rule_of,
 )
 from lightning_parallel.step_trace.placeholder import in_dry_run, missing, require_known, reveal
 from lightning_parallel.strategies.steps.metrics import MetricCalls, MetricSnapshot, Place
@@ -161,7 +164,7 @@ class StepEffects:
                 if missing(value) and value is not before.get(name):
                     changes.append(((*path, name), "set", Elsewhere(value)))
         # An attribute with history would keep the graphs of all microbatches alive.
-        changes = pytree.tree_map_only(Tensor, lambda tensor: tensor.detach(), changes)
+        changes = map_only(Tensor, lambda tensor: tensor.detach(), changes)
         if any(self._of_trainer):
             changes.append(((), "trainer", _agreed(self._of_trainer)))
         known = ParallelState.of(self.module).logged
@@ -247,7 +250,7 @@ class _BatchStatistics:
 
 def to_device(value: Any, device: torch.device) -> Any:
     """Return `value` with all its tensors on `device`."""
-    return pytree.tree_map_only(Tensor, lambda tensor: tensor.to(device), value)
+    return map_only(Tensor, lambda tensor: tensor.to(device), value)
 
 
 # ------------------------------------------------------------------------------------------------------------ logging
@@ -377,7 +380,10 @@ def _value_of_all(values: Sequence[_MetricAt | _BatchValue]) -> Any:
 
 
 Change = tuple[StatePath, str, Any]
-"""Path, action, value. Actions: `set`, `write` (in place), `create`, `extend`, `join`, `fill`, `remove`, `trainer`."""
+"""Path, action, value.
+
+Actions: `set`, `write` (in place), `create`, `extend`, `grow` (into a new list), `join`, `fill`, `remove`, `trainer`.
+"""
 
 
 def _agreed(found: Sequence[dict[tuple[str, str], Any]]) -> dict[tuple[str, str], Any]:
@@ -411,6 +417,11 @@ def _merge_changes(history: Sequence[dict[StatePath, Edit]], merging: Merging) -
         fresh = [(number, edit) for number, edit in found if isinstance(edit, Fresh)]
         edits, edit, label = [each for _, each in found], found[-1][1], label_of(path)
         added: list[tuple[int, dict[StatePath, Edit]]] = []
+        is_anew = len(fresh) < max(2, len(edits)) and _may_grow(edits)
+        if is_anew:
+            # One microbatch has made the list anew; another one may have appended to it.
+            edits = [_as_added(each) for each in edits]
+            fresh = [(number, each) for (number, _), each in zip(found, edits) if isinstance(each, Fresh)]
         if kept := _kept_by([each for _, each in fresh]):
             # Treat `self.found = {**self.found, key: x}` like `self.found[key] = x`.
             added = [(number, _inside(path, each.value, kept)) for number, each in fresh]
@@ -419,9 +430,8 @@ def _merge_changes(history: Sequence[dict[StatePath, Edit]], merging: Merging) -
             states = [fresh[-1][1].value.__class__(_filled(edits[: end + 1])) for end in range(len(edits))]
             merged.append((path, "set", merge_outputs(states, merging, label)))
         elif len(fresh) > 1:
-            # Each microbatch has made a container or an object.
             settled.add(path)
-            merged.append((path, "set", _merge_fresh([each for _, each in fresh], merging, label)))
+            merged += _merge_made(path, [each for _, each in fresh], merging, len(history))
         elif isinstance(edit, Gone):
             settled.add(path)
             merged.append((path, "remove", None))
@@ -442,7 +452,7 @@ def _merge_changes(history: Sequence[dict[StatePath, Edit]], merging: Merging) -
             merged.append((path, "fill", _filled(edits)))
         else:
             merged += [(path, "create", refilled(each.value, ())) for _, each in fresh]
-            merged += _merge_entries_of(path, edits, merging)
+            merged += _merge_entries_of(path, edits, merging, "grow" if is_anew else "extend")
         for number, inside in added:
             history[number].update(inside)
             paths.extend(key for key in inside if key not in paths)
@@ -479,6 +489,9 @@ def _merge_fresh(edits: Sequence[Fresh], merging: Merging, label: str) -> Any:
     """
     values = [each.value for each in edits]
     last = values[-1]
+    if rule_of(merging.rules, label).startswith(ADDED):
+        # A window over batches drops its first entries once it is full, so it is more than entries of each microbatch.
+        merging.unproven[label] = "differs"
     # Lists and tensors that all microbatches take from the earlier dict belong to earlier batches.
     earlier = frozenset.intersection(*(each.kept for each in edits))
     kept = {key: last[key] for key in earlier if not is_plain(last[key])}
@@ -525,12 +538,76 @@ def _filled(edits: Sequence[Edit]) -> list[Any] | set[Any]:
     return value
 
 
-def _merge_entries_of(path: StatePath, edits: Sequence[Any], merging: Merging) -> list[Change]:
+def _may_grow(edits: Sequence[Edit]) -> bool:
+    """Tell whether new lists or tuples of microbatches may be the earlier list with further entries.
+
+    `self.found = self.found + [x]` makes such lists. `self.labels = y.tolist()` may make equal ones by chance.
+    """
+    begins = [isinstance(edit, Added) or (isinstance(edit, Fresh) and edit.added is not None) for edit in edits]
+    is_new = any(isinstance(edit, Fresh) and edit.added is not None for edit in edits)
+    return is_new and all(begins[1:]) and isinstance(edits[0], (Fresh, Added))
+
+
+def _as_added(edit: Edit) -> Edit:
+    """Return a new list that begins with the earlier list as entries that were added to the earlier list."""
+    return Added(edit.added) if isinstance(edit, Fresh) and edit.added is not None else edit
+
+
+def _merge_made(path: StatePath, edits: Sequence[Fresh], merging: Merging, count: int) -> list[Change]:
+    """Return the changes by containers or objects that several of `count` microbatches have made."""
+    if _may_grow(edits):
+        return _merge_lists(path, edits, merging, count)
+    if len(edits) == count:
+        return [(path, "set", _merge_fresh(edits, merging, label_of(path)))]
+    # By a condition in the step, which one process checks for the whole batch.
+    merging.unproven[label_of(path)] = "unclear"
+    return [(path, "set", edits[-1].value)]
+
+
+def _merge_lists(path: StatePath, edits: Sequence[Fresh], merging: Merging, count: int) -> list[Change]:
+    """Return the changes by new lists that may be the earlier list with further entries, or lists of their own.
+
+    Args:
+        path: The path of the list.
+        edits: The new lists.
+        merging: The rules, which tell both apart if a comparison has seen other values.
+        count: The number of microbatches.
+    """
+    label = label_of(path)
+    rule = rule_of(merging.rules, label)
+    added = [list(edit.value) if edit.added is None else edit.added for edit in edits]
+    grows = rule.startswith(ADDED) if rule else any(added[1:])
+    changes: list[Change] = []
+    if grows:
+        if edits[0].added is None:
+            changes.append((path, "create", refilled(edits[0].value, ())))
+        changes.append((path, "grow", merge_entries(added, merging, label, ADDED)))
+    elif len(edits) == count:
+        changes.append((path, "set", _merge_fresh(edits, merging, label)))
+    else:
+        changes.append((path, "set", edits[-1].value))
+    if len(edits) < count:
+        merging.doubt(label, "unclear")
+        return changes
+    values = [list(edit.value) for edit in edits]
+    start = values[0][: len(values[0]) - len(added[0])]
+    lists = {}
+    for kind in LIST_KINDS:
+        trial = Merging({label: kind}, merging.samples, merging.weights)
+        is_added = kind.startswith(ADDED)
+        lists[kind] = [*start, *merge_entries(added, trial, label)] if is_added else merge_outputs(values, trial, label)
+    merging.note_list(label, merging.found[label], lists)
+    return changes
+
+
+def _merge_entries_of(
+    path: StatePath, edits: Sequence[Any], merging: Merging, action: Literal["extend", "grow"]
+) -> list[Change]:
     """Return the change that adds the entries of all microbatches to a list, tuple, deque or set."""
     values = [edit.value if isinstance(edit, Fresh) else edit[0] for edit in edits]
     if isinstance(values[0], set):
         return [(path, "join", set().union(*values))]
-    return [(path, "extend", merge_entries([list(value) for value in values], merging, label_of(path)))]
+    return [(path, action, merge_entries([list(value) for value in values], merging, label_of(path)))]
 
 
 _NOTED = (bool, int, float, str, np.generic, np.ndarray, Tensor)
@@ -545,7 +622,7 @@ def _merge_values(path: StatePath, found: Sequence[tuple[int, Value]], merging: 
     is_known = isinstance(after, _NOTED) and not any(missing(each.before) or missing(each.after) for _, each in found)
     # A new entry of one microbatch alone, such as the score of a sample by its name, collides with no other entry.
     if is_known and (len(path) == 1 or len(found) > 1 or found[0][1].before is not MISSING):
-        merging.note_change(label_of(path), [(each.before, each.after) for _, each in found])
+        merging.note_change(label_of(path), {number: (each.before, each.after) for number, each in found})
     ends = _ends(found, len(merging.samples))
     if ends:
         label, before, dims = label_of(path), found[0][1].before, np.ndim(ends[0])
@@ -576,7 +653,7 @@ def _ends(found: Sequence[tuple[int, Value]], count: int) -> list[Any]:
 def _apply(module: LightningModule, start: Snapshot, changes: Sequence[Change], device: torch.device) -> None:
     """Make changes in a module, whose attributes must be restored to the values of `start`."""
     for path, action, value in changes:
-        value = pytree.tree_map_only(Elsewhere, lambda unknown: unknown.placeholder(device), to_device(value, device))
+        value = map_only(Elsewhere, lambda unknown: unknown.placeholder(device), to_device(value, device))
         if action in ("create", "set"):
             start.put(path, value)
         elif action == "remove":
@@ -595,7 +672,8 @@ def _apply(module: LightningModule, start: Snapshot, changes: Sequence[Change], 
         else:
             target = start.entries_of(start.holder(path))[path[-1]]
             items = value if action == "fill" else [*target, *value]
-            if isinstance(target, (tuple, frozenset)):
+            # The earlier list stays as it is: other attributes may hold it.
+            if action == "grow" or isinstance(target, (tuple, frozenset)):
                 start.put(path, refilled(target, items))
             else:
                 refill(target, items)

@@ -452,7 +452,7 @@ class PipelineSteps:
             kinds = merging.found if self.is_compared else {}
             for key, why in merging.unproven.items() if self.is_compared else ():
                 # The self-check has met the attribute before the step does, in a part of the same batch.
-                self._asked.setdefault((name, key, why), -1 if why == "once" else 0)
+                self._asked.setdefault((name, key, why), -1 if why in ("first", "once") else 0)
             other = name == _TRAINING and self.loss_kinds.end_step(self.is_compared) if is_new is None else is_new
             unproven = merging.unproven
             if is_new is None and not self.is_compared:

@@ -12,7 +12,7 @@ import copy
 import dataclasses
 import operator
 from array import array
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Mapping, Sequence
 from enum import Enum
 from functools import lru_cache
@@ -136,11 +136,14 @@ class Fresh(NamedTuple):
         value: A copy of it.
         kept: The keys of the entries that a dict has taken from the dict in its place.
         is_grown: Whether these are all entries of the earlier dict.
+        added: If a list or tuple begins with all entries of the list in its place, its further entries; else None.
+            The step may have added them, as by `self.found = self.found + [x]`, or made equal entries by chance.
     """
 
     value: Any
     kept: frozenset[Any] = frozenset()
     is_grown: bool = False
+    added: list[Any] | None = None
 
 
 class Replaced(NamedTuple):
@@ -424,17 +427,13 @@ class Snapshot:
                 edits[place] = Gone()
 
     def _compare_container(self, path: StatePath, old: Any, value: Any, edits: dict[StatePath, Edit]) -> None:
-        # Treat `self.found = self.found + [x]` like `self.found.append(x)`: the entries of microbatches add up.
-        if type(value) in (list, tuple) and type(old) is type(value) and old and path in self._items:
-            before = self._items[path]
-            if len(value) >= len(before) and _shift(before, value, 0) == 0:
-                if len(value) > len(before):
-                    edits[path] = Added(list(value[len(before) :]))
-                    return
-                # An equal tuple was made anew, as by `self.shape = tuple(x.shape)`: `self.found + ()` is the old tuple.
-                if type(value) is list:
-                    return
-        before = self._items.get(path, {}) if type(value) is type(old) and isinstance(value, dict) else {}
+        # Another object is new even if its entries are equal: `y.tolist()` of two microbatches may be the same numbers.
+        before = self._items.get(path) if type(value) is type(old) else None
+        if type(value) in (list, tuple) and before is not None and _shift(before, value, 0) == 0:
+            edits[path] = Fresh(self._frozen(value), added=list(value[len(before) :]))
+            return
+        # The keys of a counter are values, and its counts are small numbers, which are equal by chance.
+        before = before if isinstance(before, dict) and not isinstance(value, Counter) else {}
         kept = frozenset(key for key, item in before.items() if _is_same(item, value.get(key, MISSING)))
         edits[path] = Fresh(self._frozen(value), kept, 0 < len(kept) == len(before))
 
