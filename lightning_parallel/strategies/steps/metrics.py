@@ -49,8 +49,10 @@ class MetricSnapshot:
         children = [child for child in holder.modules() if isinstance(child, (Metric, MetricCollection))]
         with torch.inference_mode(False):
             # Copies from inference mode could not be updated in training.
+            # Without methods: the first call of a step finds the functions that record its calls in their place.
+            held = [(child, {k: v for k, v in held_by(child).items() if k not in _METHODS}) for child in children]
             self._held = [
-                (child, {name: _copied(value, copies) for name, value in held_by(child).items()}) for child in children
+                (child, {name: _copied(value, copies) for name, value in values.items()}) for child, values in held
             ]
 
     def restore(self) -> None:
