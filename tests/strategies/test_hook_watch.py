@@ -144,6 +144,7 @@ def libraries(module):
 def states(module):
     state = module.state_dict()
     module.found.append({name: float(value.norm()) for name, value in state.items()})
+    module.found.append({name: float(value.norm()) for name, value in copy.deepcopy(module.state_dict()).items()})
     module.found.append(float(module.net(torch.ones(2, 12).double()).sum()))
 
 
@@ -194,6 +195,10 @@ REFUSED = {
     "a copy": (lambda m: m.found.append(copy.deepcopy(m.net)[0].weight.norm()), "norm"),
     "another shape": (lambda m: weight(m).mul_(torch.ones(18, 12).double()), "another shape"),
     "a state dict": (lambda m: m.state_dict()["net.0.weight"].mul_(0.9), "writes (`mul`) into the gathered copy"),
+    "memory of a state dict": (
+        lambda m: m.state_dict()["net.0.weight"].set_(torch.zeros(24, 12).double()),
+        "writes (`set`) into the gathered copy",
+    ),
     "state dicts": (lambda m: torch._foreach_mul_([*m.net.state_dict().values()], 0.9), "into the gathered copy"),
     "a file": (lambda m: torch.save(weight(m), io.BytesIO()), "takes values out of torch"),
 }

@@ -87,6 +87,8 @@ class PartUseMode(TorchDispatchMode):
         # This library and the model itself handle parts correctly; only the user's own code is checked.
         if placed and not self._is_users():
             return func(*args, **kwargs)
+        # Before the call: `set_` gives its tensor other memory, as `deepcopy` gives the memory that it reads.
+        overwritten = self._gathered(func, args, kwargs) if schema_of(func).is_mutable else None
         try:
             result = func(*args, **kwargs)
         except RuntimeError:
@@ -94,22 +96,20 @@ class PartUseMode(TorchDispatchMode):
             if placed:
                 self._refuse(f"`{base_name(func)}` with a tensor of another shape", [p.part for p in placed.values()])
             raise
-        if schema_of(func).is_mutable:
-            self._check_gathered(func, args, kwargs)
+        if overwritten is not None and self._is_users():
+            # On one process, the write would change the parameter.
+            self._refuse(f"writes (`{base_name(func)}`) {GATHERED}", [overwritten])
         if placed:
             self._follow(func, args, kwargs, tensors, placed, result)
         else:
             self._note_origin(func, tensors, result)
         return result
 
-    def _check_gathered(self, func: Any, args: Any, kwargs: dict[str, Any]) -> None:
-        """Refuse a write into a gathered copy: on one process, the write would change the parameter."""
+    def _gathered(self, func: Any, args: Any, kwargs: Any) -> Part | None:
+        """Return the part whose gathered copy an operator writes; None if it writes other memory."""
         written = pytree.tree_leaves(kwargs["out"] if kwargs.get("out") is not None else args[:1])
-        for tensor in written:
-            part = self._parts.gathered(tensor) if isinstance(tensor, Tensor) else None
-            if part is not None and self._is_users():
-                self._refuse(f"writes (`{base_name(func)}`) {GATHERED}", [part])
-                return
+        found = (self._parts.gathered(tensor) for tensor in written if isinstance(tensor, Tensor))
+        return next((part for part in found if part is not None), None)
 
     def _note_origin(self, func: Any, tensors: list[Tensor], result: Any) -> None:
         name = base_name(func)
