@@ -155,6 +155,14 @@ class OverTokens(Habit):
         return F.cross_entropy(self.logits(tokens)[:, :-1].flatten(0, 1), labels[:, 1:].flatten())
 
 
+class AlikeInHalves(OverTokens):
+    """In its first batch, all microbatches have equally many labels."""
+
+
+class AlikeInSamples(OverTokens):
+    """In its first batch, all samples have equally many labels."""
+
+
 class Masked(Habit):
     """A mean over the tokens that a mask leaves."""
 
@@ -168,6 +176,12 @@ def batch(kind):
     tokens = torch.randint(1, 9, (8, 5), generator=generator)
     labels = tokens.clone()
     labels[1, 2:] = labels[3, 4:] = labels[4:6] = -100  # a microbatch without any, too
+    if issubclass(kind, (AlikeInHalves, AlikeInSamples)):
+        first = tokens.clone()
+        first[1::2, 3:] = -100
+        if kind is AlikeInSamples:
+            first[::2, 3:] = -100
+        return torch.cat([tokens, tokens]), torch.cat([first, labels])
     return tokens, (labels != -100).long() if kind is Masked else labels
 
 
@@ -192,7 +206,10 @@ def on_one_process(kind):
     ("kind", "schedule"),
     [
         *((Habit, schedule) for schedule in ("1f1b", "zb_h1", "zbv")),
-        *((kind, "1f1b") for kind in (OfSeveralBases, Averaged, Towers, OverTokens, Masked, Queries)),
+        *(
+            (kind, "1f1b")
+            for kind in (OfSeveralBases, Averaged, Towers, OverTokens, AlikeInHalves, AlikeInSamples, Masked, Queries)
+        ),
     ],
 )
 @distributed(world_size=2)

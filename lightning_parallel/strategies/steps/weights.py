@@ -395,9 +395,10 @@ def find_microbatch_weight(
     # Run two microbatches at a time: a device that trains on one may have no room for the whole batch.
     pairs = split_by(split, batch, plan.schedule.num_microbatches // 2)
     found = _seen_pairs(check, pairs, batch, weight, world)
-    known = [(pair, seen) for pair, seen in found if seen is not None]
     rules = _rules(weight, batch, pairs[0], world)
     weight = rules[0]
+    found += _seen_apart(check, batch, pairs[0], rules, found, world)
+    known = [(pair, seen) for pair, seen in found if seen is not None]
     if len(known) < len(found):
         return weight
     # By name: the ranks compare their weights, and a function of the user may not be picklable.
@@ -449,6 +450,53 @@ def _seen_pairs(
         more = min(comm.all_gather_object(len(pairs) - 2, world))
         found += [(pair, check.see(pair, world)) for pair in pairs[1 : 1 + max(0, min(more, _MOST_PAIRS))]]
     return found
+
+
+def _seen_apart(
+    check: _MeanCheck,
+    batch: Any,
+    pair: Any,
+    rules: Sequence[Callable[[Any], float]],
+    found: Sequence[tuple[Any, _Seen | None]],
+    world: Group,
+) -> list[tuple[Any, _Seen | None]]:
+    """Run the step on a pair in which tokens weigh other than samples, if they weigh the same in all pairs so far."""
+    apart = None
+    if check.split is split_batch and rules[0] is num_samples:
+        parts = [seen.parts for _, seen in found if seen is not None]
+        alike = [rule for rule in rules[1:] if all(_weigh_alike(each, rule) for each in parts)]
+        apart = next((other for rule in alike if (other := _with_other_counts(batch, pair, rule)) is not None), None)
+    # The step may communicate, so all replicas run it.
+    if not any(comm.all_gather_object(apart is not None, world)):
+        return []
+    seen = check.see(pair if apart is None else apart, world)
+    # A step that has no mean on labels that were changed here tells nothing about the user's labels.
+    return [(apart, seen)] if seen is not None and any(map(seen.fits, rules)) else []
+
+
+def _weigh_alike(parts: Sequence[Any], rule: Callable[[Any], float]) -> bool:
+    """Tell whether a count gives the parts the same shares as their numbers of samples."""
+    tokens, samples = ([float(count(part)) for part in parts] for count in (rule, num_samples))
+    return all(abs(one * sum(samples) - two * sum(tokens)) < 0.5 for one, two in zip(tokens, samples))
+
+
+def _with_other_counts(batch: Any, pair: Any, rule: Callable[[Any], float]) -> Any | None:
+    """Return as many samples as `pair` has, in halves with other counts; None if there are none."""
+    count, size = num_samples(pair), num_samples(batch)
+    positions = range(0, size, max(1, size // max(_MOST_SINGLE, count)))
+    counts = {position: rule(chosen_samples(batch, [position])) for position in positions}
+    order = sorted(positions, key=lambda position: counts[position])
+    half = count // 2
+    chosen = chosen_samples(batch, [*order[: count - half], *order[len(order) - half :]])
+    if isinstance(rule, TokenCount) and counts[order[0]] == counts[order[-1]] > 1 and rule.ignored == _IGNORED_LABEL:
+        # All samples have equally many tokens, so ignore one more of them.
+        labels = _entry(chosen, rule.key)
+        assert labels is not None
+        changed = labels.clone()
+        # The last one: a causal loss ignores the first label in any case.
+        changed[0].view(-1)[(changed[0].view(-1) != _IGNORED_LABEL).nonzero()[-1]] = _IGNORED_LABEL
+        chosen = map_tensors(chosen, lambda tensor: changed if tensor is labels else tensor)
+    return None if _weigh_alike(split_batch(chosen, 2), rule) else chosen
 
 
 def copies_of_two(batch: Any, half: int, weight: Callable[[Any], float], with_few: bool = False) -> list[Any]:
