@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from datetime import timedelta
 from functools import cached_property
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch.distributed as dist
 
@@ -131,8 +132,9 @@ class Group:
         return cls(axis, ranks, ranks.index(rank), wrapped if len(ranks) > 1 else None)
 
 
-# By group that stands in for torch's default group: the library's own group of the same ranks.
-_stand_ins: dict[Any, Group] = {}
+# By group that stands in for torch's default group: the library's own group of the same ranks. The stand-ins of a mesh
+# that is gone are dropped.
+_stand_ins: WeakKeyDictionary[Any, Group] = WeakKeyDictionary()
 
 
 @dataclass(frozen=True, eq=False)

@@ -9,6 +9,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any, NoReturn
 
 import torch
@@ -169,6 +170,8 @@ class Pending:
                 with flight, _as_call(flight, self._group), _blocked(self._op, self._group, self._index):
                     work.wait()
             except RuntimeError as error:
+                # A second call must not return the memory that the communication has not filled.
+                self._result = partial(raise_explained, error, self._op, self._group)
                 raise_explained(error, self._op, self._group)
             # The tensors of the call are free now, even if the caller keeps this object.
             self._call = None

@@ -202,6 +202,8 @@ def test_what_all_ranks_of_a_stage_wait_is_told_from_waiting_for_each_other():
     assert [rank["communication_exposed"] for rank in report["ranks"]][:2] == pytest.approx([15e-9] * 2, rel=0.01)
     assert len(shared[0]["waits"]) <= KEPT
     assert "communication_least" not in accumulators[0].summarize(shared[:1])
+    shared[0]["waits"] = {-1: 5}
+    assert "communication_least" not in accumulators[0].summarize(shared), "the ranks of a stage share no step"
 
 
 # ---------------------------------------------------------------------------------------------------------- stragglers

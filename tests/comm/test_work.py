@@ -9,6 +9,7 @@ import torch.distributed as dist
 
 from lightning_parallel import comm
 from lightning_parallel.comm import presence
+from lightning_parallel.comm.work import Pending
 from lightning_parallel.tracing import DeviceClock, Recorder, activate, span
 from tests.harness import distributed, recorded_communication
 from tests.strict_order import strict_order
@@ -123,6 +124,21 @@ def test_the_error_of_an_earlier_run_does_not_explain_a_later_one(group):
         assert bool(presence._heartbeat.errors([1 - group.rank])) == (attempt == 0)
         comm.barrier(group)
         comm.stop_heartbeat()
+
+
+class Fails:
+    """A handle of torch whose communication fails."""
+
+    def wait(self):
+        raise RuntimeError("Connection closed by peer")
+
+
+@distributed(world_size=2)
+def test_each_wait_for_a_failed_call_raises(group):
+    pending = Pending("all_reduce", group, 4, torch.float32, torch.empty(1)).launch(Fails)
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match="all_reduce.*Connection closed by peer"):
+            pending.wait()
 
 
 class DeviceThatWaits(DeviceClock):

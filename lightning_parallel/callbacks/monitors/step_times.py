@@ -103,8 +103,8 @@ class BreakdownAccumulator(Accumulator):
         # A rank without a finished step has no means.
         report: dict[str, Any] = {"ranks": [rank["row"] for rank in shared if rank["waits"]]}
         # With a rank missing, the shortest wait of the known ranks would be no bound.
-        if len(report["ranks"]) == len(shared) > 1:
-            report["communication_least"] = _least_waits(shared)
+        if len(report["ranks"]) == len(shared) > 1 and (least := _least_waits(shared)):
+            report["communication_least"] = least
         return {**report, "missing": list(self._missing)} if self._missing else report
 
     @override
@@ -213,13 +213,18 @@ def training_seconds(rank: Mapping[str, Any]) -> float:
 
 
 def _least_waits(shared: Sequence[Mapping[str, Any]]) -> list[float]:
-    """Return, for each pipeline stage, the shortest wait of its ranks in a step: seconds, mean over the steps."""
+    """Return, for each pipeline stage, the shortest wait of its ranks in a step: seconds, mean over the steps.
+
+    Empty if the ranks of a stage have finished no step together.
+    """
     by_stage: dict[int, list[dict[int, int]]] = {}
     for rank in shared:
         by_stage.setdefault(rank["row"]["coordinate"][PIPELINE], []).append(rank["waits"])
     least = []
     for _, waits in sorted(by_stage.items()):
         steps = set.intersection(*map(set, waits))
+        if not steps:
+            return []
         least.append(fmean(min(wait[step] for wait in waits) for step in steps) / 1e9)
     return least
 

@@ -48,6 +48,7 @@ class DummyTrace(TorchDispatchMode):
         super().__init__()
         self.ids = {id(dummy): name for dummy, name in dummies.items()}
         self._names = frozenset(self.ids.values())
+        self._sketches = {_sketch(dummy) for dummy in dummies}
         # By the address of the memory. The weak reference prevents the reuse of an address.
         self._made: dict[int, tuple[StorageWeakRef, frozenset[str], str]] = {}
         # Parameters of this stage count as well: a tensor of both kinds is not of a dummy alone, and stays.
@@ -95,8 +96,9 @@ class DummyTrace(TorchDispatchMode):
 
     def is_of_dummy(self, tensor: Tensor) -> bool:
         """Return whether a tensor was made of dummies alone."""
-        if tensor.dim() and tensor.numel() > 1 and not any(tensor.stride()):
-            return True  # expanded like a dummy: `deepcopy` copies a dummy without an operator
+        # `deepcopy` copies a dummy without an operator. The user may have expanded another number.
+        if tensor.dim() and tensor.numel() > 1 and not any(tensor.stride()) and _sketch(tensor) in self._sketches:
+            return True
         owners = self.owners(tensor)
         return bool(owners) and owners <= self._names
 
@@ -106,6 +108,12 @@ class DummyTrace(TorchDispatchMode):
             if owners & self._names and not reference.expired():
                 return min(owners & self._names), line
         return None
+
+
+def _sketch(tensor: Tensor) -> Any:
+    """Return the shape, the dtype and the first number of a tensor, in which dummies differ from other tensors."""
+    first = tensor.detach()[(0,) * tensor.dim()].item() if tensor.numel() and not tensor.is_meta else None
+    return tensor.shape, tensor.dtype, first
 
 
 class DummyPositions:

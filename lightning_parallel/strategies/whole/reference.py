@@ -253,11 +253,14 @@ class Owners:
 
     def _forms(self, names: Sequence[str], position: int) -> dict[str, Tensor]:
         """Return the forms of the parts that a rank sends."""
-        return {
-            name: self._part(name, _form(self.inventory.full_shape(name), self.inventory.tensors[name].dtype), position)
-            for name in names
-            if position in self._sources(name)
-        }
+        forms = {}
+        for name in names:
+            if position in self._sources(name):
+                # By the shape: to split a tensor without data takes longer than the message of a small tensor.
+                rule, full_shape = self.rules.get(name, REPLICATED), self.inventory.full_shape(name)
+                shape = rule.local_shape(full_shape, position % self._width)
+                forms[name] = _form(shape, self.inventory.tensors[name].dtype)
+        return forms
 
     def give_back(self, tensors: Mapping[str, Tensor], are_values: bool = False) -> None:
         """Send the shards of full tensors to their owners; only on the first rank.
