@@ -254,6 +254,12 @@ def test_counts_of_samples():
 
 KEPT_BY_HAND = {
     "attribute `counted`": lambda self, loss: setattr(self, "counted", self.counted + 1),
+    "attribute `counted` becomes 2, but keeps its value on one process": lambda self, loss: setattr(
+        self, "counted", self.counted + (self.size < 4)
+    ),
+    "attribute `counted` keeps its value, but becomes 1 on one process": lambda self, loss: setattr(
+        self, "counted", self.counted + (self.size >= 4)
+    ),
     "attribute `last`": lambda self, loss: setattr(self, "last", loss.item()),
     "attribute `latest`": lambda self, loss: setattr(self, "latest", loss),
     r"attribute `stats\['batches'\]`": lambda self, loss: self.stats.update(batches=self.stats["batches"] + 1),
