@@ -942,13 +942,15 @@ class MeshStrategy(MeshProcesses):
         module = self.lightning_module
         if run is not None and module is not None and self._groups is not None and not run.is_restored:
             run.is_restored = end_run(module, run.checkpoints, self._groups, self.gather_after_fit)
-        # After the collectives of `end_run`: until here, the heartbeat tells which rank is lost.
-        stop_heartbeat()
         if module is not None and any(value.is_meta or is_deferred(value) for value in module.parameters()):
             # The run was refused before the module got its data. Lightning would move the module to the CPU, which
             # fails or makes the full model.
             self._patches.replace(module, "cpu", lambda: module)
-        super().teardown()
+        try:
+            super().teardown()
+        finally:
+            # After the collectives of the last save: until here, the heartbeat tells which rank is lost.
+            stop_heartbeat()
         self._patches.undo()
 
 

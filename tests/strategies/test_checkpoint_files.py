@@ -34,9 +34,10 @@ from lightning_parallel import (
 )
 from lightning_parallel.checkpoint import place as placing
 from lightning_parallel.checkpoint.place import NewFile, new_key
-from lightning_parallel.comm import Group
+from lightning_parallel.comm import Group, presence
 from lightning_parallel.compat import patched
-from lightning_parallel.compat.lightning import innermost_io
+from lightning_parallel.compat.lightning import finish_saves, innermost_io
+from lightning_parallel.strategies.checkpoints import files
 from lightning_parallel.strategies.checkpoints.files import SafeCheckpointIO, check_file
 from lightning_parallel.strategies.checkpoints.rank_files import Place, RankFiles
 from tests.harness import distributed, run_script, start_script
@@ -689,9 +690,16 @@ def test_what_fails_in_a_thread_is_an_error_on_all_ranks_at_the_end(group):
     last = Last(folder, save_top_k=0)
     options = {"plugins": [AsyncCheckpointIO()], "callbacks": [last], "enable_checkpointing": True}
     trainer = trainer_for(STRATEGIES["mesh"](), 2, max_epochs=1, **options)
-    with pytest.raises(RuntimeError, match="EDQUOT") as error:
+    beats = []
+
+    def finish(queue):
+        beats.append(presence._heartbeat is not None)
+        return finish_saves(queue)
+
+    with patched(files, "finish_saves", finish), pytest.raises(RuntimeError, match="EDQUOT") as error:
         trainer.fit(Net(), loader(dtype=torch.float32))
     assert "end.ckpt" in assert_same_error(error, group)
+    assert beats[0], "a rank that is lost in the last save must be named"
     if group.rank == 0:
         broken.__exit__(None, None, None)
     assert isinstance(innermost_io(trainer.strategy.checkpoint_io), SafeCheckpointIO)

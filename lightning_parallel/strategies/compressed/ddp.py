@@ -176,10 +176,13 @@ class SavesCompression(SavesFiles):
     def teardown(self) -> None:
         if self._patches is not None:
             self._patches.undo()
-        stop_heartbeat()
         if self.compression is not None:
             self.compression.leave_device()
-        super().teardown()
+        try:
+            super().teardown()
+        finally:
+            # After the collectives of the last save: until here, the heartbeat tells which rank is lost.
+            stop_heartbeat()
 
     @override
     def save_checkpoint(
