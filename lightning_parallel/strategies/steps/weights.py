@@ -544,10 +544,10 @@ def _copies_in_doubt(
     most = min(comm.all_gather_object(len(tried), world))
     for number in range(most):
         seen = check.see(tried[number], world)
-        if not all(comm.all_gather_object(seen is not None, world)):
+        fits = comm.all_gather_object(None if seen is None else seen.fits(weight), world)
+        if None in fits:
             return None
-        assert seen is not None
-        if not all(comm.all_gather_object(seen.fits(weight), world)):
+        if not all(fits):
             return tried[number : number + _OF_EACH_SIZE]
     return [] if most else None
 
