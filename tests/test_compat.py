@@ -446,6 +446,19 @@ def test_tensors_without_data_and_schemas_of_operators():
     assert [str(returned.type) for returned in schema.returns] == ["Tensor"]
 
 
+def test_a_copy_with_other_tensors_keeps_ties_and_copies_no_data():
+    model = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))
+    model.tied = model[0].weight
+    model.pruned = model[0].weight * 2
+    known = {id(parameter): nn.Parameter(parameter.to("meta")) for parameter in model.parameters()}
+    copied = compat_torch.copy_of(model, known)
+    assert copied.tied is copied[0].weight
+    assert all(parameter.is_meta for parameter in copied.parameters())
+    assert copied.pruned.grad_fn is None
+    assert torch.equal(copied[1].running_var, model[1].running_var)
+    assert copied[1].running_var is not model[1].running_var
+
+
 # -- used by strategies with compression -------------------------------------------------------------------------------
 
 

@@ -5,6 +5,7 @@ They exist under these names in torch 2.6 to 2.13; `tests/test_compat.py` names 
 
 from __future__ import annotations
 
+import copy
 import json
 import operator
 from collections import OrderedDict
@@ -90,6 +91,7 @@ __all__ = [
     "gradient_hooks_of",
     "children_of",
     "copy_all_",
+    "copy_of",
     "current_graph_task_id",
     "ddp_ignored_names",
     "dispatch_modes_suspended",
@@ -172,6 +174,24 @@ def parameters_of(module: nn.Module) -> dict[str, nn.Parameter | None]:
     module's class.
     """
     return module._parameters
+
+
+def copy_of(module: nn.Module, known: Mapping[int, Any] | None = None) -> nn.Module:
+    """Return a deep copy; in attributes, tensors that were computed from parameters (pruned weights) are detached.
+
+    Args:
+        module: The module; unchanged.
+        known: Objects of the copy, by the `id` of the objects of `module`, whose data are not copied then.
+    """
+    values = [value for child in module.modules() for value in vars(child).values() if type(value) not in _PLAIN]
+    # A module has a dozen empty dictionaries for hooks, each of which `deepcopy` would make from its pickled form.
+    memo = {id(value): type(value)() for value in values if type(value) in (OrderedDict, set) and not value}
+    held = [value for value in values if id(value) not in memo and not isinstance(value, nn.Module)]
+    leaves = [leaf for leaf in pytree.tree_leaves(held) if isinstance(leaf, Tensor) and leaf.grad_fn is not None]
+    return copy.deepcopy(module, {**memo, **{id(leaf): leaf.detach().clone() for leaf in leaves}, **(known or {})})
+
+
+_PLAIN = {bool, int, float, str, type(None)}
 
 
 def buffers_of(module: nn.Module) -> dict[str, Tensor | None]:

@@ -10,7 +10,6 @@ and the roofline model gives the time. The alpha-beta model gives the time of me
 
 from __future__ import annotations
 
-import copy
 import inspect
 import warnings
 from collections.abc import Callable, Sequence
@@ -25,7 +24,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.func import functional_call
 
 from lightning_parallel.comm import Group
-from lightning_parallel.compat.torch import BatchNormalization, FakeTensorMode, storage_address
+from lightning_parallel.compat.torch import BatchNormalization, FakeTensorMode, copy_of, storage_address
 from lightning_parallel.mesh import TENSOR
 from lightning_parallel.pipeline.layer_stack import LayerStack, find_layer_stacks
 from lightning_parallel.pipeline.measure import measure
@@ -58,19 +57,17 @@ def without_data(module: nn.Module, dtype: torch.dtype | None = None) -> nn.Modu
         module: The model; unchanged. The copy shares its Trainer, which cannot be copied.
         dtype: Dtype of the copy's floating-point parameters; None keeps their dtypes.
     """
-    # An entry in the memo keeps `deepcopy` from copying the data of a parameter.
-    memo: dict[int, Any] = {}
+    known: dict[int, Any] = {}
     for parameter in module.parameters():
         kind = dtype if dtype is not None and parameter.is_floating_point() else parameter.dtype
-        memo[id(parameter)] = nn.Parameter(
-            torch.empty_like(parameter, dtype=kind, device="meta"), requires_grad=parameter.requires_grad
-        )
+        hollow = torch.empty_like(parameter, dtype=kind, device="meta")
+        known[id(parameter)] = nn.Parameter(hollow, parameter.requires_grad)
     for buffer in module.buffers():
         if buffer.is_meta:
-            memo[id(buffer)] = torch.zeros_like(buffer, device="cpu")  # steps compute masks and positions from it
+            known[id(buffer)] = torch.zeros_like(buffer, device="cpu")  # steps compute masks and positions from it
     for shared in (getattr(module, "_trainer", None), getattr(module, "_fabric", None)):
-        memo[id(shared)] = shared
-    copied = copy.deepcopy(module, memo)
+        known[id(shared)] = shared
+    copied = copy_of(module, known)
     # Outside a run, a Trainer has no results to log into.
     for name in ("log", "log_dict"):
         if hasattr(copied, name):

@@ -13,8 +13,7 @@ import copy
 import inspect
 import re
 import textwrap
-from collections import OrderedDict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from functools import cache, partial
 from types import CellType
 from typing import Any, ParamSpec, TypeVar
@@ -25,12 +24,11 @@ from torch.nn.parameter import is_lazy
 from torch.nn.utils.parametrize import is_parametrized
 
 from lightning_parallel.compat import PartialModule
-from lightning_parallel.compat.torch import PARAMETERS, forward_hooks_of, parameters_of, pytree
+from lightning_parallel.compat.torch import PARAMETERS, forward_hooks_of, parameters_of
 from lightning_parallel.tensor.sharding import Shard
 
 __all__ = [
     "computes_with_parameters",
-    "copy_of",
     "describe",
     "full_shape",
     "called_around",
@@ -79,24 +77,6 @@ def _computes_linear(module: nn.Module) -> bool:
     # Without the sizes, so that all layers with equal settings share one trial.
     settings = tuple(item for item in _settings(module) if item[0] not in _SIZES_OF_LINEAR)  # type: ignore[index]
     return _tried_as_linear(type(module), module, settings)
-
-
-def copy_of(module: nn.Module, known: Mapping[int, Any] | None = None) -> nn.Module:
-    """Return a deep copy; in attributes, tensors that were computed from parameters (pruned weights) are detached.
-
-    Args:
-        module: The module.
-        known: Tensors of the copy, by the `id` of the tensors of `module`.
-    """
-    values = [value for child in module.modules() for value in vars(child).values() if type(value) not in _PLAIN]
-    # A module has a dozen empty dictionaries for hooks, each of which `deepcopy` would make from its pickled form.
-    memo = {id(value): type(value)() for value in values if type(value) in (OrderedDict, set) and not value}
-    held = [value for value in values if id(value) not in memo and not isinstance(value, nn.Module)]
-    leaves = [leaf for leaf in pytree.tree_leaves(held) if isinstance(leaf, Tensor) and leaf.grad_fn is not None]
-    return copy.deepcopy(module, {**memo, **{id(leaf): leaf.detach().clone() for leaf in leaves}, **(known or {})})
-
-
-_PLAIN = {bool, int, float, str, type(None)}
 
 
 _SIZES_OF_LINEAR = {"in_features", "out_features", "training", PARAMETERS}

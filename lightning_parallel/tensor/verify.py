@@ -22,8 +22,8 @@ from torch.overrides import TorchFunctionMode
 from lightning_parallel import comm
 from lightning_parallel.comm import Group
 from lightning_parallel.compat import Patches
-from lightning_parallel.compat.torch import pytree, random_values, seed_torch
-from lightning_parallel.tensor.inspection import copy_of, is_linear, sizes_of, structure_of
+from lightning_parallel.compat.torch import copy_of, pytree, random_values, seed_torch
+from lightning_parallel.tensor.inspection import is_linear, sizes_of, structure_of
 from lightning_parallel.tensor.low_rank import layer_sizes, linear_layers
 from lightning_parallel.tensor.plan import Plan, apply_plan
 from lightning_parallel.tensor.sharding import reduce_partial_
