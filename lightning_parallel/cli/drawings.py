@@ -8,20 +8,16 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from rich.console import Console
-from rich.table import Table
 from rich.text import Text
 
-from lightning_parallel.pipeline.plot import draw_svg, draw_text, legend_text, rank_table, schedule_title
+from lightning_parallel.pipeline.plot import choice_table, draw_svg, draw_text, legend_text, rank_table, schedule_title
 from lightning_parallel.pipeline.schedule import SCHEDULES, Schedule, build_schedule
-from lightning_parallel.pipeline.search import Choice, Workload, choose_schedule
+from lightning_parallel.pipeline.search import Workload, choose_schedule
 from lightning_parallel.pipeline.simulate import Cost, Link, Timeline, simulate, validate
 from lightning_parallel.tracing.spans import printable
 from lightning_parallel.tracing.units import parse_bandwidth, parse_bytes, parse_seconds
 
 __all__ = ["draw", "run_simulate"]
-
-_MOST_CANDIDATES = 20
-"""Rows of the table of `--schedule auto`."""
 
 
 def run_simulate(options: argparse.Namespace) -> None:
@@ -48,7 +44,7 @@ def _simulate_one(name: str, options: argparse.Namespace, costs: list[Cost]) -> 
         workload = Workload(layers, measured_microbatches=options.microbatches, link=link)
         limit = None if options.memory is None else parse_bytes(options.memory)
         choice = choose_schedule(workload, options.ranks, [options.microbatches], memory_limit_bytes=limit)
-        Console(width=options.width, highlight=False).print(_choice_table(choice))
+        Console(width=options.width, highlight=False).print(choice_table(choice, most=20))
         return choice.best.timeline
     # For an unknown name `build_schedule` raises an error that lists the known names.
     if name in SCHEDULES or not Path(name).is_file():
@@ -86,16 +82,6 @@ def _read_cost(group: str) -> Cost:
     if len(seconds) != 3:
         raise ValueError(f"`--costs` must be `F,B` or `F,I,W` in milliseconds; got `{group}`")
     return Cost(*seconds)
-
-
-def _choice_table(choice: Choice) -> Table:
-    table = Table(*choice.HEADER, box=None, header_style="bold")
-    rows = choice.rows()
-    for row in rows[:_MOST_CANDIDATES]:
-        table.add_row(*row, style="bold green" if row[-1] == "chosen" else None)
-    if len(rows) > _MOST_CANDIDATES:
-        table.caption = f"and {len(rows) - _MOST_CANDIDATES} more"
-    return table
 
 
 def draw(timelines: Sequence[tuple[str, Timeline]], options: argparse.Namespace) -> None:

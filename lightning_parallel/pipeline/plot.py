@@ -16,12 +16,14 @@ from rich.table import Table
 from rich.text import Text
 
 from lightning_parallel.pipeline.schedule import Action, Kind, Schedule, build_schedule
+from lightning_parallel.pipeline.search import Choice
 from lightning_parallel.pipeline.simulate import Timeline
 from lightning_parallel.tracing.spans import seconds_text
 
 __all__ = [
     "INK",
     "MUTED",
+    "choice_table",
     "draw_svg",
     "draw_text",
     "legend_text",
@@ -141,6 +143,19 @@ def schedule_title(schedule: Schedule) -> str:
     if schedule.warmup is not None and schedule.warmup != build_schedule(schedule.name, schedule.num_ranks, 1).warmup:
         facts.append(f"warm-up {schedule.warmup:g}")
     return ", ".join(facts)
+
+
+def choice_table(choice: Choice, most: int = 8) -> Table:
+    """Return a table of the compared schedules, best first."""
+    table = Table(title="Schedules, compared by simulation", title_justify="left", box=None, header_style="bold")
+    for header in choice.HEADER:
+        table.add_column(header, justify="left" if header == "schedule" else "right")
+    rows = choice.rows()
+    for row in rows[:most]:
+        table.add_row(*row, style="bold green" if row[-1] == "chosen" else None)
+    if len(rows) > most:
+        table.caption = f"{len(rows) - most} slower schedules are not shown."
+    return table
 
 
 def rank_table(timeline: Timeline) -> Table:

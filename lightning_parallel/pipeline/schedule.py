@@ -206,6 +206,11 @@ class Schedule:
         return max(self.stage_ranks.count(rank) for rank in range(self.num_ranks))
 
     @property
+    def held(self) -> float:
+        """Most activations held by any rank, in units of a microbatch in all layers of the rank."""
+        return max(self.max_in_flight) / self.virtual_stages
+
+    @property
     def splits_backward(self) -> bool:
         """True if weight gradients are computed separately from input gradients."""
         return any(action.kind is Kind.I for row in self.rows for action in row)
@@ -341,7 +346,6 @@ def one_f_one_b(num_ranks: int, virtual_stages: int, num_microbatches: int, warm
 
     Source: https://arxiv.org/abs/1806.03377
     """
-    _require_virtual_stages("1f1b", virtual_stages)
     return _alternating("1f1b", num_ranks, virtual_stages, num_microbatches, warmup)
 
 
@@ -364,7 +368,6 @@ def zb_h1(num_ranks: int, virtual_stages: int, num_microbatches: int, warmup: fl
 
     Source: https://arxiv.org/abs/2401.10241, section 3
     """
-    _require_virtual_stages("zb_h1", virtual_stages)
     return _alternating("zb_h1", num_ranks, virtual_stages, num_microbatches, warmup)
 
 
@@ -384,7 +387,6 @@ def zbv(num_ranks: int, virtual_stages: int, num_microbatches: int) -> Schedule:
 
     Source: https://arxiv.org/abs/2401.10241, section 6
     """
-    _require_virtual_stages("zbv", virtual_stages)
     stage_ranks = SCHEDULES["zbv"].stage_ranks(num_ranks, virtual_stages)
     # Too few microbatches to fill the V: take the rows of a filled V without the missing microbatches.
     filled = max(num_microbatches, 2 * num_ranks - 1)
@@ -469,6 +471,11 @@ def build_schedule(
     wrong = [f"{key}={value}" for key, value in counts.items() if value < 1]
     if wrong:
         raise ValueError(f"All counts must be at least 1; got {', '.join(wrong)}")
+    if builder.with_chunks is not None and virtual_stages != builder.virtual_stages:
+        raise ValueError(
+            f"`virtual_stages` must be {builder.virtual_stages} with `{name}`; got {virtual_stages}. For another number"
+            f" use `{builder.with_chunks}`"
+        )
     if builder.warmup is not None:
         return builder.build(num_ranks, virtual_stages, num_microbatches, builder.warmup if warmup is None else warmup)
     if warmup is not None:
@@ -534,12 +541,3 @@ def _finish(
     name: str, rows: Sequence[Sequence[Action]], stage_ranks: tuple[int, ...], num_microbatches: int
 ) -> Schedule:
     return Schedule(tuple(map(tuple, rows)), stage_ranks, num_microbatches, in_flight_peaks(rows), name)
-
-
-def _require_virtual_stages(name: str, got: int) -> None:
-    builder = SCHEDULES[name]
-    if got != builder.virtual_stages:
-        raise ValueError(
-            f"`virtual_stages` must be {builder.virtual_stages} with `{name}`; got {got}. For another number use"
-            f" `{builder.with_chunks}`"
-        )

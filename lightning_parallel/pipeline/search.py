@@ -432,7 +432,7 @@ Rank = tuple[bool, float, float, float]
 def rank_of(schedule: Schedule, fits: bool, seconds: float, peak_bytes: float) -> Rank:
     """Return the place of a candidate among others: of equally fast candidates, the least memory decides."""
     # Rounded to nine digits: sums in another order differ in the last digits, and memory has to decide a tie.
-    return not fits, float(f"{seconds:.9g}"), peak_bytes, max(schedule.max_in_flight) / schedule.virtual_stages
+    return not fits, float(f"{seconds:.9g}"), peak_bytes, schedule.held
 
 
 def best_first(
@@ -479,11 +479,6 @@ class Candidate(NamedTuple):
     """Most bytes held by any rank."""
     fits: bool
 
-    @property
-    def held(self) -> float:
-        """Most activations held by any rank, in units of a microbatch in all layers of the rank."""
-        return max(self.schedule.max_in_flight) / self.schedule.virtual_stages
-
 
 @dataclass(frozen=True)
 class Choice:
@@ -514,7 +509,7 @@ class Choice:
             "" if schedule.warmup is None else f"{schedule.warmup:g}",
             seconds_text(timeline.makespan_s),
             f"{timeline.bubble_fraction:.1%}",
-            f"{candidate.held:g}",
+            f"{schedule.held:g}",
             bytes_text(candidate.peak_bytes) if candidate.peak_bytes else "",
             verdict,
         )

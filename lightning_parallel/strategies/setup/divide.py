@@ -45,6 +45,7 @@ from lightning_parallel.pipeline.microbatch import (
 from lightning_parallel.pipeline.microbatch import split_batch as split_samples
 from lightning_parallel.pipeline.p2p import MessageGroups
 from lightning_parallel.pipeline.pipeline_plan import PipelinePlan
+from lightning_parallel.pipeline.plot import choice_table
 from lightning_parallel.pipeline.schedule import SCHEDULES, Kind, Schedule, build_schedule
 from lightning_parallel.pipeline.search import Costs, Workload, choose_schedule, microbatch_counts
 from lightning_parallel.pipeline.stage import CutError
@@ -57,7 +58,7 @@ from lightning_parallel.strategies.checks import STEPS, first_batch, positional_
 from lightning_parallel.strategies.options import PipelineOptions, TensorOptions
 from lightning_parallel.strategies.ranks import replicas
 from lightning_parallel.strategies.ranks.order import MessageOrder
-from lightning_parallel.strategies.setup.tables import choice_table, print_table
+from lightning_parallel.strategies.setup.tables import print_table
 from lightning_parallel.strategies.steps.effects import side_effects_discarded
 from lightning_parallel.strategies.steps.pipeline import step_context
 from lightning_parallel.strategies.steps.weights import find_microbatch_weight

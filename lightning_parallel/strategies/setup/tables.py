@@ -11,12 +11,11 @@ from rich import box
 from rich.table import Table
 
 from lightning_parallel.pipeline.pipeline_plan import PipelinePlan
-from lightning_parallel.pipeline.search import Choice
 from lightning_parallel.pipeline.simulate import simulate
 from lightning_parallel.planner.rank_memory import RankMemory, planned_memory
 from lightning_parallel.tracing.spans import bytes_text, seconds_text, show
 
-__all__ = ["choice_table", "print_table", "show_stages", "stage_table"]
+__all__ = ["print_table", "show_stages", "stage_table"]
 
 
 @rank_zero_only
@@ -30,7 +29,6 @@ def show_stages(plan: PipelinePlan, copies: float, replicas: int, zero_stage: in
     print_table(stage_table(plan, copies, replicas, zero_stage))
 
 
-_SHOWN = 8
 _MOST_NAMES = 3
 
 
@@ -99,16 +97,3 @@ def _caption(plan: PipelinePlan, memories: Sequence[RankMemory]) -> str:
         f" {bytes_text(max(timeline.memory_peaks(costs)))} per rank.\n"
         f"Memory of stage {fullest}: {', '.join(kinds)}."
     )
-
-
-def choice_table(choice: Choice) -> Table:
-    """Return a table of the compared schedules, best first."""
-    table = Table(title="Schedules, compared by simulation with measured costs", box=box.SIMPLE_HEAD)
-    for header in choice.HEADER:
-        table.add_column(header, justify="left" if header == "schedule" else "right")
-    for row in choice.rows()[:_SHOWN]:
-        table.add_row(*row)
-    left_out = len(choice.candidates) - _SHOWN
-    if left_out > 0:
-        table.caption = f"{left_out} slower schedules are not shown."
-    return table
