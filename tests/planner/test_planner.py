@@ -36,7 +36,7 @@ from lightning_parallel.planner.hardware import Device
 from lightning_parallel.planner.layouts import LayoutSearch
 from lightning_parallel.planner.plan_picture import draw_plan
 from lightning_parallel.planner.plan_report import layout_yaml, plan_text, strategy_arguments
-from lightning_parallel.planner.plans import optimizers_of
+from lightning_parallel.planner.plans import optimizers_of, state_copies
 from lightning_parallel.planner.rank_memory import Held, copies_held, planned_memory, state_variants
 from lightning_parallel.planner.rehearsal import PartCosts, Rehearsal, training_step
 from lightning_parallel.planner.shared_cores import shared_makespan_s
@@ -249,6 +249,22 @@ def test_memory_is_what_the_table_of_stages_says(monkeypatch):
             memory.optimizer,
         )
         assert held.activations == pytest.approx(memory.activations + memory.logits, rel=1e-3)
+
+
+def test_stages_are_planned_with_the_state_of_the_users_optimizer():
+    class Broken(Model):
+        def configure_optimizers(self):
+            raise RuntimeError("not before the run")
+
+    assert [state_copies(model) for model in (Model(), Momentum(), Broken())] == [2, 3, 4]
+    model = Model()
+    model.log = lambda *_, **__: None
+    # Two replicas: gradients are in a bucket, too, and ZeRO 1 leaves half of the momentum.
+    copies = copies_held(state_copies(Momentum()), replicas=2, zero_stage=1)
+    assert copies == pytest.approx(1 + 1 + 1 + 0.5)
+    planned = analyze(model, 2, "1f1b", copies=copies, example=(partial(training_step, model), tokens()))
+    size = sum(parameter.nbytes for parameter in model.blocks[0].parameters())
+    assert [cost.resident_bytes for cost in planned.costs.layers] == pytest.approx([copies * size] * 4)
 
 
 # -- rehearsal ---------------------------------------------------------------------------------------------------------
