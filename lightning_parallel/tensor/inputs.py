@@ -4,20 +4,21 @@
     DividedInput   this rank's positions, the positions of all ranks in its shape  b, t, c = x.shape
 
 Sharding-aware layers take the tensor behind it (`whole_input`, `DividedInput.piece`). With sequence parallelism,
-functions that compute each position by itself run on this rank's positions. For any other function the sequence is
-gathered, which is right but slower.
+functions that compute each position by itself run on this rank's positions, and take the same positions of full
+tensors. For any other function the sequence is gathered, which is right but slower.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from lightning_parallel.compat.torch import DisableTorchFunctionSubclass, FakeTensor, pytree
-from lightning_parallel.tensor.autograd import gather_from_group
+from lightning_parallel.tensor.autograd import gather_from_group, scatter_to_group
 from lightning_parallel.tensor.linear import SequenceLengths
 
 __all__ = ["DividedInput", "NarrowInput", "divided_input", "whole_input"]
@@ -105,6 +106,11 @@ class DividedInput(Tensor):
         """Return the positions of all ranks, for a computation that all ranks repeat."""
         return gather_from_group(self.piece, self.lengths.group, *self.division)
 
+    def has_rows_in(self, other: Tensor) -> bool:
+        """Return whether a full tensor, which broadcasts with this one, has one row for each position."""
+        from_the_end = self.dim() - self.division[0]
+        return other.dim() >= from_the_end and other.shape[-from_the_end] != 1
+
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -122,16 +128,22 @@ class DividedInput(Tensor):
         leaves = pytree.tree_leaves((args, kwargs))
         divided = [leaf for leaf in leaves if isinstance(leaf, DividedInput)]
         if _is_by_position(name, args, kwargs, leaves, divided):
-            args, kwargs = pytree.tree_map(_piece, (args, kwargs))
             lengths, division = divided[0].lengths, divided[0].division
+            args, kwargs = pytree.tree_map(partial(_own_part, divided[0], _is_of_elements(name)), (args, kwargs))
             result = func(*args, **kwargs)
             return pytree.tree_map_only(Tensor, lambda leaf: DividedInput.of(leaf, lengths, division), result)
         args, kwargs = pytree.tree_map(_gathered, (args, kwargs))
         return func(*args, **kwargs)
 
 
-def _piece(value: Any) -> Any:
-    return value.piece if isinstance(value, DividedInput) else value
+def _own_part(like: DividedInput, is_cut: bool, value: Any) -> Any:
+    """Return the positions of this rank in an argument of a function that treats each position of `like` alone."""
+    if isinstance(value, DividedInput):
+        return value.piece
+    if is_cut and isinstance(value, Tensor) and like.has_rows_in(value):
+        dim, parts = like.division
+        return scatter_to_group(value, like.lengths.group, dim - like.dim(), parts)
+    return value
 
 
 def _gathered(value: Any) -> Any:
@@ -182,7 +194,12 @@ def _is_by_position(
     others = [leaf for leaf in leaves if isinstance(leaf, Tensor) and not isinstance(leaf, DividedInput)]
     if name == "linear":
         return isinstance(args[0], DividedInput) and len(divided) == 1
-    # A full tensor of more dimensions may have one row per position, and each rank would need its own rows.
+    # Each rank takes its rows of a full tensor with one row per position. A tensor that has a graph and broadcasts over
+    # the positions would get a part of its gradient only; a parameter, of one dimension, is summed over the ranks.
+    if _is_of_elements(name):
+        return torch.broadcast_shapes(first.shape, *(other.shape for other in others)) == first.shape and not any(
+            other.requires_grad and other.dim() > 1 and not first.has_rows_in(other) for other in others
+        )
     if any(other.dim() > 1 for other in others):
         return False
     if name in _OVER_FEATURES:
@@ -190,7 +207,12 @@ def _is_by_position(
         return len(shape) == 1
     if name in _REDUCTIONS:
         return _reduced(name, args, kwargs) in ((-1,), (first.dim() - 1,))
-    return name.removesuffix("_") in _OF_ELEMENTS or name in _OF_ELEMENTS
+    return False
+
+
+def _is_of_elements(name: str) -> bool:
+    """Return whether the function of that name computes each element by itself."""
+    return name in _OF_ELEMENTS or name.removesuffix("_") in _OF_ELEMENTS
 
 
 def _reduced(name: str, args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[Any, ...] | None:

@@ -15,6 +15,7 @@ Source: https://arxiv.org/abs/2205.05198, section 4.2.
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 
 from torch import nn
@@ -106,9 +107,12 @@ def _is_divided(block: nn.Module, inside: Plan) -> bool:
 
 
 def _inside(plan: Plan, block: str) -> Plan:
-    """Return the part of the plan inside a block, with the style of the block itself."""
+    """Return the part of the plan inside a block, with the style and the attributes of the block itself."""
     found = plan.under(block)
-    return Plan(found.styles | ({"": plan.styles[block]} if block in plan.styles else {}), found.attributes)
+    for known, inside in ((plan.styles, found.styles), (plan.attributes, found.attributes)):
+        if block in known:
+            inside[""] = known[block]
+    return Plan(found.styles, found.attributes)
 
 
 def _divide_stack(
@@ -136,7 +140,7 @@ def _divide_stack(
         plan.add(block, found)
         region = found.sequence_regions[0]
         sublayers, gathered = (
-            tuple(f"{block}.{name}" for name in names) for names in (region.sublayers, region.gathered)
+            tuple(f"{block}.{name}".rstrip(".") for name in names) for names in (region.sublayers, region.gathered)
         )
         found_region = SequenceRegion("", (block,), sublayers, gathered, region.dim, region.wraps_all)
         is_alike = not run or (run[0].dim, run[0].wraps_all) == (region.dim, region.wraps_all)
@@ -196,17 +200,24 @@ def _candidates(block: nn.Module, inside: Plan, dim: int) -> Iterator[Plan]:
     around = [region_around(inside, path, Column).rstrip(".") for path in inside.styles if _is_row(inside.styles[path])]
     sublayers = tuple(dict.fromkeys(filter(None, around)))
     # A layer that takes or makes full features by itself also needs full sequences, like the layers beside it.
-    alone = [path for path, style in inside.styles.items() if _needs_whole(style) and not _is_inside(path, sublayers)]
-    modules = tuple(dict.fromkeys(_parent(block, path) for path in alone))
+    alone = {path: style for path, style in inside.styles.items() if _needs_whole(style)}
+    modules = tuple(dict.fromkeys(_parent(block, path) for path in alone if not _is_inside(path, sublayers)))
     # A sublayer may mix positions outside its sharded layers (a router); it then computes on full sequences.
     whole = [(), *((path,) for path in sublayers if len(sublayers) > 1)]
     for gathered, wraps_all in ((paths, wraps) for wraps in (False, True) for paths in whole):
         divided = tuple(path for path in sublayers if path not in gathered)
-        region = SequenceRegion("", ("",), divided, (*gathered, *modules), dim, wraps_all)
-        try:
-            styles = sequence_parallel_styles(block, inside.styles, dim, divided, region.gathered)
-        except ValueError:
-            continue
+        yield from _candidate(block, inside, SequenceRegion("", ("",), divided, (*gathered, *modules), dim, wraps_all))
+    # Last the whole block as one sublayer, whose input is a `Piece`: each of its own operations costs more then.
+    others = [path for path, style in alone.items() if not isinstance(style, (Column, Row))]
+    modules = tuple(dict.fromkeys(_parent(block, path) for path in others))
+    for gathered in whole:
+        yield from _candidate(block, inside, SequenceRegion("", ("",), ("",), (*gathered, *modules), dim))
+
+
+def _candidate(block: nn.Module, inside: Plan, region: SequenceRegion) -> Iterator[Plan]:
+    """Yield the plan that shards the sequence as `region` says, unless a style does not support that."""
+    with suppress(ValueError):
+        styles = sequence_parallel_styles(block, inside.styles, region.dim, region.sublayers, region.gathered)
         yield Plan(styles, sequence_regions=[region])
 
 
@@ -232,7 +243,7 @@ def _needs_whole(style: Style) -> bool:
 
 
 def _is_inside(path: str, modules: Collection[str]) -> bool:
-    return any(path == module or path.startswith(f"{module}.") for module in modules)
+    return any(not module or path == module or path.startswith(f"{module}.") for module in modules)
 
 
 def sequence_parallel_styles(

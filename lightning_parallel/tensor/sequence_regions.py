@@ -7,9 +7,10 @@ An all-gather and a reduce-scatter send as many bytes as the all-reduce that the
 layers take 1 / ranks of the memory. Each rank computes norms and biases there for its positions only, so their
 gradients are partial.
 
-A **sublayer** (attention, MLP) may take lengths from its input, so its input is a `DividedInput`, whose sizes read as
-the full sequence. A module that needs all positions, without sharding itself (a router), gets them **gathered**.
-Evaluation without gradients computes on full sequences: it keeps no activations, and may decode one position a time.
+A **sublayer** (attention, MLP, or the block itself) may take lengths from its input, so its input is a `DividedInput`,
+whose sizes read as the full sequence. A module that needs all positions, without sharding itself (a router), gets them
+**gathered**. Evaluation without gradients computes on full sequences: it keeps no activations, and may decode one
+position a time.
 
 Between two blocks, a `DividedLogits` stands for the **full** hidden states. The next block takes this rank's part of
 it. Any other reader (a head after each block, a block outside the region) gets it gathered. Pipeline stages send each
@@ -84,13 +85,14 @@ def divide_region(modules: Mapping[str, nn.Module], region: SequenceRegion, grou
     """
     blocks = {path: modules[path] for path in region.blocks}
     divide_sequence(modules[region.owner], list(blocks.values()), group, region.dim, region.sends_pieces)
-    lengths = _lengths(group, region.dim)
-    for path in region.sublayers:
-        _stand_for_whole(modules[path], lengths, region.wraps_all)
-    for path in region.gathered:
-        _gather_around(path, modules[path], lengths)
     if len(blocks) > 1 and region.sends_pieces:
         _refuse_changes_between(blocks, group, region.dim)
+    lengths = _lengths(group, region.dim)
+    # Last, because a sublayer may be a block, whose other hooks take plain tensors.
+    for path in region.sublayers:
+        _stand_for_whole(modules[path], lengths, region.wraps_all, path in blocks)
+    for path in region.gathered:
+        _gather_around(path, modules[path], lengths)
 
 
 def divide_sequence(
@@ -200,7 +202,7 @@ def _is_evaluated(module: nn.Module) -> bool:
     return not (module.training or torch.is_grad_enabled())
 
 
-def _stand_for_whole(sublayer: nn.Module, lengths: SequenceLengths, wraps_all: bool) -> None:
+def _stand_for_whole(sublayer: nn.Module, lengths: SequenceLengths, wraps_all: bool, is_block: bool) -> None:
     """Let the input of `sublayer` read as the full sequence, and return this rank's positions of its output."""
 
     def enter(_: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
@@ -222,7 +224,8 @@ def _stand_for_whole(sublayer: nn.Module, lengths: SequenceLengths, wraps_all: b
         return pytree.tree_map_only(DividedInput, lambda leaf: leaf.piece, output)
 
     hook_before(sublayer, enter, with_kwargs=True)
-    hook_after(sublayer, leave)
+    # The hooks that hand out the output of a block take the plain tensor.
+    hook_after(sublayer, leave, prepend=is_block)
 
 
 def _gather_around(path: str, module: nn.Module, lengths: SequenceLengths) -> None:
@@ -237,19 +240,24 @@ def _gather_around(path: str, module: nn.Module, lengths: SequenceLengths) -> No
         if lengths.suspended:
             return None
         piece = _main(args, kwargs)
-        before[:] = [random_state(piece.device)]
-        return _exchanged((args, kwargs), piece, gather_from_group(piece, lengths.group, *lengths.of_piece(piece)))
+        is_wrapped = isinstance(piece, DividedInput)
+        before[:] = [(random_state(piece.device), is_wrapped)]
+        layout = (None, None) if is_wrapped else lengths.of_piece(piece)
+        whole = piece.gathered() if is_wrapped else gather_from_group(piece, lengths.group, *layout)
+        return _exchanged((args, kwargs), piece, whole)
 
     def leave(module: nn.Module, args: Any, output: Any) -> Any:
         if lengths.suspended:
             return None
         main = _main(output)
-        if not is_same_state(random_state(main.device), before.pop()):
+        state, is_wrapped = before.pop()
+        if not is_same_state(random_state(main.device), state):
             raise RuntimeError(
                 f"`{path}` draws random numbers (dropout?) on full sequences between sequence-parallel layers, so"
                 " each rank draws other numbers. Use `sequence_parallel=False`, or no dropout"
             )
-        return _exchanged(output, main, _my_part(main, lengths))
+        part = _my_part(main, lengths)
+        return _exchanged(output, main, divided_input(part, lengths) if is_wrapped else part)
 
     hook_before(module, enter, with_kwargs=True)
     hook_after(module, leave)

@@ -73,7 +73,8 @@ class Block(nn.Module):
         else:
             x = x + self.attention(self.norm(x))
         x = x + self.mlp(self.norm_again(x))
-        return x + F.pad(x, (0, 0, 1, -1)) if self.kind == "shifts" else x
+        shifted = F.pad(x, (0, 0, 1, -1)) if self.kind.startswith("shifts") else 0
+        return x + (self.norm(shifted) if self.kind == "shifts, then norms" else shifted)
 
 
 KINDS = ("", "parallel", "residual inside", "norms inside", "checkpointed", "checkpointed reentrant")
@@ -180,8 +181,17 @@ def test_recomputed_lengths_with_equal_parts(group):
 
 
 @distributed(world_size=2)
-def test_a_block_that_mixes_positions_is_left_whole(group):
-    model, whole, sharding = divided(group, lambda: Language([Block(), Block(), kind_of_block("shifts")(), Block()]))
+def test_an_operation_that_mixes_positions_gathers_them(group):
+    model, whole, sharding = divided(group, lambda: Language([kind_of_block("shifts")() for _ in range(2)]))
+    compare(group, model, whole, sharding)
+    (region,) = sharding.plan.sequence_regions
+    assert region.sublayers == region.blocks == ("blocks.0", "blocks.1")
+
+
+@distributed(world_size=2)
+def test_a_block_with_parameters_behind_mixed_positions_is_left_whole(group):
+    mixing = kind_of_block("shifts, then norms")
+    model, whole, sharding = divided(group, lambda: Language([Block(), Block(), mixing(), Block()]))
     compare(group, model, whole, sharding)
     assert [region.blocks for region in sharding.plan.sequence_regions] == [("blocks.0", "blocks.1"), ("blocks.3",)]
     caption = str(sharding_table(model, sharding, 2).caption)
@@ -258,6 +268,8 @@ def test_functions_of_a_divided_input(group):
         lambda x: F.linear(x.float().double(), weight),
         lambda x: F.gelu(2 * x + x - 1) / (1 + x.abs()),
         lambda x: F.softmax(x, dim=2),
+        lambda x: x + whole,
+        lambda x: x * whole[:, :1],
     ):
         result = function(x)
         assert isinstance(result, DividedInput)
@@ -267,7 +279,7 @@ def test_functions_of_a_divided_input(group):
         lambda x: x.mean(1),
         lambda x: x.softmax(1),
         lambda x: x.cumsum(1),
-        lambda x: x + whole,
+        lambda x: x + whole[None],
         lambda x: x.flatten(1),
         lambda x: x.mean(),
         lambda x: x[:, 0],
