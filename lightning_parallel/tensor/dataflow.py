@@ -28,11 +28,11 @@ from torch import Tensor, nn
 
 from lightning_parallel import comm
 from lightning_parallel.compat.torch import buffers_of, is_backward_running, parameters_of, pytree
-from lightning_parallel.tensor.inputs import NarrowInput, whole_input
 from lightning_parallel.tensor.inspection import numbers_a_layer, structure_of
 from lightning_parallel.tensor.layers import Column, Replicate, Row, Style
 from lightning_parallel.tensor.low_rank import layer_sizes, linear_layers
 from lightning_parallel.tensor.per_head import DividedTensor, PerHead, set_local_values
+from lightning_parallel.tensor.pieces import NarrowInput, whole_input
 from lightning_parallel.tensor.plan import Plan
 from lightning_parallel.tensor.sharding import Shard, ShardPart
 from lightning_parallel.tensor.verify import BlockCall, PlanVerifier, Trial, copy_in_double

@@ -32,7 +32,6 @@ from lightning_parallel.tensor.autograd import (
     scatter_to_group,
 )
 from lightning_parallel.tensor.conversion import convert, shard_parameters
-from lightning_parallel.tensor.inputs import DividedInput, divided_input, whole_input
 from lightning_parallel.tensor.inspection import (
     describe,
     full_shape,
@@ -48,6 +47,7 @@ from lightning_parallel.tensor.linear import (
     shared_inputs,
 )
 from lightning_parallel.tensor.low_rank import LowRankLinear, low_rank_of
+from lightning_parallel.tensor.pieces import Piece, positions_of, whole_input
 from lightning_parallel.tensor.regions import DividedExtent, RandomRegion
 from lightning_parallel.tensor.sharding import Shard, ShardPart
 
@@ -101,7 +101,7 @@ class Column:
         parts: The parts of the output features that are split one by one: heads, or fused projections.
         unit: Number of consecutive features that stay on one rank, if `parts` is not given.
         sequence_dim: With sequence parallelism, the dimension along which the input is sharded.
-        in_sublayer: Whether the input of the module around reads as full sequences; see `inputs.DividedInput`.
+        in_sublayer: Whether the input of the module around reads as full sequences; see `pieces.Piece`.
 
     Raises:
         ValueError: If gathered features would be computed by several ranks.
@@ -339,9 +339,9 @@ class ColumnLinear(_ParallelLinear):
     def forward(self, input: Tensor) -> Tensor:
         """Map (..., in) to (..., out / ranks), or to (..., out) if the output is gathered."""
         x, inputs = whole_input(input), self.inputs
-        if isinstance(x, DividedInput):
+        if isinstance(x, Piece):
             # A layer that knows the lengths gathers by itself. Any other layer needs all positions now.
-            x = x.gathered() if inputs.lengths is None else x.piece
+            x = x.gathered() if inputs.lengths is None else x.part
         elif self.in_sublayer:  # an ordinary tensor here comes from code that gathered all positions
             inputs = shared_inputs(self.group, None)
         y = column_linear(x, self.weight, self.bias, inputs, self.transposed)
@@ -373,7 +373,7 @@ class RowLinear(_ParallelLinear):
         """Map (..., in / ranks), or (..., in) if the layer splits its input, to (..., out)."""
         if self.region is not None:
             self.region.close()  # the output is equal on all ranks again, and so must be the dropout that follows
-        x = input.gathered() if isinstance(input, DividedInput) else input
+        x = input.gathered() if isinstance(input, Piece) else input
         if self.split_input:
             x = _split_features(x, self.feature_rule, self.group)
         lengths = self.lengths
@@ -381,7 +381,7 @@ class RowLinear(_ParallelLinear):
             lengths = None
         y = row_linear(x, self.weight, self.bias, self.group, lengths, self.transposed)
         # Code of the sublayer must see the sizes of the full sequence, as it saw them in the input.
-        return divided_input(y, lengths) if lengths is not None and self.in_sublayer else y
+        return positions_of(y, lengths) if lengths is not None and self.in_sublayer else y
 
     @property
     def region_end(self) -> Literal["closes"] | None:

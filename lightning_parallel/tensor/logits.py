@@ -41,6 +41,7 @@ from lightning_parallel.compat.torch import (
 )
 from lightning_parallel.tensor.autograd import copy_to_group, gather_from_group, scatter_to_group
 from lightning_parallel.tensor.loss import cross_entropy
+from lightning_parallel.tensor.pieces import CASTS, ELEMENTWISE
 from lightning_parallel.tensor.sharding import Shard
 
 __all__ = ["DividedLogits", "divided_logits", "has_divided_logits", "take_piece", "whole_logits"]
@@ -58,11 +59,6 @@ _RESHAPES = {"view", "reshape", "flatten", "unflatten", "view_as", "reshape_as"}
 _VIEWS = {"transpose", "permute", "movedim", "moveaxis", "swapaxes", "swapdims", "unsqueeze", "squeeze", "t"}
 _VIEWS |= {"detach", "narrow", "select"}
 _PROPERTIES = {Tensor.mT.__get__, Tensor.T.__get__}  # type: ignore[attr-defined]
-# Names of functions that treat each number alike.
-_CASTS = {"float", "double", "half", "bfloat16", "to", "type", "type_as", "contiguous", "clone"}
-_ELEMENTWISE = {"mul", "multiply", "div", "divide", "true_divide", "add", "sub", "subtract", "neg", "negative"}
-_ELEMENTWISE |= {"__mul__", "__rmul__", "__truediv__", "__add__", "__radd__", "__sub__", "__rsub__", "__neg__"}
-_ELEMENTWISE |= {"tanh", "sigmoid", "clamp", "abs", "masked_fill", "where"}
 # These functions read the address of the data in C++, or copy the Python object.
 _NEEDS_ADDRESS = {"numpy", "__array__", "tolist", "__dlpack__", "data_ptr", "storage", "untyped_storage", "is_set_to"}
 _NEEDS_ADDRESS |= {"__reduce_ex__", "__deepcopy__", "__repr__", "__format__", "share_memory_"}
@@ -397,14 +393,14 @@ def _on_piece(func: Callable[..., Any], name: str, args: tuple[Any, ...], kwargs
     if len(divided) != 1 or (piece := divided[0].valid_piece) is None:
         return None
     logits = divided[0]
-    if name in _ELEMENTWISE:
+    if name in ELEMENTWISE:
         return _elementwise(func, logits, piece, args, kwargs)
     if not args or args[0] is not logits:
         return None
     rest = args[1:]
     if func in _REDUCTIONS:
         return _REDUCTIONS[func](logits, piece, *rest, **kwargs)
-    if name in _CASTS:
+    if name in CASTS:
         own = None if logits.is_log else func(piece, *rest, **kwargs)
         # Double precision is there to compare runs to 1e-10. After a cast to single precision, sums by rank would
         # round differently from one sum over all classes.

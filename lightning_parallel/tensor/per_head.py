@@ -19,7 +19,7 @@ from lightning_parallel.comm import Group
 from lightning_parallel.compat import Division
 from lightning_parallel.compat.torch import buffers_of, pytree, version_of
 from lightning_parallel.tensor.conversion import convert, shard_parameters
-from lightning_parallel.tensor.inputs import NarrowInput, whole_input
+from lightning_parallel.tensor.pieces import NarrowInput, whole_input
 from lightning_parallel.tensor.sharding import Shard, ShardPart
 
 __all__ = ["DividedTensor", "PerHead", "PerHeadModule", "set_local_values"]

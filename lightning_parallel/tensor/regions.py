@@ -353,7 +353,7 @@ def _drawn_size(name: str, args: Any, kwargs: dict[str, Any]) -> tuple[int, ...]
     if tensor is None:  # `torch.normal(0.0, 1.0, size)`
         return tuple(next((value for value in args if isinstance(value, (tuple, list))), ()))
     # The dropout of an input that reads as a full sequence draws for this rank's positions.
-    shape = tuple((getattr(tensor, "piece", tensor) if name in _DROPOUTS else tensor).shape)
+    shape = tuple((getattr(tensor, "part", tensor) if name in _DROPOUTS else tensor).shape)
     # One number for each channel of each sample.
     return (*shape[:2], *[1] * (len(shape) - 2)) if name in _BY_CHANNEL else shape
 

@@ -109,10 +109,10 @@ def _is_divided(block: nn.Module, inside: Plan) -> bool:
 def _inside(plan: Plan, block: str) -> Plan:
     """Return the part of the plan inside a block, with the style and the attributes of the block itself."""
     found = plan.under(block)
-    for known, inside in ((plan.styles, found.styles), (plan.attributes, found.attributes)):
-        if block in known:
-            inside[""] = known[block]
-    return Plan(found.styles, found.attributes)
+    return Plan(
+        found.styles | ({"": plan.styles[block]} if block in plan.styles else {}),
+        found.attributes | ({"": plan.attributes[block]} if block in plan.attributes else {}),
+    )
 
 
 def _divide_stack(
@@ -142,13 +142,11 @@ def _divide_stack(
         sublayers, gathered = (
             tuple(f"{block}.{name}".rstrip(".") for name in names) for names in (region.sublayers, region.gathered)
         )
-        found_region = SequenceRegion("", (block,), sublayers, gathered, region.dim, region.wraps_all)
-        is_alike = not run or (run[0].dim, run[0].wraps_all) == (region.dim, region.wraps_all)
         # A region ends where no run has shown that the next block gets the output unchanged.
-        if run and not (is_alike and (run[-1].blocks[-1], block) in joined):
+        if run and not (run[0].dim == region.dim and (run[-1].blocks[-1], block) in joined):
             _add_region(plan, path, run)
             run = []
-        run.append(found_region)
+        run.append(SequenceRegion("", (block,), sublayers, gathered, region.dim))
     _add_region(plan, path, run)
 
 
@@ -167,7 +165,6 @@ def _add_region(plan: Plan, path: str, run: list[SequenceRegion]) -> None:
                 tuple(inside for part in run for inside in part.sublayers),
                 tuple(inside for part in run for inside in part.gathered),
                 run[0].dim,
-                run[0].wraps_all,
             )
         )
 
@@ -204,10 +201,10 @@ def _candidates(block: nn.Module, inside: Plan, dim: int) -> Iterator[Plan]:
     modules = tuple(dict.fromkeys(_parent(block, path) for path in alone if not _is_inside(path, sublayers)))
     # A sublayer may mix positions outside its sharded layers (a router); it then computes on full sequences.
     whole = [(), *((path,) for path in sublayers if len(sublayers) > 1)]
-    for gathered, wraps_all in ((paths, wraps) for wraps in (False, True) for paths in whole):
+    for gathered in whole:
         divided = tuple(path for path in sublayers if path not in gathered)
-        yield from _candidate(block, inside, SequenceRegion("", ("",), divided, (*gathered, *modules), dim, wraps_all))
-    # Last the whole block as one sublayer, whose input is a `Piece`: each of its own operations costs more then.
+        yield from _candidate(block, inside, SequenceRegion("", ("",), divided, (*gathered, *modules), dim))
+    # Last the whole block as one sublayer, whose input has the full sizes: each operation costs more.
     others = [path for path, style in alone.items() if not isinstance(style, (Column, Row))]
     modules = tuple(dict.fromkeys(_parent(block, path) for path in others))
     for gathered in whole:

@@ -7,7 +7,7 @@ An all-gather and a reduce-scatter send as many bytes as the all-reduce that the
 layers take 1 / ranks of the memory. Each rank computes norms and biases there for its positions only, so their
 gradients are partial.
 
-A **sublayer** (attention, MLP, or the block itself) may take lengths from its input, so its input is a `DividedInput`,
+A **sublayer** (attention, MLP, or the block itself) may take lengths from its input, so its input is a `Piece`,
 whose sizes read as the full sequence. A module that needs all positions, without sharding itself (a router), gets them
 **gathered**. Evaluation without gradients computes on full sequences: it keeps no activations, and may decode one
 position a time.
@@ -43,9 +43,9 @@ from lightning_parallel.compat.torch import (
     version_of,
 )
 from lightning_parallel.tensor.autograd import gather_from_group, scatter_to_group
-from lightning_parallel.tensor.inputs import DividedInput, divided_input
 from lightning_parallel.tensor.linear import SequenceLengths, shared_inputs
 from lightning_parallel.tensor.logits import DividedLogits, divided_logits, take_piece
+from lightning_parallel.tensor.pieces import Piece, positions_of
 from lightning_parallel.tensor.regions import DividedExtent, RandomRegion, is_same_state, random_state
 from lightning_parallel.tensor.sharding import Shard
 
@@ -62,7 +62,6 @@ class SequenceRegion:
         sublayers: Paths of the modules inside whose inputs read as full sequences.
         gathered: Paths of the modules inside that compute on full sequences.
         dim: The dimension of the sequence.
-        wraps_all: Whether sublayers get several sharded tensors, such as a residual to add.
         sends_pieces: Whether pipeline stages send each other the tensor between two blocks.
     """
 
@@ -71,7 +70,6 @@ class SequenceRegion:
     sublayers: tuple[str, ...] = ()
     gathered: tuple[str, ...] = ()
     dim: int = 1
-    wraps_all: bool = False
     sends_pieces: bool = False
 
 
@@ -90,7 +88,7 @@ def divide_region(modules: Mapping[str, nn.Module], region: SequenceRegion, grou
     lengths = _lengths(group, region.dim)
     # Last, because a sublayer may be a block, whose other hooks take plain tensors.
     for path in region.sublayers:
-        _stand_for_whole(modules[path], lengths, region.wraps_all, path in blocks)
+        _stand_for_whole(modules[path], lengths, path in blocks)
     for path in region.gathered:
         _gather_around(path, modules[path], lengths)
 
@@ -202,7 +200,7 @@ def _is_evaluated(module: nn.Module) -> bool:
     return not (module.training or torch.is_grad_enabled())
 
 
-def _stand_for_whole(sublayer: nn.Module, lengths: SequenceLengths, wraps_all: bool, is_block: bool) -> None:
+def _stand_for_whole(sublayer: nn.Module, lengths: SequenceLengths, is_block: bool) -> None:
     """Let the input of `sublayer` read as the full sequence, and return this rank's positions of its output."""
 
     def enter(_: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
@@ -210,18 +208,15 @@ def _stand_for_whole(sublayer: nn.Module, lengths: SequenceLengths, wraps_all: b
             return None
         args, kwargs = pytree.tree_map_only(Tensor, _with_data, (args, kwargs))
         main = _main(args, kwargs)
-        # A residual has the shape and the dtype of the hidden states.
-        for piece in _tensors_like(main, (args, kwargs)) if wraps_all else [main]:
-            args, kwargs = _exchanged((args, kwargs), piece, divided_input(piece, lengths))
-        return args, kwargs
+        return _exchanged((args, kwargs), main, positions_of(main, lengths))
 
     def leave(_: nn.Module, args: Any, output: Any) -> Any:
         if lengths.suspended:
             return None
         main = _main(output)
-        if not isinstance(main, DividedInput):  # computed from all positions, on every rank
+        if not isinstance(main, Piece):  # computed from all positions, on every rank
             output = _exchanged(output, main, _my_part(main, lengths))
-        return pytree.tree_map_only(DividedInput, lambda leaf: leaf.piece, output)
+        return pytree.tree_map_only(Piece, lambda leaf: leaf.part, output)
 
     hook_before(sublayer, enter, with_kwargs=True)
     # The hooks that hand out the output of a block take the plain tensor.
@@ -234,16 +229,15 @@ def _gather_around(path: str, module: nn.Module, lengths: SequenceLengths) -> No
     Raises:
         RuntimeError: From its forward, if it draws random numbers, which differ between the ranks here.
     """
-    before: list[Any] = []
+    before: list[tuple[Any, bool]] = []
 
     def enter(module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
         if lengths.suspended:
             return None
         piece = _main(args, kwargs)
-        is_wrapped = isinstance(piece, DividedInput)
-        before[:] = [(random_state(piece.device), is_wrapped)]
-        layout = (None, None) if is_wrapped else lengths.of_piece(piece)
-        whole = piece.gathered() if is_wrapped else gather_from_group(piece, lengths.group, *layout)
+        wrapped = piece if isinstance(piece, Piece) else None
+        before[:] = [(random_state(piece.device), wrapped is not None)]
+        whole = wrapped.gathered() if wrapped is not None else _whole(piece, lengths)
         return _exchanged((args, kwargs), piece, whole)
 
     def leave(module: nn.Module, args: Any, output: Any) -> Any:
@@ -257,10 +251,14 @@ def _gather_around(path: str, module: nn.Module, lengths: SequenceLengths) -> No
                 " each rank draws other numbers. Use `sequence_parallel=False`, or no dropout"
             )
         part = _my_part(main, lengths)
-        return _exchanged(output, main, divided_input(part, lengths) if is_wrapped else part)
+        return _exchanged(output, main, positions_of(part, lengths) if is_wrapped else part)
 
     hook_before(module, enter, with_kwargs=True)
     hook_after(module, leave)
+
+
+def _whole(piece: Tensor, lengths: SequenceLengths) -> Tensor:
+    return gather_from_group(piece, lengths.group, *lengths.of_piece(piece))
 
 
 def _my_part(whole: Tensor, lengths: SequenceLengths) -> Tensor:
@@ -279,11 +277,6 @@ def _main(*values: Any) -> Tensor:
     raise TypeError(
         "A sequence-parallel block must take or return hidden states; got none among its arguments or outputs"
     )
-
-
-def _tensors_like(main: Tensor, values: Any) -> list[Tensor]:
-    leaves = {id(leaf): leaf for leaf in pytree.tree_leaves(values) if isinstance(leaf, Tensor)}
-    return [leaf for leaf in leaves.values() if leaf.shape == main.shape and leaf.dtype == main.dtype]
 
 
 def _with_data(tensor: Tensor) -> Tensor:

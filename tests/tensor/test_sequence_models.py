@@ -13,8 +13,8 @@ from torch.utils.checkpoint import checkpoint
 
 from lightning_parallel import comm
 from lightning_parallel.tensor.auto_plan import make_plan
-from lightning_parallel.tensor.inputs import DividedInput
 from lightning_parallel.tensor.linear import shared_inputs
+from lightning_parallel.tensor.pieces import Piece
 from lightning_parallel.tensor.plan import apply_plan
 from lightning_parallel.tensor.plan_table import sharding_table
 from tests.harness import distributed, recorded_communication
@@ -125,7 +125,8 @@ def test_kinds_of_blocks(group, kind):
     model, whole, sharding = divided(group, lambda: Language([kind_of_block(kind)() for _ in range(2)]))
     compare(group, model, whole, sharding)
     (region,) = sharding.plan.sequence_regions
-    assert len(region.sublayers) == 4
+    # An attention that also takes the residual gets both from the code of its block, which is one sublayer then.
+    assert len(region.sublayers) == (2 if kind == "residual inside" else 4)
     assert not region.gathered
     with recorded_communication() as records:
         model(torch.zeros(2, 8, dtype=torch.long))
@@ -242,7 +243,7 @@ def test_dropout_differs_between_the_parts(group):
     masks = []
     for block in model.blocks:
         for layer in (block.attention.dropout, block.mlp[3]):
-            layer.register_forward_hook(lambda _, args, y: masks.append((y.piece == 0).to(torch.uint8)))
+            layer.register_forward_hook(lambda _, args, y: masks.append((y.part == 0).to(torch.uint8)))
     state = torch.get_rng_state()
     y = model(torch.arange(16).view(2, 8))
     assert len(masks) == 4
@@ -254,13 +255,13 @@ def test_dropout_differs_between_the_parts(group):
 
 
 @distributed(world_size=2)
-def test_functions_of_a_divided_input(group):
+def test_functions_of_a_piece(group):
     lengths = shared_inputs(group, 1).lengths
     torch.manual_seed(0)
     whole = torch.randn(2, 5, 4, dtype=torch.float64)
     piece = whole.split(lengths.divide(5), 1)[group.rank].clone().requires_grad_()
     weight, bias = torch.randn(3, 4, dtype=torch.float64), torch.randn(4, dtype=torch.float64)
-    x = DividedInput.of(piece, lengths)
+    x = Piece.of(piece, group, 1, lengths.divide(5))
     assert (x.shape, x.size(1), x.dim(), x.dtype, x.requires_grad) == (whole.shape, 5, 3, whole.dtype, True)
     for function in (
         lambda x: F.layer_norm(x, (4,), bias),
@@ -272,7 +273,7 @@ def test_functions_of_a_divided_input(group):
         lambda x: x * whole[:, :1],
     ):
         result = function(x)
-        assert isinstance(result, DividedInput)
+        assert isinstance(result, Piece)
         torch.testing.assert_close(result.gathered(), function(x.gathered()))
     for function in (
         lambda x: F.layer_norm(x, (5, 4)),
@@ -285,8 +286,25 @@ def test_functions_of_a_divided_input(group):
         lambda x: x[:, 0],
     ):
         result = function(x)
-        assert not isinstance(result, DividedInput)
+        assert not isinstance(result, Piece)
         torch.testing.assert_close(result, function(x.gathered()))
+
+
+@distributed(world_size=2)
+def test_changes_of_a_piece_in_place(group):
+    lengths = shared_inputs(group, 1).lengths
+    whole = torch.arange(40, dtype=torch.float64).view(2, 5, 4)
+    x = Piece.of(whole.split(lengths.divide(5), 1)[group.rank].clone(), group, 1, lengths.divide(5))
+    y = x
+    y += whole
+    y.mul_(2)
+    torch.testing.assert_close(x.gathered(), 4 * whole)
+    total = whole.clone()
+    total.add_(x)
+    torch.testing.assert_close(total, 5 * whole)
+    for change in (lambda: x.cumsum_(1), lambda: x.__setitem__((0, 0), 0)):
+        with pytest.raises(RuntimeError, match="must not change in place"):
+            change()
 
 
 @distributed(world_size=2)
