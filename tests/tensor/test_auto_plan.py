@@ -481,9 +481,19 @@ def test_a_weight_that_is_read_by_other_code_stays_whole(group):
 
 @distributed(world_size=2)
 def test_a_users_plan_learns_how_a_fused_layer_is_packed(group):
-    plan = {"*.qkv": "column", "*.out": "row", "*.mlp.0": "column", "*.mlp.2": "row", "embedding": "vocab"}
-    found, _ = _compare(group, lambda: _own(ChunkAttention), rtol=1e-10, plan=plan)
-    assert found.styles["blocks.0.attention.qkv"].parts is not None
+    plan = {"*.mlp.0": "column", "*.mlp.2": "row", "embedding": "vocab"}
+    for attention, opening, closing in ((ChunkAttention, "qkv", "out"), (ViewAttention, "c_attn", "c_proj")):
+        whole = {f"*.{opening}": "column", f"*.{closing}": "row", **plan}
+        found, _ = _compare(group, lambda attention=attention: _own(attention), rtol=1e-10, plan=whole)
+        assert found.styles[f"blocks.0.attention.{opening}"].parts is not None
+
+
+@distributed(world_size=4)
+def test_a_users_plan_learns_which_heads_share_keys(group):
+    plan = {"*.[qkv]_proj": "column", "*.o_proj": "row"}
+    found, _ = _compare(group, lambda: _hugging_face("LlamaForCausalLM"), plan=plan)
+    (part,) = found.styles["model.layers.0.self_attn.k_proj"].parts
+    assert part == ShardPart.keys(2, 8)
 
 
 # ----------------------------------------------------------------------------------------------------------- refusals
