@@ -6,6 +6,7 @@ that it may take: tokens, hidden states, an image.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -24,6 +25,7 @@ __all__ = ["BlockCalls", "block_call", "joined_blocks"]
 
 SIDES = (32, 64, 224)  # of images
 MOST_CHANNELS = 16
+MOST_POSITIONS = 4096  # of all samples together, in the trial of a block
 _LINE = 160  # of the reason of a failure
 
 
@@ -50,7 +52,11 @@ class BlockCalls:
         # Equal blocks share one call, and their trials; a record may have stopped in the first of them.
         key = structure, None if call is None else call_signature(call.args, call.kwargs)
         if key not in self._known:
-            self._known[key] = self._agreed(*(self._guess(path, reason) if call is None else (call, reason)))
+            guess = None
+            # The planner records full batches, whose trials would take the memory of a run.
+            if call is None or _positions(call) > MOST_POSITIONS:
+                guess, reason = self._guess(path, reason)
+            self._known[key] = self._agreed(guess or call, reason)
         return self._known[key]
 
     def _guess(self, path: str, reason: str) -> tuple[ModuleCall | None, str]:
@@ -131,6 +137,11 @@ def _first_call(trace: StepTrace | None, path: str) -> tuple[ModuleCall | None, 
         return None, "no code calls it"
     line = next(iter(str(trace.error).splitlines()), "")[:_LINE] or type(trace.error).__name__
     return None, f"the step stops before it: {line}"
+
+
+def _positions(call: ModuleCall) -> int:
+    hidden = _hidden((call.args, call.kwargs))
+    return 0 if hidden is None else math.prod(hidden.shape[:-1])
 
 
 # ------------------------------------------------------------------------------------------ without the user's own step
