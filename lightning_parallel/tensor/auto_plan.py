@@ -26,7 +26,6 @@ from lightning_parallel.tensor.dataflow import NOT_RUN, find_regions
 from lightning_parallel.tensor.experts import Experts, find_routers, join_lists, plan_experts
 from lightning_parallel.tensor.head import NOTE, find_heads
 from lightning_parallel.tensor.inspection import (
-    called_around,
     has_hooks_inside,
     is_linear,
     is_native,
@@ -333,7 +332,7 @@ def _plan_by_structure(module: nn.Module, plan: Plan, search: _Search, path: str
         and search.paths[id(layer)] == prefix + name
         and not _has_style(name, inside.styles)
         and not read_elsewhere(module, name)
-        and not called_around(search.root, path, name)
+        and not search.calls.is_called_apart(path, name)
     ]
     # A module around repeated blocks is not one region; its blocks have been planned above.
     if len(free) < 2 or any(_repeats_blocks(child) for child in [module, *module.modules()]):

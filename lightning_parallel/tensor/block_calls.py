@@ -49,32 +49,51 @@ class BlockCalls:
         """Return how the model calls the block at `path`; if no call is seen, the reason in a few words."""
         structure = structure_of(self._root.get_submodule(path))
         call, reason = _first_call(self._record(), path)
-        # Equal blocks share one call, and their trials; a record may have stopped in the first of them.
-        key = structure, None if call is None else call_signature(call.args, call.kwargs)
+        # A record may stop in the first of equal blocks, which then shows how all are called.
+        key = structure if call is None else (structure, call_signature(call.args, call.kwargs))
         if key not in self._known:
             guess = None
             # The planner records full batches, whose trials would take the memory of a run.
             if call is None or _positions(call) > MOST_POSITIONS:
                 guess, reason = self._guess(path, reason)
             self._known[key] = self._agreed(guess or call, reason)
+            if not isinstance(self._known[key], str):
+                self._known.setdefault(structure, self._known[key])
         return self._known[key]
+
+    def is_called_apart(self, path: str, layer: str) -> bool:
+        """Return whether code outside the module at `path` calls a layer in it directly: `self.mlp.up(x)`.
+
+        In that case the module's own forward does not show how its layer is used.
+        """
+        record = self._record()
+        name = f"{path}.{layer}".lstrip(".")
+        for trace in self._traces("", path) if record is None else [record]:
+            # By path: the record may be made on another copy of the model.
+            modules = {call.module for call in trace.calls_of(path)}
+            if any(not trace.is_inside(call.number, modules) for call in trace.calls_of(name)):
+                return True
+        return False
 
     def _guess(self, path: str, reason: str) -> tuple[ModuleCall | None, str]:
         """Return the call in a record of the forward of the outermost module around that runs as far as the block."""
-        owners = [*_owners(path)] or [""]
-        for around in owners:
-            owner = self._root.get_submodule(around)
-            if isinstance(owner, (nn.ModuleList, nn.ModuleDict)):
+        for around in _owners(path):
+            if isinstance(self._root.get_submodule(around), (nn.ModuleList, nn.ModuleDict)):
                 continue
             inner = path.removeprefix(f"{around}.").lstrip(".")
-            if around not in self._guessed:
-                self._guessed[around] = list(_guessed(owner, owner.get_submodule(inner)))
-            for trace in self._guessed[around]:
+            for trace in self._traces(around, inner):
                 call, why = _first_call(trace, inner)
                 if call is not None:
                     return call, ""
                 reason = reason or why
         return None, reason
+
+    def _traces(self, around: str, inner: str) -> list[StepTrace]:
+        """Return records of the forward of the module at `around`, made for the first block in it that is asked for."""
+        if around not in self._guessed:
+            owner = self._root.get_submodule(around)
+            self._guessed[around] = list(_guessed(owner, owner.get_submodule(inner)))
+        return self._guessed[around]
 
     def _agreed(self, call: ModuleCall | None, reason: str) -> BlockCall | str:
         with chance_kept():

@@ -31,7 +31,6 @@ __all__ = [
     "computes_with_parameters",
     "describe",
     "full_shape",
-    "called_around",
     "is_linear",
     "is_native",
     "is_transposed",
@@ -273,23 +272,6 @@ def read_elsewhere(root: nn.Module, path: str) -> bool:
     return False
 
 
-def called_around(root: nn.Module, path: str, name: str) -> bool:
-    """Return whether code around the module at `path` calls the layer `name` inside it directly: `self.mlp.up(x)`.
-
-    In that case the module's own forward does not show how its layer is used.
-    """
-    parts = path.split(".") if path else []
-    called: frozenset[str] = frozenset()
-    for depth in range(len(parts)):
-        around = type(root.get_submodule(".".join(parts[:depth])))
-        names = _own_names(around, called)
-        inside = ".".join([*parts[depth:], name])
-        if any(pattern.fullmatch(inside) for pattern in _layers_called(around, names)):
-            return True
-        called |= _methods_called(around, names)
-    return False
-
-
 def _own_names(kind: type, called: frozenset[str]) -> tuple[str, ...]:
     """Return the called method names that the user's class `kind` defines."""
     own = {name for base in kind.__mro__ if not base.__module__.startswith(LIBRARIES) for name in vars(base)}
@@ -313,19 +295,6 @@ def _weights_read(kind: type, names: tuple[str, ...]) -> tuple[re.Pattern[str], 
         for method in _methods(kind, names)
         for node in _attributes(method)
         if node.attr in ("weight", "bias") and not _is_self(node.value)
-    }
-    return tuple(map(re.compile, sorted(paths)))
-
-
-@_cached
-def _layers_called(kind: type, names: tuple[str, ...]) -> tuple[re.Pattern[str], ...]:
-    """Return patterns for the paths, two or more levels inside a module of class `kind`, that its methods call."""
-    calls = (node.func for method in _methods(kind, names) for node in ast.walk(method) if isinstance(node, ast.Call))
-    paths = {
-        _path(func)
-        for func in calls
-        # `layer(x)` and `block.layer(x)` do not say which layer they call.
-        if isinstance(func, ast.Attribute) and isinstance(func.value, ast.Attribute) and not _is_self(func.value)
     }
     return tuple(map(re.compile, sorted(paths)))
 
