@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
-from lightning_parallel.compat.torch import pytree, schema_of
+from lightning_parallel.compat.torch import pytree
 from lightning_parallel.step_trace.interception import Call, CallSite
 from lightning_parallel.step_trace.placeholder import PlaceholderTensor, missing
 from lightning_parallel.step_trace.record import ModuleCall, Operation, StepTrace
@@ -141,12 +141,12 @@ class _Stage:
 
     def operate(self, operation: Operation) -> None:
         """Follow an operation of the step's own code."""
+        if operation.function is None:
+            self._need(operation.inputs)
+            return
         missing = frozenset[Skip]().union(*map(self.lacks, operation.inputs))
         results = [leaf for leaf in pytree.tree_leaves(operation.output) if isinstance(leaf, Tensor)]
         self._lacks.update({id(leaf): missing for leaf in results})
-        # A real tensor that is written needs the data at once.
-        if any(type(leaf) is not PlaceholderTensor for leaf in results) and schema_of(operation.function).is_mutable:
-            self.lacking = missing
 
     def call(self, site: _SiteCall) -> bool:
         """Follow the call of an intercepted module; return whether the stage ends there."""

@@ -373,7 +373,10 @@ _watcher: Callable[[Any, list[PlaceholderTensor], Any], None] | None = None
 
 @contextmanager
 def watch_operations(watcher: Callable[[Any, list[PlaceholderTensor], Any], None]) -> Iterator[None]:
-    """Call `watcher` with each operation on placeholders inside the block: operator, placeholders, result."""
+    """Call `watcher` with each operation on placeholders inside the block: operator, placeholders, result.
+
+    The operator is None where code needs the data of the placeholders, and does not compute with them.
+    """
     global _watcher
     before, _watcher = _watcher, watcher
     try:
@@ -404,8 +407,8 @@ def missing(value: Any) -> bool:
 
 
 def in_dry_run() -> bool:
-    """Return whether available placeholders count as data."""
-    return _in_dry_run
+    """Return whether the step runs without data, to check a split or to be recorded."""
+    return _in_dry_run or _watcher is not None
 
 
 _inside = ""
@@ -473,6 +476,8 @@ def _require_data_to_write(what: str, placeholders: list[PlaceholderTensor]) -> 
 
     A dry run allows it if the data would be there. A trace, which reads no contents, always allows it.
     """
+    if _watcher is not None:
+        _watcher(None, placeholders, None)
     lacking = [placeholder for placeholder in placeholders if not (_in_dry_run and placeholder.available)]
     if lacking and (_in_dry_run or not _in_trace):
         raise PlaceholderError(
@@ -687,7 +692,7 @@ for _operation in _REFUSED.split():
 
 
 def require_known(value: Any, name: str) -> None:
-    """Refuse placeholders, and numbers of other stages, in a value that a step leaves behind.
+    """Refuse placeholders, and numbers of other stages, in a value that a step leaves behind; a record notes the need.
 
     Args:
         value: A value of any structure.
@@ -696,7 +701,11 @@ def require_known(value: Any, name: str) -> None:
     Raises:
         PlaceholderError: If there is one.
     """
-    for leaf in pytree.tree_leaves(value):
+    leaves = pytree.tree_leaves(value)
+    if _watcher is not None:
+        _watcher(None, [leaf for leaf in leaves if type(leaf) is PlaceholderTensor], None)
+        return
+    for leaf in leaves:
         if isinstance(leaf, UnknownValue) or missing(leaf):
             raise PlaceholderError(
                 f"{name} is made of {leaf.provenance}, which is on an earlier pipeline stage. The last stage, where a "

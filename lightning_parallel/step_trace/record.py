@@ -69,7 +69,7 @@ class Operation:
     """One operation on placeholders.
 
     Attributes:
-        function: The operator.
+        function: The operator; None where code needs the data of the inputs, as a value that it logs or writes.
         inputs: The placeholders among its arguments.
         output: Its result.
         call: Number of the innermost call that makes it; -1 for the step itself.
