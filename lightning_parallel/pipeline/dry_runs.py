@@ -213,6 +213,8 @@ class _StageDryRun(StageForward):
         self._arguments: tuple[TensorLayout, ...] = ()
         self._skipped: dict[Skip, TensorLayout] = {}
         self._calls: Counter[str] = Counter()
+        # Outputs that require a gradient, by `id`, each with the placeholder that the stub returned.
+        self._originals: dict[int, tuple[PlaceholderTensor, PlaceholderTensor]] = {}
 
     @property
     def received(self) -> tuple[TensorLayout, ...]:
@@ -260,6 +262,10 @@ class _StageDryRun(StageForward):
         self.entry = positions
         self._arguments = tuple(_layout_of(placeholder) for placeholder in wanted)
         self._mark_held()
+        for placeholder in wanted:
+            # In a real run a hook that has collected the output of a stub has the object that receives the data.
+            _, original = self._originals.get(id(placeholder), (placeholder, placeholder))
+            original.available = True
         return [PlaceholderTensor(value.meta, value.device, value.provenance, available=True) for value in wanted]
 
     def _mark_held(self) -> None:
@@ -282,7 +288,9 @@ class _StageDryRun(StageForward):
                         # A new object, so that only this output becomes available, and not the argument.
                         leaf = PlaceholderTensor(leaf.meta, leaf.device, leaf.provenance)
                     leaf.available = True
-                leaves[position] = _differentiable(leaf) if torch.is_grad_enabled() else leaf
+                if torch.is_grad_enabled():
+                    leaves[position] = _differentiable(leaf)
+                    self._originals[id(leaves[position])] = leaves[position], leaf
         return pytree.tree_unflatten(leaves, tree)
 
     def _run(self, call: Call) -> Any:
