@@ -282,16 +282,33 @@ class ReadsBetween(Wrapped):
         return F.cross_entropy(gpt.head(gpt.norm(x)).flatten(0, 1), batch[:, 1:].flatten())
 
 
+def read_between(kind, strategy, devices):
+    rank = comm.Group.of().rank if devices > 1 else 0
+    os.environ.update(LOCAL_RANK=str(rank), NODE_RANK="0", WORLD_SIZE=str(devices))
+    model, step, batch = example_gpt()
+    module = ReadsBetween(model, step)
+    module.kind = kind
+    trainer = trainer_for(strategy, devices)
+    trainer.fit(module, DataLoader(Rows(batch), batch_size=8))
+    return trainer.strategy.lightning_module_state_dict()
+
+
 @distributed(world_size=4)
-def test_code_that_reads_between_blocks_of_a_divided_sequence_is_refused_on_every_rank():
-    for kind in ("at once", "later"):
-        model, step, batch = example_gpt()
-        module = ReadsBetween(model, step)
-        module.kind = kind
-        sizes = {"tensor_parallel_size": 2, "pipeline_parallel_size": 2}
-        strategy = HybridParallelStrategy(num_microbatches=2, sequence_parallel=True, **sizes)
-        with pytest.raises((RuntimeError, ValueError), match=r"test_pipeline_models.py, line \d+.*sequence_parallel=F"):
-            trainer_for(strategy, 4).fit(module, DataLoader(Rows(batch), batch_size=8))
+def test_code_that_reads_between_blocks_of_a_divided_sequence_is_right_or_refused_on_every_rank():
+    expected = read_between("at once", "auto", 1)
+
+    def strategy():
+        return HybridParallelStrategy(
+            num_microbatches=2, sequence_parallel=True, tensor_parallel_size=2, pipeline_parallel_size=2
+        )
+
+    # The record of the first step shows the reads, so each block is a region of its own.
+    found = read_between("at once", strategy(), 4)
+    if comm.Group.of().rank == 0:
+        for name, tensor in expected.items():
+            torch.testing.assert_close(found[name], tensor, rtol=1e-9, atol=1e-11, msg=name)
+    with pytest.raises((RuntimeError, ValueError), match=r"test_pipeline_models.py, line \d+.*sequence_parallel=F"):
+        read_between("later", strategy(), 4)
 
 
 @distributed(world_size=4)
