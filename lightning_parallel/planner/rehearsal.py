@@ -255,7 +255,7 @@ class Rehearsal:
             return Divided(module, sharding, stack, whole.use, whole.uncut)
         try:
             failure: ValueError | None = None
-            self._trace = trace = record_step(module, self._of(module), self.microbatch(1), _CPU)
+            self._trace = trace = record_step(module, self._of(module), self.microbatch(1), _CPU, shorten=True)
             for stack in find_layer_stacks(module, 1, self._layers):
                 try:
                     stack, use = trace_in_order(module, stack, trace)

@@ -36,6 +36,9 @@ from lightning_parallel.step_trace.stubs import copy_args, named_placeholders, r
 
 __all__ = ["ModuleCall", "Operation", "Record", "StepTrace", "no_record", "record_step", "state_kept"]
 
+_MOST_POSITIONS = 64
+"""Length of the sequences in the record of a step; a longer record would tell nothing more."""
+
 _MOST_WITH_DATA = 0.75
 """Share of the model's parameters up to which a module may run on random data, which take memory."""
 
@@ -126,7 +129,9 @@ def no_record() -> None:
     """Return no record."""
 
 
-def record_step(module: nn.Module, step: Callable[[Any], Any], batch: Any, device: torch.device) -> StepTrace:
+def record_step(
+    module: nn.Module, step: Callable[[Any], Any], batch: Any, device: torch.device, shorten: bool = False
+) -> StepTrace:
     """Run `step` once on placeholders and record it.
 
     The module is not changed. Its parameters may be on the meta device. Random numbers come from a fixed seed.
@@ -136,10 +141,14 @@ def record_step(module: nn.Module, step: Callable[[Any], Any], batch: Any, devic
         step: Runs the user's step on a batch.
         batch: The batch.
         device: Where the step will compute.
+        shorten: Take few positions of a batch of tokens, if the step runs to its end on these.
 
     Returns:
         The record, up to the error if the step stops early.
     """
+    short = _shortened(batch) if shorten else batch
+    if short is not batch and (trace := record_step(module, step, short, device)).error is None:
+        return trace
     recorder = _Recorder(module, device)
     with ExitStack() as stack:
         for context in (comm.skip_communication(), state_kept(module), named_placeholders(module, device)):
@@ -153,6 +162,27 @@ def record_step(module: nn.Module, step: Callable[[Any], Any], batch: Any, devic
         except Exception as error:
             recorder.trace.error = error
     return recorder.trace
+
+
+def _shortened(batch: Any) -> Any:
+    """Return a batch of tokens with fewer positions; another batch as it is.
+
+    Trials of blocks repeat the recorded calls in double precision, where the memory of attention grows with the square
+    of the length.
+    """
+    leaves = [leaf for leaf in pytree.tree_leaves(batch) if isinstance(leaf, Tensor)]
+    lengths = {leaf.shape[1] for leaf in leaves if leaf.dim() == 2 and not leaf.is_floating_point()}
+    if len(lengths) != 1 or (length := lengths.pop()) <= _MOST_POSITIONS:
+        return batch
+
+    def shortened(leaf: Tensor) -> Tensor:
+        # Also both dimensions of positions of a mask.
+        for dim in range(1, leaf.dim()):
+            if leaf.shape[dim] == length:
+                leaf = leaf.narrow(dim, 0, _MOST_POSITIONS)
+        return leaf
+
+    return pytree.tree_map_only(Tensor, shortened, batch)
 
 
 class _Recorder:

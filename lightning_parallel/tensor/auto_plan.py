@@ -317,7 +317,8 @@ def _plan_by_structure(module: nn.Module, plan: Plan, search: _Search, path: str
                 plan.styles[path] = STYLES[kind]
             return
     prefix = f"{path}." if path else ""
-    for name, child in module.named_children():
+    # A list: the record, made when a call is asked for the first time, restores the dicts of modules.
+    for name, child in [*module.named_children()]:
         # A module that is registered twice is planned under its first path only.
         if search.paths[id(child)] == prefix + name:
             _plan_by_structure(child, plan, search, prefix + name)

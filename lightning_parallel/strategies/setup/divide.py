@@ -22,7 +22,7 @@ from lightning.pytorch import LightningModule
 from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
-from torch import Tensor, nn
+from torch import nn
 
 from lightning_parallel import comm
 from lightning_parallel.checkpoint import ModelNames, rules_by_name
@@ -30,7 +30,7 @@ from lightning_parallel.checkpoint.place import put_file
 from lightning_parallel.comm import Group, MeshGroups
 from lightning_parallel.compat import ParallelState
 from lightning_parallel.compat.lightning import checkpoint_of_run, tell
-from lightning_parallel.compat.torch import buffers_of, pytree
+from lightning_parallel.compat.torch import buffers_of
 from lightning_parallel.mesh import PIPELINE
 from lightning_parallel.pipeline.analysis import analyze
 from lightning_parallel.pipeline.engine import PipelineEngine
@@ -78,9 +78,6 @@ __all__ = [
 
 PLAN_FILE = ".pipeline_plan.json"
 """File in the folder of a checkpoint with the plan for a resumed run; hidden from code that lists checkpoints."""
-
-_MOST_POSITIONS = 64
-"""Length of the sequences in the record of a step; a longer record would tell nothing more."""
 
 _MOST_TIED = 0.5
 """Share of the parameters that may be on several stages without a warning."""
@@ -150,31 +147,7 @@ def record_of_run(module: LightningModule, precision: Precision, device: torch.d
             return method(part, *index)
 
     with side_effects_discarded(module):
-        short = _shortened(batch)
-        found = None if short is batch else record_step(module, step, short, device)
-        # A step may need all positions, such as a model with a fixed length.
-        return record_step(module, step, batch, device) if found is None or found.error is not None else found
-
-
-def _shortened(batch: Any) -> Any:
-    """Return a batch of tokens with fewer positions; another batch as it is.
-
-    Trials of blocks repeat the recorded calls in double precision, where the memory of attention grows with the square
-    of the length.
-    """
-    leaves = [leaf for leaf in pytree.tree_leaves(batch) if isinstance(leaf, Tensor)]
-    lengths = {leaf.shape[1] for leaf in leaves if leaf.dim() == 2 and not leaf.is_floating_point()}
-    if len(lengths) != 1 or (length := lengths.pop()) <= _MOST_POSITIONS:
-        return batch
-
-    def shortened(leaf: Tensor) -> Tensor:
-        # Also both dimensions of positions of a mask.
-        for dim in range(1, leaf.dim()):
-            if leaf.shape[dim] == length:
-                leaf = leaf.narrow(dim, 0, _MOST_POSITIONS)
-        return leaf
-
-    return pytree.tree_map_only(Tensor, shortened, batch)
+        return record_step(module, step, batch, device, shorten=True)
 
 
 def cut_stages(
