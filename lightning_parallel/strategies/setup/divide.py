@@ -13,7 +13,7 @@ import json
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -66,6 +66,7 @@ from lightning_parallel.tensor.auto_plan import make_plan
 from lightning_parallel.tensor.head import gathered_heads
 from lightning_parallel.tensor.plan import Sharding, apply_plan
 from lightning_parallel.tensor.plan_table import repeated_work, sharding_table
+from lightning_parallel.tensor.verify import call_signature
 
 __all__ = [
     "PLAN_FILE",
@@ -113,13 +114,15 @@ def shard_tensors(
     # Make ranks equal before the plan, whose trials compare ranks. Shards of different models would not fit together.
     replicas.start_equal(module, groups.world)
     with comm.failing_together(groups.world):
-        found = make_plan(module, options.plan, group, options.sequence_parallel, record)
+        found = make_plan(module, options.plan, group, options.sequence_parallel, cache(partial(_equal, record, group)))
     if groups.pipeline_parallel.size > 1:
         found.sequence_regions = [replace(region, sends_pieces=True) for region in found.sequence_regions]
     if options.gather_logits:
         found.styles |= (heads := gathered_heads(found.styles))
         for path in heads:
             found.notes.pop(path, None)
+    # Replicas have recorded different batches.
+    comm.agree("the tensor plan", {path: type(style).__name__ for path, style in found.styles.items()}, groups.world)
     state.order = MessageOrder(group)
     # Layers send through a guarded group: `order` holds a roll call before a message that may be alone.
     state.sharding = sharding = apply_plan(module, found, group.guarded_by(state.order))
@@ -128,6 +131,15 @@ def shard_tensors(
     if advice := repeated_work(sharding):
         rank_zero_warn(advice)
     return sharding
+
+
+def _equal(record: Record, group: Group) -> StepTrace | None:
+    """Return the record if all ranks of `group` have the same calls in it, else None."""
+    with comm.failing_together(group):
+        trace = record()
+    calls = None if trace is None else [(call.path, call_signature(call.args, call.kwargs)) for call in trace.calls]
+    # Ranks that see different calls, as of batches of different lengths, would try different blocks and wait.
+    return trace if len({*comm.all_gather_object(repr(calls), group)}) == 1 else None
 
 
 def record_of_run(module: LightningModule, precision: Precision, device: torch.device) -> StepTrace | None:
