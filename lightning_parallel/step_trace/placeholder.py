@@ -45,6 +45,7 @@ __all__ = [
     "reveal",
     "step_of_stage",
     "watch_operations",
+    "written_by",
 ]
 
 
@@ -243,7 +244,7 @@ def _computed(func: Any, args: Any, kwargs: dict[str, Any], placeholders: list[P
     Raises:
         PlaceholderError: If it needs data.
     """
-    written = _written(func, args, kwargs)
+    written = written_by(func, args, kwargs)
     if any(not isinstance(value, PlaceholderTensor) for value in written):
         _require_data_to_write(f"`{func}`", placeholders)
         # The tensor does not change: only shapes matter here. An operator without a list returns its tensor.
@@ -460,7 +461,7 @@ def _check(func: Any, placeholders: list[PlaceholderTensor]) -> None:
             )
 
 
-def _written(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
+def written_by(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
     """Return the tensors that `func` writes in place."""
     place = _written_argument(func)
     if place is None:

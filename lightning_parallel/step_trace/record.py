@@ -28,10 +28,17 @@ from torch import Tensor, nn
 from lightning_parallel import comm
 from lightning_parallel.compat import patched
 from lightning_parallel.compat.chance import seeded
-from lightning_parallel.compat.torch import buffers_of, function_modes_kept, pytree
+from lightning_parallel.compat.torch import (
+    TorchDispatchMode,
+    buffers_of,
+    children_of,
+    function_modes_kept,
+    parameters_of,
+    pytree,
+)
 from lightning_parallel.step_trace.attributes import SavedAttributes, SavedForwards
 from lightning_parallel.step_trace.interception import ActiveHandler, Call, CallSite
-from lightning_parallel.step_trace.placeholder import PlaceholderTensor, nothing_written, watch_operations
+from lightning_parallel.step_trace.placeholder import PlaceholderTensor, nothing_written, watch_operations, written_by
 from lightning_parallel.step_trace.stubs import copy_args, named_placeholders, run_on_random_data, write_back
 
 __all__ = ["ModuleCall", "Operation", "Record", "StepTrace", "no_record", "record_step", "state_kept"]
@@ -157,6 +164,7 @@ def record_step(
         stack.enter_context(torch.compiler.set_stance("force_eager"))
         stack.enter_context(patched(nn.Module, "__call__", recorder.recording(nn.Module.__call__)))
         stack.enter_context(watch_operations(recorder.note))
+        stack.enter_context(_WritesUndone())
         try:
             recorder.trace.output = step(batch)
         except Exception as error:
@@ -183,6 +191,31 @@ def _shortened(batch: Any) -> Any:
         return leaf
 
     return pytree.tree_map_only(Tensor, shortened, batch)
+
+
+class _WritesUndone(TorchDispatchMode):
+    """Restores, after the block, real tensors that operations in the block write.
+
+    A step may write into tensors that no snapshot of the module knows, such as an average of its weights elsewhere.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._before: list[tuple[Tensor, Tensor]] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        for value in written_by(func, args, kwargs or {}):
+            if type(value) is not PlaceholderTensor and not value.is_meta:
+                self._before.append((value.detach(), value.detach().clone()))
+        return func(*args, **(kwargs or {}))
+
+    def __exit__(self, *args: Any) -> None:
+        super().__exit__(*args)
+        # The last write first: each restores the contents before it.
+        for value, before in reversed(self._before):
+            if value.shape == before.shape:
+                value.copy_(before)
+        self._before.clear()
 
 
 class _Recorder:
@@ -275,6 +308,10 @@ def state_kept(module: nn.Module, seed: int | None = 0) -> Iterator[None]:
     """
     forwards, attributes = SavedForwards(module), SavedAttributes(module)
     buffers = [(child, dict(buffers_of(child))) for child in module.modules()]
+    # A step may register modules, such as a copy of the model, and toggle parameters for one of several optimizers.
+    registries: list[Any] = [own for child in module.modules() for own in (children_of(child), parameters_of(child))]
+    registered = [(own, dict(own)) for own in registries]
+    trained = [(parameter, parameter.requires_grad) for parameter in module.parameters()]
     held = {buffer for _, own in buffers for buffer in own.values() if type(buffer) is Tensor and not buffer.is_meta}
     values = {buffer: buffer.detach().clone() for buffer in held}
     try:
@@ -283,6 +320,13 @@ def state_kept(module: nn.Module, seed: int | None = 0) -> Iterator[None]:
     finally:
         forwards.restore()
         attributes.restore()
+        for now, before in registered:
+            # Only if it has changed: code may go through the dict at this moment.
+            if now.keys() != before.keys() or any(now[name] is not value for name, value in before.items()):
+                now.clear()
+                now.update(before)
+        for parameter, requires_grad in trained:
+            parameter.requires_grad_(requires_grad)
         for child, own in buffers:
             # Cleared first: the step may have registered further buffers.
             buffers_of(child).clear()

@@ -100,6 +100,34 @@ def test_recording_changes_nothing():
     assert type(model.scale) is nn.Parameter
 
 
+class Meddler(Net):
+    """Its step registers a copy, freezes a parameter, and writes tensors that belong to nobody."""
+
+    def __init__(self, elsewhere):
+        super().__init__()
+        self.elsewhere = elsewhere
+
+    def forward(self, ids, mask):
+        self.copy = copy.deepcopy(self.blocks)
+        self.blocks[0].weight.requires_grad_(False)
+        weight = self.elsewhere[0].weight
+        with torch.no_grad():
+            weight.mul_(0.5).add_(1)
+            weight[0].zero_()
+        return super().forward(ids, mask)
+
+
+def test_what_a_step_changes_by_hand_is_undone():
+    elsewhere = [nn.Linear(4, 4)]
+    model = Meddler(elsewhere)
+    before = elsewhere[0].weight.detach().clone()
+    trace = record_step(model, loss(model), (IDS, MASK), CPU)
+    assert trace.error is None
+    assert not hasattr(model, "copy")
+    assert model.blocks[0].weight.requires_grad
+    assert torch.equal(elsewhere[0].weight, before)
+
+
 def test_only_the_module_that_reads_values_runs_on_random_data():
     model = Net(Router())
     trace = record_step(model, loss(model), (IDS, MASK), CPU)

@@ -206,6 +206,24 @@ class Hidden(Net):
         return super().training_step(batch, index) + 1e-3 * hidden.square().mean()
 
 
+@distributed(world_size=2)
+def test_hidden_features_that_the_first_step_uses_are_whole():
+    alone, module = Hidden().double(), Hidden().double()
+    fit_single(alone)
+    trainer = fit_parallel(module, 2, 2)
+    full = trainer.strategy.lightning_module_state_dict()
+    for name, tensor in alone.state_dict().items() if trainer.is_global_zero else ():
+        torch.testing.assert_close(full[name], tensor, rtol=1e-9, atol=1e-11, msg=name)
+
+
+class HiddenLater(Net):
+    """Its loss looks at hidden features after the first step."""
+
+    def training_step(self, batch, index):
+        loss = super().training_step(batch, index)
+        return loss + 1e-3 * self.net[:2](batch[0]).square().mean() if self.global_step else loss
+
+
 class Penalty(Net):
     """Its loss has the gradient with respect to the input."""
 
@@ -217,7 +235,7 @@ class Penalty(Net):
 
 @pytest.mark.parametrize(
     ("kind", "message"),
-    [(Hidden, "each rank holds only a piece"), (Penalty, r"Gradients of gradients .* are not supported")],
+    [(HiddenLater, "each rank holds only a piece"), (Penalty, r"Gradients of gradients .* are not supported")],
 )
 @distributed(world_size=2)
 def test_losses_that_would_differ_from_one_process(kind, message):

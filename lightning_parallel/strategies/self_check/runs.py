@@ -39,9 +39,8 @@ from lightning_parallel.strategies.self_check.observed import (
     flags_of,
     numbers_in,
 )
-from lightning_parallel.strategies.steps.effects import LogCall, log_recorded
+from lightning_parallel.strategies.steps.effects import LogCall, changes_undone, log_recorded
 from lightning_parallel.strategies.steps.gradient_hooks import (
-    HookedState,
     LeftByBackward,
     LeftInCallbacks,
     refused_leaving,
@@ -243,15 +242,15 @@ class StepRuns:
         keeps = call.name == "training_step" and not self.module.automatic_optimization
         failure: Exception | None = None
         try:
-            with self._state_kept():
+            with changes_undone(self.module):
                 found = run_reference(self.skeleton, owners, run, way.double, keeps)
             # The condition is equal on all ranks, so all ranks try again together.
             if found.failure and self.engine is None:
-                with self._state_kept(), self._whole_copies() as are_there:
+                with changes_undone(self.module), self._whole_copies() as are_there:
                     if are_there:  # the step may have called a copy
                         found = run_reference(self.skeleton, owners, run, way.double, keeps)
             if way.hooks and not found.failure and call.name == "training_step":
-                with self._state_kept():
+                with changes_undone(self.module):
                     run_gradient_hooks(self.module, found.gradients, self.engine is not None)
         except Exception as error:  # a write on this rank cannot be undone
             failure = error
@@ -345,7 +344,7 @@ class StepRuns:
         self._are_complete = False
         trace = ModuleTrace(self.module, self.elsewhere()) if way.traces else None
         drawn = RandomRegion.draws
-        with self._state_kept(), ExitStack() as stack:
+        with changes_undone(self.module), ExitStack() as stack:
             if way.double:
                 stack.enter_context(in_double(self.module, with_parameters=True))
                 buffers = {key: doubled(value) for key, value in buffers.items()}
@@ -600,25 +599,6 @@ class StepRuns:
         if isinstance(self.precision, MixedPrecision):
             ways.append(Way(plain=True))
         return [*ways, Way()]
-
-    @contextmanager
-    def _state_kept(self) -> Iterator[None]:
-        """Undo the changes of a run of the step, gradients included."""
-        state = Snapshot(self.module, scope="all")
-        trainer, hooked = TrainerState(self.module), HookedState.of(self.module)
-        # Set the gradients themselves aside, not copies: the run begins without gradients and cannot change them.
-        gradients = {parameter: parameter.grad for parameter in self.module.parameters()}
-        for parameter in gradients:
-            parameter.grad = None
-        try:
-            with OwnGenerators(self.module.modules()).preserved():
-                yield
-        finally:
-            for parameter, gradient in gradients.items():
-                parameter.grad = gradient
-            trainer.restore()
-            hooked.restore()
-            state.restore(in_place=True)
 
     @contextmanager
     def _manual(self, model: WholeModel | None) -> Iterator[None]:

@@ -59,7 +59,7 @@ from lightning_parallel.strategies.options import PipelineOptions, TensorOptions
 from lightning_parallel.strategies.ranks import replicas
 from lightning_parallel.strategies.ranks.order import MessageOrder
 from lightning_parallel.strategies.setup.tables import print_table
-from lightning_parallel.strategies.steps.effects import side_effects_discarded
+from lightning_parallel.strategies.steps.effects import changes_undone, side_effects_discarded
 from lightning_parallel.strategies.steps.pipeline import step_context
 from lightning_parallel.strategies.steps.weights import find_microbatch_weight
 from lightning_parallel.tensor.auto_plan import make_plan
@@ -158,7 +158,7 @@ def record_of_run(module: LightningModule, precision: Precision, device: torch.d
         with step_context(precision, STEPS[fn]):
             return method(part, *index)
 
-    with side_effects_discarded(module):
+    with side_effects_discarded(module), changes_undone(module):
         return record_step(module, step, batch, device, shorten=True)
 
 

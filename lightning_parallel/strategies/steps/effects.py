@@ -35,7 +35,9 @@ from lightning_parallel.pipeline.microbatch import (
     reduce_logged,
     rule_of,
 )
+from lightning_parallel.pipeline.random_streams import OwnGenerators
 from lightning_parallel.step_trace.placeholder import in_dry_run, missing, require_known, reveal
+from lightning_parallel.strategies.steps.gradient_hooks import HookedState
 from lightning_parallel.strategies.steps.metrics import MetricCalls, MetricSnapshot, Place
 from lightning_parallel.strategies.steps.state import (
     MISSING,
@@ -60,7 +62,15 @@ from lightning_parallel.strategies.steps.state import (
     remove,
 )
 
-__all__ = ["Change", "LogCall", "StepEffects", "log_recorded", "side_effects_discarded", "to_device"]
+__all__ = [
+    "Change",
+    "LogCall",
+    "StepEffects",
+    "changes_undone",
+    "log_recorded",
+    "side_effects_discarded",
+    "to_device",
+]
 
 _LOG = inspect.signature(LightningModule.log)
 BatchStates = tuple[Metric, dict[str, Any]]
@@ -694,3 +704,23 @@ def side_effects_discarded(module: LightningModule) -> Iterator[None]:
         # In place, since the skeleton compares attributes by identity. The block may free tensors of other stages, or
         # move them to the device.
         before.restore(tensors=False, in_place=True)
+
+
+@contextmanager
+def changes_undone(module: LightningModule) -> Iterator[None]:
+    """Undo the changes of a run of the step, gradients and generators included."""
+    state = Snapshot(module, scope="all")
+    trainer, hooked = TrainerState(module), HookedState.of(module)
+    # Set the gradients themselves aside, not copies: the run begins without gradients and cannot change them.
+    gradients = {parameter: parameter.grad for parameter in module.parameters()}
+    for parameter in gradients:
+        parameter.grad = None
+    try:
+        with OwnGenerators(module.modules()).preserved():
+            yield
+    finally:
+        for parameter, gradient in gradients.items():
+            parameter.grad = gradient
+        trainer.restore()
+        hooked.restore()
+        state.restore(in_place=True)
