@@ -43,7 +43,7 @@ from lightning_parallel.step_trace.stubs import copy_args, named_placeholders, r
 
 __all__ = ["ModuleCall", "Operation", "Record", "StepTrace", "no_record", "record_step", "state_kept"]
 
-_MOST_POSITIONS = 64
+_MOST_POSITIONS = 256
 """Length of the sequences in the record of a step; a longer record would tell nothing more."""
 
 _MOST_WITH_DATA = 0.75

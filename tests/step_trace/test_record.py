@@ -158,13 +158,13 @@ def test_parameters_may_be_on_the_meta_device():
 
 def test_few_positions_of_tokens_tell_the_calls():
     model = nn.Sequential(nn.Embedding(10, 4), nn.Linear(4, 4))
-    batch = {"ids": torch.ones(2, 100, dtype=torch.long), "mask": torch.ones(2, 1, 100, 100)}
+    batch = {"ids": torch.ones(2, 300, dtype=torch.long), "mask": torch.ones(2, 1, 300, 300)}
     trace = record_step(model, lambda batch: (model(batch["ids"]), batch["mask"].sum()), batch, CPU, shorten=True)
-    assert trace.calls_of("1")[0].args[0].shape == (2, 64, 4)
-    assert trace.output[1] == 2 * 64 * 64
-    fixed = torch.ones(100, 4)
+    assert trace.calls_of("1")[0].args[0].shape == (2, 256, 4)
+    assert trace.output[1] == 2 * 256 * 256
+    fixed = torch.ones(300, 4)
     trace = record_step(model, lambda batch: model(batch["ids"]) + fixed, batch, CPU, shorten=True)
-    assert trace.calls_of("1")[0].args[0].shape == (2, 100, 4)
+    assert trace.calls_of("1")[0].args[0].shape == (2, 300, 4)
 
 
 SIZES = {"hidden_size": 16, "num_attention_heads": 4, "num_hidden_layers": 2, "intermediate_size": 32, "vocab_size": 50}
