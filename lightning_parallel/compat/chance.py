@@ -23,7 +23,7 @@ def seed_all(seed: int) -> None:
 
 @contextmanager
 def random_state_kept() -> Iterator[None]:
-    """Restore the global generators after the block. It takes as long as ten seedings, so not for every action."""
+    """Restore the global generators after the block. The block costs as much as ten seedings: keep it off hot paths."""
     torch_state = torch.get_rng_state()
     python_state = random.getstate()
     numpy_state = np.random.get_state()

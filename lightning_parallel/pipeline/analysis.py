@@ -100,15 +100,7 @@ def analyze(
     analysis = _Analysis(
         module, num_ranks, schedule, example, trace, balance, memory_limit_bytes, copies, device, sync_group
     )
-    # Report the first failure: it is about the most likely layers, and the rest are further attempts.
-    failure: ValueError | None = None
-    for stack in stacks:
-        try:
-            return analysis.plan_for(stack, link or Link())
-        except ValueError as error:
-            failure = failure or error
-    assert failure is not None
-    raise failure
+    return analysis.first_plan(stacks, link or Link())
 
 
 @dataclass
@@ -125,6 +117,18 @@ class _Analysis:
     copies: float
     device: torch.device
     sync_group: Group | None
+
+    def first_plan(self, stacks: list[LayerStack], link: Link) -> PipelinePlan:
+        """Return the plan of the first stack that can be split."""
+        # Report the first failure: it is about the most likely layers, and the rest are further attempts.
+        failure: ValueError | None = None
+        for stack in stacks:
+            try:
+                return self.plan_for(stack, link)
+            except ValueError as error:
+                failure = failure or error
+        assert failure is not None
+        raise failure
 
     def plan_for(self, stack: LayerStack, link: Link) -> PipelinePlan:
         """Return the plan that splits `stack`."""

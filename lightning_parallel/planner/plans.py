@@ -110,6 +110,13 @@ class LayoutPlan:
         }
 
 
+def _check_numbers(global_batch: int | None, accumulated: int) -> None:
+    if global_batch is not None and global_batch < 1:
+        raise ValueError(f"`global_batch` must be at least 1 sample; got {global_batch}")
+    if accumulated < 1:
+        raise ValueError(f"`accumulated` must be at least 1 batch in an optimizer step; got {accumulated}")
+
+
 def plan(
     module: nn.Module,
     batch: Any,
@@ -144,10 +151,7 @@ def plan(
     Raises:
         ValueError: If the step fails on the batch, `layers` names no module, or a number of samples is below 1.
     """
-    if global_batch is not None and global_batch < 1:
-        raise ValueError(f"`global_batch` must be at least 1 sample; got {global_batch}")
-    if accumulated < 1:
-        raise ValueError(f"`accumulated` must be at least 1 batch in an optimizer step; got {accumulated}")
+    _check_numbers(global_batch, accumulated)
     if layers != "auto":
         LayerStack.at(module, layers)
     options: dict[str, Any] = {"step": step, "precision": precision, "plan": tensor_plan, "layers": layers}

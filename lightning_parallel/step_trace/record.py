@@ -114,7 +114,7 @@ class StepTrace:
         return [call for call in self.calls if call.path == path]
 
     def outermost(self, modules: set[nn.Module]) -> Iterator[ModuleCall]:
-        """Yield the calls of `modules`, except calls that are made inside another one of them."""
+        """Yield the calls of `modules`, except calls inside calls of `modules`."""
         for call in self.calls:
             if call.module in modules and not self.is_inside(call.parent, modules):
                 yield call

@@ -78,7 +78,7 @@ def make_plan(
         _verify_regions(module, found, search, explicit)
         resolve_ties(module, found, group.size)
     if sequence_parallel:
-        divide_sequences(module, found, verifier, record)
+        divide_sequences(module, found, verifier, search.calls)
     return found
 
 

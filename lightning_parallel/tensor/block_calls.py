@@ -15,13 +15,14 @@ from torch import Tensor, nn
 
 from lightning_parallel import comm
 from lightning_parallel.comm import Group
+from lightning_parallel.compat.chance import random_state_kept
 from lightning_parallel.compat.torch import pytree, seed_torch
 from lightning_parallel.step_trace.placeholder import PlaceholderTensor
 from lightning_parallel.step_trace.record import ModuleCall, Record, StepTrace, no_record, record_step
 from lightning_parallel.tensor.inspection import is_linear, sizes_of, structure_of
-from lightning_parallel.tensor.verify import INPUT_SHAPE, LONGEST, BlockCall, call_signature, chance_kept
+from lightning_parallel.tensor.verify import INPUT_SHAPE, LONGEST, BlockCall, call_signature
 
-__all__ = ["BlockCalls", "block_call", "joined_blocks"]
+__all__ = ["BlockCalls"]
 
 SIDES = (32, 64, 224)  # of images
 MOST_CHANNELS = 16
@@ -75,6 +76,29 @@ class BlockCalls:
                 return True
         return False
 
+    def joined(self, blocks: Sequence[str]) -> set[tuple[str, str]]:
+        """Return the pairs of neighbours whose first block passes its output unchanged to the second, and nowhere else.
+
+        Args:
+            blocks: Paths of the blocks of one container, in their order.
+
+        Returns:
+            Only pairs that were seen: code between other blocks may change the output.
+        """
+        record = self._record()
+        found = None if record is None else _joined(record, blocks)
+        for around in reversed([*_owners(blocks[0])]):
+            owner = self._root.get_submodule(around)
+            # Code of the model may go through the modules of a `Sequential` one by one.
+            is_list = isinstance(owner, (nn.ModuleList, nn.ModuleDict)) or around == blocks[0].rpartition(".")[0] != ""
+            if found is None and not is_list:
+                inner = [path.removeprefix(f"{around}.").lstrip(".") for path in blocks]
+                seen = (_joined(trace, inner) for trace in self._traces(around, inner[0]))
+                found = next((numbers for numbers in seen if numbers is not None), None)
+        pairs = [pair for number, pair in enumerate(zip(blocks, blocks[1:])) if number in (found or ())]
+        # Only pairs that all ranks saw: ranks with different regions would wait for each other.
+        return set(pairs).intersection(*comm.all_gather_object(pairs, self._group))
+
     def _guess(self, path: str, reason: str) -> tuple[ModuleCall | None, str]:
         """Return the call in a record of the forward of the outermost module around that runs as far as the block."""
         for around in _owners(path):
@@ -96,7 +120,7 @@ class BlockCalls:
         return self._guessed[around]
 
     def _agreed(self, call: ModuleCall | None, reason: str) -> BlockCall | str:
-        with chance_kept():
+        with random_state_kept():
             seed_torch(0)
             made = reason if call is None else _with_values(call.args, call.kwargs)
         # Ranks that try different calls would wait for each other.
@@ -104,39 +128,6 @@ class BlockCalls:
         if isinstance(made, str) or len({*everywhere}) == 1:
             return made
         return "the ranks call it in different ways"
-
-
-def block_call(root: nn.Module, path: str, group: Group, trace: StepTrace | None = None) -> BlockCall | str:
-    """Return how the modules of `root` call the block at `path`; see `BlockCalls`."""
-    return BlockCalls(root, group, lambda: trace).of(path)
-
-
-def joined_blocks(
-    root: nn.Module, blocks: Sequence[str], group: Group, trace: StepTrace | None = None
-) -> set[tuple[str, str]]:
-    """Return the pairs of neighbours in which the first passes its output unchanged to the second, and nowhere else.
-
-    Args:
-        root: The full model.
-        blocks: Paths of the blocks of one container, in their order.
-        group: The tensor-parallel group; all its ranks must call this.
-        trace: The record of the user's step.
-
-    Returns:
-        Only pairs that were seen: code between other blocks may change the output.
-    """
-    found = None if trace is None else _joined(trace, blocks)
-    for around in reversed([*_owners(blocks[0])]):
-        owner = root.get_submodule(around)
-        # Code of the model may go through the modules of a `Sequential` one by one.
-        is_list = isinstance(owner, (nn.ModuleList, nn.ModuleDict)) or around == blocks[0].rpartition(".")[0] != ""
-        if found is None and not is_list:
-            inner = [path.removeprefix(f"{around}.").lstrip(".") for path in blocks]
-            seen = (_joined(other, inner) for other in _guessed(owner, owner.get_submodule(inner[0])))
-            found = next((numbers for numbers in seen if numbers is not None), None)
-    pairs = [pair for number, pair in enumerate(zip(blocks, blocks[1:])) if number in (found or ())]
-    # Only pairs that all ranks saw: ranks with different regions would wait for each other.
-    return set(pairs).intersection(*comm.all_gather_object(pairs, group))
 
 
 def _owners(path: str) -> Iterator[str]:

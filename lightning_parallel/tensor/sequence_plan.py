@@ -21,9 +21,8 @@ from dataclasses import replace
 from torch import nn
 
 from lightning_parallel.compat.torch import has_compiled_calls
-from lightning_parallel.step_trace.record import Record, StepTrace, no_record
 from lightning_parallel.tensor.attention import Attention, TransformerLayer, transformer_styles
-from lightning_parallel.tensor.block_calls import block_call, joined_blocks
+from lightning_parallel.tensor.block_calls import BlockCalls
 from lightning_parallel.tensor.layers import Column, Replicate, Row, Style
 from lightning_parallel.tensor.per_head import PerHead
 from lightning_parallel.tensor.plan import Plan, region_around
@@ -41,7 +40,7 @@ UNSEEN = "it is in a block of another list, and a run of the model without data 
 WHOLE = "its layers are not sharded"
 
 
-def divide_sequences(module: nn.Module, plan: Plan, verifier: PlanVerifier, record: Record = no_record) -> None:
+def divide_sequences(module: nn.Module, plan: Plan, verifier: PlanVerifier, calls: BlockCalls) -> None:
     """Shard the sequence along the stacks of blocks whose results this does not change.
 
     Raises:
@@ -62,7 +61,7 @@ def divide_sequences(module: nn.Module, plan: Plan, verifier: PlanVerifier, reco
             continue
         if not inside_of_another and any(_is_divided(modules[block], _inside(plan, block)) for block in blocks):
             _refuse_compiled(modules, path, blocks)
-            _divide_stack(module, path, blocks, plan, verifier, record())
+            _divide_stack(module, path, blocks, plan, verifier, calls)
         elif not inside_of_another:
             whole[path] = WHOLE
     if not plan.sequence_regions:
@@ -116,16 +115,16 @@ def _inside(plan: Plan, block: str) -> Plan:
 
 
 def _divide_stack(
-    root: nn.Module, path: str, blocks: list[str], plan: Plan, verifier: PlanVerifier, trace: StepTrace | None
+    root: nn.Module, path: str, blocks: list[str], plan: Plan, verifier: PlanVerifier, calls: BlockCalls
 ) -> None:
     """Shard the sequence along the blocks in a row that allow it, of the stack at `path`."""
     run: list[SequenceRegion] = []
-    seen = block_call(root, blocks[0], verifier.group, trace=trace)
+    seen = calls.of(blocks[0])
     call, unseen = (None, seen) if isinstance(seen, str) else (seen, "")
     if call is None and _is_in_a_list(root, path):  # perhaps experts, whose tokens have no order
         plan.whole_sequences |= dict.fromkeys(blocks, UNSEEN)
         return
-    joined = joined_blocks(root, blocks, verifier.group, trace) if len(blocks) > 1 else set()
+    joined = calls.joined(blocks) if len(blocks) > 1 else set()
     for block in blocks:
         found = _sequence_plan(root.get_submodule(block), _inside(plan, block), verifier, call)
         if isinstance(found, str):

@@ -22,13 +22,14 @@ from torch.overrides import TorchFunctionMode
 from lightning_parallel import comm
 from lightning_parallel.comm import Group
 from lightning_parallel.compat import Patches
+from lightning_parallel.compat.chance import random_state_kept
 from lightning_parallel.compat.torch import copy_of, pytree, random_values, seed_torch
 from lightning_parallel.tensor.inspection import is_linear, sizes_of, structure_of
 from lightning_parallel.tensor.low_rank import layer_sizes, linear_layers
 from lightning_parallel.tensor.plan import Plan, apply_plan
 from lightning_parallel.tensor.sharding import reduce_partial_
 
-__all__ = ["BlockCall", "DropoutOff", "PlanVerifier", "Trial", "call_signature", "chance_kept", "copy_in_double"]
+__all__ = ["BlockCall", "DropoutOff", "PlanVerifier", "Trial", "call_signature", "copy_in_double"]
 
 # Of the largest value, by the precision of the trial; code that computes in single precision inside stays below the
 # first.
@@ -69,7 +70,7 @@ class PlanVerifier:
     def once(self, key: object, find: Callable[[], V]) -> V:
         """Return the result of `find` for `key`; found once. Every rank must give equal keys in the same order."""
         if key not in self._known:
-            with chance_kept():
+            with random_state_kept():
                 # The ranks must draw the same numbers to find the same.
                 seed_torch(0)
                 self._known[key] = find()
@@ -384,18 +385,6 @@ def _with_values(block: nn.Module, known: Mapping[int, Tensor] | None = None) ->
                 values = random_values(tensor.shape, tensor.dtype, _device(), 0.1)
                 found[id(tensor)] = nn.Parameter(values) if isinstance(tensor, nn.Parameter) else values
     return copy_of(block, found)
-
-
-@contextmanager
-def chance_kept() -> Iterator[None]:
-    """Restore the global generators after the block: a trial must not move the generators of the run."""
-    python, others = random.getstate(), numpy.random.get_state()
-    with torch.random.fork_rng(devices_in_use()):
-        try:
-            yield
-        finally:
-            random.setstate(python)
-            numpy.random.set_state(others)
 
 
 def devices_in_use() -> list[int]:

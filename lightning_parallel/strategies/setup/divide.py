@@ -378,15 +378,9 @@ def _plan(
     # Measure now, while all ranks are here and idle.
     link = measure_link(groups.pipeline_parallel, device, groups.world)
 
-    spare_bytes = 0
-    copies = 1.0
-    if module.trainer.training:
-        # Only the optimizers tell how much state they hold; to ask them runs `configure_optimizers` on a copy.
-        is_limited = options.schedule == "auto" or options.memory_limit_bytes is not None
-        state = state_copies(module) if is_limited else STATE_COPIES
-        copies = copies_held(state, groups.data_parallel.size, zero_stage)
-        if counts != [1]:
-            spare_bytes = Held.of(module.parameters()).largest_bytes
+    copies, spare_bytes = _state_held(module, options, groups, zero_stage)
+    if counts == [1]:
+        spare_bytes = 0
 
     def choose(costs: Costs, passes: int) -> Schedule:
         workload = Workload(
@@ -422,6 +416,18 @@ def _plan(
     traced = None if example is None else (example[0], microbatches[0])
     plan = planned(example=traced) if module.trainer.training else _plan_for_evaluation(planned, traced)
     return replace(plan, request=request)
+
+
+def _state_held(
+    module: LightningModule, options: PipelineOptions, groups: MeshGroups, zero_stage: int
+) -> tuple[float, int]:
+    """Return the bytes held for each byte of a trained parameter, and the bytes of the largest gradient."""
+    if not module.trainer.training:
+        return 1.0, 0
+    # Only the optimizers tell how much state they hold; to ask them runs `configure_optimizers` on a copy.
+    is_limited = options.schedule == "auto" or options.memory_limit_bytes is not None
+    state = state_copies(module) if is_limited else STATE_COPIES
+    return copies_held(state, groups.data_parallel.size, zero_stage), Held.of(module.parameters()).largest_bytes
 
 
 def _plan_for_evaluation(planned: Callable[..., PipelinePlan], example: tuple[Callable[[Any], Any], Any] | None) -> Any:
