@@ -316,7 +316,7 @@ def outer_modules(
 
     Args:
         module: The model.
-        stack: Its layers.
+        stack: Its layers; without any, no module is outside.
         with_parameters: Yield modules that have parameters now. If False, yield modules that had some when they were
             intercepted, because a stage frees the parameters of other stages.
     """
@@ -338,7 +338,8 @@ def outer_modules(
         ):
             yield name, child
 
-    yield from walk("", module)
+    if layers:
+        yield from walk("", module)
 
 
 def _container(module: nn.Module, path: str) -> nn.Module:

@@ -1,7 +1,7 @@
 """Measure the cost of each layer on one microbatch, or count it in parameters.
 
 No rank needs the full model for it. The step runs with one layer of each kind, whose output also stands for the outputs
-of all other layers of that kind. Every part is on the device only while it is in use.
+of all other layers of that kind. A layer is on the device only while it runs.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import warnings
 import weakref
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
@@ -22,7 +22,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from lightning_parallel.compat.chance import seeded
 from lightning_parallel.compat.torch import buffers_of, parameters_of, pytree, random_values, storage_address
 from lightning_parallel.pipeline.layer_stack import LayerStack, outer_modules
-from lightning_parallel.pipeline.pipeline_plan import PipelinePlan
+from lightning_parallel.pipeline.module_use import copies_of_layers
 from lightning_parallel.pipeline.search import Costs
 from lightning_parallel.pipeline.simulate import Cost
 from lightning_parallel.pipeline.stage import InterceptedModel
@@ -31,7 +31,7 @@ from lightning_parallel.step_trace.attributes import parameter_lists, replaced
 from lightning_parallel.step_trace.interception import Call, has_listeners
 from lightning_parallel.step_trace.stubs import autocast_dtype, copy_args
 
-__all__ = ["STATE_COPIES", "TruncatedModel", "count_parameters", "measure"]
+__all__ = ["STATE_COPIES", "TruncatedModel", "count_parameters", "measure", "measure_whole"]
 
 T = TypeVar("T")
 Step = Callable[[Any], Any]
@@ -93,16 +93,12 @@ def measure(
         typical: Take the median of the runs instead of the least.
         copies: See `count_parameters`.
     """
-    last = len(stack.layers) - 1
-    ends = ({name for name in use if 0 in use[name]}, {name for name in use if last in use[name]})
     held = count_parameters(module, stack, use, copies)
     failure = ""
     # A model may notice that a layer did not run. Then all layers run in a second try.
     for runs_all in (False, True):
-        clock = _CostMeter(module, stack, *ends, device, runs_all)
-        clock.clock, clock.repeats, clock.typical = now, repeats, typical
         try:
-            layers = clock.measure(step, microbatch)
+            costs = _CostMeter(module, stack, device, runs_all, now, repeats, typical).measure(step, microbatch)
             break
         except Exception as error:
             failure = repr(error)  # the error itself would keep the tensors of its frames
@@ -114,36 +110,40 @@ def measure(
             stacklevel=2,
         )
         return held
-    return Costs(
-        tuple(replace(cost, resident_bytes=layer.resident_bytes) for cost, layer in zip(layers, held.layers)),
-        replace(clock.chosen(clock.prologues), resident_bytes=held.prologue.resident_bytes),
-        replace(clock.chosen(clock.epilogues), resident_bytes=held.epilogue.resident_bytes),
-    )
+    return costs.mapped(lambda cost, part: replace(cost, resident_bytes=part.resident_bytes), held)
+
+
+def measure_whole(
+    module: nn.Module, step: Step, batch: Any, device: torch.device, now: Callable[[], float], repeats: int
+) -> Costs:
+    """Measure the step of a model without layers to split; the full step counts as prologue.
+
+    Args:
+        module, step, device, now, repeats: See `measure`.
+        batch: The input of the step.
+    """
+    return _CostMeter(module, LayerStack("", (), (), ()), device, False, now, repeats, True).measure(step, batch)
 
 
 class TruncatedModel:
-    """Runs a step through the prologue, one layer of each kind, and the epilogue, as a handler of calls.
+    """Runs a step with one layer of each kind, as a handler of calls.
 
     All layers of one kind return the output of the first one, as long as their inputs have the same shapes. Parameters
-    are on the device while their part runs. Parameters without data get random values, the same in every run.
+    of a layer, or of a copy of the model, are on the device while it runs, all other parameters during the step.
+    Parameters without data get random values, the same in every run.
 
     Args:
         module: The model; it is not changed.
-        stack: Its layers.
-        prologue, epilogue: Names of the parameters used before and after the layers.
+        stack: Its layers; without any, the full model runs.
         device: Where to run.
         runs_all: Run every layer, one after the other, for a model that notices otherwise.
         dtype: The dtype of floating-point parameters on the device; None to keep each one's dtype.
     """
 
-    entered = True
-
     def __init__(
         self,
         module: nn.Module,
         stack: LayerStack,
-        prologue: set[str],
-        epilogue: set[str],
         device: torch.device,
         runs_all: bool = False,
         dtype: torch.dtype | None = None,
@@ -153,49 +153,52 @@ class TruncatedModel:
         self.device = device
         self.runs_all = runs_all
         self._module = module
-        self._ends = (prologue, epilogue)
         self._names = {id(parameter): name for name, parameter in module.named_parameters()}
         self._intercepted = InterceptedModel(module, stack)
-        inside = [*stack.layers, *(child for _, child in outer_modules(module, stack))]
-        self._inside = {child for part in inside for child in part.modules()}
-        self._loaded = ExitStack()
+        copies = copies_of_layers(module, stack).keys()
+        # A copy of the model, such as a moving average, is as large as the model, and may never be called.
+        self._when_called = {child for layer in stack.layers for child in layer.modules()}
+        for _, outer in outer_modules(module, stack):
+            inside = set(outer.modules())
+            if copies.isdisjoint(inside):
+                self._when_called -= inside
+            else:
+                self._when_called |= inside
         self._outputs: dict[Any, Any] = {}
         self._is_first = True
-
-    @classmethod
-    def of_plan(cls, module: nn.Module, plan: PipelinePlan, *args: Any) -> TruncatedModel:
-        """Return one whose ends hold the parameters of the plan's first and last stage; `args` as for the class."""
-        ends = (0, plan.num_stages - 1)
-        first, last = ({name for name, held in plan.parameters.items() if end in held.stages} for end in ends)
-        return cls(module, LayerStack.at(module, plan.container), first, last, *args)
 
     def run(self, step: Step, batch: Any, seed: int | None = 0) -> Any:
         """Run `step` on `batch` and return its result; random numbers come from `seed`, or from outside if None."""
         self._is_first = True
         # Outputs of another batch have other shapes, and would keep its graph alive.
         self._outputs.clear()
+
+        def data(_: str, child: nn.Module) -> dict[str, Any]:
+            return {} if child in self._when_called else self._data(child)
+
         # The parameters are unloaded inside, because they are no attributes to be restored.
-        with self._intercepted.handled_by(self, seed), self._loaded:
-            self._load_end(0)
+        with self._intercepted.handled_by(self, seed), replaced(self._module, data):
             self.begin()
             return step(batch)
 
     def begin(self) -> None:
-        """Do nothing; called when the full prologue is loaded, for subclasses that measure."""
+        """Do nothing; called before the step, for subclasses that measure."""
 
     def leave_prologue(self, call: Call) -> Call:
         """Return the call of the first layer, unchanged here."""
         return call
 
     def enter_epilogue(self) -> None:
-        """Do nothing; called when the full epilogue is loaded."""
+        """Do nothing; called after the last layer."""
 
     def run_layer(self, key: Any, call: Call) -> Any:
         """Run the first layer of a kind; `key` tells kinds and shapes of inputs apart."""
         return call.run()
 
     def outer_module(self, call: Call) -> Any:
-        """Run a module outside the layers, with its parameters on the device."""
+        """Run a module outside the layers."""
+        if call.module not in self._when_called:
+            return call.run()
         with self.loaded(call.module):
             return call.run()
 
@@ -204,8 +207,6 @@ class TruncatedModel:
         if self._is_first:
             self._is_first = False
             call = self.leave_prologue(call)
-            # The prologue's parameters leave the device before a layer comes: never more than one part is there.
-            self._loaded.close()
         key = (call.site.kind, _shapes((call.args, call.kwargs)))
         # Hooks collect the outputs of layers, so a layer with hooks has to run.
         if key in self._outputs and not self.runs_all and not has_listeners(list(call.module.modules())):
@@ -218,47 +219,27 @@ class TruncatedModel:
         # Each layer gets a separate copy, which the model may write into.
         output = pytree.tree_map_only(Tensor, cut_off, output)
         if call.layer_index == len(self.stack.layers) - 1:
-            self._load_end(1)
             self.enter_epilogue()
         return output
 
     @contextmanager
     def loaded(self, module: nn.Module) -> Iterator[None]:
-        """Put parameters and buffers of `module` on the device inside the block, unless they are there already."""
-        with replaced(module, lambda _, child: self._data(child, None)):
+        """Put parameters and buffers of `module` on the device inside the block."""
+        with replaced(module, lambda _, child: self._data(child)):
             yield
 
-    def _load_end(self, end: int) -> None:
-        """Load the parameters used at one end of the model, except in intercepted modules, which load when called.
-
-        Exception: a step may read the parameters of any module directly, such as the embedding's matrix for the output.
-        """
-
-        def data(_: str, child: nn.Module) -> dict[str, Any]:
-            return self._data(child, self._ends[end]) if child not in self._inside or self._is_read(child, end) else {}
-
-        self._loaded.enter_context(replaced(self._module, data))
-
-    def _is_read(self, child: nn.Module, end: int) -> bool:
-        return any(self._names.get(id(value)) in self._ends[end] for value in parameters_of(child).values())
-
-    def _data(self, module: nn.Module, names: set[str] | None) -> dict[str, Any]:
-        """Return the module's own tensors, without its children's, on the device.
-
-        Args:
-            names: The parameters to load; None for all.
-        """
-        loaded: dict[str, Any] = {}
-        by_original: dict[int, Any] = {}
-        for key, value in parameters_of(module).items():
-            # An attribute of this name means that the parameter is loaded already.
-            if value is None or key in vars(module):
-                continue
-            name = self._names[id(value)]
-            if names is None or name in names:
-                loaded[key] = by_original[id(value)] = self._parameter(name, value)
+    def _data(self, module: nn.Module) -> dict[str, Any]:
+        """Return the module's own tensors, without its children's, on the device."""
+        by_original = {
+            id(value): self._parameter(self._names[id(value)], value)
+            for value in parameters_of(module).values()
+            if value is not None
+        }
+        loaded: dict[str, Any] = {
+            key: by_original[id(value)] for key, value in parameters_of(module).items() if value is not None
+        }
         for key, buffer in buffers_of(module).items():
-            if buffer is not None and key not in vars(module):
+            if buffer is not None:
                 loaded[key] = _copied(buffer, self.device)
         return {**loaded, **parameter_lists(module, by_original)}
 
@@ -309,36 +290,48 @@ class _NotedCall:
 class _CostMeter(TruncatedModel):
     """Measures the prologue and the epilogue while the step runs, and afterwards a layer of each kind by itself."""
 
-    def __init__(self, *args: Any) -> None:
-        super().__init__(*args)
+    def __init__(
+        self,
+        module: nn.Module,
+        stack: LayerStack,
+        device: torch.device,
+        runs_all: bool,
+        clock: Callable[[], float] | None,
+        repeats: int,
+        typical: bool,
+    ) -> None:
+        super().__init__(module, stack, device, runs_all)
+        self.clock = clock
+        self.repeats = repeats
+        self.typical = typical
         self.keys: dict[int, Any] = {}
         self.noted: dict[Any, _NotedCall] = {}
         self.prologues: list[Cost] = []
         self.epilogues: list[Cost] = []
         self.begun_s = 0.0
-        self.repeats = _REPEATS
-        self.typical = False
         self.counts = True
-        self.clock: Callable[[], float] | None = None
         # Sizes of the tensors that autograd saves, and parameters on the device, by the addresses of their storages.
         self.saved: dict[int, int] = {}
         self.loaded_parameters: dict[int, weakref.ref[Tensor]] = {}
 
-    def measure(self, step: Step, microbatch: Any) -> list[Cost]:
-        """Time a few steps, then each kind of layer; return the cost of every layer."""
+    def measure(self, step: Step, microbatch: Any) -> Costs:
+        """Time a few steps, then each kind of layer."""
         with torch.enable_grad():
             for index in range(self.repeats):
                 self.counts = index == 0
                 self.time_step(step, microbatch)
-            return self.layer_costs()
+            ends = [self.chosen(runs) if runs else Cost() for runs in (self.prologues, self.epilogues)]
+            return Costs(tuple(self.layer_costs()), *ends)
 
     def time_step(self, step: Step, microbatch: Any) -> None:
-        """Run the step once, and differentiate the part of its result that comes after the last layer."""
+        """Run the step once, and differentiate the part after the last layer."""
         with self._counting():
             result = self.run(step, microbatch)
         forward_s = self.now() - self.begun_s
         activation_bytes = self._activation_bytes()
-        self.epilogues.append(Cost(forward_s, 0.0, self._backward_s(_differentiable(result)), activation_bytes))
+        # Without layers, the step is a prologue to its end.
+        part = self.epilogues if self.stack.layers else self.prologues
+        part.append(Cost(forward_s, 0.0, self._backward_s(_differentiable(result)), activation_bytes))
 
     def begin(self) -> None:
         """Start the clock of the prologue."""

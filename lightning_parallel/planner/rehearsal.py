@@ -20,14 +20,12 @@ from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.graph import saved_tensors_hooks
-from torch.func import functional_call
 
 from lightning_parallel.comm import Group
-from lightning_parallel.compat.torch import BatchNormalization, FakeTensorMode, copy_of, storage_address
+from lightning_parallel.compat.torch import BatchNormalization, FakeTensorMode, copy_of
 from lightning_parallel.mesh import TENSOR
 from lightning_parallel.pipeline.layer_stack import LayerStack, find_layer_stacks
-from lightning_parallel.pipeline.measure import measure
+from lightning_parallel.pipeline.measure import measure, measure_whole
 from lightning_parallel.pipeline.microbatch import loss_of, map_tensors, num_samples, split_batch, split_by
 from lightning_parallel.pipeline.module_use import ModuleUse, trace_in_order
 from lightning_parallel.pipeline.search import Costs
@@ -342,7 +340,7 @@ class Rehearsal:
         divided = self.divided(tensor)
         step = self._of(divided.module)
         if divided.stack is None or divided.use is None:
-            return _whole_step(divided.module, step, batch, now, repeats)
+            return measure_whole(divided.module, step, batch, _CPU, now, repeats)
         with warnings.catch_warnings():
             # `measure` only warns and counts parameters instead. Such costs do not compare with measured costs.
             warnings.filterwarnings("error", "The layers could not be measured")
@@ -352,7 +350,7 @@ class Rehearsal:
                 )
             except UserWarning as error:
                 # Some layers do not run by themselves. If the step itself fails, the next line raises its error.
-                costs = _whole_step(divided.module, step, batch, now, repeats)
+                costs = measure_whole(divided.module, step, batch, _CPU, now, repeats)
                 reason = str(error).partition(";")[0]
                 # Kept, so that no layout splits a model whose layers cannot be measured.
                 self._divided[tensor] = replace(divided, stack=None, use=None, uncut=reason)
@@ -381,49 +379,3 @@ def training_step(module: nn.Module, batch: Any) -> Tensor:
         return loss_of(module(**batch) if isinstance(batch, dict) else module(batch))
     takes_index = len(inspect.signature(function).parameters) > 1
     return loss_of(function(batch, 0) if takes_index else function(batch))
-
-
-class _Step(nn.Module):
-    """Wraps a step as the forward of a module, so that `functional_call` can run it with other tensors."""
-
-    def __init__(self, model: nn.Module, step: Callable[[Any], Any]) -> None:
-        super().__init__()
-        self.model = model
-        self.step = step
-
-    def forward(self, batch: Any) -> Any:
-        """Run the step."""
-        return self.step(batch)
-
-
-def _whole_step(
-    module: nn.Module, step: Callable[[Any], Any], batch: Any, now: Callable[[], float], repeats: int
-) -> Costs:
-    """Measure the step of a model that no pipeline can split; the full step counts as prologue."""
-    found = []
-    wrapper = _Step(module, step)
-    # Zeros, or fake tensors inside a `FakeTensorMode`. `functional_call` gives tied parameters the same tensor.
-    values: dict[str, Tensor] = {
-        name: nn.Parameter(torch.zeros(value.shape, dtype=value.dtype), value.requires_grad)
-        for name, value in wrapper.named_parameters()
-    }
-    addresses = {storage_address(value.untyped_storage()) for value in values.values()}
-    for _ in range(repeats):
-        saved: dict[int, int] = {}
-
-        def note(tensor: Tensor, saved: dict[int, int] = saved) -> Tensor:
-            saved[storage_address(tensor.untyped_storage())] = tensor.untyped_storage().nbytes()
-            return tensor
-
-        begun = now()
-        with torch.enable_grad(), saved_tensors_hooks(note, lambda tensor: tensor):
-            loss = functional_call(wrapper, values, (batch,))
-        forward = now() - begun
-        # Autograd may save one storage several times, and parameters exist anyway.
-        held = sum(size for address, size in saved.items() if address not in addresses)
-        begun = now()
-        loss.backward()
-        found.append(Cost(forward, now() - begun, 0.0, held))
-    # The median run: other programs disturb single runs.
-    found.sort(key=lambda cost: cost.total_s)
-    return Costs((), found[(len(found) - 1) // 2])

@@ -30,6 +30,7 @@ from lightning_parallel.comm import Group
 from lightning_parallel.compat import ParallelState, patched
 from lightning_parallel.compat.lightning import tell
 from lightning_parallel.compat.torch import pytree, seed_torch
+from lightning_parallel.pipeline.layer_stack import LayerStack
 from lightning_parallel.pipeline.measure import TruncatedModel
 from lightning_parallel.pipeline.microbatch import (
     UNCOUNTED,
@@ -354,9 +355,8 @@ class _MeanCheck:
         # Keep only the last probe: a new probe takes over the calls of the model's layers.
         if self._last_probe is None or self._last_probe[0] != (runs_all, double):
             dtype = torch.float64 if double else None
-            probe = _Probe.of_plan(self.module, self.plan, self.device, runs_all, dtype)
-            assert isinstance(probe, _Probe)
-            self._last_probe = (runs_all, double), probe
+            stack = LayerStack.at(self.module, self.plan.container)
+            self._last_probe = (runs_all, double), _Probe(self.module, stack, self.device, runs_all, dtype)
         return self._last_probe[1]
 
 
