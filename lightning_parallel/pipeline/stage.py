@@ -417,7 +417,6 @@ class InterceptedModel:
         self.module = module
         self.active = ActiveHandler()
         self.outer: list[CallSite] = []
-        self._forwards = SavedForwards(module)
         places, kinds = stack.places(), layer_kinds(stack)
         self.site_of: dict[nn.Module, CallSite] = {}
         for layer, mine in places.items():
@@ -428,10 +427,6 @@ class InterceptedModel:
             self.site_of[child] = self.outer[-1]
         for child, site in self.site_of.items():
             intercept(child, site)
-
-    def restore_forwards(self) -> None:
-        """Restore methods that a step replaced, if it ended before it restored them."""
-        self._forwards.restore()
 
     @contextmanager
     def handled_by(self, handler: CallHandler, seed: int | None = 0) -> Iterator[None]:
@@ -474,7 +469,8 @@ class PipelineStages:
         self.stubs = StubOutputs(device)
         stack = LayerStack.at(module, plan.container)
         inside = {child for layer in stack.layers for child in layer.modules()}
-        self.outside_of_layers = [child for child in module.modules() if child not in inside]
+        self._modules = list(module.modules())
+        self.outside_of_layers = [child for child in self._modules if child not in inside]
         # Before parameters are freed, because ties are found by identity.
         self.tied = self._find_tied()
         self._keys = {id(child): list(parameters_of(child)) for child in module.modules() if parameters_of(child)}
@@ -513,6 +509,8 @@ class PipelineStages:
         # Placeholders in layers receive data only as skips, because their layers do not run here.
         places += self._freed_in_layers if handler.skips.with_parameters else []
         freed = [(child, name, child.__dict__[name]) for child, name in places]
+        # At the start of each step, because hooks may replace a `forward` between steps.
+        forwards = SavedForwards(self._modules)
         for child, name, placeholder in freed:
             child.__dict__[name] = copy.deepcopy(placeholder)
         if not handler.entered:
@@ -528,7 +526,7 @@ class PipelineStages:
             for child, name, placeholder in freed:
                 child.__dict__[name] = placeholder
             # `StageExit` or an error may have ended the step early.
-            self.sites.restore_forwards()
+            forwards.restore()
             self.show()
             self.stubs.forget_arguments()
 

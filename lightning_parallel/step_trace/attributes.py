@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -83,11 +83,11 @@ def parameter_lists(module: nn.Module, stand_ins: dict[int, Any]) -> dict[str, A
 
 
 class SavedForwards:
-    """Saves the `forward` attributes of a model's modules, to restore them after a step that ended early."""
+    """Saves the `forward` attributes of modules, to restore them after a step that ended early."""
 
     # Libraries that record outputs replace `forward` for one call and restore it afterwards; `StageExit` may skip that.
-    def __init__(self, module: nn.Module) -> None:
-        self.before = [(child, vars(child).get("forward")) for child in module.modules()]
+    def __init__(self, modules: Iterable[nn.Module]) -> None:
+        self.before = [(module, vars(module).get("forward")) for module in modules]
 
     def restore(self) -> None:
         """Restore the saved attributes."""

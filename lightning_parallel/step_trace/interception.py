@@ -394,7 +394,7 @@ def _forwards_on_placeholders(
 
         return call
 
-    before = SavedForwards(module)
+    before = SavedForwards(module.modules())
     for child, forward in before.before:
         if forward is not None and _is_replaced(child):
             child.__dict__["forward"] = wrapped(forward)

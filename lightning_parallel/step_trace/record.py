@@ -306,7 +306,7 @@ def state_kept(module: nn.Module, seed: int | None = 0) -> Iterator[None]:
         module: The model.
         seed: The seed of the random numbers inside the block; None continues the outer state.
     """
-    forwards, attributes = SavedForwards(module), SavedAttributes(module)
+    forwards, attributes = SavedForwards(module.modules()), SavedAttributes(module)
     buffers = [(child, dict(buffers_of(child))) for child in module.modules()]
     # A step may register modules, such as a copy of the model, and toggle parameters for one of several optimizers.
     registries: list[Any] = [own for child in module.modules() for own in (children_of(child), parameters_of(child))]

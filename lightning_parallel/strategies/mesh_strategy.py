@@ -269,7 +269,7 @@ class MeshStrategy(MeshProcesses):
             copies = optimizer_copies(self.optimizers) if is_fit else 1
             show_stages(run.engine.plan, copies, self.groups.data_parallel.size if is_fit else 1, self.zero_stage)
         # Begin the watch last: the changes above are not the user's.
-        run.model_watch = ModelWatch(self.module, lambda: self.optimizers, with_forwards=run.engine is not None)
+        run.model_watch = ModelWatch(self.module, lambda: self.optimizers)
 
     def _begin_run(self) -> Run:
         last = self._run

@@ -6,7 +6,7 @@ import warnings
 import pytest
 import torch
 import torch.nn.functional as F
-from lightning.pytorch import seed_everything
+from lightning.pytorch import Callback, seed_everything
 from lightning.pytorch.plugins import MixedPrecision
 from torch import nn
 from torch.utils.data import DataLoader
@@ -26,6 +26,28 @@ def test_all_three_axes_with_a_clip_norm():
         data_parallel_size=2, pipeline_parallel_size=2, tensor_parallel_size=2, num_microbatches=2
     )
     assert_same(fit(module, strategy, 8, 2, **options), module, expected_trainer, expected)
+
+
+class ReplacesForward(Callback):
+    """Replaces the `forward` of a block in a hook, after the model was split."""
+
+    def __init__(self, hook):
+        setattr(self, hook, self.replace)
+
+    def replace(self, trainer, module, *_):
+        block = module.blocks[2]
+        earlier = block.forward
+        block.forward = lambda x: 0.7 * earlier(x)
+
+
+@pytest.mark.parametrize("hook", ["on_fit_start", "on_train_start", "on_train_epoch_end"])
+@distributed(world_size=2)
+def test_a_forward_replaced_after_the_split_is_the_forward_of_later_steps(hook):
+    expected, module = Deep(), Deep()
+    options = {"num_sanity_val_steps": 1}
+    expected_trainer = fit(expected, "auto", 1, callbacks=[ReplacesForward(hook)], **options)
+    trainer = fit(module, PipelineParallelStrategy(), 2, callbacks=[ReplacesForward(hook)], **options)
+    assert_same(trainer, module, expected_trainer, expected)
 
 
 class HalfPrecision(Deep):

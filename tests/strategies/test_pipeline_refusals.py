@@ -9,7 +9,6 @@ from datetime import timedelta
 import pytest
 import torch
 import torch.nn.functional as F
-from lightning.pytorch import Callback
 from lightning.pytorch.callbacks import ModelPruning
 from torch import nn
 from torch.utils.data import DataLoader
@@ -397,26 +396,6 @@ class Loss(Deep):
 class Hardest(Loss):
     def loss_of(self, x, y):
         return F.cross_entropy(self(x), y, reduction="none").topk(5).values.mean()
-
-
-class ReplacesForward(Callback):
-    """Replaces the `forward` of a block in a hook, after the model was split."""
-
-    def __init__(self, hook):
-        setattr(self, hook, self.replace)
-
-    def replace(self, trainer, module):
-        block = module.blocks[2]
-        earlier = block.forward
-        block.forward = lambda x: 0.7 * earlier(x)
-
-
-@pytest.mark.parametrize("sanity", [0, 1])
-@pytest.mark.parametrize("hook", ["on_fit_start", "on_train_start"])
-@distributed(world_size=2)
-def test_a_forward_replaced_after_the_split_is_refused_by_name(hook, sanity):
-    with pytest.raises(ValueError, match=r"`blocks\.2\.forward` must stay"):
-        fit(Deep(), PipelineParallelStrategy(), 2, num_sanity_val_steps=sanity, callbacks=[ReplacesForward(hook)])
 
 
 class EverySecond(Loss):

@@ -1,7 +1,6 @@
 """Finds changes of the model and its optimizers by the user's code during training, and accepts or rejects them.
 
     layers pruned, replaced, added or removed; parameters registered or removed     `ModelWatch.differences`
-    in a pipeline, the `forward` of a module replaced                               `ModelWatch.differences`
     optimizers set up again, replaced, or with other parameter groups              `ModelWatch.has_new_optimizers`
 
 Ranks that only replicate the model accept every change. Sharded layers and pipeline stages cannot: shards on other
@@ -31,7 +30,6 @@ class _HeldThen(NamedTuple):
     parameters: tuple[Any, ...]
     children: tuple[Any, ...]
     buffers: tuple[str, ...]
-    forward: Any
 
 
 class Differences(NamedTuple):
@@ -41,7 +39,6 @@ class Differences(NamedTuple):
         gone, come: Removed and added parameters, by name. A replaced parameter is in both.
         gone_modules, come_modules: Removed and added modules, by path.
         buffers: Names of removed and added buffers.
-        forwards: Paths of the modules whose `forward` was replaced.
     """
 
     gone: dict[str, nn.Parameter]
@@ -49,7 +46,6 @@ class Differences(NamedTuple):
     gone_modules: dict[str, nn.Module]
     come_modules: dict[str, nn.Module]
     buffers: tuple[str, ...]
-    forwards: tuple[str, ...] = ()
 
     @property
     def places(self) -> list[str]:
@@ -65,9 +61,8 @@ class Differences(NamedTuple):
             more = f" and {len(names) - _MOST_NAMED} more" if len(names) > _MOST_NAMED else ""
             if names:
                 parts.append(f"{word}: {', '.join(f'`{name}`' for name in names[:_MOST_NAMED])}{more}")
-        for word, paths in (("buffers", self.buffers), ("with another `forward`", self.forwards)):
-            if paths and not parts:
-                parts.append(f"{word}: {', '.join(f'`{path}`' for path in paths[:_MOST_NAMED])}")
+        if self.buffers and not parts:
+            parts.append(f"buffers: {', '.join(f'`{name}`' for name in self.buffers[:_MOST_NAMED])}")
         return "; ".join(parts)
 
     def summary(self) -> tuple[list[str], ...]:
@@ -83,15 +78,11 @@ class ModelWatch:
     Args:
         module: The user's module.
         optimizers: Returns the present optimizers of the Trainer.
-        with_forwards: Whether a replaced `forward` counts: stages restore the `forward` of each module after a step.
     """
 
-    def __init__(
-        self, module: nn.Module, optimizers: Callable[[], Sequence[Optimizer]], with_forwards: bool = False
-    ) -> None:
+    def __init__(self, module: nn.Module, optimizers: Callable[[], Sequence[Optimizer]]) -> None:
         self._module = module
         self._optimizers = optimizers
-        self._with_forwards = with_forwards
         self.begin()
 
     def begin(self) -> None:
@@ -102,7 +93,6 @@ class ModelWatch:
                 tuple(parameters_of(child).values()),
                 tuple(vars(child)[MODULES].values()),
                 _keys(child),
-                self._forward_of(child),
             )
             for child in self._module.modules()
         ]
@@ -126,7 +116,6 @@ class ModelWatch:
             # Buffers by name only: a step may assign a new tensor to a buffer.
             and len(seen.buffers) == len(buffers_of(seen.module))
             and seen.buffers == _keys(seen.module)
-            and seen.forward is self._forward_of(seen.module)
             for seen in self._seen
         )
 
@@ -143,21 +132,13 @@ class ModelWatch:
         parameters = dict(self._module.named_parameters(remove_duplicate=False))
         modules = dict(self._module.named_modules(remove_duplicate=False))
         buffers = dict(self._module.named_buffers(remove_duplicate=False)).keys()
-        others = {id(seen.module) for seen in self._seen if seen.forward is not self._forward_of(seen.module)}
         return Differences(
             _lost(self._parameters, parameters),
             _lost(parameters, self._parameters),
             _lost(self._modules, modules),
             _lost(modules, self._modules),
             tuple(sorted(self._buffers ^ buffers)),
-            tuple(path for path, child in modules.items() if id(child) in others),
         )
-
-    def _forward_of(self, module: nn.Module) -> Any:
-        """Return the function that replaces the `forward` of a module; None without one."""
-        forward = vars(module).get("forward") if self._with_forwards else None
-        # Code that restores a `forward` may assign the method of the class to the module: that replaces nothing.
-        return None if getattr(forward, "__func__", None) is type(module).forward else forward
 
 
 def _keys(module: nn.Module) -> tuple[str, ...]:
@@ -238,12 +219,6 @@ def refuse_in_stages(found: Differences, layers: str, is_intercepted: Callable[[
     names = [path for path, module in changed if any(is_intercepted(child) for child in module.modules())]
     names += [path for path, _ in changed if any(_is_inside(path, container) for container in containers)]
     names += [*found.gone, *found.come]
-    if found.forwards:
-        raise ValueError(
-            f"The model was changed between two steps: `{found.forwards[0]}.forward` must stay the function from the"
-            " start of the run; got another function. Pipeline stages put the earlier function back after each step."
-            f" {_WAY_OUT}, or train with TensorParallelStrategy [LP030]"
-        )
     if names:
         raise ValueError(
             f"The model was changed between two steps: `{names[0]}` must keep its modules and parameters from the"
