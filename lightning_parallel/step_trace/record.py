@@ -26,13 +26,14 @@ import torch
 from torch import Tensor, nn
 
 from lightning_parallel import comm
-from lightning_parallel.compat import patched
+from lightning_parallel.compat import innermost_users_line, patched
 from lightning_parallel.compat.chance import seeded
 from lightning_parallel.compat.torch import (
     TorchDispatchMode,
     buffers_of,
     children_of,
     function_modes_kept,
+    is_backward_running,
     parameters_of,
     pytree,
 )
@@ -84,6 +85,8 @@ class Operation:
         output: Its result.
         call: Number of the innermost call that makes it; -1 for the step itself.
         after: How many calls have begun before it.
+        line: The user's line, if it takes a parameter outside the module that registers the parameter; empty if no
+            code of the user runs, None for all other operations.
     """
 
     function: Any
@@ -91,6 +94,7 @@ class Operation:
     output: Any
     call: int
     after: int
+    line: str | None = None
 
 
 @dataclass
@@ -118,6 +122,12 @@ class StepTrace:
         for call in self.calls:
             if call.module in modules and not self.is_inside(call.parent, modules):
                 yield call
+
+    def paths_around(self, number: int) -> Iterator[str]:
+        """Yield the paths of the modules that run during call `number`, the innermost first."""
+        while number >= 0:
+            yield self.calls[number].path
+            number = self.calls[number].parent
 
     def is_inside(self, number: int, modules: set[nn.Module]) -> bool:
         """Return whether call `number`, or a call that leads to it, is a call of one of `modules`."""
@@ -244,9 +254,14 @@ class _Recorder:
 
     def note(self, function: Any, inputs: list[PlaceholderTensor], output: Any) -> None:
         """Note an operation on placeholders."""
-        if not self._has_data:
-            operation = Operation(function, tuple(inputs), output, self._open[-1], len(self.trace.calls))
-            self.trace.operations.append(operation)
+        if self._has_data:
+            return
+        number = self._open[-1]
+        path = self.trace.calls[number].path if number >= 0 else None
+        by_hand = any(value.view_of and value.view_of.rpartition(".")[0] != path for value in inputs)
+        # A backward inside the step takes the weights of all layers, also of sharded ones.
+        line = innermost_users_line() if by_hand and not is_backward_running() else None
+        self.trace.operations.append(Operation(function, tuple(inputs), output, number, len(self.trace.calls), line))
 
     def _call(self, module: nn.Module, own: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         calls, operations = self.trace.calls, self.trace.operations

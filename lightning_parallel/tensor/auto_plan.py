@@ -25,13 +25,7 @@ from lightning_parallel.tensor.block_calls import BlockCalls
 from lightning_parallel.tensor.dataflow import NOT_RUN, find_regions
 from lightning_parallel.tensor.experts import Experts, find_routers, join_lists, plan_experts
 from lightning_parallel.tensor.head import NOTE, find_heads
-from lightning_parallel.tensor.inspection import (
-    has_hooks_inside,
-    is_linear,
-    is_native,
-    read_elsewhere,
-    why_no_linear,
-)
+from lightning_parallel.tensor.inspection import has_hooks_inside, is_linear, is_native, why_no_linear
 from lightning_parallel.tensor.layers import Column, Row, Style, Vocab
 from lightning_parallel.tensor.low_rank import layer_sizes, linear_layers
 from lightning_parallel.tensor.per_head import PerHead
@@ -76,7 +70,7 @@ def make_plan(
         told = [pattern for pattern, wanted in plan.items() if isinstance(wanted, Column) and _tells_parts(wanted)]
         explicit = {path for path in found.styles if any(fnmatchcase(path, pattern) for pattern in told)}
         _verify_regions(module, found, search, explicit)
-        resolve_ties(module, found, group.size)
+        search.resolve_ties(found)
     if sequence_parallel:
         divide_sequences(module, found, verifier, search.calls)
     return found
@@ -169,12 +163,13 @@ def _automatic_plan(module: nn.Module, search: _Search, group: Group) -> Plan:
     search.add_what_was_left(found)
     join_lists(module, found, search.verifier)
     _plan_by_tables(module, found, group, search.reasons)
-    _plan_remaining_layers(module, found, group, search.reasons)
-    resolve_ties(module, found, group.size)
+    _plan_remaining_layers(module, found, search)
+    search.resolve_ties(found)
     # Last, because only layers with gathered outputs can be heads, and ties may change them.
     found.styles |= (heads := find_heads(module, found.styles))
     found.notes |= dict.fromkeys(heads, NOTE)
     if not any(style.rules(module.get_submodule(path), group.size) for path, style in found.styles.items()):
+        _refuse_reads(module, search.calls)
         kinds = sorted({_kind(child) for child in module.modules() if any(True for _ in child.parameters(False))})
         raise ValueError(
             f"`{type(module).__name__}` must have linear, attention or embedding layers of torch to shard over"
@@ -182,6 +177,23 @@ def _automatic_plan(module: nn.Module, search: _Search, group: Group) -> Plan:
             " `tensor_parallel_size=1`, or give a `tensor_plan`. [LP012]"
         )
     return found
+
+
+def _refuse_reads(module: nn.Module, calls: BlockCalls) -> None:
+    """Refuse a step that computes with the weights of all layers, such as a penalty over all parameters.
+
+    Raises:
+        ValueError: If the step reads the weight of a layer that could be sharded otherwise.
+    """
+    for path, child in module.named_modules():
+        line = calls.reader_of(path) if is_linear(child) or is_native(child, nn.Embedding) else None
+        if line is not None:
+            raise ValueError(
+                f"The step computes with `{path}.weight` outside its layer{f', in {line}' if line else ''}, and with"
+                " the weights of all other layers that tensor parallelism could shard. Each rank would hold only"
+                " pieces of them. Take this computation out of the step (the optimizer's `weight_decay` stands for a"
+                " squared norm), or use `tensor_parallel_size=1` [LP014]"
+            )
 
 
 def _kind(module: nn.Module) -> str:
@@ -294,6 +306,14 @@ class _Search:
             if self.reasons.get(prefix + name, NOT_RUN).startswith(NOT_RUN):
                 self.reasons[prefix + name] = reason
 
+    def resolve_ties(self, plan: Plan) -> None:
+        """Make modules that share parameters agree, see `plan.resolve_ties`."""
+        calls = self.calls
+        ranks = self.verifier.group.size
+        resolve_ties(
+            self.root, plan, ranks, lambda path: calls.reader_of(path) is not None, calls.computes_with_parameters
+        )
+
     def add_what_was_left(self, plan: Plan) -> None:
         """Add the plans in `left` for layers that no module around has sharded."""
         for path, part in reversed(self.left):  # the outermost first
@@ -332,7 +352,7 @@ def _plan_by_structure(module: nn.Module, plan: Plan, search: _Search, path: str
         if name
         and search.paths[id(layer)] == prefix + name
         and not _has_style(name, inside.styles)
-        and not read_elsewhere(module, name)
+        and search.calls.reader_of(prefix + name) is None
         and not search.calls.is_called_apart(path, name)
     ]
     # A module around repeated blocks is not one region; its blocks have been planned above.
@@ -394,8 +414,9 @@ def _has_style(name: str, styles: dict[str, Style]) -> bool:
 # --------------------------------------------------------------------------------------------------------- the rest
 
 
-def _plan_remaining_layers(module: nn.Module, plan: Plan, group: Group, reasons: Mapping[str, str]) -> None:
+def _plan_remaining_layers(module: nn.Module, plan: Plan, search: _Search) -> None:
     """Gather the outputs of linear layers outside regions; shard large and tied embeddings by vocabulary."""
+    ranks = search.verifier.group.size
     total = sum(parameter.numel() for parameter in module.parameters())
     weights: dict[int, int] = {}
     for child in module.modules():
@@ -413,13 +434,13 @@ def _plan_remaining_layers(module: nn.Module, plan: Plan, group: Group, reasons:
             continue
         if path in routers:
             plan.notes[path] = "replicated: every rank chooses between the experts"
-        elif read_elsewhere(module, path):
-            plan.notes[path] = "replicated: its weight is read outside its forward"
+        elif (line := search.calls.reader_of(path)) is not None:
+            plan.notes[path] = f"replicated: its weight is read outside its forward{f', in {line}' if line else ''}"
         elif is_native(child, nn.Embedding):
             # A tied head is sharded with its table, whatever the size.
             large = child.weight.numel() >= LARGE_TABLE * total or id(child.weight) in weights
-            if large and child.weight.shape[0] >= group.size and _applies(Vocab(), child):
+            if large and child.weight.shape[0] >= ranks and _applies(Vocab(), child):
                 plan.styles[path] = Vocab()
-        elif layer_sizes(child)[1] >= group.size:
+        elif layer_sizes(child)[1] >= ranks:
             plan.styles[path] = Column(gather_output=True)
-            plan.notes[path] = reasons.get(path, GATHERED)
+            plan.notes[path] = search.reasons.get(path, GATHERED)

@@ -7,7 +7,7 @@ that it may take: tokens, hidden states, an image.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -18,7 +18,7 @@ from lightning_parallel.comm import Group
 from lightning_parallel.compat.chance import random_state_kept
 from lightning_parallel.compat.torch import pytree, seed_torch
 from lightning_parallel.step_trace.placeholder import PlaceholderTensor
-from lightning_parallel.step_trace.record import ModuleCall, Record, StepTrace, no_record, record_step
+from lightning_parallel.step_trace.record import ModuleCall, Operation, Record, StepTrace, no_record, record_step
 from lightning_parallel.tensor.inspection import is_linear, sizes_of, structure_of
 from lightning_parallel.tensor.verify import INPUT_SHAPE, LONGEST, BlockCall, call_signature
 
@@ -45,6 +45,7 @@ class BlockCalls:
         self._record = record
         self._guessed: dict[str, list[StepTrace]] = {}
         self._known: dict[object, BlockCall | str] = {}
+        self._readers: dict[str, dict[str, str]] = {}
 
     def of(self, path: str) -> BlockCall | str:
         """Return how the model calls the block at `path`; if no call is seen, the reason in a few words."""
@@ -71,10 +72,42 @@ class BlockCalls:
         name = f"{path}.{layer}".lstrip(".")
         for trace in self._traces("", path) if record is None else [record]:
             # By path: the record may be made on another copy of the model.
-            modules = {call.module for call in trace.calls_of(path)}
-            if any(not trace.is_inside(call.number, modules) for call in trace.calls_of(name)):
+            if any(path not in trace.paths_around(call.number) for call in trace.calls_of(name)):
                 return True
         return False
+
+    def reader_of(self, path: str) -> str | None:
+        """Return the line of code outside the module at `path` that computes with its weights; None if none was seen.
+
+        The line is empty if it is not in the user's code.
+        """
+        around, _, name = path.rpartition(".")
+        if isinstance(self._root.get_submodule(around), nn.MultiheadAttention) and name == "out_proj":
+            return ""  # torch passes its weight to a function
+        for around, traces in self._seen(path):
+            if around not in self._readers:
+                self._readers[around] = self._read_by_hand(around, traces)
+            for module, line in self._readers[around].items():
+                if f"{module}.".startswith(f"{path}."):
+                    return line
+        return None
+
+    def computes_with_parameters(self, path: str) -> bool:
+        """Return False if the module at `path` only registers its parameters, and the modules that it calls use them.
+
+        True if no call of the module was seen.
+        """
+        for around, traces in self._seen(path):
+            inner = path.removeprefix(f"{around}.").lstrip(".") if around else path
+            for trace in traces:
+                calls = trace.calls_of(inner)
+                own = {call.number for call in calls}
+                if calls and not any(call.has_data for call in calls):
+                    return any(
+                        operation.call in own and any(value.view_of for value in operation.inputs)
+                        for operation in trace.operations
+                    )
+        return True
 
     def joined(self, blocks: Sequence[str]) -> set[tuple[str, str]]:
         """Return the pairs of neighbours whose first block passes its output unchanged to the second, and nowhere else.
@@ -118,6 +151,30 @@ class BlockCalls:
             owner = self._root.get_submodule(around)
             self._guessed[around] = list(_guessed(owner, owner.get_submodule(inner)))
         return self._guessed[around]
+
+    def _seen(self, path: str) -> Iterator[tuple[str, list[StepTrace]]]:
+        """Yield the record; without one, records of the modules around `path`, from the model to one that runs."""
+        record = self._record()
+        if record is not None:
+            yield "", [record]
+            return
+        for around in _owners(path):
+            if not isinstance(self._root.get_submodule(around), (nn.ModuleList, nn.ModuleDict)):
+                traces = self._traces(around, path.removeprefix(f"{around}.").lstrip("."))
+                yield around, traces
+                if any(trace.error is None for trace in traces):
+                    return
+
+    def _read_by_hand(self, around: str, traces: Sequence[StepTrace]) -> dict[str, str]:
+        """Return the modules whose parameters other code computes with, and the lines of this code."""
+        found: dict[str, str] = {}
+        owner = self._root.get_submodule(around)
+        for trace in traces:
+            found |= _read_by_hand(owner, trace)
+        # Every rank keeps the same layers whole, also if the step of one rank alone logs a norm.
+        for other in comm.all_gather_object(found, self._group):
+            found = {**other, **found}
+        return {f"{around}.{path}".lstrip("."): line for path, line in found.items()}
 
     def _agreed(self, call: ModuleCall | None, reason: str) -> BlockCall | str:
         with random_state_kept():
@@ -221,6 +278,65 @@ def _values_of(like: Tensor) -> Tensor:
         mask = torch.ones(like.shape, dtype=torch.bool)
         return mask.tril() if is_square else mask
     return torch.arange(like.shape[-1] if like.dim() else 1, dtype=like.dtype).expand(like.shape).clone()
+
+
+# ------------------------------------------------------------------------------------------------------ read by hand
+
+
+def _read_by_hand(root: nn.Module, trace: StepTrace) -> dict[str, str]:
+    """Return the modules whose parameters other code computes with, and the lines of this code.
+
+    Operations that treat each number alike, such as a moving average of the weights, are right on shards. So a
+    parameter is read where another operation takes it, or takes a result of such operations.
+    """
+    shapes: dict[str, torch.Size] = {}
+    owners: dict[str, list[str]] = {}
+    names = {id(parameter): name for name, parameter in root.named_parameters()}
+    for path, module in root.named_modules():
+        for parameter in module.parameters(recurse=False):
+            name = names[id(parameter)]
+            shapes[name] = parameter.shape
+            owners.setdefault(name, []).append(path)
+    found: dict[str, str] = {}
+    # By the `id` of results, which the trace keeps alive: parameter and line.
+    alike: dict[int, tuple[str, str]] = {}
+    for operation in trace.operations:
+        read = {name: line for value in operation.inputs for name, line in _parameter_of(value, operation, alike)}
+        if not read or operation.function is None:
+            continue
+        around = {*trace.paths_around(operation.call)}
+        outputs = [value for value in pytree.tree_leaves(operation.output) if isinstance(value, PlaceholderTensor)]
+        is_view = any(value.view_of is not None for value in outputs)
+        for name, line in read.items():
+            if is_view or around.intersection(owners[name]):
+                continue
+            if _treats_alike(operation, shapes[name]):
+                alike |= {id(value): (name, line) for value in outputs}
+            else:
+                found |= dict.fromkeys(owners[name], line)
+    return found
+
+
+def _parameter_of(
+    value: PlaceholderTensor, operation: Operation, alike: Mapping[int, tuple[str, str]]
+) -> Iterator[tuple[str, str]]:
+    if value.view_of is not None and operation.line is not None:
+        yield value.view_of, operation.line
+    elif id(value) in alike:
+        yield alike[id(value)]
+
+
+def _treats_alike(operation: Operation, shape: torch.Size) -> bool:
+    """Return whether an operation computes each number from the numbers at the same place."""
+    name = operation.function.name()
+    if name.startswith("aten::_foreach_"):
+        return "norm" not in name
+    is_pointwise = torch.Tag.pointwise in operation.function.tags
+    is_alike = all(value.shape == shape or not value.dim() for value in operation.inputs)
+    return is_alike and (is_pointwise or name in _COPIES)
+
+
+_COPIES = {"aten::_to_copy", "aten::copy_", "aten::zero_", "aten::zeros_like", "aten::ones_like", "aten::empty_like"}
 
 
 # --------------------------------------------------------------------------------------------------- through all blocks

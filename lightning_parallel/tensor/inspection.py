@@ -1,9 +1,9 @@
-"""Facts about a module that decide how it can be sharded: the layer kind, and the reads of its code.
+"""Facts about a module that decide how it can be sharded: the kind of a layer, and which blocks are alike.
 
 Layers    `is_linear`, `is_native`: does the module compute with an ordinary weight, by the `forward` of its kind?
 Code      the methods that a step runs (`forward`, the steps of a LightningModule, and the methods that these use) show
-          which parameters they read. Other reads (a list of parameters, a weight passed to another function) show in
-          the graph of the first step: see `audit.StepAudit`.
+          which attributes they read. Code that reads the weight of a layer shows in the record: see
+          `block_calls.BlockCalls`.
 """
 
 from __future__ import annotations
@@ -28,7 +28,6 @@ from lightning_parallel.compat.torch import PARAMETERS, forward_hooks_of, parame
 from lightning_parallel.tensor.sharding import Shard
 
 __all__ = [
-    "computes_with_parameters",
     "describe",
     "full_shape",
     "is_linear",
@@ -37,7 +36,6 @@ __all__ = [
     "numbers_a_layer",
     "only_wraps",
     "has_hooks_inside",
-    "read_elsewhere",
     "sizes_of",
     "structure_of",
     "why_no_linear",
@@ -185,17 +183,6 @@ def _cached(function: Callable[P, R]) -> Callable[P, R]:
     return cache(function)  # type: ignore[return-value]
 
 
-def computes_with_parameters(module: nn.Module) -> bool:
-    """Return whether `module` itself reads one of the parameters that it registers.
-
-    Torch's own modules do. Any other module does if its code shows it.
-    """
-    # The last two classes are `nn.Module` and `object`.
-    if any(base.__module__.startswith("torch.") and "forward" in vars(base) for base in type(module).__mro__[:-2]):
-        return True
-    return any(_reads(method, name) for method in _methods(type(module)) for name in parameters_of(module))
-
-
 @_cached
 def only_wraps(kind: type[nn.Module], inherited: type[nn.Module]) -> bool:
     """Return whether the `forward` of `kind`, if it has one, leaves the computation to its base `inherited`."""
@@ -255,50 +242,6 @@ def has_hooks_inside(module: nn.Module) -> bool:
     return any(path and any(forward_hooks_of(child)) for path, child in module.named_modules())
 
 
-def read_elsewhere(root: nn.Module, path: str) -> bool:
-    """Return whether the code of a module around `path` reads the weight of the module there directly."""
-    parts = path.split(".")
-    called: frozenset[str] = frozenset()
-    for depth in range(len(parts)):
-        around = root.get_submodule(".".join(parts[:depth]))
-        inside = ".".join(parts[depth:])
-        if isinstance(around, nn.MultiheadAttention) and inside == "out_proj":
-            return True  # torch passes its weight to a function
-        names = _own_names(type(around), called)
-        if any(pattern.fullmatch(inside) for pattern in _weights_read(type(around), names)):
-            return True
-        # A method that an outer module calls runs in a step, so its code counts further inside.
-        called |= _methods_called(type(around), names)
-    return False
-
-
-def _own_names(kind: type, called: frozenset[str]) -> tuple[str, ...]:
-    """Return the called method names that the user's class `kind` defines."""
-    own = {name for base in kind.__mro__ if not base.__module__.startswith(LIBRARIES) for name in vars(base)}
-    return tuple(sorted(own & called))
-
-
-@_cached
-def _methods_called(kind: type, names: tuple[str, ...]) -> frozenset[str]:
-    """Return the names of methods that the code of `kind` calls on any object but the module itself."""
-    calls = (node for method in _methods(kind, names) for node in ast.walk(method) if isinstance(node, ast.Call))
-    return frozenset(
-        call.func.attr for call in calls if isinstance(call.func, ast.Attribute) and not _is_self(call.func.value)
-    )
-
-
-@_cached
-def _weights_read(kind: type, names: tuple[str, ...]) -> tuple[re.Pattern[str], ...]:
-    """Return patterns for the paths, inside a module of class `kind`, of modules whose weights its methods read."""
-    paths = {
-        _path(node.value)
-        for method in _methods(kind, names)
-        for node in _attributes(method)
-        if node.attr in ("weight", "bias") and not _is_self(node.value)
-    }
-    return tuple(map(re.compile, sorted(paths)))
-
-
 def _reads(method: ast.AST, name: str) -> bool:
     return any(node.attr == name and _is_self(node.value) for node in _attributes(method))
 
@@ -317,19 +260,10 @@ def _is_self(node: ast.expr) -> bool:
     return isinstance(node, ast.Name) and node.id == "self"
 
 
-def _path(node: ast.expr) -> str:
-    """Return a pattern for the path, from `self`, of the module that an expression stands for."""
-    if isinstance(node, ast.Attribute):
-        return node.attr if _is_self(node.value) else rf"{_path(node.value)}\.{node.attr}"
-    if isinstance(node, ast.Subscript) and not _is_self(node.value):
-        return rf"{_path(node.value)}\.[^.]+"
-    return ".*"  # a local name may be any module inside
-
-
 @_cached
-def _methods(kind: type, called: tuple[str, ...] = ()) -> tuple[ast.AST, ...]:
-    """Return the syntax trees of the methods of a user's class that a step runs, or that `called` names."""
-    wanted = [*STEPS, *called]
+def _methods(kind: type) -> tuple[ast.AST, ...]:
+    """Return the syntax trees of the methods of a user's class that a step runs."""
+    wanted = [*STEPS]
     seen = set(wanted)
     found = []
     while wanted:

@@ -22,13 +22,7 @@ from lightning_parallel.compat import Patches
 from lightning_parallel.compat.initialization import initialize_tensors
 from lightning_parallel.tensor.attention import Attention, TransformerLayer, guard_fast_path
 from lightning_parallel.tensor.head import Head
-from lightning_parallel.tensor.inspection import (
-    computes_with_parameters,
-    full_shape,
-    is_linear,
-    is_native,
-    read_elsewhere,
-)
+from lightning_parallel.tensor.inspection import full_shape, is_linear, is_native
 from lightning_parallel.tensor.layers import Column, Replicate, Row, Style, Vocab
 from lightning_parallel.tensor.per_head import set_local_values
 from lightning_parallel.tensor.regions import connect_random_regions
@@ -228,7 +222,9 @@ def _problems(modules: Mapping[str, nn.Module], styles: Mapping[str, Style], ran
 # ----------------------------------------------------------------------------------------------------- tied parameters
 
 
-def resolve_ties(module: nn.Module, plan: Plan, ranks: int) -> None:
+def resolve_ties(
+    module: nn.Module, plan: Plan, ranks: int, is_read: Callable[[str], bool], computes: Callable[[str], bool]
+) -> None:
     """Make modules that share parameters agree: shard an embedding and its head by vocabulary, replicate the rest.
 
     A module that only keeps a reference to a parameter of another module, without computing with it, is ignored.
@@ -237,20 +233,22 @@ def resolve_ties(module: nn.Module, plan: Plan, ranks: int) -> None:
         module: The model.
         plan: Changed in place.
         ranks: Size of the tensor-parallel group.
+        is_read: Whether code outside the module at a path computes with its weights.
+        computes: Whether the module at a path itself computes with the parameters that it registers.
     """
     modules = dict(module.named_modules())
-    groups = _tied_groups(modules)
+    groups = _tied_groups(modules, computes)
     # A group that becomes replicated takes the layers of its region with it, and these may be tied themselves.
-    while any(_resolve_group(module, {path: modules[path] for path in paths}, plan, ranks) for paths in groups):
+    while any(_resolve_group({path: modules[path] for path in paths}, plan, ranks, is_read) for paths in groups):
         pass
 
 
-def _resolve_group(module: nn.Module, tied: Mapping[str, nn.Module], plan: Plan, ranks: int) -> bool:
+def _resolve_group(tied: Mapping[str, nn.Module], plan: Plan, ranks: int, is_read: Callable[[str], bool]) -> bool:
     """Settle one group of modules that share parameters; return whether the plan had to change."""
     if not any(path in plan.styles for path in tied):
         return False
     # Code that reads a weight directly expects the full weight.
-    if any(read_elsewhere(module, path) for path in tied):
+    if any(map(is_read, tied)):
         _leave_whole(plan, tied, "replicated: other code reads its weight, or the weight of a module that shares it")
         return True
     if _divided_alike(plan.styles, tied, ranks):
@@ -329,12 +327,13 @@ def divided_regions(plan: Plan) -> list[str]:
     return list(dict.fromkeys(found))
 
 
-def _tied_groups(modules: Mapping[str, nn.Module]) -> list[list[str]]:
+def _tied_groups(modules: Mapping[str, nn.Module], computes: Callable[[str], bool]) -> list[list[str]]:
     """Return groups of paths of modules that share parameters, directly or through a third module."""
     groups: list[tuple[set[int], list[str]]] = []
     for path, owner in modules.items():
         parameters = {id(parameter) for parameter in owner.parameters(recurse=False)}
-        if not parameters or not _computes(owner):
+        is_plain = is_linear(owner) or is_native(owner, nn.Embedding)
+        if not parameters or not (is_plain or computes(path)):
             continue
         # A module may share parameters with several groups, which then become one.
         joined = [group for group in groups if group[0] & parameters]
@@ -345,10 +344,6 @@ def _tied_groups(modules: Mapping[str, nn.Module]) -> list[list[str]]:
         groups = [group for group in groups if group not in joined]
         groups.append((parameters, [*paths, path]))
     return [paths for _, paths in groups if len(paths) > 1]
-
-
-def _computes(owner: nn.Module) -> bool:
-    return is_linear(owner) or is_native(owner, nn.Embedding) or computes_with_parameters(owner)
 
 
 # -------------------------------------------------------------------------------------------------------------- apply

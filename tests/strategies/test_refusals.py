@@ -187,28 +187,29 @@ def _transposed(module):
     return module.net[2].weight.T.sum()
 
 
-@pytest.mark.parametrize("regulariser", [_norms, _product, _transposed])
-@distributed(world_size=2)
-def test_a_step_that_computes_with_pieces_of_parameters(regulariser):
-    class Regularised(Net):
-        def training_step(self, batch, index):
-            return super().training_step(batch, index) + regulariser(self)
-
-    with pytest.raises(RuntimeError, match=r"computes with `net.\d.weight` outside its layer.*'replicate'"):
-        fit_parallel(Regularised().double(), 2, 2)
+def _hidden(module):
+    return module.net[:2](torch.ones(3, 12, dtype=torch.float64)).square().mean()
 
 
-class Hidden(Net):
-    """Its loss looks at hidden features."""
+class Regularised(Net):
+    def __init__(self, regulariser):
+        super().__init__()
+        self.regulariser = regulariser
 
     def training_step(self, batch, index):
-        hidden = self.net[:2](batch[0])
-        return super().training_step(batch, index) + 1e-3 * hidden.square().mean()
+        return super().training_step(batch, index) + 1e-3 * self.regulariser(self)
 
 
 @distributed(world_size=2)
-def test_hidden_features_that_the_first_step_uses_are_whole():
-    alone, module = Hidden().double(), Hidden().double()
+def test_a_step_that_computes_with_all_parameters():
+    with pytest.raises(ValueError, match=r"`net.0.weight` outside its layer, in `.*` \(test_refusals.py"):
+        fit_parallel(Regularised(_norms).double(), 2, 2)
+
+
+@pytest.mark.parametrize("regulariser", [_product, _transposed, _hidden])
+@distributed(world_size=2)
+def test_weights_and_hidden_features_that_the_first_step_uses_are_whole(regulariser):
+    alone, module = Regularised(regulariser).double(), Regularised(regulariser).double()
     fit_single(alone)
     trainer = fit_parallel(module, 2, 2)
     full = trainer.strategy.lightning_module_state_dict()

@@ -479,6 +479,27 @@ def test_a_weight_that_is_read_by_other_code_stays_whole(group):
     assert "read outside" in plan.notes["embedding"]
 
 
+class Averaged(Language):
+    """Keeps an average of its first block, which stays right in shards, and reads one weight of its last block."""
+
+    def forward(self, tokens):
+        average, block = self.blocks[1].parameters(), self.blocks[0].parameters()
+        with torch.no_grad():
+            for mine, theirs in zip(average, block):
+                mine.data.mul_(0.9).add_(theirs.detach().clone(), alpha=0.1)
+            torch._foreach_lerp_([p.data for p in self.blocks[1].parameters()], [*self.blocks[0].parameters()], 0.1)
+        self.norm = self.blocks[2].mlp[0].weight.to(torch.float32).norm()
+        return super().forward(tokens)
+
+
+@distributed(world_size=2)
+def test_code_that_treats_each_number_of_a_weight_alike_reads_no_weight(group):
+    model = Averaged([Block(SeparateAttention(32, 4), 32) for _ in range(3)], 32).double()
+    plan = make_plan(model, "auto", group)
+    assert _paired(plan, r"blocks\.[01]\.|blocks.2.attention")
+    assert "read outside its forward, in `forward` (test_auto_plan" in plan.notes["blocks.2.mlp.0"]
+
+
 @distributed(world_size=2)
 def test_a_users_plan_learns_how_a_fused_layer_is_packed(group):
     plan = {"*.mlp.0": "column", "*.mlp.2": "row", "embedding": "vocab"}
