@@ -62,6 +62,7 @@ from lightning_parallel.compat.lightning import (
 )
 from lightning_parallel.compat.torch import (
     CPU_FLASH_ATTENTION,
+    DispatchMode,
     NormalizationBase,
     TorchDispatchMode,
     flight_recorder_entries,
@@ -299,9 +300,15 @@ def test_backward_and_operators_are_known():
             seen.append((overload_packet(func), is_backward_running()))
             return func(*args, **(kwargs or {}))
 
+    class DerivedOps(DispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            return func(*args, **(kwargs or {}))
+
     weight = torch.ones(2, 2, requires_grad=True)
     with Ops():
         (weight @ weight).sum().backward()
+    # Without the wrapper of torch around its method.
+    assert not hasattr(DerivedOps.__torch_dispatch__, "__wrapped__")
     products = [(op, inside) for op, inside in seen if op is torch.ops.aten.mm]
     assert products[0] == (torch.ops.aten.mm, False)
     assert (torch.ops.aten.mm, True) in products

@@ -72,6 +72,7 @@ __all__ = [
     "CPU_FLASH_ATTENTION",
     "CPU_FLASH_ATTENTION_BACKWARD",
     "DisableTorchFunctionSubclass",
+    "DispatchMode",
     "FullyShardedGroup",
     "FullyShardedParameter",
     "BatchNormalization",
@@ -147,6 +148,18 @@ __all__ = [
     "versions_of",
     "with_versions",
 ]
+
+
+class DispatchMode(TorchDispatchMode):
+    """A dispatch mode for code that runs no compiled function.
+
+    torch wraps the method of every mode, to keep its compiler out. The wrapper takes as long as a short method.
+    """
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False
+
 
 # -- containers -------------------------------------------------------------------------------------------------------
 

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from operator import is_
 from typing import Any
 
 from torch import nn
 
-from lightning_parallel.compat.torch import buffers_of, forward_hooks_of
+from lightning_parallel.compat.torch import buffers_of
 
 __all__ = ["SavedAttributes", "SavedForwards", "own_attributes", "parameter_lists", "replaced"]
 
@@ -22,26 +24,40 @@ def own_attributes(module: nn.Module) -> dict[str, Any]:
 
 
 class SavedAttributes:
-    """Saves the attributes of a module and its submodules, lists and dicts among them with their entries, and hooks.
+    """Saves the attributes of a module and its submodules, with the entries of lists, dicts and sets among them.
 
-    Hooks, since code that registers hooks in its first call notes that in an attribute.
+    The registered parameters, buffers, submodules and hooks are such dicts. Code that registers hooks in its first call
+    notes that in an attribute, so both must be restored together.
     """
 
     def __init__(self, module: nn.Module) -> None:
-        self.before = [(child, dict(own_attributes(child))) for child in module.modules()]
-        containers = [value for _, own in self.before for value in own.values() if type(value) in (list, dict)]
-        containers += [hooks for child, _ in self.before for hooks in forward_hooks_of(child)]
-        self.entries = [(value, value.copy()) for value in containers]
+        attributes = [vars(child) for child in module.modules()]
+        containers = [value for own in attributes for value in own.values() if type(value) in _CONTAINERS]
+        # A module has a dozen empty dicts for hooks: a tuple is a cheaper copy of one.
+        self._before = [(value, value.copy() if value else ()) for value in (*attributes, *containers)]
 
     def restore(self) -> None:
         """Restore the saved attributes."""
-        for child, own in self.before:
-            for name in own_attributes(child).keys() - own.keys():
-                del child.__dict__[name]
-            child.__dict__.update(own)
-        for value, entries in self.entries:
-            value.clear()
-            value.extend(entries) if isinstance(value, list) else value.update(entries)
+        for now, before in self._before:
+            # Unchanged ones stay untouched: code may go through them at this moment.
+            if not (now or before) or _has_same_entries(now, before):
+                continue
+            now.clear()
+            now.extend(before) if isinstance(now, list) else now.update(before)
+
+
+_CONTAINERS = (list, dict, OrderedDict, set)
+
+
+def _has_same_entries(now: Any, before: Any) -> bool:
+    if len(now) != len(before):
+        return False
+    if isinstance(now, set):
+        return bool(now == before)
+    if isinstance(now, list):
+        return all(map(is_, now, before))
+    # By identity: the comparison of two tensors is no truth value.
+    return now.keys() == before.keys() and all(map(is_, now.values(), before.values()))
 
 
 @contextmanager

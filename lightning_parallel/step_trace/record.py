@@ -15,11 +15,15 @@ are real. A module whose code reads other values, such as a router, runs once on
 
 from __future__ import annotations
 
+import copy
+import gc
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
+from operator import is_
+from types import FunctionType
 from typing import Any
 
 import torch
@@ -29,18 +33,30 @@ from lightning_parallel import comm
 from lightning_parallel.compat import innermost_users_line, patched
 from lightning_parallel.compat.chance import seeded
 from lightning_parallel.compat.torch import (
-    TorchDispatchMode,
+    DispatchMode,
     buffers_of,
-    children_of,
     function_modes_kept,
     is_backward_running,
     parameters_of,
     pytree,
 )
-from lightning_parallel.step_trace.attributes import SavedAttributes, SavedForwards
+from lightning_parallel.step_trace.attributes import SavedAttributes
 from lightning_parallel.step_trace.interception import ActiveHandler, Call, CallSite
-from lightning_parallel.step_trace.placeholder import PlaceholderTensor, nothing_written, watch_operations, written_by
-from lightning_parallel.step_trace.stubs import copy_args, named_placeholders, run_on_random_data, write_back
+from lightning_parallel.step_trace.placeholder import (
+    PlaceholderTensor,
+    UnknownValue,
+    nothing_written,
+    watch_operations,
+    written_by,
+)
+from lightning_parallel.step_trace.stubs import (
+    PLAIN,
+    copy_args,
+    named_placeholders,
+    note_tensor,
+    run_on_random_data,
+    write_back,
+)
 
 __all__ = ["ModuleCall", "Operation", "Record", "StepTrace", "no_record", "record_step", "state_kept"]
 
@@ -203,7 +219,7 @@ def _shortened(batch: Any) -> Any:
     return pytree.tree_map_only(Tensor, shortened, batch)
 
 
-class _WritesUndone(TorchDispatchMode):
+class _WritesUndone(DispatchMode):
     """Restores, after the block, real tensors that operations in the block write.
 
     A step may write into tensors that no snapshot of the module knows, such as an average of its weights elsewhere.
@@ -214,8 +230,11 @@ class _WritesUndone(TorchDispatchMode):
         self._before: list[tuple[Tensor, Tensor]] = []
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        # Operations on placeholders write no real tensor. To call them here spares a second way through the dispatcher.
+        if PlaceholderTensor in types:
+            return PlaceholderTensor.__torch_dispatch__(func, types, args, kwargs)
         for value in written_by(func, args, kwargs or {}):
-            if type(value) is not PlaceholderTensor and not value.is_meta:
+            if not value.is_meta:
                 self._before.append((value.detach(), value.detach().clone()))
         return func(*args, **(kwargs or {}))
 
@@ -226,6 +245,76 @@ class _WritesUndone(TorchDispatchMode):
             if value.shape == before.shape:
                 value.copy_(before)
         self._before.clear()
+
+
+class _ArgumentCopies:
+    """Copies objects among the arguments of calls, such as a key-value cache.
+
+    Layers pass one object on, and each layer changes little of it. Parts that are unchanged since the last copy share
+    this copy: otherwise the time of a record would grow with the square of the number of layers.
+    """
+
+    def __init__(self) -> None:
+        # The parts by `id`: part, contents, copy. They keep the parts alive, so that no other object gets the `id`.
+        self._known: dict[int, tuple[Any, list[Any], Any]] = {}
+
+    def of(self, arguments: Any) -> Any:
+        """Return `arguments`, of any structure, with copies of all objects except tensors and plain values."""
+        return pytree.tree_map(self._copied, arguments)
+
+    def _copied(self, leaf: Any) -> Any:
+        if isinstance(leaf, (Tensor, UnknownValue, *PLAIN)):
+            return leaf
+        memo: dict[int, Any] = {}
+        parts: dict[int, tuple[Any, list[Any]]] = {}
+        self._note(leaf, memo, parts)
+        try:
+            duplicate = copy.deepcopy(leaf, memo)
+        except Exception:
+            # An object that cannot be copied, such as a lock or a generator, is passed on itself.
+            return leaf
+        self._known.update({key: (*part, memo[key]) for key, part in parts.items() if key in memo})
+        return duplicate
+
+    def _note(self, value: Any, memo: dict[int, Any], parts: dict[int, tuple[Any, list[Any]]]) -> bool:
+        """Add the known copies of parts of `value` to `memo`, and return whether all of `value` is unchanged."""
+        if isinstance(value, Tensor):
+            note_tensor(value, memo, shares_placeholders=True)
+            # An operation writes into a tensor without a trace here. Placeholders have no contents.
+            return type(value) is PlaceholderTensor
+        if id(value) in memo or id(value) in parts:
+            return id(value) in memo
+        contents = _contents(value)
+        if contents is None:
+            return False
+        parts[id(value)] = value, contents
+        known = self._known.get(id(value))
+        is_unchanged = known is not None and len(known[1]) == len(contents) and all(map(is_, known[1], contents))
+        for part in contents:
+            if type(part) not in _UNCHANGING:
+                is_unchanged &= self._note(part, memo, parts)
+        if known is not None and is_unchanged:
+            memo[id(value)] = known[2]
+        return is_unchanged
+
+
+_UNCHANGING = {*PLAIN, torch.device, type, FunctionType}
+
+
+# Size of an object whose `__dict__` holds all of its state: slots and state in C need more.
+_PLAIN_SIZE = type("Plain", (), {}).__basicsize__
+
+
+def _contents(value: Any) -> list[Any] | None:
+    """Return all objects that `value` refers to; None if Python cannot see all of its state."""
+    kind = type(value)
+    if kind is dict:
+        return [*value, *value.values()]
+    if kind in (list, tuple, set):
+        return [*value]
+    if hasattr(value, "__dict__") and kind.__basicsize__ == _PLAIN_SIZE:
+        return [*vars(value), *vars(value).values()]
+    return None
 
 
 class _Recorder:
@@ -240,6 +329,7 @@ class _Recorder:
         self._has_data = False
         self._failure: Exception | None = None
         self._thread = threading.get_ident()
+        self._copies = _ArgumentCopies()
 
     def recording(self, own: Callable[..., Any]) -> Callable[..., Any]:
         """Return a `__call__` of modules that records the call."""
@@ -267,7 +357,7 @@ class _Recorder:
         calls, operations = self.trace.calls, self.trace.operations
         number, done = len(calls), len(operations)
         # Before the call, which may fill a list or a cache among its arguments.
-        before = copy_args((args, kwargs), {})
+        before = self._copies.of((args, kwargs))
         record = ModuleCall(self._paths[module], module, number, self._open[-1], *before)
         calls.append(record)
         saved = SavedAttributes(module)
@@ -321,33 +411,44 @@ def state_kept(module: nn.Module, seed: int | None = 0) -> Iterator[None]:
         module: The model.
         seed: The seed of the random numbers inside the block; None continues the outer state.
     """
-    forwards, attributes = SavedForwards(module.modules()), SavedAttributes(module)
-    buffers = [(child, dict(buffers_of(child))) for child in module.modules()]
-    # A step may register modules, such as a copy of the model, and toggle parameters for one of several optimizers.
-    registries: list[Any] = [own for child in module.modules() for own in (children_of(child), parameters_of(child))]
-    registered = [(own, dict(own)) for own in registries]
-    trained = [(parameter, parameter.requires_grad) for parameter in module.parameters()]
-    held = {buffer for _, own in buffers for buffer in own.values() if type(buffer) is Tensor and not buffer.is_meta}
-    values = {buffer: buffer.detach().clone() for buffer in held}
+    attributes = SavedAttributes(module)
+    # A step may toggle parameters for one of several optimizers.
+    registered = [parameter for child in module.modules() for parameter in parameters_of(child).values()]
+    trained = [(parameter, parameter.requires_grad) for parameter in registered if parameter is not None]
+    buffers = {id(buffer): buffer for child in module.modules() for buffer in buffers_of(child).values()}
+    held = [buffer for buffer in buffers.values() if type(buffer) is Tensor and not buffer.is_meta]
+    values = [(buffer, buffer.detach().clone()) for buffer in held]
     try:
-        with function_modes_kept(), nothing_written(), nullcontext() if seed is None else seeded(seed):
+        with (
+            _no_collections(),
+            function_modes_kept(),
+            nothing_written(),
+            nullcontext() if seed is None else seeded(seed),
+        ):
             yield
     finally:
-        forwards.restore()
         attributes.restore()
-        for now, before in registered:
-            # Only if it has changed: code may go through the dict at this moment.
-            if now.keys() != before.keys() or any(now[name] is not value for name, value in before.items()):
-                now.clear()
-                now.update(before)
         for parameter, requires_grad in trained:
-            parameter.requires_grad_(requires_grad)
-        for child, own in buffers:
-            # Cleared first: the step may have registered further buffers.
-            buffers_of(child).clear()
-            buffers_of(child).update(own)
+            if parameter.requires_grad is not requires_grad:
+                parameter.requires_grad_(requires_grad)
         with torch.no_grad():
-            for buffer, value in values.items():
+            for buffer, value in values:
                 # A write raises the version, which autograd may have noted.
                 if not torch.equal(buffer, value):
                     buffer.copy_(value)
+
+
+@contextmanager
+def _no_collections() -> Iterator[None]:
+    """Keep Python's collector of reference cycles from running inside the block.
+
+    A step without data makes many small objects, and nearly all of them live as long as the block. They would start
+    collections that look at all objects of the process.
+    """
+    was_on = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_on:
+            gc.enable()

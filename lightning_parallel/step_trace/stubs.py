@@ -35,18 +35,20 @@ from lightning_parallel.step_trace.placeholder import (
 )
 
 __all__ = [
+    "PLAIN",
     "StubOutputs",
     "autocast_dtype",
     "copy_args",
     "free_parameters",
     "named_placeholders",
+    "note_tensor",
     "run_on_random_data",
     "stubbed",
     "write_back",
 ]
 
 # Values that can be compared and never change, so that a recipe may depend on them.
-_PLAIN = (int, float, str, bool, type(None), torch.dtype)
+PLAIN = (int, float, str, bool, type(None), torch.dtype)
 _MOST_RECIPES = 1000
 
 
@@ -203,7 +205,7 @@ class StubOutputs:
         """Run the module; return its output, and a recipe for it, or None if there can be none."""
         inputs = pytree.tree_flatten((call.args, call.kwargs))[0]
         # Not by identity for plain values: equal small integers are one object, whatever their origin.
-        positions = {id(leaf): index for index, leaf in enumerate(inputs) if not isinstance(leaf, _PLAIN)}
+        positions = {id(leaf): index for index, leaf in enumerate(inputs) if not isinstance(leaf, PLAIN)}
         result, changed_arguments = self._run(call)
         if changed_arguments:
             return result, None
@@ -376,7 +378,7 @@ def copy_args(arguments: Any, originals: dict[int, Any]) -> Any:
     """
 
     def copied(leaf: Any) -> Any:
-        if isinstance(leaf, (Tensor, UnknownValue, *_PLAIN)):
+        if isinstance(leaf, (Tensor, UnknownValue, *PLAIN)):
             return leaf
         memo: dict[int, Any] = {}
         _note_copies(leaf, memo, set())
@@ -430,7 +432,24 @@ def _same(old: Any, new: Any, finished: Callable[[Any], Any]) -> bool:
         return True  # its entries are compared by themselves
     if type(new) is type(old) and isinstance(old, tuple):
         return len(old) == len(new) and all(_same(o, n, finished) for o, n in zip(old, new))
-    return finished(new) is old or (isinstance(old, _PLAIN) and new == old)
+    return finished(new) is old or (isinstance(old, PLAIN) and new == old)
+
+
+def note_tensor(value: Tensor, memo: dict[int, Any], shares_placeholders: bool = False) -> None:
+    """Add a copy of a tensor that `deepcopy` rejects to its memo.
+
+    Args:
+        value: The tensor; if `deepcopy` can copy it, the memo does not change.
+        memo: The memo of `deepcopy`.
+        shares_placeholders: Whether a placeholder is its own copy.
+    """
+    if shares_placeholders and type(value) is PlaceholderTensor:
+        memo[id(value)] = value
+        return
+    is_refused = type(value) is Tensor and value.requires_grad and not value.is_leaf
+    # `deepcopy` copies the storage, which fails for a tensor without data.
+    if is_refused or isinstance(value, FakeTensor):
+        memo[id(value)] = value.detach().clone().requires_grad_(value.requires_grad)
 
 
 def _note_copies(value: Any, memo: dict[int, Any], seen: set[int]) -> None:
@@ -439,10 +458,7 @@ def _note_copies(value: Any, memo: dict[int, Any], seen: set[int]) -> None:
         return
     seen.add(id(value))
     if isinstance(value, Tensor):
-        is_refused = type(value) is Tensor and value.requires_grad and not value.is_leaf
-        # `deepcopy` copies the storage, which fails for a tensor without data.
-        if is_refused or isinstance(value, FakeTensor):
-            memo[id(value)] = value.detach().clone().requires_grad_(value.requires_grad)
+        note_tensor(value, memo)
     elif isinstance(value, (list, tuple, set)):
         for item in value:
             _note_copies(item, memo, seen)
@@ -482,7 +498,7 @@ def _signature(value: Any) -> Any:
         return (kind, *map(_signature, value))
     if kind is dict:
         return tuple([(name, _signature(item)) for name, item in value.items()])
-    return value if isinstance(value, _PLAIN) else kind
+    return value if isinstance(value, PLAIN) else kind
 
 
 @contextmanager

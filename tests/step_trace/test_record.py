@@ -1,6 +1,7 @@
 """The record of a step without data: calls, their arguments, the use of parameters, and modules that read values."""
 
 import copy
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -126,6 +127,38 @@ def test_what_a_step_changes_by_hand_is_undone():
     assert not hasattr(model, "copy")
     assert model.blocks[0].weight.requires_grad
     assert torch.equal(elsewhere[0].weight, before)
+
+
+class Caching(nn.Module):
+    """Its layers write into one cache, as of keys and values, an entry each."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList(CachingLayer(4, 4) for _ in range(3))
+
+    def forward(self, x):
+        cache = SimpleNamespace(entries=[])
+        for layer in self.layers:
+            x = layer(x, cache)
+        return x
+
+
+class CachingLayer(nn.Linear):
+    def forward(self, x, cache):
+        cache.entries.append(SimpleNamespace(key=x))
+        cache.entries[0].count = len(cache.entries)
+        return super().forward(x)
+
+
+def test_arguments_are_recorded_before_the_call_changes_them():
+    model = Caching()
+    trace = record_step(model, model, torch.ones(2, 4), CPU)
+    assert trace.error is None
+    caches = [call.args[1] for call in trace.calls[1:]]
+    assert [len(cache.entries) for cache in caches] == [0, 1, 2]
+    assert [cache.entries[0].count for cache in caches[1:]] == [1, 2]
+    last = caches[2].entries[1].key
+    assert last is trace.calls[2].args[0]
 
 
 def test_only_the_module_that_reads_values_runs_on_random_data():
