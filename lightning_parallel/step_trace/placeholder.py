@@ -13,7 +13,8 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
+from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
@@ -21,7 +22,7 @@ import torch
 from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
-from lightning_parallel.compat import Patches, innermost_users_line, module_that_asks
+from lightning_parallel.compat import Patches, innermost_users_line, module_that_asks, patched
 from lightning_parallel.compat.torch import (
     DisableTorchFunctionSubclass,
     forbid_data_access,
@@ -54,6 +55,88 @@ PARAMETERS_ELSEWHERE = (
     " do not want it. Create its inputs in `__init__` or `setup`, before the model is split. Or use"
     " TensorParallelStrategy, or the optimizer's `weight_decay`"
 )
+
+
+# -------------------------------------------------------------------------------------------------- how a step runs now
+
+Watcher = Callable[[Any, list["PlaceholderTensor"], Any], None]
+"""Takes an operation on placeholders: operator, placeholders, result."""
+
+
+@dataclass
+class _Run:
+    """How code runs at this moment; each field is set by the function named in it, inside a block.
+
+    Attributes:
+        watcher: `watch_operations`.
+        is_dry: `dry_run`.
+        inside: `inside_module`.
+        writes_nothing: `nothing_written`.
+        is_stage: `step_of_stage`.
+        draws: `draws_numbers`.
+    """
+
+    watcher: Watcher | None = None
+    is_dry: bool = False
+    inside: str = ""
+    writes_nothing: bool = False
+    is_stage: bool = False
+    draws: bool = False
+
+
+_run = _Run()
+
+
+def watch_operations(watcher: Watcher) -> AbstractContextManager[Any]:
+    """Call `watcher` with each operation on placeholders inside the block.
+
+    The operator is None where code needs the data of the placeholders, and does not compute with them.
+    """
+    return patched(_run, "watcher", watcher)
+
+
+def dry_run() -> AbstractContextManager[Any]:
+    """Treat available placeholders as data inside the block."""
+    # Outside a dry run they count as missing: a module may have kept one from a dry run.
+    return patched(_run, "is_dry", True)
+
+
+def in_dry_run() -> bool:
+    """Return whether the step runs without data, to check a split or to be recorded."""
+    return _run.is_dry or _run.watcher is not None
+
+
+def inside_module(name: str) -> AbstractContextManager[Any]:
+    """Name the module in messages about values that it computes inside the block and does not return."""
+    return patched(_run, "inside", name)
+
+
+@contextmanager
+def nothing_written() -> Iterator[None]:
+    """Allow writes of placeholders into real tensors inside the block; the tensors do not change."""
+    patches = Patches()
+    try:
+        patches.replace(_run, "writes_nothing", True)
+        give_data(patches)
+        yield
+    finally:
+        patches.undo()
+
+
+def step_of_stage() -> AbstractContextManager[Any]:
+    """Refuse, inside the block, operations that a stage must not run, such as writes into other stages' parameters."""
+    return patched(_run, "is_stage", True)
+
+
+def draws_numbers(is_drawing: bool) -> AbstractContextManager[Any]:
+    """Let operations on placeholders take as many random numbers inside the block as they would with data, or none.
+
+    A step's draws before its layers must be the same on the stage with the data and on all other stages.
+    """
+    return patched(_run, "draws", is_drawing)
+
+
+# ------------------------------------------------------------------------------------------------------- placeholders
 
 
 class PlaceholderError(RuntimeError):
@@ -234,8 +317,8 @@ class PlaceholderTensor(Tensor):
             return result
         finally:
             # Also an operation that fails: it uses its arguments.
-            if _watcher is not None:
-                _watcher(func, placeholders, result)
+            if _run.watcher is not None:
+                _run.watcher(func, placeholders, result)
 
 
 def _computed(func: Any, args: Any, kwargs: dict[str, Any], placeholders: list[PlaceholderTensor]) -> Any:
@@ -253,7 +336,7 @@ def _computed(func: Any, args: Any, kwargs: dict[str, Any], placeholders: list[P
     for value in written:
         _require_no_parameter(value)
     # Draw and discard: the generator must advance as far as on the stage with the data.
-    if _draws_numbers and torch.Tag.nondeterministic_seeded in func.tags:
+    if _run.draws and torch.Tag.nondeterministic_seeded in func.tags:
         func(*_with_data(args), **_with_data(kwargs))
     # Shapes are computed on the meta device; the result claims the device that the real operation would use.
     device = kwargs.get("device") or placeholders[0].device
@@ -320,23 +403,6 @@ def _cannot_answer(placeholder: Any, asking: str) -> bool:
     )
 
 
-_draws_numbers = False
-
-
-@contextmanager
-def draws_numbers(is_drawing: bool) -> Iterator[None]:
-    """Let operations on placeholders take as many random numbers inside the block as they would with data, or none.
-
-    A step's draws before its layers must be the same on the stage with the data and on all other stages.
-    """
-    global _draws_numbers
-    before, _draws_numbers = _draws_numbers, is_drawing
-    try:
-        yield
-    finally:
-        _draws_numbers = before
-
-
 def _with_data(value: Any) -> Any:
     """Replace placeholders by tensors of ones; the number of draws depends on shapes only."""
     if isinstance(value, PlaceholderTensor):
@@ -361,29 +427,12 @@ _COMPUTED_ELSEWHERE = "Compute it from the batch, inside one of the repeated lay
 def _provenance(placeholders: list[PlaceholderTensor]) -> str:
     """Choose the placeholder to name in a message: unavailable before available, activation before parameter."""
     missing_first = [placeholder for placeholder in placeholders if not placeholder.available] or placeholders
-    if _inside and _in_dry_run:
-        return f"a tensor that `{_inside}` makes and does not return"
+    if _run.inside and _run.is_dry:
+        return f"a tensor that `{_run.inside}` makes and does not return"
     for placeholder in missing_first:
         if not placeholder.parameter:
             return placeholder.provenance
     return missing_first[0].provenance
-
-
-_watcher: Callable[[Any, list[PlaceholderTensor], Any], None] | None = None
-
-
-@contextmanager
-def watch_operations(watcher: Callable[[Any, list[PlaceholderTensor], Any], None]) -> Iterator[None]:
-    """Call `watcher` with each operation on placeholders inside the block: operator, placeholders, result.
-
-    The operator is None where code needs the data of the placeholders, and does not compute with them.
-    """
-    global _watcher
-    before, _watcher = _watcher, watcher
-    try:
-        yield
-    finally:
-        _watcher = before
 
 
 def reveal(value: Any) -> Any:
@@ -404,41 +453,7 @@ def reveal(value: Any) -> Any:
 
 def missing(value: Any) -> bool:
     """Return whether `value` is a placeholder without data."""
-    return type(value) is PlaceholderTensor and value.value is None and not (_in_dry_run and value.available)
-
-
-def in_dry_run() -> bool:
-    """Return whether the step runs without data, to check a split or to be recorded."""
-    return _in_dry_run or _watcher is not None
-
-
-_inside = ""
-
-
-@contextmanager
-def inside_module(name: str) -> Iterator[None]:
-    """Name the module in messages about values that it computes inside the block and does not return."""
-    global _inside
-    before, _inside = _inside, name
-    try:
-        yield
-    finally:
-        _inside = before
-
-
-_in_dry_run = False
-
-
-@contextmanager
-def dry_run() -> Iterator[None]:
-    """Treat available placeholders as data inside the block."""
-    # Outside a dry run they count as missing: a module may have kept one from a dry run.
-    global _in_dry_run
-    _in_dry_run = True
-    try:
-        yield
-    finally:
-        _in_dry_run = False
+    return type(value) is PlaceholderTensor and value.value is None and not (_run.is_dry and value.available)
 
 
 def _collect(value: Any, into: list[PlaceholderTensor]) -> None:
@@ -477,46 +492,15 @@ def _require_data_to_write(what: str, placeholders: list[PlaceholderTensor]) -> 
 
     A dry run allows it if the data would be there. A trace, which reads no contents, always allows it.
     """
-    if _watcher is not None:
-        _watcher(None, placeholders, None)
-    lacking = [placeholder for placeholder in placeholders if not (_in_dry_run and placeholder.available)]
-    if lacking and (_in_dry_run or not _in_trace):
+    if _run.watcher is not None:
+        _run.watcher(None, placeholders, None)
+    lacking = [placeholder for placeholder in placeholders if not (_run.is_dry and placeholder.available)]
+    if lacking and (_run.is_dry or not _run.writes_nothing):
         raise PlaceholderError(
             f"{what} in {innermost_users_line()} writes {lacking[0].provenance}, which is on another pipeline stage,"
             " into a tensor of this stage. Build the tensor out of place (`torch.cat`, `torch.where`) instead",
             lacking,
         )
-
-
-_in_trace = False
-
-
-@contextmanager
-def nothing_written() -> Iterator[None]:
-    """Allow writes of placeholders into real tensors inside the block; the tensors do not change."""
-    global _in_trace
-    before, _in_trace = _in_trace, True
-    patches = Patches()
-    give_data(patches)
-    try:
-        yield
-    finally:
-        patches.undo()
-        _in_trace = before
-
-
-_in_step = False
-
-
-@contextmanager
-def step_of_stage() -> Iterator[None]:
-    """Refuse, inside the block, operations that a stage must not run, such as writes into other stages' parameters."""
-    global _in_step
-    before, _in_step = _in_step, True
-    try:
-        yield
-    finally:
-        _in_step = before
 
 
 # `p.data = ...` is no operation, so it needs its own check.
@@ -526,7 +510,7 @@ _SET_DATA = Tensor.data.__set__  # type: ignore[attr-defined]
 def _require_no_parameter(written: Any) -> None:
     """Refuse a step that writes into a parameter outside modules."""
     # The self-check misses a teacher that equals its student, and a bound that is not reached before the first step.
-    if (_in_dry_run or (_in_step and not _in_trace)) and getattr(written, "view_of", None):
+    if (_run.is_dry or (_run.is_stage and not _run.writes_nothing)) and getattr(written, "view_of", None):
         error = PlaceholderError(
             f"The step writes into the parameter `{written.view_of}` in {innermost_users_line()}. A pipeline runs"
             " the step once per microbatch, and each stage has other parameters. Write in a hook, such as"
@@ -703,8 +687,8 @@ def require_known(value: Any, name: str) -> None:
         PlaceholderError: If there is one.
     """
     leaves = pytree.tree_leaves(value)
-    if _watcher is not None:
-        _watcher(None, [leaf for leaf in leaves if type(leaf) is PlaceholderTensor], None)
+    if _run.watcher is not None:
+        _run.watcher(None, [leaf for leaf in leaves if type(leaf) is PlaceholderTensor], None)
         return
     for leaf in leaves:
         if isinstance(leaf, UnknownValue) or missing(leaf):
