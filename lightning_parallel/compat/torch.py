@@ -553,8 +553,14 @@ def has_data(tensor: Tensor) -> bool:
 
 
 def random_values(shape: Any, dtype: torch.dtype, device: Any, std: float = 1.0, generator: Any = None) -> Tensor:
-    """Return normally distributed numbers; zeros for integers, because zero is a valid index into any table."""
+    """Return normally distributed numbers; zeros for integers; for booleans True, up to the diagonal of a square.
+
+    Zero is a valid index into any table. No row of a mask is empty, whose softmax would be NaN.
+    """
     values = torch.zeros(shape, dtype=dtype, device=device)
+    if dtype == torch.bool:
+        values = values.logical_not()
+        return values.tril() if values.dim() > 1 and values.shape[-1] == values.shape[-2] else values
     # A fake tensor takes no generator.
     if has_data(values) and (dtype.is_floating_point or dtype.is_complex):
         values.normal_(0.0, std, generator=generator)

@@ -173,39 +173,12 @@ def _restore(generator: _Generator, state: Any) -> None:
 # ------------------------------------------------------------------------------------------------------ pinned draws
 
 
-_DRAWING = frozenset(
-    f"aten::{name}"
-    for name in (
-        "_sample_dirichlet",
-        "_standard_gamma",
-        "bernoulli",
-        "bernoulli_",
-        "binomial",
-        "cauchy",
-        "cauchy_",
-        "exponential",
-        "exponential_",
-        "geometric",
-        "geometric_",
-        "log_normal",
-        "log_normal_",
-        "multinomial",
-        "normal",
-        "normal_",
-        "poisson",
-        "rand",
-        "rand_like",
-        "randint",
-        "randint_like",
-        "randn",
-        "randn_like",
-        "random",
-        "random_",
-        "randperm",
-        "uniform",
-        "uniform_",
-    )
+_DRAWN = (
+    "_sample_dirichlet _standard_gamma bernoulli bernoulli_ binomial cauchy cauchy_ exponential exponential_ geometric "
+    "geometric_ log_normal log_normal_ multinomial normal normal_ poisson rand rand_like randint randint_like randn "
+    "randn_like random random_ randperm uniform uniform_"
 )
+_DRAWING = frozenset(f"aten::{name}" for name in _DRAWN.split())
 """Operators of torch whose result is drawn; operators that also compute, such as dropout, are not among them."""
 
 _MOST_BYTES = 64 << 20

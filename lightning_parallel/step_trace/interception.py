@@ -313,8 +313,7 @@ def run_variant(call: Call, device: torch.device, available: bool, variant: int)
     with (
         torch.no_grad(),
         _attributes_as_placeholders(module, as_placeholder),
-        _hooks_on_placeholders(module, as_placeholder, device),
-        _forwards_on_placeholders(module, as_placeholder, device),
+        _users_code_on_placeholders(module, as_placeholder, device),
         # Last, because it has to end first: otherwise the stand-ins would count as tensors that the module left.
         replaced(module, lambda path, child: stand_ins(child)),
     ):
@@ -353,55 +352,41 @@ def _change_inside(value: Any, function: _TensorFunction, seen: set[int]) -> Non
 
 
 @contextmanager
-def _hooks_on_placeholders(module: nn.Module, as_placeholder: _TensorFunction, device: torch.device) -> Iterator[None]:
-    """Pass placeholders to hooks instead of random data; a hook that needs data is skipped."""
+def _users_code_on_placeholders(
+    module: nn.Module, as_placeholder: _TensorFunction, device: torch.device
+) -> Iterator[None]:
+    """Pass placeholders instead of random data to hooks and replaced `forward`s, since they may collect arguments.
 
-    def wrapped(hook: Callable[..., Any]) -> Callable[..., Any]:
-        def call(owner: nn.Module, *seen: Any) -> Any:
+    A hook that needs data is skipped.
+    """
+
+    def wrapped(function: Callable[..., Any], is_hook: bool) -> Callable[..., Any]:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            args, kwargs = pytree.tree_map_only(Tensor, as_placeholder, (args, kwargs))
             try:
-                result = hook(owner, *pytree.tree_map_only(Tensor, as_placeholder, seen))
+                result = function(*args, **kwargs)
             # Also a `PlaceholderError`: the hook reads data.
             except RuntimeError:
-                return None
+                if is_hook:
+                    return None
+                raise
             return pytree.tree_map_only(PlaceholderTensor, lambda placeholder: fake_data(placeholder, device), result)
 
         return call
 
-    changed = []
-    for child in module.modules():
-        for hooks in forward_hooks_of(child):
-            changed.append((hooks, dict(hooks)))
-            hooks.update({key: wrapped(hook) for key, hook in hooks.items() if _is_from_outside(hook)})
+    forwards = SavedForwards(module.modules())
+    changed = [(hooks, dict(hooks)) for child in module.modules() for hooks in forward_hooks_of(child)]
+    for hooks, before in changed:
+        hooks.update({key: wrapped(hook, True) for key, hook in before.items() if _is_from_outside(hook)})
+    for child, forward in forwards.before:
+        if forward is not None and _is_replaced(child):
+            child.__dict__["forward"] = wrapped(forward, False)
     try:
         yield
     finally:
         for hooks, before in changed:
             hooks.update(before)
-
-
-@contextmanager
-def _forwards_on_placeholders(
-    module: nn.Module, as_placeholder: _TensorFunction, device: torch.device
-) -> Iterator[None]:
-    """Pass placeholders to functions that replace a `forward`, since they may collect their arguments."""
-
-    def wrapped(forward: Callable[..., Any]) -> Callable[..., Any]:
-        def call(*args: Any, **kwargs: Any) -> Any:
-            args, kwargs = pytree.tree_map_only(Tensor, as_placeholder, (args, kwargs))
-            return pytree.tree_map_only(
-                PlaceholderTensor, lambda placeholder: fake_data(placeholder, device), forward(*args, **kwargs)
-            )
-
-        return call
-
-    before = SavedForwards(module.modules())
-    for child, forward in before.before:
-        if forward is not None and _is_replaced(child):
-            child.__dict__["forward"] = wrapped(forward)
-    try:
-        yield
-    finally:
-        before.restore()
+        forwards.restore()
 
 
 @contextmanager

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from lightning_parallel import comm
 from lightning_parallel.comm import Group
 from lightning_parallel.compat.chance import random_state_kept
-from lightning_parallel.compat.torch import pytree, seed_torch
+from lightning_parallel.compat.torch import pytree, random_values, seed_torch
 from lightning_parallel.step_trace.placeholder import PlaceholderTensor
 from lightning_parallel.step_trace.record import ModuleCall, Operation, Record, StepTrace, no_record, record_step
 from lightning_parallel.tensor.inspection import is_linear, sizes_of, structure_of
@@ -261,23 +261,12 @@ def _with_values(args: tuple[Any, ...], kwargs: dict[str, Any]) -> BlockCall:
     def filled(leaf: Any) -> Any:
         if type(leaf) is not PlaceholderTensor:
             return leaf
-        return values.setdefault(id(leaf), _values_of(leaf))
+        return values.setdefault(id(leaf), random_values(*leaf.signature, "cpu"))
 
     hidden = _hidden((args, kwargs))
     args, kwargs = pytree.tree_map(filled, (args, kwargs))
     assert hidden is not None
     return BlockCall(args, kwargs, values.get(id(hidden), hidden))
-
-
-def _values_of(like: Tensor) -> Tensor:
-    if like.is_floating_point():
-        return torch.randn(like.shape, dtype=torch.float64).to(like.dtype)
-    if like.dtype == torch.bool:
-        is_square = like.dim() > 1 and like.shape[-1] == like.shape[-2]
-        # No row of the mask is empty: its softmax would be NaN.
-        mask = torch.ones(like.shape, dtype=torch.bool)
-        return mask.tril() if is_square else mask
-    return torch.arange(like.shape[-1] if like.dim() else 1, dtype=like.dtype).expand(like.shape).clone()
 
 
 # ------------------------------------------------------------------------------------------------------ read by hand
