@@ -136,22 +136,17 @@ class TruncatedModel:
         module: The model; it is not changed.
         stack: Its layers; without any, the full model runs.
         device: Where to run.
-        runs_all: Run every layer, one after the other, for a model that notices otherwise.
+
+    Attributes:
+        runs_all: Whether every layer runs, one after the other, for a model that notices otherwise.
         dtype: The dtype of floating-point parameters on the device; None to keep each one's dtype.
     """
 
-    def __init__(
-        self,
-        module: nn.Module,
-        stack: LayerStack,
-        device: torch.device,
-        runs_all: bool = False,
-        dtype: torch.dtype | None = None,
-    ) -> None:
+    def __init__(self, module: nn.Module, stack: LayerStack, device: torch.device) -> None:
         self.stack = stack
-        self.dtype = dtype
         self.device = device
-        self.runs_all = runs_all
+        self.runs_all = False
+        self.dtype: torch.dtype | None = None
         self._module = module
         self._names = {id(parameter): name for name, parameter in module.named_parameters()}
         self._intercepted = InterceptedModel(module, stack)
@@ -300,7 +295,8 @@ class _CostMeter(TruncatedModel):
         repeats: int,
         typical: bool,
     ) -> None:
-        super().__init__(module, stack, device, runs_all)
+        super().__init__(module, stack, device)
+        self.runs_all = runs_all
         self.clock = clock
         self.repeats = repeats
         self.typical = typical

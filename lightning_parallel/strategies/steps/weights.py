@@ -261,12 +261,11 @@ class _MeanCheck:
         self, module: nn.Module, plan: PipelinePlan, device: torch.device, step: Callable[[Any], Any], split: SplitBatch
     ) -> None:
         self.module = module
-        self.plan = plan
-        self.device = device
         self.step = step
         self.split = split
         self.num_bytes = 0
-        self._last_probe: tuple[tuple[bool, bool], _Probe] | None = None
+        # A single probe: a new one would take over the calls of the model's layers.
+        self._probe = _Probe(module, LayerStack.at(module, plan.container), device)
 
     def see(self, pair: Any, world: Group) -> _Seen | None:
         """Run the step on microbatches together and one by one; None if there is no loss to compare."""
@@ -322,9 +321,9 @@ class _MeanCheck:
         logged: _Logged = {}
         metrics = MetricCalls(self.module)
 
-        def run(probe: _Probe) -> tuple[tuple[Tensor, Tensor], _Logged, dict[str, Tensor]]:
+        def run() -> tuple[tuple[Tensor, Tensor], _Logged, dict[str, Tensor]]:
             with metrics.recording():
-                values = probe.run_loss(self.step, batch, draws)
+                values = self._probe.run_loss(self.step, batch, draws)
             return values, logged, metrics.numbers()
 
         def log(name: str, value: Any, *args: Any, batch_size: int | None = None, **kwargs: Any) -> None:
@@ -342,22 +341,17 @@ class _MeanCheck:
                 batch = map_tensors(batch, doubled)
             # Dropout and batch statistics would make the mean over the parts inexact.
             self.module.eval()
+            self._probe.dtype = torch.float64 if double else None
+            self._probe.runs_all = False
             try:
                 try:
-                    return run(self._probe(False, double))
+                    return run()
                 except Exception:
-                    return run(self._probe(True, double))
+                    self._probe.runs_all = True
+                    return run()
             finally:
                 for child, mode in modes.items():
                     child.training = mode
-
-    def _probe(self, runs_all: bool, double: bool) -> _Probe:
-        # Keep only the last probe: a new probe takes over the calls of the model's layers.
-        if self._last_probe is None or self._last_probe[0] != (runs_all, double):
-            dtype = torch.float64 if double else None
-            stack = LayerStack.at(self.module, self.plan.container)
-            self._last_probe = (runs_all, double), _Probe(self.module, stack, self.device, runs_all, dtype)
-        return self._last_probe[1]
 
 
 def find_microbatch_weight(
