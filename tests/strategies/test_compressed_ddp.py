@@ -3,11 +3,14 @@
 import contextlib
 import logging
 import os
+import threading
+import time
 import warnings
 
 import pytest
 import torch
 from lightning.pytorch.callbacks import Callback, ModelCheckpoint
+from lightning.pytorch.plugins.io import AsyncCheckpointIO
 from lightning.pytorch.plugins.precision import MixedPrecision
 from lightning.pytorch.strategies import DDPStrategy
 from torch import nn
@@ -17,6 +20,7 @@ from lightning_parallel import CompressedDDPStrategy, LocalSGDStrategy, Policy, 
 from lightning_parallel.compat import patched
 from lightning_parallel.compression import Dense, HookState, compression_hook
 from lightning_parallel.strategies.checkpoints import files as checkpoint_files
+from lightning_parallel.strategies.checkpoints.files import SafeCheckpointIO
 from lightning_parallel.strategies.checkpoints.rank_files import Place, RankFiles
 from lightning_parallel.strategies.compressed.memory import CompressorMemory
 from tests.harness import distributed, run
@@ -456,6 +460,34 @@ def test_files_of_a_checkpoint_go_with_it(group, tmp_path):
     comm.barrier(group)
     beside = tmp_path / "rank-state"
     assert [path.name for path in beside.iterdir()] == [path.name for path in tmp_path.glob("*.ckpt")]
+
+
+@distributed(world_size=2)
+def test_files_of_a_checkpoint_stay_until_a_later_checkpoint_is_complete(group, tmp_path):
+    path, may_write = tmp_path / "last.ckpt", threading.Event()
+
+    class Slow(SafeCheckpointIO):
+        def save_checkpoint(self, checkpoint, path, storage_options=None):
+            if path.exists():
+                may_write.wait(60)
+            super().save_checkpoint(checkpoint, path, storage_options)
+
+    class Saves(Callback):
+        def on_train_batch_end(self, trainer, *_):
+            trainer.save_checkpoint(path)
+            while not path.exists():
+                time.sleep(0.01)
+
+        def on_train_end(self, *_):
+            key = torch.load(path)["compression"]["key"]
+            found = [file.name for file in (tmp_path / "rank-state" / "last.ckpt").iterdir()]
+            comm.barrier(group)
+            may_write.set()
+            assert f"compression-{key}-{group.rank}.pt" in found
+
+    strategy = CompressedDDPStrategy(TopK(0.1, **SMALL))
+    options = {"plugins": [AsyncCheckpointIO(Slow())], "callbacks": [Saves()], "limit_train_batches": 4}
+    fit(Net().double(), strategy, group, max_epochs=1, **options)
 
 
 @distributed(world_size=2)

@@ -40,7 +40,7 @@ from lightning_parallel.compat.lightning import (
 )
 from lightning_parallel.compat.ray import accept_strategies, is_ray_environment, ray_device
 
-__all__ = ["LOCAL_STEPS", "SafeCheckpointIO", "SavesFiles", "check_file", "local_path"]
+__all__ = ["LOCAL_STEPS", "SafeCheckpointIO", "SavesFiles", "check_file", "local_path", "saves_under_way"]
 
 T = TypeVar("T")
 
@@ -156,6 +156,15 @@ class SafeCheckpointIO(TorchCheckpointIO):
             raise RuntimeError(f"The checkpoint {path} cannot be loaded: {error or type(error).__name__}") from error
 
 
+_under_way: list[str] = []
+"""The paths of the saves that `AsyncCheckpointIO` has not completed; a list, since its methods are atomic."""
+
+
+def saves_under_way(path: PathLike) -> int:
+    """Return how many saves under one path are not complete, on rank zero."""
+    return _under_way.count(str(path))
+
+
 class SavesFiles(ParallelStrategy):
     """Base class of strategies: `SafeCheckpointIO` writes files by default, and an error is raised on all ranks.
 
@@ -224,6 +233,10 @@ class SavesFiles(ParallelStrategy):
         def save() -> None:
             write(checkpoint, filepath, storage_options)
             self.save_beside(filepath)
+            queue = asynchronous_io(self.checkpoint_io)
+            if queue is not None and self.is_global_zero:
+                _under_way.append(str(filepath))
+                run_after_saves(queue, lambda: _under_way.remove(str(filepath)))
 
         self.together(save)
 

@@ -32,14 +32,13 @@ from lightning_parallel.checkpoint.place import put_file
 from lightning_parallel.comm import Group, MeshGroups
 from lightning_parallel.compat.lightning import PathLike
 from lightning_parallel.compression.compressor_state import joined
-from lightning_parallel.strategies.checkpoints.files import check_file, local_path
+from lightning_parallel.strategies.checkpoints.files import check_file, local_path, saves_under_way
 
 __all__ = ["Place", "RankFiles", "remove_rank_files"]
 
 State = dict[str, Any]
 
 _LAYOUT = "files"
-_KEPT = 2  # saves under one name: the last one may fail once its files are written
 
 
 class Place(NamedTuple):
@@ -101,12 +100,13 @@ class RankFiles:
             RuntimeError: On every rank, if one rank cannot write its file.
         """
         # The time sorts the keys of saves under one name; the random part tells two jobs in one folder apart.
-        key = comm.broadcast_object(f"{time.time_ns():016x}{uuid4().hex[:8]}", world)
+        key, queued = comm.broadcast_object((f"{time.time_ns():016x}{uuid4().hex[:8]}", saves_under_way(path)), world)
         folder, failure = state_beside(path), ""
         try:
             name = self._name(key, world.rank)
             _write(f"{folder}/{name}", {**state, "key": key, "rank": world.rank})
-            self._remove_older(folder, name, world.rank)
+            # The last complete save stays: a save that is queued, or this save, may yet fail.
+            self._remove_older(folder, name, world.rank, kept=1 + queued)
         except Exception as error:
             failure = str(error) or type(error).__name__
         # Rank zero writes the checkpoint next: it must not refer to a file that another rank could not write.
@@ -163,13 +163,13 @@ class RankFiles:
     def _name(self, key: str, rank: int) -> str:
         return f"{self.kind}-{key}-{rank}.pt"
 
-    def _remove_older(self, folder: str, written: str, rank: int) -> None:
-        """Remove this rank's files of all saves but the latest, to which `written` belongs."""
+    def _remove_older(self, folder: str, written: str, rank: int, kept: int) -> None:
+        """Remove this rank's files, except `written` and the files of the `kept` saves before it."""
         fs, name = url_to_fs(folder)
         with suppress(OSError, NotImplementedError):
             found = {str(path).rpartition("/")[2]: path for path in fs.ls(name, detail=False)}
             own = [file for file in found if file.startswith(f"{self.kind}-") and file.endswith(f"-{rank}.pt")]
-            for file in sorted(set(own) - {written})[: 1 - _KEPT]:
+            for file in sorted(set(own) - {written})[:-kept]:
                 fs.rm_file(found[file])
 
 
