@@ -150,9 +150,9 @@ class TruncatedModel:
         self._module = module
         self._names = {id(parameter): name for name, parameter in module.named_parameters()}
         self._intercepted = InterceptedModel(module, stack)
-        copies = copies_of_layers(module, stack).keys()
-        # A copy of the model, such as a moving average, is as large as the model, and may never be called.
         self._when_called = {child for layer in stack.layers for child in layer.modules()}
+        # A copy of the model, such as a moving average, is as large as the model, and may never be called.
+        copies = copies_of_layers(module, stack).keys()
         for _, outer in outer_modules(module, stack):
             inside = set(outer.modules())
             if copies.isdisjoint(inside):
