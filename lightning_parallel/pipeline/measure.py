@@ -428,16 +428,22 @@ class _CostMeter(TruncatedModel):
 
     def _parameter(self, name: str, parameter: Tensor) -> Tensor:
         loaded = super()._parameter(name, parameter)
-        self.loaded_parameters[storage_address(loaded.untyped_storage())] = weakref.ref(loaded)
+        address = storage_address(loaded.untyped_storage())
+        # A layer may share data with a module outside the layers, which stays longer.
+        if not self._is_parameter(address):
+            self.loaded_parameters[address] = weakref.ref(loaded)
         return loaded
+
+    def _is_parameter(self, address: int) -> bool:
+        # Activations may now lie at the address of a parameter that was freed.
+        known = self.loaded_parameters.get(address)
+        return known is not None and known() is not None
 
     def _note_saved(self, tensor: Tensor) -> Tensor:
         # By storage: several views of one tensor may be saved, and memory is held once.
         storage = tensor.untyped_storage()
         address = storage_address(storage)
-        known = self.loaded_parameters.get(address)
-        # Activations may now lie at the address of a parameter that was freed.
-        if known is None or known() is None:
+        if not self._is_parameter(address):
             self.saved[address] = storage.nbytes()
         return tensor.detach()  # an output would keep the node that saves it, and with it a graph that never runs
 
