@@ -327,6 +327,8 @@ class _Recorder:
         self._most = _MOST_WITH_DATA * _size(module)
         self._open = [-1]
         self._has_data = False
+        # The running calls of modules outside the model, such as a copy of it, which holds copies of the placeholders.
+        self._elsewhere = 0
         self._failure: Exception | None = None
         self._thread = threading.get_ident()
         self._copies = _ArgumentCopies()
@@ -335,9 +337,14 @@ class _Recorder:
         """Return a `__call__` of modules that records the call."""
 
         def call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-            is_other = threading.get_ident() != self._thread or module not in self._paths
-            if is_other or self._has_data:
+            if self._has_data or threading.get_ident() != self._thread:
                 return own(module, *args, **kwargs)
+            if module not in self._paths:
+                self._elsewhere += 1
+                try:
+                    return own(module, *args, **kwargs)
+                finally:
+                    self._elsewhere -= 1
             return self._call(module, partial(own, module), args, kwargs)
 
         return call
@@ -350,7 +357,7 @@ class _Recorder:
         path = self.trace.calls[number].path if number >= 0 else None
         by_hand = any(value.view_of and value.view_of.rpartition(".")[0] != path for value in inputs)
         # A backward inside the step takes the weights of all layers, also of sharded ones.
-        line = innermost_users_line() if by_hand and not is_backward_running() else None
+        line = innermost_users_line() if by_hand and not self._elsewhere and not is_backward_running() else None
         self.trace.operations.append(Operation(function, tuple(inputs), output, number, len(self.trace.calls), line))
 
     def _call(self, module: nn.Module, own: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

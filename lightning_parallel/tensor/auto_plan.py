@@ -158,10 +158,10 @@ def _regions(plan: Plan) -> list[str]:
 
 def _automatic_plan(module: nn.Module, search: _Search, group: Group) -> Plan:
     found = Plan()
-    plan_experts(module, found, search.verifier)
+    plan_experts(module, found, search.verifier, search.call)
     _plan_by_structure(module, found, search)
     search.add_what_was_left(found)
-    join_lists(module, found, search.verifier)
+    join_lists(module, found, search.verifier, search.call)
     _plan_by_tables(module, found, group, search.reasons)
     _plan_remaining_layers(module, found, search)
     search.resolve_ties(found)

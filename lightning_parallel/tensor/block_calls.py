@@ -237,7 +237,8 @@ def _possible_arguments(owner: nn.Module, block: nn.Module) -> Iterator[Tensor]:
         for length in dict.fromkeys([INPUT_SHAPE[1], *(size for table in tables for size in table.shape[:-1])]):
             # Tokens that every table of the model holds.
             yield torch.zeros(INPUT_SHAPE[0], min(length, LONGEST), dtype=torch.long)
-    widths = [sizes_of(child)[0] for child in block.modules() if is_linear(child)]
+    # A block of stacked weights has no linear layer, but its router is one.
+    widths = [sizes_of(child)[0] for child in (*block.modules(), *owner.modules()) if is_linear(child)]
     if widths:
         yield _given((*INPUT_SHAPE, widths[0]), dtype)
     for child in owner.modules():

@@ -17,9 +17,7 @@ Source: Megatron-LM, section 3, https://arxiv.org/abs/1909.08053, for each exper
 
 from __future__ import annotations
 
-import copy
-import inspect
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from itertools import combinations, islice, product
@@ -29,16 +27,16 @@ import torch
 from torch import Tensor, nn
 
 from lightning_parallel.comm import Group
-from lightning_parallel.compat.torch import forward_hooks_of, parameters_of, pytree
+from lightning_parallel.compat.torch import copy_of, parameters_of, pytree
 from lightning_parallel.tensor.autograd import copy_to_group, reduce_from_group, whole_from_group
-from lightning_parallel.tensor.inspection import is_linear, is_native, sizes_of, structure_of
+from lightning_parallel.tensor.inspection import has_hooks_inside, is_linear, is_native, sizes_of, structure_of
 from lightning_parallel.tensor.layers import Column, Row, convert, shard_parameters
 from lightning_parallel.tensor.low_rank import linear_layers
 from lightning_parallel.tensor.per_head import DividedTensor
 from lightning_parallel.tensor.plan import Plan
 from lightning_parallel.tensor.regions import RandomRegion
 from lightning_parallel.tensor.sharding import Shard, ShardPart, layer_of
-from lightning_parallel.tensor.verify import PlanVerifier
+from lightning_parallel.tensor.verify import BlockCall, PlanVerifier
 
 __all__ = ["Experts", "ExpertsModule", "find_routers", "join_lists", "plan_experts"]
 
@@ -48,7 +46,6 @@ NOT_THE_SAME = (
 MOST_CANDIDATES = 64
 MOST_PROJECTIONS = 3  # in one weight
 MOST_ATTRIBUTES = 4  # choices of some of them
-MOST_AROUND = 2  # modules around the experts that are tried to run, when the experts cannot be run alone
 FEW = 8  # features for each rank, in trials
 ALIGNED = 16  # bytes: kernels of grouped products need rows of a multiple of it
 
@@ -215,44 +212,40 @@ class _Division:
         values = {name: count * local for name, count in self.attributes}
         return Plan({"": style}, {"": values} if values else {})
 
-    def narrowed(self, block: nn.Module, path: str, width: int) -> nn.Module:
-        """Return a copy of the module around the experts at `path`, with only `width` features inside each expert."""
-        owner = block.get_submodule(path)
-        narrow: dict[int, Any] = {}
-        for name, dim, count in self.tensors:
-            full = owner.get_parameter(name)
-            narrow[id(full)] = nn.Parameter(full.detach().narrow(dim, 0, count * width).clone())
-        copied = copy.deepcopy(block, narrow)  # the memo holds the narrow weights, so the full ones are not copied
+    def narrowed(self, owner: nn.Module, width: int) -> nn.Module:
+        """Return a copy of the module with only `width` features inside each expert."""
+        full = {name: owner.get_parameter(name).detach() for name, _, _ in self.tensors}
+        narrow = {
+            id(owner.get_parameter(name)): nn.Parameter(full[name].narrow(dim, 0, count * width).clone())
+            for name, dim, count in self.tensors
+        }
+        copied = copy_of(owner, narrow)
         for name, count in self.attributes:
-            setattr(copied.get_submodule(path), name, count * width)
+            setattr(copied, name, count * width)
         return copied
 
 
-def plan_experts(module: nn.Module, plan: Plan, verifier: PlanVerifier) -> None:
+def plan_experts(
+    module: nn.Module, plan: Plan, verifier: PlanVerifier, call: Callable[[str], BlockCall | None]
+) -> None:
     """Add the verified plans for all stacked experts inside `module`; note why other experts stay replicated.
 
-    Each is verified in the smallest module around that can run with one tensor, with few features inside the experts.
-    Code does not depend on the number of features, and the experts of one layer may fill most of a node's memory.
+    Each is verified as the model calls it, with few features inside the experts. Code does not depend on the number of
+    features, and the experts of one layer may fill most of a node's memory.
 
     Args:
         module: The model.
         plan: The plan so far; changed in place.
         verifier: Accepts plans.
+        call: Returns how the model calls the module at a path, if that is known.
     """
     for path in _owners(module):
         owner = module.get_submodule(path)
-        if any(any(forward_hooks_of(child)) for child in owner.modules() if child is not owner):
+        if has_hooks_inside(owner):
             plan.notes[path] = "replicated: a hook is called around a forward inside the experts"
             continue
         divisions = _divisions(owner, verifier.group.size)
-        parts = path.split(".") if path else []
-        accepted = None
-        # From the experts outwards: the smallest module that runs is the cheapest to try.
-        for depth in range(len(parts), max(-1, len(parts) - MOST_AROUND - 1), -1):
-            around = ".".join(parts[:depth])
-            block = module.get_submodule(around)
-            if accepted is None and _takes_one_tensor(block):
-                accepted = _accepted(block, ".".join(parts[depth:]), divisions, plan.under(around), verifier)
+        accepted = _accepted(owner, divisions, verifier, call(path))
         if accepted is None:
             plan.notes[path] = (
                 NOT_THE_SAME if divisions else f"replicated: too few features for {verifier.group.size} ranks"
@@ -261,25 +254,25 @@ def plan_experts(module: nn.Module, plan: Plan, verifier: PlanVerifier) -> None:
             plan.add(path, accepted)
 
 
-def join_lists(module: nn.Module, plan: Plan, verifier: PlanVerifier) -> None:
+def join_lists(module: nn.Module, plan: Plan, verifier: PlanVerifier, call: Callable[[str], BlockCall | None]) -> None:
     """Replace the single plans of a list of experts by one plan, with one all-reduce for all experts.
 
     Args:
         module: The model.
         plan: The plan so far; changed in place.
         verifier: Accepts plans.
+        call: Returns how the model calls the module at a path, if that is known.
     """
     for path, around in module.named_modules():
         lists = [child for child in around.children() if isinstance(child, (nn.ModuleList, nn.ModuleDict))]
         inside = plan.under(path)
-        if inside.attributes or not any(map(_experts_in, lists)) or not _takes_one_tensor(around):
+        if inside.attributes or not any(map(_experts_in, lists)) or has_hooks_inside(around):
             continue
-        if hasattr(around, "training_step"):
-            continue  # a LightningModule may call the experts outside its forward
-        if any(any(forward_hooks_of(child)) for child in around.modules() if child is not around):
-            continue
-        division = _division_of_pairs(around, inside)
-        accepted = division and _accepted(around, "", [division], Plan(), verifier)
+        known = call(path)
+        # A LightningModule whose forward the step does not call uses the experts elsewhere.
+        is_used = known is not None or not hasattr(around, "training_step")
+        division = _division_of_pairs(around, inside) if is_used else None
+        accepted = division and _accepted(around, [division], verifier, known)
         if accepted:
             prefix = f"{path}." if path else ""
             # The plan of the module around replaces the plans of its layers.
@@ -308,18 +301,10 @@ def _division_of_pairs(around: nn.Module, inside: Plan) -> _Division | None:
     return _Division(widths.pop(), tuple(tensors), tuple(added), False, (), 1) if len(widths) == 1 else None
 
 
-def _takes_one_tensor(module: nn.Module) -> bool:
-    """Return whether the forward of a module can be called with one argument."""
-    if type(module).forward is nn.Module.forward:
-        return False
-    given = [*inspect.signature(module.forward).parameters.values()]
-    return sum(each.default is each.empty and each.kind is each.POSITIONAL_OR_KEYWORD for each in given) <= 1
-
-
 def _accepted(
-    block: nn.Module, path: str, divisions: list[_Division], given: Plan, verifier: PlanVerifier
+    owner: nn.Module, divisions: list[_Division], verifier: PlanVerifier, call: BlockCall | None
 ) -> Plan | None:
-    """Return the verified plan for the experts at `path` inside a block; None if none passes."""
+    """Return the verified plan for the experts of a module; None if none passes."""
 
     def find() -> _Division | None:
         # Divisions that need the same narrow copy are tried together.
@@ -328,16 +313,15 @@ def _accepted(
             alike.setdefault((division.width, division.tensors, division.attributes), []).append(division)
         for several in alike.values():
             width = min(several[0].width, FEW * verifier.group.size)
-            candidates = [Plan() for _ in several]
-            for candidate, division in zip(candidates, several):
-                candidate.add(path, division.plan(width, verifier.group))
-            accepted = verifier.first_verified(several[0].narrowed(block, path, width), given, candidates)
+            candidates = [division.plan(width, verifier.group) for division in several]
+            accepted = verifier.first_verified(several[0].narrowed(owner, width), Plan(), candidates, call)
             if accepted is not None:
                 return several[candidates.index(accepted)]
         return None
 
     # The copies hold new objects in their attributes, so they look like blocks of another structure.
-    division = verifier.once((structure_of(block), path, tuple(divisions), repr(given.styles)), find)
+    signature = None if call is None else call.signature
+    division = verifier.once((structure_of(owner), tuple(divisions), signature), find)
     return None if division is None else division.plan(division.width, verifier.group)
 
 
