@@ -37,7 +37,8 @@ PROFILING = "profiling"
 
 
 class _ThreadState(threading.local):
-    skips_communication = False
+    # The communication that this thread has skipped; None if it communicates.
+    skipped: list[tuple[str, int]] | None = None
     # The call that this thread issues or waits for. The operations that torch issues for the call belong to it.
     call: InFlight | _Unrecorded | None = None
 
@@ -46,21 +47,24 @@ _thread = _ThreadState()
 
 
 @contextmanager
-def skip_communication() -> Iterator[None]:
+def skip_communication() -> Iterator[list[tuple[str, int]]]:
     """Skip the communication of this thread inside the block.
 
     Collectives on tensors return tensors of the right shape with arbitrary values. If a computation can fail on some
     ranks only, it fails here, where no other rank waits for it. Python objects are still exchanged.
+
+    Yields:
+        The operations that were skipped so far, with their bytes.
     """
     # The flag belongs to the thread: a compressor's background thread must go on communicating meanwhile. Backward on
     # CUDA would run on the threads of autograd, which do not see the flag, so it must stay on this thread.
-    before = _thread.skips_communication
-    _thread.skips_communication = True
+    before = _thread.skipped
+    _thread.skipped = []
     try:
         with set_multithreading_enabled(False):
-            yield
+            yield _thread.skipped
     finally:
-        _thread.skips_communication = before
+        _thread.skipped = before
 
 
 class Pending:
@@ -126,7 +130,8 @@ class Pending:
         Raises:
             RuntimeError: If the communication fails; names the ranks that are gone.
         """
-        if _thread.skips_communication:
+        if _thread.skipped is not None:
+            _thread.skipped.append((self._op, self._bytes))
             return self
         if self._group.process_group is None:  # pretended: no other rank would answer
             if self._group.note is not None:

@@ -267,6 +267,7 @@ def _users_of_divided_parameters(module: nn.Module, sharding: Sharding) -> dict[
     """Return the permitted users of each sharded parameter that `module` holds, by the parameter's `id`."""
     modules = dict(module.named_modules(remove_duplicate=False))
     divided = sharding.shards.keys() | sharding.partial
+    blocks = [path for region in sharding.plan.sequence_regions for path in region.blocks if path in modules]
     names = {id(parameter): name for name, parameter in module.named_parameters()}
     users: dict[int, _Users] = {}
     # With duplicates: a tied parameter may be used by each module that registers it.
@@ -275,6 +276,9 @@ def _users_of_divided_parameters(module: nn.Module, sharding: Sharding) -> dict[
         if name in divided:
             known = users.setdefault(id(parameter), _Users(name))
             known.modules |= {id(modules[path]) for path in _around(alias, sharding.plan.styles)}
+            if name not in sharding.shards:
+                # Full, in a block on some of the positions: a trial has proven all uses in the block.
+                known.modules |= {id(modules[path]) for path in _around(alias, blocks)}
     return users
 
 

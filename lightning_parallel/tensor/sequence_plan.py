@@ -200,14 +200,29 @@ def _candidates(block: nn.Module, inside: Plan, dim: int) -> Iterator[Plan]:
     modules = tuple(dict.fromkeys(_parent(block, path) for path in alone if not _is_inside(path, sublayers)))
     # A sublayer may mix positions outside its sharded layers (a router); it then computes on full sequences.
     whole = [(), *((path,) for path in sublayers if len(sublayers) > 1)]
+    if (mixing := _with_full_weights(block, inside.styles)) and not _is_inside("", mixing):
+        whole.insert(1, mixing)
     for gathered in whole:
-        divided = tuple(path for path in sublayers if path not in gathered)
+        divided = tuple(path for path in sublayers if not _is_inside(path, gathered))
         yield from _candidate(block, inside, SequenceRegion("", ("",), divided, (*gathered, *modules), dim))
     # Last the whole block as one sublayer, whose input has the full sizes: each operation costs more.
     others = [path for path, style in alone.items() if not isinstance(style, (Column, Row))]
     modules = tuple(dict.fromkeys(_parent(block, path) for path in others))
     for gathered in whole:
         yield from _candidate(block, inside, SequenceRegion("", ("",), ("",), (*gathered, *modules), dim))
+
+
+def _with_full_weights(block: nn.Module, styles: Mapping[str, Style]) -> tuple[str, ...]:
+    """Return the modules that the block calls and that hold a full matrix: a router, or products by hand."""
+    sharded = [path for path, style in styles.items() if not isinstance(style, Replicate)]
+    found: dict[str, None] = {}
+    for name, weight in block.named_parameters():
+        if weight.dim() > 1 and not _is_inside(name.rpartition(".")[0], sharded):
+            parts = name.split(".")[:-1]
+            # The entries of a list are called, not the list.
+            is_list = parts and isinstance(block.get_submodule(parts[0]), (nn.ModuleList, nn.ModuleDict))
+            found[".".join(parts[: 2 if is_list else 1])] = None
+    return tuple(found)
 
 
 def _candidate(block: nn.Module, inside: Plan, region: SequenceRegion) -> Iterator[Plan]:

@@ -98,9 +98,9 @@ def divide_sequence(
 ) -> None:
     """Shard the sequence from the input of the first of `blocks` to the output of the last, modules inside `owner`.
 
-    The sharded tensor is the first floating-point tensor among the arguments of a block. The gathered tensor is the
-    first in its output. The last block's output is gathered at once, and any other output when code reads it. Random
-    numbers for positions differ between the ranks.
+    The sharded tensor is the first floating-point tensor among the arguments of a block. The gathered tensors are the
+    first in its output, and all of its shape, such as a detached copy. The last block's output is gathered at once, and
+    any other output when code reads it. Random numbers for positions differ between the ranks.
     """
     lengths = _lengths(group, dim)
     region = RandomRegion(group)
@@ -137,8 +137,8 @@ def divide_sequence(
     def gather_output(module: nn.Module, args: Any, output: Any) -> Any:
         if _is_evaluated(module):
             return None
-        piece = _main(output)
-        return _exchanged(output, piece, gather_from_group(piece, group, dim, lengths.parts(piece.shape[dim])))
+        parts = lengths.parts(_main(output).shape[dim])
+        return _for_hidden(output, lambda piece: gather_from_group(piece, group, dim, parts))
 
     # Before `enter`, which notes the shape of the sharded hidden states: hooks run in this order.
     hook_before(blocks[0], scatter_input, with_kwargs=True)
@@ -166,7 +166,7 @@ def _hand_out_whole(blocks: Sequence[nn.Module], scatter: Callable[..., Any], le
         if piece is None or _is_hollow(piece):
             return None
         sizes = tuple(lengths.parts(piece.shape[lengths.dim]))
-        return _exchanged(output, piece, divided_logits(piece, _positions(sizes), lengths.group, lengths.dim))
+        return _for_hidden(output, lambda leaf: divided_logits(leaf, _positions(sizes), lengths.group, lengths.dim))
 
     for block in blocks[1:]:
         hook_before(block, scatter_again, with_kwargs=True)
@@ -279,13 +279,33 @@ def _main(*values: Any) -> Tensor:
     )
 
 
+def _for_hidden(output: Any, change: Callable[[Tensor], Tensor]) -> Any:
+    """Replace the hidden states in the output of a block, and all tensors of their shape: pieces of the same kind."""
+    main = _main(output)
+    changed: dict[int, Tensor] = {}
+
+    def replaced(leaf: Tensor) -> Tensor:
+        if leaf.shape != main.shape or not leaf.is_floating_point():
+            return leaf
+        # One object may be returned twice, as a tensor and inside a dict.
+        if id(leaf) not in changed:
+            changed[id(leaf)] = change(leaf)
+        return changed[id(leaf)]
+
+    return pytree.tree_map_only(Tensor, replaced, output)
+
+
 def _with_data(tensor: Tensor) -> Tensor:
     # In any operation, the tensor that a pipeline stage received replaces its placeholder.
     return tensor if type(tensor) is Tensor else tensor.view_as(tensor)
 
 
 def _exchanged(values: Any, old: Tensor, new: Tensor) -> Any:
-    return pytree.tree_map(lambda leaf: new if leaf is old else leaf, values)
+    def has_none(value: Any) -> bool:
+        # Lists without it stay the same objects, because a block may append to one.
+        return all(leaf is not old for leaf in pytree.tree_leaves(value))
+
+    return pytree.tree_map(lambda leaf: new if leaf is old else leaf, values, is_leaf=has_none)
 
 
 class _PartBetween(Tensor):
@@ -417,7 +437,9 @@ def _refuse_changes_between(blocks: Mapping[str, nn.Module], group: Group, dim: 
                 last.block = path
                 last.seen = _identity(hidden[0])
                 last.tensor = hidden[0]
-                _mark(hidden[0], path, _lengths(group, dim))
+                # Before the first gets the sizes of all positions: further pieces have its shape.
+                for piece in [other for other in hidden if other.shape == hidden[0].shape]:
+                    _mark(piece, path, _lengths(group, dim))
 
     for path, block in blocks.items():
         # Before the hook that shards the input of the first block.

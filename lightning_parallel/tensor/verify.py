@@ -178,14 +178,21 @@ class PlanVerifier:
         with DropoutOff():
             # Wrong shapes show in a run without communication, before one rank could be left waiting in a collective.
             # On a copy: a run in training may change attributes, and buffers such as the vectors of a spectral norm.
-            with comm.skip_communication():
+            with comm.skip_communication() as messages:
                 alone = self._run_together(lambda: _run(copy_of(divided), x))
             full_outputs, full_gradients = expected
             if alone is None or [y.shape for y in alone[0]] != [y.shape for y in full_outputs]:
                 return False
+            # Code that chooses between positions, such as a router, sends other sizes on each rank if it has only some
+            # positions. Where they are gathered it chooses alike, but not here, where gathered tensors have any values.
+            if any(not region.gathered for region in plan.sequence_regions) and not self._is_equal(messages):
+                return False
             if self.group.is_pretended:
                 return True  # the shapes fit; only real ranks could compare values
-            outputs, gradients = _run(divided, x)
+            found = self._run_together(lambda: _run(divided, x))
+        if found is None:
+            return False
+        outputs, gradients = found
         right = not all_outputs or len(outputs) == len(full_outputs)
         # The first two are the main output and the gradient of the input.
         compared = len(full_outputs) if all_outputs else 2
@@ -202,6 +209,10 @@ class PlanVerifier:
             mine = full if rule is None else rule.split(full, self.group.rank)
             right = right and _close(gradient, mine, SMALL * largest)
         return all(comm.all_gather_object(right, self.group))
+
+    def _is_equal(self, value: object) -> bool:
+        """Return whether all ranks have an equal value."""
+        return len({repr(other) for other in comm.all_gather_object(value, self.group)}) == 1
 
     def _draws_alike(self, block: nn.Module, plan: Plan, x: Trial) -> bool:
         """Return whether, with dropout, all ranks have the same values of full tensors.
