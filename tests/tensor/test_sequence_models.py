@@ -307,6 +307,70 @@ def test_changes_of_a_piece_in_place(group):
             change()
 
 
+class TopTwo(nn.Module):
+    """Sends each token to two small networks."""
+
+    def __init__(self):
+        super().__init__()
+        self.gate = nn.Linear(WIDTH, 3)
+        experts = (nn.Sequential(nn.Linear(WIDTH, 24), nn.GELU(), nn.Linear(24, WIDTH)) for _ in range(3))
+        self.experts = nn.ModuleList(experts)
+
+    def forward(self, x):
+        tokens = x.flatten(0, 1)
+        weights, chosen = self.gate(tokens).softmax(-1).topk(2, -1)
+        y = torch.zeros_like(tokens)
+        for number, expert in enumerate(self.experts):
+            rows, places = (chosen == number).nonzero(as_tuple=True)
+            if len(rows):
+                y = y.index_add(0, rows, expert(tokens[rows]) * weights[rows, places, None])
+        return y.view_as(x)
+
+
+class ByHand(nn.Module):
+    """Multiplies by its weights without layers, and looks at all positions."""
+
+    def __init__(self):
+        super().__init__()
+        self.up, self.down = nn.Parameter(torch.randn(WIDTH, 24)), nn.Linear(24, WIDTH)
+
+    def forward(self, x):
+        return F.linear(F.gelu(torch.einsum("btd,dh->bth", x - x.mean(1, keepdim=True), self.up)), self.down.weight)
+
+
+class Told(Block):
+    """Returns its hidden states twice, once without a graph."""
+
+    def forward(self, x):
+        y = super().forward(x)
+        return {"hidden": y, "seen": [y.detach(), None]}
+
+
+class Looking(Language):
+    def forward(self, tokens):
+        x, seen = self.embedding(tokens), 0.0
+        for block in self.blocks:
+            found = block(x)
+            x, seen = found["hidden"], seen + found["seen"][0].mean(1, keepdim=True)
+        return self.head(self.norm(x + seen))
+
+
+@pytest.mark.parametrize("kind", [TopTwo, ByHand, Told])
+@distributed(world_size=2)
+def test_routers_products_by_hand_and_further_outputs(group, kind):
+    def build():
+        torch.manual_seed(0)
+        model = Looking([Told(), Told()]) if kind is Told else Language([Block(), Block()])
+        for block in model.blocks if kind is not Told else ():
+            block.mlp = kind()
+        return model
+
+    model, whole, sharding = divided(group, build)
+    compare(group, model, whole, sharding)
+    (region,) = sharding.plan.sequence_regions
+    assert region.gathered == (() if kind is Told else ("blocks.0.mlp", "blocks.1.mlp"))
+
+
 @distributed(world_size=2)
 def test_experts_get_all_positions(group):
     sizes = {"hidden_size": 16, "moe_intermediate_size": 8, "num_hidden_layers": 2, "num_attention_heads": 4}
