@@ -20,15 +20,15 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
 from lightning_parallel.compat.chance import seeded
-from lightning_parallel.compat.torch import buffers_of, parameters_of, pytree, random_values, storage_address
+from lightning_parallel.compat.torch import pytree, random_values, storage_address
 from lightning_parallel.pipeline.layer_stack import LayerStack, outer_modules
 from lightning_parallel.pipeline.module_use import copies_of_layers
 from lightning_parallel.pipeline.search import Costs
 from lightning_parallel.pipeline.simulate import Cost
 from lightning_parallel.pipeline.stage import InterceptedModel
 from lightning_parallel.pipeline.weight_gradients import WeightGradients, deferring, shared_parameters, split_linears
-from lightning_parallel.step_trace.attributes import parameter_lists, replaced
-from lightning_parallel.step_trace.interception import Call, has_listeners
+from lightning_parallel.step_trace.attributes import replaced
+from lightning_parallel.step_trace.interception import Call, data_of, has_listeners
 from lightning_parallel.step_trace.stubs import autocast_dtype, copy_args
 
 __all__ = ["STATE_COPIES", "TruncatedModel", "count_parameters", "measure", "measure_whole"]
@@ -225,22 +225,15 @@ class TruncatedModel:
 
     def _data(self, module: nn.Module) -> dict[str, Any]:
         """Return the module's own tensors, without its children's, on the device."""
-        by_original = {
-            id(value): self._parameter(self._names[id(value)], value)
-            for value in parameters_of(module).values()
-            if value is not None
-        }
-        loaded: dict[str, Any] = {
-            key: by_original[id(value)] for key, value in parameters_of(module).items() if value is not None
-        }
-        for key, buffer in buffers_of(module).items():
-            if buffer is not None:
-                loaded[key] = _copied(buffer, self.device)
-        return {**loaded, **parameter_lists(module, by_original)}
+        return data_of(
+            module, lambda value, is_buffer: _copied(value, self.device) if is_buffer else self._parameter(value)
+        )
 
-    def _parameter(self, name: str, parameter: Tensor) -> Tensor:
-        is_meta = parameter.is_meta
-        value = _random(name, parameter, self.device) if is_meta else parameter.detach().to(self.device)
+    def _parameter(self, parameter: Tensor) -> Tensor:
+        if parameter.is_meta:
+            value = _random(self._names[id(parameter)], parameter, self.device)
+        else:
+            value = parameter.detach().to(self.device)
         value = value.to(self.dtype) if self.dtype is not None and value.is_floating_point() else value
         # Another parameter with the same data: gradients must not reach the model's parameters.
         loaded = nn.Parameter(value, parameter.requires_grad)
@@ -426,8 +419,8 @@ class _CostMeter(TruncatedModel):
             backward_s = self._backward_s(_differentiable(result))
         return Cost(forward_s, backward_s, 0.0, activation_bytes, _bytes(sent))
 
-    def _parameter(self, name: str, parameter: Tensor) -> Tensor:
-        loaded = super()._parameter(name, parameter)
+    def _parameter(self, parameter: Tensor) -> Tensor:
+        loaded = super()._parameter(parameter)
         address = storage_address(loaded.untyped_storage())
         # A layer may share data with a module outside the layers, which stays longer.
         if not self._is_parameter(address):

@@ -305,8 +305,11 @@ def run_variant(call: Call, device: torch.device, available: bool, variant: int)
             return given[id(tensor)]
         return PlaceholderTensor.like(tensor, call.site.provenance, device, available=available)
 
-    def stand_ins(child: nn.Module) -> dict[str, Any]:
-        return data_of(child, device, all_parameters=variant > 0)
+    def data_of_own(value: Tensor, is_buffer: bool) -> Tensor:
+        if value.is_meta or isinstance(value, PlaceholderTensor) or (variant > 0 and not is_buffer):
+            return fake_data(value, device)
+        # A copy, because a forward pass may write into a buffer.
+        return value.clone() if is_buffer else value
 
     args, kwargs = pytree.tree_unflatten(data, tree)
     module = call.module
@@ -315,7 +318,7 @@ def run_variant(call: Call, device: torch.device, available: bool, variant: int)
         _attributes_as_placeholders(module, as_placeholder),
         _users_code_on_placeholders(module, as_placeholder, device),
         # Last, because it has to end first: otherwise the stand-ins would count as tensors that the module left.
-        replaced(module, lambda path, child: stand_ins(child)),
+        replaced(module, lambda path, child: data_of(child, data_of_own)),
     ):
         # Equal in all variants: the module's own draws do not depend on the data.
         seed_all(0)
@@ -405,27 +408,24 @@ def _attributes_as_placeholders(module: nn.Module, as_placeholder: _TensorFuncti
             child.__dict__.update(_with_tensors(own_attributes(child), changed))
 
 
-def data_of(module: nn.Module, device: torch.device, all_parameters: bool = False) -> dict[str, Any]:
-    """Return tensors with data for the module's own parameters and buffers: its own data, or random data on `device`.
+def data_of(module: nn.Module, data: Callable[[Tensor, bool], Tensor]) -> dict[str, Any]:
+    """Return tensors for the module's own parameters and buffers, and for the parameters in its lists, by attribute.
 
-    Buffers are copies, because a forward pass may write into them. `all_parameters` makes all parameters random.
+    Args:
+        module: The module, without its children.
+        data: Returns the tensor for a parameter or a buffer, with data; told whether it is a buffer.
     """
-    data: dict[str, Any] = {}
-    by_original: dict[int, Any] = {}
     # Freed parameters are no longer registered: they are plain attributes.
     hidden = {name: value for name, value in vars(module).items() if isinstance(value, PlaceholderTensor)}
-    for name, value in {**hidden, **parameters_of(module), **buffers_of(module)}.items():
-        if value is None:
-            continue
-        is_random = all_parameters and name in parameters_of(module)
-        if is_random or value.is_meta or isinstance(value, PlaceholderTensor):
-            data[name] = fake_data(value, device)
-        else:
-            data[name] = value.clone() if name in buffers_of(module) else value
-        by_original[id(value)] = data[name]
-        if name in hidden:
-            by_original[id(hidden[name])] = data[name]
-    return {**data, **parameter_lists(module, by_original)}
+    buffers = buffers_of(module)
+    found: dict[str, Any] = {}
+    by_original: dict[int, Any] = {}
+    for name, value in {**hidden, **parameters_of(module), **buffers}.items():
+        if value is not None:
+            found[name] = by_original[id(value)] = data(value, name in buffers)
+            # A list may hold the placeholder of a parameter that is registered.
+            by_original[id(hidden.get(name, value))] = found[name]
+    return {**found, **parameter_lists(module, by_original)}
 
 
 def fake_data(tensor: Tensor, device: torch.device) -> Tensor:
