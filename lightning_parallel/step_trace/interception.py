@@ -5,9 +5,9 @@
 
 A model is intercepted once; analysis, measurement and training differ in the handler only.
 
-A call can also run on random data, if the true data are on other ranks, to see the shapes of its outputs. The module
-may leave tensors elsewhere (attributes, entries of a list among its arguments, arguments of hooks). These would be
-random as well, so they are replaced by placeholders.
+A `forward` that reads data runs on random data several times, to see the shapes of its outputs. The module may leave
+tensors elsewhere: in attributes, in a list among its arguments, in arguments of hooks. Placeholders replace all of
+them. Numbers that differ between the runs depend on the data, and become values that refuse to be used.
 """
 
 from __future__ import annotations
@@ -17,13 +17,20 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
 from lightning_parallel.compat import Division, PartialModule, class_in_place
 from lightning_parallel.compat.chance import seed_all
 from lightning_parallel.compat.torch import buffers_of, forward_hooks_of, parameters_of, pytree, random_values
-from lightning_parallel.step_trace.attributes import SavedForwards, own_attributes, parameter_lists, replaced
+from lightning_parallel.step_trace.attributes import (
+    SavedAttributes,
+    SavedForwards,
+    own_attributes,
+    parameter_lists,
+    replaced,
+)
 from lightning_parallel.step_trace.placeholder import PlaceholderTensor, UnknownValue, reveal
 
 __all__ = [
@@ -32,12 +39,10 @@ __all__ = [
     "CallHandler",
     "CallSite",
     "RunsAll",
-    "VARIANTS",
     "data_of",
-    "fake_data",
     "has_listeners",
     "intercept",
-    "run_variant",
+    "run_on_random_data",
 ]
 
 
@@ -264,7 +269,7 @@ def _is_from_outside(hook: Callable[..., Any]) -> bool:
 _TensorFunction = Callable[[Tensor], Tensor]
 
 # The result comes from the first variant. The other variants differ in sign and size, to change comparisons as well.
-VARIANTS: tuple[_TensorFunction, ...] = (
+_VARIANTS: tuple[_TensorFunction, ...] = (
     lambda data: data,
     lambda data: data.abs().mul(100),
     lambda data: data.abs().neg(),
@@ -272,14 +277,94 @@ VARIANTS: tuple[_TensorFunction, ...] = (
 )
 
 
-def run_variant(call: Call, device: torch.device, available: bool, variant: int) -> tuple[Any, Any]:
+def run_on_random_data(
+    call: Call, copied: Callable[[], tuple[Any, Any]], device: torch.device, available: bool
+) -> tuple[Any, Any]:
+    """Call a module with random data in place of placeholders among its arguments and of missing parameters.
+
+    Args:
+        call: The call.
+        copied: Returns its arguments with new copies of containers, into which the module may write.
+        device: Where it runs.
+        available: Whether the resulting placeholders count as available.
+
+    Returns:
+        Its output and its final arguments, with placeholders for all tensors except the tensors of the call. A number
+        or array that depends on the random data is an `UnknownValue`, also in attributes of the module.
+    """
+    saved = SavedAttributes(call.module)
+    left = []
+    # From the last to the first: the first variant is the run itself, so its traces in the module must stay.
+    for variant in range(len(_VARIANTS) - 1, -1, -1):
+        saved.restore()
+        try:
+            result = _run_variant(call.with_arguments(copied()), device, available, variant)
+        except Exception:
+            # The first variant is the run itself. A failure of another, as by an index out of range, shows nothing.
+            if variant == 0:
+                raise
+            continue
+        attributes = [own_attributes(child) for child in call.module.modules()]
+        # Copies of the containers: the next run continues with the same objects.
+        left.append(pytree.tree_map(lambda leaf: leaf, (result, attributes)))
+    *others, mine = left
+
+    def unknown(sample: Any) -> UnknownValue:
+        return UnknownValue(sample, call.site.provenance, available)
+
+    for other in others:
+        mine = _where_different(mine, other, unknown)
+    result, attributes = mine
+    for child, own in zip(call.module.modules(), attributes):
+        child.__dict__.update(_into(own_attributes(child), own))
+    return result
+
+
+def _where_different(mine: Any, other: Any, unknown: Callable[[Any], UnknownValue]) -> Any:
+    """Replace plain values and arrays in `mine` by unknown values where `other` has different ones."""
+    leaves, tree = pytree.tree_flatten(mine)
+    others, other_tree = pytree.tree_flatten(other)
+    if tree != other_tree:
+        # One level at a time, so that only the part with another structure becomes unknown.
+        children, spec = pytree.tree_flatten(mine, is_leaf=lambda value: value is not mine)
+        other_children, other_spec = pytree.tree_flatten(other, is_leaf=lambda value: value is not other)
+        if spec != other_spec or not isinstance(mine, (list, tuple, dict)):
+            return unknown(mine)
+        pairs = zip(children, other_children)
+        return pytree.tree_unflatten([_where_different(a, b, unknown) for a, b in pairs], spec)
+    return pytree.tree_unflatten([unknown(a) if _is_different(a, b) else a for a, b in zip(leaves, others)], tree)
+
+
+def _is_different(mine: Any, other: Any) -> bool:
+    if isinstance(mine, (np.ndarray, np.generic)):
+        return type(other) is not type(mine) or not np.array_equal(mine, other)
+    # NaN differs from itself, so compare the texts.
+    return isinstance(mine, (bool, int, float, complex, str)) and repr(mine) != repr(other)
+
+
+def _into(old: dict[str, Any], new: dict[str, Any]) -> dict[str, Any]:
+    """Return `new` with the containers of `old`, filled with its entries: other objects may hold these containers."""
+    for name, value in new.items():
+        before = old.get(name)
+        if type(before) is list and type(value) is list:
+            before[:] = value
+            new[name] = before
+        elif type(before) is dict and type(value) is dict:
+            before.update(value)
+            new[name] = before
+        elif isinstance(before, (list, dict, tuple)) and not isinstance(value, UnknownValue):
+            new[name] = before  # containers of other classes stay
+    return new
+
+
+def _run_variant(call: Call, device: torch.device, available: bool, variant: int) -> tuple[Any, Any]:
     """Call a module with random data in place of placeholders among its arguments and of missing parameters.
 
     Args:
         call: The call; the module may write into containers among its arguments.
         device: Where it runs.
         available: Whether the resulting placeholders count as available.
-        variant: Which of `VARIANTS` of the random data.
+        variant: Which of `_VARIANTS` of the random data.
 
     Returns:
         Its output and its final arguments, with placeholders for all tensors except the tensors of the call.
@@ -291,8 +376,8 @@ def run_variant(call: Call, device: torch.device, available: bool, variant: int)
             return leaf.sample
         if not isinstance(leaf, PlaceholderTensor):
             return leaf
-        data = fake_data(leaf, device)
-        return data if leaf.value is not None or not data.is_floating_point() else VARIANTS[variant](data)
+        data = _fake_data(leaf, device)
+        return data if leaf.value is not None or not data.is_floating_point() else _VARIANTS[variant](data)
 
     inputs, tree = pytree.tree_flatten((call.args, call.kwargs))
     data = [data_for(leaf) for leaf in inputs]
@@ -307,7 +392,7 @@ def run_variant(call: Call, device: torch.device, available: bool, variant: int)
 
     def data_of_own(value: Tensor, is_buffer: bool) -> Tensor:
         if value.is_meta or isinstance(value, PlaceholderTensor) or (variant > 0 and not is_buffer):
-            return fake_data(value, device)
+            return _fake_data(value, device)
         # A copy, because a forward pass may write into a buffer.
         return value.clone() if is_buffer else value
 
@@ -373,7 +458,7 @@ def _users_code_on_placeholders(
                 if is_hook:
                     return None
                 raise
-            return pytree.tree_map_only(PlaceholderTensor, lambda placeholder: fake_data(placeholder, device), result)
+            return pytree.tree_map_only(PlaceholderTensor, lambda placeholder: _fake_data(placeholder, device), result)
 
         return call
 
@@ -428,7 +513,7 @@ def data_of(module: nn.Module, data: Callable[[Tensor, bool], Tensor]) -> dict[s
     return {**found, **parameter_lists(module, by_original)}
 
 
-def fake_data(tensor: Tensor, device: torch.device) -> Tensor:
+def _fake_data(tensor: Tensor, device: torch.device) -> Tensor:
     """Return the data of a received placeholder; else random numbers, or zeros for integers, in its shape."""
     if isinstance(tensor, PlaceholderTensor) and tensor.value is not None:
         return tensor.value

@@ -41,7 +41,7 @@ from lightning_parallel.compat.torch import (
     pytree,
 )
 from lightning_parallel.step_trace.attributes import SavedAttributes
-from lightning_parallel.step_trace.interception import ActiveHandler, Call, CallSite
+from lightning_parallel.step_trace.interception import ActiveHandler, Call, CallSite, run_on_random_data
 from lightning_parallel.step_trace.placeholder import (
     PlaceholderTensor,
     UnknownValue,
@@ -54,7 +54,6 @@ from lightning_parallel.step_trace.stubs import (
     copy_args,
     named_placeholders,
     note_tensor,
-    run_on_random_data,
     write_back,
 )
 

@@ -3,9 +3,6 @@
 A stub runs the module's own `forward` on placeholders once per input signature. It keeps a recipe of the outputs, which
 layers of one kind share. A hook, or a list among its arguments, may also collect the outputs of a module. Such a module
 runs each time, so that a placeholder is collected there too.
-
-A `forward` that reads data runs several times, on random data. Numbers that differ between the runs depend on the data,
-and become values that refuse to be used.
 """
 
 from __future__ import annotations
@@ -16,7 +13,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -24,8 +20,8 @@ from lightning_parallel import comm
 from lightning_parallel.compat import patched
 from lightning_parallel.compat.chance import random_state_kept
 from lightning_parallel.compat.torch import FakeTensor, buffers_of, non_persistent_buffers_of, parameters_of, pytree
-from lightning_parallel.step_trace.attributes import SavedAttributes, own_attributes, parameter_lists, replaced
-from lightning_parallel.step_trace.interception import VARIANTS, Call, has_listeners, run_variant
+from lightning_parallel.step_trace.attributes import SavedAttributes, parameter_lists, replaced
+from lightning_parallel.step_trace.interception import Call, has_listeners, run_on_random_data
 from lightning_parallel.step_trace.placeholder import (
     PlaceholderError,
     PlaceholderTensor,
@@ -42,7 +38,6 @@ __all__ = [
     "free_parameters",
     "named_placeholders",
     "note_tensor",
-    "run_on_random_data",
     "stubbed",
     "write_back",
 ]
@@ -233,86 +228,6 @@ def _described(error: Exception) -> str:
             " keys and values, are missing here; return them from these layers"
         )
     return str(error)
-
-
-def run_on_random_data(
-    call: Call, copied: Callable[[], tuple[Any, Any]], device: torch.device, available: bool
-) -> tuple[Any, Any]:
-    """Call a module with random data in place of placeholders among its arguments and of missing parameters.
-
-    Args:
-        call: The call.
-        copied: Returns its arguments with new copies of containers, into which the module may write.
-        device: Where it runs.
-        available: Whether the resulting placeholders count as available.
-
-    Returns:
-        Its output and its final arguments, with placeholders for all tensors except the tensors of the call. A number
-        or array that depends on the random data is an `UnknownValue`, also in attributes of the module.
-    """
-    saved = SavedAttributes(call.module)
-    left = []
-    # From the last to the first: the first variant is the run itself, so its traces in the module must stay.
-    for variant in range(len(VARIANTS) - 1, -1, -1):
-        saved.restore()
-        try:
-            result = run_variant(call.with_arguments(copied()), device, available, variant)
-        except Exception:
-            # The first variant is the run itself. A failure of another, as by an index out of range, shows nothing.
-            if variant == 0:
-                raise
-            continue
-        attributes = [own_attributes(child) for child in call.module.modules()]
-        # Copies of the containers: the next run continues with the same objects.
-        left.append(pytree.tree_map(lambda leaf: leaf, (result, attributes)))
-    *others, mine = left
-
-    def unknown(sample: Any) -> UnknownValue:
-        return UnknownValue(sample, call.site.provenance, available)
-
-    for other in others:
-        mine = _where_different(mine, other, unknown)
-    result, attributes = mine
-    for child, own in zip(call.module.modules(), attributes):
-        child.__dict__.update(_into(own_attributes(child), own))
-    return result
-
-
-def _where_different(mine: Any, other: Any, unknown: Callable[[Any], UnknownValue]) -> Any:
-    """Replace plain values and arrays in `mine` by unknown values where `other` has different ones."""
-    leaves, tree = pytree.tree_flatten(mine)
-    others, other_tree = pytree.tree_flatten(other)
-    if tree != other_tree:
-        # One level at a time, so that only the part with another structure becomes unknown.
-        children, spec = pytree.tree_flatten(mine, is_leaf=lambda value: value is not mine)
-        other_children, other_spec = pytree.tree_flatten(other, is_leaf=lambda value: value is not other)
-        if spec != other_spec or not isinstance(mine, (list, tuple, dict)):
-            return unknown(mine)
-        pairs = zip(children, other_children)
-        return pytree.tree_unflatten([_where_different(a, b, unknown) for a, b in pairs], spec)
-    return pytree.tree_unflatten([unknown(a) if _is_different(a, b) else a for a, b in zip(leaves, others)], tree)
-
-
-def _is_different(mine: Any, other: Any) -> bool:
-    if isinstance(mine, (np.ndarray, np.generic)):
-        return type(other) is not type(mine) or not np.array_equal(mine, other)
-    # NaN differs from itself, so compare the texts.
-    return isinstance(mine, (bool, int, float, complex, str)) and repr(mine) != repr(other)
-
-
-def _into(old: dict[str, Any], new: dict[str, Any]) -> dict[str, Any]:
-    """Return `new` with the containers of `old`, filled with its entries: other objects may hold these containers."""
-    for name, value in new.items():
-        before = old.get(name)
-        if type(before) is list and type(value) is list:
-            before[:] = value
-            new[name] = before
-        elif type(before) is dict and type(value) is dict:
-            before.update(value)
-            new[name] = before
-        elif isinstance(before, (list, dict, tuple)) and not isinstance(value, UnknownValue):
-            new[name] = before  # containers of other classes stay
-    return new
 
 
 @contextmanager
