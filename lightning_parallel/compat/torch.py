@@ -127,7 +127,6 @@ __all__ = [
     "mark_as_parameter",
     "move_tensor_hooks",
     "non_persistent_buffers_of",
-    "log_softmax_operator",
     "make_wrapper_subclass",
     "map_only",
     "has_data",
@@ -396,8 +395,6 @@ def fully_sharded_groups(module: FSDPModule) -> list[FullyShardedGroup]:
 
 # A reshape that autograd does not treat as a view: the result of a custom function may then be changed in place.
 unsafe_view = torch.ops.aten._unsafe_view.default
-# The operator that a tensor subclass sees for every `log_softmax`.
-log_softmax_operator = torch.ops.aten._log_softmax.default
 
 
 # The dispatcher's operator for `tensor.to(...)`; no operator without the underscore converts a dtype.

@@ -111,7 +111,7 @@ from lightning_parallel.strategies.whole.between_runs import (
 from lightning_parallel.strategies.whole.full_state import hold_averages, open_outside
 from lightning_parallel.strategies.whole.saved_modules import holds_modules, put_full_copies, weakly
 from lightning_parallel.strategies.whole.skeleton import close_skeleton, keep_skeleton
-from lightning_parallel.tensor.logits import has_divided_logits, whole_logits
+from lightning_parallel.tensor.pieces import has_pieces, without_pieces
 from lightning_parallel.tensor.whole_gradients import give_whole_gradients
 
 __all__ = ["MeshStrategy"]
@@ -574,9 +574,9 @@ class MeshStrategy(MeshProcesses):
             output = (step if audit is None else audit.wrap(step))(*args, **kwargs)
         # Callbacks may read the output of the step, or logits in the module's attributes, on some ranks only.
         kept = vars(self.module)
-        for name in [name for name, value in kept.items() if has_divided_logits(value)]:
-            kept[name] = whole_logits(kept[name])
-        output = whole_logits(output)
+        for name in [name for name, value in kept.items() if has_pieces(value)]:
+            kept[name] = without_pieces(kept[name])
+        output = without_pieces(output)
         if self.groups.replica.size > 1:
             output = without_caches(output)
             self._chance.end_step()

@@ -27,17 +27,18 @@ R = TypeVar("R")
 # With the parameter as a later argument these functions take its dtype and device only.
 CASTS = {"to", "type_as"}
 
-# Backward nodes of the functions in `linear`, `autograd`, `logits` and `loss`, by their effect on an activation:
+# Backward nodes of the functions in `linear`, `autograd`, `pieces` and `loss`, by their effect on an activation:
 # JOINS makes the full one from parts, DIVIDES a part from the full one, STAYS_DIVIDED another part from a part.
 JOINS = {
     "_RowLinearFunctionBackward",
     "_ReduceFromGroupBackward",
     "_GatherFromGroupBackward",
     "_WholeFromGroupBackward",
-    "_DividedLogitsBackward",
+    "_WholeOfPartBackward",
+    "_ChangedBackward",
     "_CrossEntropyBackward",
 }
-DIVIDES = {"_ColumnLinearFunctionBackward", "_ScatterToGroupBackward", "_CopyToGroupBackward", "_PieceOfWholeBackward"}
+DIVIDES = {"_ColumnLinearFunctionBackward", "_ScatterToGroupBackward", "_CopyToGroupBackward", "_PartOfWholeBackward"}
 STAYS_DIVIDED = {"_AllGatherToGroupBackward", "_ReduceScatterToGroupBackward"}
 LEAF = "torch::autograd::AccumulateGrad"
 RECEIVED = "_ReceivedBackward"  # a tensor that a pipeline stage received from the stage before

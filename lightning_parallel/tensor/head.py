@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from lightning_parallel.comm import Group
 from lightning_parallel.compat.torch import FakeTensor
 from lightning_parallel.tensor.layers import Column, ColumnLinear, Style, gather_features
-from lightning_parallel.tensor.logits import divided_logits
 from lightning_parallel.tensor.low_rank import layer_sizes, low_rank_of
+from lightning_parallel.tensor.pieces import Piece
 
 __all__ = ["NOTE", "Head", "find_heads", "gathered_heads"]
 
@@ -25,7 +25,7 @@ NOTE = (
 
 @dataclass(frozen=True)
 class Head(Column):
-    """Column-parallel head whose output stays sharded until code reads it; see `DividedLogits`.
+    """Column-parallel head whose output stays sharded until code reads it; see `Piece`.
 
     Outside training its output is gathered at once.
     """
@@ -55,7 +55,7 @@ class HeadLinear(ColumnLinear):
     @torch.compiler.disable  # the collectives cannot be traced into a graph
     def forward(self, input: Tensor) -> Tensor:
         """Map (..., in) to (..., out)."""
-        # The parent class would gather at once; the piece becomes `DividedLogits` below.
+        # The parent class would gather at once; the part becomes a `Piece` below.
         self.gather_output = False
         try:
             y = super().forward(input)
@@ -69,7 +69,7 @@ class HeadLinear(ColumnLinear):
         # Only for consecutive classes does a gather of the pieces give the order of the full layer.
         if group.size == 1 or not (is_trained and is_plain and rule.consecutive):
             return gather_features(y, rule, group)
-        return divided_logits(y, rule, group)
+        return Piece.of(y, group, -1, rule.sizes)
 
 
 def find_heads(module: nn.Module, styles: Mapping[str, Style]) -> dict[str, Style]:

@@ -339,11 +339,15 @@ class ColumnLinear(_ParallelLinear):
     def forward(self, input: Tensor) -> Tensor:
         """Map (..., in) to (..., out / ranks), or to (..., out) if the output is gathered."""
         x, inputs = whole_input(input), self.inputs
-        if isinstance(x, Piece):
-            # A layer that knows the lengths gathers by itself. Any other layer needs all positions now.
-            x = x.gathered() if inputs.lengths is None else x.part
-        elif self.in_sublayer:  # an ordinary tensor here comes from code that gathered all positions
-            inputs = shared_inputs(self.group, None)
+        lengths = inputs.lengths
+        # A layer that knows the lengths gathers by itself. Any other layer needs the full tensor now.
+        part = x.part if isinstance(x, Piece) and x.family.in_region else None
+        if part is not None and lengths is not None and lengths.takes(x.place, part):
+            x = part
+        else:
+            x = x.whole() if isinstance(x, Piece) else x
+            if self.in_sublayer:  # a full tensor here comes from code that gathered all positions
+                inputs = shared_inputs(self.group, None)
         y = column_linear(x, self.weight, self.bias, inputs, self.transposed)
         if self.gather_output:
             return gather_features(y, self.feature_rule, self.group)
@@ -373,7 +377,7 @@ class RowLinear(_ParallelLinear):
         """Map (..., in / ranks), or (..., in) if the layer splits its input, to (..., out)."""
         if self.region is not None:
             self.region.close()  # the output is equal on all ranks again, and so must be the dropout that follows
-        x = input.gathered() if isinstance(input, Piece) else input
+        x = input.whole() if isinstance(input, Piece) else input
         if self.split_input:
             x = _split_features(x, self.feature_rule, self.group)
         lengths = self.lengths

@@ -166,6 +166,10 @@ class SequenceLengths:
         """Return whether samples and positions are one dimension of `x`, unlike in the hidden states."""
         return self.stream is not None and x.dim() < len(self.stream)
 
+    def takes(self, place: int, x: Tensor) -> bool:
+        """Return whether the layers expect the positions of `x` in dimension `place`."""
+        return place == (0 if self.is_flat(x) else self.dim)
+
     def of_piece(self, x: Tensor) -> tuple[int, list[int]]:
         """Return the dimension along which `x` is this rank's part, and the extent of each rank's part."""
         if not self.is_flat(x):

@@ -22,9 +22,10 @@ from torch.autograd.function import once_differentiable
 from lightning_parallel import comm
 from lightning_parallel.comm import Group
 from lightning_parallel.compat.torch import assert_on_device, has_data
+from lightning_parallel.tensor.autograd import reduce_from_group
 from lightning_parallel.tensor.sharding import Shard
 
-__all__ = ["cross_entropy"]
+__all__ = ["cross_entropy", "nll_loss"]
 
 
 def cross_entropy(
@@ -63,17 +64,44 @@ def cross_entropy(
         ValueError: If the arguments do not fit each other.
         IndexError: If a target is not a class (on CUDA, an assertion on the device).
     """
-    _check(logits, target, rule, group, dim, reduction, label_smoothing)
+    if not 0.0 <= label_smoothing <= 1.0:
+        raise ValueError(f"`label_smoothing` must be between 0 and 1; got {label_smoothing}")
+    valid = _valid_targets(logits, target, rule, group, dim, reduction, ignore_index)
     classes = _Classes(rule.ranges[group.rank][0][0], rule.full_size, group, label_smoothing)
-    valid = target != ignore_index
-    known = ((target >= 0) & (target < classes.count) | ~valid).all()
-    if target.device.type != "cpu":
-        assert_on_device(known, "Targets must be classes; got a target that is not")  # the host does not wait
-    elif has_data(target) and not known:
-        raise IndexError(f"Targets must be in [0, {classes.count}) or {ignore_index}; got {target.unique().tolist()}")
     losses = _CrossEntropy.apply(logits.movedim(dim, -1), target, valid, weight, classes)
     if torch.is_autocast_enabled(logits.device.type):
         losses = losses.float()  # torch's cross-entropy gives single precision under autocast
+    return _reduced(losses, target, valid, weight, reduction)
+
+
+def nll_loss(
+    log_p: Tensor,
+    target: Tensor,
+    rule: Shard,
+    group: Group,
+    *,
+    dim: int = -1,
+    weight: Tensor | None = None,
+    ignore_index: int = -100,
+    reduction: Literal["mean", "sum", "none"] = "mean",
+) -> Tensor:
+    """Compute `torch.nn.functional.nll_loss` of all log-probabilities from this rank's classes.
+
+    Forward: an all-reduce of one number per target. Backward: no communication. For the arguments see
+    `cross_entropy`.
+    """
+    valid = _valid_targets(log_p, target, rule, group, dim, reduction, ignore_index)
+    ((first, stop),) = rule.ranges[group.rank]
+    held = valid & (target >= first) & (target < stop)
+    own = log_p.movedim(dim, -1).gather(-1, (target - first).masked_fill(~held, 0).unsqueeze(-1)).squeeze(-1)
+    # One rank holds the class of each target, so the sum over the ranks is that rank's number.
+    losses = -reduce_from_group(own.masked_fill(~held, 0.0), group)
+    if weight is not None:
+        losses = losses * weight[target.masked_fill(~valid, 0)]
+    return _reduced(losses, target, valid, weight, reduction)
+
+
+def _reduced(losses: Tensor, target: Tensor, valid: Tensor, weight: Tensor | None, reduction: str) -> Tensor:
     if reduction == "none":
         return losses
     if reduction == "sum":
@@ -83,13 +111,12 @@ def cross_entropy(
     return losses.sum() / counted.sum()
 
 
-def _check(
-    logits: Tensor, target: Tensor, rule: Shard, group: Group, dim: int, reduction: str, label_smoothing: float
-) -> None:
+def _valid_targets(
+    logits: Tensor, target: Tensor, rule: Shard, group: Group, dim: int, reduction: str, ignore_index: int
+) -> Tensor:
+    """Check the arguments, and return a mask of the targets that count."""
     if reduction not in ("mean", "sum", "none"):
         raise ValueError(f"`reduction` must be 'mean', 'sum' or 'none'; got {reduction!r}")
-    if not 0.0 <= label_smoothing <= 1.0:
-        raise ValueError(f"`label_smoothing` must be between 0 and 1; got {label_smoothing}")
     if rule.ranks != group.size or not rule.consecutive or any(len(ranges) != 1 for ranges in rule.ranges):
         raise ValueError(f"`rule` must give each of the {group.size} ranks one range, in their order; got {rule}")
     if target.is_floating_point():
@@ -101,6 +128,13 @@ def _check(
             f"`logits` must have {tuple(target.shape)} targets by {rule.local_size(group.rank)} classes; got shape"
             f" {tuple(logits.shape)} with the classes in dimension {dim}"
         )
+    valid = target != ignore_index
+    known = ((target >= 0) & (target < rule.full_size) | ~valid).all()
+    if target.device.type != "cpu":
+        assert_on_device(known, "Targets must be classes; got a target that is not")  # the host does not wait
+    elif has_data(target) and not known:
+        raise IndexError(f"Targets must be in [0, {rule.full_size}) or {ignore_index}; got {target.unique().tolist()}")
+    return valid
 
 
 @dataclass(frozen=True)

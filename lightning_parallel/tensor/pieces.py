@@ -1,62 +1,828 @@
-"""Tensors whose sizes differ from the data of this rank, for code that takes lengths and widths from a tensor.
+"""Tensors of which this rank holds a part: a `Piece` has the sizes of the full tensor and the data of one rank.
 
-    Piece          this rank's part along one dimension, the full size in its shape   b, t, c = x.shape
-    NarrowInput    full values, the features of this rank's heads in its shape        x.view(b, t, heads, c // heads)
+Three kinds of tensors are pieces: logits, sharded by class; hidden states between blocks, sharded along the sequence;
+and the inputs of attention or an MLP in a sequence region. A function of a piece goes one of two ways:
 
-Rules of a `Piece`:
+    on the part       it has a rule in the table below, and the rule applies to the arguments; no data are gathered
+    on all of it      any other function: the parts are gathered, once, and the result is an ordinary tensor
 
-1. Sizes are the full ones. Functions about sizes, dtype and device need no communication.
-2. A function that computes each index of the sharded dimension by itself runs on the part, and returns a `Piece`.
-   Full tensors among its arguments are cut alike. A parameter there gets the gradient of the part only.
-3. Any other function gathers, which is exact and slower: each rank computes the same ordinary tensor.
-4. A function that changes a `Piece` in place, and is no function of rule 2, raises an error.
+For autograd a piece is the output of a gather whose data are made at the first read. Gradients of the full tensor go
+back to the part as its slice, and gradients of the part go back directly. Either every rank of the group reads, or
+none does: see `strategies.ranks.order` for the alternative.
 
-Sharding-aware layers take the tensor behind both (`Piece.part`, `whole_input`), so they pay nothing for the wrapper.
-`ELEMENTWISE` and `CASTS` also hold for sharded logits (`tensor.logits`), which stay a part of autograd's graph.
+A `NarrowInput` is the opposite: it has full values, and the features of this rank's heads in its sizes.
+
+Legend: n extent of the sharded dimension, n_r its extent on rank r.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import logging
+import math
+from collections import Counter
+from collections.abc import Callable, Iterable, MutableMapping, MutableSequence, Sequence
+from dataclasses import dataclass, is_dataclass, replace
 from functools import partial
+from operator import itemgetter
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd import Function
 
+from lightning_parallel import comm
 from lightning_parallel.comm import Group
-from lightning_parallel.compat.torch import DisableTorchFunctionSubclass, FakeTensor, pytree
-from lightning_parallel.tensor.autograd import gather_from_group, scatter_to_group
+from lightning_parallel.compat import innermost_users_line, is_users_object
+from lightning_parallel.compat.torch import (
+    DisableTorchFunctionSubclass,
+    FakeTensor,
+    make_wrapper_subclass,
+    pytree,
+    version_of,
+)
+from lightning_parallel.tensor.autograd import copy_to_group, gather_from_group, scatter_to_group
 from lightning_parallel.tensor.linear import SequenceLengths
+from lightning_parallel.tensor.loss import cross_entropy, nll_loss
+from lightning_parallel.tensor.sharding import Shard
 
-__all__ = ["CASTS", "ELEMENTWISE", "NarrowInput", "Piece", "positions_of", "whole_input"]
+__all__ = [
+    "GATHERS",
+    "NarrowInput",
+    "Piece",
+    "has_pieces",
+    "part_along",
+    "positions_of",
+    "whole_input",
+    "without_pieces",
+]
 
-_SIZES = {Tensor.shape.__get__, Tensor.size, Tensor.numel, Tensor.nelement}  # type: ignore[attr-defined]
-# Functions that read no values, or make tensors with other values.
-_ABOUT_SIZES = {
-    *("dim", "ndimension", "is_floating_point", "is_complex", "element_size", "get_device", "__len__", "__repr__"),
-    *("new_zeros", "new_ones", "new_full", "new_empty", "new_tensor", "zeros_like", "ones_like", "empty_like"),
-    *("full_like", "__hash__", "is_contiguous"),
+# How often each line of the user's code had all of a piece gathered.
+GATHERS: Counter[str] = Counter()
+
+_log = logging.getLogger(__name__)
+_aten = torch.ops.aten
+
+# Views of data that are not made yet stay unmade as well.
+_UNREAD = {
+    *(_aten.view.default, _aten.slice.Tensor, _aten.select.int),
+    *(_aten.unsqueeze.default, _aten.squeeze.default, _aten.squeeze.dim, _aten.squeeze.dims, _aten.t.default),
+    *(_aten.transpose.int, _aten.permute.default, _aten.detach.default),
+    *(_aten.unbind.int, _aten.split.Tensor, _aten.split_with_sizes.default),
 }
-_ABOUT_TENSOR = {"dtype", "device", "ndim", "layout", "is_cuda", "is_cpu", "is_meta", "requires_grad", "is_sparse"}
-_ABOUT_TENSOR |= {"is_nested", "is_quantized", "names", "is_mps", "is_xpu", "itemsize"}
+# These functions read the address of the data in C++, or copy the Python object.
+_NEEDS_ADDRESS = {"numpy", "__array__", "tolist", "__dlpack__", "data_ptr", "storage", "untyped_storage", "is_set_to"}
+_NEEDS_ADDRESS |= {"__reduce_ex__", "__deepcopy__", "__repr__", "__format__", "share_memory_"}
+_NEEDS_ADDRESS |= {"apply_", "map_", "map2_"}
+# These functions ask for the gradient of the full tensor.
+_GRADIENT = {"retain_grad", "register_hook"}
+# These functions make a tensor with other values.
+_FACTORIES = {"new_zeros", "new_ones", "new_full", "new_empty", "new_tensor", "zeros_like", "ones_like", "empty_like"}
+_FACTORIES |= {"full_like"}
+_DATA = Tensor.data.__get__  # type: ignore[attr-defined]
+_STRIDE = 1_000_003  # marks the sharded dimension, to find it again after a view
 
-# Functions that give each number in another format.
-CASTS = {"float", "double", "half", "bfloat16", "to", "type", "type_as", "contiguous", "clone"}
-# Functions of each element and of the elements at the same place in other arguments; the code of heads has these.
-ELEMENTWISE = {"mul", "multiply", "div", "divide", "true_divide", "add", "sub", "subtract", "neg", "negative"}
-ELEMENTWISE |= {"__mul__", "__rmul__", "__truediv__", "__add__", "__radd__", "__sub__", "__rsub__", "__neg__"}
-ELEMENTWISE |= {"tanh", "sigmoid", "clamp", "abs", "masked_fill", "where"}
-# More such functions, for pieces only: logits that are gathered are kept, and their powers would be gathered again.
-_ANY_ELEMENTWISE = ELEMENTWISE | {
-    *("pow", "rsub", "exp", "log", "sqrt", "rsqrt", "square", "reciprocal", "clip", "addcmul", "lerp", "relu", "gelu"),
-    *("silu", "elu", "leaky_relu", "mish", "softplus", "hardswish", "relu6", "logsigmoid", "selu", "celu", "sin"),
-    *("cos", "erf", "__pow__", "__rtruediv__"),
-}
-_IN_PLACE = {"__iadd__", "__isub__", "__imul__", "__itruediv__"}
+
+@dataclass(eq=False)
+class _Family:
+    """The facts that all forms of the same piece share.
+
+    Attributes:
+        extents: The extent of the sharded dimension on each rank.
+        group: The group over which it is sharded.
+        in_region: Whether parameters get partial gradients from the part, which a later reduction sums over the ranks.
+        is_rounded: Whether the part lost digits of double precision.
+        is_used: Whether a result with a gradient was computed from the part.
+        is_watched: Whether code asked for the gradient of the full tensor, which lacks gradients from the part.
+    """
+
+    extents: tuple[int, ...]
+    group: Group
+    in_region: bool = False
+    is_rounded: bool = False
+    is_used: bool = False
+    is_watched: bool = False
+
+
+class _Data:
+    """The data of a full tensor, made at the first read."""
+
+    def __init__(self, make: Callable[[], Tensor]) -> None:
+        self._make: Callable[[], Tensor] | None = make
+        self.made: Tensor | None = None
+
+    def get(self) -> Tensor:
+        if self.made is None:
+            assert self._make is not None
+            with torch.no_grad():
+                self.made = self._make()
+            # The function refers to the part, and would keep its memory.
+            self._make = None
+        return self.made
+
+
+class Piece(Tensor):
+    """A full tensor of which this rank holds a part until code reads all of it; see this module.
+
+    Attributes:
+        place: The sharded dimension; -1 if the tensor has no part any more.
+        family: The facts that all forms of the same piece share.
+    """
+
+    place: int
+    family: _Family
+    _part: Tensor | None
+    _data: _Data
+    _unchanged: int
+    _is_alias: bool
+
+    @staticmethod
+    def of(part: Tensor, group: Group, place: int, extents: Sequence[int], in_region: bool = False) -> Piece:
+        """Return the full tensor, given the part of this rank.
+
+        Args:
+            part: (..., n_r, ...), in autograd's graph.
+            group: The group over which the tensor is sharded.
+            place: The sharded dimension.
+            extents: The extent of each rank's part in that dimension.
+            in_region: Whether parameters get partial gradients from the part, which a later reduction sums.
+        """
+        return _wrapped(part, place % part.dim(), _Family(tuple(extents), group, in_region))
+
+    @property
+    def part(self) -> Tensor:
+        """The data of this rank, in autograd's graph; cut from the full tensor if that was changed."""
+        family = self.family
+        with DisableTorchFunctionSubclass():
+            own = self._unchanged_part()
+            if own is None:
+                return scatter_to_group(_aten.alias.default(self), family.group, self.place, family.extents)
+            # From here on, a gradient hook of the full tensor would miss the gradient of this part; see `_watch`.
+            family.is_used = True
+            return _PartOfWhole.apply(self) if self._is_apart(own) else own
+
+    @property
+    def valid_part(self) -> Tensor | None:
+        """The data of this rank; None if the full tensor was changed in place, watched, or put into another graph."""
+        with DisableTorchFunctionSubclass():
+            own = self._unchanged_part()
+            return None if own is None or self._is_apart(own) else own
+
+    def whole(self) -> Tensor:
+        """Return an ordinary tensor, a part of autograd's graph; every rank of the group must call it."""
+        with DisableTorchFunctionSubclass():
+            # `alias` is not among `_UNREAD`: its dispatch reads the data, and autograd sees a node for it.
+            return _aten.alias.default(self)
+
+    def data_for(self, tensor: Tensor) -> Tensor:
+        """Return the value that `tensor.data = self` sets; every rank of the group must call it."""
+        return self.whole()
+
+    def has_rows_in(self, other: Tensor) -> bool:
+        """Return whether a full tensor, which broadcasts with this one, has a row for each index of the dimension."""
+        from_the_end = self.dim() - self.place
+        return other.dim() >= from_the_end and other.shape[-from_the_end] != 1
+
+    def _keep(self, part: Tensor, place: int, is_alias: bool) -> Piece:
+        self._part = part
+        self.place = place
+        self._is_alias = is_alias
+        # An in-place change of the full tensor raises its version, and the part lacks that change.
+        self._unchanged = version_of(self)
+        return self
+
+    def _may_change(self) -> bool:
+        """Return whether the part may change in place: views of the full tensor and made data would not follow."""
+        return not (self._is_alias or self._data.made is not None or (self.requires_grad and self.is_leaf))
+
+    def _unchanged_part(self) -> Tensor | None:
+        return None if self.family.is_watched or version_of(self) != self._unchanged else self._part
+
+    def _is_apart(self, part: Tensor) -> bool:
+        # By `detach().requires_grad_()`, or as the output of a function that ran without gradients.
+        return self.requires_grad and not part.requires_grad
+
+    @classmethod
+    @torch.compiler.disable  # compiled code leaves its graph where it meets a piece
+    def __torch_function__(
+        cls, func: Callable[..., Any], types: Iterable[type], args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if NarrowInput in types:
+            return NotImplemented  # its functions compute on the tensor behind it, which may be a piece
+        kwargs = kwargs or {}
+        name = getattr(func, "__name__", "")
+        if name == "__iter__":
+            return iter(args[0].unbind())
+        with DisableTorchFunctionSubclass():
+            if name in _NEEDS_ADDRESS or (name == "__get__" and func == _DATA):
+                return func(*without_pieces(args), **kwargs)
+            if name in _GRADIENT:
+                _watch(args[0])
+            elif name in _FACTORIES and isinstance(args[0], Piece):
+                args = (torch.empty((), dtype=args[0].dtype, device=args[0].device).expand(args[0].shape), *args[1:])
+            elif name == "__get__" and func in _PROPERTIES:
+                name = "transpose"
+            found = _on_parts(func, name, args, kwargs)
+            if found is not None:
+                return found
+            result = func(*args, **kwargs)
+            # A view that lost the part has nothing to compute on, so it becomes an ordinary tensor.
+            is_whole = isinstance(result, (bool, int, torch.Size)) or (
+                isinstance(result, Piece) and result._part is not None
+            )
+            return result if is_whole else pytree.tree_map_only(Piece, _whole_without_part, result)
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Iterable[type], args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        # A view needs no data, so it must not cause the gather.
+        if func in _UNREAD:
+            return _unread(func, args[0], args[1:], kwargs)
+        if torch.Tag.inplace_view in func.tags:
+            raise RuntimeError(
+                "Logits or hidden states that are sharded over the tensor-parallel ranks must keep their shape; got"
+                f" an in-place change by `{func}`. Use the form that makes a new tensor"
+            )
+        read: dict[int, Piece] = {}
+
+        def read_whole(value: Any) -> Any:
+            if not isinstance(value, Piece):
+                return value
+            whole = value._data.get()
+            read[id(whole)] = value
+            return whole
+
+        result = func(*pytree.tree_map(read_whole, args), **pytree.tree_map(read_whole, kwargs))
+        # An in-place operator returns the tensor that it changed, so return the piece instead of its data.
+        return pytree.tree_map(lambda value: read.get(id(value), value), result)
+
+
+def _empty(shape: Sequence[int], strides: Sequence[int] | None, like: Tensor, data: _Data, family: _Family) -> Piece:
+    piece = make_wrapper_subclass(Piece, shape, strides=strides, dtype=like.dtype, device=like.device)
+    piece.place = -1
+    piece.family = family
+    piece._part = None
+    piece._data = data
+    piece._unchanged = 0
+    piece._is_alias = True
+    return piece
+
+
+def _unread(func: Any, piece: Piece, rest: tuple[Any, ...], kwargs: Any) -> Any:
+    """Return the result of a view of the data, or a list of results, computed at the first read."""
+    metas = func(_meta(piece), *rest, **kwargs)
+    data = piece._data
+
+    def view(meta: Tensor, choose: Callable[[Any], Tensor]) -> Piece:
+        made = _Data(lambda: choose(func(data.get(), *rest, **kwargs)))
+        return _empty(meta.shape, meta.stride(), piece, made, piece.family)
+
+    if isinstance(metas, Tensor):
+        return view(metas, lambda result: result)
+    return [view(meta, itemgetter(at)) for at, meta in enumerate(metas)]
+
+
+def _meta(tensor: Tensor) -> Tensor:
+    return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
+
+
+def _wrapped(part: Tensor, place: int, family: _Family, is_alias: bool = False) -> Piece:
+    needs_graph = part.requires_grad and torch.is_grad_enabled()
+    piece = _WholeOfPart.apply(part, place, family) if needs_graph else _without_graph(part, place, family)
+    return piece._keep(part, place, is_alias)
+
+
+def _without_graph(part: Tensor, place: int, family: _Family) -> Piece:
+    shape = list(part.shape)
+    shape[place] = sum(family.extents)
+    # Detached: autograd knows the gather as `_WholeOfPart`, and the data are made outside its graph.
+    own = part.detach()
+    return _empty(shape, None, part, _Data(lambda: _gather(own, place, family)), family)
+
+
+def _gather(part: Tensor, place: int, family: _Family) -> Tensor:
+    if line := innermost_users_line():
+        GATHERS[line] += 1
+        if GATHERS[line] == 1:
+            _log.info("%s reads a tensor that is sharded over tensor-parallel ranks, which gathers it", line)
+    return comm.all_gather(part, family.group, place, family.extents).contiguous()
+
+
+class _WholeOfPart(Function):
+    """The part of this rank -> the full tensor, whose data are not made yet."""
+
+    @staticmethod
+    def forward(ctx: Any, part: Tensor, place: int, family: _Family) -> Tensor:
+        ctx.args = family.group, place, family.extents
+        return _without_graph(part, place, family)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
+        # All ranks computed the same from the full tensor, so `grad` is the full gradient on each of them.
+        return part_along(grad, *ctx.args), None, None
+
+
+class _PartOfWhole(Function):
+    """The full tensor -> a part in another graph, as of a block that reentrant checkpointing runs."""
+
+    @staticmethod
+    def forward(ctx: Any, whole: Piece) -> Tensor:
+        assert whole._part is not None
+        ctx.args = whole.family.group, whole.place, whole.family.extents
+        return whole._part.detach()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        return gather_from_group(grad, *ctx.args)
+
+
+class _Changed(Function):
+    """The full tensor -> the same object, made from a part that has changed in place."""
+
+    @staticmethod
+    def forward(ctx: Any, whole: Piece, part: Tensor) -> Tensor:
+        ctx.args = whole.family.group, whole.place, whole.family.extents
+        ctx.mark_dirty(whole)
+        return whole
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
+        # The earlier graph of the full tensor belongs to the part as it was before; the part knows that graph.
+        return None, part_along(grad, *ctx.args)
+
+
+def _watch(piece: Piece) -> None:
+    """Compute on the full tensor from now on.
+
+    Raises:
+        RuntimeError: If a result was already computed from the part.
+    """
+    if piece.family.is_used:
+        raise RuntimeError(
+            "`retain_grad` and `register_hook` of sharded logits must come before the loss; got a call after it. The"
+            " loss was computed from this rank's classes only. Call `retain_grad` or `register_hook` before the loss"
+            " (on the output of a block: before the next block)"
+        )
+    piece.family.is_watched = True
+
+
+def part_along(hidden: Tensor, group: Group, dim: int, extents: Sequence[int]) -> Tensor:
+    """Return this rank's part of a full tensor along `dim`, without communication if it is a `Piece` along `dim`."""
+    if not isinstance(hidden, Piece):
+        return scatter_to_group(hidden, group, dim, extents)
+    is_cut_so = hidden.place == dim and hidden.family.extents == tuple(extents)
+    return hidden.part if is_cut_so else scatter_to_group(hidden.whole(), group, dim, extents)
+
+
+@torch.compiler.disable
+def positions_of(part: Tensor, lengths: SequenceLengths) -> Tensor:
+    """Return a `Piece` for the positions of this rank; gather a tensor without data, which only shows shapes."""
+    place, extents = lengths.of_piece(part)
+    if type(part) not in (Tensor, nn.Parameter):
+        return gather_from_group(part, lengths.group, place, extents)
+    return Piece.of(part, lengths.group, place, extents, in_region=True)
+
+
+# --------------------------------------------------------------------------------------------------------- the rules
+
+
+@dataclass
+class _FunctionCall:
+    """A call of a function with pieces among its arguments.
+
+    Attributes:
+        name: The name of the function, or of the function that makes a new tensor instead of a change.
+        leaves: All values among the arguments.
+        piece: The first piece among them; all pieces are sharded alike.
+        parts: The parts of the pieces, by the identity of the piece.
+        family: The family of the result.
+        changes: Whether the function changes its first argument.
+    """
+
+    func: Callable[..., Any]
+    name: str
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    leaves: Sequence[Any]
+    piece: Piece
+    parts: dict[int, Tensor]
+    family: _Family
+    changes: bool
+
+    @property
+    def part(self) -> Tensor:
+        return self.parts[id(self.piece)]
+
+    def on_part(self) -> Any:
+        return self.func(self.part, *self.args[1:], **self.kwargs)
+
+    def again(self, part: Tensor, place: int | None = None) -> Piece:
+        """Return a result of the part as a piece."""
+        return _wrapped(part, self.piece.place if place is None else place, self.family)
+
+    def argument(self, name: str, at: int, default: Any = None) -> Any:
+        return self.kwargs.get(name, self.args[at] if len(self.args) > at else default)
+
+    def dims(self, at: int) -> tuple[int, ...]:
+        """Return the dimensions over which the function computes: by default all, which includes the sharded one."""
+        dim, count = self.argument("dim", at), self.piece.dim()
+        if isinstance(dim, int) and not isinstance(dim, bool):
+            return (dim % count,)
+        is_given = isinstance(dim, (tuple, list)) and len(dim) > 0
+        return tuple(each % count for each in dim) if is_given else tuple(range(count))
+
+    def operand(self, value: Any) -> Any:
+        """Return an argument that all rows of the full tensor share, for a computation on this rank's rows."""
+        if self.family.in_region or not isinstance(value, Tensor) or not value.requires_grad:
+            return value
+        # Each rank uses it for a part of the result, so each has a part of its gradient.
+        return copy_to_group(value, self.family.group)
+
+
+def _on_parts(func: Callable[..., Any], name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Return the result of `func`, computed on the parts; None if no rule of the table applies."""
+    changes = name in _IN_PLACE or (name.endswith("_") and not name.endswith("__"))
+    base = name if not changes else f"__{name[3:]}" if name in _IN_PLACE else name[:-1]
+    rule = RULES.get(base)
+    if rule is None or "out" in kwargs:
+        return None
+    if not args and "input" in kwargs:
+        args, kwargs = (kwargs["input"],), {name: value for name, value in kwargs.items() if name != "input"}
+    leaves: Sequence[Any] = (*args, *kwargs.values())
+    if any(isinstance(leaf, (list, tuple, dict)) for leaf in leaves):
+        leaves = pytree.tree_leaves(leaves)
+    pieces = [leaf for leaf in leaves if isinstance(leaf, Piece)]
+    first, parts = pieces[0], {}
+    for piece in pieces:
+        own = piece._unchanged_part()
+        is_alike = (piece.dim(), piece.place) == (first.dim(), first.place)
+        # Different parts do not match element by element.
+        if own is None or piece._is_apart(own) or not is_alike or piece.family.extents != first.family.extents:
+            return None
+        parts[id(piece)] = own
+    changes = changes or _has_inplace(func, base, args, kwargs)
+    if rule is not _pointwise and (changes or len(pieces) > 1 or args[0] is not first):
+        return None
+    # Parameters get partial gradients if one of the pieces is in a region.
+    family = next((piece.family for piece in pieces if piece.family.in_region), first.family)
+    found = rule(_FunctionCall(func, base, args, kwargs, leaves, first, parts, family, changes))
+    # A view shares its graph with the full tensor, any other result does not.
+    if found is not None and rule not in (_view, _reshape) and torch.is_grad_enabled():
+        for piece in pieces:
+            piece.family.is_used |= parts[id(piece)].requires_grad
+    return found
+
+
+def _whole_without_part(piece: Piece) -> Tensor:
+    return piece.whole() if piece._part is None else piece
+
+
+def _has_inplace(func: Callable[..., Any], name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Return whether a function of `torch.nn.functional` was called with `inplace=True`, its last argument."""
+    if getattr(func, "__module__", "") != "torch.nn.functional":
+        return False
+    is_last = len(args) > (3 if name in _DROPOUTS else 1) and args[-1] is True
+    return is_last or bool(kwargs.get("inplace"))
+
+
+def _pointwise(call: _FunctionCall) -> Tensor | None:
+    piece, family = call.piece, call.family
+    tensors = [leaf for leaf in call.leaves if isinstance(leaf, Tensor)]
+    # The part broadcasts as the full tensor does if the result has the sharded dimension at the same place.
+    shape = torch.broadcast_shapes(*(leaf.shape for leaf in tensors)) if len(tensors) > 1 else piece.shape
+    is_known = len(shape) == piece.dim() and shape[piece.place] == piece.shape[piece.place]
+    # With one argument, `where` returns indices. Outside a region, dropout draws the same numbers on all ranks.
+    is_drawn = call.name in _DROPOUTS and not family.in_region
+    if not is_known or is_drawn or (call.name == "where" and len(call.leaves) < 3):
+        return None
+    # In a region, such a tensor would get the gradient of the part only. Parameters have one dimension, and their
+    # gradients are summed over the ranks.
+    others = [tensor for tensor in tensors if tensor.requires_grad and not isinstance(tensor, Piece)]
+    if family.in_region and any(other.dim() > 1 and not piece.has_rows_in(other) for other in others):
+        return None
+    target = call.args[0]
+    if call.changes and not (isinstance(target, Piece) and target._may_change() and shape == target.shape):
+        if call.name in _DROPOUTS:  # on the full tensor, each rank would draw other numbers
+            raise RuntimeError(
+                "Hidden states that are sharded along the sequence must not change in place by dropout after code has"
+                " read or viewed them. Use `inplace=False`, or `sequence_parallel=False`"
+            )
+        return None
+
+    def own(value: Any) -> Any:
+        if isinstance(value, Tensor) and not isinstance(value, Piece) and piece.has_rows_in(value):
+            return scatter_to_group(value, family.group, piece.place - piece.dim(), family.extents)
+        return call.parts[id(value)] if isinstance(value, Piece) else call.operand(value)
+
+    part = call.func(*map(own, call.args), **{name: own(value) for name, value in call.kwargs.items()})
+    if not call.changes:
+        return call.again(part)
+    if part.requires_grad and torch.is_grad_enabled():
+        target = _Changed.apply(target, part)
+    torch.autograd.graph.increment_version(target)
+    target._keep(part, target.place, is_alias=False)
+    return target
+
+
+def _cast(call: _FunctionCall) -> Tensor | None:
+    own, before = call.on_part(), call.part
+    if own is before:
+        return call.piece
+    if not own.is_floating_point() or own.device != before.device:
+        return None
+    if _loses_digits(before, own.dtype):
+        call.family = replace(call.family, is_rounded=True)
+    return call.again(own)
+
+
+def _loses_digits(part: Tensor, dtype: torch.dtype) -> bool:
+    return part.dtype == torch.float64 != dtype
+
+
+def _reshape(call: _FunctionCall) -> Tensor | None:
+    piece, part = call.piece, call.part
+    tried = call.func(_meta(piece), *call.args[1:], **call.kwargs)
+    full, before = piece.shape[piece.place], math.prod(piece.shape[: piece.place])
+    # The sharded dimension stays one dimension if as many elements lie before it as before.
+    places = [at for at, size in enumerate(tried.shape) if size == full and math.prod(tried.shape[:at]) == before]
+    if full < 2 or len(places) != 1:
+        return None
+    (place,) = places
+    own = part.reshape(*tried.shape[:place], part.shape[piece.place], *tried.shape[place + 1 :])
+    if not (tried.is_contiguous() and piece.is_contiguous()):
+        return _wrapped(own, place, piece.family, is_alias=True)
+    # Autograd must see a view of the full tensor: an in-place change of one of them shows in both.
+    return piece.view(tried.shape)._keep(own, place, is_alias=True)  # type: ignore[attr-defined]
+
+
+def _view(call: _FunctionCall) -> Any:
+    piece, name = call.piece, call.name
+    if name == "__getitem__" and any(isinstance(leaf, Tensor) for leaf in call.leaves[1:]):
+        return _select(call)
+    # Such functions would do something else, or nothing, with the extent of the part.
+    is_cut = name in ("narrow", "select") and call.argument("dim", 1) % piece.dim() == piece.place
+    if is_cut or (name == "squeeze" and min(piece.family.extents) < 2):
+        return None
+    # Run the view on a tensor without data, where only the sharded dimension has a stride, to see where it ends up.
+    strides = [_STRIDE if at == piece.place else 0 for at in range(piece.dim())]
+    marked = call.func(torch.empty_strided(piece.shape, strides, device="meta"), *call.args[1:], **call.kwargs)
+    places = [
+        next((at for at, stride in enumerate(each.stride()) if stride == _STRIDE and each.shape[at] == full), -1)
+        for full in piece.shape[piece.place : piece.place + 1]
+        for each in ([marked] if isinstance(marked, Tensor) else marked)
+    ]
+    if -1 in places:
+        return None
+    viewed, own = call.func(piece, *call.args[1:], **call.kwargs), call.on_part()
+    if isinstance(viewed, Tensor):
+        return viewed._keep(own, places[0], is_alias=True)  # type: ignore[attr-defined]
+    return type(viewed)(view._keep(*kept, is_alias=True) for view, *kept in zip(viewed, own, places))
+
+
+def _select(call: _FunctionCall) -> Piece | None:
+    """Select rows by a mask or by indices, for example the positions with a label."""
+    index, piece = call.args[1], call.piece
+    choices = index if isinstance(index, tuple) else (index,)
+    if not all(isinstance(each, Tensor) for each in choices):
+        return None
+    # A mask selects as many dimensions as it has, a tensor of indices selects one.
+    taken = sum(each.dim() if each.dtype in (torch.bool, torch.uint8) else 1 for each in choices)
+    # Such an index also selects in the sharded dimension.
+    if taken > piece.place:
+        return None
+    own = call.on_part()
+    return call.again(own, own.dim() - (piece.dim() - piece.place))
+
+
+def _by_row(call: _FunctionCall, dims: Sequence[int] = ()) -> Any:
+    """Compute each index of the sharded dimension by itself, with a function over the dimensions `dims`."""
+    piece, name = call.piece, call.name
+    if name in _ALONG:
+        dims = call.dims(_ALONG[name])
+    elif not dims:
+        shape = (1,) if name == "linear" else call.argument("normalized_shape", 1)
+        dims = range(piece.dim() - len(shape), piece.dim())
+    # A tensor of one dimension, such as a bias, belongs to the last dimension.
+    others = [leaf for leaf in call.leaves if isinstance(leaf, Tensor) and leaf is not piece]
+    if piece.place in dims or (name != "linear" and any(other.dim() > 1 for other in others)):
+        return None
+    kwargs = {name: call.operand(value) for name, value in call.kwargs.items()}
+    results = call.func(call.part, *map(call.operand, call.args[1:]), **kwargs)
+
+    def again(own: Tensor) -> Piece:
+        removed = sum(dim < piece.place for dim in dims) if own.dim() < piece.dim() else 0
+        return call.again(own, piece.place - removed)
+
+    return pytree.tree_map_only(Tensor, again, results)
+
+
+def _reduce(call: _FunctionCall) -> Any:
+    """Reduce over the group, if a reduction of the ranks' results is the reduction of the full tensor."""
+    piece, part, name = call.piece, call.part, call.name
+    at = 2 if "norm" in name else 1
+    dims, keepdim = call.dims(at), call.argument("keepdim", at + 1, False)
+    if piece.place not in dims:
+        return _by_row(call, dims)
+    dtype = call.kwargs.get("dtype") or part.dtype
+    # Autograd shares the gradient of equal extremes, and would not count the extremes of other ranks.
+    is_shared = name in ("amax", "amin") and part.requires_grad and torch.is_grad_enabled()
+    is_known = isinstance(keepdim, bool) and not call.kwargs.keys() - {"dim", "keepdim", "dtype", "p", "ord"}
+    if is_shared or not is_known or not _may_join(piece, dtype):
+        return None
+    if "norm" not in name:
+        reduce = partial(getattr(torch, name), keepdim=True)
+    else:
+        order = call.argument("p" if name == "norm" else "ord", 1, 2)
+        order = 2 if order in (None, "fro") else order
+        if isinstance(order, str) or order <= 0:
+            return None
+        reduce = partial(torch.linalg.vector_norm, ord=order, keepdim=True)
+    share = part.shape[piece.place] / piece.shape[piece.place] if name == "mean" else None
+    found = _reduced_twice(reduce, part.to(dtype), piece, dims, share)
+    return found if keepdim else found.squeeze(dims)
+
+
+def _may_join(piece: Piece, dtype: torch.dtype) -> bool:
+    """Return whether a result over all parts may be computed from the ranks' results.
+
+    Double precision is there to compare runs to 1e-10. After a cast to single precision, sums by rank would round
+    differently from one sum.
+    """
+    return min(piece.family.extents) > 0 and not piece.family.is_rounded and not _loses_digits(piece, dtype)
+
+
+def _reduced_twice(
+    reduce: Callable[..., Tensor], part: Tensor, piece: Piece, dims: tuple[int, ...], share: float | None = None
+) -> Tensor:
+    """Reduce the part, gather the ranks' results, and reduce these; for a mean, `share` is the weight of this rank."""
+    own = reduce(part, dim=dims)
+    if share is not None:
+        own, reduce = own * share, partial(torch.sum, keepdim=True)
+    group = piece.family.group
+    return reduce(gather_from_group(own, group, piece.place, [1] * group.size), dim=(piece.place,))
+
+
+def _softmax(call: _FunctionCall) -> Any:
+    piece, part, dims = call.piece, call.part, call.dims(1)
+    if piece.place not in dims:
+        return _by_row(call, dims)
+    # Autocast may choose another type, so ask for it.
+    dtype = call.func(part.detach()[:0], *call.args[1:], **call.kwargs).dtype
+    if len(dims) != 1 or not _may_join(piece, dtype):
+        return None
+    # The sum of exponentials needs more digits than half precision has.
+    z = part.to(torch.promote_types(dtype, torch.float32))
+    total = _reduced_twice(partial(torch.logsumexp, keepdim=True), z, piece, dims)
+    log_p = z - copy_to_group(total, piece.family.group)
+    return call.again((log_p if call.name == "log_softmax" else log_p.exp()).to(dtype))
+
+
+def _pick(call: _FunctionCall) -> Any:
+    """Find the best of the full tensor among the best of each rank."""
+    piece, part, name, group, place = call.piece, call.part, call.name, call.family.group, call.piece.place
+    is_topk, is_index = name == "topk", name.startswith("arg")
+    dim = call.argument("dim", 2 if is_topk else 1, -1 if is_topk else None)
+    if not isinstance(dim, int) or min(piece.family.extents) == 0:
+        return None
+    if dim % piece.dim() != place:
+        return _by_row(call, (dim % piece.dim(),))
+    sizes = [min(call.argument("k", 1) if is_topk else 1, extent) for extent in piece.family.extents]
+    best: Callable[[Tensor, int], Tensor] = partial(torch.argmax if "max" in name else torch.argmin, keepdim=True)
+    if is_topk:
+        largest, is_sorted = call.argument("largest", 3, True), call.argument("sorted", 4, True)
+
+        def best(values: Tensor, dim: int) -> Tensor:
+            count = min(call.argument("k", 1), values.shape[dim])
+            return values.topk(count, dim, largest, is_sorted).indices
+
+    index = best(part.detach(), place)
+    own = (part.detach() if is_index else part).gather(place, index)
+    # `index` counts from the first index of the part; the result counts from the first of all.
+    index = comm.all_gather(index + sum(piece.family.extents[: group.rank]), group, place, sizes)
+    values = gather_from_group(own, group, place, sizes)
+    # Like torch, take the first of equal values: the ranks are in the order of their parts.
+    chosen = best(values.detach(), place)
+    found = [values.gather(place, chosen), index.gather(place, chosen)]
+    if not is_topk and not call.argument("keepdim", 2, False):
+        found = [each.squeeze(place) for each in found]
+    return found[1] if is_index else getattr(torch.return_types, name)(found)
+
+
+def _loss(call: _FunctionCall) -> Tensor | None:
+    names = ("target", "weight", "size_average", "ignore_index", "reduce", "reduction", "label_smoothing")
+    given = dict(zip(names, call.args[1:])) | call.kwargs
+    target, weight, piece = given.pop("target", None), given.get("weight"), call.piece
+    outdated = (given.pop("size_average", None), given.pop("reduce", None))
+    rest = [size for at, size in enumerate(piece.shape) if at != piece.place]
+    if (
+        piece.place != min(1, piece.dim() - 1)
+        or piece.family.is_rounded
+        or not isinstance(target, Tensor)
+        or target.dtype != torch.long
+        or list(target.shape) != rest
+        or (weight is not None and (weight.requires_grad or list(weight.shape) != [piece.shape[piece.place]]))
+        or outdated != (None, None)
+        or given.get("reduction", "mean") not in ("mean", "sum", "none")
+        or not 0.0 <= given.get("label_smoothing", 0.0) <= 1.0
+    ):
+        return None
+    loss = cross_entropy if call.name == "cross_entropy" else nll_loss
+    rule = Shard.of_sizes(piece.family.extents)
+    return loss(call.part, target, rule, piece.family.group, dim=piece.place, **given)
+
+
+_IN_PLACE = {"__iadd__", "__isub__", "__imul__", "__itruediv__", "__ipow__"}
+_PROPERTIES = {Tensor.mT.__get__, Tensor.T.__get__}  # type: ignore[attr-defined]
 _DROPOUTS = {"dropout", "alpha_dropout"}
-_OVER_FEATURES = {"layer_norm", "rms_norm"}
-_REDUCTIONS = {"mean", "var", "std", "sum", "norm", "softmax", "log_softmax", "amax", "amin", "normalize"}
+# The place of `dim` among the arguments.
+_ALONG = {"var": 1, "std": 1, "prod": 1, "cumsum": 1, "cumprod": 1, "sort": 1, "argsort": 1, "normalize": 2}
+
+# The table of the functions that compute on the part, and how. Any other function gathers.
+_TABLE: list[tuple[Callable[[_FunctionCall], Any], str]] = [
+    # Each element by itself: other arguments are cut alike, and the result is a piece.
+    (_pointwise, "mul multiply div divide true_divide add sub subtract rsub neg negative pow square sqrt rsqrt abs"),
+    (_pointwise, "reciprocal exp log sin cos erf clamp clip masked_fill where addcmul lerp tanh sigmoid logsigmoid"),
+    (_pointwise, "relu relu6 leaky_relu elu selu celu gelu silu mish softplus hardswish zero fill __pow__ __neg__"),
+    (_pointwise, "__mul__ __rmul__ __truediv__ __rtruediv__ __add__ __radd__ __sub__ __rsub__"),
+    (_pointwise, "dropout alpha_dropout"),
+    (_cast, "float double half bfloat16 to type type_as contiguous clone"),
+    # The result is a piece if the sharded dimension stays one dimension, with its full extent.
+    (_reshape, "view reshape flatten unflatten view_as reshape_as"),
+    (_view, "transpose permute movedim moveaxis swapaxes swapdims t detach unsqueeze squeeze narrow select"),
+    (_view, "unbind split chunk __getitem__"),
+    # The result is a piece if the function goes along other dimensions.
+    (_by_row, "linear layer_norm rms_norm var std prod cumsum cumprod sort argsort normalize"),
+    # The same; along the sharded dimension, the ranks exchange their results and each makes the full result of them.
+    (_reduce, "sum mean amax amin logsumexp norm linalg_vector_norm"),
+    (_pick, "argmax argmin max min topk"),
+    (_softmax, "softmax log_softmax"),
+    # The ranks exchange a few numbers per target.
+    (_loss, "cross_entropy nll_loss"),
+]
+RULES = {name: rule for rule, names in _TABLE for name in names.split()}
+
+
+# ------------------------------------------------------------------------------------------------- pieces in containers
+
+
+def without_pieces(value: Any) -> Any:
+    """Replace pieces, and parts of gradients, by ordinary tensors, in a value of any structure.
+
+    Containers that pytree knows are made anew. In other containers, such as dataclasses and the user's objects, they
+    are replaced in place. They stay a part of autograd's graph. Every rank of the group must call it.
+    """
+    return _whole_inside(value, set())
+
+
+def _whole_inside(value: Any, seen: set[int]) -> Any:
+    return pytree.tree_map(lambda leaf: _whole_leaf(leaf, seen), value)
+
+
+def _whole_leaf(leaf: Any, seen: set[int]) -> Any:
+    if _is_part(leaf):
+        return leaf.whole()
+    if isinstance(leaf, (*_PLAIN, type)) or id(leaf) in seen:
+        return leaf
+    # Objects may refer to each other in circles.
+    seen.add(id(leaf))
+    if isinstance(leaf, (MutableMapping, MutableSequence)):
+        for key in list(leaf.keys()) if isinstance(leaf, MutableMapping) else range(len(leaf)):
+            whole = _whole_inside(leaf[key], seen)
+            if not _is_same(whole, leaf[key]):
+                leaf[key] = whole
+    elif is_users_object(leaf) or is_dataclass(leaf):
+        for name in (*getattr(leaf, "__dict__", ()), *getattr(type(leaf), "__slots__", ())):
+            item = getattr(leaf, name, None)
+            whole = _whole_inside(item, seen)
+            if not _is_same(whole, item):
+                # Unlike `setattr`, this also works on frozen dataclasses.
+                object.__setattr__(leaf, name, whole)
+    return leaf
+
+
+def _is_part(value: Any) -> bool:
+    return isinstance(value, Tensor) and hasattr(type(value), "whole")
+
+
+_PLAIN = (Tensor, bool, int, float, str, bytes, type(None), nn.Module)
+_SMALL_CONTAINER = 16
+
+
+def _is_same(one: Any, two: Any) -> bool:
+    """Return whether two values, one of them made from the other, have the same leaves."""
+    return one is two or all(a is b for a, b in zip(pytree.tree_leaves(one), pytree.tree_leaves(two)))
+
+
+def has_pieces(value: Any) -> bool:
+    """Return whether a value is a piece, a part of a gradient, or a small container of them."""
+    if isinstance(value, list):
+        return bool(value) and _is_part(value[-1])
+    items = value.values() if isinstance(value, dict) else value if isinstance(value, tuple) else (value,)
+    return len(items) <= _SMALL_CONTAINER and any(map(_is_part, items))
+
+
+# -------------------------------------------------------------------------------------------------------- narrow inputs
 
 
 class NarrowInput(Tensor):
@@ -71,7 +837,13 @@ class NarrowInput(Tensor):
     @staticmethod
     def of(whole: Tensor, features: int) -> NarrowInput:
         """Let the last size of `whole` read as `features`."""
-        narrow = _without_values(whole, (*whole.shape[:-1], features)).as_subclass(NarrowInput)
+        with torch.no_grad():
+            made = whole.new_full((1,), float("nan"))
+            if not isinstance(made, FakeTensor) and type(made).__torch_dispatch__ is not Tensor.__torch_dispatch__:
+                # `whole` is the placeholder of another pipeline stage, and `as_subclass` rejects its class.
+                made = torch.full((1,), float("nan"), dtype=whole.dtype, device=whole.device)
+            # No code should read its values. They are NaN, so a read shows.
+            narrow = made.expand(*whole.shape[:-1], features).as_subclass(NarrowInput)
         narrow.whole = whole
         return narrow
 
@@ -93,162 +865,9 @@ class NarrowInput(Tensor):
         return pytree.tree_map(again, result)
 
 
+_SIZES = {Tensor.shape.__get__, Tensor.size, Tensor.numel, Tensor.nelement}  # type: ignore[attr-defined]
+
+
 def whole_input(value: Any) -> Any:
     """Return the tensor that a `NarrowInput` stands for; return any other value unchanged."""
     return value.whole if isinstance(value, NarrowInput) else value
-
-
-def _without_values(like: Tensor, shape: Sequence[int]) -> Tensor:
-    """Return a tensor of that shape whose values no code should read; they are NaN, so a read shows."""
-    with torch.no_grad():
-        made = like.new_full((1,), float("nan"))
-        if not isinstance(made, FakeTensor) and type(made).__torch_dispatch__ is not Tensor.__torch_dispatch__:
-            # `like` is the placeholder of another pipeline stage, and `as_subclass` rejects its class.
-            made = torch.full((1,), float("nan"), dtype=like.dtype, device=like.device)
-        return made.expand(*shape)
-
-
-class Piece(Tensor):
-    """Part of a full tensor whose sizes read as the full ones; see the rules of this module.
-
-    Attributes:
-        part: The data of this rank, a part of autograd's graph.
-        group: The group over which the tensor is sharded.
-        place: The sharded dimension.
-        extents: The extent of the part of each rank in that dimension.
-    """
-
-    part: Tensor
-    group: Group
-    place: int
-    extents: tuple[int, ...]
-
-    @staticmethod
-    def of(part: Tensor, group: Group, place: int, extents: Sequence[int]) -> Piece:
-        """Let the sizes of a `part` read as the full sizes."""
-        shape = (*part.shape[:place], sum(extents), *part.shape[place + 1 :])
-        piece = _without_values(part, shape).as_subclass(Piece)
-        piece.part = part
-        piece.group = group
-        piece.place = place
-        piece.extents = tuple(extents)
-        return piece
-
-    def gathered(self) -> Tensor:
-        """Return the full tensor, for a computation that all ranks repeat."""
-        return gather_from_group(self.part, self.group, self.place, self.extents)
-
-    def has_rows_in(self, other: Tensor) -> bool:
-        """Return whether a full tensor, which broadcasts with this one, has a row for each index of the dimension."""
-        from_the_end = self.dim() - self.place
-        return other.dim() >= from_the_end and other.shape[-from_the_end] != 1
-
-    @classmethod
-    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if NarrowInput in types:
-            return NotImplemented  # its functions compute on the tensor behind it, which may be a piece
-        kwargs = kwargs or {}
-        name = getattr(func, "__name__", "")
-        # The wrapper has the full sizes, so these functions need no gather.
-        if func in _SIZES or name in _ABOUT_SIZES:
-            with DisableTorchFunctionSubclass():
-                return func(*args, **kwargs)
-        owner = getattr(func, "__self__", None)
-        if name == "__get__" and getattr(owner, "__name__", "") in _ABOUT_TENSOR:
-            # The wrapper has no graph, so the part answers for it.
-            found = args[0].part if getattr(owner, "__name__", "") == "requires_grad" else args[0]
-            with DisableTorchFunctionSubclass():
-                return func(found)
-        leaves = pytree.tree_leaves((args, kwargs))
-        first = next(leaf for leaf in leaves if isinstance(leaf, Piece))
-        if _is_by_row(name, args, kwargs, leaves, first):
-            is_cut = _base_name(name) in _ANY_ELEMENTWISE
-            args, kwargs = pytree.tree_map(partial(_own_part, first, is_cut), (args, kwargs))
-            result = func(*args, **kwargs)
-            return pytree.tree_map_only(
-                Tensor, lambda leaf: Piece.of(leaf, first.group, first.place, first.extents), result
-            )
-        # The change would be lost with the gathered tensor.
-        if _changes_first(name) and isinstance(args[0], Piece):
-            raise RuntimeError(
-                f"Hidden states that are sharded along the sequence must not change in place by `{name}`, which mixes"
-                " positions. Use the form that makes a new tensor, or `sequence_parallel=False`"
-            )
-        args, kwargs = pytree.tree_map(_gathered, (args, kwargs))
-        return func(*args, **kwargs)
-
-
-def _own_part(like: Piece, is_cut: bool, value: Any) -> Any:
-    """Return the rows of this rank in an argument of a function that treats each row of `like` alone."""
-    if isinstance(value, Piece):
-        return value.part
-    if is_cut and isinstance(value, Tensor) and like.has_rows_in(value):
-        return scatter_to_group(value, like.group, like.place - like.dim(), like.extents)
-    return value
-
-
-def _gathered(value: Any) -> Any:
-    return value.gathered() if isinstance(value, Piece) else value
-
-
-def positions_of(part: Tensor, lengths: SequenceLengths) -> Tensor:
-    """Return a `Piece` for the positions of this rank; gather a tensor without data, which only shows shapes."""
-    make = Piece.of if type(part) in (Tensor, nn.Parameter) else gather_from_group
-    return make(part, lengths.group, *lengths.of_piece(part))
-
-
-def _changes_first(name: str) -> bool:
-    return name in _IN_PLACE or name == "__setitem__" or (name.endswith("_") and not name.endswith("__"))
-
-
-def _base_name(name: str) -> str:
-    """Return the name of the function that computes the same as `name`, but makes a new tensor."""
-    if name in _IN_PLACE:
-        return f"__{name[3:]}"
-    return name[:-1] if _changes_first(name) and name != "__setitem__" else name
-
-
-def _is_by_row(name: str, args: Sequence[Any], kwargs: dict[str, Any], leaves: Sequence[Any], first: Piece) -> bool:
-    """Return whether a function computes each index of the sharded dimension by itself, given these arguments."""
-    pieces = [leaf for leaf in leaves if isinstance(leaf, Piece)]
-    # Inputs with different shards do not match element by element.
-    if any((other.dim(), other.place, other.extents) != (first.dim(), first.place, first.extents) for other in pieces):
-        return False
-    if first.place >= first.dim() - 1 or not args or "out" in kwargs:
-        return False
-    # A full tensor that changes in place must change as a whole.
-    if _changes_first(name) and not isinstance(args[0], Piece):
-        return False
-    others = [leaf for leaf in leaves if isinstance(leaf, Tensor) and not isinstance(leaf, Piece)]
-    if name == "linear":
-        return isinstance(args[0], Piece) and len(pieces) == 1
-    if name in CASTS or name == "detach":
-        return isinstance(args[0], Piece)
-    if _base_name(name) in _ANY_ELEMENTWISE:
-        return _broadcasts(first, pieces, others)
-    # A tensor of one dimension broadcasts along the features, because positions always come before features.
-    if any(other.dim() > 1 for other in others):
-        return False
-    if name in _OVER_FEATURES:
-        shape = args[1] if len(args) > 1 else kwargs.get("normalized_shape", ())
-        return len(shape) == 1
-    if name in _REDUCTIONS:
-        return _reduced(name, args, kwargs) in ((-1,), (first.dim() - 1,))
-    return _base_name(name) in _DROPOUTS
-
-
-def _broadcasts(first: Piece, pieces: Sequence[Piece], others: Sequence[Tensor]) -> bool:
-    """Return whether the elements of `others` that belong to the rows of this rank are known."""
-    shape = torch.broadcast_shapes(*(leaf.shape for leaf in (*pieces, *others)))
-    if len(shape) != first.dim() or shape[first.place] != first.shape[first.place]:
-        return False
-    # A tensor with a graph that broadcasts over the rows would get the gradient of the part only. Parameters have one
-    # dimension, and their gradients are summed over the ranks.
-    return not any(other.requires_grad and other.dim() > 1 and not first.has_rows_in(other) for other in others)
-
-
-def _reduced(name: str, args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[Any, ...] | None:
-    """Return the dimensions over which a function reduces, if its arguments name them."""
-    place = 2 if name in ("norm", "normalize") else 1
-    dim = kwargs.get("dim", args[place] if len(args) > place else None)
-    return tuple(dim) if isinstance(dim, (tuple, list)) else (dim,)

@@ -12,7 +12,7 @@ whose sizes read as the full sequence. A module that needs all positions, withou
 **gathered**. Evaluation without gradients computes on full sequences: it keeps no activations, and may decode one
 position a time.
 
-Between two blocks, a `DividedLogits` stands for the **full** hidden states. The next block takes this rank's part of
+Between two blocks, a `Piece` stands for the **full** hidden states. The next block takes this rank's part of
 it. Any other reader (a head after each block, a block outside the region) gets it gathered. Pipeline stages send each
 other their part, so there such readers are refused.
 
@@ -25,8 +25,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
-from itertools import accumulate
 from typing import Any
 
 import torch
@@ -44,10 +42,8 @@ from lightning_parallel.compat.torch import (
 )
 from lightning_parallel.tensor.autograd import gather_from_group, scatter_to_group
 from lightning_parallel.tensor.linear import SequenceLengths, shared_inputs
-from lightning_parallel.tensor.logits import DividedLogits, divided_logits, take_piece
-from lightning_parallel.tensor.pieces import Piece, positions_of
+from lightning_parallel.tensor.pieces import Piece, part_along, positions_of
 from lightning_parallel.tensor.regions import DividedExtent, RandomRegion, is_same_state, random_state
-from lightning_parallel.tensor.sharding import Shard
 
 __all__ = ["SequenceRegion", "divide_region", "divide_sequence", "refused_between"]
 
@@ -120,10 +116,7 @@ def divide_sequence(
                 f" features); got shape {tuple(hidden.shape)}. Use `sequence_parallel=False`"
             )
         sizes = lengths.divide(hidden.shape[dim])
-        piece = take_piece(hidden, dim, sizes) if isinstance(hidden, DividedLogits) else None
-        if piece is None:
-            piece = scatter_to_group(hidden, group, dim, sizes)
-        return _exchanged((args, kwargs), hidden, piece)
+        return _exchanged((args, kwargs), hidden, part_along(hidden, group, dim, sizes))
 
     # A pipeline stage after the first learns each sequence's length from this call.
     scatter_input.has_effects = True  # type: ignore[attr-defined]
@@ -161,25 +154,19 @@ def _hand_out_whole(blocks: Sequence[nn.Module], scatter: Callable[..., Any], le
     def scatter_again(module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
         return None if _is_hollow(_main(args, kwargs)) else scatter(module, args, kwargs)
 
+    @torch.compiler.disable
     def hand_out(module: nn.Module, args: Any, output: Any) -> Any:
         piece = None if _is_evaluated(module) else _main(output)
         if piece is None or _is_hollow(piece):
             return None
-        sizes = tuple(lengths.parts(piece.shape[lengths.dim]))
-        return _for_hidden(output, lambda leaf: divided_logits(leaf, _positions(sizes), lengths.group, lengths.dim))
+        sizes = lengths.parts(piece.shape[lengths.dim])
+        return _for_hidden(output, lambda leaf: Piece.of(leaf, lengths.group, lengths.dim, sizes))
 
     for block in blocks[1:]:
         hook_before(block, scatter_again, with_kwargs=True)
     for block in blocks[:-1]:
         # Before the user's hooks, which see full sequences.
         hook_after(block, hand_out, prepend=True)
-
-
-@lru_cache(maxsize=64)
-def _positions(sizes: tuple[int, ...]) -> Shard:
-    """Return the rule that shards the positions; its dimension is not used."""
-    ends = list(accumulate(sizes))
-    return Shard(0, tuple(((end - size, end),) for end, size in zip(ends, sizes)))
 
 
 def _is_hollow(hidden: Tensor) -> bool:
@@ -213,10 +200,20 @@ def _stand_for_whole(sublayer: nn.Module, lengths: SequenceLengths, is_block: bo
     def leave(_: nn.Module, args: Any, output: Any) -> Any:
         if lengths.suspended:
             return None
+        parts: list[Tensor] = []
+
+        def own_positions(piece: Piece) -> Tensor:
+            part = piece.part
+            if not lengths.takes(piece.place, part):  # the code has moved the positions to another dimension
+                return piece.whole()
+            parts.append(part)
+            return part
+
+        output = pytree.tree_map_only(Piece, own_positions, output)
         main = _main(output)
-        if not isinstance(main, Piece):  # computed from all positions, on every rank
-            output = _exchanged(output, main, _my_part(main, lengths))
-        return pytree.tree_map_only(Piece, lambda leaf: leaf.part, output)
+        is_part = any(main is part for part in parts)
+        # Otherwise it was computed from all positions, on every rank.
+        return output if is_part else _exchanged(output, main, _my_part(main, lengths))
 
     hook_before(sublayer, enter, with_kwargs=True)
     # The hooks that hand out the output of a block take the plain tensor.
@@ -237,7 +234,7 @@ def _gather_around(path: str, module: nn.Module, lengths: SequenceLengths) -> No
         piece = _main(args, kwargs)
         wrapped = piece if isinstance(piece, Piece) else None
         before[:] = [(random_state(piece.device), wrapped is not None)]
-        whole = wrapped.gathered() if wrapped is not None else _whole(piece, lengths)
+        whole = wrapped.whole() if wrapped is not None else _whole(piece, lengths)
         return _exchanged((args, kwargs), piece, whole)
 
     def leave(module: nn.Module, args: Any, output: Any) -> Any:

@@ -14,7 +14,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cache, cached_property
-from itertools import chain
+from itertools import accumulate, chain
 from typing import Any
 
 import torch
@@ -170,6 +170,17 @@ class Shard:
             ValueError: If a part cannot be sharded over the ranks.
         """
         return _packed(dim, tuple(ShardPart(part) if isinstance(part, int) else part for part in parts), ranks)
+
+    @staticmethod
+    @cache
+    def of_sizes(sizes: tuple[int, ...], dim: int = 0) -> Shard:
+        """Make a rule of one range per rank, in the order of the ranks, with these sizes.
+
+        >>> Shard.of_sizes((3, 2)).ranges
+        (((0, 3),), ((3, 5),))
+        """
+        stops = list(accumulate(sizes))
+        return Shard(dim, tuple(((stop - size, stop),) for stop, size in zip(stops, sizes)))
 
     def along(self, dim: int) -> Shard:
         """Return the same ranges for another dimension."""

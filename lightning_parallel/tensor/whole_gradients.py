@@ -21,7 +21,7 @@ from lightning_parallel import comm
 from lightning_parallel.comm import Group
 from lightning_parallel.compat import Patches
 from lightning_parallel.compat.torch import DisableTorchFunctionSubclass, pytree
-from lightning_parallel.tensor.logits import DividedLogits
+from lightning_parallel.tensor.pieces import Piece
 from lightning_parallel.tensor.plan import Sharding
 from lightning_parallel.tensor.sharding import Shard, reduce_partial_
 
@@ -175,7 +175,7 @@ def give_whole_gradients(
         names = {id(value): name for name, value in module.named_parameters()}
         known = {index: names[id(value)] for index, value in enumerate(asked) if id(value) in names}
         known = {index: name for index, name in known.items() if name in rules or name in sharding.partial}
-        logits = [index for index, value in enumerate(asked) if isinstance(value, DividedLogits)]
+        logits = [index for index, value in enumerate(asked) if isinstance(value, Piece)]
         if logits:
             found = _through_pieces(own, outputs, asked, logits, args, kwargs)
         else:
@@ -212,17 +212,11 @@ def _through_pieces(
     pieces: dict[int, Tensor] = {}
     for index in logits:
         value = asked[index]
-        piece = value.valid_piece
-        if value.is_log:
-            raise RuntimeError(
-                "The step asks for the gradient of `log_softmax` of logits that are sharded over the tensor-parallel"
-                " ranks. This gradient is not supported; ask for the gradient of the logits, or set"
-                " `gather_logits=True`"
-            )
+        piece = value.valid_part
         if piece is None:
             continue
         pieces[index] = piece
-        if value.grad_fn is not None and value.grad_fn.name() == "_DividedLogitsBackward":
+        if value.grad_fn is not None and value.grad_fn.name() == "_WholeOfPartBackward":
             inputs[index] = piece
     views = [index for index in pieces if inputs[index] is asked[index]]
     # Some pieces may be unused; the `allow_unused` of the caller applies to the result below.
@@ -234,8 +228,7 @@ def _through_pieces(
         if index in views:
             whole, part = part, results[len(inputs) + views.index(index)]
         if part is not None:
-            rule = value.family.rule
-            part = comm.all_gather(part.contiguous(), value.family.group, value.class_dim, rule.sizes)
+            part = comm.all_gather(part.contiguous(), value.family.group, value.place, value.family.extents)
         found[index] = whole if part is None else part if whole is None else part + whole
     if not allow_unused and any(gradient is None for gradient in found):
         raise RuntimeError("The outputs do not depend on one of the tensors whose gradient the step asks for")

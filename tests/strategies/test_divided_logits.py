@@ -9,7 +9,7 @@ from torch import nn
 
 from lightning_parallel import HybridParallelStrategy, TensorParallelStrategy
 from lightning_parallel.compat import Patches
-from lightning_parallel.tensor import head, logits
+from lightning_parallel.tensor import pieces
 from tests.harness import distributed
 from tests.pipeline.models import built, causal_loss
 from tests.strategies import test_pipeline_models
@@ -110,11 +110,11 @@ def check(name, layout):
     ranks, replicas = math.prod(sizes.values()), sizes.get("data_parallel_size", 1)
     patches = Patches()
     patches.replace(test_pipeline_models, "build", lambda name: built(name, source=globals()))
-    made, gathered = Counter(head.divided_logits), Counter(logits._gather)
+    made, gathered = Counter(pieces.Piece.of), Counter(pieces._gather)
     try:
         expected = on_one_process(name)
-        patches.replace(head, "divided_logits", made)
-        patches.replace(logits, "_gather", gathered)
+        patches.replace(pieces.Piece, "of", made)
+        patches.replace(pieces, "_gather", gathered)
         options = {"num_microbatches": 3} if "pipeline_parallel_size" in sizes else {}
         strategy = (HybridParallelStrategy if options else TensorParallelStrategy)(**sizes, **options)
         module, trainer = train(name, strategy, ranks, replicas)

@@ -60,7 +60,7 @@ from lightning_parallel.strategies.whole.pinned import (
 )
 from lightning_parallel.strategies.whole.reference import Blame, Owners, WholeModel, run_reference
 from lightning_parallel.strategies.whole.skeleton import Skeleton
-from lightning_parallel.tensor.logits import whole_logits
+from lightning_parallel.tensor.pieces import without_pieces
 from lightning_parallel.tensor.plan import Sharding
 from lightning_parallel.tensor.regions import RandomRegion
 from lightning_parallel.tensor.sharding import Shard, reduce_partial_
@@ -410,8 +410,8 @@ class StepRuns:
         callbacks = None if self.engine is None else LeftInCallbacks(module)
         context = step_context(self.precision, call.name)
         with log_recorded(module, calls), self._manual(model), self._precision(way), context:
-            # `whole_logits` communicates, so all ranks call it, although only one rank compares the output.
-            output = whole_logits((step if around is None else around(step))(batch, *call.rest, **call.kwargs))
+            # `without_pieces` communicates, so all ranks call it, although only one rank compares the output.
+            output = without_pieces((step if around is None else around(step))(batch, *call.rest, **call.kwargs))
         loss = None
         if call.name == "training_step" and module.automatic_optimization and output is not None:
             loss = loss_of(output)

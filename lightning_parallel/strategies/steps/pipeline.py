@@ -72,7 +72,7 @@ from lightning_parallel.strategies.steps.gradient_hooks import GradientHooks
 from lightning_parallel.strategies.steps.state import FrozenParameters, WatchedCopies
 from lightning_parallel.strategies.whole.full_state import OutsideCalls
 from lightning_parallel.tensor.audit import StepAudit
-from lightning_parallel.tensor.logits import whole_logits
+from lightning_parallel.tensor.pieces import without_pieces
 from lightning_parallel.tensor.sequence_regions import refused_between
 
 __all__ = ["LossKinds", "PipelineSteps", "SharedMetrics", "step_context"]
@@ -696,7 +696,7 @@ class _StageStep:
         if self.kinds is not None:
             self.kinds.see(output)
         if self.keeps_output:
-            return without_caches(whole_logits(output))
+            return without_caches(without_pieces(output))
         # No code reads the output, and keeping it would hold the logits of all microbatches in memory at once.
         if self.kinds is None:
             return None
