@@ -323,6 +323,11 @@ class _Recorder:
         self.trace = StepTrace()
         self._device = device
         self._paths = {child: path for path, child in module.named_modules()}
+        self._owners: dict[str, set[str]] = {}
+        names = {id(parameter): name for name, parameter in module.named_parameters()}
+        for child, path in self._paths.items():
+            for parameter in child.parameters(recurse=False):
+                self._owners.setdefault(names[id(parameter)], set()).add(path)
         self._most = _MOST_WITH_DATA * _size(module)
         self._open = [-1]
         self._has_data = False
@@ -353,10 +358,13 @@ class _Recorder:
         if self._has_data:
             return
         number = self._open[-1]
-        path = self.trace.calls[number].path if number >= 0 else None
-        by_hand = any(value.view_of and value.view_of.rpartition(".")[0] != path for value in inputs)
+        read = {value.view_of for value in inputs if value.view_of is not None}
+        line = None
         # A backward inside the step takes the weights of all layers, also of sharded ones.
-        line = innermost_users_line() if by_hand and not self._elsewhere and not is_backward_running() else None
+        if read and not self._elsewhere and not is_backward_running():
+            running = {self.trace.calls[each].path for each in self._open[1:]}
+            if any(running.isdisjoint(self._owners.get(name, ())) for name in read):
+                line = innermost_users_line()
         self.trace.operations.append(Operation(function, tuple(inputs), output, number, len(self.trace.calls), line))
 
     def _call(self, module: nn.Module, own: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

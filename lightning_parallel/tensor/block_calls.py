@@ -7,7 +7,7 @@ that it may take: tokens, hidden states, an image.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -45,7 +45,7 @@ class BlockCalls:
         self._record = record
         self._guessed: dict[str, list[StepTrace]] = {}
         self._known: dict[object, BlockCall | str] = {}
-        self._readers: dict[str, dict[str, str]] = {}
+        self._readers: dict[str, dict[int, str]] = {}
 
     def of(self, path: str) -> BlockCall | str:
         """Return how the model calls the block at `path`; if no call is seen, the reason in a few words."""
@@ -87,9 +87,9 @@ class BlockCalls:
         for around, traces in self._seen(path):
             if around not in self._readers:
                 self._readers[around] = self._read_by_hand(around, traces)
-            for module, line in self._readers[around].items():
-                if f"{module}.".startswith(f"{path}."):
-                    return line
+            for parameter in self._root.get_submodule(path).parameters():
+                if id(parameter) in self._readers[around]:
+                    return self._readers[around][id(parameter)]
         return None
 
     def computes_with_parameters(self, path: str) -> bool:
@@ -98,9 +98,8 @@ class BlockCalls:
         True if no call of the module was seen.
         """
         for around, traces in self._seen(path):
-            inner = path.removeprefix(f"{around}.").lstrip(".") if around else path
             for trace in traces:
-                calls = trace.calls_of(inner)
+                calls = trace.calls_of(_inside(path, around))
                 own = {call.number for call in calls}
                 if calls and not any(call.has_data for call in calls):
                     return any(
@@ -125,7 +124,7 @@ class BlockCalls:
             # Code of the model may go through the modules of a `Sequential` one by one.
             is_list = isinstance(owner, (nn.ModuleList, nn.ModuleDict)) or around == blocks[0].rpartition(".")[0] != ""
             if found is None and not is_list:
-                inner = [path.removeprefix(f"{around}.").lstrip(".") for path in blocks]
+                inner = [_inside(path, around) for path in blocks]
                 seen = (_joined(trace, inner) for trace in self._traces(around, inner[0]))
                 found = next((numbers for numbers in seen if numbers is not None), None)
         pairs = [pair for number, pair in enumerate(zip(blocks, blocks[1:])) if number in (found or ())]
@@ -134,12 +133,9 @@ class BlockCalls:
 
     def _guess(self, path: str, reason: str) -> tuple[ModuleCall | None, str]:
         """Return the call in a record of the forward of the outermost module around that runs as far as the block."""
-        for around in _owners(path):
-            if isinstance(self._root.get_submodule(around), (nn.ModuleList, nn.ModuleDict)):
-                continue
-            inner = path.removeprefix(f"{around}.").lstrip(".")
-            for trace in self._traces(around, inner):
-                call, why = _first_call(trace, inner)
+        for around, traces in self._around(path):
+            for trace in traces:
+                call, why = _first_call(trace, _inside(path, around))
                 if call is not None:
                     return call, ""
                 reason = reason or why
@@ -155,26 +151,27 @@ class BlockCalls:
     def _seen(self, path: str) -> Iterator[tuple[str, list[StepTrace]]]:
         """Yield the record; without one, records of the modules around `path`, from the model to one that runs."""
         record = self._record()
-        if record is not None:
-            yield "", [record]
-            return
+        for around, traces in self._around(path) if record is None else [("", [record])]:
+            yield around, traces
+            if any(trace.error is None for trace in traces):
+                return
+
+    def _around(self, path: str) -> Iterator[tuple[str, list[StepTrace]]]:
+        """Yield the modules around a module that may have a forward, from the model inwards, and records of them."""
         for around in _owners(path):
             if not isinstance(self._root.get_submodule(around), (nn.ModuleList, nn.ModuleDict)):
-                traces = self._traces(around, path.removeprefix(f"{around}.").lstrip("."))
-                yield around, traces
-                if any(trace.error is None for trace in traces):
-                    return
+                yield around, self._traces(around, _inside(path, around))
 
-    def _read_by_hand(self, around: str, traces: Sequence[StepTrace]) -> dict[str, str]:
-        """Return the modules whose parameters other code computes with, and the lines of this code."""
+    def _read_by_hand(self, around: str, traces: Sequence[StepTrace]) -> dict[int, str]:
+        """Return the parameters that code outside their modules computes with, by `id`, and the lines of this code."""
         found: dict[str, str] = {}
-        owner = self._root.get_submodule(around)
         for trace in traces:
-            found |= _read_by_hand(owner, trace)
+            found |= _read_by_hand(trace)
         # Every rank keeps the same layers whole, also if the step of one rank alone logs a norm.
         for other in comm.all_gather_object(found, self._group):
             found = {**other, **found}
-        return {f"{around}.{path}".lstrip("."): line for path, line in found.items()}
+        named = self._root.get_submodule(around).named_parameters()
+        return {id(parameter): found[name] for name, parameter in named if name in found}
 
     def _agreed(self, call: ModuleCall | None, reason: str) -> BlockCall | str:
         with random_state_kept():
@@ -191,6 +188,11 @@ def _owners(path: str) -> Iterator[str]:
     """Yield the paths of the modules around a module, from the model inwards."""
     parts = path.split(".")
     return (".".join(parts[:depth]) for depth in range(len(parts)))
+
+
+def _inside(path: str, around: str) -> str:
+    """Return the path of a module from the module at `around`."""
+    return path.removeprefix(f"{around}.") if around else path
 
 
 def _first_call(trace: StepTrace | None, path: str) -> tuple[ModuleCall | None, str]:
@@ -273,57 +275,39 @@ def _with_values(args: tuple[Any, ...], kwargs: dict[str, Any]) -> BlockCall:
 # ------------------------------------------------------------------------------------------------------ read by hand
 
 
-def _read_by_hand(root: nn.Module, trace: StepTrace) -> dict[str, str]:
-    """Return the modules whose parameters other code computes with, and the lines of this code.
+def _read_by_hand(trace: StepTrace) -> dict[str, str]:
+    """Return the parameters that code outside their modules computes with, by name, and the lines of this code.
 
     Operations that treat each number alike, such as a moving average of the weights, are right on shards. So a
     parameter is read where another operation takes it, or takes a result of such operations.
     """
-    shapes: dict[str, torch.Size] = {}
-    owners: dict[str, list[str]] = {}
-    names = {id(parameter): name for name, parameter in root.named_parameters()}
-    for path, module in root.named_modules():
-        for parameter in module.parameters(recurse=False):
-            name = names[id(parameter)]
-            shapes[name] = parameter.shape
-            owners.setdefault(name, []).append(path)
     found: dict[str, str] = {}
-    # By the `id` of results, which the trace keeps alive: parameter and line.
-    alike: dict[int, tuple[str, str]] = {}
+    # By the `id` of results, which the trace keeps alive.
+    alike: dict[int, dict[str, str]] = {}
     for operation in trace.operations:
-        read = {name: line for value in operation.inputs for name, line in _parameter_of(value, operation, alike)}
-        if not read or operation.function is None:
-            continue
-        around = {*trace.paths_around(operation.call)}
+        read: dict[str, str] = {}
+        for value in operation.inputs:
+            if value.view_of is not None and operation.line is not None:
+                read[value.view_of] = operation.line
+            read |= alike.get(id(value), {})
         outputs = [value for value in pytree.tree_leaves(operation.output) if isinstance(value, PlaceholderTensor)]
-        is_view = any(value.view_of is not None for value in outputs)
-        for name, line in read.items():
-            if is_view or around.intersection(owners[name]):
-                continue
-            if _treats_alike(operation, shapes[name]):
-                alike |= {id(value): (name, line) for value in outputs}
-            else:
-                found |= dict.fromkeys(owners[name], line)
+        # A view of a parameter, or a parameter that is written, is read where it is used.
+        if not read or operation.function is None or any(value.view_of is not None for value in outputs):
+            continue
+        if _treats_alike(operation, outputs):
+            alike |= {id(value): read for value in outputs}
+        else:
+            found |= read
     return found
 
 
-def _parameter_of(
-    value: PlaceholderTensor, operation: Operation, alike: Mapping[int, tuple[str, str]]
-) -> Iterator[tuple[str, str]]:
-    if value.view_of is not None and operation.line is not None:
-        yield value.view_of, operation.line
-    elif id(value) in alike:
-        yield alike[id(value)]
-
-
-def _treats_alike(operation: Operation, shape: torch.Size) -> bool:
+def _treats_alike(operation: Operation, outputs: Sequence[PlaceholderTensor]) -> bool:
     """Return whether an operation computes each number from the numbers at the same place."""
     name = operation.function.name()
     if name.startswith("aten::_foreach_"):
         return "norm" not in name
-    is_pointwise = torch.Tag.pointwise in operation.function.tags
-    is_alike = all(value.shape == shape or not value.dim() for value in operation.inputs)
-    return is_alike and (is_pointwise or name in _COPIES)
+    shapes = {value.shape for value in (*operation.inputs, *outputs) if value.dim()}
+    return len(shapes) <= 1 and (torch.Tag.pointwise in operation.function.tags or name in _COPIES)
 
 
 _COPIES = {"aten::_to_copy", "aten::copy_", "aten::zero_", "aten::zeros_like", "aten::ones_like", "aten::empty_like"}

@@ -272,7 +272,7 @@ class BlockCall:
     hidden: Tensor
 
     def __call__(self, block: nn.Module, hidden: Tensor) -> Any:
-        """Call `block` in the same way with other hidden states."""
+        """Call `block` in the same way with other hidden states; also return the lists that it may have filled."""
 
         def adapted(leaf: Any) -> Any:
             if leaf is self.hidden:
@@ -282,7 +282,9 @@ class BlockCall:
             return leaf.to(hidden.device, hidden.dtype if leaf.is_floating_point() else leaf.dtype, copy=True)
 
         args, kwargs = pytree.tree_map(adapted, (self.args, self.kwargs))
-        return block(*args, **kwargs)
+        output = block(*args, **kwargs)
+        filled = [given for given in (*args, *kwargs.values()) if type(given) is list and given]
+        return (output, filled) if filled else output
 
     @cached_property
     def signature(self) -> str:
