@@ -29,7 +29,7 @@ from lightning_parallel.tensor.inspection import has_hooks_inside, is_linear, is
 from lightning_parallel.tensor.layers import Column, Row, Style, Vocab
 from lightning_parallel.tensor.low_rank import layer_sizes, linear_layers
 from lightning_parallel.tensor.per_head import PerHead
-from lightning_parallel.tensor.plan import STYLES, Plan, UserPlan, parse_plan, resolve_ties
+from lightning_parallel.tensor.plan import STYLES, Plan, UserPlan, parse_plan, region_around, resolve_ties
 from lightning_parallel.tensor.sequence_plan import divide_sequences
 from lightning_parallel.tensor.verify import BlockCall, PlanVerifier
 
@@ -145,15 +145,8 @@ def _without_parts(style: Style) -> Style:
 
 def _regions(plan: Plan) -> list[str]:
     """Return the paths of the smallest modules around each row-parallel layer and its column-parallel layers."""
-    opening = [path for path, style in plan.styles.items() if isinstance(style, Column) and not style.gather_output]
-    found: dict[str, None] = {}
-    for path, style in plan.styles.items():
-        around = path.split(".")[:-1] if isinstance(style, Row) else None
-        while around and not any(other.startswith(".".join(around) + ".") for other in opening):
-            around.pop()
-        if around:
-            found[".".join(around)] = None
-    return list(found)
+    around = (region_around(plan, path, Column) for path, style in plan.styles.items() if isinstance(style, Row))
+    return list(dict.fromkeys(prefix.rstrip(".") for prefix in around if prefix))
 
 
 def _automatic_plan(module: nn.Module, search: _Search, group: Group) -> Plan:

@@ -1,9 +1,8 @@
 """Facts about a module that decide how it can be sharded: the kind of a layer, and which blocks are alike.
 
 Layers    `is_linear`, `is_native`: does the module compute with an ordinary weight, by the `forward` of its kind?
-Code      the methods that a step runs (`forward`, the steps of a LightningModule, and the methods that these use) show
-          which attributes they read. Code that reads the weight of a layer shows in the record: see
-          `block_calls.BlockCalls`.
+Code      `forward`, and the methods that it uses, show which attributes a block reads. Code that reads the weight of a
+          layer shows in the record: see `block_calls.BlockCalls`.
 """
 
 from __future__ import annotations
@@ -168,7 +167,6 @@ def describe(module: nn.Module) -> str:
 
 # --------------------------------------------------------------------------------------------------------------- code
 
-STEPS = ("forward", "training_step", "validation_step", "test_step", "predict_step")
 # Only the user's code is read; the classes of these packages are skipped.
 LIBRARIES = ("torch.", "lightning.", "pytorch_lightning.", "lightning_fabric.", "builtins")
 HARMLESS = {"dtype", "device", "requires_grad", "is_cuda"}  # equal for a shard and the full tensor
@@ -179,7 +177,7 @@ R = TypeVar("R")
 
 
 def _cached(function: Callable[P, R]) -> Callable[P, R]:
-    """Apply `functools.cache`, keeping the signature for the type checker."""
+    """Apply `functools.cache`, keeping the signature: a class is no `Hashable` for the type checker."""
     return cache(function)  # type: ignore[return-value]
 
 
@@ -199,7 +197,7 @@ def only_wraps(kind: type[nn.Module], inherited: type[nn.Module]) -> bool:
 
 @_cached
 def _computes_with(kind: type[nn.Module], name: str) -> bool:
-    """Return whether the steps of a class may compute with the attribute `name`, its position; True without source.
+    """Return whether the code of a class may compute with the attribute `name`, its position; True without source.
 
     A layer that only finds its entry in the cache of generation does not compute with its position. Otherwise the
     layers of a large language model would all differ, and each of them would be tried.
@@ -262,9 +260,9 @@ def _is_self(node: ast.expr) -> bool:
 
 @_cached
 def _methods(kind: type) -> tuple[ast.AST, ...]:
-    """Return the syntax trees of the methods of a user's class that a step runs."""
-    wanted = [*STEPS]
-    seen = set(wanted)
+    """Return the syntax trees of the `forward` of a user's class, and of the methods that it uses."""
+    wanted = ["forward"]
+    seen = {*wanted}
     found = []
     while wanted:
         name = wanted.pop()
