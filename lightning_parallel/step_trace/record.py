@@ -17,13 +17,14 @@ from __future__ import annotations
 
 import copy
 import gc
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from operator import is_
-from types import FunctionType
+from types import FrameType, FunctionType
 from typing import Any
 
 import torch
@@ -363,9 +364,20 @@ class _Recorder:
         # A backward inside the step takes the weights of all layers, also of sharded ones.
         if read and not self._elsewhere and not is_backward_running():
             running = {self.trace.calls[each].path for each in self._open[1:]}
-            if any(running.isdisjoint(self._owners.get(name, ())) for name in read):
+            owners = [self._owners.get(name, set()) for name in read]
+            if any(running.isdisjoint(paths) and not self._runs_method_of(paths) for paths in owners):
                 line = innermost_users_line()
         self.trace.operations.append(Operation(function, tuple(inputs), output, number, len(self.trace.calls), line))
+
+    def _runs_method_of(self, paths: set[str]) -> bool:
+        """Return whether a method of one of these modules runs, such as a `forward` that code calls directly."""
+        frame: FrameType | None = sys._getframe(1)
+        while frame is not None:
+            owner = frame.f_locals.get("self")
+            if isinstance(owner, nn.Module) and self._paths.get(owner) in paths:
+                return True
+            frame = frame.f_back
+        return False
 
     def _call(self, module: nn.Module, own: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         calls, operations = self.trace.calls, self.trace.operations

@@ -291,8 +291,11 @@ def _read_by_hand(trace: StepTrace) -> dict[str, str]:
                 read[value.view_of] = operation.line
             read |= alike.get(id(value), {})
         outputs = [value for value in pytree.tree_leaves(operation.output) if isinstance(value, PlaceholderTensor)]
+        # None: the data are written or logged, at the end of operations that are in the trace.
+        if not read or operation.function is None or operation.function.name() in _WITHOUT_VALUES:
+            continue
         # A view of a parameter, or a parameter that is written, is read where it is used.
-        if not read or operation.function is None or any(value.view_of is not None for value in outputs):
+        if any(value.view_of is not None for value in outputs):
             continue
         if _treats_alike(operation, outputs):
             alike |= {id(value): read for value in outputs}
@@ -310,7 +313,10 @@ def _treats_alike(operation: Operation, outputs: Sequence[PlaceholderTensor]) ->
     return len(shapes) <= 1 and (torch.Tag.pointwise in operation.function.tags or name in _COPIES)
 
 
-_COPIES = {"aten::_to_copy", "aten::copy_", "aten::zero_", "aten::zeros_like", "aten::ones_like", "aten::empty_like"}
+_COPIES = {"aten::_to_copy", "aten::copy_", "aten::zero_"}
+# Operations that take a dtype, a device or a shape from a tensor.
+_WITHOUT_VALUES = {f"aten::{name}_like" for name in ("zeros", "ones", "empty", "full")}
+_WITHOUT_VALUES |= {f"aten::new_{name}" for name in ("zeros", "ones", "empty", "full")}
 
 
 # --------------------------------------------------------------------------------------------------- through all blocks
