@@ -31,7 +31,7 @@ from lightning_parallel.step_trace.attributes import replaced
 from lightning_parallel.step_trace.interception import Call, data_of, has_listeners
 from lightning_parallel.step_trace.stubs import autocast_dtype, copy_args
 
-__all__ = ["STATE_COPIES", "TruncatedModel", "count_parameters", "measure", "measure_whole"]
+__all__ = ["STATE_COPIES", "TruncatedModel", "count_parameters", "measure", "measure_step"]
 
 T = TypeVar("T")
 Step = Callable[[Any], Any]
@@ -71,10 +71,35 @@ def measure(
     step: Step,
     microbatch: Any,
     device: torch.device,
+    copies: float = STATE_COPIES,
+) -> Costs:
+    """Measure a microbatch, see `measure_step`, and count parameters; only count if the layers cannot be measured.
+
+    Args:
+        module, stack, step, device: See `measure_step`.
+        use: For each parameter, by name, the layers whose stages compute with it.
+        microbatch: The input of the step.
+        copies: See `count_parameters`.
+    """
+    held = count_parameters(module, stack, use, copies)
+    try:
+        costs = measure_step(module, stack, step, microbatch, device)
+    except ValueError as error:
+        # Random data may take a branch that true data would not. A fault of the step itself shows in the dry run.
+        warnings.warn(f"{error}. The split points depend on their numbers of parameters instead", stacklevel=2)
+        return held
+    return costs.mapped(lambda cost, part: replace(cost, resident_bytes=part.resident_bytes), held)
+
+
+def measure_step(
+    module: nn.Module,
+    stack: LayerStack | None,
+    step: Step,
+    batch: Any,
+    device: torch.device,
     now: Callable[[], float] | None = None,
     repeats: int = _REPEATS,
     typical: bool = False,
-    copies: float = STATE_COPIES,
 ) -> Costs:
     """Measure the prologue, a layer of each kind, and the epilogue, without changing the model.
 
@@ -83,46 +108,29 @@ def measure(
 
     Args:
         module: The model.
-        stack: Its layers.
-        use: For each parameter, by name, the layers whose stages compute with it.
+        stack: Its layers; None measures the full step, as a prologue.
         step: The user's step.
-        microbatch: The input of the step.
+        batch: The input of the step.
         device: Where to run.
         now: The clock, in seconds; by default the host's clock, when the device is idle.
         repeats: Runs of each part.
         typical: Take the median of the runs instead of the least.
-        copies: See `count_parameters`.
+
+    Raises:
+        ValueError: If the step cannot run with one layer at a time on the device.
     """
-    held = count_parameters(module, stack, use, copies)
+    if stack is None:
+        return _CostMeter(module, LayerStack("", (), (), ()), device, now, repeats, typical).measure(step, batch)
     failure = ""
     # A model may notice that a layer did not run. Then all layers run in a second try.
     for runs_all in (False, True):
+        meter = _CostMeter(module, stack, device, now, repeats, typical)
+        meter.runs_all = runs_all
         try:
-            costs = _CostMeter(module, stack, device, runs_all, now, repeats, typical).measure(step, microbatch)
-            break
+            return meter.measure(step, batch)
         except Exception as error:
             failure = repr(error)  # the error itself would keep the tensors of its frames
-    else:
-        # Random data may take a branch that true data would not. A fault of the step itself shows in the dry run.
-        warnings.warn(
-            f"The layers could not be measured ({failure}). The split points depend on their numbers of parameters"
-            " instead",
-            stacklevel=2,
-        )
-        return held
-    return costs.mapped(lambda cost, part: replace(cost, resident_bytes=part.resident_bytes), held)
-
-
-def measure_whole(
-    module: nn.Module, step: Step, batch: Any, device: torch.device, now: Callable[[], float], repeats: int
-) -> Costs:
-    """Measure the step of a model without layers to split; the full step counts as prologue.
-
-    Args:
-        module, step, device, now, repeats: See `measure`.
-        batch: The input of the step.
-    """
-    return _CostMeter(module, LayerStack("", (), (), ()), device, False, now, repeats, True).measure(step, batch)
+    raise ValueError(f"The layers could not be measured ({failure})")
 
 
 class TruncatedModel:
@@ -283,13 +291,11 @@ class _CostMeter(TruncatedModel):
         module: nn.Module,
         stack: LayerStack,
         device: torch.device,
-        runs_all: bool,
         clock: Callable[[], float] | None,
         repeats: int,
         typical: bool,
     ) -> None:
         super().__init__(module, stack, device)
-        self.runs_all = runs_all
         self.clock = clock
         self.repeats = repeats
         self.typical = typical

@@ -11,7 +11,6 @@ and the roofline model gives the time. The alpha-beta model gives the time of me
 from __future__ import annotations
 
 import inspect
-import warnings
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
@@ -25,7 +24,7 @@ from lightning_parallel.comm import Group
 from lightning_parallel.compat.torch import BatchNormalization, FakeTensorMode, copy_of
 from lightning_parallel.mesh import TENSOR
 from lightning_parallel.pipeline.layer_stack import LayerStack, find_layer_stacks
-from lightning_parallel.pipeline.measure import measure, measure_whole
+from lightning_parallel.pipeline.measure import measure_step
 from lightning_parallel.pipeline.microbatch import loss_of, map_tensors, num_samples, split_batch, split_by
 from lightning_parallel.pipeline.module_use import ModuleUse, trace_in_order
 from lightning_parallel.pipeline.search import Costs
@@ -339,22 +338,18 @@ class Rehearsal:
     def _run(self, tensor: int, batch: Any, now: Callable[[], float], repeats: int) -> Costs:
         divided = self.divided(tensor)
         step = self._of(divided.module)
-        if divided.stack is None or divided.use is None:
-            return measure_whole(divided.module, step, batch, _CPU, now, repeats)
-        with warnings.catch_warnings():
-            # `measure` only warns and counts parameters instead. Such costs do not compare with measured costs.
-            warnings.filterwarnings("error", "The layers could not be measured")
+        typical = repeats > 1
+        if divided.stack is not None:
             try:
-                return measure(
-                    divided.module, divided.stack, divided.use.parameters, step, batch, _CPU, now, repeats, repeats > 1
-                )
-            except UserWarning as error:
-                # Some layers do not run by themselves. If the step itself fails, the next line raises its error.
-                costs = measure_whole(divided.module, step, batch, _CPU, now, repeats)
-                reason = str(error).partition(";")[0]
-                # Kept, so that no layout splits a model whose layers cannot be measured.
-                self._divided[tensor] = replace(divided, stack=None, use=None, uncut=reason)
-                return costs
+                return measure_step(divided.module, divided.stack, step, batch, _CPU, now, repeats, typical)
+            except ValueError as error:
+                uncut = str(error)
+        # If the step itself fails, this raises its error.
+        costs = measure_step(divided.module, None, step, batch, _CPU, now, repeats, typical)
+        if divided.stack is not None:
+            # Kept, so that no layout splits a model whose layers cannot be measured.
+            self._divided[tensor] = replace(divided, stack=None, use=None, uncut=uncut)
+        return costs
 
     def _of(self, module: nn.Module) -> Callable[[Any], Any]:
         kind = self.compute_dtype
