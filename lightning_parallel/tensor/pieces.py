@@ -35,7 +35,6 @@ from lightning_parallel.comm import Group
 from lightning_parallel.compat import innermost_users_line, is_users_object
 from lightning_parallel.compat.torch import (
     DisableTorchFunctionSubclass,
-    FakeTensor,
     make_wrapper_subclass,
     pytree,
     version_of,
@@ -187,7 +186,7 @@ class Piece(Tensor):
         self.place = place
         self._is_alias = is_alias
         # An in-place change of the full tensor raises its version, and the part lacks that change.
-        self._unchanged = version_of(self)
+        self._unchanged = _version(self)
         return self
 
     def _may_change(self) -> bool:
@@ -195,7 +194,7 @@ class Piece(Tensor):
         return not (self._is_alias or self._data.made is not None or (self.requires_grad and self.is_leaf))
 
     def _unchanged_part(self) -> Tensor | None:
-        return None if self.family.is_watched or version_of(self) != self._unchanged else self._part
+        return None if self.family.is_watched or _version(self) != self._unchanged else self._part
 
     def _is_apart(self, part: Tensor) -> bool:
         # By `detach().requires_grad_()`, or as the output of a function that ran without gradients.
@@ -256,6 +255,11 @@ class Piece(Tensor):
         result = func(*pytree.tree_map(read_whole, args), **pytree.tree_map(read_whole, kwargs))
         # An in-place operator returns the tensor that it changed, so return the piece instead of its data.
         return pytree.tree_map(lambda value: read.get(id(value), value), result)
+
+
+def _version(piece: Piece) -> int:
+    # Tensors of inference mode count no changes.
+    return 0 if piece.is_inference() else version_of(piece)
 
 
 def _empty(shape: Sequence[int], strides: Sequence[int] | None, like: Tensor, data: _Data, family: _Family) -> Piece:
@@ -447,7 +451,7 @@ def _on_parts(func: Callable[..., Any], name: str, args: tuple[Any, ...], kwargs
     rule = RULES.get(base)
     if rule is None or "out" in kwargs:
         return None
-    if not args and "input" in kwargs:
+    if not args and "input" in kwargs and rule is not _pointwise:
         args, kwargs = (kwargs["input"],), {name: value for name, value in kwargs.items() if name != "input"}
     leaves: Sequence[Any] = (*args, *kwargs.values())
     if any(isinstance(leaf, (list, tuple, dict)) for leaf in leaves):
@@ -501,7 +505,7 @@ def _pointwise(call: _FunctionCall) -> Tensor | None:
     others = [tensor for tensor in tensors if tensor.requires_grad and not isinstance(tensor, Piece)]
     if family.in_region and any(other.dim() > 1 and not piece.has_rows_in(other) for other in others):
         return None
-    target = call.args[0]
+    target = call.args[0] if call.changes else None
     if call.changes and not (isinstance(target, Piece) and target._may_change() and shape == target.shape):
         if call.name in _DROPOUTS:  # on the full tensor, each rank would draw other numbers
             raise RuntimeError(
@@ -516,13 +520,14 @@ def _pointwise(call: _FunctionCall) -> Tensor | None:
         return call.parts[id(value)] if isinstance(value, Piece) else call.operand(value)
 
     part = call.func(*map(own, call.args), **{name: own(value) for name, value in call.kwargs.items()})
-    if not call.changes:
+    if target is None:
         return call.again(part)
     if part.requires_grad and torch.is_grad_enabled():
-        target = _Changed.apply(target, part)
-    torch.autograd.graph.increment_version(target)
-    target._keep(part, target.place, is_alias=False)
-    return target
+        _Changed.apply(target, part)
+    if not target.is_inference():
+        # Views of the full tensor must not take their parts any more: their graph lacks the change.
+        torch.autograd.graph.increment_version(target)
+    return target._keep(part, target.place, is_alias=False)
 
 
 def _cast(call: _FunctionCall) -> Tensor | None:
@@ -787,17 +792,18 @@ def _whole_leaf(leaf: Any, seen: set[int]) -> Any:
     # Objects may refer to each other in circles.
     seen.add(id(leaf))
     if isinstance(leaf, (MutableMapping, MutableSequence)):
-        for key in list(leaf.keys()) if isinstance(leaf, MutableMapping) else range(len(leaf)):
-            whole = _whole_inside(leaf[key], seen)
-            if not _is_same(whole, leaf[key]):
-                leaf[key] = whole
+        keys = leaf.keys() if isinstance(leaf, MutableMapping) else range(len(leaf))
+        items, put = [(key, leaf[key]) for key in keys], leaf.__setitem__
     elif is_users_object(leaf) or is_dataclass(leaf):
-        for name in (*getattr(leaf, "__dict__", ()), *getattr(type(leaf), "__slots__", ())):
-            item = getattr(leaf, name, None)
-            whole = _whole_inside(item, seen)
-            if not _is_same(whole, item):
-                # Unlike `setattr`, this also works on frozen dataclasses.
-                object.__setattr__(leaf, name, whole)
+        names = (*getattr(leaf, "__dict__", ()), *getattr(type(leaf), "__slots__", ()))
+        # Unlike `setattr`, this also works on frozen dataclasses.
+        items, put = [(name, getattr(leaf, name, None)) for name in names], partial(object.__setattr__, leaf)
+    else:
+        return leaf
+    for key, item in items:
+        whole = _whole_inside(item, seen)
+        if not _is_same(whole, item):
+            put(key, whole)
     return leaf
 
 
@@ -837,13 +843,9 @@ class NarrowInput(Tensor):
     @staticmethod
     def of(whole: Tensor, features: int) -> NarrowInput:
         """Let the last size of `whole` read as `features`."""
-        with torch.no_grad():
-            made = whole.new_full((1,), float("nan"))
-            if not isinstance(made, FakeTensor) and type(made).__torch_dispatch__ is not Tensor.__torch_dispatch__:
-                # `whole` is the placeholder of another pipeline stage, and `as_subclass` rejects its class.
-                made = torch.full((1,), float("nan"), dtype=whole.dtype, device=whole.device)
-            # No code should read its values. They are NaN, so a read shows.
-            narrow = made.expand(*whole.shape[:-1], features).as_subclass(NarrowInput)
+        # No code should read its values. It has none, so a read raises an error.
+        sizes = torch.empty((), dtype=whole.dtype, device="meta").expand(*whole.shape[:-1], features)
+        narrow = sizes.as_subclass(NarrowInput)
         narrow.whole = whole
         return narrow
 
