@@ -466,7 +466,7 @@ def _on_parts(func: Callable[..., Any], name: str, args: tuple[Any, ...], kwargs
             return None
         parts[id(piece)] = own
     changes = changes or _has_inplace(func, base, args, kwargs)
-    if rule is not _pointwise and (changes or len(pieces) > 1 or args[0] is not first):
+    if rule is not _pointwise and (changes or len(pieces) > 1 or not args or args[0] is not first):
         return None
     # Parameters get partial gradients if one of the pieces is in a region.
     family = next((piece.family for piece in pieces if piece.family.in_region), first.family)
@@ -532,8 +532,8 @@ def _pointwise(call: _FunctionCall) -> Tensor | None:
 
 def _cast(call: _FunctionCall) -> Tensor | None:
     own, before = call.on_part(), call.part
-    if own is before:
-        return call.piece
+    if own is before or not isinstance(own, Tensor):  # without arguments, `type` returns a string
+        return call.piece if own is before else own
     if not own.is_floating_point() or own.device != before.device:
         return None
     if _loses_digits(before, own.dtype):
@@ -688,7 +688,9 @@ def _pick(call: _FunctionCall) -> Any:
     piece, part, name, group, place = call.piece, call.part, call.name, call.family.group, call.piece.place
     is_topk, is_index = name == "topk", name.startswith("arg")
     dim = call.argument("dim", 2 if is_topk else 1, -1 if is_topk else None)
-    if not isinstance(dim, int) or min(piece.family.extents) == 0:
+    # For too large a `k`, torch raises its error.
+    is_known = isinstance(dim, int) and not (is_topk and call.argument("k", 1) > piece.shape[dim])
+    if not is_known or min(piece.family.extents) == 0:
         return None
     if dim % piece.dim() != place:
         return _by_row(call, (dim % piece.dim(),))

@@ -158,6 +158,10 @@ def test_saved_pieces_are_full_tensors(group):
     file.seek(0)
     assert torch.equal(torch.load(file), full)
     assert repr(x) == repr(full)
+    assert x.type() == full.type()
+    with pytest.raises(RuntimeError, match="out of range"):
+        x.topk(6, 1)
+    assert torch.equal(torch.split(tensor=x, split_size_or_sections=2, dim=1)[2], full[:, 4:])
     assert f"{x.sum():.3f}" == f"{full.sum():.3f}"
     assert x.select(0, 1)[2, 3].item() == full[1, 2, 3].item()
     torch.manual_seed(0)
