@@ -60,6 +60,7 @@ from lightning_parallel.comm.work import (
     Traffic,
     current_call,
     skip_communication,
+    skips_communication,
 )
 
 __all__ = [
@@ -100,6 +101,7 @@ __all__ = [
     "broadcast_object",
     "current_call",
     "skip_communication",
+    "skips_communication",
     "equal_everywhere",
     "failing_together",
     "gather_object",

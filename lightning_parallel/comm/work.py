@@ -29,6 +29,7 @@ __all__ = [
     "blocking_call",
     "current_call",
     "skip_communication",
+    "skips_communication",
     "raise_explained",
 ]
 
@@ -65,6 +66,11 @@ def skip_communication() -> Iterator[list[tuple[str, int]]]:
             yield _thread.skipped
     finally:
         _thread.skipped = before
+
+
+def skips_communication() -> bool:
+    """Return whether this thread skips its communication: see `skip_communication`."""
+    return _thread.skipped is not None
 
 
 class Pending:

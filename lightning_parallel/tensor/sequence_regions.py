@@ -374,7 +374,11 @@ def _unmarked(values: Any) -> Any:
             # A view, because the marked object must stay marked for all other code that holds it.
             return leaf.view_as(leaf)
 
-    return pytree.tree_map_only(_PartBetween, plain, values)
+    def has_none(value: Any) -> bool:
+        return not any(isinstance(leaf, _PartBetween) for leaf in pytree.tree_leaves(value))
+
+    # Lists without such a part stay the same objects, because a block may append to one.
+    return pytree.tree_map(lambda value: value if has_none(value) else plain(value), values, is_leaf=has_none)
 
 
 class _LastOutput:
@@ -408,13 +412,17 @@ def _refuse_changes_between(blocks: Mapping[str, nn.Module], group: Group, dim: 
     names = list(blocks)
     asked: set[str] = set()
 
+    def is_alone(path: str) -> bool:
+        # A recomputation in backward calls blocks one by one, with inputs that were kept. A stage that infers shapes
+        # calls blocks of other stages on random data.
+        return current_graph_task_id() != -1 or _is_evaluated(blocks[path]) or comm.skips_communication()
+
     def take(path: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         check(path, args, kwargs)
         return _unmarked((args, kwargs))
 
     def check(path: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        # A recomputation in backward calls blocks one by one, with inputs that were kept.
-        if current_graph_task_id() != -1 or _is_evaluated(blocks[path]):
+        if is_alone(path):
             return
         given = _tensors((args, kwargs))
         hidden = given[0] if given else None
@@ -433,7 +441,7 @@ def _refuse_changes_between(blocks: Mapping[str, nn.Module], group: Group, dim: 
             _require_equal(path, given[1:], group)
 
     def remember(path: str, output: Any) -> None:
-        if current_graph_task_id() == -1 and not _is_evaluated(blocks[path]):
+        if not is_alone(path):
             hidden = _tensors(output)
             if hidden and path != names[-1]:
                 last.block = path
