@@ -193,7 +193,13 @@ def _stand_for_whole(sublayer: nn.Module, lengths: SequenceLengths, is_block: bo
     def enter(_: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
         if lengths.suspended:
             return None
-        args, kwargs = pytree.tree_map(_with_data, (args, kwargs), is_leaf=_is_plain)
+        main = _main(args, kwargs)
+
+        def is_kept(value: Any) -> bool:
+            # Lists without the hidden states stay the same objects, because a block may append to one.
+            return isinstance(value, list) and all(leaf is not main for leaf in pytree.tree_leaves(value))
+
+        args, kwargs = pytree.tree_map(_with_data, (args, kwargs), is_leaf=is_kept)
         main = _main(args, kwargs)
         return _exchanged((args, kwargs), main, positions_of(main, lengths))
 
@@ -294,12 +300,7 @@ def _for_hidden(output: Any, change: Callable[[Tensor], Tensor]) -> Any:
 
 def _with_data(value: Any) -> Any:
     # In any operation, the tensor that a pipeline stage received replaces its placeholder.
-    return value if _is_plain(value) else value.view_as(value)
-
-
-def _is_plain(value: Any) -> bool:
-    # Lists of ordinary tensors stay the same objects, because a block may append to one.
-    return all(type(leaf) is Tensor or not isinstance(leaf, Tensor) for leaf in pytree.tree_leaves(value))
+    return value.view_as(value) if isinstance(value, Tensor) and type(value) is not Tensor else value
 
 
 def _exchanged(values: Any, old: Tensor, new: Tensor) -> Any:
