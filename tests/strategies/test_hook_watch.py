@@ -423,12 +423,26 @@ def anchored(module):
     return 1 + (weight(module) - anchor).square().sum()
 
 
+class LooksInValidation(Net):
+    """Looks at a weight in validation only, which the record of the training step does not show."""
+
+    def validation_step(self, batch, index):
+        self.log("far", orthogonal(self))
+
+
 @distributed(world_size=2)
 def test_what_does_not_fit_shards_is_refused_with_its_line(group):
+    options = {"max_epochs": 1, "limit_train_batches": 2, "limit_val_batches": 1, "verifies": True}
+    trainer = trainer_for(TensorParallelStrategy(tensor_parallel_size=2), 2, **options)
+    with pytest.raises(RuntimeError, match="meets other shapes") as caught:
+        trainer.fit(LooksInValidation().double(), loader(1, 0), loader(1, 0))
+    assert "test_hook_watch.py, line" in str(caught.value), str(caught.value)
+    # The record of the training step shows products with the weight, so its layer stays replicated.
     for body in (orthogonal, anchored):
-        with pytest.raises(RuntimeError, match="meets other shapes") as caught:
-            fit(Looks(body), TensorParallelStrategy(tensor_parallel_size=2), 2, verifies=True)
-        assert "test_hook_watch.py, line" in str(caught.value), str(caught.value)
+        mine, alone = Looks(body), Looks(body)
+        fit(alone, "auto", 1)
+        fit(mine, TensorParallelStrategy(tensor_parallel_size=2), 2, verifies=True)
+        torch.testing.assert_close(dict(mine.state_dict()), dict(alone.state_dict()), rtol=1e-10, atol=1e-12)
 
 
 @distributed(world_size=2)
