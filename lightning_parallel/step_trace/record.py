@@ -22,7 +22,7 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
-from functools import partial
+from functools import cached_property, partial
 from operator import is_
 from types import FrameType, FunctionType
 from typing import Any
@@ -58,7 +58,7 @@ from lightning_parallel.step_trace.stubs import (
     write_back,
 )
 
-__all__ = ["ModuleCall", "Operation", "Record", "StepTrace", "no_record", "record_step", "state_kept"]
+__all__ = ["ModuleCall", "Operation", "Record", "StepTrace", "call_signature", "no_record", "record_step", "state_kept"]
 
 _MOST_POSITIONS = 256
 """Length of the sequences in the record of a step; a longer record would tell nothing more."""
@@ -89,6 +89,25 @@ class ModuleCall:
     kwargs: dict[str, Any]
     output: Any = None
     has_data: bool = False
+
+    @cached_property
+    def signature(self) -> str:
+        """See `call_signature`."""
+        return call_signature(self.args, self.kwargs)
+
+
+def call_signature(args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
+    """Return the shapes of tensors and the other values: equal for calls that a block answers by the same code."""
+    leaves, tree = pytree.tree_flatten((args, kwargs))
+    # By its class: the address of an object would differ between the ranks.
+    plain = (bool, int, float, str, torch.dtype, type(None))
+    described = [
+        (tuple(leaf.shape), leaf.dtype)
+        if isinstance(leaf, Tensor)
+        else (leaf if isinstance(leaf, plain) else type(leaf).__name__)
+        for leaf in leaves
+    ]
+    return f"{described} {tree}"
 
 
 @dataclass(frozen=True)
@@ -130,8 +149,20 @@ class StepTrace:
     output: Any = None
 
     def calls_of(self, path: str) -> list[ModuleCall]:
-        """Return the calls of the module at `path`, in order."""
-        return [call for call in self.calls if call.path == path]
+        """Return the calls of the module at `path`, in order; only after the record is complete."""
+        return self._by_path.get(path, [])
+
+    @cached_property
+    def _by_path(self) -> dict[str, list[ModuleCall]]:
+        found: dict[str, list[ModuleCall]] = {}
+        for call in self.calls:
+            found.setdefault(call.path, []).append(call)
+        return found
+
+    @cached_property
+    def computing(self) -> set[int]:
+        """Numbers of the calls that compute with parameters themselves, not only in calls that they make."""
+        return {each.call for each in self.operations if any(value.view_of for value in each.inputs)}
 
     def outermost(self, modules: set[nn.Module]) -> Iterator[ModuleCall]:
         """Yield the calls of `modules`, except calls inside calls of `modules`."""

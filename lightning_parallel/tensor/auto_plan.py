@@ -25,7 +25,7 @@ from lightning_parallel.tensor.block_calls import BlockCalls
 from lightning_parallel.tensor.dataflow import NOT_RUN, find_regions
 from lightning_parallel.tensor.experts import Experts, find_routers, join_lists, plan_experts
 from lightning_parallel.tensor.head import NOTE, find_heads
-from lightning_parallel.tensor.inspection import has_hooks_inside, is_linear, is_native, why_no_linear
+from lightning_parallel.tensor.inspection import has_hooks_inside, is_linear, is_native, structure_of, why_no_linear
 from lightning_parallel.tensor.layers import Column, Row, Style, Vocab
 from lightning_parallel.tensor.low_rank import layer_sizes, linear_layers
 from lightning_parallel.tensor.per_head import PerHead
@@ -286,6 +286,12 @@ class _Search:
     def __post_init__(self) -> None:
         # The first path of each module: a module that is registered twice is planned once.
         self.paths = {id(child): path for path, child in self.root.named_modules()}
+        # The plans of blocks, with the parts of `left` and `reasons` for them; all paths are relative to the block.
+        self.planned: dict[object, tuple[Plan, list[tuple[str, Plan]], dict[str, str]]] = {}
+
+    def is_shared(self, module: nn.Module, path: str) -> bool:
+        """Return whether a module inside `module`, which is at `path`, has an earlier path elsewhere."""
+        return any(not self.paths[id(child)].startswith(path) for child in module.modules())
 
     def call(self, path: str) -> BlockCall | None:
         """Return how the model calls the module at `path`, if that is known."""
@@ -334,7 +340,7 @@ def _plan_by_structure(module: nn.Module, plan: Plan, search: _Search, path: str
     for name, child in [*module.named_children()]:
         # A module that is registered twice is planned under its first path only.
         if search.paths[id(child)] == prefix + name:
-            _plan_by_structure(child, plan, search, prefix + name)
+            _plan_once(child, plan, search, prefix + name)
     # Containers have no forward, so there is nothing to verify.
     if isinstance(module, (nn.ModuleList, nn.ModuleDict)) or type(module).forward is nn.Module.forward:
         return
@@ -359,6 +365,29 @@ def _plan_by_structure(module: nn.Module, plan: Plan, search: _Search, path: str
         plan.add(path, accepted)
     elif accepted.styles:
         search.left.append((path, accepted))
+
+
+def _plan_once(module: nn.Module, plan: Plan, search: _Search, path: str) -> None:
+    """Plan the modules inside `module`, or repeat the plan of an earlier module that the step uses in the same way."""
+    # Blocks of a list have a number for a name.
+    may_repeat = path.rpartition(".")[2].isdigit() and plan.at(path) == Plan() and not search.is_shared(module, path)
+    used = search.calls.use_of(path) if may_repeat else None
+    if used is None:
+        _plan_by_structure(module, plan, search, path)
+        return
+    key = (structure_of(module), used)
+    if key not in search.planned:
+        first = len(search.left)
+        _plan_by_structure(module, plan, search, path)
+        start = f"{path}."
+        left = [(around.removeprefix(path).lstrip("."), part) for around, part in search.left[first:]]
+        reasons = {name.removeprefix(start): why for name, why in search.reasons.items() if name.startswith(start)}
+        search.planned[key] = plan.at(path), left, reasons
+        return
+    found, left, reasons = search.planned[key]
+    plan.add(path, found)
+    search.left += [(f"{path}.{around}".rstrip("."), part) for around, part in left]
+    search.note(f"{path}.", reasons)
 
 
 def _accepted_regions(path: str, module: nn.Module, free: list[str], inside: Plan, search: _Search) -> Plan:
@@ -399,9 +428,11 @@ def _repeats_blocks(module: nn.Module) -> bool:
 
 
 def _has_style(name: str, styles: dict[str, Style]) -> bool:
+    around = [name]
+    while "." in around[-1]:
+        around.append(around[-1].rpartition(".")[0])
     # `PerHead` covers a module's own head-dependent values; the layers inside still need styles.
-    whole = [path for path, style in styles.items() if not isinstance(style, PerHead)]
-    return any(name == path or name.startswith(f"{path}.") for path in whole)
+    return any(path in styles and not isinstance(styles[path], PerHead) for path in around)
 
 
 # --------------------------------------------------------------------------------------------------------- the rest

@@ -20,7 +20,7 @@ from lightning_parallel.compat.torch import pytree, random_values, seed_torch
 from lightning_parallel.step_trace.placeholder import PlaceholderTensor
 from lightning_parallel.step_trace.record import ModuleCall, Operation, Record, StepTrace, no_record, record_step
 from lightning_parallel.tensor.inspection import is_linear, sizes_of, structure_of
-from lightning_parallel.tensor.verify import INPUT_SHAPE, LONGEST, BlockCall, call_signature
+from lightning_parallel.tensor.verify import INPUT_SHAPE, LONGEST, BlockCall
 
 __all__ = ["BlockCalls"]
 
@@ -52,7 +52,7 @@ class BlockCalls:
         structure = structure_of(self._root.get_submodule(path))
         call, reason = _first_call(self._record(), path)
         # A record may stop in the first of equal blocks, which then shows how all are called.
-        key = structure if call is None else (structure, call_signature(call.args, call.kwargs))
+        key = structure if call is None else (structure, call.signature)
         if key not in self._known:
             guess = None
             # The planner records full batches, whose trials would take the memory of a run.
@@ -92,6 +92,27 @@ class BlockCalls:
                     return self._readers[around][id(parameter)]
         return None
 
+    def use_of(self, path: str) -> object | None:
+        """Return a key that is equal for modules which the step uses in the same way; None without a record.
+
+        The key holds all that this class tells about calls and readers of the modules inside.
+        """
+        record = self._record()
+        if record is None:
+            return None
+        start = f"{path}."
+        calls = []
+        for name, _ in self._root.get_submodule(path).named_modules(prefix=path):
+            for call in record.calls_of(name):
+                around = [outer for outer in record.paths_around(call.number) if f"{outer}.".startswith(start)]
+                relative = tuple(outer.removeprefix(path) for outer in around)
+                calls.append((relative, call.signature))
+        if "" not in self._readers:
+            self._readers[""] = self._read_by_hand("", [record])
+        readers = self._readers[""]
+        inside = [(name.removeprefix(path), line) for name, line in readers.items() if f"{name}.".startswith(start)]
+        return (*calls,), (*inside,)
+
     def computes_with_parameters(self, path: str) -> bool:
         """Return False if the module at `path` only registers its parameters, and the modules that it calls use them.
 
@@ -102,10 +123,7 @@ class BlockCalls:
                 calls = trace.calls_of(_inside(path, around))
                 own = {call.number for call in calls}
                 if calls and not any(call.has_data for call in calls):
-                    return any(
-                        operation.call in own and any(value.view_of for value in operation.inputs)
-                        for operation in trace.operations
-                    )
+                    return not own.isdisjoint(trace.computing)
         return True
 
     def joined(self, blocks: Sequence[str]) -> set[tuple[str, str]]:

@@ -93,6 +93,13 @@ class Plan:
         start = f"{prefix}." if prefix else ""
         return Plan(_inside(self.styles, start), _inside(self.attributes, start), _inside(self.notes, start))
 
+    def at(self, path: str) -> Plan:
+        """Return the part of the plan for the module at `path` and the modules inside, with paths relative to it."""
+        found = self.under(path)
+        for mine, part in ((self.styles, found.styles), (self.attributes, found.attributes), (self.notes, found.notes)):
+            part.update({"": mine[path]} if path in mine else {})
+        return found
+
     def add(self, prefix: str, other: Plan) -> None:
         """Add `other`, whose paths are relative to `prefix`."""
         # An empty path inside `other` stands for the module at `prefix` itself.

@@ -24,12 +24,13 @@ from lightning_parallel.comm import Group
 from lightning_parallel.compat import Patches
 from lightning_parallel.compat.chance import random_state_kept
 from lightning_parallel.compat.torch import copy_of, pytree, random_values, seed_torch
+from lightning_parallel.step_trace.record import call_signature
 from lightning_parallel.tensor.inspection import is_linear, sizes_of, structure_of
 from lightning_parallel.tensor.low_rank import layer_sizes, linear_layers
 from lightning_parallel.tensor.plan import Plan, apply_plan
 from lightning_parallel.tensor.sharding import reduce_partial_
 
-__all__ = ["BlockCall", "DropoutOff", "PlanVerifier", "Trial", "call_signature", "copy_in_double"]
+__all__ = ["BlockCall", "DropoutOff", "PlanVerifier", "Trial", "copy_in_double"]
 
 # Of the largest value, by the precision of the trial; code that computes in single precision inside stays below the
 # first.
@@ -290,20 +291,6 @@ class BlockCall:
     def signature(self) -> str:
         """See `call_signature`."""
         return call_signature(self.args, self.kwargs)
-
-
-def call_signature(args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
-    """Return the shapes of tensors and the other values: equal for calls that a block answers by the same code."""
-    leaves, tree = pytree.tree_flatten((args, kwargs))
-    # By its class: the address of an object would differ between the ranks.
-    plain = (bool, int, float, str, torch.dtype, type(None))
-    described = [
-        (tuple(leaf.shape), leaf.dtype)
-        if isinstance(leaf, Tensor)
-        else (leaf if isinstance(leaf, plain) else type(leaf).__name__)
-        for leaf in leaves
-    ]
-    return f"{described} {tree}"
 
 
 @dataclass(frozen=True)

@@ -66,7 +66,6 @@ from lightning_parallel.tensor.auto_plan import make_plan
 from lightning_parallel.tensor.head import gathered_heads
 from lightning_parallel.tensor.plan import Sharding, apply_plan
 from lightning_parallel.tensor.plan_table import repeated_work, sharding_table
-from lightning_parallel.tensor.verify import call_signature
 
 __all__ = [
     "PLAN_FILE",
@@ -137,7 +136,7 @@ def _equal(record: Record, group: Group) -> StepTrace | None:
     """Return the record if all ranks of `group` have the same calls in it, else None."""
     with comm.failing_together(group):
         trace = record()
-    calls = None if trace is None else [(call.path, call_signature(call.args, call.kwargs)) for call in trace.calls]
+    calls = None if trace is None else [(call.path, call.signature) for call in trace.calls]
     # Ranks that see different calls, as of batches of different lengths, would try different blocks and wait.
     return trace if len({*comm.all_gather_object(repr(calls), group)}) == 1 else None
 
