@@ -258,9 +258,10 @@ def copies_of_layers(module: nn.Module, stack: LayerStack) -> dict[nn.Module, nn
     used = {id(value) for original in originals for value in original.parameters()}
     inside: set[nn.Module] = {child for original in originals for child in original.modules()}
     for child in module.modules():
+        if child in inside:
+            continue
         found = by_shapes.get(_shapes(child))
-        is_own = not any(id(value) in used for value in child.parameters())
-        if found is not None and child not in inside and is_own:
+        if found is not None and not any(id(value) in used for value in child.parameters()):
             copies[child] = found
             inside.update(child.modules())
     return copies

@@ -279,23 +279,9 @@ class PlaceholderTensor(Tensor):
     def __torch_function__(
         cls, func: Callable[..., Any], types: Iterable[type], args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        asking = module_that_asks()
-        # Put values in above autograd, so that gradients flow back to the received tensors. In `__torch_dispatch__`,
-        # below autograd, the graph would already end at the placeholder.
-        if func in _GRADIENT_QUESTIONS and _cannot_answer(args[0], asking):
-            raise PlaceholderError(
-                f"The step asks for `{_GRADIENT_QUESTIONS[func]}` of {args[0].provenance}, which is on another"
-                " pipeline stage and may have another value there. Make the step independent of this value",
-                [args[0]],
-            )
-        is_own = asking.partition(".")[0] in ("torch", __name__.partition(".")[0])
-        # Compared by `==`, because each look-up of a slot makes a new object.
-        if func == _REQUIRES_GRAD and isinstance(args[0], PlaceholderTensor) and args[0].is_trained and not is_own:
+        # Each operation asks this, so the questions that need the asking module come after one look-up.
+        if func in _QUESTIONS and _is_answered_with_true(func, args[0], module_that_asks()):
             return True
-        if func is Tensor.__bool__ and args[0].value is None and asking == "torch.distributions.distribution":
-            return True  # it validates its arguments, and raises on the stage that has them if they are wrong
-        if func == _SET_DATA:
-            _require_no_parameter(args[0])
         if getattr(func, "__name__", "") in _NEEDS_ADDRESS:
             _require_address(func.__name__, args)
         kwargs = reveal(kwargs) if kwargs else {}
@@ -309,7 +295,8 @@ class PlaceholderTensor(Tensor):
         kwargs = dict(kwargs or {})
         placeholders: list[PlaceholderTensor] = []
         _collect(args, placeholders)
-        _collect(kwargs, placeholders)
+        if kwargs:
+            _collect(kwargs, placeholders)
         _check(func, placeholders)
         result = None
         try:
@@ -328,7 +315,7 @@ def _computed(func: Any, args: Any, kwargs: dict[str, Any], placeholders: list[P
         PlaceholderError: If it needs data.
     """
     written = written_by(func, args, kwargs)
-    if any(not isinstance(value, PlaceholderTensor) for value in written):
+    if written and not all(isinstance(value, PlaceholderTensor) for value in written):
         _require_data_to_write(f"`{func}`", placeholders)
         # The tensor does not change: only shapes matter here. An operator without a list returns its tensor.
         returned = schema_of(func).returns
@@ -368,10 +355,41 @@ def _computed(func: Any, args: Any, kwargs: dict[str, Any], placeholders: list[P
     return wrapped
 
 
+def _is_answered_with_true(func: Any, asked: Any, asking: str) -> bool:
+    """Return whether the placeholder `asked` answers True, and not as torch would answer.
+
+    Args:
+        func: One of `_QUESTIONS`.
+        asked: A tensor.
+        asking: The name of the module that asks.
+
+    Raises:
+        PlaceholderError: If another stage may answer differently.
+    """
+    if func in _GRADIENT_QUESTIONS and _cannot_answer(asked, asking):
+        raise PlaceholderError(
+            f"The step asks for `{_GRADIENT_QUESTIONS[func]}` of {asked.provenance}, which is on another"
+            " pipeline stage and may have another value there. Make the step independent of this value",
+            [asked],
+        )
+    # Compared by `==`, because each look-up of a slot makes a new object.
+    if func == _SET_DATA:
+        _require_no_parameter(asked)
+    if func == _REQUIRES_GRAD and isinstance(asked, PlaceholderTensor) and asked.is_trained:
+        return asking.partition(".")[0] not in ("torch", __name__.partition(".")[0])
+    # A distribution validates its arguments, and raises on the stage that has them if they are wrong.
+    return func is Tensor.__bool__ and asked.value is None and asking == "torch.distributions.distribution"
+
+
 _REQUIRES_GRAD = Tensor.requires_grad.__get__  # type: ignore[attr-defined]
 
 # Placeholders have no graph, so torch would answer as for a constant.
 _GRADIENT_QUESTIONS = {getattr(Tensor, name).__get__: name for name in ("requires_grad", "grad_fn", "is_leaf")}
+
+# `p.data = ...` is no operation, so it needs its own check.
+_SET_DATA = Tensor.data.__set__  # type: ignore[attr-defined]
+
+_QUESTIONS = {*_GRADIENT_QUESTIONS, Tensor.__bool__, _SET_DATA}
 
 
 # These functions read the address of the data in C++, and a placeholder has none.
@@ -501,10 +519,6 @@ def _require_data_to_write(what: str, placeholders: list[PlaceholderTensor]) -> 
             " into a tensor of this stage. Build the tensor out of place (`torch.cat`, `torch.where`) instead",
             lacking,
         )
-
-
-# `p.data = ...` is no operation, so it needs its own check.
-_SET_DATA = Tensor.data.__set__  # type: ignore[attr-defined]
 
 
 def _require_no_parameter(written: Any) -> None:
