@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from typing import Any, Literal, get_args
@@ -252,7 +252,7 @@ class Rehearsal:
             return Divided(module, sharding, stack, whole.use, whole.uncut)
         try:
             failure: ValueError | None = None
-            self._trace = trace = record_step(module, self._of(module), self.microbatch(1), _CPU, shorten=True)
+            self._trace = trace = self._recorded(module)
             for stack in find_layer_stacks(module, 1, self._layers):
                 try:
                     stack, use = trace_in_order(module, stack, trace)
@@ -263,6 +263,16 @@ class Rehearsal:
             raise failure
         except ValueError as error:
             return Divided(module, sharding, None, None, str(error))
+
+    def _recorded(self, module: nn.Module) -> StepTrace:
+        """Record the step on two samples, or on the batch if it cannot be split or its step needs more samples."""
+        with suppress(ValueError):
+            # Trials of blocks repeat the recorded calls with data, for each number of tensor ranks.
+            few = self.microbatch(max(1, self.samples // 2))
+            trace = record_step(module, self._of(module), few, _CPU, shorten=True)
+            if trace.error is None:
+                return trace
+        return record_step(module, self._of(module), self.microbatch(1), _CPU, shorten=True)
 
     def _tensor_plan(self, module: nn.Module, group: Group) -> Plan:
         # The record of the full model shows how the step calls the blocks.
