@@ -344,6 +344,10 @@ class Workload(Costs):
     spare_bytes: float = 0.0
     rehearsed: Callable[[int], Costs] | None = None
     _counts: dict[int, tuple[int, ...]] = field(default_factory=dict, init=False, repr=False, compare=False)
+    # Many schedules share the numbers of stages and microbatches.
+    _stages_of: dict[tuple[int, int], tuple[tuple[int, ...], list[Cost]]] = field(
+        default_factory=dict, init=False, repr=False, compare=False
+    )
 
     def costs_of(self, num_microbatches: int) -> Costs:
         """Return the costs of one of so many microbatches."""
@@ -371,8 +375,11 @@ class Workload(Costs):
         # Kept, and found for one number of microbatches: noise in measured costs must not move the split points.
         if num_stages not in self._counts:
             self._counts[num_stages] = self._cut(num_stages, self.costs_of(self.measured_microbatches))
-        counts = self._counts[num_stages]
-        return counts, self._stages(counts, self.costs_of(num_microbatches))
+        key = num_stages, num_microbatches
+        if key not in self._stages_of:
+            counts = self._counts[num_stages]
+            self._stages_of[key] = counts, self._stages(counts, self.costs_of(num_microbatches))
+        return self._stages_of[key]
 
     def _cut(
         self, num_stages: int, costs: Costs, cap_bytes: float | None = None, in_flight: Sequence[int] = ()

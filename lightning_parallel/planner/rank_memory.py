@@ -10,7 +10,7 @@ from __future__ import annotations
 import copy
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from itertools import accumulate, pairwise
 
 import torch
@@ -191,6 +191,10 @@ class ModelParts:
     prologue: list[nn.Parameter]
     layers: list[list[nn.Parameter]]
     epilogue: list[nn.Parameter]
+    # Many schedules share the layers of stages and ranks.
+    _held: dict[tuple[tuple[int, ...], tuple[int, ...]], list[Held]] = field(
+        default_factory=dict, init=False, repr=False, compare=False
+    )
 
     @classmethod
     def of(cls, divided: Divided) -> ModelParts:
@@ -218,6 +222,12 @@ class ModelParts:
             counts: Number of layers of each stage.
             ranks: Rank of each stage.
         """
+        key = (*counts,), (*ranks,)
+        if key not in self._held:
+            self._held[key] = self._held_by_ranks(counts, ranks)
+        return self._held[key]
+
+    def _held_by_ranks(self, counts: Sequence[int], ranks: Sequence[int]) -> list[Held]:
         if not self.layers:
             return [Held.of(self.prologue)]
         found: list[list[nn.Parameter]] = [[] for _ in range(max(ranks) + 1)]
