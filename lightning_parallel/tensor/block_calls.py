@@ -100,9 +100,9 @@ class BlockCalls:
         record = self._record()
         if record is None:
             return None
-        start = f"{path}."
+        module, start = self._root.get_submodule(path), f"{path}."
         calls = []
-        for name, _ in self._root.get_submodule(path).named_modules(prefix=path):
+        for name, _ in module.named_modules(prefix=path):
             for call in record.calls_of(name):
                 around = [outer for outer in record.paths_around(call.number) if f"{outer}.".startswith(start)]
                 relative = tuple(outer.removeprefix(path) for outer in around)
@@ -110,7 +110,7 @@ class BlockCalls:
         if "" not in self._readers:
             self._readers[""] = self._read_by_hand("", [record])
         readers = self._readers[""]
-        inside = [(name.removeprefix(path), line) for name, line in readers.items() if f"{name}.".startswith(start)]
+        inside = [(name, readers[id(each)]) for name, each in module.named_parameters() if id(each) in readers]
         return (*calls,), (*inside,)
 
     def computes_with_parameters(self, path: str) -> bool:
