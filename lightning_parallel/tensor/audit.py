@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from lightning_parallel.compat.torch import has_compiled_parts, pytree
+from lightning_parallel.tensor.autograd import RECEIVED
 from lightning_parallel.tensor.plan import Sharding
 
 __all__ = ["StepAudit"]
@@ -41,7 +42,6 @@ JOINS = {
 DIVIDES = {"_ColumnLinearFunctionBackward", "_ScatterToGroupBackward", "_CopyToGroupBackward", "_PartOfWholeBackward"}
 STAYS_DIVIDED = {"_AllGatherToGroupBackward", "_ReduceScatterToGroupBackward"}
 LEAF = "torch::autograd::AccumulateGrad"
-RECEIVED = "_ReceivedBackward"  # a tensor that a pipeline stage received from the stage before
 _TERMS = 32
 LEAVE_WHOLE = "keep the layers of that region replicated with tensor_plan={..., '<their path>': 'replicate'}"
 

@@ -40,6 +40,7 @@ from lightning_parallel.comm import Group
 from lightning_parallel.compat.torch import unsafe_view
 
 __all__ = [
+    "RECEIVED",
     "all_gather_to_group",
     "all_to_all_in_group",
     "copy_to_group",
@@ -50,6 +51,9 @@ __all__ = [
     "scatter_to_group",
     "whole_from_group",
 ]
+
+RECEIVED = "_ReceivedBackward"
+"""Name of the backward node of a tensor that a pipeline stage received from the stage before."""
 
 
 def copy_to_group(x: Tensor, group: Group) -> Tensor:

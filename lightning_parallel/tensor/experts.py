@@ -268,6 +268,9 @@ def join_lists(module: nn.Module, plan: Plan, verifier: PlanVerifier, call: Call
         inside = plan.under(path)
         if inside.attributes or not any(map(_experts_in, lists)) or has_hooks_inside(around):
             continue
+        if verifier.group.is_pretended and not find_routers(around):
+            # Without values, a stack of blocks looks like a list of experts whose outputs are added.
+            continue
         known = call(path)
         # A LightningModule whose forward the step does not call uses the experts elsewhere.
         is_used = known is not None or not hasattr(around, "training_step")

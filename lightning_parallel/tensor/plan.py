@@ -96,8 +96,12 @@ class Plan:
     def at(self, path: str) -> Plan:
         """Return the part of the plan for the module at `path` and the modules inside, with paths relative to it."""
         found = self.under(path)
-        for mine, part in ((self.styles, found.styles), (self.attributes, found.attributes), (self.notes, found.notes)):
-            part.update({"": mine[path]} if path in mine else {})
+        if path in self.styles:
+            found.styles[""] = self.styles[path]
+        if path in self.attributes:
+            found.attributes[""] = self.attributes[path]
+        if path in self.notes:
+            found.notes[""] = self.notes[path]
         return found
 
     def add(self, prefix: str, other: Plan) -> None:

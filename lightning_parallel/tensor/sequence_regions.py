@@ -40,7 +40,7 @@ from lightning_parallel.compat.torch import (
     pytree,
     version_of,
 )
-from lightning_parallel.tensor.autograd import gather_from_group, scatter_to_group
+from lightning_parallel.tensor.autograd import RECEIVED, gather_from_group, scatter_to_group
 from lightning_parallel.tensor.linear import SequenceLengths, shared_inputs
 from lightning_parallel.tensor.pieces import Piece, part_along, positions_of
 from lightning_parallel.tensor.regions import DividedExtent, RandomRegion, is_same_state, random_state
@@ -430,7 +430,7 @@ def _refuse_changes_between(blocks: Mapping[str, nn.Module], group: Group, dim: 
         previous = last.block
         last.block = ""
         last.tensor = None
-        if previous and path != names[0] and hidden is not None and (last.seen != _identity(hidden)):
+        if previous and path != names[0] and hidden is not None and not _follows(last, hidden):
             raise RuntimeError(
                 refused_between(
                     f"code changes the hidden states between `{previous}` and `{path}`, or another block runs"
@@ -456,6 +456,12 @@ def _refuse_changes_between(blocks: Mapping[str, nn.Module], group: Group, dim: 
         # Before the hook that shards the input of the first block.
         hook_before(block, lambda _, args, kwargs, path=path: take(path, args, kwargs), with_kwargs=True, prepend=True)
         hook_after(block, lambda _, args, output, path=path: remember(path, output), prepend=True)
+
+
+def _follows(last: _LastOutput, hidden: Tensor) -> bool:
+    # A rank with several stages may have run a block on another microbatch since.
+    is_received = hidden.grad_fn is not None and hidden.grad_fn.name() == RECEIVED
+    return is_received or last.seen == _identity(hidden)
 
 
 def _require_equal(path: str, given: list[Tensor], group: Group) -> None:
