@@ -154,7 +154,7 @@ def _automatic_plan(module: nn.Module, search: _Search, group: Group) -> Plan:
     plan_experts(module, found, search.verifier, search.call)
     _plan_by_structure(module, found, search)
     search.add_what_was_left(found)
-    join_lists(module, found, search.verifier, search.call)
+    join_lists(module, found, search.verifier, search.call, search.calls.is_stack)
     _plan_by_tables(module, found, group, search.reasons)
     _plan_remaining_layers(module, found, search)
     search.resolve_ties(found)

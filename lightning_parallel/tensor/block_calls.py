@@ -126,6 +126,28 @@ class BlockCalls:
                     return not own.isdisjoint(trace.computing)
         return True
 
+    def is_stack(self, blocks: Sequence[str]) -> bool:
+        """Return whether a block takes a value that is made of the output of another block; False without a record.
+
+        Experts take the same values, and code adds their outputs.
+        """
+        record = self._record()
+        if record is None:
+            return False
+        modules = {self._root.get_submodule(path) for path in blocks}
+        paths = {*blocks}
+        calls = [call for call in record.calls if call.path in paths or call.module in modules]
+        made = {id(leaf) for call in calls for leaf in pytree.tree_leaves(call.output)}
+        for operation in record.operations:
+            # In order, so that values made of such values count as well.
+            if any(id(value) in made for value in operation.inputs):
+                made.update(map(id, pytree.tree_leaves(operation.output)))
+        return any(
+            id(leaf) in made and isinstance(leaf, PlaceholderTensor)
+            for call in calls
+            for leaf in pytree.tree_leaves((call.args, call.kwargs))
+        )
+
     def joined(self, blocks: Sequence[str]) -> set[tuple[str, str]]:
         """Return the pairs of neighbours whose first block passes its output unchanged to the second, and nowhere else.
 

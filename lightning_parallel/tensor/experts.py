@@ -254,7 +254,13 @@ def plan_experts(
             plan.add(path, accepted)
 
 
-def join_lists(module: nn.Module, plan: Plan, verifier: PlanVerifier, call: Callable[[str], BlockCall | None]) -> None:
+def join_lists(
+    module: nn.Module,
+    plan: Plan,
+    verifier: PlanVerifier,
+    call: Callable[[str], BlockCall | None],
+    is_stack: Callable[[list[str]], bool],
+) -> None:
     """Replace the single plans of a list of experts by one plan, with one all-reduce for all experts.
 
     Args:
@@ -262,14 +268,22 @@ def join_lists(module: nn.Module, plan: Plan, verifier: PlanVerifier, call: Call
         plan: The plan so far; changed in place.
         verifier: Accepts plans.
         call: Returns how the model calls the module at a path, if that is known.
+        is_stack: Tells whether one of the modules at these paths takes the output of another.
     """
     for path, around in module.named_modules():
-        lists = [child for child in around.children() if isinstance(child, (nn.ModuleList, nn.ModuleDict))]
+        lists = {
+            name: child
+            for name, child in around.named_children()
+            if isinstance(child, (nn.ModuleList, nn.ModuleDict)) and _experts_in(child)
+        }
         inside = plan.under(path)
-        if inside.attributes or not any(map(_experts_in, lists)) or has_hooks_inside(around):
+        if inside.attributes or not lists or has_hooks_inside(around):
             continue
-        if verifier.group.is_pretended and not find_routers(around):
-            # Without values, a stack of blocks looks like a list of experts whose outputs are added.
+        start = f"{path}." if path else ""
+        # A stack of blocks would be refused only by a trial of all its blocks, and not at all in a pretended group.
+        if any(
+            is_stack([f"{start}{name}.{key}" for key, _ in child.named_children()]) for name, child in lists.items()
+        ):
             continue
         known = call(path)
         # A LightningModule whose forward the step does not call uses the experts elsewhere.
@@ -277,10 +291,9 @@ def join_lists(module: nn.Module, plan: Plan, verifier: PlanVerifier, call: Call
         division = _division_of_pairs(around, inside) if is_used else None
         accepted = division and _accepted(around, [division], verifier, known)
         if accepted:
-            prefix = f"{path}." if path else ""
             # The plan of the module around replaces the plans of its layers.
             for name in inside.styles:
-                del plan.styles[prefix + name]
+                del plan.styles[start + name]
             plan.add(path, accepted)
 
 
