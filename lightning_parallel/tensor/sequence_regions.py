@@ -413,17 +413,12 @@ def _refuse_changes_between(blocks: Mapping[str, nn.Module], group: Group, dim: 
     names = list(blocks)
     asked: set[str] = set()
 
-    def is_alone(path: str) -> bool:
-        # A recomputation in backward calls blocks one by one, with inputs that were kept. A stage that infers shapes
-        # calls blocks of other stages on random data.
-        return current_graph_task_id() != -1 or _is_evaluated(blocks[path]) or comm.skips_communication()
-
     def take(path: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         check(path, args, kwargs)
         return _unmarked((args, kwargs))
 
     def check(path: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if is_alone(path):
+        if _runs_alone(blocks[path]):
             return
         given = _tensors((args, kwargs))
         hidden = given[0] if given else None
@@ -442,7 +437,7 @@ def _refuse_changes_between(blocks: Mapping[str, nn.Module], group: Group, dim: 
             _require_equal(path, given[1:], group)
 
     def remember(path: str, output: Any) -> None:
-        if not is_alone(path):
+        if not _runs_alone(blocks[path]):
             hidden = _tensors(output)
             if hidden and path != names[-1]:
                 last.block = path
@@ -456,6 +451,12 @@ def _refuse_changes_between(blocks: Mapping[str, nn.Module], group: Group, dim: 
         # Before the hook that shards the input of the first block.
         hook_before(block, lambda _, args, kwargs, path=path: take(path, args, kwargs), with_kwargs=True, prepend=True)
         hook_after(block, lambda _, args, output, path=path: remember(path, output), prepend=True)
+
+
+def _runs_alone(block: nn.Module) -> bool:
+    # A recomputation in backward calls blocks one by one, with inputs that were kept. A stage that infers shapes
+    # calls blocks of other stages on random data.
+    return current_graph_task_id() != -1 or _is_evaluated(block) or comm.skips_communication()
 
 
 def _follows(last: _LastOutput, hidden: Tensor) -> bool:

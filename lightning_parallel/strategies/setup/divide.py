@@ -382,15 +382,8 @@ def _plan(
         spare_bytes = 0
 
     def choose(costs: Costs, passes: int) -> Schedule:
-        workload = Workload(
-            costs.layers,
-            costs.prologue,
-            costs.epilogue,
-            measured_microbatches=counts[0],
-            link=link,
-            passes=passes,
-            spare_bytes=spare_bytes,
-        )
+        parts = costs.layers, costs.prologue, costs.epilogue
+        workload = Workload(*parts, measured_microbatches=counts[0], link=link, passes=passes, spare_bytes=spare_bytes)
         choice = choose_schedule(workload, ranks, counts, memory_limit_bytes=options.memory_limit_bytes)
         print_table(choice_table(choice))
         return choice.best.schedule
