@@ -233,6 +233,9 @@ def _divided_before(node: Any, kind: str, inside: bool, name: str, names: Mappin
                 " computes only a part (some heads, hidden features, positions). Its gradient would be only a part as"
                 f" well. Use it outside the region, or {LEAVE_WHOLE}"
             )
+        if kind == "_ChangedBackward":
+            # The full tensor before the change, and the part after it.
+            return [False, True]
         # A row-parallel layer adds its bias after the reduction, to the full output.
         return [True, True, *[False] * (edges - 2)] if kind == "_RowLinearFunctionBackward" else [True] * edges
     return [False if kind in DIVIDES else inside] * edges

@@ -89,6 +89,18 @@ def _plain_step(model, batch):
     return model.criterion(found.transpose(1, 2), batch[:, 1:]) + 0 * accuracy
 
 
+def changed():
+    model = Plain()
+    return model, lambda batch: _changed_step(model, batch), torch.randint(VOCABULARY, (6, 8))
+
+
+def _changed_step(model, batch):
+    found = model(batch[:, :-1])
+    found.div_(2.0)  # on the part
+    found[..., :3] = -5.0  # on the full logits
+    return model.criterion(found.transpose(1, 2), batch[:, 1:])
+
+
 @functools.lru_cache(maxsize=1)  # on all ranks alike, for one layout after the other
 def on_one_process(name):
     return train(name, "auto", 1)[0]
@@ -105,7 +117,7 @@ class Counter:
         return self.function(*args, **kwargs)
 
 
-def check(name, layout):
+def check(name, layout, is_gathered=False):
     sizes = SIZES[layout]
     ranks, replicas = math.prod(sizes.values()), sizes.get("data_parallel_size", 1)
     patches = Patches()
@@ -121,7 +133,7 @@ def check(name, layout):
     finally:
         patches.undo()
     assert made.calls
-    assert gathered.calls == 0
+    assert bool(gathered.calls) == is_gathered
     expect_equal(module, trainer, expected, replicas)
 
 
@@ -129,6 +141,11 @@ def check(name, layout):
 @distributed(world_size=2)
 def test_two_ranks(name):
     check(name, "tensor 2")
+
+
+@distributed(world_size=2)
+def test_logits_that_change_in_place_by_part_and_in_full():
+    check("changed", "tensor 2", is_gathered=True)
 
 
 @pytest.mark.parametrize("name", ["plain", "gpt2"])
