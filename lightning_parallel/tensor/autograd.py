@@ -40,7 +40,6 @@ from lightning_parallel.comm import Group
 from lightning_parallel.compat.torch import unsafe_view
 
 __all__ = [
-    "RECEIVED",
     "all_gather_to_group",
     "all_to_all_in_group",
     "copy_to_group",
