@@ -134,9 +134,7 @@ class BlockCalls:
         record = self._record()
         if record is None:
             return False
-        modules = {self._root.get_submodule(path) for path in blocks}
-        paths = {*blocks}
-        calls = [call for call in record.calls if call.path in paths or call.module in modules]
+        calls = [call for path in blocks for call in record.calls_of(path)]
         made = {id(leaf) for call in calls for leaf in pytree.tree_leaves(call.output)}
         for operation in record.operations:
             # In order, so that values made of such values count as well.

@@ -557,7 +557,7 @@ def _reshape(call: _FunctionCall) -> Tensor | None:
     own = part.reshape(*tried.shape[:place], part.shape[piece.place], *tried.shape[place + 1 :])
     if not (tried.is_contiguous() and piece.is_contiguous()):
         return _wrapped(own, place, piece.family, is_alias=True)
-    # Autograd must see a view of the full tensor: an in-place change of one of them shows in both.
+    # Autograd must see a view of the full tensor, because a change of the view in place also changes the tensor.
     return piece.view(tried.shape)._keep(own, place, is_alias=True)  # type: ignore[attr-defined]
 
 
@@ -572,9 +572,9 @@ def _view(call: _FunctionCall) -> Any:
     # Run the view on a tensor without data, where only the sharded dimension has a stride, to see where it ends up.
     strides = [_STRIDE if at == piece.place else 0 for at in range(piece.dim())]
     marked = call.func(torch.empty_strided(piece.shape, strides, device="meta"), *call.args[1:], **call.kwargs)
+    full = piece.shape[piece.place]
     places = [
         next((at for at, stride in enumerate(each.stride()) if stride == _STRIDE and each.shape[at] == full), -1)
-        for full in piece.shape[piece.place : piece.place + 1]
         for each in ([marked] if isinstance(marked, Tensor) else marked)
     ]
     if -1 in places:
@@ -818,7 +818,7 @@ _SMALL_CONTAINER = 16
 
 
 def _is_same(one: Any, two: Any) -> bool:
-    """Return whether two values, one of them made from the other, have the same leaves."""
+    """Return whether a value has the same leaves as the value from which it was made."""
     return one is two or all(a is b for a, b in zip(pytree.tree_leaves(one), pytree.tree_leaves(two)))
 
 
