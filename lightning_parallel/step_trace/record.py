@@ -100,11 +100,10 @@ def call_signature(args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
     """Return the shapes of tensors and the other values: equal for calls that a block answers by the same code."""
     leaves, tree = pytree.tree_flatten((args, kwargs))
     # By its class: the address of an object would differ between the ranks.
-    plain = (bool, int, float, str, torch.dtype, type(None))
     described = [
         (tuple(leaf.shape), leaf.dtype)
         if isinstance(leaf, Tensor)
-        else (leaf if isinstance(leaf, plain) else type(leaf).__name__)
+        else (leaf if isinstance(leaf, PLAIN) else type(leaf).__name__)
         for leaf in leaves
     ]
     return f"{described} {tree}"

@@ -291,7 +291,7 @@ class _Search:
 
     def is_shared(self, module: nn.Module, path: str) -> bool:
         """Return whether a module inside `module`, which is at `path`, has an earlier path elsewhere."""
-        return any(not self.paths[id(child)].startswith(path) for child in module.modules())
+        return any(not f"{self.paths[id(child)]}.".startswith(f"{path}.") for child in module.modules())
 
     def call(self, path: str) -> BlockCall | None:
         """Return how the model calls the module at `path`, if that is known."""

@@ -12,6 +12,7 @@ from torch.nn import functional as F
 
 from lightning_parallel import comm
 from lightning_parallel.comm import Group
+from lightning_parallel.step_trace.record import record_step
 from lightning_parallel.tensor.auto_plan import make_plan
 from lightning_parallel.tensor.experts import find_routers
 from lightning_parallel.tensor.inspection import structure_of
@@ -184,6 +185,26 @@ def test_the_table_of_a_model_is_the_last_resort():
     assert _paired(plan, r"\.\d+\.")
     assert "no run has checked" in plan.notes["model.layers.0.self_attn.q_proj"]
     assert "model.layers.0.mlp.up_proj" not in plan.notes
+
+
+class Residual(nn.Module):
+    """A stack of blocks, which are no experts although each adds its output."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 8)) for _ in range(3))
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = x + layer(x)
+        return x
+
+
+def test_a_stack_of_blocks_is_no_list_of_experts():
+    model = Residual()
+    trace = record_step(model, model, torch.randn(2, 8), torch.device("cpu"))
+    plan = make_plan(model, "auto", Group.pretended("tensor", 2), record=lambda: trace)
+    assert {type(style) for style in plan.styles.values()} == {Column, Row}
 
 
 class Language(nn.Module):
