@@ -171,7 +171,9 @@ class _CutBlock:
         before, self.inputs = self.inputs, {}
         try:
             returned = self.call(self.module, self.x if x is None else x)
-            self.returned = [leaf.detach() for leaf in pytree.tree_leaves(returned) if isinstance(leaf, Tensor)]
+            leaves = [leaf for leaf in pytree.tree_leaves(returned) if isinstance(leaf, Tensor)]
+            # A block with its attention inside adds to its input, whose last size may be narrow.
+            self.returned = [whole_input(leaf).detach() for leaf in leaves]
             return self.inputs
         finally:
             self.inputs = before

@@ -179,6 +179,22 @@ class Windowed(nn.Module):
         return self.attention(padded.reshape(-1, 4, c)).reshape(b, -1, c)[:, :t]
 
 
+class Inline(nn.Module):
+    """Attention and MLP in one forward, which takes the width of its heads from the input that it adds to."""
+
+    def __init__(self):
+        super().__init__()
+        self.heads, self.norm1, self.norm2 = HEADS, nn.LayerNorm(WIDTH), nn.LayerNorm(WIDTH)
+        self.qkv, self.proj = nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.up, self.down = nn.Linear(WIDTH, 2 * WIDTH), nn.Linear(2 * WIDTH, WIDTH)
+
+    def forward(self, x):
+        b, t, c = x.shape
+        q, k, v = self.qkv(self.norm1(x)).view(b, t, 3, self.heads, c // self.heads).permute(2, 0, 3, 1, 4)
+        x = x + self.proj(_attend(q, k, v).reshape(b, t, c))
+        return x + self.down(F.gelu(self.up(self.norm2(x))))
+
+
 class LowRank(nn.Module):
     """A layer with a low-rank term, as LoRA adds it."""
 
@@ -257,6 +273,7 @@ BY_HEADS = {
         "Unflatten": lambda: Layers(False),
         "Rearrange": lambda: Layers(True),
         "multi-query": lambda: MultiQuery(True),
+        "inline": Inline,
     },
     "separate": {
         **{
