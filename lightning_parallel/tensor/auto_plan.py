@@ -71,9 +71,7 @@ def make_plan(
         explicit = {path for path in found.styles if any(fnmatchcase(path, pattern) for pattern in told)}
         _verify_regions(module, found, search, explicit)
         search.resolve_ties(found)
-    if sequence_parallel:
-        divide_sequences(module, found, verifier, search.calls)
-    return found
+    return divide_sequences(module, found, verifier, search.calls) if sequence_parallel else found
 
 
 def _verify_regions(module: nn.Module, plan: Plan, search: _Search, explicit: Collection[str]) -> None:

@@ -7,7 +7,7 @@ that it may take: tokens, hidden states, an image.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -107,9 +107,7 @@ class BlockCalls:
                 around = [outer for outer in record.paths_around(call.number) if f"{outer}.".startswith(start)]
                 relative = tuple(outer.removeprefix(path) for outer in around)
                 calls.append((relative, call.signature))
-        if "" not in self._readers:
-            self._readers[""] = self._read_by_hand("", [record])
-        readers = self._readers[""]
+        readers = self._read_by_hand_in_step(record)
         inside = [(name, readers[id(each)]) for name, each in module.named_parameters() if id(each) in readers]
         return (*calls,), (*inside,)
 
@@ -145,6 +143,44 @@ class BlockCalls:
             for call in calls
             for leaf in pytree.tree_leaves((call.args, call.kwargs))
         )
+
+    def is_left_out(self, path: str) -> bool:
+        """Return whether the step runs to its end without a call of the module at `path`."""
+        record = self._record()
+        if record is None or record.error is not None or record.calls_of(path):
+            return False
+        # The record has no calls inside a module that ran on random data.
+        return not any(call.has_data for around in _owners(path) for call in record.calls_of(around))
+
+    def used_outside(self, blocks: Collection[str]) -> dict[str, str]:
+        """Return the parameters with which the step computes outside the calls of `blocks`.
+
+        Returns:
+            By name of the parameter, the module or the line of code that computes with it. Empty without a record.
+        """
+        record = self._record()
+        if record is None:
+            return {}
+        found: dict[str, str] = {}
+        named = {id(parameter): name for name, parameter in self._root.named_parameters()}
+        # A call begins after the call that makes it, so the verdict about the outer call is known.
+        outside: list[bool] = []
+        for call in record.calls:
+            outside.append(call.path not in blocks and (call.parent < 0 or outside[call.parent]))
+            if outside[-1] and call.has_data:
+                inside = self._root.get_submodule(call.path).parameters()
+                found |= {named[id(parameter)]: f"code calls `{call.path}` outside its block" for parameter in inside}
+        for operation in record.operations:
+            if operation.call >= 0 and outside[operation.call]:
+                path = record.calls[operation.call].path
+                names = [value.view_of for value in operation.inputs if value.view_of is not None]
+                found |= dict.fromkeys(names, f"code calls `{path}` outside its block")
+        by_hand = self._read_by_hand_in_step(record)
+        found |= {named[each]: f"code computes with its weights in {line or 'torch'}" for each, line in by_hand.items()}
+        # Every rank keeps the same modules on full sequences.
+        for other in reversed(comm.all_gather_object(found, self._group)):
+            found = {**found, **other}
+        return found
 
     def joined(self, blocks: Sequence[str]) -> set[tuple[str, str]]:
         """Return the pairs of neighbours whose first block passes its output unchanged to the second, and nowhere else.
@@ -199,6 +235,11 @@ class BlockCalls:
         for around in _owners(path):
             if not isinstance(self._root.get_submodule(around), (nn.ModuleList, nn.ModuleDict)):
                 yield around, self._traces(around, _inside(path, around))
+
+    def _read_by_hand_in_step(self, record: StepTrace) -> dict[int, str]:
+        if "" not in self._readers:
+            self._readers[""] = self._read_by_hand("", [record])
+        return self._readers[""]
 
     def _read_by_hand(self, around: str, traces: Sequence[StepTrace]) -> dict[int, str]:
         """Return the parameters that code outside their modules computes with, by `id`, and the lines of this code."""
@@ -361,10 +402,11 @@ _WITHOUT_VALUES |= {f"aten::new_{name}" for name in ("zeros", "ones", "empty", "
 
 
 def _joined(trace: StepTrace, blocks: Sequence[str]) -> set[int] | None:
-    """Return which blocks pass all outputs to the next block and nowhere else; None if not all blocks are called."""
+    """Return which blocks pass all outputs to the next block and nowhere else; None if the trace does not show it."""
     modules = {call.module for call in trace.calls if call.path in blocks}
     calls = list(trace.outermost(modules))
-    if {call.path for call in calls} != {*blocks}:
+    # A step that runs to its end may leave out a block. An earlier end hides the calls after it.
+    if not calls or (trace.error is not None and {call.path for call in calls} != {*blocks}):
         return None
     order = [blocks.index(call.path) for call in calls]
     outputs = [_hidden(call.output) for call in calls]

@@ -20,7 +20,7 @@ from functools import cache, wraps
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
@@ -122,12 +122,16 @@ class SequenceLengths:
             have one position only.
         stream: Shape of this rank's part of the hidden states, if known. A layer may get them with samples and
             positions in one dimension.
+        in_block: Whether a block of a region runs.
+        outside: The module of a block that code calls outside the block, while this call runs.
     """
 
     def __init__(self, group: Group, dim: int) -> None:
         self.group = group
         self.dim = dim
         self.suspended = False
+        self.in_block = False
+        self.outside: nn.Module | None = None
         self.stream: torch.Size | None = None
         self._full: dict[int, int] = {}
         self._seen: set[int] = set()
@@ -161,6 +165,10 @@ class SequenceLengths:
                 f" {sorted(self._full.values()) or 'none'})"
             )
         return balanced(self._full[local], self.group.size)
+
+    def is_full(self, length: int) -> bool:
+        """Return whether a sequence of `length` positions can only be a full one."""
+        return length in self._seen and length not in self._full
 
     def is_flat(self, x: Tensor) -> bool:
         """Return whether samples and positions are one dimension of `x`, unlike in the hidden states."""

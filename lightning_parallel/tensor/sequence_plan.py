@@ -31,6 +31,7 @@ from lightning_parallel.tensor.verify import BlockCall, PlanVerifier
 
 __all__ = ["divide_sequences", "sequence_parallel_styles"]
 
+NOT_CALLED = "the step does not call it"
 CANNOT_RUN = "its blocks cannot be run alone to compare them"
 DIFFERS = "its blocks compute other results with some of the positions"
 FLAT = "its hidden states have no sequence dimension"
@@ -40,38 +41,203 @@ UNSEEN = "it is in a block of another list, and a run of the model without data 
 WHOLE = "its layers are not sharded"
 
 
-def divide_sequences(module: nn.Module, plan: Plan, verifier: PlanVerifier, calls: BlockCalls) -> None:
-    """Shard the sequence along the stacks of blocks whose results this does not change.
+def divide_sequences(module: nn.Module, plan: Plan, verifier: PlanVerifier, calls: BlockCalls) -> Plan:
+    """Return the plan with the sequence sharded along the stacks of blocks whose results this does not change.
 
     Raises:
         ValueError: If there is no such stack.
     """
-    modules = dict(module.named_modules())
-    whole: dict[str, str] = {}
-    for path, stack in modules.items():
-        if not isinstance(stack, (nn.ModuleList, nn.Sequential)):
-            continue
-        blocks = [f"{path}.{name}".lstrip(".") for name, _ in stack.named_children()]
-        known = [block for region in plan.sequence_regions for block in region.blocks]
-        # A stack inside a block of a region is sharded together with that block.
-        inside_of_another = any(path.startswith(f"{block}.") for block in known)
-        if _holds_parts(modules, path):
-            if any(_is_divided(modules[block], _inside(plan, block)) for block in blocks):
-                plan.whole_sequences[path] = PARTS
-            continue
-        if not inside_of_another and any(_is_divided(modules[block], _inside(plan, block)) for block in blocks):
-            _refuse_compiled(modules, path, blocks)
-            _divide_stack(module, path, blocks, plan, verifier, calls)
-        elif not inside_of_another:
-            whole[path] = WHOLE
-    if not plan.sequence_regions:
-        reasons = "".join(f"\n  `{path}`: {reason}" for path, reason in (plan.whole_sequences or whole).items())
+    search = _StackSearch(module, plan, verifier, calls)
+    whole = search.divide_stacks()
+    # A parameter that gets gradients in two ways keeps full sequences everywhere, which may change the other blocks.
+    while new := search.used_in_two_ways():
+        search.full |= new
+        whole = search.divide_stacks()
+    if not search.found.sequence_regions:
+        reasons = search.found.whole_sequences or whole
+        listed = "".join(f"\n  `{path}`: {reason}" for path, reason in reasons.items())
         raise ValueError(
             f"`sequence_parallel=True` finds no stack of blocks in `{type(module).__name__}` whose activations can be"
             " sharded along the sequence. Blocks must be in a `ModuleList` or `Sequential` and take hidden states"
             " (batch, sequence, features). They must compute each position by itself outside their attention and MLP,"
-            f" and return hidden states of the same shape. Use `sequence_parallel=False`.{reasons}"
+            f" and return hidden states of the same shape. Use `sequence_parallel=False`.{listed}"
         )
+    return search.found
+
+
+class _StackSearch:
+    """The search for stacks of blocks that allow sharded sequences.
+
+    Args:
+        root: The full model.
+        plan: The plan without sequence parallelism; it stays unchanged.
+        verifier: Accepts the plans of single blocks.
+        calls: How the model calls its blocks.
+
+    Attributes:
+        full: Why a parameter must be used on full sequences, by its `id`.
+        found: The plan with the regions of the last call of `divide_stacks`.
+    """
+
+    def __init__(self, root: nn.Module, plan: Plan, verifier: PlanVerifier, calls: BlockCalls) -> None:
+        self._root = root
+        self._plan = plan
+        self._verifier = verifier
+        self._calls = calls
+        self._modules = dict(root.named_modules())
+        # A module that several blocks share has one path here, the path in the plan.
+        self._paths = {child: path for path, child in self._modules.items()}
+        self.full: dict[int, str] = {}
+        self.found = plan
+        self._blocks: dict[str, Plan] = {}
+        self._regions: list[SequenceRegion] = []
+
+    def divide_stacks(self) -> dict[str, str]:
+        """Search all stacks of the model; return why stacks are not sharded at all, by path."""
+        plan = self._plan
+        self.found = Plan({**plan.styles}, {**plan.attributes}, {**plan.notes})
+        self._blocks = {}
+        self._regions = []
+        whole: dict[str, str] = {}
+        stacks = [path for path, stack in self._modules.items() if isinstance(stack, (nn.ModuleList, nn.Sequential))]
+        # A block has more modules than a block inside it, so outer stacks come first, in any order of registration.
+        for path in sorted(stacks, key=lambda path: -_largest_child(self._modules[path])):
+            inner = {child for block in self._blocks for child in self._modules[block].modules()}
+            children = [*self._modules[path].children()]
+            blocks = [self._paths[child] for child in children]
+            is_divided = any(_is_divided(child, self._inside(block)) for child, block in zip(children, blocks))
+            if _holds_parts(self._modules, path):
+                if is_divided:
+                    self.found.whole_sequences[path] = PARTS
+            # A stack inside a block of a region is sharded together with that block.
+            elif inner.isdisjoint(children):
+                if is_divided:
+                    _refuse_compiled(self._modules, path, blocks)
+                    self._divide_stack(path, blocks)
+                else:
+                    whole[path] = WHOLE
+        order = [*self._modules]
+        self.found.sequence_regions.sort(key=lambda region: order.index(region.blocks[0]))
+        return whole
+
+    def used_in_two_ways(self) -> dict[int, str]:
+        """Return the parameters that need full sequences besides `full`: why, by `id`.
+
+        The gradient of a replicated parameter is partial inside a region and complete elsewhere. A sum over the ranks
+        would count the complete part once for each rank.
+
+        Raises:
+            ValueError: If blocks share a module that full sequences do not make equal.
+        """
+        partial: set[int] = set()
+        ways: dict[nn.Module, dict[object, str]] = {}
+        for path, part in self._blocks.items():
+            block = self._modules[path]
+            (region,) = part.sequence_regions
+            for name, child in block.named_modules():
+                way = (repr(part.styles.get(name)), name in region.sublayers, name in region.gathered, region.dim)
+                ways.setdefault(child, {}).setdefault(way, path)
+            for name, style in part.styles.items():
+                owner = block.get_submodule(name)
+                partial |= {id(owner.get_parameter(each)) for each in style.partial(owner)}
+        named = dict(self._root.named_parameters())
+        outside = self._calls.used_outside([*self._blocks])
+        found = {id(named[name]): why for name, why in outside.items() if id(named[name]) in partial}
+        for child, blocks in ways.items():
+            if len(blocks) > 1 and any(True for _ in child.parameters()):
+                new = {id(parameter) for parameter in child.parameters()} - self.full.keys()
+                if not new:
+                    raise ValueError(
+                        f"`sequence_parallel=True` does not support `{self._paths[child]}`, which"
+                        f" {', '.join(f'`{block}`' for block in blocks.values())} share and use in different ways. Give"
+                        " each block its own module, or set `sequence_parallel=False`"
+                    )
+                found |= dict.fromkeys(new, "blocks share it and use it in different ways")
+        return found
+
+    def _inside(self, path: str) -> Plan:
+        """Return the part of the plan for a block, with paths relative to the block, also for shared modules."""
+        paths = {name: self._paths[child] for name, child in self._modules[path].named_modules()}
+        return Plan(
+            {name: self._plan.styles[full] for name, full in paths.items() if full in self._plan.styles},
+            {name: self._plan.attributes[full] for name, full in paths.items() if full in self._plan.attributes},
+        )
+
+    def _divide_stack(self, path: str, blocks: list[str]) -> None:
+        """Shard the sequence along the blocks in a row that allow it, of the stack at `path`."""
+        whole = self.found.whole_sequences
+        run: list[SequenceRegion] = []
+        joined: set[tuple[str, str]] | None = None
+        for block in blocks:
+            found = self._block_plan(path, block)
+            if isinstance(found, str):
+                whole[block] = found
+                self._add_region(path, run)
+                run = []
+                continue
+            self._blocks[block] = found
+            region = self._add_block(block, found)
+            if joined is None:
+                joined = self._calls.joined(blocks) if len(blocks) > 1 else set()
+            # A region ends where no run has shown that the next block gets the output unchanged.
+            if run and not (run[0].dim == region.dim and (run[-1].blocks[-1], block) in joined):
+                self._add_region(path, run)
+                run = []
+            run.append(region)
+        self._add_region(path, run)
+
+    def _block_plan(self, path: str, block: str) -> Plan | str:
+        """Return the plan that shards the sequence in a block of the stack at `path`, or the reason against it."""
+        if self._calls.is_left_out(block):
+            return NOT_CALLED
+        seen = self._calls.of(block)
+        if isinstance(seen, str) and _is_in_a_list(self._root, path):  # perhaps experts, whose tokens have no order
+            return UNSEEN
+        module = self._modules[block]
+        call = None if isinstance(seen, str) else seen
+        found = _sequence_plan(module, self._inside(block), self._verifier, call, self._full_inside(module))
+        needs_call = isinstance(found, str) and found.startswith(CANNOT_RUN) and isinstance(seen, str)
+        return f"{found}, {NOT_SEEN} ({seen})" if needs_call else found
+
+    def _full_inside(self, block: nn.Module) -> dict[str, str]:
+        """Return the modules that the block calls and that must compute on full sequences, and why."""
+        found: dict[str, str] = {}
+        names = {child: name for name, child in block.named_modules()}
+        for name, parameter in block.named_parameters(remove_duplicate=False):
+            if id(parameter) in self.full:
+                found[names[block.get_submodule(_called_by(block, name))]] = self.full[id(parameter)]
+        return found
+
+    def _add_block(self, block: str, found: Plan) -> SequenceRegion:
+        """Put the styles of a block into the plan; return its region with the paths in the model."""
+        module = self._modules[block]
+        # The new styles replace all styles of the block; some of the old paths have none any more.
+        for child in module.modules():
+            self.found.styles.pop(self._paths[child], None)
+        self.found.styles |= {self._paths[module.get_submodule(name)]: style for name, style in found.styles.items()}
+        (region,) = found.sequence_regions
+        for name, why in self._full_inside(module).items():
+            self.found.whole_sequences[self._paths[module.get_submodule(name)]] = why
+        # A shared module gets its hooks once, from the first region that has it.
+        known = {path for other in self._regions for path in (*other.sublayers, *other.gathered)}
+        sublayers, gathered = (
+            tuple(path for name in names if (path := self._paths[module.get_submodule(name)]) not in known)
+            for names in (region.sublayers, region.gathered)
+        )
+        self._regions.append(SequenceRegion("", (block,), sublayers, gathered, region.dim))
+        return self._regions[-1]
+
+    def _add_region(self, path: str, run: list[SequenceRegion]) -> None:
+        if run:
+            self.found.sequence_regions.append(
+                SequenceRegion(
+                    path.rpartition(".")[0],
+                    tuple(block for part in run for block in part.blocks),
+                    tuple(inside for part in run for inside in part.sublayers),
+                    tuple(inside for part in run for inside in part.gathered),
+                    run[0].dim,
+                )
+            )
 
 
 def _refuse_compiled(modules: Mapping[str, nn.Module], path: str, blocks: Sequence[str]) -> None:
@@ -91,6 +257,11 @@ def _refuse_compiled(modules: Mapping[str, nn.Module], path: str, blocks: Sequen
             )
 
 
+def _largest_child(stack: nn.Module) -> int:
+    """Return the number of modules in the child that has most."""
+    return max((sum(1 for _ in child.modules()) for child in stack.children()), default=0)
+
+
 def _holds_parts(modules: Mapping[str, nn.Module], path: str) -> bool:
     """Return whether a list in a list holds attention and MLP of a block, which other code adds to the stream."""
     around = modules[path.rpartition(".")[0]]
@@ -105,79 +276,34 @@ def _is_divided(block: nn.Module, inside: Plan) -> bool:
     return any(isinstance(style, kinds) for style in inside.styles.values())
 
 
-def _inside(plan: Plan, block: str) -> Plan:
-    """Return the part of the plan inside a block, with the style and the attributes of the block itself."""
-    found = plan.under(block)
-    return Plan(
-        found.styles | ({"": plan.styles[block]} if block in plan.styles else {}),
-        found.attributes | ({"": plan.attributes[block]} if block in plan.attributes else {}),
-    )
-
-
-def _divide_stack(
-    root: nn.Module, path: str, blocks: list[str], plan: Plan, verifier: PlanVerifier, calls: BlockCalls
-) -> None:
-    """Shard the sequence along the blocks in a row that allow it, of the stack at `path`."""
-    run: list[SequenceRegion] = []
-    seen = calls.of(blocks[0])
-    call, unseen = (None, seen) if isinstance(seen, str) else (seen, "")
-    if call is None and _is_in_a_list(root, path):  # perhaps experts, whose tokens have no order
-        plan.whole_sequences |= dict.fromkeys(blocks, UNSEEN)
-        return
-    joined = calls.joined(blocks) if len(blocks) > 1 else set()
-    for block in blocks:
-        found = _sequence_plan(root.get_submodule(block), _inside(plan, block), verifier, call)
-        if isinstance(found, str):
-            needs_call = found.startswith(CANNOT_RUN) and unseen
-            plan.whole_sequences[block] = f"{found}, {NOT_SEEN} ({unseen})" if needs_call else found
-            _add_region(plan, path, run)
-            run = []
-            continue
-        # The new styles replace all styles of the block; some of the old paths have none any more.
-        for inside in [name for name in plan.styles if name == block or name.startswith(f"{block}.")]:
-            del plan.styles[inside]
-        plan.add(block, found)
-        region = found.sequence_regions[0]
-        sublayers, gathered = (
-            tuple(f"{block}.{name}".rstrip(".") for name in names) for names in (region.sublayers, region.gathered)
-        )
-        # A region ends where no run has shown that the next block gets the output unchanged.
-        if run and not (run[0].dim == region.dim and (run[-1].blocks[-1], block) in joined):
-            _add_region(plan, path, run)
-            run = []
-        run.append(SequenceRegion("", (block,), sublayers, gathered, region.dim))
-    _add_region(plan, path, run)
-
-
 def _is_in_a_list(root: nn.Module, path: str) -> bool:
     parts = path.split(".")
     around = (root.get_submodule(".".join(parts[:depth])) for depth in range(1, len(parts)))
     return any(isinstance(module, (nn.ModuleList, nn.Sequential)) for module in around)
 
 
-def _add_region(plan: Plan, path: str, run: list[SequenceRegion]) -> None:
-    if run:
-        plan.sequence_regions.append(
-            SequenceRegion(
-                path.rpartition(".")[0],
-                tuple(block for part in run for block in part.blocks),
-                tuple(inside for part in run for inside in part.sublayers),
-                tuple(inside for part in run for inside in part.gathered),
-                run[0].dim,
-            )
-        )
+def _sequence_plan(
+    block: nn.Module, inside: Plan, verifier: PlanVerifier, call: BlockCall | None, full: Mapping[str, str]
+) -> Plan | str:
+    """Return the plan that shards the sequence in one block, or the reason against it, in a few words.
 
-
-def _sequence_plan(block: nn.Module, inside: Plan, verifier: PlanVerifier, call: BlockCall | None) -> Plan | str:
-    """Return the plan that shards the sequence in one block, or the reason against it, in a few words."""
+    Args:
+        block: The full module.
+        inside: The plan of the block without sequence parallelism.
+        verifier: Accepts plans.
+        call: How the model calls the block, if that is known.
+        full: Paths of the modules inside that must compute on full sequences, and why.
+    """
     if not _is_divided(block, inside):
         return WHOLE
+    if "" in full:
+        return full[""]
     shape = None if call is None else call.hidden.shape
     if shape is not None and len(shape) < 3:
         return FLAT
     # The trial has more positions than samples, so the longer dimension holds the positions.
     dim = 0 if _has_positions_first(block) or (shape is not None and shape[0] > shape[1]) else 1
-    candidates = list(_candidates(block, inside, dim))
+    candidates = list(_candidates(block, inside, dim, tuple(full)))
     given = Plan(attributes=inside.attributes)  # the candidates have the styles of all layers
     found = verifier.first_verified(block, given, candidates, call)
     if found is not None:
@@ -191,8 +317,8 @@ def _has_positions_first(block: nn.Module) -> bool:
     return any(isinstance(child, nn.MultiheadAttention) and not child.batch_first for child in block.modules())
 
 
-def _candidates(block: nn.Module, inside: Plan, dim: int) -> Iterator[Plan]:
-    """Yield plans that shard the sequence in `block`, the best first."""
+def _candidates(block: nn.Module, inside: Plan, dim: int, full: tuple[str, ...]) -> Iterator[Plan]:
+    """Yield plans that shard the sequence in `block` and gather it for the modules at `full`, the best first."""
     around = [region_around(inside, path, Column).rstrip(".") for path in inside.styles if _is_row(inside.styles[path])]
     sublayers = tuple(dict.fromkeys(filter(None, around)))
     # A layer that takes or makes full features by itself also needs full sequences, like the layers beside it.
@@ -202,6 +328,7 @@ def _candidates(block: nn.Module, inside: Plan, dim: int) -> Iterator[Plan]:
     whole = [(), *((path,) for path in sublayers if len(sublayers) > 1)]
     if (mixing := _with_full_weights(block, inside.styles)) and not _is_inside("", mixing):
         whole.insert(1, mixing)
+    whole = [tuple(dict.fromkeys((*full, *paths))) for paths in whole]
     for gathered in whole:
         divided = tuple(path for path in sublayers if not _is_inside(path, gathered))
         yield from _candidate(block, inside, SequenceRegion("", ("",), divided, (*gathered, *modules), dim))
@@ -218,11 +345,16 @@ def _with_full_weights(block: nn.Module, styles: Mapping[str, Style]) -> tuple[s
     found: dict[str, None] = {}
     for name, weight in block.named_parameters():
         if weight.dim() > 1 and not _is_inside(name.rpartition(".")[0], sharded):
-            parts = name.split(".")[:-1]
-            # The entries of a list are called, not the list.
-            is_list = parts and isinstance(block.get_submodule(parts[0]), (nn.ModuleList, nn.ModuleDict))
-            found[".".join(parts[: 2 if is_list else 1])] = None
+            found[_called_by(block, name)] = None
     return tuple(found)
+
+
+def _called_by(block: nn.Module, name: str) -> str:
+    """Return the path of the module that `block` calls and that holds the parameter `name`; empty for the block."""
+    parts = name.split(".")[:-1]
+    # The entries of a list are called, not the list.
+    is_list = parts and isinstance(block.get_submodule(parts[0]), (nn.ModuleList, nn.ModuleDict))
+    return ".".join(parts[: 2 if is_list else 1])
 
 
 def _candidate(block: nn.Module, inside: Plan, region: SequenceRegion) -> Iterator[Plan]:

@@ -102,6 +102,7 @@ def divide_sequence(
     region = RandomRegion(group)
 
     def enter(module: nn.Module, args: Any, kwargs: Any) -> None:
+        lengths.in_block = True
         lengths.suspended = _is_evaluated(module)
         if not lengths.suspended:
             lengths.stream = _main(args, kwargs).shape
@@ -142,10 +143,10 @@ def divide_sequence(
         # Once per block: activation checkpointing keeps the replicated state, from which it recomputes one block.
         hook_before(block, open_region, with_kwargs=True)
         region.watch(block, owner)
+        # Before the user's hooks, which see full sequences. Always called: an exception may leave the block.
+        hook_after(block, lambda *_: _leave_block(lengths), prepend=True, always_call=True)
     # Before the user's hooks, which see full sequences.
     hook_after(blocks[-1], gather_output, prepend=True)
-    # An exception may leave the blocks, so the owner resets the state.
-    hook_after(owner, lambda *_: _resume(lengths), always_call=True)
 
 
 def _hand_out_whole(blocks: Sequence[nn.Module], scatter: Callable[..., Any], lengths: SequenceLengths) -> None:
@@ -174,8 +175,30 @@ def _is_hollow(hidden: Tensor) -> bool:
     return hidden.is_meta or isinstance(hidden, FakeTensor)
 
 
-def _resume(lengths: SequenceLengths) -> None:
+def _leave_block(lengths: SequenceLengths) -> None:
+    lengths.in_block = False
     lengths.suspended = False
+
+
+def _has_full_input(module: nn.Module, lengths: SequenceLengths, given: Any) -> bool:
+    """Return whether `module`, which starts, computes on full sequences: in evaluation, or called outside its block."""
+    if lengths.suspended or lengths.in_block:
+        return lengths.suspended
+    # A recomputation in backward may begin inside a block or outside, and only the length tells where.
+    if current_graph_task_id() != -1 and not lengths.is_full(_main(given).shape[lengths.dim]):
+        return False
+    lengths.suspended = True
+    lengths.outside = module
+    return True
+
+
+def _had_full_input(module: nn.Module, lengths: SequenceLengths) -> bool:
+    """Return whether `module`, which ends, has computed on full sequences."""
+    had = lengths.suspended
+    if lengths.outside is module:
+        lengths.suspended = False
+        lengths.outside = None
+    return had
 
 
 def _lengths(group: Group, dim: int) -> SequenceLengths:
@@ -190,8 +213,8 @@ def _is_evaluated(module: nn.Module) -> bool:
 def _stand_for_whole(sublayer: nn.Module, lengths: SequenceLengths, is_block: bool) -> None:
     """Let the input of `sublayer` read as the full sequence, and return this rank's positions of its output."""
 
-    def enter(_: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
-        if lengths.suspended:
+    def enter(module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
+        if _has_full_input(module, lengths, (args, kwargs)):
             return None
         main = _main(args, kwargs)
 
@@ -203,8 +226,8 @@ def _stand_for_whole(sublayer: nn.Module, lengths: SequenceLengths, is_block: bo
         main = _main(args, kwargs)
         return _exchanged((args, kwargs), main, positions_of(main, lengths))
 
-    def leave(_: nn.Module, args: Any, output: Any) -> Any:
-        if lengths.suspended:
+    def leave(module: nn.Module, args: Any, output: Any) -> Any:
+        if _had_full_input(module, lengths) or output is None:
             return None
         parts: list[Tensor] = []
 
@@ -222,8 +245,9 @@ def _stand_for_whole(sublayer: nn.Module, lengths: SequenceLengths, is_block: bo
         return output if is_part else _exchanged(output, main, _my_part(main, lengths))
 
     hook_before(sublayer, enter, with_kwargs=True)
-    # The hooks that hand out the output of a block take the plain tensor.
-    hook_after(sublayer, leave, prepend=is_block)
+    # The hooks that hand out the output of a block take the plain tensor. Always called, without an output after an
+    # exception: a recomputation ends with an exception as soon as it has all tensors.
+    hook_after(sublayer, leave, prepend=is_block, always_call=True)
 
 
 def _gather_around(path: str, module: nn.Module, lengths: SequenceLengths) -> None:
@@ -235,7 +259,7 @@ def _gather_around(path: str, module: nn.Module, lengths: SequenceLengths) -> No
     before: list[tuple[Any, bool]] = []
 
     def enter(module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
-        if lengths.suspended:
+        if _has_full_input(module, lengths, (args, kwargs)):
             return None
         piece = _main(args, kwargs)
         wrapped = piece if isinstance(piece, Piece) else None
@@ -244,7 +268,7 @@ def _gather_around(path: str, module: nn.Module, lengths: SequenceLengths) -> No
         return _exchanged((args, kwargs), piece, whole)
 
     def leave(module: nn.Module, args: Any, output: Any) -> Any:
-        if lengths.suspended:
+        if _had_full_input(module, lengths) or output is None:
             return None
         main = _main(output)
         state, is_wrapped = before.pop()
@@ -257,7 +281,7 @@ def _gather_around(path: str, module: nn.Module, lengths: SequenceLengths) -> No
         return _exchanged(output, main, positions_of(part, lengths) if is_wrapped else part)
 
     hook_before(module, enter, with_kwargs=True)
-    hook_after(module, leave)
+    hook_after(module, leave, always_call=True)
 
 
 def _whole(piece: Tensor, lengths: SequenceLengths) -> Tensor:

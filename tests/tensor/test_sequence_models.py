@@ -12,6 +12,7 @@ from torch.nn.utils import parametrizations, prune
 from torch.utils.checkpoint import checkpoint
 
 from lightning_parallel import comm
+from lightning_parallel.step_trace.record import record_step
 from lightning_parallel.tensor.auto_plan import make_plan
 from lightning_parallel.tensor.linear import shared_inputs
 from lightning_parallel.tensor.pieces import Piece
@@ -428,6 +429,79 @@ def test_blocks_with_code_between_them_are_divided_each_by_itself(group, kind):
     if len(runs) == 4:
         caption = str(sharding_table(model, sharding, 2).caption)
         assert "full sequences between blocks.0, blocks.1, blocks.2, blocks.3: the model may change" in caption
+
+
+class UsedTwice(Language):
+    """Uses modules or weights of its blocks in two places."""
+
+    kind = ""
+
+    def __init__(self):
+        super().__init__([Block() for _ in range(3)])
+        first, second, third = self.blocks
+        if self.kind == "shared modules":
+            third.attention, second.norm, third.norm = first.attention, first.norm, self.norm
+        elif self.kind == "shared mlp":
+            second.mlp = third.mlp = first.mlp
+        elif self.kind == "shared parameters":
+            second.mlp[0].weight, third.norm.weight = first.mlp[0].weight, self.norm.weight
+        elif self.kind == "one norm in a block":
+            first.norm_again = first.norm
+
+    def forward(self, tokens):
+        x = self.embedding(tokens)
+        for number, block in enumerate(self.blocks):
+            if number == 1 and self.kind == "not called":
+                x = x + block.attention(block.norm(x) + block.mlp(x))
+            else:
+                x = block(x)
+            if number == 1 and self.kind == "called outside":
+                x = x + block.mlp(block.norm(block(x)))
+            if number == 1 and self.kind == "recomputed outside":
+                x = x + checkpoint(block.mlp, x, use_reentrant=False)
+            if number == 1 and self.kind == "computed by hand":
+                x = x + F.linear(F.linear(x, block.mlp[0].weight, block.mlp[0].bias), block.mlp[2].weight)
+        y = self.head(self.norm(x))
+        if self.kind == "read by hand":
+            weights = [self.blocks[0].mlp[0].weight, self.blocks[0].mlp[2].weight, self.blocks[1].norm.weight]
+            y = y + sum(weight.pow(2).sum() for weight in weights)
+        return y
+
+
+# The blocks of each region, and the modules that get full sequences in these blocks.
+TWICE = {
+    "shared modules": (["0-2"], ["blocks.2.norm"]),
+    "shared mlp": (["0-2"], []),
+    "shared parameters": (["0-2"], ["blocks.2.norm"]),
+    "one norm in a block": (["0-2"], []),
+    "not called": (["0", "2"], []),
+    "called outside": (["0", "1", "2"], ["blocks.1.norm", "blocks.1.mlp"]),
+    "recomputed outside": (["0-1", "2"], ["blocks.1.mlp"]),
+    "computed by hand": (["0-1", "2"], ["blocks.1.mlp"]),
+    "read by hand": (["0-2"], ["blocks.0.mlp", "blocks.1.norm"]),
+}
+
+
+@pytest.mark.parametrize("kind", TWICE)
+@distributed(world_size=2)
+def test_modules_and_weights_that_are_used_in_two_places(group, kind):
+    model, whole = (type("Kind", (UsedTwice,), {"kind": kind})().double() for _ in range(2))
+    whole.load_state_dict(model.state_dict())
+    trace = record_step(model, model, torch.zeros(2, 8, dtype=torch.long), torch.device("cpu"))
+    sharding = apply_plan(model, make_plan(model, "auto", group, True, lambda: trace), group)
+    compare(group, model, whole, sharding, lengths=(7, 8))
+    runs, gathered = TWICE[kind]
+    regions = sharding.plan.sequence_regions
+    blocks = [[path.removeprefix("blocks.") for path in region.blocks] for region in regions]
+    assert [run[0] if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in blocks] == runs
+    assert {path for region in regions for path in region.gathered} == {*gathered}
+    caption = str(sharding_table(model, sharding, 2).caption)
+    assert all(f"full sequences in {path}: code c" in caption for path in gathered)
+    with torch.no_grad():  # a step of evaluation may call more modules outside their blocks
+        torch.testing.assert_close(
+            model.eval().blocks[0].mlp(torch.ones(2, 5, WIDTH).double()),
+            whole.eval().blocks[0].mlp(torch.ones(2, 5, WIDTH).double()),
+        )
 
 
 class Selected(nn.Module):
