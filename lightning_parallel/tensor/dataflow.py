@@ -42,12 +42,15 @@ __all__ = ["NOT_RUN", "Dataflow", "find_regions"]
 Parts = tuple[ShardPart, ...]
 Slot = tuple[str, str, int, tuple[int, ...]]
 """A number that the code may read: path of the module, name (see `set_local_values`), value, and value on each rank."""
+Given = tuple[DividedTensor, Tensor]
+"""An argument of the block with a value for each head, and its tensor in the record."""
 
 # Of the largest value: rounding of a matrix product that was computed in another order, by the precision of the run.
 NEGLIGIBLE = {torch.float64: 1e-9, torch.float32: 1e-5, torch.bfloat16: 1e-2}
 MOST_TRIALS = 200
 FEW_TRIALS = 8
 MOST_OPTIONS = 32  # of numbers that may count several things
+MOST_GIVEN = 8  # sets of arguments with a value for each head
 MOST_NESTED = 3
 NOT_RUN = "its block cannot be run alone"
 RETURNED = "the module around it returns features of the heads"
@@ -122,7 +125,7 @@ def _find(block: nn.Module, free: Sequence[str], ranks: int, trial: Trial) -> Da
             # In the model's own call such a layer, for example for a context, may add its output to the region's.
             if not trial.is_known and any(cut.sizes[name][1] in idle for name in opening):
                 raise _RefusedError(IDLE)
-            found.regions.append(_Region(cut, opening, closing, ranks).plan())
+            found.regions.append(_Region(cut, opening, closing, ranks).plan(trial.is_known))
         except _RefusedError as error:
             found.reasons |= dict.fromkeys([*opening, *closing], str(error))
         except Exception:  # the user's code on numbers it may not be made for
@@ -157,26 +160,36 @@ class _CutBlock:
         self.sizes = {name: layer_sizes(layer) for name, layer in linear_layers(block).items()}
         self.outputs: dict[str, Tensor] = {}
         self.inputs: dict[str, Tensor] = {}
-        self.returned: list[Tensor] = []  # by the last run
+        self.output: Any = None  # of the last run
+        self.returned: list[Tensor] = []  # the tensors in it
         self._given: Mapping[str, Tensor] = {}
         for name, layer in self.layers.items():
             layer.forward = partial(self._answer, name)
         self.inputs = self.run({})
         self.full = self.returned
 
-    def run(self, given: Mapping[str, Tensor], x: Tensor | None = None) -> dict[str, Tensor]:
+    def run(
+        self, given: Mapping[str, Tensor], x: Tensor | None = None, arguments: Mapping[int, Tensor] | None = None
+    ) -> dict[str, Tensor]:
         """Run the block with `given` instead of the first outputs of the layers; return the inputs of its layers."""
         self._given = given
         # The inputs of the first run are compared with, so a later run must not replace them.
         before, self.inputs = self.inputs, {}
         try:
-            returned = self.call(self.module, self.x if x is None else x)
-            leaves = [leaf for leaf in pytree.tree_leaves(returned) if isinstance(leaf, Tensor)]
+            self.output = self.call(self.module, self.x if x is None else x, arguments)
+            leaves = [leaf for leaf in pytree.tree_leaves(self.output) if isinstance(leaf, Tensor)]
             # A block with its attention inside adds to its input, whose last size may be narrow.
             self.returned = [whole_input(leaf).detach() for leaf in leaves]
             return self.inputs
         finally:
             self.inputs = before
+
+    def entries(self) -> tuple[Any, ...]:
+        """Return the entries of the tuple that the last run returned; empty if it returned no tuple."""
+        if type(self.output) is not tuple or len(self.returned) > len(self.output):
+            return ()
+        leaves = iter(self.returned)
+        return tuple(next(leaves, None) if isinstance(entry, Tensor) else None for entry in self.output)
 
     def _answer(self, name: str, *args: Tensor, **kwargs: Any) -> Tensor:
         if len(args) != 1 or kwargs:
@@ -298,38 +311,82 @@ class _Region:
             found.append(tuple(mine // held for mine, held in zip(queries, keys)))
         return list(dict.fromkeys(found)) if value > 1 else []
 
-    def plan(self) -> Plan:
+    def plan(self, is_known: bool) -> Plan:
         """Return the plan, with the values of all ranks for each attribute.
+
+        Args:
+            is_known: Whether the model calls the block in this way.
 
         Raises:
             _RefusedError: If the code does not run with some of the units.
         """
-        full = self._given_of_all_heads()
-        # No number changes the size of such a tensor; it does no harm if the code does not use it.
-        possible = islice(self._possible_slots(), MOST_TRIALS if full is None else FEW_TRIALS)
-        settled = next((found for found in possible if self._works(*found)), None)
+        given_of_heads = self._given_of_all_heads()
+        settled = next((found for found in self._possible(given_of_heads) if self._works(*found)), None)
         if settled is None:
-            raise _RefusedError(f"the code works with all {self.units} heads only" if full is None else AS_CALLED)
-        slots, narrow = settled
-        found, full_outputs = self.cut.returned, self.cut.full  # from the run of the last rank
-        if len(found) != len(full_outputs) or not all(map(_equal, found, full_outputs)):
-            raise _RefusedError(RETURNED)
+            known = f"the code works with all {self.units} heads only"
+            raise _RefusedError(AS_CALLED if self._is_surely_of_heads(given_of_heads) else known)
+        slots, narrow, given = settled
         # Numbers that only happen to fit, such as a number of buckets, stay: longer inputs would show them.
         for slot in sorted(slots, key=lambda slot: slot[2] == self.units):
             fewer = tuple(other for other in slots if other is not slot)
-            if self._works(fewer, narrow):
+            if self._works(fewer, narrow, given):
                 slots = fewer
+        self._works(slots, narrow, given)
+        returned = self._returned(is_known)
         attributes: dict[str, dict[str, Any]] = {}
         for path, name, _, local in slots:
             attributes.setdefault(path, {})[name] = local
-        return Plan(self._styles(narrow), attributes)
+        return Plan(self._styles(narrow, tuple(name for name, _ in given), returned), attributes)
 
-    def _given_of_all_heads(self) -> Tensor | None:
-        """Return the first tensor with an extent of all heads that the model gives to the block, if there is any."""
+    def _given_of_all_heads(self) -> list[Given]:
+        """Return the tensors with an extent of all heads that the model gives to the block, by each such dimension."""
         call = self.cut.call
-        given = [leaf for leaf in pytree.tree_leaves((call.args, call.kwargs)) if isinstance(leaf, Tensor)]
-        sizes = {*call.hidden.shape}
-        return next((leaf for leaf in given if leaf.is_floating_point() and self.units in {*leaf.shape} - sizes), None)
+        found: list[Given] = []
+        for name, value in [*((str(at), arg) for at, arg in enumerate(call.args)), *call.kwargs.items()]:
+            if isinstance(value, Tensor) and value is not call.hidden and value.is_floating_point():
+                dims = [dim for dim, size in enumerate(value.shape) if size == self.units]
+                found += [(self._per_head(name, dim), value) for dim in dims]
+        return found
+
+    def _is_surely_of_heads(self, given: list[Given]) -> bool:
+        # No dimension of the hidden states counts heads, but one may have the same extent.
+        return bool(given) and self.units not in self.cut.call.hidden.shape
+
+    def _per_head(self, name: str, dim: int) -> DividedTensor:
+        return DividedTensor(name, dim, (ShardPart.queries(self.units, 1, self.groups),))
+
+    def _possible(self, given_of_heads: list[Given]) -> Iterator[tuple[tuple[Slot, ...], bool, tuple[Given, ...]]]:
+        """Yield numbers and arguments to reduce, the likeliest first; see `_possible_slots`."""
+        # No number changes the size of an argument; it does no harm if the code does not use the argument.
+        for given in islice(((), *_subsets(given_of_heads)), MOST_GIVEN):
+            is_few = given or self._is_surely_of_heads(given_of_heads)
+            possible = islice(self._possible_slots(), FEW_TRIALS if is_few else MOST_TRIALS)
+            # One dimension of each argument.
+            if len({known.name for known, _ in given}) == len(given):
+                yield from ((slots, narrow, given) for slots, narrow in possible)
+
+    def _returned(self, is_known: bool) -> tuple[DividedTensor, ...]:
+        """Return the outputs with a value for each head, of the last run, which was for the last rank.
+
+        Raises:
+            _RefusedError: If other features of the heads are returned.
+        """
+        found, full_outputs = self.cut.returned, self.cut.full
+        if len(found) != len(full_outputs):
+            raise _RefusedError(RETURNED)
+        per_head = []
+        for mine, full in zip(found, full_outputs):
+            if _equal(mine, full):
+                continue
+            places = [at for at, entry in enumerate(self.cut.entries()) if entry is mine]
+            dims = [dim for dim, size in enumerate(full.shape) if size == self.units and places]
+            known = [self._per_head(str(places[0]), dim) for dim in dims]
+            right = (each for each in known if _equal(mine, each.rule(self.ranks).split(full, self.ranks - 1)))
+            # The model may also give the values of all heads to a block whose call is a guess.
+            if (first := next(right, None)) is None or not is_known:
+                raise _RefusedError(RETURNED)
+            per_head.append(first)
+        return tuple(per_head)
 
     def _common(self) -> Iterator[dict[str, slice]]:
         """Yield output features of the opening layers that all units may use: none; the keys and values of one head."""
@@ -402,20 +459,23 @@ class _Region:
 
     # ------------------------------------------------------------------------------------------------------- styles
 
-    def _styles(self, narrow: bool) -> dict[str, Style]:
+    def _styles(
+        self, narrow: bool, given: tuple[DividedTensor, ...], returned: tuple[DividedTensor, ...]
+    ) -> dict[str, Style]:
         styles: dict[str, Style] = {name: Column(parts=_unless_plain(parts)) for name, parts in self.columns.items()}
         styles |= {name: Row(parts=_unless_plain(self.row)) for name in self.closing}
         paths = dict.fromkeys(path for path, _ in [*self.tensors, *self.shared])
-        for path in [*paths, *([""] if narrow and "" not in paths else [])]:
+        of_block = {"width": self.row if narrow else None, "given": given, "returned": returned}
+        for path in dict.fromkeys([*paths, *([""] if any(of_block.values()) else [])]):
             own = parameters_of(self.cut.modules[path])
             divided = [known for key, known in self.tensors.items() if key[0] == path]
             shared = tuple(sorted(name for at, name in self.shared if at == path and name in own))
             buffers = tuple(known for known in divided if known.name not in own)
-            width = self.row if narrow and path == "" else None
+            special: dict[str, Any] = {} if path else of_block
             inside = self.cut.modules[path].named_parameters()  # `Replicate` also counts parameters of children
-            if divided or width is not None or len(shared) < sum(1 for _ in inside):
+            if divided or any(special.values()) or len(shared) < sum(1 for _ in inside):
                 divided = [known for known in divided if known.name in own]
-                styles[path] = PerHead(tuple(divided), buffers, shared, width)
+                styles[path] = PerHead(tuple(divided), buffers, shared, **special)
             elif shared:
                 styles[path] = Replicate(partial_gradient=True)
         return styles
@@ -463,17 +523,18 @@ class _Region:
             if wide and "forward" not in vars(self.cut.module):
                 yield slots_and, True
 
-    def _works(self, slots: tuple[Slot, ...], narrow: bool) -> bool:
+    def _works(self, slots: tuple[Slot, ...], narrow: bool, given: tuple[Given, ...]) -> bool:
         """Return whether the code, with some of the units, makes the features of these units."""
         # The first rank holds the largest share, the last rank the smallest: one run is enough if they are equal.
         ranks = (self.ranks - 1,) if self.groups % self.ranks == 0 else (0, self.ranks - 1)
-        return all(self._works_on(rank, slots, narrow) for rank in ranks)
+        return all(self._works_on(rank, slots, narrow, given) for rank in ranks)
 
-    def _works_on(self, rank: int, slots: tuple[Slot, ...], narrow: bool) -> bool:
+    def _works_on(self, rank: int, slots: tuple[Slot, ...], narrow: bool, arguments: tuple[Given, ...]) -> bool:
         rules = {name: Shard.packed(-1, parts, self.ranks) for name, parts in self.columns.items()}
         given = {name: rule.split(self.cut.outputs[name].detach(), rank) for name, rule in rules.items()}
         row = Shard.packed(-1, self.row, self.ranks)
         x = NarrowInput.of(self.cut.x.detach(), row.local_size(rank)) if narrow else None
+        cut = {id(value): known.rule(self.ranks).split(value.to(self.y), rank) for known, value in arguments}
         saved: list[tuple[Any, dict[str, Any]]] = []
         try:
             for path, name, _, local in slots:
@@ -485,7 +546,7 @@ class _Region:
                         saved.append((own, {known.name: own[known.name]}))
                         share = known.rule(self.ranks).split(own[known.name].detach(), rank)  # type: ignore[union-attr]
                         own[known.name] = share  # type: ignore[assignment]
-            inputs = self.cut.run(given, x)
+            inputs = self.cut.run(given, x, cut)
         except Exception:  # the user's code with sizes it may not be made for
             return False
         finally:

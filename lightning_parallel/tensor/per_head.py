@@ -19,7 +19,7 @@ from lightning_parallel.comm import Group
 from lightning_parallel.compat import Division
 from lightning_parallel.compat.torch import buffers_of, pytree, version_of
 from lightning_parallel.tensor.conversion import convert, shard_parameters
-from lightning_parallel.tensor.pieces import NarrowInput, whole_input
+from lightning_parallel.tensor.pieces import NarrowInput, part_along, whole_input, whole_of
 from lightning_parallel.tensor.sharding import Shard, ShardPart
 
 __all__ = ["DividedTensor", "PerHead", "PerHeadModule", "set_local_values"]
@@ -54,12 +54,18 @@ class PerHead:
         shared: Names of parameters that all heads use: each rank has the gradient from its heads.
         width: The parts of the features of all heads, if the code takes their number from the input's last size. The
             code then reads this rank's number there.
+        given: The arguments of the forward that hold a value for each head, such as a position bias; `name` is the
+            position or the keyword. The forward sees the entries of this rank's heads.
+        returned: The entries of the returned tuple that hold a value for each head; `name` is the position. The caller
+            gets the values of all heads.
     """
 
     parameters: tuple[DividedTensor, ...] = ()
     buffers: tuple[DividedTensor, ...] = ()
     shared: tuple[str, ...] = ()
     width: tuple[ShardPart, ...] | None = None
+    given: tuple[DividedTensor, ...] = ()
+    returned: tuple[DividedTensor, ...] = ()
 
     def rules(self, module: nn.Module, ranks: int) -> dict[str, Shard]:
         """See `Style`."""
@@ -78,6 +84,8 @@ class PerHead:
         rules = self.rules(module, group.size)
         layer = convert(module, PerHeadModule)
         layer.buffer_rules = {known.name: known.rule(group.size) for known in self.buffers}
+        layer.given_rules = {known.name: known.rule(group.size) for known in self.given}
+        layer.returned_rules = {int(known.name): known.rule(group.size) for known in self.returned}
         layer.input_features = None
         if self.width is not None:
             layer.input_features = Shard.packed(0, self.width, group.size).local_size(group.rank)
@@ -89,6 +97,8 @@ class PerHeadModule(nn.Module):
     """Module that computes this rank's heads; see `PerHead`."""
 
     buffer_rules: dict[str, Shard]
+    given_rules: dict[str, Shard]
+    returned_rules: dict[int, Shard]
     input_features: int | None
     group: Group
 
@@ -101,6 +111,8 @@ class PerHeadModule(nn.Module):
         """
         if self.input_features is not None and args and isinstance(args[0], Tensor):
             args = (NarrowInput.of(args[0], self.input_features), *args[1:])
+        if self.given_rules:
+            args, kwargs = self._of_own_heads(args, kwargs)
         own = buffers_of(self)
         # A pipeline stage may have freed the buffers of another stage.
         whole = {name: buffer for name in self.buffer_rules if (buffer := own.get(name)) is not None}
@@ -121,7 +133,28 @@ class PerHeadModule(nn.Module):
             # Also after an error: checkpoints read the full buffers.
             own.update(whole)
         # An output may be the narrow input itself, and other code needs its true sizes.
-        return pytree.tree_map(whole_input, output)
+        output = pytree.tree_map(whole_input, output)
+        return self._of_all_heads(output) if self.returned_rules else output
+
+    def _of_own_heads(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Replace the arguments with a value for each head by the values of this rank's heads."""
+        found = {**{str(at): value for at, value in enumerate(args)}, **kwargs}
+        for name, rule in self.given_rules.items():
+            value = found.get(name)
+            # Any other argument is the same for all heads, and broadcasts.
+            if isinstance(value, Tensor) and value.dim() > rule.dim and value.shape[rule.dim] == rule.full_size:
+                found[name] = part_along(value, self.group, rule.dim, rule.sizes)
+        return tuple(found[str(at)] for at in range(len(args))), {name: found[name] for name in kwargs}
+
+    def _of_all_heads(self, output: Any) -> Any:
+        """Return an output whose values of this rank's heads read as the values of all heads."""
+        entries = list(output)
+        for at, rule in self.returned_rules.items():
+            value = entries[at] if at < len(entries) else None
+            if isinstance(value, Tensor) and value.dim() > rule.dim:
+                # A module of the same kind takes this rank's part from it, so nothing is sent between the two.
+                entries[at] = whole_of(value, self.group, rule.dim, rule.sizes)
+        return type(output)(entries)
 
 
 def set_local_values(module: nn.Module, values: Mapping[str, Any]) -> dict[str, Any]:

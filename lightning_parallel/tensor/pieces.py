@@ -52,6 +52,7 @@ __all__ = [
     "part_along",
     "positions_of",
     "whole_input",
+    "whole_of",
     "without_pieces",
 ]
 
@@ -381,11 +382,15 @@ def part_along(hidden: Tensor, group: Group, dim: int, extents: Sequence[int]) -
 
 @torch.compiler.disable
 def positions_of(part: Tensor, lengths: SequenceLengths) -> Tensor:
-    """Return a `Piece` for the positions of this rank; gather a tensor without data, which only shows shapes."""
-    place, extents = lengths.of_piece(part)
+    """Return the full tensor, given the positions of this rank; see `whole_of`."""
+    return whole_of(part, lengths.group, *lengths.of_piece(part), in_region=True)
+
+
+def whole_of(part: Tensor, group: Group, place: int, extents: Sequence[int], in_region: bool = False) -> Tensor:
+    """Return a `Piece`; gather a tensor without data, which only shows shapes. See `Piece.of`."""
     if type(part) not in (Tensor, nn.Parameter):
-        return gather_from_group(part, lengths.group, place, extents)
-    return Piece.of(part, lengths.group, place, extents, in_region=True)
+        return gather_from_group(part, group, place, extents)
+    return Piece.of(part, group, place, extents, in_region)
 
 
 # --------------------------------------------------------------------------------------------------------- the rules

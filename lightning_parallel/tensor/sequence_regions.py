@@ -232,6 +232,8 @@ def _stand_for_whole(sublayer: nn.Module, lengths: SequenceLengths, is_block: bo
         parts: list[Tensor] = []
 
         def own_positions(piece: Piece) -> Tensor:
+            if not piece.family.in_region:  # such as values of this rank's heads
+                return piece
             part = piece.part
             if not lengths.takes(piece.place, part):  # the code has moved the positions to another dimension
                 return piece.whole()

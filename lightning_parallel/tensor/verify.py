@@ -272,12 +272,20 @@ class BlockCall:
     kwargs: dict[str, Any]
     hidden: Tensor
 
-    def __call__(self, block: nn.Module, hidden: Tensor) -> Any:
-        """Call `block` in the same way with other hidden states; also return the lists that it may have filled."""
+    def __call__(self, block: nn.Module, hidden: Tensor, others: Mapping[int, Tensor] | None = None) -> Any:
+        """Call `block` in the same way with other hidden states; also return the lists that it may have filled.
+
+        Args:
+            block: The module.
+            hidden: The hidden states.
+            others: Values for other arguments, by the `id` of the argument.
+        """
 
         def adapted(leaf: Any) -> Any:
             if leaf is self.hidden:
                 return hidden
+            if others and id(leaf) in others:
+                return others[id(leaf)]
             if not isinstance(leaf, Tensor):
                 return copy.deepcopy(leaf)  # a cache, which a call fills
             return leaf.to(hidden.device, hidden.dtype if leaf.is_floating_point() else leaf.dtype, copy=True)
