@@ -21,7 +21,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from operator import is_
 from types import FrameType, FunctionType
@@ -147,6 +147,24 @@ class StepTrace:
     error: Exception | None = None
     output: Any = None
 
+    def followed_by(self, other: StepTrace) -> StepTrace:
+        """Return one record of both steps, for questions about calls and readers in any of them."""
+        count = len(self.calls)
+        calls = [
+            replace(call, number=call.number + count, parent=call.parent if call.parent < 0 else call.parent + count)
+            for call in other.calls
+        ]
+        operations = [
+            replace(each, call=each.call if each.call < 0 else each.call + count, after=each.after + count)
+            for each in other.operations
+        ]
+        return StepTrace(
+            [*self.calls, *calls],
+            [*self.operations, *operations],
+            self.error or other.error,
+            (self.output, other.output),
+        )
+
     def calls_of(self, path: str) -> list[ModuleCall]:
         """Return the calls of the module at `path`, in order; only after the record is complete."""
         return self._by_path.get(path, [])
@@ -193,7 +211,12 @@ def no_record() -> None:
 
 
 def record_step(
-    module: nn.Module, step: Callable[[Any], Any], batch: Any, device: torch.device, shorten: bool = False
+    module: nn.Module,
+    step: Callable[[Any], Any],
+    batch: Any,
+    device: torch.device,
+    shorten: bool = False,
+    most_calls: int | None = None,
 ) -> StepTrace:
     """Run `step` once on placeholders and record it.
 
@@ -205,14 +228,17 @@ def record_step(
         batch: The batch.
         device: Where the step will compute.
         shorten: Take few positions of a batch of tokens, if the step runs to its end on these.
+        most_calls: Where to end the record of a step that calls modules very often.
 
     Returns:
         The record, up to the error if the step stops early.
     """
     short = _shortened(batch) if shorten else batch
-    if short is not batch and (trace := record_step(module, step, short, device)).error is None:
-        return trace
-    recorder = _Recorder(module, device)
+    if short is not batch:
+        trace = record_step(module, step, short, device, most_calls=most_calls)
+        if trace.error is None:
+            return trace
+    recorder = _Recorder(module, device, most_calls)
     with ExitStack() as stack:
         for context in (comm.skip_communication(), state_kept(module), named_placeholders(module, device)):
             stack.enter_context(context)
@@ -223,6 +249,8 @@ def record_step(
         stack.enter_context(_WritesUndone())
         try:
             recorder.trace.output = step(batch)
+        except _RecordFull:
+            recorder.trace.error = RuntimeError(f"it calls modules more than {most_calls} times")
         except Exception as error:
             recorder.trace.error = error
     return recorder.trace
@@ -347,11 +375,16 @@ def _contents(value: Any) -> list[Any] | None:
     return None
 
 
+class _RecordFull(BaseException):
+    """Ends a step; no `except Exception` of the user's code catches it."""
+
+
 class _Recorder:
     """Fills a `StepTrace` while a step runs."""
 
-    def __init__(self, module: nn.Module, device: torch.device) -> None:
+    def __init__(self, module: nn.Module, device: torch.device, most_calls: int | None) -> None:
         self.trace = StepTrace()
+        self._most_calls = most_calls
         self._device = device
         self._paths = {child: path for path, child in module.named_modules()}
         self._owners: dict[str, set[str]] = {}
@@ -412,6 +445,8 @@ class _Recorder:
     def _call(self, module: nn.Module, own: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         calls, operations = self.trace.calls, self.trace.operations
         number, done = len(calls), len(operations)
+        if number == self._most_calls:
+            raise _RecordFull
         # Before the call, which may fill a list or a cache among its arguments.
         before = self._copies.of((args, kwargs))
         record = ModuleCall(self._paths[module], module, number, self._open[-1], *before)

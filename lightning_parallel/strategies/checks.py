@@ -45,6 +45,7 @@ __all__ = [
     "first_batch",
     "output_is_read",
     "positional_arguments",
+    "steps_of_run",
 ]
 
 
@@ -274,20 +275,28 @@ STEPS = {
 """The name of the step method, by the kind of run."""
 
 
-def first_batch(trainer: Trainer) -> Any | None:
-    """Return the first batch of the run that is about to begin, on the device; the run will read it again.
+def steps_of_run(trainer: Trainer) -> list[str]:
+    """Return the names of the steps that the run will call, its main step first."""
+    assert trainer.state.fn is not None
+    step = STEPS[trainer.state.fn]
+    validates_too = trainer.state.fn == TrainerFn.FITTING and trainer.enable_validation
+    return [step, "validation_step"] if validates_too else [step]
+
+
+def first_batch(trainer: Trainer, step: str) -> Any | None:
+    """Return the first batch of `step` in the run that is about to begin, on the device; the run will read it again.
 
     Returns:
         The batch; None if there is none, or if the data can be read only once.
     """
-    loops: dict[TrainerFn, Any] = {
-        TrainerFn.FITTING: trainer.fit_loop,
-        TrainerFn.VALIDATING: trainer.validate_loop,
-        TrainerFn.TESTING: trainer.test_loop,
-        TrainerFn.PREDICTING: trainer.predict_loop,
+    is_fit = trainer.state.fn == TrainerFn.FITTING
+    loops: dict[str, Any] = {
+        "training_step": trainer.fit_loop,
+        "validation_step": trainer.fit_loop.epoch_loop.val_loop if is_fit else trainer.validate_loop,
+        "test_step": trainer.test_loop,
+        "predict_step": trainer.predict_loop,
     }
-    assert trainer.state.fn is not None
-    loop = loops[trainer.state.fn]
+    loop = loops[step]
     kept = [trainer, trainer.lightning_module, trainer.datamodule]  # type: ignore[attr-defined]
     # Reading draws random numbers for the order and for augmentation. The run must draw the same numbers again.
     own = OwnGenerators([*trainer.lightning_module.modules(), trainer.datamodule])  # type: ignore[attr-defined]

@@ -97,7 +97,7 @@ from lightning_parallel.strategies.ranks.order import in_step
 from lightning_parallel.strategies.ranks.processes import MeshProcesses, StartMethod
 from lightning_parallel.strategies.run import Run
 from lightning_parallel.strategies.self_check.proof import Verify
-from lightning_parallel.strategies.setup.divide import cut_stages, record_of_run, save_plan, shard_tensors
+from lightning_parallel.strategies.setup.divide import cut_stages, records_of_run, save_plan, shard_tensors
 from lightning_parallel.strategies.setup.tables import show_stages
 from lightning_parallel.strategies.steps.effects import side_effects_discarded
 from lightning_parallel.strategies.steps.pipeline import PipelineSteps
@@ -324,11 +324,11 @@ class MeshStrategy(MeshProcesses):
         early = partial(early_optimizers, self, module) if is_fit else nullcontext
 
         @cache
-        def record() -> StepTrace | None:
+        def records() -> list[StepTrace]:
             with early():
-                return record_of_run(module, self.precision_plugin, self.root_device)
+                return records_of_run(module, self.precision_plugin, self.root_device)
 
-        sharding = shard_tensors(module, self.tensor_options, self.groups, record)
+        sharding = shard_tensors(module, self.tensor_options, self.groups, records)
 
         def materialize(plan: PipelinePlan | None) -> None:
             materialize_owned(module, self.root_device, self.groups, sharding, plan, held, self._built_apart)
@@ -349,7 +349,7 @@ class MeshStrategy(MeshProcesses):
                 materialize,
                 is_verified=self.verify != "off",
                 zero_stage=self.zero_stage,
-                trace=record() if self.groups.tensor_parallel.size > 1 else None,
+                trace=next(iter(records()), None) if self.groups.tensor_parallel.size > 1 else None,
             )
         doubt = run.state.doubt
         if doubt is not None and self.verify == "off":  # else the self-check examines the doubt

@@ -416,7 +416,8 @@ def _joined(trace: StepTrace, blocks: Sequence[str]) -> set[int] | None:
         hidden = _hidden((call.args, call.kwargs))
         if before is None or hidden is not before or order[position - 1] != number - 1:
             broken.add(number - 1)
-        if position + 1 == len(order) or order[position + 1] != number + 1:
+        # The next call is missing in a record that stops early, so the end of this record tells nothing.
+        if order[position + 1 : position + 2] != [number + 1] and (position + 1 < len(order) or trace.error is None):
             broken.add(number)
         others = {id(leaf) for leaf in pytree.tree_leaves((call.args, call.kwargs)) if leaf is not hidden}
         broken |= {order[index] for index, output in enumerate(outputs) if id(output) in others}

@@ -424,20 +424,32 @@ def anchored(module):
 
 
 class LooksInValidation(Net):
-    """Looks at a weight in validation only, which the record of the training step does not show."""
+    """Looks at a weight in validation only; `behind` a value, where the record of the step ends."""
+
+    def __init__(self, behind=False):
+        super().__init__()
+        self.double()
+        self.behind = behind
 
     def validation_step(self, batch, index):
-        self.log("far", orthogonal(self))
+        if not self.behind or self.net(batch[0]).sum() < 1e9:
+            self.log("far", orthogonal(self))
 
 
 @distributed(world_size=2)
 def test_what_does_not_fit_shards_is_refused_with_its_line(group):
     options = {"max_epochs": 1, "limit_train_batches": 2, "limit_val_batches": 1, "verifies": True}
+    logged = []
+    for strategy in ("auto", TensorParallelStrategy(tensor_parallel_size=2)):
+        trainer = trainer_for(strategy, 1 if strategy == "auto" else 2, **options)
+        trainer.fit(LooksInValidation(), loader(1, 0), loader(1, 0))
+        logged.append(trainer.callback_metrics["far"])
+    torch.testing.assert_close(*logged, rtol=1e-10, atol=1e-12)
     trainer = trainer_for(TensorParallelStrategy(tensor_parallel_size=2), 2, **options)
     with pytest.raises(RuntimeError, match="meets other shapes") as caught:
-        trainer.fit(LooksInValidation().double(), loader(1, 0), loader(1, 0))
+        trainer.fit(LooksInValidation(behind=True), loader(1, 0), loader(1, 0))
     assert "test_hook_watch.py, line" in str(caught.value), str(caught.value)
-    # The record of the training step shows products with the weight, so its layer stays replicated.
+    # The records of the steps show products with the weight, so its layer stays replicated.
     for body in (orthogonal, anchored):
         mine, alone = Looks(body), Looks(body)
         fit(alone, "auto", 1)

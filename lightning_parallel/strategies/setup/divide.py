@@ -13,13 +13,14 @@ import json
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
-from functools import cache, partial
+from functools import cache, partial, reduce
 from pathlib import Path
 from typing import Any
 
 import torch
 from lightning.pytorch import LightningModule
 from lightning.pytorch.plugins.precision import Precision
+from lightning.pytorch.trainer.states import RunningStage
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import nn
@@ -28,7 +29,7 @@ from lightning_parallel import comm
 from lightning_parallel.checkpoint import ModelNames, rules_by_name
 from lightning_parallel.checkpoint.place import put_file
 from lightning_parallel.comm import Group, MeshGroups
-from lightning_parallel.compat import ParallelState
+from lightning_parallel.compat import ParallelState, patched
 from lightning_parallel.compat.lightning import checkpoint_of_run, tell
 from lightning_parallel.compat.torch import buffers_of
 from lightning_parallel.mesh import PIPELINE
@@ -53,8 +54,8 @@ from lightning_parallel.planner.links import measure_link
 from lightning_parallel.planner.plans import state_copies
 from lightning_parallel.planner.rank_memory import Held, copies_held
 from lightning_parallel.planner.rehearsal import most_microbatches
-from lightning_parallel.step_trace.record import Record, StepTrace, no_record, record_step
-from lightning_parallel.strategies.checks import STEPS, first_batch, positional_arguments
+from lightning_parallel.step_trace.record import StepTrace, record_step
+from lightning_parallel.strategies.checks import first_batch, positional_arguments, steps_of_run
 from lightning_parallel.strategies.options import PipelineOptions, TensorOptions
 from lightning_parallel.strategies.ranks import replicas
 from lightning_parallel.strategies.ranks.order import MessageOrder
@@ -71,7 +72,7 @@ __all__ = [
     "PLAN_FILE",
     "cut_stages",
     "message_groups",
-    "record_of_run",
+    "records_of_run",
     "save_plan",
     "shard_tensors",
 ]
@@ -79,12 +80,18 @@ __all__ = [
 PLAN_FILE = ".pipeline_plan.json"
 """File in the folder of a checkpoint with the plan for a resumed run; hidden from code that lists checkpoints."""
 
+Records = Callable[[], list[StepTrace]]
+"""Returns the records of the steps of the run; empty if its batches can be read only once."""
+
+_MOST_REPEATS = 4
+"""The calls of modules in the record of validation, relative to the calls in training."""
+
 _MOST_TIED = 0.5
 """Share of the parameters that may be on several stages without a warning."""
 
 
 def shard_tensors(
-    module: LightningModule, options: TensorOptions, groups: MeshGroups, record: Record = no_record
+    module: LightningModule, options: TensorOptions, groups: MeshGroups, records: Records
 ) -> Sharding | None:
     """Shard the layers of `module` over the tensor axis, once. Parameters without data stay without data.
 
@@ -92,7 +99,7 @@ def shard_tensors(
         module: The user's full module.
         options: The strategy's arguments.
         groups: The mesh's groups.
-        record: Gives the record of the user's step.
+        records: Gives the records of the steps of the run.
 
     Raises:
         ValueError: On every rank: see `make_plan` and `apply_plan`; also if the module was sharded for other ranks.
@@ -113,7 +120,9 @@ def shard_tensors(
     # Make ranks equal before the plan, whose trials compare ranks. Shards of different models would not fit together.
     replicas.start_equal(module, groups.world)
     with comm.failing_together(groups.world):
-        found = make_plan(module, options.plan, group, options.sequence_parallel, cache(partial(_equal, record, group)))
+        found = make_plan(
+            module, options.plan, group, options.sequence_parallel, cache(partial(_of_all_steps, records, group))
+        )
     if groups.pipeline_parallel.size > 1:
         found.sequence_regions = [replace(region, sends_pieces=True) for region in found.sequence_regions]
     if options.gather_logits:
@@ -132,33 +141,59 @@ def shard_tensors(
     return sharding
 
 
-def _equal(record: Record, group: Group) -> StepTrace | None:
-    """Return the record if all ranks of `group` have the same calls in it, else None."""
+def _of_all_steps(records: Records, group: Group) -> StepTrace | None:
+    """Return one record of all steps if all ranks of `group` have the same calls in it, else None."""
     with comm.failing_together(group):
-        trace = record()
+        traces = records()
+    trace = reduce(StepTrace.followed_by, traces) if traces else None
     calls = None if trace is None else [(call.path, call.signature) for call in trace.calls]
     # Ranks that see different calls, as of batches of different lengths, would try different blocks and wait.
     return trace if len({*comm.all_gather_object(repr(calls), group)}) == 1 else None
 
 
-def record_of_run(module: LightningModule, precision: Precision, device: torch.device) -> StepTrace | None:
-    """Record the step of the run that begins, on two samples of its first batch; None if that can be read only once."""
-    fn = module.trainer.state.fn
-    batch = first_batch(module.trainer)
-    if batch is None or fn is None:
-        return None
-    method = getattr(module, STEPS[fn])
+def records_of_run(module: LightningModule, precision: Precision, device: torch.device) -> list[StepTrace]:
+    """Record the steps of the run that begins, the main step first; empty if its batches can be read only once.
+
+    A `fit` also validates. Code in `validation_step` may read other weights, and call other layers, than training.
+    """
+    found: list[StepTrace] = []
+    for name in steps_of_run(module.trainer):
+        try:
+            batch = first_batch(module.trainer, name)
+        except Exception:
+            if not found:
+                raise
+            # A loader of validation may need objects that the run makes later. Any other error arises again in the run.
+            continue
+        if batch is None:
+            break
+        # A step that generates text in validation calls the layers once for each token.
+        most_calls = _MOST_REPEATS * len(found[0].calls) if found and found[0].error is None else None
+        found.append(_record_of_step(module, name, batch, precision, device, most_calls))
+    return found
+
+
+def _record_of_step(
+    module: LightningModule, name: str, batch: Any, precision: Precision, device: torch.device, most_calls: int | None
+) -> StepTrace:
+    """Record a step on two samples of its first batch."""
+    method = getattr(module, name)
     index = (0,)[: positional_arguments(method) - 1]
+    state = module.trainer.state
+    stage = RunningStage.VALIDATING if name == "validation_step" else state.stage
     # The calls of a batch of two samples tell as much as the calls of more, and trials of blocks repeat them with data.
     with suppress(ValueError):
         batch = split_samples(batch, max(1, num_samples(batch) // 2))[0]
 
     def step(part: Any) -> Any:
-        with step_context(precision, STEPS[fn]):
+        with step_context(precision, name), torch.set_grad_enabled(name == "training_step"):
+            if name != "training_step":
+                # As Lightning does before an evaluation. `record_step` restores the mode.
+                module.eval()
             return method(part, *index)
 
-    with side_effects_discarded(module), changes_undone(module):
-        return record_step(module, step, batch, device, shorten=True)
+    with side_effects_discarded(module), changes_undone(module), patched(state, "stage", stage):
+        return record_step(module, step, batch, device, shorten=True, most_calls=most_calls)
 
 
 def cut_stages(

@@ -59,7 +59,7 @@ from lightning_parallel.pipeline.microbatch import (
 from lightning_parallel.pipeline.skips import Skips
 from lightning_parallel.pipeline.stage import StageExit, in_whole_model
 from lightning_parallel.step_trace.placeholder import PARAMETERS_ELSEWHERE, PlaceholderError, PlaceholderTensor
-from lightning_parallel.strategies.checks import STEPS, first_batch, output_is_read, positional_arguments
+from lightning_parallel.strategies.checks import STEPS, first_batch, output_is_read, positional_arguments, steps_of_run
 from lightning_parallel.strategies.options import PipelineOptions
 from lightning_parallel.strategies.steps.effects import (
     Change,
@@ -155,10 +155,11 @@ class PipelineSteps:
 
     def example(self, trainer: Trainer) -> tuple[Callable[[Any], Any], Any] | None:
         """Return the step of the run that begins, and its first batch; None if that can be read only once."""
-        batch = first_batch(trainer)
-        if batch is None or trainer.state.fn is None:
+        name = steps_of_run(trainer)[0]
+        batch = first_batch(trainer, name)
+        if batch is None:
             return None
-        step = StepOnCopies(self._step(STEPS[trainer.state.fn], (0,), {}))
+        step = StepOnCopies(self._step(name, (0,), {}))
         if not trainer.training:
             return step, batch
 
