@@ -388,6 +388,18 @@ def test_function_modes_that_a_hook_entered_are_left_when_a_base_exception_passe
     assert compat_torch.current_function_mode() is None
 
 
+def test_functional_calls_exchange_tensors_by_the_given_function():
+    layer, asked = nn.Linear(2, 2), []
+
+    def swap(own, module, name, tensor, **kwargs):
+        asked.append((module, name))
+        return own(module, name, tensor, **kwargs)
+
+    with compat_torch.functional_calls_swap(swap):
+        torch.func.functional_call(layer, {"weight": torch.zeros(2, 2)}, (torch.ones(1, 2),))
+    assert asked == [(layer, "weight")] * 2  # there and back
+
+
 def test_nodes_of_the_graph_are_numbered_as_they_are_made():
     begin = compat_torch.graph_position()
     node = (torch.ones(1, requires_grad=True) * 2).grad_fn

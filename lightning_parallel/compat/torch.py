@@ -12,6 +12,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from itertools import accumulate
 from operator import attrgetter
 from typing import Any
@@ -46,6 +47,7 @@ from torch.distributed.fsdp._common_utils import FSDP_PREFIX
 from torch.nn.modules.batchnorm import _BatchNorm as BatchNormalization
 from torch.nn.modules.batchnorm import _NormBase as NormalizationBase
 from torch.nn.parallel import DistributedDataParallel
+from torch.nn.utils import _named_member_accessor
 from torch.optim import Optimizer
 
 # Hooks around the steps of all optimizers: they can be added in public, but not run at another time.
@@ -100,6 +102,7 @@ __all__ = [
     "explain_swaps",
     "flight_recorder_entries",
     "function_modes_kept",
+    "functional_calls_swap",
     "graph_position",
     "forbid_data_access",
     "backward_hooks_of",
@@ -674,6 +677,20 @@ def function_modes_kept() -> Iterator[None]:
     finally:
         while torch._C._len_torch_function_stack() > height:
             torch.overrides._pop_mode()
+
+
+@contextmanager
+def functional_calls_swap(swap: Callable[..., Any]) -> Iterator[None]:
+    """Let `torch.func.functional_call` exchange tensors of modules by `swap(own, module, name, tensor)` in the block.
+
+    The own function of torch exchanges registered parameters. Attributes that hide them would stay.
+    """
+    patches = Patches()
+    patches.replace(_named_member_accessor, "swap_tensor", partial(swap, _named_member_accessor.swap_tensor))
+    try:
+        yield
+    finally:
+        patches.undo()
 
 
 def graph_position() -> int:

@@ -19,7 +19,14 @@ from torch import Tensor, nn
 from lightning_parallel import comm
 from lightning_parallel.compat import patched
 from lightning_parallel.compat.chance import random_state_kept
-from lightning_parallel.compat.torch import FakeTensor, buffers_of, non_persistent_buffers_of, parameters_of, pytree
+from lightning_parallel.compat.torch import (
+    FakeTensor,
+    buffers_of,
+    functional_calls_swap,
+    non_persistent_buffers_of,
+    parameters_of,
+    pytree,
+)
 from lightning_parallel.step_trace.attributes import SavedAttributes, parameter_lists, replaced
 from lightning_parallel.step_trace.interception import Call, has_listeners, run_on_random_data
 from lightning_parallel.step_trace.placeholder import (
@@ -437,18 +444,49 @@ def named_placeholders(module: nn.Module, device: torch.device) -> Iterator[list
         child.__dict__[key] = placeholder
     for child, lists in kept:
         child.__dict__.update(lists)
-    registered = nn.Module.named_parameters
-
-    def placeholders_by_name(self: nn.Module, *args: Any, **kwargs: Any) -> Iterator[tuple[str, Any]]:
-        for name, parameter in registered(self, *args, **kwargs):
-            yield name, placeholders.get(id(parameter), parameter)
-
     try:
-        # Patch the class and not the instance: a step may sum over `parameters()` of submodules as well.
-        with patched(nn.Module, "named_parameters", placeholders_by_name):
+        with _answered_with(placeholders):
             yield list(placeholders.values())
     finally:
         for child, key, _ in hidden:
             del child.__dict__[key]
         for child, lists in before:
             child.__dict__.update(lists)
+
+
+@contextmanager
+def _answered_with(placeholders: dict[int, PlaceholderTensor]) -> Iterator[None]:
+    """Let methods of modules that return or exchange parameters see the placeholders, by `id` of the parameter."""
+    named, found, saved = nn.Module.named_parameters, nn.Module.get_parameter, nn.Module.state_dict
+
+    def named_parameters(self: nn.Module, *args: Any, **kwargs: Any) -> Iterator[tuple[str, Any]]:
+        for name, parameter in named(self, *args, **kwargs):
+            yield name, placeholders.get(id(parameter), parameter)
+
+    def get_parameter(self: nn.Module, target: str) -> Any:
+        path, _, name = target.rpartition(".")
+        shown = vars(self.get_submodule(path)).get(name)
+        # The method of torch takes instances of `Parameter` only.
+        return shown if isinstance(shown, PlaceholderTensor) else found(self, target)
+
+    def state_dict(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        state = saved(self, *args, **kwargs)
+        # Parameters themselves, as for `keep_vars=True`. Detached tensors are full also in a sharded module.
+        for key, value in state.items():
+            state[key] = placeholders.get(id(value), value)
+        return state
+
+    def swap(own: Callable[..., Any], module: nn.Module, name: str, tensor: Any, **kwargs: Any) -> Any:
+        if name not in vars(module) or name not in parameters_of(module):
+            return own(module, name, tensor, **kwargs)
+        shown, module.__dict__[name] = vars(module)[name], tensor
+        return shown
+
+    # Patch the class and not the instance: a step may sum over `parameters()` of submodules as well.
+    with (
+        patched(nn.Module, "named_parameters", named_parameters),
+        patched(nn.Module, "get_parameter", get_parameter),
+        patched(nn.Module, "state_dict", state_dict),
+        functional_calls_swap(swap),
+    ):
+        yield

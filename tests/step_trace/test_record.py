@@ -88,6 +88,30 @@ def test_each_use_of_a_parameter_is_recorded_with_its_place():
     assert {*inside} == {"blocks.1"}
 
 
+def _by_methods(model):
+    state = model.state_dict(keep_vars=True)
+    return state["blocks.0.weight"].sum() + model.get_parameter("blocks.0.weight").sum()
+
+
+def _by_functional_call(model):
+    halved = {name: value / 2 for name, value in model.blocks[0].named_parameters()}
+    return torch.func.functional_call(model.blocks[0], halved, (torch.ones(1, 4),)).sum()
+
+
+@pytest.mark.parametrize("reads", [_by_methods, _by_functional_call])
+def test_parameters_that_torch_returns_or_exchanges_are_placeholders(reads):
+    model = Net()
+    trace = record_step(model, lambda batch: loss(model)(batch) + reads(model), (IDS, MASK), CPU)
+    assert trace.error is None
+    lines = [each.line for each in trace.operations if any(value.view_of == "blocks.0.weight" for value in each.inputs)]
+    assert any(f"`{reads.__name__}`" in (line or "") or "comp>" in (line or "") for line in lines), lines
+    # The weight is itself again, also for methods that give it by name.
+    assert model.get_parameter("blocks.0.weight") is model.blocks[0].weight
+    made = [each.output for each in trace.operations if each.line is not None]
+    users = [each for each in trace.operations if any(value is one for value in each.inputs for one in made)]
+    assert users, "the result of the read is used"
+
+
 def test_recording_changes_nothing():
     model = Net(Router())
     before, attributes = copy.deepcopy(model.state_dict()), {*vars(model)}

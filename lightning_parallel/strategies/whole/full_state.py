@@ -28,7 +28,7 @@ from torch.optim.swa_utils import AveragedModel
 from lightning_parallel import comm
 from lightning_parallel.checkpoint import Checkpoints, Inventory
 from lightning_parallel.comm import MeshGroups
-from lightning_parallel.compat import ParallelState, Patches, patched
+from lightning_parallel.compat import ParallelState, Patches, innermost_users_line, patched
 from lightning_parallel.compat.lightning import averaged_model, restore_swapped_scheduler
 from lightning_parallel.compat.torch import (
     buffers_of,
@@ -178,10 +178,11 @@ class FullStates:
             )
         engine = self._state.engine
         if engine is not None and engine.model.active.handler is not None:
+            place = innermost_users_line()
             raise RuntimeError(
                 f"The state dict of `{path or type(owner).__name__}` is not available inside a step, where each"
-                " pipeline stage holds only its own part. Move the call into a hook that all ranks run, such as"
-                " `on_train_batch_end`"
+                f" pipeline stage holds only its own part; got a call{place and f' in {place}'}. Take single weights"
+                " by their attributes. Or move the call into a hook that all ranks run, such as `on_train_batch_end`"
             )
         if path not in self._keys:
             raise RuntimeError(f"This copy holds only a part of `{path}`, which the model no longer has")
