@@ -550,6 +550,20 @@ def test_experts_of_different_widths_are_no_stack_of_blocks(group):
     assert not any("experts" in path for region in sharding.plan.sequence_regions for path in region.blocks)
 
 
+class Decaying(Language):
+    """Adds decay by hand of one weight in a block to its output."""
+
+    def forward(self, tokens):
+        return super().forward(tokens) + self.blocks[0].mlp[2].weight.pow(2).sum()
+
+
+@distributed(world_size=2)
+def test_a_weight_that_code_outside_its_block_trains_has_no_partial_gradient(group):
+    model, whole, sharding = divided(group, lambda: Decaying([Block() for _ in range(2)]))
+    compare(group, model, whole, sharding)
+    assert "blocks.0.mlp.2.weight" not in {*sharding.shards, *sharding.partial}
+
+
 class Packed(Language):
     """Gives its blocks a mask that it makes of values: a token 0 begins a document."""
 
