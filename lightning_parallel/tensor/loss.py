@@ -17,7 +17,6 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 from torch.autograd import Function
-from torch.autograd.function import once_differentiable
 
 from lightning_parallel import comm
 from lightning_parallel.comm import Group
@@ -189,8 +188,13 @@ class _CrossEntropy(Function):
         return losses.masked_fill_(~valid, 0.0).to(logits.dtype)
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
+        # Autograd enables gradients inside a backward only for `create_graph=True`.
+        if torch.is_grad_enabled():
+            raise RuntimeError(
+                "Gradients of gradients (`create_graph=True`) are not supported through a loss on sharded logits."
+                " Compute the loss on full logits: set `gather_logits=True`"
+            )
         p, index, held, valid, w_target, local_w = ctx.saved_tensors
         a = ctx.classes.smoothing
         grad = grad.to(p.dtype).masked_fill(~valid, 0.0)  # not a product: the mean of no targets sends nan

@@ -21,6 +21,7 @@ from lightning_parallel import comm
 from lightning_parallel.comm import Group
 from lightning_parallel.compat import Patches
 from lightning_parallel.compat.torch import DisableTorchFunctionSubclass, pytree
+from lightning_parallel.tensor.autograd import gather_from_group
 from lightning_parallel.tensor.pieces import Piece
 from lightning_parallel.tensor.plan import Sharding
 from lightning_parallel.tensor.sharding import Shard, reduce_partial_
@@ -228,7 +229,8 @@ def _through_pieces(
         if index in views:
             whole, part = part, results[len(inputs) + views.index(index)]
         if part is not None:
-            part = comm.all_gather(part.contiguous(), value.family.group, value.place, value.family.extents)
+            # With `create_graph=True` code may differentiate the gathered gradient.
+            part = gather_from_group(part.contiguous(), value.family.group, value.place, value.family.extents)
         found[index] = whole if part is None else part if whole is None else part + whole
     if not allow_unused and any(gradient is None for gradient in found):
         raise RuntimeError("The outputs do not depend on one of the tensors whose gradient the step asks for")
