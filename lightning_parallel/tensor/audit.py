@@ -43,6 +43,10 @@ DIVIDES = {"_ColumnLinearFunctionBackward", "_ScatterToGroupBackward", "_CopyToG
 STAYS_DIVIDED = {"_AllGatherToGroupBackward", "_ReduceScatterToGroupBackward"}
 LEAF = "torch::autograd::AccumulateGrad"
 _TERMS = 32
+WITHOUT_WEIGHTS = (
+    "Or take this computation out of the step: for a penalty, use the optimizer's `weight_decay`; for norms to log, use"
+    " the full tensors of `self.state_dict()` in a hook such as `on_train_batch_end`, on every rank"
+)
 LEAVE_WHOLE = "keep the layers of that region replicated with tensor_plan={..., '<their path>': 'replicate'}"
 
 
@@ -253,9 +257,7 @@ def _used_outside(parameter: str, name: str) -> str:
     return (
         f"{name} computes with `{parameter}` outside its layer, but each rank holds only a piece of it or of its"
         " gradient. The result would differ from the result of one process. Keep that layer replicated with"
-        f" tensor_plan={{..., {parameter.rpartition('.')[0]!r}: 'replicate'}}, or take this computation out of the step"
-        " (the optimizer's `weight_decay` stands for a squared norm)"
-        " [LP014]"
+        f" tensor_plan={{..., {parameter.rpartition('.')[0]!r}: 'replicate'}}. {WITHOUT_WEIGHTS} [LP014]"
     )
 
 

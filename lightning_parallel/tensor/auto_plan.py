@@ -21,6 +21,7 @@ from torch import nn
 from lightning_parallel.comm import Group
 from lightning_parallel.compat.initialization import tensor_parallel_plan_of
 from lightning_parallel.step_trace.record import Record, no_record
+from lightning_parallel.tensor.audit import WITHOUT_WEIGHTS
 from lightning_parallel.tensor.block_calls import BlockCalls
 from lightning_parallel.tensor.dataflow import NOT_RUN, find_regions
 from lightning_parallel.tensor.experts import Experts, find_routers, join_lists, plan_experts
@@ -182,8 +183,7 @@ def _refuse_reads(module: nn.Module, calls: BlockCalls) -> None:
             raise ValueError(
                 f"The step computes with `{path}.weight` outside its layer{f', in {line}' if line else ''}, and with"
                 " the weights of all other layers that tensor parallelism could shard. Each rank would hold only"
-                " pieces of them. Take this computation out of the step (the optimizer's `weight_decay` stands for a"
-                " squared norm), or use `tensor_parallel_size=1` [LP014]"
+                f" pieces of them. Use `tensor_parallel_size=1`. {WITHOUT_WEIGHTS} [LP014]"
             )
 
 

@@ -291,8 +291,9 @@ def _check_cut(engine: PipelineEngine) -> None:
     if len(engine.tied) > _MOST_TIED * len(engine.plan.parameters):
         rank_zero_warn(
             f"{len(engine.tied)} of {len(engine.plan.parameters)} parameters are on several stages, because the step"
-            f" computes with them outside their layers (`{next(iter(engine.tied))}`, ...). Put a penalty on all"
-            " parameters into the optimizer (`weight_decay`) [LP025]"
+            f" computes with them outside their layers (`{next(iter(engine.tied))}`, ...). For a penalty on all"
+            " parameters, use the optimizer's `weight_decay`. For norms to log, use the full tensors of"
+            " `self.state_dict()` in a hook such as `on_train_batch_end` [LP025]"
         )
 
 
