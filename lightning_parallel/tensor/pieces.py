@@ -295,7 +295,9 @@ def _meta(tensor: Tensor) -> Tensor:
 def _wrapped(part: Tensor, place: int, family: _Family, is_alias: bool = False) -> Piece:
     needs_graph = part.requires_grad and torch.is_grad_enabled()
     piece = _WholeOfPart.apply(part, place, family) if needs_graph else _without_graph(part, place, family)
-    return piece._keep(part, place, is_alias)
+    # Outside the guard, the question for the version would go through `Piece.__torch_function__`.
+    with DisableTorchFunctionSubclass():
+        return piece._keep(part, place, is_alias)
 
 
 def _without_graph(part: Tensor, place: int, family: _Family) -> Piece:

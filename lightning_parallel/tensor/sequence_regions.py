@@ -217,13 +217,14 @@ def _stand_for_whole(sublayer: nn.Module, lengths: SequenceLengths, is_block: bo
         if _has_full_input(module, lengths, (args, kwargs)):
             return None
         main = _main(args, kwargs)
+        if not (_is_plain(args) and _is_plain(tuple(kwargs.values()))):
 
-        def is_kept(value: Any) -> bool:
-            # Lists without the hidden states stay the same objects, because a block may append to one.
-            return isinstance(value, list) and all(leaf is not main for leaf in pytree.tree_leaves(value))
+            def is_kept(value: Any) -> bool:
+                # Lists without the hidden states stay the same objects, because a block may append to one.
+                return isinstance(value, list) and all(leaf is not main for leaf in pytree.tree_leaves(value))
 
-        args, kwargs = pytree.tree_map(_with_data, (args, kwargs), is_leaf=is_kept)
-        main = _main(args, kwargs)
+            args, kwargs = pytree.tree_map(_with_data, (args, kwargs), is_leaf=is_kept)
+            main = _main(args, kwargs)
         return _exchanged((args, kwargs), main, positions_of(main, lengths))
 
     def leave(module: nn.Module, args: Any, output: Any) -> Any:
@@ -240,7 +241,8 @@ def _stand_for_whole(sublayer: nn.Module, lengths: SequenceLengths, is_block: bo
             parts.append(part)
             return part
 
-        output = pytree.tree_map_only(Piece, own_positions, output)
+        is_piece = type(output) is Piece
+        output = own_positions(output) if is_piece else pytree.tree_map_only(Piece, own_positions, output)
         main = _main(output)
         is_part = any(main is part for part in parts)
         # Otherwise it was computed from all positions, on every rank.
@@ -300,6 +302,12 @@ def _main(*values: Any) -> Tensor:
     Raises:
         TypeError: If there is no such tensor.
     """
+    first = values[0]
+    if type(first) is tuple and first:
+        first = first[0]
+    # Nearly all blocks take and return their hidden states first. A search costs many calls of Python.
+    if isinstance(first, Tensor) and first.is_floating_point():
+        return first
     for leaf in pytree.tree_leaves(values):
         if isinstance(leaf, Tensor) and leaf.is_floating_point():
             return leaf
@@ -310,6 +318,8 @@ def _main(*values: Any) -> Tensor:
 
 def _for_hidden(output: Any, change: Callable[[Tensor], Tensor]) -> Any:
     """Replace the hidden states in the output of a block, and all tensors of their shape: pieces of the same kind."""
+    if isinstance(output, Tensor):
+        return change(output)
     main = _main(output)
     changed: dict[int, Tensor] = {}
 
@@ -329,7 +339,26 @@ def _with_data(value: Any) -> Any:
     return value.view_as(value) if isinstance(value, Tensor) and type(value) is not Tensor else value
 
 
+def _is_plain(value: Any) -> bool:
+    """Return whether a value consists of ordinary tensors and values that hold no tensors."""
+    return all(map(_is_plain, value)) if type(value) is tuple else type(value) in _PLAIN
+
+
+_PLAIN = {Tensor, type(None), bool, int, float, str}
+
+
 def _exchanged(values: Any, old: Tensor, new: Tensor) -> Any:
+    """Replace one tensor in any structure of values; a container without it stays the same object."""
+    if values is old:
+        return new
+    if isinstance(values, Tensor) or type(values) in _PLAIN:
+        return values
+    if type(values) is tuple:
+        return tuple(_exchanged(value, old, new) for value in values)
+    if type(values) is dict:
+        found = {name: _exchanged(value, old, new) for name, value in values.items()}
+        return found if any(found[name] is not values[name] for name in values) else values
+
     def has_none(value: Any) -> bool:
         # Lists without it stay the same objects, because a block may append to one.
         return all(leaf is not old for leaf in pytree.tree_leaves(value))

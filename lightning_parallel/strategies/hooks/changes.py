@@ -10,6 +10,7 @@ ranks, communication between stages and names in checkpoints fit the model at se
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from operator import is_
 from typing import Any, NamedTuple
 
 from torch import nn
@@ -92,7 +93,7 @@ class ModelWatch:
                 child,
                 tuple(parameters_of(child).values()),
                 tuple(vars(child)[MODULES].values()),
-                _keys(child),
+                tuple(buffers_of(child)),
             )
             for child in self._module.modules()
         ]
@@ -114,8 +115,7 @@ class ModelWatch:
             _is_same(seen.parameters, parameters_of(seen.module).values())
             and _is_same(seen.children, vars(seen.module)[MODULES].values())
             # Buffers by name only: a step may assign a new tensor to a buffer.
-            and len(seen.buffers) == len(buffers_of(seen.module))
-            and seen.buffers == _keys(seen.module)
+            and seen.buffers == tuple(buffers_of(seen.module))
             for seen in self._seen
         )
 
@@ -141,13 +141,9 @@ class ModelWatch:
         )
 
 
-def _keys(module: nn.Module) -> tuple[str, ...]:
-    return tuple(buffers_of(module))
-
-
 def _is_same(before: Sequence[Any], after: Any) -> bool:
     # By identity: `==` of two parameters compares their elements.
-    return len(before) == len(after) and all(one is other for one, other in zip(before, after))
+    return len(before) == len(after) and all(map(is_, before, after))
 
 
 def _groups(optimizers: Iterable[Optimizer]) -> list[tuple[Any, ...]]:
