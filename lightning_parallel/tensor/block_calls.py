@@ -144,14 +144,6 @@ class BlockCalls:
             for leaf in pytree.tree_leaves((call.args, call.kwargs))
         )
 
-    def is_left_out(self, path: str) -> bool:
-        """Return whether the step runs to its end without a call of the module at `path`."""
-        record = self._record()
-        if record is None or record.error is not None or record.calls_of(path):
-            return False
-        # The record has no calls inside a module that ran on random data.
-        return not any(call.has_data for around in _owners(path) for call in record.calls_of(around))
-
     def used_outside(self, blocks: Collection[str]) -> dict[str, str]:
         """Return the parameters with which the step computes outside the calls of `blocks`.
 

@@ -31,7 +31,6 @@ from lightning_parallel.tensor.verify import BlockCall, PlanVerifier
 
 __all__ = ["divide_sequences", "sequence_parallel_styles"]
 
-NOT_CALLED = "the step does not call it"
 CANNOT_RUN = "its blocks cannot be run alone to compare them"
 DIFFERS = "its blocks compute other results with some of the positions"
 FLAT = "its hidden states have no sequence dimension"
@@ -188,8 +187,6 @@ class _StackSearch:
 
     def _block_plan(self, path: str, block: str) -> Plan | str:
         """Return the plan that shards the sequence in a block of the stack at `path`, or the reason against it."""
-        if self._calls.is_left_out(block):
-            return NOT_CALLED
         seen = self._calls.of(block)
         if isinstance(seen, str) and _is_in_a_list(self._root, path):  # perhaps experts, whose tokens have no order
             return UNSEEN
@@ -296,8 +293,9 @@ def _sequence_plan(
     """
     if not _is_divided(block, inside):
         return WHOLE
-    if "" in full:
-        return full[""]
+    # A region of layers that all compute on full sequences would only add communication.
+    if full and all(_is_inside(path, full) for path in inside.styles):
+        return next(iter(full.values()))
     shape = None if call is None else call.hidden.shape
     if shape is not None and len(shape) < 3:
         return FLAT
