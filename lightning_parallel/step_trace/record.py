@@ -40,6 +40,7 @@ from lightning_parallel.compat.torch import (
     is_backward_running,
     parameters_of,
     pytree,
+    schema_of,
 )
 from lightning_parallel.step_trace.attributes import SavedAttributes
 from lightning_parallel.step_trace.interception import ActiveHandler, Call, CallSite, run_on_random_data
@@ -121,6 +122,7 @@ class Operation:
         after: How many calls have begun before it.
         line: The user's line, if it takes a parameter outside the module that registers the parameter; empty if no
             code of the user runs, None for all other operations.
+        place: The user's line of any operation, in a record with `places`.
     """
 
     function: Any
@@ -129,6 +131,7 @@ class Operation:
     call: int
     after: int
     line: str | None = None
+    place: str = ""
 
 
 @dataclass
@@ -140,12 +143,14 @@ class StepTrace:
         operations: The operations on placeholders, in modules and between them.
         error: Why the step was not followed to its end; None if it was.
         output: The result of the step.
+        draws: The modules, and the user's lines outside modules, that draw random numbers.
     """
 
     calls: list[ModuleCall] = field(default_factory=list)
     operations: list[Operation] = field(default_factory=list)
     error: Exception | None = None
     output: Any = None
+    draws: list[str] = field(default_factory=list)
 
     def followed_by(self, other: StepTrace) -> StepTrace:
         """Return one record of both steps, for questions about calls and readers in any of them."""
@@ -163,6 +168,7 @@ class StepTrace:
             [*self.operations, *operations],
             self.error or other.error,
             (self.output, other.output),
+            [*self.draws, *other.draws],
         )
 
     def calls_of(self, path: str) -> list[ModuleCall]:
@@ -180,6 +186,28 @@ class StepTrace:
     def computing(self) -> set[int]:
         """Numbers of the calls that compute with parameters themselves, not only in calls that they make."""
         return {each.call for each in self.operations if any(value.view_of for value in each.inputs)}
+
+    def places_outside(self) -> list[str]:
+        """Return the user's lines that compute outside modules; with parameters only, if some do."""
+        found = [each for each in self.operations if each.place and (each.call < 0 or not self.calls[each.call].path)]
+        reading = [each for each in found if any(value.view_of for value in each.inputs)]
+        return [*dict.fromkeys(each.place for each in reading or found)]
+
+    def places_around(self, call: ModuleCall) -> tuple[list[str], list[str]]:
+        """Return the lines of the code around a call that make its arguments, and that take its output.
+
+        The arguments of the calls around it count as well: it may compute with them, and code around may pass them on.
+        """
+        calls = [call]
+        while calls[-1].parent >= 0:
+            calls.append(self.calls[calls[-1].parent])
+        given = {id(leaf) for each in calls for leaf in pytree.tree_leaves((each.args, each.kwargs))}
+        made = {id(leaf) for leaf in pytree.tree_leaves(call.output)}
+        around = {each.parent for each in calls}
+        beside = [each for each in self.operations if each.call in around and each.place]
+        makers = (each.place for each in beside if any(id(leaf) in given for leaf in pytree.tree_leaves(each.output)))
+        users = (each.place for each in beside if any(id(value) in made for value in each.inputs))
+        return [*dict.fromkeys(makers)], [*dict.fromkeys(users)]
 
     def outermost(self, modules: set[nn.Module]) -> Iterator[ModuleCall]:
         """Yield the calls of `modules`, except calls inside calls of `modules`."""
@@ -217,6 +245,7 @@ def record_step(
     device: torch.device,
     shorten: bool = False,
     most_calls: int | None = None,
+    places: bool = False,
 ) -> StepTrace:
     """Run `step` once on placeholders and record it.
 
@@ -229,6 +258,7 @@ def record_step(
         device: Where the step will compute.
         shorten: Take few positions of a batch of tokens, if the step runs to its end on these.
         most_calls: Where to end the record of a step that calls modules very often.
+        places: Whether to note the user's line of each operation, which takes time.
 
     Returns:
         The record, up to the error if the step stops early.
@@ -238,7 +268,7 @@ def record_step(
         trace = record_step(module, step, short, device, most_calls=most_calls)
         if trace.error is None:
             return trace
-    recorder = _Recorder(module, device, most_calls)
+    recorder = _Recorder(module, device, most_calls, places)
     with ExitStack() as stack:
         for context in (comm.skip_communication(), state_kept(module), named_placeholders(module, device)):
             stack.enter_context(context)
@@ -246,7 +276,7 @@ def record_step(
         stack.enter_context(torch.compiler.set_stance("force_eager"))
         stack.enter_context(patched(nn.Module, "__call__", recorder.recording(nn.Module.__call__)))
         stack.enter_context(watch_operations(recorder.note))
-        stack.enter_context(_WritesUndone())
+        stack.enter_context(_RealOperations(recorder.note_draw))
         try:
             recorder.trace.output = step(batch)
         except _RecordFull:
@@ -277,17 +307,23 @@ def _shortened(batch: Any) -> Any:
     return pytree.tree_map_only(Tensor, shortened, batch)
 
 
-class _WritesUndone(DispatchMode):
-    """Restores, after the block, real tensors that operations in the block write.
+class _RealOperations(DispatchMode):
+    """Sees all operations in the block: restores real tensors that they write, and notes operations that draw.
 
     A step may write into tensors that no snapshot of the module knows, such as an average of its weights elsewhere.
+
+    Args:
+        note_draw: Notes that an operation draws random numbers.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, note_draw: Callable[[], None]) -> None:
         super().__init__()
+        self._note_draw = note_draw
         self._before: list[tuple[Tensor, Tensor]] = []
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if torch.Tag.nondeterministic_seeded in getattr(func, "tags", ()) and _draws(func, args, kwargs or {}):
+            self._note_draw()
         # Operations on placeholders write no real tensor. To call them here spares a second way through the dispatcher.
         if PlaceholderTensor in types:
             return PlaceholderTensor.__torch_dispatch__(func, types, args, kwargs)
@@ -303,6 +339,13 @@ class _WritesUndone(DispatchMode):
             if value.shape == before.shape:
                 value.copy_(before)
         self._before.clear()
+
+
+def _draws(func: Any, args: Any, kwargs: dict[str, Any]) -> bool:
+    """Return whether an operator that may draw does: attention and dropout draw nothing for the probability zero."""
+    given = dict(zip((argument.name for argument in schema_of(func).arguments), args)) | kwargs
+    probability = given.get("dropout_p", given.get("p"))
+    return isinstance(probability, Tensor) or probability != 0
 
 
 class _ArgumentCopies:
@@ -382,9 +425,10 @@ class _RecordFull(BaseException):
 class _Recorder:
     """Fills a `StepTrace` while a step runs."""
 
-    def __init__(self, module: nn.Module, device: torch.device, most_calls: int | None) -> None:
+    def __init__(self, module: nn.Module, device: torch.device, most_calls: int | None, places: bool) -> None:
         self.trace = StepTrace()
         self._most_calls = most_calls
+        self._notes_places = places
         self._device = device
         self._paths = {child: path for path, child in module.named_modules()}
         self._owners: dict[str, set[str]] = {}
@@ -430,7 +474,17 @@ class _Recorder:
             owners = [self._owners.get(name, set()) for name in read]
             if any(running.isdisjoint(paths) and not self._runs_method_of(paths) for paths in owners):
                 line = innermost_users_line()
-        self.trace.operations.append(Operation(function, tuple(inputs), output, number, len(self.trace.calls), line))
+        place = innermost_users_line() if self._notes_places else ""
+        self.trace.operations.append(
+            Operation(function, tuple(inputs), output, number, len(self.trace.calls), line, place)
+        )
+
+    def note_draw(self) -> None:
+        """Note that an operation draws random numbers, except for the random data of a module that reads values."""
+        path = "" if self._open[-1] < 0 else self.trace.calls[self._open[-1]].path
+        place = f"`{path}`" if path else innermost_users_line()
+        if place and not self._has_data and place not in self.trace.draws:
+            self.trace.draws.append(place)
 
     def _runs_method_of(self, paths: set[str]) -> bool:
         """Return whether a method of one of these modules runs, such as a `forward` that code calls directly."""

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
+from lightning_parallel.compat import innermost_users_line
 from lightning_parallel.compat.torch import has_compiled_parts, pytree
 from lightning_parallel.tensor.autograd import RECEIVED
 from lightning_parallel.tensor.plan import Sharding
@@ -326,7 +327,8 @@ class _ParameterUseMode(TorchFunctionMode):
             if id(frame.f_locals.get("self")) in users.modules:
                 return
             frame = frame.f_back
-        raise RuntimeError(_used_outside(users.name, f"the step (`{function}`)"))
+        place = innermost_users_line()
+        raise RuntimeError(_used_outside(users.name, f"the step (`{function}`{place and f' in {place}'})"))
 
 
 def _requires_grad(value: object) -> bool:

@@ -125,6 +125,22 @@ def test_recording_changes_nothing():
     assert type(model.scale) is nn.Parameter
 
 
+def test_draws_and_lines_of_the_step_are_recorded():
+    model = Net(nn.Dropout())
+
+    def step(batch):
+        return (model(*batch) + torch.randn(4)).sum() + F.scaled_dot_product_attention(*[model.scale.view(1, 1, 4)] * 3)
+
+    trace = record_step(model, step, (IDS, MASK), CPU, places=True)
+    drawn = trace.draws
+    assert drawn[0] == "`blocks.1`", drawn
+    assert len(drawn) == 2, "attention without dropout draws nothing"
+    assert drawn[1].startswith("`step` (test_record.py, line "), drawn
+    assert len({each.place for each in trace.operations if each.call < 0}) == 1
+    makers, users = trace.places_around(trace.calls_of("blocks.1")[0])
+    assert len(makers) == len(users) == 1, "products with the scale in `forward`"
+
+
 class Meddler(Net):
     """Its step registers a copy, freezes a parameter, and writes tensors that belong to nobody."""
 

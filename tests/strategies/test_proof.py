@@ -606,6 +606,8 @@ def test_steps_that_draw_for_each_sample_are_verified_in_microbatches(group):
     for kind in (NumpyNoise, SampleByItself, NormedNoise):
         said = fit(kind(), "pipeline", num_microbatches=4)
         assert group.rank > 0 or said[0].startswith("Self-check passed without microbatches on 4 samples"), (kind, said)
+        places = "random draws in `" if kind is SampleByItself else "random draws depends"
+        assert group.rank > 0 or kind is NormedNoise or places in said[0], (kind, said)
         warned = [text for text in said if text.startswith("The model has batch normalization")]
         assert len(warned) == (group.rank == 0 and kind is NormedNoise), (kind, said)
         assert not any("passed on" in text for text in said)
@@ -625,6 +627,42 @@ def test_the_first_module_that_differs_is_named():
     ):
         fit(module, "tensor", callbacks=[LambdaCallback(on_train_start=break_it)])
     patches.undo()
+
+
+class ByHand(Tokens):
+    """Computes with a weight between calls of its blocks, or for a log only."""
+
+    def __init__(self, between):
+        super().__init__()
+        self.between = between
+
+    def forward(self, x):
+        hidden = self.hidden(x)
+        for block in self.blocks:
+            hidden = block(hidden)
+        if self.between:
+            hidden = self.blocks[0](self.scaled(hidden))
+        return self.head(hidden.mean(1))
+
+    def scaled(self, hidden):
+        return hidden * self.blocks[0].up.weight.detach().norm()
+
+    def training_step(self, batch, index):
+        if not self.between:
+            self.log("norm", self.blocks[0].up.weight.detach().norm())
+        return super().training_step(batch, index)
+
+
+@distributed(world_size=2)
+def test_lines_that_compute_with_shards_are_named(group):
+    plan = {"blocks.*.up": "column", "blocks.*.down": "row"}
+    expected = {
+        False: r"outside modules, where .* in `training_step` \(test_proof.py, line \d+\)",
+        True: r"`blocks\.0\.down` \(call 2 of 2\), .* made in .*`scaled` \(test_proof.py, line \d+\)",
+    }
+    for between, text in expected.items():
+        with pytest.raises(SelfCheckError, match=text):
+            fit(ByHand(between), "tensor", layout_options={"tensor_plan": plan})
 
 
 # -- what cannot be compared -------------------------------------------------------------------------------------------

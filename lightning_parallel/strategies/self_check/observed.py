@@ -417,8 +417,10 @@ def _sketch(tensor: Tensor) -> _Sketch:
     return tuple(tensor.shape), tuple(float(value) for value in sums)
 
 
-def first_difference(expected: ModuleTrace, found: Sequence[ModuleTrace], tolerance: float) -> tuple[str, str]:
-    """Find the first module whose output differs, in the order of the forward pass; else the last wrong gradient.
+def first_difference(
+    expected: ModuleTrace, found: Sequence[ModuleTrace], tolerance: float
+) -> tuple[tuple[str, int], str]:
+    """Find the first call whose output differs, in the order of the forward pass; else the last wrong gradient.
 
     Backward begins with the last module, so its gradient is the first to be wrong. Outputs of another shape are shards
     of the full output, and are skipped.
@@ -429,18 +431,24 @@ def first_difference(expected: ModuleTrace, found: Sequence[ModuleTrace], tolera
         tolerance: Largest relative difference.
 
     Returns:
-        The path of the module, and a text about the difference. Both are empty without a difference.
+        The path of the module with the number of its call, and a text about the difference; empty without a difference.
     """
+    counts = Counter(path for path, _ in expected.outputs)
+
+    def named(key: tuple[str, int]) -> str:
+        path, number = key
+        return f"`{path}`" + (f" (call {number + 1} of {counts[path]})" if counts[path] > 1 else "")
+
     for key, output in expected.outputs.items():
         distance = max((_distance(output, trace.outputs.get(key)) for trace in found), default=0.0)
         if distance > tolerance:
-            return key[0], f"`{key[0]}`, whose output differs by {distance:.2g}"
+            return key, f"{named(key)}, whose output differs by {distance:.2g}"
     for key in reversed(expected.outputs):
         gradient = expected.gradients.get(key)
         distance = max((_distance(gradient, trace.gradients.get(key)) for trace in found), default=0.0)
         if distance > tolerance:
-            return key[0], f"`{key[0]}`, whose output gets a gradient that differs by {distance:.2g}"
-    return "", ""
+            return key, f"{named(key)}, whose output gets a gradient that differs by {distance:.2g}"
+    return ("", 0), ""
 
 
 def _distance(one: _Sketch | None, two: _Sketch | None) -> float:

@@ -45,6 +45,7 @@ from lightning_parallel.pipeline.microbatch import (
     split_batch,
     split_by,
 )
+from lightning_parallel.step_trace.record import StepTrace
 from lightning_parallel.strategies.checks import check_same_batch
 from lightning_parallel.strategies.hooks.watch import raised_in_shards
 from lightning_parallel.strategies.self_check.observed import (
@@ -105,7 +106,7 @@ _WHOLE_BATCHES = (
     " row per sample, in the order of the samples."
 )
 _DRAWS = (
-    "The run with microbatches was not compared: the number or source of the step's random draws depends on the"
+    "The run with microbatches was not compared: the number or source of the step's random draws{} depends on the"
     " number of samples. If all samples must be drawn together, set `num_microbatches=1`."
 )
 _PLACES = ("first", "last")
@@ -665,7 +666,7 @@ class _Comparison:
             if self.differences:
                 self.hint = _MICROBATCHES
             elif not alike:
-                self.limits.append(_DRAWS)
+                self.limits.append(_DRAWS.format(_in_places(self.runs.record(self.call).draws)))
 
     def _divided(self, whole: WholeRun) -> DividedRun:
         """Run the sharded step with the draws of the full step; try both orders of several rows per sample."""
@@ -881,8 +882,9 @@ class _Comparison:
         if any(comm.all_gather_object(divided.draws_apart, self.replica)):
             self.differences = []
             self.failure = (
-                "sharded layers draw random numbers other than dropout masks; each rank draws for its own shard, so"
-                " the numbers depend on the layout"
+                "sharded layers draw random numbers other than dropout masks"
+                f"{_in_places(self.runs.record(self.call).draws)}; each rank draws for its own shard, so the numbers"
+                " depend on the layout"
             )
             return
         one = replace(way, splits=False)
@@ -1059,7 +1061,9 @@ class _Comparison:
         traces = [trace for trace in comm.all_gather_object(divided.trace, self.replica) if trace is not None]
         if whole.trace is None:
             return ""
-        path, text = first_difference(whole.trace, traces, tolerance_of(whole.precisions))
+        (path, number), text = first_difference(whole.trace, traces, tolerance_of(whole.precisions))
+        record = self.runs.record(self.call)
+        is_of_call = bool(path)
         if not path:
             # Outputs and their gradients agree, so a gradient is lost between an output and a parameter.
             names = [entry.name for entry in self.differences if entry.kind == "gradient"]
@@ -1070,13 +1074,29 @@ class _Comparison:
         if not path:
             return (
                 "The outputs of all modules match. The difference arises outside modules, where the step computes"
-                " with outputs or parameters."
+                f" with outputs or parameters{_in_places(record.places_outside())}."
             )
         block = re.sub(r"\b\d+\b", "*", path.rpartition(".")[0] or path)
         remedy = "choose other split points (`balance`, fewer stages)"
         if self.runs.sharding is not None:
             remedy = f"keep the module around it replicated: tensor_plan={{..., '{block}*': 'replicate'}}"
-        return f"The first module that differs is {text}. To fix it, {remedy}."
+        around = _around(record, path, number) if is_of_call else ""
+        return f"The first module that differs is {text}.{around} To fix it, {remedy}."
+
+
+def _in_places(places: Sequence[str]) -> str:
+    """Return the places of the record of a step as a part of a sentence; empty without a place."""
+    return f" in {_listed(places)}" if places else ""
+
+
+def _around(record: StepTrace, path: str, number: int) -> str:
+    """Return sentences about the user's lines around a call of the module at `path`."""
+    calls = record.calls_of(path)
+    if number >= len(calls):  # the record ends before the call
+        return ""
+    makers, users = record.places_around(calls[number])
+    text = f" Its inputs are made{_in_places(makers)}." if makers else ""
+    return text + (f" Its output is used{_in_places(users)}." if users else "")
 
 
 def _second_differences(runs: Sequence[WholeRun], weights: Sequence[float]) -> list[str]:

@@ -29,7 +29,9 @@ from lightning_parallel.pipeline.engine import PipelineEngine
 from lightning_parallel.pipeline.microbatch import count_samples, loss_of, map_tensors, split_by, without_caches
 from lightning_parallel.pipeline.random_streams import DrawRecorder, OwnGenerators, RecordedDraws, ReplayedDraws
 from lightning_parallel.pipeline.schedule import SCHEDULES
+from lightning_parallel.step_trace.interception import RunsAll
 from lightning_parallel.step_trace.placeholder import PlaceholderTensor
+from lightning_parallel.step_trace.record import StepTrace, record_step
 from lightning_parallel.strategies.hooks.part_use import GatheredMode
 from lightning_parallel.strategies.self_check.observed import (
     ModuleTrace,
@@ -386,6 +388,24 @@ class StepRuns:
             merged={} if self.steps is None else self.steps.merged,
             unproven={} if self.steps is None else self.steps.unproven,
         )
+
+    def record(self, call: StepCall) -> StepTrace:
+        """Record a step of the sharded or split module without data, to explain a difference; no communication."""
+        step = getattr(self.module, call.name)
+
+        def run(batch: Any) -> Any:
+            with step_context(self.precision, call.name), torch.set_grad_enabled(call.name == "training_step"):
+                return step(batch, *call.rest, **call.kwargs)
+
+        with torch.inference_mode(False), ExitStack() as stack:
+            for context in (log_recorded(self.module, []), changes_undone(self.module), self._alone()):
+                stack.enter_context(context)
+            # As in the compared steps, so that the record shows the draws of other code.
+            stack.enter_context(without_dropout(self.module))
+            if self.engine is not None:
+                # The modules of other stages run on placeholders as well.
+                stack.enter_context(self.engine.model.active.use(RunsAll()))
+            return record_step(self.module, run, copied(call.batch, False), self.device, places=True)
 
     def _run_step(
         self,
