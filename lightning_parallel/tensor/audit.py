@@ -19,6 +19,7 @@ from torch.overrides import TorchFunctionMode
 from lightning_parallel.compat import innermost_users_line
 from lightning_parallel.compat.torch import has_compiled_parts, pytree
 from lightning_parallel.tensor.autograd import RECEIVED
+from lightning_parallel.tensor.per_head import MADE_FOR_HEADS
 from lightning_parallel.tensor.plan import Sharding
 
 __all__ = ["StepAudit"]
@@ -185,7 +186,7 @@ class StepAudit:
         known = self._names.get(id(leaf))
         if known is not None and not inside and known in self._divided:
             raise RuntimeError(_used_outside(known, name))
-        if inside and known not in self._divided:
+        if inside and known not in self._divided and not hasattr(leaf, MADE_FOR_HEADS):
             what = "A tensor that requires a gradient (an input?)" if known is None else f"`{known}`"
             raise RuntimeError(
                 f"{name} depends on {what} inside a region where each rank computes only a part (some heads, hidden"
