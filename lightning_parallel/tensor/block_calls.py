@@ -161,12 +161,12 @@ class BlockCalls:
             outside.append(call.path not in blocks and (call.parent < 0 or outside[call.parent]))
             if outside[-1] and call.has_data:
                 inside = self._root.get_submodule(call.path).parameters()
-                found |= {named[id(parameter)]: f"code calls `{call.path}` outside its block" for parameter in inside}
+                found |= {named[id(parameter)]: f"code outside its block calls `{call.path}`" for parameter in inside}
         for operation in record.operations:
             if operation.call >= 0 and outside[operation.call]:
                 path = record.calls[operation.call].path
                 names = [value.view_of for value in operation.inputs if value.view_of is not None]
-                found |= dict.fromkeys(names, f"code calls `{path}` outside its block")
+                found |= dict.fromkeys(names, f"code outside its block calls `{path}`")
         by_hand = self._read_by_hand_in_step(record)
         found |= {named[each]: f"code computes with its weights in {line or 'torch'}" for each, line in by_hand.items()}
         # Every rank keeps the same modules on full sequences.

@@ -496,7 +496,7 @@ def test_modules_and_weights_that_are_used_in_two_places(group, kind):
     assert [run[0] if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in blocks] == runs
     assert {path for region in regions for path in region.gathered} == {*gathered}
     caption = str(sharding_table(model, sharding, 2).caption)
-    assert all(f"full sequences in {path}: code c" in caption for path in gathered)
+    assert all(f"full sequences in {path}: code " in caption for path in gathered)
     with torch.no_grad():  # a step of evaluation may call more modules outside their blocks
         torch.testing.assert_close(
             model.eval().blocks[0].mlp(torch.ones(2, 5, WIDTH).double()),
