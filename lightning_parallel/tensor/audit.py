@@ -185,7 +185,7 @@ class StepAudit:
         """Check that the gradient of a leaf of the graph is complete, or is completed later."""
         known = self._names.get(id(leaf))
         if known is not None and not inside and known in self._divided:
-            raise RuntimeError(_used_outside(known, name))
+            raise RuntimeError(_used_outside(self._users[id(leaf)], name))
         if inside and known not in self._divided and not hasattr(leaf, MADE_FOR_HEADS):
             what = "A tensor that requires a gradient (an input?)" if known is None else f"`{known}`"
             raise RuntimeError(
@@ -254,21 +254,32 @@ def _layer_of(node: Any, kind: str, names: Mapping[int, str]) -> str:
     return "" if name is None else f" of `{name.rpartition('.')[0]}`"
 
 
-def _used_outside(parameter: str, name: str) -> str:
+def _used_outside(users: _Users, name: str) -> str:
     """Return the message about a sharded parameter that `name` depends on outside its layer."""
+    # The plan keeps a part of a block on full sequences if the recorded steps use the part outside the block.
+    way = "Let the step do so in its first batch too, which decides the plan, or set `sequence_parallel=False`"
+    if not users.see_positions:
+        layer = users.name.rpartition(".")[0]
+        way = f"Keep that layer replicated with tensor_plan={{..., {layer!r}: 'replicate'}}"
     return (
-        f"{name} computes with `{parameter}` outside its layer, but each rank holds only a piece of it or of its"
-        " gradient. The result would differ from the result of one process. Keep that layer replicated with"
-        f" tensor_plan={{..., {parameter.rpartition('.')[0]!r}: 'replicate'}}. {WITHOUT_WEIGHTS} [LP014]"
+        f"{name} computes with `{users.name}` outside its layer, but each rank holds only a piece of it or of its"
+        f" gradient. The result would differ from the result of one process. {way}. {WITHOUT_WEIGHTS} [LP014]"
     )
 
 
 class _Users:
-    """The permitted users of one sharded parameter: its owner and the sharded modules around it, by `id`."""
+    """The permitted users of one sharded parameter.
+
+    Attributes:
+        name: Name of the parameter.
+        modules: Its owner and the sharded modules around it, by `id`.
+        see_positions: Whether they use it, in full, on some of the positions of each sequence.
+    """
 
     def __init__(self, name: str) -> None:
         self.name = name
         self.modules: set[int] = set()
+        self.see_positions = False
 
 
 def _users_of_divided_parameters(module: nn.Module, sharding: Sharding) -> dict[int, _Users]:
@@ -286,7 +297,9 @@ def _users_of_divided_parameters(module: nn.Module, sharding: Sharding) -> dict[
             known.modules |= {id(modules[path]) for path in _around(alias, sharding.plan.styles)}
             if name not in sharding.shards:
                 # Full, in a block on some of the positions: a trial has proven all uses in the block.
-                known.modules |= {id(modules[path]) for path in _around(alias, blocks)}
+                around = _around(alias, blocks)
+                known.modules |= {id(modules[path]) for path in around}
+                known.see_positions |= len(around) > 1
     return users
 
 
@@ -329,7 +342,7 @@ class _ParameterUseMode(TorchFunctionMode):
                 return
             frame = frame.f_back
         place = innermost_users_line()
-        raise RuntimeError(_used_outside(users.name, f"the step (`{function}`{place and f' in {place}'})"))
+        raise RuntimeError(_used_outside(users, f"the step (`{function}`{place and f' in {place}'})"))
 
 
 def _requires_grad(value: object) -> bool:

@@ -13,6 +13,7 @@ from torch.utils.checkpoint import checkpoint
 
 from lightning_parallel import comm
 from lightning_parallel.step_trace.record import record_step
+from lightning_parallel.tensor.audit import StepAudit
 from lightning_parallel.tensor.auto_plan import make_plan
 from lightning_parallel.tensor.linear import shared_inputs
 from lightning_parallel.tensor.pieces import Piece
@@ -502,6 +503,14 @@ def test_modules_and_weights_that_are_used_in_two_places(group, kind):
             model.eval().blocks[0].mlp(torch.ones(2, 5, WIDTH).double()),
             whole.eval().blocks[0].mlp(torch.ones(2, 5, WIDTH).double()),
         )
+
+
+@distributed(world_size=2)
+def test_a_later_use_outside_a_block_is_refused_with_a_way_out(group):
+    model, _, sharding = divided(group, lambda: Language([Block() for _ in range(2)]))
+    loss = model(torch.zeros(2, 8, dtype=torch.long)).sum() + model.blocks[1].norm.weight.sum()
+    with pytest.raises(RuntimeError, match=r"`blocks.1.norm.weight` outside its layer.* first batch"):
+        StepAudit(model, sharding).check_output(loss, "the loss")
 
 
 class Selected(nn.Module):
