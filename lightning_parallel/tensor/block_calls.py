@@ -335,7 +335,9 @@ def _with_values(args: tuple[Any, ...], kwargs: dict[str, Any]) -> BlockCall:
     def filled(leaf: Any) -> Any:
         if type(leaf) is not PlaceholderTensor:
             return leaf
-        return values.setdefault(id(leaf), random_values(*leaf.signature, "cpu"))
+        value = values.setdefault(id(leaf), random_values(*leaf.signature, "cpu"))
+        # Computed from parameters, so it may have a gradient in the run.
+        return value.requires_grad_(value.is_floating_point())
 
     hidden = _hidden((args, kwargs))
     args, kwargs = pytree.tree_map(filled, (args, kwargs))

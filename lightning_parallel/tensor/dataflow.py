@@ -163,10 +163,21 @@ class _CutBlock:
         self.output: Any = None  # of the last run
         self.returned: list[Tensor] = []  # the tensors in it
         self._given: Mapping[str, Tensor] = {}
+        # The tensors with a gradient among the further arguments, as leaves of the graph of the first run.
+        self.arguments = {
+            name: self._leaves(value) for name, value in self.call.named() if value is not self.call.hidden
+        }
         for name, layer in self.layers.items():
             layer.forward = partial(self._answer, name)
-        self.inputs = self.run({})
+        # Multiplied, because code may change an argument in place.
+        leaves = {at: leaf * 1 for given in self.arguments.values() for at, leaf in given.items()}
+        self.inputs = self.run({}, arguments=leaves)
         self.full = self.returned
+        self.results = [leaf for leaf in pytree.tree_leaves(self.output) if isinstance(leaf, Tensor)]
+
+    def _leaves(self, value: Any) -> dict[int, Tensor]:
+        tensors = [leaf for leaf in pytree.tree_leaves(value) if isinstance(leaf, Tensor) and leaf.requires_grad]
+        return {id(leaf): leaf.detach().to(self.x.detach(), copy=True).requires_grad_(True) for leaf in tensors}
 
     def run(
         self, given: Mapping[str, Tensor], x: Tensor | None = None, arguments: Mapping[int, Tensor] | None = None
@@ -336,16 +347,36 @@ class _Region:
         attributes: dict[str, dict[str, Any]] = {}
         for path, name, _, local in slots:
             attributes.setdefault(path, {})[name] = local
-        return Plan(self._styles(narrow, tuple(name for name, _ in given), returned), attributes)
+        per_head = tuple(known for known, _ in given)
+        of_block = {"width": self.row if narrow else None, "given": per_head, "returned": returned}
+        return Plan(self._styles({**of_block, "common": self._common_arguments(per_head, returned)}), attributes)
+
+    def _common_arguments(
+        self, given: tuple[DividedTensor, ...], returned: tuple[DividedTensor, ...]
+    ) -> tuple[str, ...]:
+        """Return the arguments that all heads use, and that the block uses for the heads only."""
+        entries = self.cut.results if len(returned) < len(self.cut.results) else []
+        places = {int(known.name) for known in returned}
+        outside = [leaf for at, leaf in enumerate(entries) if at not in places and leaf.requires_grad]
+        found = []
+        for name, leaves in self.cut.arguments.items():
+            if any(name == known.name for known in given):
+                continue
+            inside = _gradients(self.y * torch.randn_like(self.y), [*leaves.values()])
+            beside = [gradient for leaf in outside for gradient in _gradients(leaf, [*leaves.values()])]
+            if any(bool(gradient.any()) for gradient in inside) and not any(bool(each.any()) for each in beside):
+                found.append(name)
+        return tuple(found)
 
     def _given_of_all_heads(self) -> list[Given]:
         """Return the tensors with an extent of all heads that the model gives to the block, by each such dimension."""
         call = self.cut.call
         found: list[Given] = []
-        for name, value in [*((str(at), arg) for at, arg in enumerate(call.args)), *call.kwargs.items()]:
+        for name, value in call.named():
             if isinstance(value, Tensor) and value is not call.hidden and value.is_floating_point():
                 dims = [dim for dim, size in enumerate(value.shape) if size == self.units]
-                found += [(self._per_head(name, dim), value) for dim in dims]
+                # Counted from the end, as a sum does: the same argument may have a batch dimension in another step.
+                found += [(self._per_head(name, dim - value.dim()), value) for dim in dims]
         return found
 
     def _is_surely_of_heads(self, given: list[Given]) -> bool:
@@ -380,7 +411,7 @@ class _Region:
                 continue
             places = [at for at, entry in enumerate(self.cut.entries()) if entry is mine]
             dims = [dim for dim, size in enumerate(full.shape) if size == self.units and places]
-            known = [self._per_head(str(places[0]), dim) for dim in dims]
+            known = [self._per_head(str(places[0]), dim - full.dim()) for dim in dims]
             right = (each for each in known if _equal(mine, each.rule(self.ranks).split(full, self.ranks - 1)))
             # The model may also give the values of all heads to a block whose call is a guess.
             if (first := next(right, None)) is None or not is_known:
@@ -459,13 +490,10 @@ class _Region:
 
     # ------------------------------------------------------------------------------------------------------- styles
 
-    def _styles(
-        self, narrow: bool, given: tuple[DividedTensor, ...], returned: tuple[DividedTensor, ...]
-    ) -> dict[str, Style]:
+    def _styles(self, of_block: dict[str, Any]) -> dict[str, Style]:
         styles: dict[str, Style] = {name: Column(parts=_unless_plain(parts)) for name, parts in self.columns.items()}
         styles |= {name: Row(parts=_unless_plain(self.row)) for name in self.closing}
         paths = dict.fromkeys(path for path, _ in [*self.tensors, *self.shared])
-        of_block = {"width": self.row if narrow else None, "given": given, "returned": returned}
         for path in dict.fromkeys([*paths, *([""] if any(of_block.values()) else [])]):
             own = parameters_of(self.cut.modules[path])
             divided = [known for key, known in self.tensors.items() if key[0] == path]

@@ -10,6 +10,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -18,6 +19,7 @@ from torch import Tensor, nn
 from lightning_parallel.comm import Group
 from lightning_parallel.compat import Division
 from lightning_parallel.compat.torch import buffers_of, pytree, version_of
+from lightning_parallel.tensor.autograd import copy_to_group
 from lightning_parallel.tensor.conversion import convert, shard_parameters
 from lightning_parallel.tensor.pieces import NarrowInput, part_along, whole_input, whole_of
 from lightning_parallel.tensor.sharding import Shard, ShardPart
@@ -58,7 +60,9 @@ class PerHead:
         width: The parts of the features of all heads, if the code takes their number from the input's last size. The
             code then reads this rank's number there.
         given: The arguments of the forward that hold a value for each head, such as a position bias; `name` is the
-            position or the keyword. The forward sees the entries of this rank's heads.
+            position or the keyword, and the dimension counts from the end. The forward sees the entries of this rank's
+            heads.
+        common: Positions or keywords of further arguments that all heads use: each rank has a part of their gradients.
         returned: The entries of the returned tuple that hold a value for each head; `name` is the position. The caller
             gets the values of all heads.
     """
@@ -68,6 +72,7 @@ class PerHead:
     shared: tuple[str, ...] = ()
     width: tuple[ShardPart, ...] | None = None
     given: tuple[DividedTensor, ...] = ()
+    common: tuple[str, ...] = ()
     returned: tuple[DividedTensor, ...] = ()
 
     def rules(self, module: nn.Module, ranks: int) -> dict[str, Shard]:
@@ -88,6 +93,7 @@ class PerHead:
         layer = convert(module, PerHeadModule)
         layer.buffer_rules = {known.name: known.rule(group.size) for known in self.buffers}
         layer.given_rules = {known.name: known.rule(group.size) for known in self.given}
+        layer.common = self.common
         layer.returned_rules = {int(known.name): known.rule(group.size) for known in self.returned}
         layer.input_features = None
         if self.width is not None:
@@ -101,6 +107,7 @@ class PerHeadModule(nn.Module):
 
     buffer_rules: dict[str, Shard]
     given_rules: dict[str, Shard]
+    common: tuple[str, ...]
     returned_rules: dict[int, Shard]
     input_features: int | None
     group: Group
@@ -114,7 +121,7 @@ class PerHeadModule(nn.Module):
         """
         if self.input_features is not None and args and isinstance(args[0], Tensor):
             args = (NarrowInput.of(args[0], self.input_features), *args[1:])
-        if self.given_rules:
+        if self.given_rules or self.common:
             args, kwargs = self._of_own_heads(args, kwargs)
         own = buffers_of(self)
         # A pipeline stage may have freed the buffers of another stage.
@@ -142,24 +149,31 @@ class PerHeadModule(nn.Module):
     def _of_own_heads(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Replace the arguments with a value for each head by the values of this rank's heads."""
         found = {**{str(at): value for at, value in enumerate(args)}, **kwargs}
-        for name, rule in self.given_rules.items():
-            value = found.get(name)
-            # Any other argument is the same for all heads, and broadcasts.
-            if isinstance(value, Tensor) and value.dim() > rule.dim and value.shape[rule.dim] == rule.full_size:
-                found[name] = part_along(value, self.group, rule.dim, rule.sizes)
+        for name in (*self.given_rules, *self.common):
+            rule = self.given_rules.get(name)
+            found[name] = pytree.tree_map(partial(self._entered, rule), found.get(name))
         return tuple(found[str(at)] for at in range(len(args))), {name: found[name] for name in kwargs}
+
+    def _entered(self, rule: Shard | None, value: Any) -> Any:
+        """Return an argument for this rank's heads; in backward, its gradient becomes the gradient of all heads."""
+        if not isinstance(value, Tensor) or not value.is_floating_point():
+            return value
+        if rule is not None and value.dim() >= -rule.dim and value.shape[rule.dim] == rule.full_size:
+            return part_along(value, self.group, value.dim() + rule.dim, rule.sizes)
+        # All heads share it, and it broadcasts.
+        return copy_to_group(value, self.group) if value.requires_grad else value
 
     def _of_all_heads(self, output: Any) -> Any:
         """Return an output whose values of this rank's heads read as the values of all heads."""
         entries = list(output)
         for at, rule in self.returned_rules.items():
             value = entries[at] if at < len(entries) else None
-            if isinstance(value, Tensor) and value.dim() > rule.dim:
+            if isinstance(value, Tensor) and value.dim() >= -rule.dim:
                 # With checkpointing, T5 makes a zero bias that requires a gradient.
                 if value.is_leaf and value.requires_grad and all(kept is not value for kept in vars(self).values()):
                     setattr(value, MADE_FOR_HEADS, True)
                 # A module of the same kind takes this rank's part from it, so nothing is sent between the two.
-                entries[at] = whole_of(value, self.group, rule.dim, rule.sizes)
+                entries[at] = whole_of(value, self.group, value.dim() + rule.dim, rule.sizes)
         return type(output)(entries)
 
 

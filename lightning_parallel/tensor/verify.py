@@ -264,7 +264,7 @@ class BlockCall:
     """How a model calls one of its blocks.
 
     Attributes:
-        args: The positional arguments, with tensors of any values.
+        args: The positional arguments, with tensors of any values; the tensors that parameters decide require a gradient.
         kwargs: The arguments by name.
         hidden: The tensor among them that holds the hidden states.
     """
@@ -289,12 +289,16 @@ class BlockCall:
                 return others[id(leaf)]
             if not isinstance(leaf, Tensor):
                 return copy.deepcopy(leaf)  # a cache, which a call fills
-            return leaf.to(hidden.device, hidden.dtype if leaf.is_floating_point() else leaf.dtype, copy=True)
+            return leaf.detach().to(hidden.device, hidden.dtype if leaf.is_floating_point() else leaf.dtype, copy=True)
 
         args, kwargs = pytree.tree_map(adapted, (self.args, self.kwargs))
         output = block(*args, **kwargs)
         filled = [given for given in (*args, *kwargs.values()) if type(given) is list and given]
         return (output, filled) if filled else output
+
+    def named(self) -> list[tuple[str, Any]]:
+        """Return the arguments by position or keyword."""
+        return [*((str(at), value) for at, value in enumerate(self.args)), *self.kwargs.items()]
 
     @cached_property
     def signature(self) -> str:
