@@ -7,7 +7,7 @@ that it may take: tokens, hidden states, an image.
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -167,8 +167,9 @@ class BlockCalls:
                 path = record.calls[operation.call].path
                 names = [value.view_of for value in operation.inputs if value.view_of is not None]
                 found |= dict.fromkeys(names, f"code outside its block calls `{path}`")
-        by_hand = self._read_by_hand_in_step(record)
-        found |= {named[each]: f"code computes with its weights in {line or 'torch'}" for each, line in by_hand.items()}
+        # A block may compute with the weights of its own parts: it does so with the positions of a rank.
+        by_hand = _read_by_hand(record, lambda call: call < 0 or outside[call])
+        found |= {name: f"code computes with its weights in {line or 'torch'}" for name, line in by_hand.items()}
         # Every rank keeps the same modules on full sequences.
         for other in reversed(comm.all_gather_object(found, self._group)):
             found = {**found, **other}
@@ -348,8 +349,12 @@ def _with_values(args: tuple[Any, ...], kwargs: dict[str, Any]) -> BlockCall:
 # ------------------------------------------------------------------------------------------------------ read by hand
 
 
-def _read_by_hand(trace: StepTrace) -> dict[str, str]:
+def _read_by_hand(trace: StepTrace, counts: Callable[[int], bool] = lambda call: True) -> dict[str, str]:
     """Return the parameters that code outside their modules computes with, by name, and the lines of this code.
+
+    Args:
+        trace: The record.
+        counts: Tells whether code in the call with this number counts; -1 is the step itself.
 
     Operations that treat each number alike, such as a moving average of the weights, are right on shards. So a
     parameter is read where another operation takes it, or takes a result of such operations.
@@ -372,7 +377,7 @@ def _read_by_hand(trace: StepTrace) -> dict[str, str]:
             continue
         if _treats_alike(operation, outputs):
             alike |= {id(value): read for value in outputs}
-        else:
+        elif counts(operation.call):
             found |= read
     return found
 

@@ -264,7 +264,7 @@ class BlockCall:
     """How a model calls one of its blocks.
 
     Attributes:
-        args: The positional arguments, with tensors of any values; the tensors that parameters decide require a gradient.
+        args: The positional arguments, with tensors of any values; tensors of parameters require a gradient.
         kwargs: The arguments by name.
         hidden: The tensor among them that holds the hidden states.
     """

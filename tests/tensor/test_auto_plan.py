@@ -487,6 +487,25 @@ def test_a_bias_of_all_heads_that_the_model_gives_to_its_blocks(group):
     for shape in ((1, 4, 16, 16), (4, 16, 16), (1, 4, 1, 1), (4,)):
         plan, _ = _compare(group, lambda shape=shape: BiasedLanguage(*shape).double(), rtol=1e-10)
         assert _paired(plan, "mlp|attention"), shape
+    # All heads share it: each rank has a part of its gradient.
+    plan, _ = _compare(group, lambda: BiasedLanguage(16, 16).double(), rtol=1e-10)
+    assert _paired(plan, "mlp|attention")
+
+
+@distributed(world_size=2)
+def test_a_bias_of_all_heads_has_other_dimensions_in_a_later_step(group):
+    model, whole = (BiasedLanguage(4, 16, 16).double() for _ in range(2))
+    sharding = apply_plan(model, make_plan(model, "auto", group), group)
+    tokens = torch.randint(3, VOCABULARY, (4, 16))  # as many samples as heads
+    for shape in ((4, 16, 16), (4, 1, 16, 16), (4, 4, 16, 16), (16, 16)):
+        bias = torch.randn(shape, dtype=torch.float64)
+        found = []
+        for one in (whole, model):
+            one.bias = nn.Parameter(bias)
+            one.zero_grad()
+            F.cross_entropy(one(tokens).flatten(0, 1), tokens.flatten()).backward()
+            found.append({name: parameter.grad for name, parameter in one.named_parameters()})
+        same_gradients(found[1], found[0], sharding.shards, group, 1e-10)
 
 
 class Functional(nn.Module):

@@ -432,6 +432,14 @@ def test_blocks_with_code_between_them_are_divided_each_by_itself(group, kind):
         assert "full sequences between blocks.0, blocks.1, blocks.2, blocks.3: the model may change" in caption
 
 
+class NormByHand(Block):
+    """Computes with the weight of its norm by hand."""
+
+    def forward(self, x):
+        x = x + self.attention(F.layer_norm(x, self.norm.normalized_shape, self.norm.weight, self.norm.bias))
+        return x + self.mlp(self.norm_again(x))
+
+
 class UsedTwice(Language):
     """Uses modules or weights of its blocks in two places."""
 
@@ -448,6 +456,8 @@ class UsedTwice(Language):
             second.mlp[0].weight, third.norm.weight = first.mlp[0].weight, self.norm.weight
         elif self.kind == "one norm in a block":
             first.norm_again = first.norm
+        elif self.kind == "by hand in a block":
+            self.blocks[1] = NormByHand()
 
     def forward(self, tokens):
         x = self.embedding(tokens)
@@ -475,6 +485,7 @@ TWICE = {
     "shared mlp": (["0-2"], []),
     "shared parameters": (["0-2"], ["blocks.2.norm"]),
     "one norm in a block": (["0-2"], []),
+    "by hand in a block": (["0-2"], []),
     "not called": (["0", "2"], []),
     "called outside": (["0", "1", "2"], ["blocks.1.norm", "blocks.1.mlp"]),
     "recomputed outside": (["0-1", "2"], ["blocks.1.mlp"]),
