@@ -66,7 +66,7 @@ from torch.utils._python_dispatch import _disable_current_modes as dispatch_mode
 # The innermost dispatch mode. Leaving a mode takes away the innermost one, whichever it is: see `leave_mode`.
 from torch.utils._python_dispatch import _get_current_dispatch_mode as current_dispatch_mode
 
-from lightning_parallel.compat import Patches
+from lightning_parallel.compat import Patches, patched
 
 __all__ = [
     "BUFFERS",
@@ -685,12 +685,9 @@ def functional_calls_swap(swap: Callable[..., Any]) -> Iterator[None]:
 
     The own function of torch exchanges registered parameters. Attributes that hide them would stay.
     """
-    patches = Patches()
-    patches.replace(_named_member_accessor, "swap_tensor", partial(swap, _named_member_accessor.swap_tensor))
-    try:
+    own = _named_member_accessor.swap_tensor
+    with patched(_named_member_accessor, "swap_tensor", partial(swap, own)):
         yield
-    finally:
-        patches.undo()
 
 
 def graph_position() -> int:

@@ -265,7 +265,7 @@ def record_step(
     """
     short = _shortened(batch) if shorten else batch
     if short is not batch:
-        trace = record_step(module, step, short, device, most_calls=most_calls)
+        trace = record_step(module, step, short, device, most_calls=most_calls, places=places)
         if trace.error is None:
             return trace
     recorder = _Recorder(module, device, most_calls, places)

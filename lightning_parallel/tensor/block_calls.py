@@ -107,7 +107,9 @@ class BlockCalls:
                 around = [outer for outer in record.paths_around(call.number) if f"{outer}.".startswith(start)]
                 relative = tuple(outer.removeprefix(path) for outer in around)
                 calls.append((relative, call.signature))
-        readers = self._read_by_hand_in_step(record)
+        if "" not in self._readers:
+            self._readers[""] = self._read_by_hand("", [record])
+        readers = self._readers[""]
         inside = [(name, readers[id(each)]) for name, each in module.named_parameters() if id(each) in readers]
         return (*calls,), (*inside,)
 
@@ -229,11 +231,6 @@ class BlockCalls:
             if not isinstance(self._root.get_submodule(around), (nn.ModuleList, nn.ModuleDict)):
                 yield around, self._traces(around, _inside(path, around))
 
-    def _read_by_hand_in_step(self, record: StepTrace) -> dict[int, str]:
-        if "" not in self._readers:
-            self._readers[""] = self._read_by_hand("", [record])
-        return self._readers[""]
-
     def _read_by_hand(self, around: str, traces: Sequence[StepTrace]) -> dict[int, str]:
         """Return the parameters that code outside their modules computes with, by `id`, and the lines of this code."""
         found: dict[str, str] = {}
@@ -352,12 +349,12 @@ def _with_values(args: tuple[Any, ...], kwargs: dict[str, Any]) -> BlockCall:
 def _read_by_hand(trace: StepTrace, counts: Callable[[int], bool] = lambda call: True) -> dict[str, str]:
     """Return the parameters that code outside their modules computes with, by name, and the lines of this code.
 
+    Operations that treat each number alike, such as a moving average of the weights, are right on shards. So a
+    parameter is read where another operation takes it, or takes a result of such operations.
+
     Args:
         trace: The record.
         counts: Tells whether code in the call with this number counts; -1 is the step itself.
-
-    Operations that treat each number alike, such as a moving average of the weights, are right on shards. So a
-    parameter is read where another operation takes it, or takes a result of such operations.
     """
     found: dict[str, str] = {}
     # By the `id` of results, which the trace keeps alive.

@@ -160,8 +160,7 @@ class _CutBlock:
         self.sizes = {name: layer_sizes(layer) for name, layer in linear_layers(block).items()}
         self.outputs: dict[str, Tensor] = {}
         self.inputs: dict[str, Tensor] = {}
-        self.output: Any = None  # of the last run
-        self.returned: list[Tensor] = []  # the tensors in it
+        self.returned: list[tuple[str, Tensor]] = []  # by the last run, see `_placed`
         self._given: Mapping[str, Tensor] = {}
         # The tensors with a gradient among the further arguments, as leaves of the graph of the first run.
         self.arguments = {
@@ -173,7 +172,6 @@ class _CutBlock:
         leaves = {at: leaf * 1 for given in self.arguments.values() for at, leaf in given.items()}
         self.inputs = self.run({}, arguments=leaves)
         self.full = self.returned
-        self.results = [leaf for leaf in pytree.tree_leaves(self.output) if isinstance(leaf, Tensor)]
 
     def _leaves(self, value: Any) -> dict[int, Tensor]:
         tensors = [leaf for leaf in pytree.tree_leaves(value) if isinstance(leaf, Tensor) and leaf.requires_grad]
@@ -187,20 +185,12 @@ class _CutBlock:
         # The inputs of the first run are compared with, so a later run must not replace them.
         before, self.inputs = self.inputs, {}
         try:
-            self.output = self.call(self.module, self.x if x is None else x, arguments)
-            leaves = [leaf for leaf in pytree.tree_leaves(self.output) if isinstance(leaf, Tensor)]
+            output = self.call(self.module, self.x if x is None else x, arguments)
             # A block with its attention inside adds to its input, whose last size may be narrow.
-            self.returned = [whole_input(leaf).detach() for leaf in leaves]
+            self.returned = [(place, whole_input(leaf)) for place, leaf in _placed(output)]
             return self.inputs
         finally:
             self.inputs = before
-
-    def entries(self) -> tuple[Any, ...]:
-        """Return the entries of the tuple that the last run returned; empty if it returned no tuple."""
-        if type(self.output) is not tuple or len(self.returned) > len(self.output):
-            return ()
-        leaves = iter(self.returned)
-        return tuple(next(leaves, None) if isinstance(entry, Tensor) else None for entry in self.output)
 
     def _answer(self, name: str, *args: Tensor, **kwargs: Any) -> Tensor:
         if len(args) != 1 or kwargs:
@@ -238,6 +228,17 @@ class _CutBlock:
 
     def _weights(self, name: str) -> int:
         return self.sizes[name][0] * self.sizes[name][1]
+
+
+def _placed(output: Any) -> list[tuple[str, Tensor]]:
+    """Return the tensors in an output, each with its position if it is an entry of a returned tuple, else with ""."""
+    entries = enumerate(output) if type(output) is tuple else [("", output)]
+    return [
+        (str(place) if leaf is entry else "", leaf)
+        for place, entry in entries
+        for leaf in pytree.tree_leaves(entry)
+        if isinstance(leaf, Tensor)
+    ]
 
 
 def _gradients(values: Tensor, leaves: Sequence[Tensor]) -> list[Tensor]:
@@ -349,15 +350,14 @@ class _Region:
             attributes.setdefault(path, {})[name] = local
         per_head = tuple(known for known, _ in given)
         of_block = {"width": self.row if narrow else None, "given": per_head, "returned": returned}
-        return Plan(self._styles({**of_block, "common": self._common_arguments(per_head, returned)}), attributes)
+        return Plan(self._styles({**of_block, "common": self._shared_arguments(per_head, returned)}), attributes)
 
-    def _common_arguments(
+    def _shared_arguments(
         self, given: tuple[DividedTensor, ...], returned: tuple[DividedTensor, ...]
     ) -> tuple[str, ...]:
         """Return the arguments that all heads use, and that the block uses for the heads only."""
-        entries = self.cut.results if len(returned) < len(self.cut.results) else []
-        places = {int(known.name) for known in returned}
-        outside = [leaf for at, leaf in enumerate(entries) if at not in places and leaf.requires_grad]
+        places = {known.name for known in returned}
+        outside = [leaf for place, leaf in self.cut.full if place not in places and leaf.requires_grad]
         found = []
         for name, leaves in self.cut.arguments.items():
             if any(name == known.name for known in given):
@@ -406,12 +406,11 @@ class _Region:
         if len(found) != len(full_outputs):
             raise _RefusedError(RETURNED)
         per_head = []
-        for mine, full in zip(found, full_outputs):
+        for (place, mine), (_, full) in zip(found, full_outputs):
             if _equal(mine, full):
                 continue
-            places = [at for at, entry in enumerate(self.cut.entries()) if entry is mine]
-            dims = [dim for dim, size in enumerate(full.shape) if size == self.units and places]
-            known = [self._per_head(str(places[0]), dim - full.dim()) for dim in dims]
+            dims = [dim for dim, size in enumerate(full.shape) if size == self.units and place]
+            known = [self._per_head(place, dim - full.dim()) for dim in dims]
             right = (each for each in known if _equal(mine, each.rule(self.ranks).split(full, self.ranks - 1)))
             # The model may also give the values of all heads to a block whose call is a guess.
             if (first := next(right, None)) is None or not is_known:

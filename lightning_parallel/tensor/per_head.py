@@ -8,9 +8,10 @@ Legend for shapes: H heads, h heads on this rank.
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from inspect import Parameter, signature
 from typing import Any
 
 import torch
@@ -90,10 +91,13 @@ class PerHead:
     def apply(self, module: nn.Module, group: Group) -> None:
         """See `Style`."""
         rules = self.rules(module, group.size)
+        # A later call may give by keyword what the recorded call gave by position.
+        names = _positional_names(module.forward)
         layer = convert(module, PerHeadModule)
+        layer.positional = names
         layer.buffer_rules = {known.name: known.rule(group.size) for known in self.buffers}
-        layer.given_rules = {known.name: known.rule(group.size) for known in self.given}
-        layer.common = self.common
+        layer.given_rules = {_named(names, known.name): known.rule(group.size) for known in self.given}
+        layer.common = tuple(_named(names, name) for name in self.common)
         layer.returned_rules = {int(known.name): known.rule(group.size) for known in self.returned}
         layer.input_features = None
         if self.width is not None:
@@ -106,6 +110,7 @@ class PerHeadModule(nn.Module):
     """Module that computes this rank's heads; see `PerHead`."""
 
     buffer_rules: dict[str, Shard]
+    positional: tuple[str, ...]
     given_rules: dict[str, Shard]
     common: tuple[str, ...]
     returned_rules: dict[int, Shard]
@@ -148,11 +153,12 @@ class PerHeadModule(nn.Module):
 
     def _of_own_heads(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Replace the arguments with a value for each head by the values of this rank's heads."""
-        found = {**{str(at): value for at, value in enumerate(args)}, **kwargs}
+        positions = [_named(self.positional, str(at)) for at in range(len(args))]
+        found = {**dict(zip(positions, args)), **kwargs}
         for name in (*self.given_rules, *self.common):
-            rule = self.given_rules.get(name)
-            found[name] = pytree.tree_map(partial(self._entered, rule), found.get(name))
-        return tuple(found[str(at)] for at in range(len(args))), {name: found[name] for name in kwargs}
+            if name in found:
+                found[name] = pytree.tree_map(partial(self._entered, self.given_rules.get(name)), found[name])
+        return tuple(found[name] for name in positions), {name: found[name] for name in kwargs}
 
     def _entered(self, rule: Shard | None, value: Any) -> Any:
         """Return an argument for this rank's heads; in backward, its gradient becomes the gradient of all heads."""
@@ -165,6 +171,8 @@ class PerHeadModule(nn.Module):
 
     def _of_all_heads(self, output: Any) -> Any:
         """Return an output whose values of this rank's heads read as the values of all heads."""
+        if type(output) is not tuple:  # such as the main output alone
+            return output
         entries = list(output)
         for at, rule in self.returned_rules.items():
             value = entries[at] if at < len(entries) else None
@@ -174,7 +182,18 @@ class PerHeadModule(nn.Module):
                     setattr(value, MADE_FOR_HEADS, True)
                 # A module of the same kind takes this rank's part from it, so nothing is sent between the two.
                 entries[at] = whole_of(value, self.group, value.dim() + rule.dim, rule.sizes)
-        return type(output)(entries)
+        return tuple(entries)
+
+
+def _positional_names(forward: Callable[..., Any]) -> tuple[str, ...]:
+    """Return the names of the parameters that a call may give by position."""
+    kinds = (Parameter.POSITIONAL_ONLY, Parameter.POSITIONAL_OR_KEYWORD)
+    return tuple(name for name, known in signature(forward).parameters.items() if known.kind in kinds)
+
+
+def _named(names: Sequence[str], name: str) -> str:
+    """Return the name of an argument, given its position or its keyword."""
+    return names[int(name)] if name.isdigit() and int(name) < len(names) else name
 
 
 def set_local_values(module: nn.Module, values: Mapping[str, Any]) -> dict[str, Any]:

@@ -348,7 +348,7 @@ _PLAIN = {Tensor, type(None), bool, int, float, str}
 
 
 def _exchanged(values: Any, old: Tensor, new: Tensor) -> Any:
-    """Replace one tensor in any structure of values; a container without it stays the same object."""
+    """Replace one tensor in any structure of values; a list or dict without it stays the same object."""
     if values is old:
         return new
     if isinstance(values, Tensor) or type(values) in _PLAIN:

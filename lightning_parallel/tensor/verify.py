@@ -294,7 +294,7 @@ class BlockCall:
         args, kwargs = pytree.tree_map(adapted, (self.args, self.kwargs))
         output = block(*args, **kwargs)
         filled = [given for given in (*args, *kwargs.values()) if type(given) is list and given]
-        return (output, filled) if filled else output
+        return [output, filled] if filled else output
 
     def named(self) -> list[tuple[str, Any]]:
         """Return the arguments by position or keyword."""

@@ -132,7 +132,7 @@ def _compare(group, build, rtol=1e-5, sequence_parallel=False, plan="auto", reco
     """Divide one copy, train both, compare losses and every gradient by name; returns the plan and the copy."""
     losses, gradients = _train(build())
     model = build()
-    plan = make_plan(model, plan, group, sequence_parallel, lambda: record(model))
+    plan = make_plan(model, plan, group, sequence_parallel, functools.cache(lambda: record(model)))
     sharding = apply_plan(model, plan, group)
     local_losses, local = _train(model, sharding, group)
     torch.testing.assert_close(local_losses, losses, rtol=rtol, atol=rtol)
@@ -173,7 +173,7 @@ def test_key_heads_that_several_of_four_ranks_share(group):
 @pytest.mark.parametrize("name", HUGGING_FACE)
 def test_share_of_the_weights_that_are_divided_in_pairs(name, ranks):
     model = _hugging_face(name)
-    plan = make_plan(model, "auto", Group.pretended("tensor", ranks), record=lambda: _recorded(model))
+    plan = make_plan(model, "auto", Group.pretended("tensor", ranks), record=functools.cache(lambda: _recorded(model)))
     outside = {*find_routers(model)}  # every rank chooses between the experts
     layers = {path: layer for path, layer in linear_layers(model).items() if re.search(r"\.\d+\.", path)}
     sizes = {path: layer.weight.numel() for path, layer in layers.items() if path not in outside}
@@ -445,7 +445,9 @@ def test_sequence_parallel_hugging_face_models(group, name):
 def test_the_zero_bias_of_checkpointed_layers_is_no_input(group):
     model = _hugging_face("T5ForConditionalGeneration").train()
     model.gradient_checkpointing_enable()
-    sharding = apply_plan(model, make_plan(model, "auto", group, record=lambda: _recorded(model)), group)
+    sharding = apply_plan(
+        model, make_plan(model, "auto", group, record=functools.cache(lambda: _recorded(model))), group
+    )
     assert StepAudit(model, sharding).wrap(lambda: _loss(model))().isfinite()
 
 
@@ -461,18 +463,31 @@ class BiasedAttention(ViewAttention):
         return self.c_proj((weights @ v).transpose(1, 2).flatten(2))
 
 
-class BiasedBlock(Block):
+class Scoring(BiasedAttention):
+    """Also returns its scores, behind an entry without a tensor."""
+
     def forward(self, x, bias=None):
-        x = x + self.attention(self.norm(x), bias)
+        q, k, v = (part.unflatten(-1, (-1, 8)).transpose(1, 2) for part in self.c_attn(x).chunk(3, -1))
+        scores = q @ k.transpose(-1, -2) + bias
+        return self.c_proj((scores.softmax(-1) @ v).transpose(1, 2).flatten(2)), None, scores
+
+
+class BiasedBlock(Block):
+    by_keyword = False
+
+    def forward(self, x, bias=None):
+        h = self.norm(x)
+        found = self.attention(h, bias=bias) if self.by_keyword else self.attention(h, bias)
+        x = x + (found[0] if isinstance(found, tuple) else found)
         return x + self.mlp(self.mlp_norm(x))
 
 
 class BiasedLanguage(Language):
     """Gives all blocks one learned bias of positions, as T5, a scale, or slopes, as ALiBi."""
 
-    def __init__(self, *shape):
+    def __init__(self, *shape, kind=BiasedAttention):
         torch.manual_seed(0)
-        super().__init__([BiasedBlock(BiasedAttention(32, 4), 32) for _ in range(2)], 32)
+        super().__init__([BiasedBlock(kind(32, 4), 32) for _ in range(2)], 32)
         self.bias = nn.Parameter(torch.randn(shape))
 
     def forward(self, tokens):
@@ -488,8 +503,10 @@ def test_a_bias_of_all_heads_that_the_model_gives_to_its_blocks(group):
         plan, _ = _compare(group, lambda shape=shape: BiasedLanguage(*shape).double(), rtol=1e-10)
         assert _paired(plan, "mlp|attention"), shape
     # All heads share it: each rank has a part of its gradient.
-    plan, _ = _compare(group, lambda: BiasedLanguage(16, 16).double(), rtol=1e-10)
-    assert _paired(plan, "mlp|attention")
+    for kind in (BiasedAttention, Scoring):
+        plan, _ = _compare(group, lambda kind=kind: BiasedLanguage(16, 16, kind=kind).double(), rtol=1e-10)
+        assert _paired(plan, "mlp|attention")
+        assert plan.styles["blocks.0.attention"].common
 
 
 @distributed(world_size=2)
@@ -502,6 +519,7 @@ def test_a_bias_of_all_heads_has_other_dimensions_in_a_later_step(group):
         found = []
         for one in (whole, model):
             one.bias = nn.Parameter(bias)
+            one.blocks[0].by_keyword = True
             one.zero_grad()
             F.cross_entropy(one(tokens).flatten(0, 1), tokens.flatten()).backward()
             found.append({name: parameter.grad for name, parameter in one.named_parameters()})

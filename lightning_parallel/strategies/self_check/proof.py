@@ -1062,8 +1062,7 @@ class _Comparison:
         if whole.trace is None:
             return ""
         (path, number), text = first_difference(whole.trace, traces, tolerance_of(whole.precisions))
-        record = self.runs.record(self.call)
-        is_of_call = bool(path)
+        around = _around(self.runs.record(self.call), path, number) if path else ""
         if not path:
             # Outputs and their gradients agree, so a gradient is lost between an output and a parameter.
             names = [entry.name for entry in self.differences if entry.kind == "gradient"]
@@ -1074,13 +1073,12 @@ class _Comparison:
         if not path:
             return (
                 "The outputs of all modules match. The difference arises outside modules, where the step computes"
-                f" with outputs or parameters{_in_places(record.places_outside())}."
+                f" with outputs or parameters{_in_places(self.runs.record(self.call).places_outside())}."
             )
         block = re.sub(r"\b\d+\b", "*", path.rpartition(".")[0] or path)
         remedy = "choose other split points (`balance`, fewer stages)"
         if self.runs.sharding is not None:
             remedy = f"keep the module around it replicated: tensor_plan={{..., '{block}*': 'replicate'}}"
-        around = _around(record, path, number) if is_of_call else ""
         return f"The first module that differs is {text}.{around} To fix it, {remedy}."
 
 
