@@ -235,7 +235,7 @@ def _pipeline(report: Report) -> dict[str, Any] | None:
     step = found.get("timeline") or {}
     titles = {"planned": "Planned", "measured": f"Measured in step {step.get('step', 0)}"}
     timelines = [(title, Timeline.from_dict(step[name])) for name, title in titles.items() if step.get(name)]
-    labels = {"ideal": "schedule alone", "simulated": "with the measured stages", "measured": "measured"}
+    labels = {"ideal": "schedule alone", "simulated": "measured stages", "measured": "measured"}
     bars = []
     for key, label in labels.items():
         share = found.get("bubble", {}).get(key)
