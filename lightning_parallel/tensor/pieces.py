@@ -37,6 +37,7 @@ from lightning_parallel.compat.torch import (
     DisableTorchFunctionSubclass,
     make_wrapper_subclass,
     pytree,
+    schema_of,
     version_of,
 )
 from lightning_parallel.tensor.autograd import copy_to_group, gather_from_group, scatter_to_group
@@ -48,6 +49,8 @@ __all__ = [
     "GATHERS",
     "NarrowInput",
     "Piece",
+    "StandIn",
+    "gather_attributes",
     "has_pieces",
     "part_along",
     "positions_of",
@@ -89,6 +92,7 @@ class _Family:
     Attributes:
         extents: The extent of the sharded dimension on each rank.
         group: The group over which it is sharded.
+        packing: Where the parts lie in the full tensor; None if they follow each other in the order of the ranks.
         in_region: Whether parameters get partial gradients from the part, which a later reduction sums over the ranks.
         is_rounded: Whether the part lost digits of double precision.
         is_used: Whether a result with a gradient was computed from the part.
@@ -97,27 +101,132 @@ class _Family:
 
     extents: tuple[int, ...]
     group: Group
+    packing: Shard | None = None
     in_region: bool = False
     is_rounded: bool = False
     is_used: bool = False
     is_watched: bool = False
 
+    @classmethod
+    def of(cls, rule: Shard, group: Group) -> _Family:
+        """Return the facts of a tensor that is sharded by a rule."""
+        return cls(rule.sizes, group, None if rule.consecutive else rule)
+
+    def is_like(self, other: _Family) -> bool:
+        """Return whether parts of both lie at the same places."""
+        return self.extents == other.extents and self.packing == other.packing and self.group.ranks == other.group.ranks
+
+    @property
+    def extent(self) -> int:
+        """The extent of the sharded dimension of the full tensor."""
+        return sum(self.extents) if self.packing is None else self.packing.full_size
+
+    def cut(self, full: Tensor, dim: int) -> Tensor:
+        """Return this rank's part of a full tensor, in autograd's graph."""
+        if self.packing is None:
+            return scatter_to_group(full, self.group, dim, self.extents)
+        return self.packing.along(dim).split(copy_to_group(full, self.group), self.group.rank)
+
+    def cut_gradient(self, full: Tensor, dim: int) -> Tensor:
+        """Return the gradient of this rank's part, given the gradient of the full tensor, equal on all ranks."""
+        if self.packing is None:
+            return part_along(full, self.group, dim, self.extents)
+        own = self.packing.along(dim).split(full.whole() if isinstance(full, Piece) else full, self.group.rank)
+        # `join` takes an element that several ranks hold from the first of them.
+        return self.packing.along(dim).only_owned(own, self.group.rank)
+
+    def join(self, part: Tensor, dim: int) -> Tensor:
+        """Return the full tensor, in autograd's graph; every rank of the group must call it."""
+        full = gather_from_group(part, self.group, dim, self.extents)
+        return full if self.packing is None else self._packed(full, dim)
+
+    def join_data(self, part: Tensor, dim: int) -> Tensor:
+        """Return the full tensor outside autograd's graph; every rank of the group must call it."""
+        full = comm.all_gather(part, self.group, dim, self.extents).contiguous()
+        return full if self.packing is None else self._packed(full, dim)
+
+    def _packed(self, full: Tensor, dim: int) -> Tensor:
+        assert self.packing is not None
+        return self.packing.along(dim).merge(full.split(self.extents, dim))
+
 
 class _Data:
-    """The data of a full tensor, made at the first read."""
+    """The data of a full tensor, made at the first read.
 
-    def __init__(self, make: Callable[[], Tensor]) -> None:
+    Args:
+        make: Makes the data.
+        base: The data of which these data are a view.
+        home: This rank's part, in memory that a parameter or a gradient uses too; changes of the data go there.
+        cut: Returns this rank's part of the data, given a home.
+    """
+
+    def __init__(
+        self,
+        make: Callable[[], Tensor],
+        base: _Data | None = None,
+        home: Tensor | None = None,
+        cut: Callable[[Tensor], Tensor] | None = None,
+    ) -> None:
         self._make: Callable[[], Tensor] | None = make
         self.made: Tensor | None = None
+        self.home = home
+        self._cut = cut
+        # The home of the base may change later, and then the view is made again.
+        self._base = base if base is not None and base.has_home else None
+        self._seen: Any = None
+
+    @property
+    def memory(self) -> Tensor:
+        """The memory of the home, which is itself a piece if slices of a shard are over other ranks."""
+        if self._base is not None:
+            return self._base.memory
+        assert self.home is not None
+        return self.home._data.memory if isinstance(self.home, Piece) else self.home
+
+    @property
+    def has_home(self) -> bool:
+        return self.home is not None or self._base is not None
 
     def get(self) -> Tensor:
-        if self.made is None:
-            assert self._make is not None
-            with torch.no_grad():
-                self.made = self._make()
-            # The function refers to the part, and would keep its memory.
-            self._make = None
+        if not self.has_home:
+            if self.made is None:
+                self.made = self._new()
+                # The function refers to the part, and would keep its memory.
+                self._make = None
+            return self.made
+        seen = self._base.get() if self._base is not None else _changes_of(self.memory)
+        if self.made is None or (seen is not self._seen and (self._base is not None or seen != self._seen)):
+            self.made = self._new()
+            self._seen = seen
         return self.made
+
+    def take(self, made: Tensor) -> None:
+        """Use data that were made already."""
+        self.made, self._seen = made, _changes_of(self.memory)
+
+    def _new(self) -> Tensor:
+        assert self._make is not None
+        with torch.no_grad():
+            return self._make()
+
+    def write_home(self) -> None:
+        """Write changed data into the memory from which they came."""
+        if self._base is not None:
+            self._base.write_home()
+        elif self.home is not None:
+            assert self._cut is not None
+            assert self.made is not None
+            with torch.no_grad():
+                self.home.copy_(self._cut(self.made))
+            if not self.memory.is_inference():
+                # Below autograd, where this runs, no operator counts the change.
+                torch.autograd.graph.increment_version(self.memory)
+            self._seen = _changes_of(self.memory)
+
+
+def _changes_of(memory: Tensor) -> Any:
+    """Return a value that changes when the memory does; tensors of inference mode count no changes."""
+    return object() if memory.is_inference() else version_of(memory)
 
 
 class Piece(Tensor):
@@ -126,10 +235,12 @@ class Piece(Tensor):
     Attributes:
         place: The sharded dimension; -1 if the tensor has no part any more.
         family: The facts that all forms of the same piece share.
+        held: The gradient of a parameter that this piece shows in full.
     """
 
     place: int
     family: _Family
+    held: Tensor | None = None
     _part: Tensor | None
     _data: _Data
     _unchanged: int
@@ -146,7 +257,40 @@ class Piece(Tensor):
             extents: The extent of each rank's part in that dimension.
             in_region: Whether parameters get partial gradients from the part, which a later reduction sums.
         """
-        return _wrapped(part, place % part.dim(), _Family(tuple(extents), group, in_region))
+        return _wrapped(part, place % part.dim(), _Family(tuple(extents), group, in_region=in_region))
+
+    @staticmethod
+    def by_rule(part: Tensor, rule: Shard, group: Group) -> Piece:
+        """Return the full tensor, given the part of this rank and the rule by which it was cut."""
+        return _wrapped(part, rule.dim % part.dim(), _Family.of(rule, group))
+
+    @staticmethod
+    def in_memory(part: Tensor, rule: Shard, group: Group, full: Tensor | None = None) -> Piece:
+        """Return the full tensor, given this rank's part; functions that change it in place change the part.
+
+        Args:
+            part: A parameter, its gradient, or another tensor whose memory other code uses too.
+            rule: How the tensor is sharded.
+            group: The group over which it is sharded.
+            full: The data of the full tensor, if the ranks have gathered them already.
+        """
+        home = part.detach() if part.requires_grad else part
+        piece = _wrapped(part, rule.dim % part.dim(), _Family.of(rule, group), home=home)
+        if full is not None:
+            piece._data.take(full)
+        return piece
+
+    @property
+    def home(self) -> Tensor | None:
+        """The part in memory that other code uses too, if this piece is all of the tensor there."""
+        return self._data.home
+
+    def part_by(self, rule: Shard, group: Group) -> Tensor | None:
+        """Return the data of this rank outside autograd's graph; None if they are not cut by this rule."""
+        own = self.valid_part
+        if own is None or self.place != rule.dim % self.dim() or not self.family.is_like(_Family.of(rule, group)):
+            return None
+        return own.detach() if self.home is None else self.home
 
     @property
     def part(self) -> Tensor:
@@ -155,7 +299,7 @@ class Piece(Tensor):
         with DisableTorchFunctionSubclass():
             own = self._unchanged_part()
             if own is None:
-                return scatter_to_group(_aten.alias.default(self), family.group, self.place, family.extents)
+                return family.cut(_aten.alias.default(self), self.place)
             # From here on, a gradient hook of the full tensor would miss the gradient of this part; see `_watch`.
             family.is_used = True
             return _PartOfWhole.apply(self) if self._is_apart(own) else own
@@ -167,6 +311,11 @@ class Piece(Tensor):
             own = self._unchanged_part()
             return None if own is None or self._is_apart(own) else own
 
+    @property
+    def is_elsewhere(self) -> bool:
+        """Whether this rank has no element of the tensor."""
+        return self.family.extents[self.family.group.rank] == 0
+
     def whole(self) -> Tensor:
         """Return an ordinary tensor, a part of autograd's graph; every rank of the group must call it."""
         with DisableTorchFunctionSubclass():
@@ -175,7 +324,7 @@ class Piece(Tensor):
 
     def data_for(self, tensor: Tensor) -> Tensor:
         """Return the value that `tensor.data = self` sets; every rank of the group must call it."""
-        return self.whole()
+        return self if isinstance(tensor, StandIn) else self.whole()
 
     def has_rows_in(self, other: Tensor) -> bool:
         """Return whether a full tensor, which broadcasts with this one, has a row for each index of the dimension."""
@@ -192,7 +341,8 @@ class Piece(Tensor):
 
     def _may_change(self) -> bool:
         """Return whether the part may change in place: views of the full tensor and made data would not follow."""
-        return not (self._is_alias or self._data.made is not None or (self.requires_grad and self.is_leaf))
+        is_made = self._data.made is not None and self._data.home is None
+        return not (self._is_alias or is_made or (self.requires_grad and self.is_leaf))
 
     def _unchanged_part(self) -> Tensor | None:
         return None if self.family.is_watched or _version(self) != self._unchanged else self._part
@@ -206,17 +356,26 @@ class Piece(Tensor):
     def __torch_function__(
         cls, func: Callable[..., Any], types: Iterable[type], args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        if NarrowInput in types:
-            return NotImplemented  # its functions compute on the tensor behind it, which may be a piece
+        for kind in types:
+            if issubclass(kind, StandIn):
+                return NotImplemented  # its functions compute on the tensor behind it, which may be a piece
         kwargs = kwargs or {}
         name = getattr(func, "__name__", "")
         if name == "__iter__":
             return iter(args[0].unbind())
         with DisableTorchFunctionSubclass():
-            if name in _NEEDS_ADDRESS or (name == "__get__" and func == _DATA):
+            is_data = name == "__get__" and func == _DATA
+            if (is_data or name == "detach") and args[0].home is not None:
+                return _wrapped(args[0].home, args[0].place, args[0].family, home=args[0].home)
+            if is_data and args[0]._data.has_home:
+                return args[0].detach()
+            if is_data or name in _NEEDS_ADDRESS:
                 return func(*without_pieces(args), **kwargs)
             if name in _GRADIENT:
                 _watch(args[0])
+            elif name.endswith("_like") and name in _FACTORIES and args[0].home is not None:
+                # Such as the state of an optimizer, which follows its parameter.
+                return _wrapped(func(args[0].home, *args[1:], **kwargs), args[0].place, args[0].family)
             elif name in _FACTORIES and isinstance(args[0], Piece):
                 args = (torch.empty((), dtype=args[0].dtype, device=args[0].device).expand(args[0].shape), *args[1:])
             elif name == "__get__" and func in _PROPERTIES:
@@ -225,11 +384,10 @@ class Piece(Tensor):
             if found is not None:
                 return found
             result = func(*args, **kwargs)
+            if isinstance(result, (bool, int, torch.Size)):
+                return result
             # A view that lost the part has nothing to compute on, so it becomes an ordinary tensor.
-            is_whole = isinstance(result, (bool, int, torch.Size)) or (
-                isinstance(result, Piece) and result._part is not None
-            )
-            return result if is_whole else pytree.tree_map_only(Piece, _whole_without_part, result)
+            return pytree.tree_map_only(Piece, _whole_without_part, result)
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
@@ -237,12 +395,13 @@ class Piece(Tensor):
     ) -> Any:
         kwargs = kwargs or {}
         # A view needs no data, so it must not cause the gather.
-        if func in _UNREAD:
+        is_view = func.is_view and func is not _aten.alias.default and isinstance(args[0], Piece)
+        if func in _UNREAD or (is_view and args[0]._data.has_home):
             return _unread(func, args[0], args[1:], kwargs)
-        if torch.Tag.inplace_view in func.tags:
+        if torch.Tag.inplace_view in func.tags or func.overloadpacket is _aten.set_:
             raise RuntimeError(
-                "Logits or hidden states that are sharded over the tensor-parallel ranks must keep their shape; got"
-                f" an in-place change by `{func}`. Use the form that makes a new tensor"
+                "Logits, parameters or hidden states that are sharded over the tensor-parallel ranks must keep their"
+                f" shape; got an in-place change by `{func}`. Use the form that makes a new tensor"
             )
         read: dict[int, Piece] = {}
 
@@ -254,6 +413,9 @@ class Piece(Tensor):
             return whole
 
         result = func(*pytree.tree_map(read_whole, args), **pytree.tree_map(read_whole, kwargs))
+        if read and schema_of(func).is_mutable:
+            for piece in read.values():
+                piece._data.write_home()
         # An in-place operator returns the tensor that it changed, so return the piece instead of its data.
         return pytree.tree_map(lambda value: read.get(id(value), value), result)
 
@@ -280,7 +442,7 @@ def _unread(func: Any, piece: Piece, rest: tuple[Any, ...], kwargs: Any) -> Any:
     data = piece._data
 
     def view(meta: Tensor, choose: Callable[[Any], Tensor]) -> Piece:
-        made = _Data(lambda: choose(func(data.get(), *rest, **kwargs)))
+        made = _Data(lambda: choose(func(data.get(), *rest, **kwargs)), data)
         return _empty(meta.shape, meta.stride(), piece, made, piece.family)
 
     if isinstance(metas, Tensor):
@@ -292,20 +454,22 @@ def _meta(tensor: Tensor) -> Tensor:
     return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
 
 
-def _wrapped(part: Tensor, place: int, family: _Family, is_alias: bool = False) -> Piece:
+def _wrapped(part: Tensor, place: int, family: _Family, is_alias: bool = False, home: Tensor | None = None) -> Piece:
     needs_graph = part.requires_grad and torch.is_grad_enabled()
-    piece = _WholeOfPart.apply(part, place, family) if needs_graph else _without_graph(part, place, family)
+    make = _WholeOfPart.apply if needs_graph else _without_graph
+    piece = make(part, place, family, home)
     # Outside the guard, the question for the version would go through `Piece.__torch_function__`.
     with DisableTorchFunctionSubclass():
         return piece._keep(part, place, is_alias)
 
 
-def _without_graph(part: Tensor, place: int, family: _Family) -> Piece:
+def _without_graph(part: Tensor, place: int, family: _Family, home: Tensor | None = None) -> Piece:
     shape = list(part.shape)
-    shape[place] = sum(family.extents)
+    shape[place] = family.extent
     # Detached: autograd knows the gather as `_WholeOfPart`, and the data are made outside its graph.
     own = part.detach()
-    return _empty(shape, None, part, _Data(lambda: _gather(own, place, family)), family)
+    data = _Data(lambda: _gather(own, place, family), None, home, lambda full: family.cut(full, place))
+    return _empty(shape, None, part, data, family)
 
 
 def _gather(part: Tensor, place: int, family: _Family) -> Tensor:
@@ -313,21 +477,21 @@ def _gather(part: Tensor, place: int, family: _Family) -> Tensor:
         GATHERS[line] += 1
         if GATHERS[line] == 1:
             _log.info("%s reads a tensor that is sharded over tensor-parallel ranks, which gathers it", line)
-    return comm.all_gather(part, family.group, place, family.extents).contiguous()
+    return family.join_data(part.whole() if isinstance(part, Piece) else part, place)
 
 
 class _WholeOfPart(Function):
     """The part of this rank -> the full tensor, whose data are not made yet."""
 
     @staticmethod
-    def forward(ctx: Any, part: Tensor, place: int, family: _Family) -> Tensor:
-        ctx.args = family.group, place, family.extents
-        return _without_graph(part, place, family)
+    def forward(ctx: Any, part: Tensor, place: int, family: _Family, home: Tensor | None) -> Tensor:
+        ctx.family, ctx.place = family, place
+        return _without_graph(part, place, family, home)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
         # All ranks computed the same from the full tensor, so `grad` is the full gradient on each of them.
-        return part_along(grad, *ctx.args), None, None
+        return ctx.family.cut_gradient(grad, ctx.place), None, None, None
 
 
 class _PartOfWhole(Function):
@@ -336,12 +500,12 @@ class _PartOfWhole(Function):
     @staticmethod
     def forward(ctx: Any, whole: Piece) -> Tensor:
         assert whole._part is not None
-        ctx.args = whole.family.group, whole.place, whole.family.extents
+        ctx.family, ctx.place = whole.family, whole.place
         return whole._part.detach()
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Tensor:
-        return gather_from_group(grad, *ctx.args)
+        return ctx.family.join(grad, ctx.place)
 
 
 class _Changed(Function):
@@ -349,14 +513,14 @@ class _Changed(Function):
 
     @staticmethod
     def forward(ctx: Any, whole: Piece, part: Tensor) -> Tensor:
-        ctx.args = whole.family.group, whole.place, whole.family.extents
+        ctx.family, ctx.place = whole.family, whole.place
         ctx.mark_dirty(whole)
         return whole
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
         # The earlier graph of the full tensor belongs to the part as it was before; the part knows that graph.
-        return None, part_along(grad, *ctx.args)
+        return None, ctx.family.cut_gradient(grad, ctx.place)
 
 
 def _watch(piece: Piece) -> None:
@@ -378,7 +542,8 @@ def part_along(hidden: Tensor, group: Group, dim: int, extents: Sequence[int]) -
     """Return this rank's part of a full tensor along `dim`, without communication if it is a `Piece` along `dim`."""
     if not isinstance(hidden, Piece):
         return scatter_to_group(hidden, group, dim, extents)
-    is_cut_so = hidden.place == dim and hidden.family.extents == tuple(extents)
+    family = hidden.family
+    is_cut_so = hidden.place == dim and family.extents == tuple(extents) and family.packing is None
     return hidden.part if is_cut_so else scatter_to_group(hidden.whole(), group, dim, extents)
 
 
@@ -469,7 +634,7 @@ def _on_parts(func: Callable[..., Any], name: str, args: tuple[Any, ...], kwargs
         own = piece._unchanged_part()
         is_alike = (piece.dim(), piece.place) == (first.dim(), first.place)
         # Different parts do not match element by element.
-        if own is None or piece._is_apart(own) or not is_alike or piece.family.extents != first.family.extents:
+        if own is None or piece._is_apart(own) or not is_alike or not piece.family.is_like(first.family):
             return None
         parts[id(piece)] = own
     changes = changes or _has_inplace(func, base, args, kwargs)
@@ -486,7 +651,7 @@ def _on_parts(func: Callable[..., Any], name: str, args: tuple[Any, ...], kwargs
 
 
 def _whole_without_part(piece: Piece) -> Tensor:
-    return piece.whole() if piece._part is None else piece
+    return piece.whole() if piece._part is None and not piece._data.has_home else piece
 
 
 def _has_inplace(func: Callable[..., Any], name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
@@ -523,7 +688,7 @@ def _pointwise(call: _FunctionCall) -> Tensor | None:
 
     def own(value: Any) -> Any:
         if isinstance(value, Tensor) and not isinstance(value, Piece) and piece.has_rows_in(value):
-            return scatter_to_group(value, family.group, piece.place - piece.dim(), family.extents)
+            return family.cut(value, piece.place - piece.dim())
         return call.parts[id(value)] if isinstance(value, Piece) else call.operand(value)
 
     part = call.func(*map(own, call.args), **{name: own(value) for name, value in call.kwargs.items()})
@@ -642,7 +807,10 @@ def _reduce(call: _FunctionCall) -> Any:
     is_known = isinstance(keepdim, bool) and not call.kwargs.keys() - {"dim", "keepdim", "dtype", "p", "ord"}
     if is_shared or not is_known or not _may_join(piece, dtype):
         return None
-    if "norm" not in name:
+    if name in ("any", "all"):
+        part, dtype = part.bool(), torch.bool
+        reduce = partial(torch.amax if name == "any" else torch.amin, keepdim=True)
+    elif "norm" not in name:
         reduce = partial(getattr(torch, name), keepdim=True)
     else:
         order = call.argument("p" if name == "norm" else "ord", 1, 2)
@@ -661,7 +829,10 @@ def _may_join(piece: Piece, dtype: torch.dtype) -> bool:
     Double precision is there to compare runs to 1e-10. After a cast to single precision, sums by rank would round
     differently from one sum.
     """
-    return min(piece.family.extents) > 0 and not piece.family.is_rounded and not _loses_digits(piece, dtype)
+    family = piece.family
+    # An element that several ranks hold would count several times.
+    is_shared = family.packing is not None and family.packing.replicated
+    return min(family.extents) > 0 and not is_shared and not family.is_rounded and not _loses_digits(piece, dtype)
 
 
 def _reduced_twice(
@@ -696,8 +867,10 @@ def _pick(call: _FunctionCall) -> Any:
     is_topk, is_index = name == "topk", name.startswith("arg")
     dim = call.argument("dim", 2 if is_topk else 1, -1 if is_topk else None)
     # For too large a `k`, torch raises its error.
+    if dim is None and name in ("max", "min") and len(call.leaves) == 1:
+        return _reduce(replace(call, name=f"a{name}"))
     is_known = isinstance(dim, int) and not (is_topk and call.argument("k", 1) > piece.shape[dim])
-    if not is_known or min(piece.family.extents) == 0:
+    if not is_known or min(piece.family.extents) == 0 or piece.family.packing is not None:
         return None
     if dim % piece.dim() != place:
         return _by_row(call, (dim % piece.dim(),))
@@ -732,6 +905,7 @@ def _loss(call: _FunctionCall) -> Tensor | None:
     if (
         piece.place != min(1, piece.dim() - 1)
         or piece.family.is_rounded
+        or piece.family.packing is not None
         or not isinstance(target, Tensor)
         or target.dtype != torch.long
         or list(target.shape) != rest
@@ -757,6 +931,10 @@ _TABLE: list[tuple[Callable[[_FunctionCall], Any], str]] = [
     # Each element by itself: other arguments are cut alike, and the result is a piece.
     (_pointwise, "mul multiply div divide true_divide add sub subtract rsub neg negative pow square sqrt rsqrt abs"),
     (_pointwise, "reciprocal exp log sin cos erf clamp clip masked_fill where addcmul lerp tanh sigmoid logsigmoid"),
+    (_pointwise, "addcdiv copy sign sgn expm1 log1p log2 log10 clamp_min clamp_max maximum minimum nan_to_num floor"),
+    (_pointwise, "ceil round trunc frac remainder fmod xlogy eq ne lt le gt ge isnan isinf isfinite logical_not"),
+    (_pointwise, "logical_and logical_or logical_xor __eq__ __ne__ __lt__ __le__ __gt__ __ge__ __and__ __or__"),
+    (_pointwise, "__xor__ __invert__ __mod__ __floordiv__ __rpow__ __rsub__"),
     (_pointwise, "relu relu6 leaky_relu elu selu celu gelu silu mish softplus hardswish zero fill __pow__ __neg__"),
     (_pointwise, "__mul__ __rmul__ __truediv__ __rtruediv__ __add__ __radd__ __sub__ __rsub__"),
     (_pointwise, "dropout alpha_dropout"),
@@ -768,7 +946,7 @@ _TABLE: list[tuple[Callable[[_FunctionCall], Any], str]] = [
     # The result is a piece if the function goes along other dimensions.
     (_by_row, "linear layer_norm rms_norm var std prod cumsum cumprod sort argsort normalize"),
     # The same; along the sharded dimension, the ranks exchange their results and each makes the full result of them.
-    (_reduce, "sum mean amax amin logsumexp norm linalg_vector_norm"),
+    (_reduce, "sum mean amax amin any all logsumexp norm linalg_vector_norm"),
     (_pick, "argmax argmin max min topk"),
     (_softmax, "softmax log_softmax"),
     # The ranks exchange a few numbers per target.
@@ -787,6 +965,13 @@ def without_pieces(value: Any) -> Any:
     are replaced in place. They stay a part of autograd's graph. Every rank of the group must call it.
     """
     return _whole_inside(value, set())
+
+
+def gather_attributes(module: nn.Module) -> None:
+    """Replace pieces in the attributes of a module by ordinary tensors; every rank of the group must call it."""
+    kept = vars(module)
+    for name in [name for name, value in kept.items() if has_pieces(value)]:
+        kept[name] = without_pieces(kept[name])
 
 
 def _whole_inside(value: Any, seen: set[int]) -> Any:
@@ -840,7 +1025,11 @@ def has_pieces(value: Any) -> bool:
 # -------------------------------------------------------------------------------------------------------- narrow inputs
 
 
-class NarrowInput(Tensor):
+class StandIn(Tensor):
+    """A tensor that puts another tensor in its place before a function runs."""
+
+
+class NarrowInput(StandIn):
     """Full input (..., E) of an attention, whose last size reads as the width of this rank's heads.
 
     Code such as `x.view(b, t, heads, x.shape[-1] // heads)` takes the width of its heads from its input. Functions

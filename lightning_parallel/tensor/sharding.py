@@ -268,6 +268,16 @@ class Shard:
         slices = [local.narrow(self.dim, at, size) for at, size, _ in mine]
         return torch.cat(slices, self.dim) if slices else local.narrow(self.dim, 0, 0)
 
+    def only_owned(self, local: Tensor, rank: int) -> Tensor:
+        """Return a shard with zeros in place of the elements that a lower rank holds; differentiable."""
+        mine = self._owned(rank)
+        if sum(size for _, size, _ in mine) == self.sizes[rank]:
+            return local
+        kept = torch.zeros(self.sizes[rank], dtype=local.dtype, device=local.device)
+        for at, size, _ in mine:
+            kept[at : at + size] = 1
+        return local * kept.view(*(-1 if at == self.dim % local.dim() else 1 for at in range(local.dim())))
+
     def owned_ranges(self, rank: int) -> tuple[Range, ...]:
         """Return the ranges of the full tensor that `owned` returns, in its order."""
         return tuple((start, start + size) for _, size, start in self._owned(rank))

@@ -1,0 +1,276 @@
+"""Parameters that the user's code sees in full, although this rank holds a shard.
+
+    weight.shape            the shape of the full tensor
+    weight.mul_(0.9)        changes the shard
+    weight.norm()           reduces over the ranks
+    weight[3] = 0           gathers, writes, keeps the shard: exact for any function
+    weight.grad             a `Piece` of the full gradient, in the memory of this rank's gradient
+
+A hook of the user runs while the parameters have the class `ShardedParameter`. Only the class changes, not the object,
+so optimizers and dicts by parameter stay valid. Each function of such a parameter is a function of its `Piece`. Outside
+hooks the parameters are ordinary ones. This package and torch's optimizers see shards everywhere.
+
+Every rank of the group must run the same code.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
+from inspect import isfunction
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lightning_parallel.comm import Group
+from lightning_parallel.compat import DIVISION
+from lightning_parallel.compat.torch import DisableTorchFunctionSubclass, pytree
+from lightning_parallel.tensor.pieces import Piece, StandIn
+from lightning_parallel.tensor.sharding import Shard
+
+__all__ = ["ShardPlace", "ShardedParameter", "ShardedTensor", "Slices", "local_numel"]
+
+_PROPERTIES: Any = Tensor
+_GET_GRAD = _PROPERTIES.grad.__get__
+_SET_GRAD = _PROPERTIES.grad.__set__
+_SET_DATA = _PROPERTIES.data.__set__
+# Other properties are facts that hold for the shard as well.
+_OF_VALUES = {getattr(_PROPERTIES, name).__get__ for name in ("shape", "data", "T", "mT", "H", "mH")}
+_OF_VALUES |= {_GET_GRAD, _SET_GRAD, _SET_DATA}
+_FACTS = {"__hash__", "backward", "dim", "element_size", "get_device", "is_complex", "is_floating_point", "is_shared"}
+_FACTS |= {"ndimension", "register_hook", "register_post_accumulate_grad_hook", "requires_grad_", "retain_grad"}
+# This code handles shards. `strategies.optimizers.norms` replaces the norms of `clip_grad`, and
+# `strategies.whole.full_state` the entries of state dicts.
+_HANDLE_SHARDS: tuple[str, ...] = (
+    "lightning_parallel.",
+    "torch.optim.",
+    "torch.nn.utils.clip_grad",
+    "torch.amp.",
+    "torch.cuda.amp.",
+    "torch.nn.modules.module",
+)
+
+
+@dataclass(frozen=True)
+class Slices:
+    """How a tensor is cut into slices over the replicas (ZeRO): a slice is a run of its elements.
+
+    Attributes:
+        rule: The elements of each replica.
+        group: The replicas.
+        shape: The shape of the tensor.
+        whole: The data of the tensor, if this rank has them; the slice is a view of them.
+    """
+
+    rule: Shard
+    group: Group
+    shape: torch.Size
+    whole: Tensor | None = None
+
+
+@dataclass(frozen=True)
+class ShardPlace:
+    """Where this rank's part lies in a full tensor.
+
+    Attributes:
+        rule: How the tensor is sharded; None if this rank has all of it but for slices.
+        group: The group over which it is sharded.
+        slices: How the shard is cut into slices.
+    """
+
+    rule: Shard | None
+    group: Group
+    slices: Slices | None = None
+
+    def piece(self, part: Tensor, full: Tensor | None = None) -> Tensor:
+        """Return the full tensor; functions that change it in place change the part.
+
+        Args:
+            part: This rank's part.
+            full: The data of the full tensor, if the ranks have gathered them already.
+        """
+        # A state dict is made, with the full data, while the shard has all its elements.
+        if self.slices is not None and (full is None or part.shape != self.slices.shape):
+            sliced = self.slices
+            whole = None if sliced.whole is None or full is not None else sliced.whole.reshape(-1)
+            part = Piece.in_memory(part.view(-1), sliced.rule, sliced.group, whole).view(sliced.shape)
+        return part if self.rule is None else Piece.in_memory(part, self.rule, self.group, full)
+
+    def of_gradient(self) -> ShardPlace:
+        """Return the place of the gradient, whose full data this rank lacks."""
+        return self if self.slices is None else replace(self, slices=replace(self.slices, whole=None))
+
+    def cut(self, value: Any) -> Any:
+        """Return this rank's part of a full tensor; return any other value unchanged."""
+        if isinstance(value, ShardedTensor):
+            value = value.piece()
+        if isinstance(value, Piece):
+            own = None if self.rule is None or self.slices is not None else value.part_by(self.rule, self.group)
+            if own is not None:
+                return own
+            value = value.whole()
+        if not isinstance(value, Tensor):
+            return value
+        value = value.detach()
+        if self.rule is not None and value.dim() and value.shape[self.rule.dim] == self.rule.full_size:
+            value = self.rule.split(value, self.group.rank)
+        if self.slices is not None and value.shape == self.slices.shape:
+            value = self.slices.rule.split(value.reshape(-1), self.slices.group.rank)
+            value = value.view(-1, *[1] * (len(self.slices.shape) - 1))
+        return value
+
+
+class ShardedTensor(StandIn):
+    """Class of a shard while the user's code sees the full tensor.
+
+    Attributes:
+        place: Where the shard lies in the full tensor.
+        before_gradient: Called before code reads the gradient.
+    """
+
+    place: ShardPlace
+    before_gradient: Callable[[], None] | None
+
+    @staticmethod
+    def show(shard: Tensor, place: ShardPlace, before_gradient: Callable[[], None] | None = None) -> None:
+        """Let `shard` read as the full tensor.
+
+        Args:
+            shard: This rank's part.
+            place: Where the shard lies in the full tensor.
+            before_gradient: Called before code reads the gradient.
+        """
+        kind = ShardedParameter if isinstance(shard, nn.Parameter) else ShardedTensor
+        shard.__class__ = kind
+        vars(shard).update(place=place, before_gradient=before_gradient)
+
+    @staticmethod
+    def hide(shard: Tensor) -> None:
+        """Let a tensor that `show` has changed read as the shard again."""
+        for name in ("place", "before_gradient"):
+            del vars(shard)[name]
+        shard.__class__ = nn.Parameter if type(shard) is ShardedParameter else Tensor
+
+    def piece(self, full: Tensor | None = None) -> Tensor:
+        """Return the full tensor; functions that change it in place change this shard.
+
+        Args:
+            full: The data of the full tensor, if the ranks have gathered them already.
+        """
+        with DisableTorchFunctionSubclass():
+            own = self.as_subclass(Tensor) if full is None else self.detach().as_subclass(Tensor)
+            return self.place.piece(own, full)
+
+    def whole(self) -> Tensor:
+        """Return an ordinary full tensor, a part of autograd's graph; every rank of the group must call it."""
+        piece = self.piece()
+        return piece.whole() if isinstance(piece, Piece) else piece
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        if id(self) not in memo:
+            with DisableTorchFunctionSubclass():
+                copied: Any = self.detach().as_subclass(Tensor).clone()
+                if isinstance(self, nn.Parameter):
+                    copied = nn.Parameter(copied, self.requires_grad)
+            memo[id(self)] = copied
+            ShardedTensor.show(copied, self.place, self.before_gradient)
+        return memo[id(self)]
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        whole = self.whole().detach()
+        if isinstance(self, nn.Parameter):
+            whole = nn.Parameter(whole, self.requires_grad)
+        return whole.__reduce_ex__(protocol)
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Callable[..., Any], types: Iterable[type], args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        name = getattr(func, "__name__", "")
+        is_property = name in ("__get__", "__set__", "__delete__")
+        if name in _FACTS or (is_property and func not in _OF_VALUES) or _handles_shards(sys._getframe(1)):
+            with DisableTorchFunctionSubclass():
+                return func(*args, **kwargs)
+        if func == _GET_GRAD:
+            return _gradient(args[0])
+        if name == "__set__":
+            return _set(func, *args)
+        is_change = name == "__setitem__" or (name.endswith("_") and not name.endswith("__") and _is_method(func))
+        if is_change and torch.is_grad_enabled() and args[0].requires_grad:
+            # The piece is no leaf, so torch might allow it.
+            raise RuntimeError("a leaf Variable that requires grad is being used in an in-place operation.")
+        pieces: dict[int, Tensor] = {}
+        given: dict[int, ShardedTensor] = {}
+
+        def as_piece(leaf: Any) -> Any:
+            if not isinstance(leaf, ShardedTensor):
+                return leaf
+            if id(leaf) not in pieces:
+                piece = pieces[id(leaf)] = leaf.piece()
+                given[id(piece)] = leaf
+            return pieces[id(leaf)]
+
+        args, kwargs = pytree.tree_map(as_piece, (args, kwargs))
+        result = func(*args, **kwargs)
+        # A function in place returns the tensor that it has changed.
+        return pytree.tree_map(lambda leaf: given.get(id(leaf), leaf), result)
+
+
+class ShardedParameter(ShardedTensor, nn.Parameter):
+    """Class of a sharded parameter while the user's code sees it in full."""
+
+
+def _is_method(func: Callable[..., Any]) -> bool:
+    # The functions of `nn.init` have such names, too, and disable gradients by themselves.
+    return getattr(Tensor, getattr(func, "__name__", ""), None) is not None and not isfunction(func)
+
+
+def _handles_shards(frame: Any) -> bool:
+    """Return whether the code that has called a function handles shards: this package, or a sharded layer."""
+    # A mode that watches functions adds its own frame before the caller's, and so does `compat.torch.give_data`.
+    while frame is not None and (
+        frame.f_code.co_name == "__torch_function__"
+        or frame.f_globals.get("__name__") == "lightning_parallel.compat.torch"
+    ):
+        frame = frame.f_back
+    if frame is None or frame.f_globals.get("__name__", "").startswith(_HANDLE_SHARDS):
+        return True
+    while frame is not None and frame.f_code.co_name != "run_watched":
+        if frame.f_code.co_name == "_call_impl" and isinstance(module := frame.f_locals.get("self"), nn.Module):
+            # The user's own forward, too, gets the shards of a layer with parameters of its heads.
+            return DIVISION in vars(module)
+        frame = frame.f_back
+    return False
+
+
+def local_numel(tensor: Tensor) -> int:
+    """Return the number of elements of this rank."""
+    return tensor.numel()  # this module handles shards
+
+
+def _gradient(shard: ShardedTensor) -> Tensor | None:
+    if shard.before_gradient is not None:
+        shard.before_gradient()
+    with DisableTorchFunctionSubclass():
+        gradient = shard.grad
+        is_shard = gradient is not None and gradient.shape == shard.shape
+    if gradient is None or not is_shard or isinstance(gradient, (Piece, ShardedTensor)):
+        return gradient
+    full = shard.place.of_gradient().piece(gradient)
+    if isinstance(full, Piece):
+        full.held = gradient
+    return full
+
+
+def _set(func: Callable[..., Any], shard: ShardedTensor, value: Any) -> None:
+    if func == _SET_DATA and shard.place.slices is not None:
+        # A slice is a view of the full data, which the optimizer's step gathers again.
+        with torch.no_grad():
+            shard.piece().copy_(value)
+        return
+    own = shard.place.cut(value)
+    with DisableTorchFunctionSubclass():
+        func(shard, own)
