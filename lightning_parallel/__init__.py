@@ -46,7 +46,7 @@ from lightning_parallel.strategies import (
     PipelineParallelStrategy,
     TensorParallelStrategy,
 )
-from lightning_parallel.strategies.hooks.watch import HookError
+from lightning_parallel.strategies.hooks.views import HookError
 from lightning_parallel.strategies.self_check.proof import SelfCheckError
 
 __version__ = "0.1.0"

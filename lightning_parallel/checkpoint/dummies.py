@@ -18,7 +18,7 @@ from lightning_parallel.checkpoint.full import ModelNames
 from lightning_parallel.checkpoint.inventory import Inventory
 from lightning_parallel.compat.torch import parameters_of
 
-__all__ = ["remove_dummy_parameters", "dummy_parameters"]
+__all__ = ["dummy_parameters", "fill_in", "remove_dummy_parameters"]
 
 
 @contextmanager
@@ -61,7 +61,7 @@ def dummy_parameters(
     try:
         for path, firsts in attributes.items():
             wanted = {attribute: dummies.get(first) for attribute, first in firsts.items()}
-            undo.append(_fill_in(module.get_submodule(path), wanted))
+            undo.append(fill_in(module.get_submodule(path), wanted))
         yield {parameter: name for name, parameter in dummies.items()}
     finally:
         # Last first: a module that is registered under two names was filled in twice.
@@ -69,7 +69,7 @@ def dummy_parameters(
             restore()
 
 
-def _fill_in(owner: nn.Module, wanted: Mapping[str, nn.Parameter | None]) -> Callable[[], None]:
+def fill_in(owner: nn.Module, wanted: Mapping[str, nn.Parameter | None]) -> Callable[[], None]:
     """Register the `wanted` dummies in `owner` where it lacks the parameter; return a function that undoes it."""
     parameters = parameters_of(owner)
     before = dict(parameters)

@@ -428,7 +428,7 @@ class ParallelState:
         copies: Knows the copies of its parts (`strategies.whole.copies.ModuleCopies`).
         pending: Parameters that wait for their data (`strategies.deferred.init.PendingInitialization`). A run that
             was refused leaves them to the next run.
-        watch: Watches the user's hooks during a run (`strategies.hooks.watch.HookWatch`).
+        watch: Shows full tensors to the user's hooks during a run (`strategies.hooks.watch.HookWatch`).
         is_in_step: Whether a part of a step runs that all ranks run.
         is_alone: Whether this rank runs the full module alone, as the reference of the self-check does.
         skipped_steps: Number of steps that changed nothing, because a gradient was not finite.

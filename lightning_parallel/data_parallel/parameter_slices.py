@@ -90,8 +90,12 @@ class ParameterSlices:
 
     def size(self, numel: int) -> int:
         """Return the number of elements in this replica's slice of a tensor of `numel` elements."""
+        return self.sizes(numel)[self.group.rank]
+
+    def sizes(self, numel: int) -> tuple[int, ...]:
+        """Return the number of elements in the slice of each replica of a tensor of `numel` elements."""
         width = self.width(numel)
-        return max(0, min(width, numel - self.group.rank * width))
+        return tuple(max(0, min(width, numel - rank * width)) for rank in range(self.group.size))
 
     def cut(self, tensor: Tensor) -> Tensor:
         """Return this replica's slice of a full tensor, with as many dimensions; a view if the tensor is contiguous."""
@@ -114,6 +118,10 @@ class ParameterSlices:
     def whole_shape(self, parameter: Tensor) -> torch.Size:
         """Return the shape of a parameter that may be narrow now."""
         return self._whole[parameter][0].shape if parameter in self._whole else parameter.shape
+
+    def whole_data(self, parameter: Tensor) -> Tensor | None:
+        """Return the full data of a parameter that is narrow now."""
+        return self._whole[parameter][0] if parameter in self._whole else None
 
     def begin(self) -> None:
         """Note that gradients are slices until `widen`; every rank must call it."""

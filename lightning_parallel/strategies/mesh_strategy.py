@@ -75,7 +75,8 @@ from lightning_parallel.strategies.compressed.nodes import Hierarchical, check_h
 from lightning_parallel.strategies.deferred.init import deferred_init, materialize_owned, move_to_meta
 from lightning_parallel.strategies.deferred.tensor import is_deferred
 from lightning_parallel.strategies.hooks.changes import ModelWatch
-from lightning_parallel.strategies.hooks.watch import HookWatch, WatchedHook
+from lightning_parallel.strategies.hooks.views import FullViews
+from lightning_parallel.strategies.hooks.watch import HookWatch
 from lightning_parallel.strategies.optimizers.checks import WholeGroups, check_optimizers
 from lightning_parallel.strategies.optimizers.norms import ReplicaNorm, give_norms, span_replica
 from lightning_parallel.strategies.optimizers.zero import (
@@ -93,7 +94,7 @@ from lightning_parallel.strategies.options import (
     check_choice,
 )
 from lightning_parallel.strategies.ranks import replicas
-from lightning_parallel.strategies.ranks.order import in_step
+from lightning_parallel.strategies.ranks.order import in_step, on_parts
 from lightning_parallel.strategies.ranks.processes import MeshProcesses, StartMethod
 from lightning_parallel.strategies.run import Run
 from lightning_parallel.strategies.self_check.proof import Verify
@@ -111,7 +112,7 @@ from lightning_parallel.strategies.whole.between_runs import (
 from lightning_parallel.strategies.whole.full_state import hold_averages, open_outside
 from lightning_parallel.strategies.whole.saved_modules import holds_modules, put_full_copies, weakly
 from lightning_parallel.strategies.whole.skeleton import close_skeleton, keep_skeleton
-from lightning_parallel.tensor.pieces import has_pieces, without_pieces
+from lightning_parallel.tensor.pieces import gather_attributes, without_pieces
 from lightning_parallel.tensor.whole_gradients import give_whole_gradients
 
 __all__ = ["MeshStrategy"]
@@ -259,7 +260,7 @@ class MeshStrategy(MeshProcesses):
         self.setup_precision_plugin()
         self._guard_gradients()
         if self.groups.replica.size > 1 or run.slices is not None:
-            run.hook_watch = HookWatch(self.module, run.rules, self.groups, run.slices, lambda: self.optimizers)
+            run.hook_watch = HookWatch(self.module, run.rules, self.groups, run.slices, self._recorded_optimizers)
             run.hook_watch.install(self._patches)
         if is_fit:
             move_optimizers(self.optimizers, self.root_device)
@@ -389,6 +390,7 @@ class MeshStrategy(MeshProcesses):
         run.check_anew()
 
     @override
+    @on_parts
     def setup_optimizers(self, trainer: Trainer) -> None:
         # A second `fit` would add its optimizers to the optimizers of the first.
         reset_optimizers(self)
@@ -404,11 +406,14 @@ class MeshStrategy(MeshProcesses):
             super().setup_optimizers(trainer)
         else:
             # `configure_optimizers` copies and reads parameters, as hooks do.
-            watch = HookWatch(self.module, run.rules, self.groups, None, lambda: ())
-            hook = WatchedHook(f"`{type(self.module).__name__}.configure_optimizers`", watch.group)
-            with watch.watching(hook), groups.shown(lambda: self.optimizers, watch):
+            views = FullViews(self.module, run.rules, self.groups, lambda: (), None)
+            with groups.built(lambda: self.optimizers, views):
                 super().setup_optimizers(trainer)
         groups.follow(trainer, self._patches)
+
+    def _recorded_optimizers(self) -> list[tuple[Optimizer, list[list[str]]]]:
+        """Return the optimizers, each with the names in its parameter groups over all stages."""
+        return [(optimizer, self.run.recorded_groups(optimizer)) for optimizer in self.optimizers]
 
     def _take_optimizers(self) -> None:
         """Let the present optimizers step on parts of the model; every rank must call it.
@@ -491,6 +496,7 @@ class MeshStrategy(MeshProcesses):
         return checkpoint
 
     @override
+    @on_parts
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
         # A rank whose part does not fit must not leave the other ranks waiting in the next collective.
         with comm.failing_together(self.groups.world):
@@ -501,6 +507,7 @@ class MeshStrategy(MeshProcesses):
                 self.module.load_state_dict(part, strict=strict)
 
     @override
+    @on_parts
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
         run = self.run
         if run.optimizer_groups is not None:
@@ -573,9 +580,7 @@ class MeshStrategy(MeshProcesses):
         with nullcontext() if watch is None else watch.manual_step():
             output = (step if audit is None else audit.wrap(step))(*args, **kwargs)
         # Callbacks may read the output of the step, or logits in the module's attributes, on some ranks only.
-        kept = vars(self.module)
-        for name in [name for name, value in kept.items() if has_pieces(value)]:
-            kept[name] = without_pieces(kept[name])
+        gather_attributes(self.module)
         output = without_pieces(output)
         if self.groups.replica.size > 1:
             output = without_caches(output)
@@ -655,8 +660,6 @@ class MeshStrategy(MeshProcesses):
         if run.slices is not None:
             run.slices.widen()  # after a step that was skipped
         self.end_step(optimizer)
-        if run.hook_watch is not None:
-            run.hook_watch.settle()
         if optimizer not in run.checked_optimizers and self.module.trainer.checkpoint_callbacks:
             # Check after the first step, when the state exists, not after hours at the first save.
             run.checked_optimizers.append(optimizer)
@@ -708,13 +711,18 @@ class MeshStrategy(MeshProcesses):
     @property
     def has_changed(self) -> bool:
         """Whether the user's code has changed the model or its optimizers since the last step."""
-        return self._run is not None and self._run.has_changed
+        run = self._run
+        if run is None or run.hook_watch is None or not run.hook_watch.views.is_shown:
+            return run is not None and run.has_changed
+        with run.hook_watch.paused():
+            return run.has_changed
 
     def agree_on_changes(self) -> None:
         """Adopt changes of any rank; every rank must call it."""
         if comm.on_any_rank([self.has_changed], self.groups.world)[0]:
             self.adopt_changes()
 
+    @on_parts
     def adopt_changes(self) -> None:
         """Continue with the changed model and optimizers; every rank must call it.
 
@@ -769,6 +777,7 @@ class MeshStrategy(MeshProcesses):
         return replace(self.run.checkpoints, as_parts=self.is_sharded)
 
     @override
+    @on_parts
     def lightning_module_state_dict(self) -> dict[str, Any]:
         """Return the full state dict; called on every rank.
 
@@ -792,6 +801,7 @@ class MeshStrategy(MeshProcesses):
         return self.module.state_dict() if self.run.is_restored else self.run.checkpoints.gather_state()
 
     @override
+    @on_parts
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         """Return the state of `optimizer` with full tensors, see `lightning_module_state_dict`."""
         inner = optimizer.optimizer if isinstance(optimizer, LightningOptimizer) else optimizer
@@ -825,11 +835,11 @@ class MeshStrategy(MeshProcesses):
         return True
 
     @override
+    @on_parts
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: PathLike, storage_options: Any = None) -> None:
         run = self.run
         if run.hook_watch is not None:
-            # Before any rank writes: a refused checkpoint must leave no file.
-            run.hook_watch.check_saved(checkpoint)
+            run.hook_watch.gather_saved(checkpoint)
         path, is_apart = self.path_of_parts(filepath)
         if run.compression is not None:
             # Every rank writes its state before the checkpoint, which rank 0 may write alone.

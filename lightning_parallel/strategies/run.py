@@ -59,7 +59,7 @@ class Run:
         compression: Averages gradients with the user's compressor; None without one, and in evaluation.
         reducer: Averages the gradients over the replicas; None outside `fit`.
         audit: Searches steps for shards outside sharded layers; None without sharded layers, and in evaluation.
-        hook_watch: Watches the user's hooks; None if every rank holds the full model.
+        hook_watch: Shows full tensors to the user's hooks; None if every rank holds the full model.
         model_watch: Notices changes of the model and its optimizers; None before and after the run.
         is_first_batch: Whether no training step has run since the start or the last change of the model.
         loader_index: Index of the loader of the latest batch.
@@ -198,6 +198,8 @@ class Run:
     def adopt(self, found: Differences) -> None:
         """Continue with the changed model; every rank must call it, after `refuse_changes`."""
         state = self.state
+        if self.hook_watch is not None:
+            self.hook_watch.views.forget()
         if self.engine is not None:
             return  # only modules without parameters can change in a pipeline
         # Copies of sharded modules, such as teachers, are sharded, too. They take the rules of their originals.

@@ -24,6 +24,7 @@ from lightning_parallel.compat.torch import DisableTorchFunctionSubclass, pytree
 from lightning_parallel.tensor.autograd import gather_from_group
 from lightning_parallel.tensor.pieces import Piece
 from lightning_parallel.tensor.plan import Sharding
+from lightning_parallel.tensor.sharded import ShardedTensor
 from lightning_parallel.tensor.sharding import Shard, reduce_partial_
 
 __all__ = ["ShardGradient", "give_whole_gradients"]
@@ -183,19 +184,23 @@ def give_whole_gradients(
             found = list(own(outputs, inputs, *args, **kwargs))
         for index, name in known.items():
             if found[index] is not None:
-                found[index] = _completed(found[index], name, rules.get(name), sharding, group)
+                is_full = isinstance(asked[index], ShardedTensor)
+                found[index] = _completed(found[index], name, rules.get(name), sharding, group, is_full)
         return tuple(found)
 
     patches.replace_function(torch.autograd.grad, make)
 
 
-def _completed(part: Tensor, name: str, rule: Shard | None, sharding: Sharding, group: Group) -> Tensor:
+def _completed(part: Tensor, name: str, rule: Shard | None, sharding: Sharding, group: Group, is_full: bool) -> Tensor:
     if name in sharding.partial:
         # A copy, because the reduction is in place, and autograd may share the tensor that it returns.
         part = part.clone()
         with torch.no_grad():
             reduce_partial_({name: part}, {} if rule is None else {name: rule}, group)
-    return part if rule is None else ShardGradient.of(part, rule, group, name)
+    if rule is None:
+        return part
+    # Beside a parameter that reads as full, its gradient must do so too.
+    return Piece.by_rule(part, rule, group) if is_full else ShardGradient.of(part, rule, group, name)
 
 
 def _through_pieces(

@@ -12,7 +12,6 @@ from lightning.pytorch.callbacks import StochasticWeightAveraging
 from torch import nn
 
 from lightning_parallel import PipelineParallelStrategy, TensorParallelStrategy, comm
-from lightning_parallel.strategies.hooks.watch import HookError
 from tests.harness import distributed
 from tests.strategies.models import loader, trainer_for
 from tests.strategies.test_pipeline import Block, Deep
@@ -240,7 +239,7 @@ def whole(module):
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 @distributed(world_size=2)
-def test_parts_are_not_saved(group, layout):
+def test_callbacks_save_full_tensors(group, layout):
     def run(make, place, sharded=False):
         strategy = LAYOUTS[layout]()
         strategy.checkpoint_format = "sharded" if sharded else "full"
@@ -254,20 +253,27 @@ def test_parts_are_not_saved(group, layout):
             max_epochs=1,
             limit_train_batches=2,
         )
-        trainer.fit(Deep(), loader())
+        begun = Deep()
+        trainer.fit(copy.deepcopy(begun), loader())
         trainer.save_checkpoint(folder / "end.ckpt")
+        if sharded or group.rank:
+            return
+        for path in folder.glob("*.ckpt"):
+            found = torch.load(path, weights_only=False)
+            kept = found["callbacks"]["Shadows"]["kept"] if place == "state" else found["kept"]
+            values = list(kept.values()) if isinstance(kept, dict) else kept
+            parameters = found["state_dict"] if place in ("hook", "numbers") else dict(begun.named_parameters())
+            expected = [parameters[name].detach() for name, _ in begun.named_parameters()]
+            if place == "hook":
+                expected = [2 * value for value in expected]
+            if place == "numbers":
+                expected = [float(value.norm()) for value in expected]
+            else:
+                assert {type(value) for value in values} == {torch.Tensor}
+            torch.testing.assert_close(values, expected)
 
     run(whole, "state", sharded=True)
-    if layout == "tensor":
-        run(whole, "checkpoint")
-    for make, place, sharded in {
-        "tensor": (
-            (in_a_list, "state", False),
-            (by_name, "checkpoint", True),
-            (whole, "hook", False),
-            (whole, "numbers", False),
-        ),
-        "pipeline": ((by_name, "state", True), (in_a_list, "checkpoint", False)),
-    }[layout]:
-        with pytest.raises(HookError, match="must hold full tensors|must give the result of a single-process run"):
-            run(make, place, sharded)
+    run(by_name, "checkpoint", sharded=True)
+    for make, place in ((in_a_list, "state"), (by_name, "checkpoint"), (whole, "checkpoint"), (whole, "hook")):
+        run(make, place)
+    run(whole, "numbers")

@@ -13,9 +13,7 @@ from torch import nn
 
 from lightning_parallel import LAMB, HybridParallelStrategy, comm
 from lightning_parallel.comm import Group
-from lightning_parallel.strategies.hooks.watch import HookError
 from lightning_parallel.strategies.optimizers import checks as optimization
-from lightning_parallel.strategies.optimizers.dummies import DummyTrace
 from tests.harness import distributed
 from tests.strategies.test_pipeline import Deep, assert_same, fit
 
@@ -258,19 +256,9 @@ def test_copies_of_parameters_that_optimizers_make(group):
         return Lookahead(torch.optim.SGD(groups, lr=0.1, momentum=0.9))
 
     short = {"max_epochs": 1, "limit_val_batches": 0}
-    for make, use in ((Keeping, shadow), (around, None)):
+    for make, use in ((Keeping, shadow), (around, None), (Keeping, vector), (Keeping, hidden), (Keeping, rates)):
         expected, module = Copying(make, use), Copying(make, use)
         assert_same(fit(module, strategy(), 2, **short), module, fit(expected, "auto", 1, **short), expected)
-    for use, reason in ((vector, "combines"), (rates, "takes a|elements of"), (hidden, "keeps a tensor made of")):
-        with pytest.raises((HookError, ValueError), match=reason):
-            fit(Copying(Keeping, use), strategy(), 2, **short)
-
-
-def test_an_expanded_number_of_the_user_is_no_dummy():
-    dummy = nn.Parameter(torch.full((), 3.0).expand(4, 4))
-    trace = DummyTrace(nn.Linear(4, 4), {dummy: "far.weight"})
-    assert trace.is_of_dummy(copy.deepcopy(dummy.detach()))
-    assert not trace.is_of_dummy(torch.tensor(0.9).expand(4, 4))
 
 
 class Slow(torch.optim.SGD):

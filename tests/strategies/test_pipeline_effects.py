@@ -14,7 +14,7 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 from lightning_parallel import PipelineParallelStrategy, comm
-from lightning_parallel.strategies.hooks.watch import HookError
+from lightning_parallel.strategies.hooks.views import HookError
 from tests.harness import distributed
 from tests.strategies.models import Samples, trainer_for
 from tests.strategies.test_pipeline import Block, Deep, assert_same, fit

@@ -1,1 +1,1 @@
-"""The user's hooks: hooks that read a shard as the full tensor, and hooks that change the model."""
+"""The user's hooks: full tensors for hooks, and hooks that change the model."""

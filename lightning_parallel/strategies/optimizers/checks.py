@@ -12,7 +12,7 @@ import inspect
 import math
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
@@ -29,8 +29,8 @@ from lightning_parallel.comm import Group
 from lightning_parallel.compat import ParallelState, Patches, is_users
 from lightning_parallel.compat.torch import seed_torch
 from lightning_parallel.optim import TrustRatioOptimizer
-from lightning_parallel.strategies.hooks.watch import HookWatch
-from lightning_parallel.strategies.optimizers.dummies import DummyPositions, DummyTrace, take_out_dummies
+from lightning_parallel.strategies.hooks.views import FullViews
+from lightning_parallel.strategies.optimizers.dummies import DummyPositions, take_parts
 from lightning_parallel.strategies.optimizers.norms import ShardNorms
 from lightning_parallel.tensor.sharding import Shard, full_shapes_shown
 
@@ -63,17 +63,31 @@ class WholeGroups:
         self.recorded: dict[Optimizer, list[list[str]]] = {}
 
     @contextmanager
-    def shown(self, optimizers: Callable[[], Sequence[Optimizer]], watch: HookWatch | None = None) -> Iterator[None]:
+    def built(self, optimizers: Callable[[], Sequence[Optimizer]], views: FullViews) -> Iterator[None]:
+        """Show all parameters in full inside the block, and leave this rank's parts to the optimizers of the block.
+
+        Args:
+            optimizers: Returns the optimizers that the block has made.
+            views: Shows the parameters.
+        """
+        dummies = {parameter: name for name, parameter in views.remote.items()}
+        with views.shown():
+            yield
+            found = optimizers()
+            # Before the removal, while the groups still show the place of each dummy.
+            positions = DummyPositions(self._module, dummies, found)
+            if self._group.size > 1:
+                self.recorded = {each: remove_dummy_parameters(each, dummies, self._module) for each in found}
+        take_parts(self._module, dummies, found, positions)
+
+    @contextmanager
+    def shown(self, optimizers: Callable[[], Sequence[Optimizer]]) -> Iterator[None]:
         """Show all parameters in full shape inside the block, in the module and in the groups of `optimizers()`.
 
-        Every rank of the group must enter the block.
+        Only shapes are right; code of Lightning needs no values. Every rank of the group must enter the block.
 
         Args:
             optimizers: Returns the present optimizers.
-            watch: Watches the block, if the user's code makes the optimizers there.
-
-        Raises:
-            ValueError: If the user's code keeps values that it made of parameters on other ranks.
         """
         # Make a new inventory, since code may have frozen or unfrozen parameters.
         inventory = Inventory.of(self._module, self._rules, self._group)
@@ -82,23 +96,13 @@ class WholeGroups:
                 yield
                 return
             names = ParallelState.of(self._module).names
-            trace = None
             with dummy_parameters(self._module, names, inventory, self._device) as dummies:
                 self._fill_in(optimizers())
-                if watch is not None:
-                    watch.note_dummies(dummies)
-                    trace = DummyTrace(self._module, dummies)
                 try:
-                    with trace or nullcontext():
-                        yield
+                    yield
                 finally:
                     found = optimizers()
-                    # Before the removal, while the groups still show the place of each dummy.
-                    positions = DummyPositions(self._module, dummies, found)
                     self.recorded = {each: remove_dummy_parameters(each, dummies, self._module) for each in found}
-            del dummies  # a dummy that survives is held by the user's code
-            if trace is not None:
-                take_out_dummies(trace, self._module, found, positions)
 
     def _fill_in(self, optimizers: Sequence[Optimizer]) -> None:
         parameters = dict(self._module.named_parameters())

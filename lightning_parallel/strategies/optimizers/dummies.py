@@ -1,19 +1,17 @@
-"""Removes or refuses tensors that the user's code made of dummies while it built optimizers.
+"""Leaves to optimizers only this rank's parts of the tensors that code made while it built them.
 
-A pipeline stage shows dummies in place of the parameters of other stages, so that parameter groups equal the groups of
-one process (`checkpoint.dummies`). Wrapper optimizers and averages copy parameters at that time. Later, without the
-dummies, they pair copies with parameters by position:
+`configure_optimizers` sees all parameters in full (`strategies.hooks.views`). Wrapper optimizers and averages copy
+parameters at that time. A step runs on shards, so each copy becomes this rank's part. A step pairs copies with
+parameters by position, so copies of another stage's parameters go:
 
-    lists, tuples, sets      lose the entry of a dummy, or its position if they follow the parameters
-    dicts                    lose the entry of a dummy by parameter, by name or by position
+    lists, tuples, sets      lose the entry of such a parameter, or its position if they follow the parameters
+    dicts                    lose the entry of such a parameter, by parameter, by name or by position
     modules                  get the stage's placeholder of a missing parameter
-    any other holder         is refused
 """
 
 from __future__ import annotations
 
 import functools
-import gc
 import types
 from collections import deque
 from collections.abc import Iterable, Mapping, MutableMapping, Sequence
@@ -22,98 +20,18 @@ from itertools import chain
 from typing import Any
 
 from torch import Tensor, nn
-from torch.multiprocessing.reductions import StorageWeakRef
 from torch.optim import Optimizer
 
-from lightning_parallel.compat import FOREIGN, innermost_users_line, is_users
-from lightning_parallel.compat.torch import TorchDispatchMode, parameters_of, pytree, schema_of
-from lightning_parallel.strategies.hooks.parts import storage_ref
+from lightning_parallel.compat import FOREIGN, is_users
+from lightning_parallel.compat.torch import parameters_of
 from lightning_parallel.strategies.whole.copies import MARK
+from lightning_parallel.tensor.pieces import Piece
+from lightning_parallel.tensor.sharded import ShardedTensor, local_numel
 
-__all__ = ["DummyPositions", "DummyTrace", "take_out_dummies"]
+__all__ = ["DummyPositions", "take_parts"]
 
 _NO_HOLDERS = (str, bytes, bool, int, float, complex, type(None), Tensor, type, types.ModuleType)
 _PASSED = FOREIGN - {"torch"}  # an optimizer of the user may hold an optimizer of torch
-
-
-class DummyTrace(TorchDispatchMode):
-    """Follows parameters through every operation, and knows the tensors that were made of a dummy alone.
-
-    Args:
-        module: The user's module while it has the dummies.
-        dummies: The dummies, and their names.
-    """
-
-    def __init__(self, module: nn.Module, dummies: Mapping[nn.Parameter, str]) -> None:
-        super().__init__()
-        self.ids = {id(dummy): name for dummy, name in dummies.items()}
-        self._names = frozenset(self.ids.values())
-        self._sketches = {_sketch(dummy) for dummy in dummies}
-        # By the address of the memory. The weak reference prevents the reuse of an address.
-        self._made: dict[int, tuple[StorageWeakRef, frozenset[str], str]] = {}
-        # Parameters of this stage count as well: a tensor of both kinds is not of a dummy alone, and stays.
-        for name, parameter in module.named_parameters():
-            self._note(parameter, frozenset({name}))
-
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        kwargs = kwargs or {}
-        result = func(*args, **kwargs)
-        first = args[0] if args else None
-        # An operator that writes in place returns its argument or nothing.
-        targets = first if schema_of(func).is_mutable else result
-        # Operators on lists, such as in averages, work entry by entry: an entry comes only from its own parameter.
-        if isinstance(first, (list, tuple)) and isinstance(targets, (list, tuple)) and len(first) == len(targets):
-            others = [one for one in args if isinstance(one, (list, tuple)) and len(one) == len(first)]
-            for *operands, target in zip(*others, targets):
-                self._follow(operands, target)
-        else:
-            # `copy_` overwrites its target, so the target's own past does not count.
-            written = targets if func.__name__.startswith("copy_") else None
-            self._follow([one for one in pytree.tree_leaves((args, kwargs)) if one is not written], targets)
-        return result
-
-    def _follow(self, operands: Iterable[Any], targets: Any) -> None:
-        owners = frozenset().union(*(self.owners(one) for one in operands if isinstance(one, Tensor)))
-        for target in pytree.tree_leaves(targets) if owners else ():
-            if isinstance(target, Tensor) and self.owners(target) != owners:
-                self._note(target, owners)
-
-    def _note(self, tensor: Tensor, owners: frozenset[str]) -> None:
-        reference = storage_ref(tensor)
-        if reference is not None:
-            # The line goes into the error, which comes long after the operation.
-            line = innermost_users_line() if owners & self._names else ""
-            self._made[reference.cdata] = reference, owners, line
-
-    def owners(self, tensor: Tensor) -> frozenset[str]:
-        """Return the parameters that a tensor was made of."""
-        reference = storage_ref(tensor)
-        return (
-            self._made[reference.cdata][1] if reference is not None and reference.cdata in self._made else frozenset()
-        )
-
-    def is_of_dummy(self, tensor: Tensor) -> bool:
-        """Return whether a tensor was made of dummies alone."""
-        # `deepcopy` copies a dummy without an operator. The user may have expanded another number.
-        if tensor.dim() and tensor.numel() > 1 and not any(tensor.stride()) and _sketch(tensor) in self._sketches:
-            return True
-        owners = self.owners(tensor)
-        return bool(owners) and owners <= self._names
-
-    def left(self) -> tuple[str, str] | None:
-        """Return a parameter of another stage whose dummy or copy code still holds, and the line that made it."""
-        for reference, owners, line in self._made.values():
-            if owners & self._names and not reference.expired():
-                return min(owners & self._names), line
-        return None
-
-
-def _sketch(tensor: Tensor) -> Any:
-    """Return the shape, the dtype and the first number of a tensor, in which dummies differ from other tensors."""
-    first = tensor.detach()[(0,) * tensor.dim()].item() if tensor.numel() and not tensor.is_meta else None
-    return tensor.shape, tensor.dtype, first
 
 
 class DummyPositions:
@@ -148,56 +66,38 @@ class DummyPositions:
         return None
 
 
-def take_out_dummies(
-    trace: DummyTrace, module: nn.Module, optimizers: Sequence[Any], positions: DummyPositions
+def take_parts(
+    module: nn.Module, dummies: Mapping[nn.Parameter, str], optimizers: Sequence[Any], positions: DummyPositions
 ) -> None:
-    """Take the tensors of dummies out of optimizers and the module, which must have lost its dummies.
+    """Replace full tensors in optimizers by this rank's parts, and take out the tensors of other stages.
 
     Args:
-        trace: Knows the tensors of dummies.
-        module: The user's module.
+        module: The user's module, which must have lost its dummies.
+        dummies: The empty parameters in place of other stages' parameters, and their names.
         optimizers: The optimizers of `configure_optimizers`.
         positions: Positions of dummies in lists.
-
-    Raises:
-        ValueError: If another holder still has such a tensor.
     """
-    cleaner = _Cleaner(trace, module, positions)
+    cleaner = _Cleaner(module, dummies, positions)
     for optimizer in optimizers:
         cleaner.clean(optimizer)
-    # From the likeliest holder to the rarest: a walk through a module or a garbage collection takes long.
-    if trace.left() is not None:
-        cleaner.clean(module)
-    if trace.left() is not None:
-        for callback in getattr(getattr(module, "_trainer", None), "callbacks", ()):
-            cleaner.clean(callback)
-    if trace.left() is not None:
-        # A reference cycle keeps a tensor that no code reaches any more.
-        gc.collect()
-    left = trace.left()
-    if left is not None:
-        name, line = left
-        raise ValueError(
-            f"`{type(module).__name__}.configure_optimizers` keeps a tensor made of `{name}`, which is on another"
-            f" pipeline stage{f': {line}' if line else ''}. The place of this tensor is unknown, or it is joined with"
-            " other tensors. While optimizers are created, such parameters have a shape and no values. Keep copies of"
-            " parameters in lists or dicts that follow the parameters, or in the optimizer's `state`. Or make the"
-            " copies in the first `step`, or use TensorParallelStrategy"
-        )
 
 
 class _Cleaner:
-    def __init__(self, trace: DummyTrace, module: nn.Module, positions: DummyPositions) -> None:
-        self._trace = trace
+    def __init__(self, module: nn.Module, dummies: Mapping[nn.Parameter, str], positions: DummyPositions) -> None:
+        self._ids = {id(dummy) for dummy in dummies}
         self._module = module
         self._positions = positions
         trainer = getattr(module, "_trainer", None)
         # Hold the values beside their ids, so that no new object gets the id of a freed object.
-        self._seen: dict[int, Any] = {id(trainer): trainer, id(self): self, id(trace): trace}
+        self._seen: dict[int, Any] = {id(trainer): trainer, id(self): self, id(module): module}
         self._defaults: list[Any] = []
 
     def clean(self, value: Any) -> Any:
-        """Return a value without the tensors of dummies; mutable values are changed in place."""
+        """Return a value with parts, without the tensors of dummies; mutable values are changed in place."""
+        if isinstance(value, Piece):
+            return value.part.detach()
+        if isinstance(value, ShardedTensor):
+            ShardedTensor.hide(value)  # a copy by `deepcopy`
         if isinstance(value, _NO_HOLDERS) or id(value) in self._seen:
             return value
         self._seen[id(value)] = value
@@ -296,7 +196,7 @@ class _Cleaner:
     def _clean_module(self, copied: nn.Module) -> None:
         """Replace dummies in a copy of a module by the stage's parameters or placeholders."""
         parameters: Any = parameters_of(copied)
-        found = [name for name, value in parameters.items() if value is not None and self._trace.is_of_dummy(value)]
+        found = [name for name, value in parameters.items() if value is not None and self._is_elsewhere(value)]
         path = getattr(vars(copied).get(MARK), "path", None)
         if not found or path is None:
             return
@@ -309,16 +209,23 @@ class _Cleaner:
             if name in vars(original):
                 vars(copied)[name] = vars(original)[name]
 
+    def _is_elsewhere(self, tensor: Tensor) -> bool:
+        """Return whether another stage has all elements of a tensor."""
+        if isinstance(tensor, Piece):
+            return tensor.is_elsewhere
+        # A dummy, or a copy of one by `deepcopy`.
+        return bool(self._ids) and isinstance(tensor, nn.Parameter) and local_numel(tensor) == 0
+
     def _belongs(self, value: Any) -> bool:
         """Return whether a value holds tensors of dummies alone: one tensor, or a record of tensors."""
         if type(value) is int:
-            return value in self._trace.ids  # dicts by `id(parameter)`
+            return value in self._ids  # dicts by `id(parameter)`
         tensors = _tensors_in(value)
-        return bool(tensors) and all(self._trace.is_of_dummy(tensor) for tensor in tensors)
+        return bool(tensors) and all(self._is_elsewhere(tensor) for tensor in tensors)
 
     def _owners(self, value: Any) -> bool:
         """Return whether the parameter of a value is known."""
-        return any(self._trace.owners(tensor) for tensor in _tensors_in(value))
+        return any(isinstance(tensor, (Piece, ShardedTensor)) for tensor in _tensors_in(value))
 
 
 def _tensors_in(value: Any) -> list[Tensor]:

@@ -25,6 +25,8 @@ from lightning_parallel.compat.lightning import grad_norm_functions
 from lightning_parallel.compat.precision import TOTAL_NORM, clip_grad, norms_of, patch_unscale, scale_all
 from lightning_parallel.data_parallel import ParameterSlices
 from lightning_parallel.optim import TrustRatioOptimizer, WholeNorms
+from lightning_parallel.strategies.hooks.views import refuse_freed
+from lightning_parallel.tensor.pieces import Piece
 from lightning_parallel.tensor.sharding import Shard
 
 __all__ = ["ReplicaNorm", "ShardNorms", "give_norms", "span_replica"]
@@ -116,13 +118,21 @@ class ReplicaNorm:
         def norm(tensors: Iterable[Tensor], norm_type: float = 2.0, *args: Any, **kwargs: Any) -> Tensor:
             # Another model in the process, such as the model of a metric, keeps torch's norm. A rank without gradients
             # takes part, since its peers wait for it.
-            gradients = list(tensors)
+            gradients = [one.held if isinstance(one, Piece) and one.held is not None else one for one in tensors]
+            if not gradients:
+                self._refuse_freed(self._module)
             ours = {id(parameter.grad) for parameter in self._module.parameters() if parameter.grad is not None}
             if self.is_whole or (gradients and not any(id(gradient) in ours for gradient in gradients)):
                 return own_norm(gradients, norm_type, *args, **kwargs)
             return self(gradients, norm_type)
 
         return norm
+
+    def _refuse_freed(self, module: nn.Module) -> None:
+        if self._slices is not None:
+            for name, parameter in module.named_parameters():
+                if parameter.grad is None and self._slices.has_freed(parameter):
+                    refuse_freed(name)
 
     def _grad_norm(self, own_norms: Callable[..., dict[str, Any]]) -> Callable[..., dict[str, Any]]:
         """Return the replacement of Lightning's function."""
@@ -145,6 +155,7 @@ class ReplicaNorm:
     def of_each(self, module: nn.Module, norm_type: float) -> dict[str, Tensor]:
         """Return the norm of each gradient in a submodule, by names in it; every rank of the replica must call it."""
         names = {id(parameter): name for name, parameter in self._module.named_parameters()}
+        self._refuse_freed(module)
         powers: dict[str, tuple[float, torch.dtype]] = {}
         for name, parameter in module.named_parameters():
             if parameter.grad is not None:

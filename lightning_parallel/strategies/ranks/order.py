@@ -25,7 +25,7 @@ from lightning_parallel.compat import ParallelState, patched, users_line
 from lightning_parallel.compat.torch import has_compiled_parts
 from lightning_parallel.strategies.ranks.chance import SharedChance
 
-__all__ = ["MessageOrder", "describe_apart", "in_step"]
+__all__ = ["MessageOrder", "describe_apart", "in_step", "on_parts"]
 
 WAIT_S = 15.0
 """Deadline of a roll call outside steps: longer than the delay of a rank before a hook that all ranks reach."""
@@ -193,6 +193,20 @@ def in_step(method: Callable[P, R]) -> Callable[P, R]:
             return method(*args, **kwargs)
 
     return run_in_step
+
+
+def on_parts(method: Callable[P, R]) -> Callable[P, R]:
+    """Decorate a method of a strategy that handles this rank's parts, although a hook of the user may call it."""
+
+    @wraps(method)
+    def run_on_parts(*args: P.args, **kwargs: P.kwargs) -> R:
+        strategy: Any = args[0]
+        module = strategy.lightning_module
+        watch = None if module is None else ParallelState.of(module).watch
+        with nullcontext() if watch is None else watch.paused():
+            return method(*args, **kwargs)
+
+    return run_on_parts
 
 
 @contextmanager

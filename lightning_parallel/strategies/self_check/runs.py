@@ -32,7 +32,6 @@ from lightning_parallel.pipeline.schedule import SCHEDULES
 from lightning_parallel.step_trace.interception import RunsAll
 from lightning_parallel.step_trace.placeholder import PlaceholderTensor
 from lightning_parallel.step_trace.record import StepTrace, record_step
-from lightning_parallel.strategies.hooks.part_use import GatheredMode
 from lightning_parallel.strategies.self_check.observed import (
     ModuleTrace,
     ObservedStep,
@@ -62,7 +61,7 @@ from lightning_parallel.strategies.whole.pinned import (
 )
 from lightning_parallel.strategies.whole.reference import Blame, Owners, WholeModel, run_reference
 from lightning_parallel.strategies.whole.skeleton import Skeleton
-from lightning_parallel.tensor.pieces import without_pieces
+from lightning_parallel.tensor.pieces import gather_attributes, without_pieces
 from lightning_parallel.tensor.plan import Sharding
 from lightning_parallel.tensor.regions import RandomRegion
 from lightning_parallel.tensor.sharding import Shard, reduce_partial_
@@ -230,6 +229,8 @@ class StepRuns:
 
     def whole(self, call: StepCall, way: Way) -> WholeRun:
         """Run a step on the full model; the result holds its failure, on all ranks."""
+        # One rank alone runs the step, and could not gather them.
+        gather_attributes(self.module)
         # The step may toggle parameters and make buffers, so each run needs a new inventory.
         inventory = Inventory.of(self.module, self.rules, self.groups.pipeline_parallel)
         owners = Owners(self.module, inventory, self.groups, self.device)
@@ -356,9 +357,6 @@ class StepRuns:
                 stack.enter_context(without_dropout(self.module))
             if way.fixed_norm:
                 stack.enter_context(with_fixed_norm(self.module))
-            watch = ParallelState.of(self.module).watch
-            if watch is not None:
-                stack.enter_context(GatheredMode(watch.parts()))
             if trace is not None:
                 stack.enter_context(trace.recording())
             replayed: list[ReplayedDraws] = []
@@ -429,7 +427,9 @@ class StepRuns:
         batch = copied(call.batch, way.double)
         callbacks = None if self.engine is None else LeftInCallbacks(module)
         context = step_context(self.precision, call.name)
-        with log_recorded(module, calls), self._manual(model), self._precision(way), context:
+        watch = None if module.automatic_optimization or model is not None else ParallelState.of(module).watch
+        shown = nullcontext() if watch is None else watch.manual_step()
+        with log_recorded(module, calls), self._manual(model), self._precision(way), context, shown:
             # `without_pieces` communicates, so all ranks call it, although only one rank compares the output.
             output = without_pieces((step if around is None else around(step))(batch, *call.rest, **call.kwargs))
         loss = None

@@ -24,10 +24,10 @@ from lightning.pytorch import LightningModule
 from torch import Tensor, nn
 
 from lightning_parallel import comm
-from lightning_parallel.compat import FOREIGN, is_power_of_two
+from lightning_parallel.compat import FOREIGN, ParallelState, is_power_of_two
 from lightning_parallel.compat.torch import backward_hooks_of, gradient_hooks_of
 from lightning_parallel.pipeline.engine import PipelineEngine
-from lightning_parallel.strategies.hooks.watch import HookError
+from lightning_parallel.strategies.hooks.views import HookError
 from lightning_parallel.strategies.steps.state import Snapshot, label_of
 
 __all__ = ["GradientHooks", "HookedState", "LeftByBackward", "LeftInCallbacks", "refused_leaving", "run_gradient_hooks"]
@@ -183,7 +183,7 @@ class GradientHooks:
             # In one process, `.grad` holds the sum of earlier batches when such a hook runs.
             parameter.grad = earlier.get(parameter)
             with self._watched(hook, name):
-                result = hook(gradient)
+                result = self._hooked(hook, name, gradient)
             gradient = gradient if result is None else result
         parameter.grad = gradient
 
@@ -194,7 +194,11 @@ class GradientHooks:
             if held.parameter in parameters:
                 for hook in held.taken(1):
                     with self._watched(hook, name):
-                        hook(held.parameter)
+                        self._hooked(hook, name, held.parameter)
+
+    def _hooked(self, hook: _Hook, name: str, given: Tensor) -> Any:
+        watch = ParallelState.of(self._module).watch
+        return hook(given) if watch is None else watch.views.run_gradient_hook(hook, name, given)
 
     @contextmanager
     def _watched(self, hook: _Hook, name: str) -> Iterator[None]:
@@ -231,22 +235,24 @@ def run_gradient_hooks(module: nn.Module, gradients: MutableMapping[str, Tensor]
     Raises:
         HookError: If a hook leaves something behind, or draws.
     """
+    watch = ParallelState.of(module).watch
     for name, parameter in module.named_parameters():
         before, after = ([*map(_own, filter(_is_users, each.values()))] for each in gradient_hooks_of(parameter))
         if not (before or after) or name not in gradients:
             continue
         # A clone, because a hook may write into its argument.
         gradient = gradients[name].clone()
+        run = None if watch is None else watch.views.run_gradient_hook
         for hook in before:
             with _nothing_left(hook, name, module if is_pipeline else None):
-                result = hook(gradient)
+                result = hook(gradient) if run is None else run(hook, name, gradient)
             gradient = gradient if result is None else result
         # The gradient may have another dtype than the parameter, and torch refuses such a `.grad`.
         stand_in = nn.Parameter(parameter.detach().to(gradient.dtype))
         stand_in.grad = gradient
         for hook in after:
             with _nothing_left(hook, name, module if is_pipeline else None):
-                hook(stand_in)
+                hook(stand_in) if run is None else run(hook, name, stand_in)
         if stand_in.grad is not None:
             gradients[name] = stand_in.grad
 

@@ -38,6 +38,8 @@ from lightning_parallel.compat import (
 from lightning_parallel.compat.torch import buffers_of, pytree, version_of
 from lightning_parallel.pipeline.engine import PipelineEngine
 from lightning_parallel.step_trace.placeholder import PlaceholderTensor, missing
+from lightning_parallel.tensor.pieces import Piece
+from lightning_parallel.tensor.sharded import ShardedTensor
 
 __all__ = [
     "MISSING",
@@ -308,7 +310,8 @@ class Snapshot:
             return True
         if isinstance(value, Tensor):
             is_elsewhere = isinstance(value, PlaceholderTensor) and (value.value is None or value.parameter)
-            return not (is_elsewhere or isinstance(value, nn.Parameter))
+            # A comparison of a piece would communicate.
+            return not (is_elsewhere or isinstance(value, (nn.Parameter, Piece, ShardedTensor)))
         if isinstance(value, (bytearray, array)):
             return len(value) <= _COPIED_BYTES
         return isinstance(value, np.ndarray) or is_container(value) or self._is_object(value) or is_plain(value)

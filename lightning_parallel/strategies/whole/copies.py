@@ -105,6 +105,19 @@ class ModuleCopies:
                 own = (*parameters_of(child).values(), *buffers_of(child).values())
                 yield from (tensor for tensor in own if tensor is not None)
 
+    def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
+        """Return the parameters of the copies, each with the name of its original."""
+        for path, child in self.modules():
+            names = self._forms[path].parameters
+            for key, parameter in parameters_of(child).items():
+                if parameter is not None and (name := names.get(key)) is not None:
+                    yield name, parameter
+
+    def modules(self) -> Iterator[tuple[str, nn.Module]]:
+        """Return the copied modules, each with the path of its original."""
+        for family in self._families:
+            yield from ((path, child) for path, child in family.alive().items() if path in self._forms)
+
     def mark(self, module: nn.Module) -> None:
         """Mark the submodules that the division has changed, so that their copies are reported."""
         paths = {id(child): path for path, child in module.named_modules()}

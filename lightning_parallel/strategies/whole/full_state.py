@@ -12,7 +12,7 @@ All ranks must do the same: the ranks meet before each communication.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
 from types import MethodType
@@ -43,6 +43,7 @@ from lightning_parallel.strategies.ranks.order import MessageOrder
 from lightning_parallel.strategies.ranks.replicas import share_random_state
 from lightning_parallel.strategies.whole.copies import ModuleCopies
 from lightning_parallel.strategies.whole.reference import Fetched
+from lightning_parallel.tensor.sharded import ShardedTensor, ShardPlace
 from lightning_parallel.tensor.sharding import REPLICATED
 
 __all__ = ["FullStates", "OutsideCalls", "averages_of", "hold_averages", "open_outside"]
@@ -159,9 +160,12 @@ class FullStates:
         """
         self._state.copies.restore(self._replica, self.full, is_mine)
 
-    def paused(self) -> AbstractContextManager[Any]:
+    @contextmanager
+    def paused(self) -> Iterator[None]:
         """Let state dicts hold the part of this rank inside the block, for code that gathers tensors by itself."""
-        return patched(self, "is_paused", True)
+        watch = self._state.watch
+        with patched(self, "is_paused", True), nullcontext() if watch is None else watch.paused():
+            yield
 
     def __deepcopy__(self, memo: dict[int, Any]) -> FullStates:
         return self
@@ -195,10 +199,12 @@ class FullStates:
             everyone = comm.all_gather_object(held, self._pipeline_group)
             dtypes = {key: everyone[self.inventory.owner(_joined(path, key))][key] for key in dtypes}
         full = {key: self._gathered(_joined(path, key), dtype, own.get(key)) for key, dtype in dtypes.items()}
-        if self._state.watch is not None:
-            self._state.watch.note_gathered(
-                path, {key: v for key, v in full.items() if not _has_memory_of(v, own.get(key))}
-            )
+        for key, mine in own.items():
+            # A write into the state dict reaches the parameter, as in one process.
+            if isinstance(mine, ShardedTensor) and key in full:
+                full[key] = mine.piece(full[key])
+            elif self._state.is_in_step and key in full and (rule := self.inventory.rules.get(_joined(path, key))):
+                full[key] = ShardPlace(rule, self._tensor_group).piece(mine.detach(), full[key])
         # A stage adds tensors of other stages last, but state dicts must have the order of one process.
         others = [key for key in state if key.startswith(prefix) and key[len(prefix) :] not in full]
         for key, value in full.items():
@@ -247,6 +253,10 @@ class FullStates:
                 state.pop(prefix + key, None)  # another stage holds it
                 continue
             rule = self.inventory.rules.get(_joined(path, key))
+            mine = parameters_of(owner).get(key)
+            if isinstance(mine, ShardedTensor):
+                state[prefix + key] = mine.place.cut(given)
+                continue
             # A tensor of another size stays: it may be the shard of this rank already.
             if rule is not None and isinstance(given, Tensor) and given.shape[rule.dim] == rule.full_size:
                 state[prefix + key] = rule.split(given, self._tensor_group.rank)
@@ -304,6 +314,12 @@ class OutsideCalls:
         Args:
             without_data: Give parameters on the meta device, for code that reads shapes only; no rank has to wait.
         """
+        watch = self._state.watch
+        with nullcontext() if watch is None else watch.paused(), self._fetched(without_data):
+            yield
+
+    @contextmanager
+    def _fetched(self, without_data: bool) -> Iterator[None]:
         held: dict[str, Tensor] = dict(self._module.named_parameters())
         buffers = self._state.skeleton.buffers()
         given: WeakValueDictionary[tuple[str, bool, bool], Tensor] = WeakValueDictionary()

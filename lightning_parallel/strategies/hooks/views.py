@@ -1,0 +1,318 @@
+"""Shows the user's hooks all parameters of the model in full, of which this rank holds a part.
+
+    tensor axis        a shard of the layer
+    pipeline axis      the parameters of this stage; of another stage's parameter, nothing
+    both               one rule over all ranks of the replica
+
+Outside hooks the parameters are ordinary tensors.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from lightning_parallel import comm
+from lightning_parallel.checkpoint import Inventory, fill_in
+from lightning_parallel.comm import Group, MeshGroups
+from lightning_parallel.compat import ParallelState
+from lightning_parallel.compat.torch import parameters_of
+from lightning_parallel.data_parallel import ParameterSlices
+from lightning_parallel.tensor.sharded import ShardedTensor, ShardPlace, Slices, local_numel
+from lightning_parallel.tensor.sharding import Shard
+
+__all__ = ["FullViews", "HookError", "refuse_freed"]
+
+# The empty parameters of copied modules, by name; copies outlive a run.
+_EMPTY: WeakKeyDictionary[nn.Module, dict[str, nn.Parameter]] = WeakKeyDictionary()
+
+
+class HookError(RuntimeError):
+    """Reports a hook of your module that cannot give the result of one process.
+
+    In a pipeline, forward hooks and gradient hooks see a microbatch. With `zero_stage=2`, the optimizer's step frees
+    gradients. The error names the hook and its file, or the parameter.
+
+    Example:
+        ```py
+        from lightning.pytorch import Trainer
+        from lightning_parallel import HookError, TensorParallelStrategy
+
+        trainer = Trainer(devices=2, strategy=TensorParallelStrategy())
+        try:
+            trainer.fit(MyModule(), MyData())
+        except HookError as error:
+            print(error)  # names the hook and the way out
+            raise
+        ```
+    """
+
+
+class FullViews:
+    """Changes the class of parameters while a hook of the user runs.
+
+    Args:
+        module: The divided module.
+        rules: How its parameters are sharded over the tensor axis, by name.
+        groups: The mesh's groups.
+        optimizers: Returns the optimizers of the run, each with the names in its parameter groups over all stages.
+        slices: The slices of the replicas; None without ZeRO.
+
+    Attributes:
+        remote: Empty parameters in place of the parameters of other stages, by name.
+        is_shown: Whether parameters are shown in full now.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        rules: Mapping[str, Shard],
+        groups: MeshGroups,
+        optimizers: Callable[[], Iterable[tuple[Optimizer, Sequence[Sequence[str]]]]],
+        slices: ParameterSlices | None,
+    ) -> None:
+        self._module = module
+        self._state = ParallelState.of(module)
+        self._rules = rules
+        self._optimizers = optimizers
+        self._slices = slices
+        # A rank that reads alone must not wait without end.
+        order, states = self._state.order, self._state.full_states
+        self._tensor_group = groups.tensor_parallel if order is None else groups.tensor_parallel.guarded_by(order)
+        self._replica = groups.replica if states is None else groups.replica.guarded_by(states.meet)
+        self._shown: list[Tensor] = []
+        # Not the length of the list: a step may make the first state of an optimizer.
+        self.is_shown = False
+        self._is_split = False
+        self._undo: list[Callable[[], None]] = []
+        self._named: dict[bool, dict[str, nn.Parameter]] = {}
+        self.remote: dict[str, nn.Parameter] = {}
+        self._over_replica: dict[str, Shard] = {}
+        if groups.pipeline_parallel.size > 1:
+            self._learn(Inventory.of(module, rules, groups.pipeline_parallel), groups)
+        self._are_gradients_known = False
+
+    def _learn(self, inventory: Inventory, groups: MeshGroups) -> None:
+        """Make the rules over the replica, and empty parameters in place of other stages' parameters."""
+        own = dict(self._module.named_parameters())
+        device = next(iter(own.values()), torch.empty(0)).device
+        stages, ranks = range(groups.pipeline_parallel.size), range(groups.tensor_parallel.size)
+        for name, held in inventory.tensors.items():
+            shape, rule = inventory.full_shape(name), self._rules.get(name)
+            is_everywhere = rule is None and len(held.stages) == len(stages)
+            if held.is_buffer or held.is_alias or is_everywhere or not shape:
+                continue
+            dim = 0 if rule is None else rule.dim % len(shape)
+            parts = [((0, shape[dim]),)] * len(ranks) if rule is None else rule.ranges
+            empty = ((0, 0),)
+            self._over_replica[name] = Shard(
+                dim, tuple(parts[rank] if stage in held.stages else empty for stage in stages for rank in ranks)
+            )
+            if name not in own:
+                sizes = [0 if at == dim else size for at, size in enumerate(shape)]
+                self.remote[name] = nn.Parameter(torch.empty(sizes, dtype=held.dtype, device=device), held.trains)
+
+    @contextmanager
+    def shown(self, on_all_stages: bool = True) -> Iterator[None]:
+        """Show parameters in full inside the block.
+
+        Args:
+            on_all_stages: Whether all ranks of the replica run the block; otherwise the ranks of the tensor axis do.
+        """
+        # A hook may start a loop of the Trainer, with further hooks.
+        if self.is_shown or self._state.is_alone:
+            yield
+            return
+        self._show(on_all_stages)
+        try:
+            yield
+        finally:
+            self._hide()
+
+    @contextmanager
+    def hidden(self) -> Iterator[None]:
+        """Show ordinary parameters inside the block, in which a step or another part of this package runs."""
+        if not self.is_shown:
+            yield
+            return
+        on_all_stages = self._hide()
+        try:
+            yield
+        finally:
+            self._show(on_all_stages)
+
+    def _show(self, on_all_stages: bool) -> None:
+        self.is_shown = True
+        is_split = self._is_split = on_all_stages and bool(self._over_replica)
+        rules, group = (self._over_replica, self._replica) if is_split else (self._rules, self._tensor_group)
+        self._are_gradients_known = not is_split
+        if is_split:
+            self._add_remote()
+        own = self._named_parameters(is_split)
+        found: list[tuple[Tensor, ShardPlace]] = []
+        places: dict[Tensor, tuple[Shard | None, Group]] = {}
+        for name, parameter in (*own.items(), *self._copied()):
+            places[parameter] = rules.get(name), group
+            place = self._place(parameter, parameter, rules.get(name), group)
+            if place is not None:
+                found.append((parameter, place))
+        for optimizer, listed in self._optimizers():
+            for params, expected in zip(optimizer.param_groups, listed) if is_split else ():
+                if set(expected) <= own.keys():
+                    # In place, because optimizers keep a reference to the list.
+                    params["params"][:] = [own[name] for name in expected]
+            for owner, state in optimizer.state.items():
+                for value in state.values() if owner in places and isinstance(state, dict) else ():
+                    place = self._place(owner, value, *places[owner]) if isinstance(value, Tensor) else None
+                    if place is not None:
+                        found.append((value, place))
+        for tensor, place in found:
+            if type(tensor) in (Tensor, nn.Parameter):
+                before = self._find_gradients if is_split else None
+                if self._slices is not None and self._slices.has_freed(tensor):
+                    before = partial(refuse_freed, next(name for name, one in own.items() if one is tensor))
+                ShardedTensor.show(tensor, place, before)
+                self._shown.append(tensor)
+
+    def forget(self) -> None:
+        """Find the parameters anew, after the module has changed."""
+        self._named.clear()
+
+    def _named_parameters(self, is_split: bool) -> dict[str, nn.Parameter]:
+        # Kept, since hooks run several times in a step, and a walk through the module takes longer than the rest.
+        if is_split not in self._named:
+            self._named[is_split] = dict(self._module.named_parameters())
+        return self._named[is_split]
+
+    def _place(self, owner: Tensor, value: Tensor, rule: Shard | None, group: Group) -> ShardPlace | None:
+        """Return the place of a parameter, or of a state of its optimizer; None if this rank has the full tensor."""
+        slices = self._slices
+        if slices is not None and slices.divides(owner):
+            shape = slices.whole_shape(owner)
+            is_parameter = value is owner
+            if is_parameter:
+                is_slice = slices.is_narrow(owner)
+            else:
+                is_slice = (
+                    value.dim() == len(shape) and value.shape != shape and value.numel() == slices.size(shape.numel())
+                )
+            if is_slice:
+                elements = Shard.of_sizes(slices.sizes(shape.numel()))
+                whole = slices.whole_data(owner) if is_parameter else None
+                return ShardPlace(rule, group, Slices(elements, slices.group, shape, whole))
+            if is_parameter and rule is None and slices.has_freed(owner):
+                return ShardPlace(None, group)  # to refuse a read of its gradient
+        # A state of another shape, such as a count of steps, is no part.
+        return None if rule is None or value.shape != owner.shape else ShardPlace(rule, group)
+
+    def _add_remote(self) -> None:
+        assert self._state.names is not None
+        attributes: dict[str, dict[str, str]] = {}
+        for name, first in self._state.names.parameters.items():
+            path, _, attribute = name.rpartition(".")
+            attributes.setdefault(path, {})[attribute] = first
+        for path, firsts in attributes.items():
+            if self.remote.keys().isdisjoint(firsts.values()):
+                continue
+            wanted = {attribute: self.remote.get(first) for attribute, first in firsts.items()}
+            self._undo.append(fill_in(self._module.get_submodule(path), wanted))
+        for path, child in self._copies():
+            if child in _EMPTY:
+                wanted = {attribute: _EMPTY[child].get(attribute) for attribute in attributes[path]}
+                self._undo.append(fill_in(child, wanted))
+
+    def _hide(self) -> bool:
+        self.is_shown = False
+        # The hook may have copied a module.
+        copied = [parameter for _, parameter in self._copied() if isinstance(parameter, ShardedTensor)]
+        for tensor in {id(tensor): tensor for tensor in (*self._shown, *copied)}.values():
+            ShardedTensor.hide(tensor)
+        self._shown.clear()
+        # Last first: a module that is registered under two names was filled in twice.
+        for restore in reversed(self._undo):
+            restore()
+        self._undo.clear()
+        if self._is_split:
+            self._take_out_copies()
+            remote = set(self.remote.values())
+            for optimizer, _ in self._optimizers():
+                for params in optimizer.param_groups:
+                    params["params"][:] = [each for each in params["params"] if each not in remote]
+            for parameter in remote:
+                parameter.grad = None
+        return self._is_split
+
+    def _take_out_copies(self) -> None:
+        """Put the placeholders of the stage in place of empty parameters, in modules that the hook has copied."""
+        for path, child in self._copies():
+            own = parameters_of(child)
+            empty = {key: value for key, value in own.items() if value is not None and local_numel(value) == 0}
+            if empty:
+                _EMPTY[child] = empty
+                original = vars(self._module.get_submodule(path))
+                for key in empty:
+                    del own[key]
+                    if key in original:
+                        vars(child)[key] = original[key]
+
+    def _copies(self) -> Iterable[tuple[str, nn.Module]]:
+        return () if self._state.copies is None else self._state.copies.modules()
+
+    def _copied(self) -> Iterable[tuple[str, nn.Parameter]]:
+        copies = self._state.copies
+        return () if copies is None else copies.named_parameters()
+
+    def _find_gradients(self) -> None:
+        """Give the parameters of other stages empty gradients, if these stages have gradients."""
+        if self._are_gradients_known:
+            return
+        self._are_gradients_known = True
+        mine = {name for name, one in self._module.named_parameters() if one.grad is not None}
+        if self._replica.gate is not None:
+            self._replica.gate("all_gather_object")  # a rank may read alone
+        known = set().union(*comm.all_gather_object(mine, self._replica))
+        for name in known & self.remote.keys():
+            self.remote[name].grad = torch.zeros_like(self.remote[name].data)
+
+    def run_gradient_hook(self, hook: Callable[[Any], Any], name: str, given: Tensor) -> Any:
+        """Run a hook for the gradient of a parameter on the full tensor.
+
+        Args:
+            hook: The hook.
+            name: The name of the parameter.
+            given: This rank's part of its gradient, or the parameter.
+
+        Returns:
+            The part of its result.
+        """
+        rule = self._rules.get(name)
+        if rule is None or self._state.is_alone or isinstance(given, ShardedTensor):
+            return hook(given)
+        place = ShardPlace(rule, self._tensor_group)
+        if isinstance(given, nn.Parameter):  # of the self-check
+            ShardedTensor.show(given, place)
+            try:
+                return hook(given)
+            finally:
+                ShardedTensor.hide(given)
+        return place.cut(hook(place.piece(given)))
+
+
+def refuse_freed(name: str) -> None:
+    """Refuse to read a gradient that the optimizer's step has freed.
+
+    Raises:
+        HookError: Always.
+    """
+    raise HookError(
+        f"Code must not read the gradient of `{name}` after the optimizer's step; got a read. With `zero_stage=2` each"
+        " replica frees its slice in the step. Read gradients in `on_before_optimizer_step`, norms by Lightning's"
+        " `grad_norm`, or use `zero_stage=1` [LP016]"
+    )
