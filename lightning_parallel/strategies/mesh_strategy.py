@@ -571,13 +571,14 @@ class MeshStrategy(MeshProcesses):
         audit = run.audit if run.is_first_batch else None
         run.is_first_batch = False
         if run.steps is not None:
+            # One stage alone could not gather the pieces over the replica that a hook has kept.
+            gather_attributes(self.module)
             # Gradients appear in the middle of the schedule; `backward` passes them to the reducer once.
             with (reducer := self._open_reducer).no_sync() as is_last:
                 prove = run.first_batches.prover("training_step")
                 return run.steps.training_step(args, kwargs, audit, reducer if is_last else None, prove=prove)
         step = super().training_step
-        watch = None if self.module.automatic_optimization else run.hook_watch
-        with nullcontext() if watch is None else watch.manual_step():
+        with nullcontext() if run.hook_watch is None else run.hook_watch.step():
             output = (step if audit is None else audit.wrap(step))(*args, **kwargs)
         # Callbacks may read the output of the step, or logits in the module's attributes, on some ranks only.
         gather_attributes(self.module)
@@ -703,7 +704,9 @@ class MeshStrategy(MeshProcesses):
         run.first_batches.see_evaluation(name, args, kwargs, run.loader_index)
         if run.steps is not None:
             return run.steps.evaluate(name, args, kwargs, prove=run.first_batches.prover(name))
-        output = getattr(super(), name)(*args, **kwargs)
+        step = getattr(super(), name)
+        with nullcontext() if run.hook_watch is None else run.hook_watch.step():
+            output = step(*args, **kwargs)
         return without_caches(output) if self.groups.replica.size > 1 else output
 
     # ------------------------------------------------------------------------------------- what changes during a run

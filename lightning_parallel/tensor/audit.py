@@ -21,6 +21,7 @@ from lightning_parallel.compat.torch import has_compiled_parts, pytree
 from lightning_parallel.tensor.autograd import RECEIVED
 from lightning_parallel.tensor.per_head import MADE_FOR_HEADS
 from lightning_parallel.tensor.plan import Sharding
+from lightning_parallel.tensor.sharded import ShardedTensor
 
 __all__ = ["StepAudit"]
 
@@ -329,7 +330,7 @@ class _ParameterUseMode(TorchFunctionMode):
             name = getattr(func, "__name__", str(func))
             inputs = args[:1] if name in CASTS else (args, kwargs)
             for leaf in pytree.tree_leaves(inputs):
-                if id(leaf) in self._users and leaf is not result:
+                if id(leaf) in self._users and leaf is not result and not isinstance(leaf, ShardedTensor):
                     self._check(self._users[id(leaf)], name)
         return result
 

@@ -20,6 +20,7 @@ from torch import nn
 
 from lightning_parallel.comm import Group
 from lightning_parallel.compat.initialization import tensor_parallel_plan_of
+from lightning_parallel.compat.torch import has_compiled_parts
 from lightning_parallel.step_trace.record import Record, no_record
 from lightning_parallel.tensor.audit import WITHOUT_WEIGHTS
 from lightning_parallel.tensor.block_calls import BlockCalls
@@ -161,7 +162,10 @@ def _automatic_plan(module: nn.Module, search: _Search, group: Group) -> Plan:
     found.styles |= (heads := find_heads(module, found.styles))
     found.notes |= dict.fromkeys(heads, NOTE)
     if not any(style.rules(module.get_submodule(path), group.size) for path, style in found.styles.items()):
-        _refuse_reads(module, search.calls)
+        if _is_read(module, search.calls):
+            # Such as a penalty over all parameters. Few gathers cost less than a full model on each rank.
+            search.calls.allow_readers()
+            return _automatic_plan(module, _Search(module, search.verifier, search.calls), group)
         kinds = sorted({_kind(child) for child in module.modules() if any(True for _ in child.parameters(False))})
         raise ValueError(
             f"`{type(module).__name__}` must have linear, attention or embedding layers of torch to shard over"
@@ -171,20 +175,23 @@ def _automatic_plan(module: nn.Module, search: _Search, group: Group) -> Plan:
     return found
 
 
-def _refuse_reads(module: nn.Module, calls: BlockCalls) -> None:
-    """Refuse a step that computes with the weights of all layers, such as a penalty over all parameters.
+def _is_read(module: nn.Module, calls: BlockCalls) -> bool:
+    """Tell whether the step computes with the weight of a layer that could be sharded otherwise.
 
     Raises:
-        ValueError: If the step reads the weight of a layer that could be sharded otherwise.
+        ValueError: If it does so in a compiled model, whose steps see shards.
     """
     for path, child in module.named_modules():
         line = calls.reader_of(path) if is_linear(child) or is_native(child, nn.Embedding) else None
-        if line is not None:
+        if line is not None and has_compiled_parts(module):
             raise ValueError(
                 f"The step computes with `{path}.weight` outside its layer{f', in {line}' if line else ''}, and with"
-                " the weights of all other layers that tensor parallelism could shard. Each rank would hold only"
-                f" pieces of them. Use `tensor_parallel_size=1`. {WITHOUT_WEIGHTS} [LP014]"
+                " the weights of all other layers that tensor parallelism could shard. With compiled modules, each"
+                f" rank would see only pieces of them. Use `tensor_parallel_size=1`. {WITHOUT_WEIGHTS} [LP014]"
             )
+        if line is not None:
+            return True
+    return False
 
 
 def _kind(module: nn.Module) -> str:

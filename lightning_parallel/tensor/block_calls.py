@@ -46,6 +46,12 @@ class BlockCalls:
         self._guessed: dict[str, list[StepTrace]] = {}
         self._known: dict[object, BlockCall | str] = {}
         self._readers: dict[str, dict[int, str]] = {}
+        self._allows_readers = False
+
+    def allow_readers(self) -> None:
+        """Let the plan shard weights that other code of the step computes with: this code then sees full weights."""
+        self._allows_readers = True
+        self._readers.clear()
 
     def of(self, path: str) -> BlockCall | str:
         """Return how the model calls the block at `path`; if no call is seen, the reason in a few words."""
@@ -233,6 +239,8 @@ class BlockCalls:
 
     def _read_by_hand(self, around: str, traces: Sequence[StepTrace]) -> dict[int, str]:
         """Return the parameters that code outside their modules computes with, by `id`, and the lines of this code."""
+        if self._allows_readers:
+            return {}
         found: dict[str, str] = {}
         for trace in traces:
             found |= _read_by_hand(trace)

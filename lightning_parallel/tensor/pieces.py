@@ -1015,11 +1015,14 @@ def _is_same(one: Any, two: Any) -> bool:
 
 
 def has_pieces(value: Any) -> bool:
-    """Return whether a value is a piece, a part of a gradient, or a small container of them."""
-    if isinstance(value, list):
-        return bool(value) and _is_part(value[-1])
-    items = value.values() if isinstance(value, dict) else value if isinstance(value, tuple) else (value,)
-    return len(items) <= _SMALL_CONTAINER and any(map(_is_part, items))
+    """Return whether a value is a piece, a part of a gradient, or a container of them.
+
+    A large container counts by its first and its last value: a search in each step would take too long.
+    """
+    items: Any = value.values() if isinstance(value, dict) else value if isinstance(value, (list, tuple)) else (value,)
+    if len(items) > _SMALL_CONTAINER:
+        items = (next(iter(items)), next(reversed(items)))
+    return any(map(_is_part, items))
 
 
 # -------------------------------------------------------------------------------------------------------- narrow inputs

@@ -39,7 +39,17 @@ _SET_DATA = _PROPERTIES.data.__set__
 # Other properties are facts that hold for the shard as well.
 _OF_VALUES = {getattr(_PROPERTIES, name).__get__ for name in ("shape", "data", "T", "mT", "H", "mH")}
 _OF_VALUES |= {_GET_GRAD, _SET_GRAD, _SET_DATA}
-_FACTS = {"__hash__", "backward", "dim", "element_size", "get_device", "is_complex", "is_floating_point", "is_shared"}
+_FACTS = {
+    "__hash__",
+    "backward",
+    "grad",
+    "dim",
+    "element_size",
+    "get_device",
+    "is_complex",
+    "is_floating_point",
+    "is_shared",
+}
 _FACTS |= {"ndimension", "register_hook", "register_post_accumulate_grad_hook", "requires_grad_", "retain_grad"}
 # This code handles shards. `strategies.optimizers.norms` replaces the norms of `clip_grad`, and
 # `strategies.whole.full_state` the entries of state dicts.
@@ -78,11 +88,13 @@ class ShardPlace:
         rule: How the tensor is sharded; None if this rank has all of it but for slices.
         group: The group over which it is sharded.
         slices: How the shard is cut into slices.
+        users: In a step, the modules that compute with the shard, by `id`; None in a hook.
     """
 
     rule: Shard | None
     group: Group
     slices: Slices | None = None
+    users: frozenset[int] | None = None
 
     def piece(self, part: Tensor, full: Tensor | None = None) -> Tensor:
         """Return the full tensor; functions that change it in place change the part.
@@ -191,7 +203,11 @@ class ShardedTensor(StandIn):
         kwargs = kwargs or {}
         name = getattr(func, "__name__", "")
         is_property = name in ("__get__", "__set__", "__delete__")
-        if name in _FACTS or (is_property and func not in _OF_VALUES) or _handles_shards(sys._getframe(1)):
+        if (
+            name in _FACTS
+            or (is_property and func not in _OF_VALUES)
+            or _handles_shards(sys._getframe(1), args, kwargs)
+        ):
             with DisableTorchFunctionSubclass():
                 return func(*args, **kwargs)
         if func == _GET_GRAD:
@@ -228,7 +244,7 @@ def _is_method(func: Callable[..., Any]) -> bool:
     return getattr(Tensor, getattr(func, "__name__", ""), None) is not None and not isfunction(func)
 
 
-def _handles_shards(frame: Any) -> bool:
+def _handles_shards(frame: Any, args: Any, kwargs: Any) -> bool:
     """Return whether the code that has called a function handles shards: this package, or a sharded layer."""
     # A mode that watches functions adds its own frame before the caller's, and so does `compat.torch.give_data`.
     while frame is not None and (
@@ -238,8 +254,14 @@ def _handles_shards(frame: Any) -> bool:
         frame = frame.f_back
     if frame is None or frame.f_globals.get("__name__", "").startswith(_HANDLE_SHARDS):
         return True
-    while frame is not None and frame.f_code.co_name != "run_watched":
-        if frame.f_code.co_name == "_call_impl" and isinstance(module := frame.f_locals.get("self"), nn.Module):
+    shard = next(leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, ShardedTensor))
+    users = vars(shard)["place"].users
+    while frame is not None and frame.f_code.co_name not in ("run_watched", "run_in_step"):
+        if users is not None:
+            # A module inside the layer may compute with a shard that the layer gives to it.
+            if frame.f_code.co_name == "_call_impl" and id(frame.f_locals.get("self")) in users:
+                return True
+        elif frame.f_code.co_name == "_call_impl" and isinstance(module := frame.f_locals.get("self"), nn.Module):
             # The user's own forward, too, gets the shards of a layer with parameters of its heads.
             return DIVISION in vars(module)
         frame = frame.f_back

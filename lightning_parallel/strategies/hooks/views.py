@@ -22,10 +22,10 @@ from torch.optim import Optimizer
 from lightning_parallel import comm
 from lightning_parallel.checkpoint import Inventory, fill_in
 from lightning_parallel.comm import Group, MeshGroups
-from lightning_parallel.compat import ParallelState
+from lightning_parallel.compat import DIVISION, ParallelState
 from lightning_parallel.compat.torch import parameters_of
 from lightning_parallel.data_parallel import ParameterSlices
-from lightning_parallel.tensor.sharded import ShardedTensor, ShardPlace, Slices, local_numel
+from lightning_parallel.tensor.sharded import ShardedParameter, ShardedTensor, ShardPlace, Slices, local_numel
 from lightning_parallel.tensor.sharding import Shard
 
 __all__ = ["FullViews", "HookError", "refuse_freed"]
@@ -90,6 +90,8 @@ class FullViews:
         self._shown: list[Tensor] = []
         # Not the length of the list: a step may make the first state of an optimizer.
         self.is_shown = False
+        self._is_for_step = False
+        self._of_step: list[tuple[nn.Parameter, ShardPlace]] | None = None
         self._is_split = False
         self._undo: list[Callable[[], None]] = []
         self._named: dict[bool, dict[str, nn.Parameter]] = {}
@@ -137,16 +139,61 @@ class FullViews:
             self._hide()
 
     @contextmanager
+    def in_step(self) -> Iterator[None]:
+        """Show sharded parameters in full inside the block, a step, but not to the layers that compute with shards."""
+        if self.is_shown or self._state.is_alone or not self._rules:
+            yield
+            return
+        self._show_to_step()
+        try:
+            yield
+        finally:
+            self._hide()
+
+    def _show_to_step(self) -> None:
+        if self._of_step is None:
+            self._of_step = [
+                (parameter, ShardPlace(self._rules[name], self._tensor_group, users=self._users_of(parameter)))
+                for name, parameter in self._module.named_parameters()
+                if name in self._rules and type(parameter) is nn.Parameter
+            ]
+        self.is_shown = self._is_for_step = True
+        # Without a function for each parameter, since each step does so.
+        for parameter, place in self._of_step:
+            parameter.__class__ = ShardedParameter
+            fields = parameter.__dict__
+            fields["place"] = place
+            fields["before_gradient"] = None
+
+    def _users_of(self, parameter: nn.Parameter) -> frozenset[int]:
+        """Return the sharded modules that own a parameter, and the sharded modules around them."""
+        found: set[int] = set()
+        modules = dict(self._module.named_modules(remove_duplicate=False))
+        for alias, one in self._module.named_parameters(remove_duplicate=False):
+            if one is parameter:
+                path = alias.rpartition(".")[0]
+                found.add(id(modules[path]))
+                while path:
+                    if DIVISION in vars(modules[path]):
+                        found.add(id(modules[path]))
+                    path = path.rpartition(".")[0]
+        return frozenset(found)
+
+    @contextmanager
     def hidden(self) -> Iterator[None]:
         """Show ordinary parameters inside the block, in which a step or another part of this package runs."""
         if not self.is_shown:
             yield
             return
+        is_for_step = self._is_for_step
         on_all_stages = self._hide()
         try:
             yield
         finally:
-            self._show(on_all_stages)
+            if is_for_step:
+                self._show_to_step()
+            else:
+                self._show(on_all_stages)
 
     def _show(self, on_all_stages: bool) -> None:
         self.is_shown = True
@@ -184,6 +231,7 @@ class FullViews:
     def forget(self) -> None:
         """Find the parameters anew, after the module has changed."""
         self._named.clear()
+        self._of_step = None
 
     def _named_parameters(self, is_split: bool) -> dict[str, nn.Parameter]:
         # Kept, since hooks run several times in a step, and a walk through the module takes longer than the rest.
@@ -230,6 +278,12 @@ class FullViews:
 
     def _hide(self) -> bool:
         self.is_shown = False
+        if self._is_for_step:
+            self._is_for_step = False
+            for parameter, _ in self._of_step or ():
+                parameter.__class__ = nn.Parameter
+                del parameter.__dict__["place"], parameter.__dict__["before_gradient"]
+            return False
         # The hook may have copied a module.
         copied = [parameter for _, parameter in self._copied() if isinstance(parameter, ShardedTensor)]
         for tensor in {id(tensor): tensor for tensor in (*self._shown, *copied)}.values():

@@ -13,7 +13,7 @@ import sys
 import traceback
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from types import FrameType
 from typing import Any
@@ -174,12 +174,15 @@ class HookWatch:
             for hooks in gradient_hooks_of(parameter):
                 self._wrap_all(hooks, name)
 
+    def step(self) -> AbstractContextManager[None]:
+        """Show parameters in full to a step: under manual optimization, from its first backward on."""
+        if has_compiled_parts(self._module):
+            return nullcontext()
+        return self.views.in_step() if self._module.automatic_optimization else self.manual_step()
+
     @contextmanager
     def manual_step(self) -> Iterator[None]:
         """Show parameters in full in a step under manual optimization, from its first backward on."""
-        if has_compiled_parts(self._module):
-            yield
-            return
         own = Tensor.backward
 
         def backward(*args: Any, **kwargs: Any) -> None:

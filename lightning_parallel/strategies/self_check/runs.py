@@ -427,8 +427,8 @@ class StepRuns:
         batch = copied(call.batch, way.double)
         callbacks = None if self.engine is None else LeftInCallbacks(module)
         context = step_context(self.precision, call.name)
-        watch = None if module.automatic_optimization or model is not None else ParallelState.of(module).watch
-        shown = nullcontext() if watch is None else watch.manual_step()
+        watch = None if model is not None else ParallelState.of(module).watch
+        shown = nullcontext() if watch is None else watch.step()
         with log_recorded(module, calls), self._manual(model), self._precision(way), context, shown:
             # `without_pieces` communicates, so all ranks call it, although only one rank compares the output.
             output = without_pieces((step if around is None else around(step))(batch, *call.rest, **call.kwargs))

@@ -376,6 +376,16 @@ class PipelineSteps:
             return self._output_is_read[name]
         return is_asked
 
+    def _shown(self, step: Callable[[Any], Any]) -> Callable[[Any], Any]:
+        """Return a step that sees sharded parameters of this stage in full."""
+        watch = ParallelState.of(self.module).watch
+
+        def shown(microbatch: Any) -> Any:
+            with watch.step():
+                return step(microbatch)
+
+        return step if watch is None else shown
+
     def _run(
         self,
         name: str,
@@ -394,7 +404,8 @@ class PipelineSteps:
         before = (own_copy(batch, {}), *rest) if is_changed else args
         effects = StepEffects(self.module, name)
         kinds = self.loss_kinds if name == _TRAINING else None
-        step = _StageStep(self._step(name, tuple(rest), kwargs), effects, audit, self._keeps(name, keeps_output), kinds)
+        own_step = self._shown(self._step(name, tuple(rest), kwargs))
+        step = _StageStep(own_step, effects, audit, self._keeps(name, keeps_output), kinds)
         step.is_watched = name == _TRAINING and self._hooks.is_due and not has_compiled_parts(self.module)
         # Metrics that are computed inside the step must not wait for stages that are not there yet.
         self._is_running = True
