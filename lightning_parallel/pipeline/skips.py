@@ -311,12 +311,12 @@ class StageSkips:
                     if value is not placeholder:
                         placeholder.receive(value)
 
-    def keep_parameters(self, parameters: Mapping[str, Tensor]) -> None:
-        """Keep the parameters of this stage that the next stage gets."""
+    def keep_parameters(self, parameters: Mapping[str, Tensor], full: Callable[[str, Tensor], Tensor]) -> None:
+        """Keep the parameters of this stage that the next stage gets, each as `full` returns it."""
         for skip in self.outgoing:
             # A received parameter is passed on as it came, even if another stage of this rank holds it.
             if skip.is_parameter and skip.name in parameters and skip not in self.kept:
-                self._pass(skip, parameters[skip.name])
+                self._pass(skip, full(skip.name, parameters[skip.name]))
 
     def _pass(self, skip: Skip, value: Any) -> Any:
         if skip in self.incoming and missing(value):

@@ -478,6 +478,8 @@ class PipelineStages:
         self._known = WeakValueDictionary[int, Tensor]()
         self._names: dict[int, str] = {}
         self.note_parameters()
+        # Set where a parameter of this stage is itself sharded over other ranks.
+        self.full_parameter: Callable[[str, Tensor], Tensor] = lambda name, value: value
         # The parameters that the step computes with directly, see `check_direct`.
         self.direct = {*(plan.direct or ())}
         # Tensors with gradients that the step passes to modules of earlier stages.
@@ -519,7 +521,7 @@ class PipelineStages:
             if handler.skips.with_parameters:
                 # First: a received parameter is passed on as it came, in place of this rank's own.
                 handler.skips.receive_parameters(self._lacking_parameters())
-                handler.skips.keep_parameters(dict(self.module.named_parameters()))
+                handler.skips.keep_parameters(dict(self.module.named_parameters()), self.full_parameter)
             with function_modes_kept(), self.sites.active.use(handler), _seen_by_step(self):
                 yield
         finally:

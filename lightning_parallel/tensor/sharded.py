@@ -39,18 +39,9 @@ _SET_DATA = _PROPERTIES.data.__set__
 # Other properties are facts that hold for the shard as well.
 _OF_VALUES = {getattr(_PROPERTIES, name).__get__ for name in ("shape", "data", "T", "mT", "H", "mH")}
 _OF_VALUES |= {_GET_GRAD, _SET_GRAD, _SET_DATA}
-_FACTS = {
-    "__hash__",
-    "backward",
-    "grad",
-    "dim",
-    "element_size",
-    "get_device",
-    "is_complex",
-    "is_floating_point",
-    "is_shared",
-}
-_FACTS |= {"ndimension", "register_hook", "register_post_accumulate_grad_hook", "requires_grad_", "retain_grad"}
+_FACTS = {"__hash__", "backward", "dim", "element_size", "get_device", "is_complex", "is_floating_point", "is_shared"}
+# `torch.autograd.grad` must find the parameter itself in the graph; see `whole_gradients`.
+_FACTS |= {"grad", "ndimension", "register_hook", "register_post_accumulate_grad_hook", "requires_grad_", "retain_grad"}
 # This code handles shards. `strategies.optimizers.norms` replaces the norms of `clip_grad`, and
 # `strategies.whole.full_state` the entries of state dicts.
 _HANDLE_SHARDS: tuple[str, ...] = (

@@ -25,6 +25,7 @@ from lightning_parallel.comm import Group, MeshGroups
 from lightning_parallel.compat import DIVISION, ParallelState
 from lightning_parallel.compat.torch import parameters_of
 from lightning_parallel.data_parallel import ParameterSlices
+from lightning_parallel.tensor.pieces import Piece
 from lightning_parallel.tensor.sharded import ShardedParameter, ShardedTensor, ShardPlace, Slices, local_numel
 from lightning_parallel.tensor.sharding import Shard
 
@@ -149,6 +150,11 @@ class FullViews:
             yield
         finally:
             self._hide()
+
+    def full_parameter(self, name: str, value: Tensor) -> Tensor:
+        """Return a sharded parameter in full, in autograd's graph; every rank of the tensor axis must call it."""
+        rule = self._rules.get(name)
+        return value if rule is None else Piece.by_rule(value, rule, self._tensor_group).whole()
 
     def _show_to_step(self) -> None:
         if self._of_step is None:

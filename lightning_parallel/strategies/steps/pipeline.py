@@ -379,6 +379,8 @@ class PipelineSteps:
     def _shown(self, step: Callable[[Any], Any]) -> Callable[[Any], Any]:
         """Return a step that sees sharded parameters of this stage in full."""
         watch = ParallelState.of(self.module).watch
+        if watch is not None:
+            self.engine.model.full_parameter = watch.views.full_parameter
 
         def shown(microbatch: Any) -> Any:
             with watch.step():
