@@ -151,8 +151,9 @@ class GradientHooks:
             names: The names of the parameters.
             earlier: Gradients of earlier batches, which hooks see in `.grad`.
         """
-        for name in names:
-            if name in self._held and name not in self._tied:
+        # In the order of the module, since a hook may gather, and `names` is a set, whose order differs between ranks.
+        for name in self._held:
+            if name in names and name not in self._tied:
                 self._run(name, earlier)
 
     def end_step(self, earlier: Mapping[nn.Parameter, Tensor | None]) -> None:
