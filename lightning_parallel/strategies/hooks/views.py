@@ -353,7 +353,7 @@ class FullViews:
             The part of its result.
         """
         rule = self._rules.get(name)
-        if rule is None or self._state.is_alone or isinstance(given, ShardedTensor):
+        if rule is None or self._state.is_alone or isinstance(given, (Piece, ShardedTensor)):
             return hook(given)
         place = ShardPlace(rule, self._tensor_group)
         if isinstance(given, nn.Parameter):  # of the self-check
