@@ -426,7 +426,10 @@ class MeshStrategy(MeshProcesses):
         names = run.parameter_names
         tensor = self.groups.tensor_parallel
         give_norms(self.optimizers, names, run.rules, tensor, self._patches, run.slices)
-        check_optimizers(self.optimizers, names, run.rules, run.engine is not None, self.groups.world)
+        may_show = run.slices is None
+        run.full_optimizers = check_optimizers(
+            self.optimizers, names, run.rules, run.engine is not None, self.groups.world, may_show
+        )
         for group in (tensor, self.groups.data_parallel):
             checks.check_agreement(self.module, self.optimizers, names, group)
         if run.slices is not None:
@@ -656,7 +659,8 @@ class MeshStrategy(MeshProcesses):
             run.reducer.reduce()  # a module under manual optimization called `loss.backward()` by itself
             if run.compression is not None:
                 run.compression.drop_nonfinite_gradients(run.reducer, self.precision_plugin)
-        with nullcontext() if run.hook_watch is None else run.hook_watch.optimizer_step(optimizer):
+        sees_full = optimizer in run.full_optimizers
+        with nullcontext() if run.hook_watch is None else run.hook_watch.optimizer_step(optimizer, sees_full):
             output = super().optimizer_step(optimizer, closure, model, **kwargs)
         if run.slices is not None:
             run.slices.widen()  # after a step that was skipped

@@ -63,6 +63,7 @@ class Run:
         model_watch: Notices changes of the model and its optimizers; None before and after the run.
         is_first_batch: Whether no training step has run since the start or the last change of the model.
         loader_index: Index of the loader of the latest batch.
+        full_optimizers: Optimizers of the user whose steps see full tensors.
         checked_optimizers: Optimizers whose state is known to fit into a checkpoint.
         last_state: Tensors of the last full state dict, for as long as other code holds them.
         is_closed: Whether `close` was called.
@@ -85,6 +86,7 @@ class Run:
     model_watch: ModelWatch | None = None
     is_first_batch: bool = True
     loader_index: int = 0
+    full_optimizers: list[Optimizer] = field(default_factory=list)
     checked_optimizers: list[Optimizer] = field(default_factory=list)
     last_state: Mapping[str, Tensor] = field(default_factory=lambda: weakly({}))
     is_closed: bool = False

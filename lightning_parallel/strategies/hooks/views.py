@@ -234,6 +234,16 @@ class FullViews:
                 ShardedTensor.show(tensor, place, before)
                 self._shown.append(tensor)
 
+    def keep_parts(self, optimizer: Optimizer) -> None:
+        """Replace full tensors in the state of an optimizer, whose step has made them, by this rank's parts."""
+        names = {parameter: name for name, parameter in self._named_parameters(False).items()}
+        for owner, state in optimizer.state.items():
+            rule = self._rules.get(names.get(owner, ""))
+            for key, value in state.items():
+                if isinstance(value, Piece):
+                    is_like_owner = rule is not None and value.shape[rule.dim] == rule.full_size
+                    state[key] = ShardPlace(rule, self._tensor_group).cut(value) if is_like_owner else value.whole()
+
     def forget(self) -> None:
         """Find the parameters anew, after the module has changed."""
         self._named.clear()

@@ -139,12 +139,22 @@ class HookWatch:
         return self._groups.replica if evaluates else self.group
 
     @contextmanager
-    def optimizer_step(self, optimizer: Optimizer) -> Iterator[None]:
-        """Run the hooks of the optimizer on full tensors, which code may register at any time, but not its step."""
+    def optimizer_step(self, optimizer: Optimizer, sees_full: bool = False) -> Iterator[None]:
+        """Run the hooks of the optimizer on full tensors, which code may register at any time.
+
+        Args:
+            optimizer: The optimizer that steps inside the block.
+            sees_full: Whether its step, too, computes with full tensors.
+        """
         for hooks in (*step_hooks_of(optimizer), *global_step_hooks()):
             self._wrap_all(hooks, None)
         with self.paused():
-            yield
+            if not sees_full:
+                yield
+                return
+            with self.views.shown(on_all_stages=False):
+                yield
+            self.views.keep_parts(optimizer)
 
     def _wrap_all(self, hooks: dict[int, Callable[..., Any]], parameter: str | None) -> None:
         for key, function in list(hooks.items()):

@@ -179,6 +179,7 @@ class _GroupDivision(NamedTuple):
         untried: Ends the error about an optimizer without a trial; None if a warning is enough.
         unmerged: Ends the error about state that cannot be merged into a checkpoint; None if no state is merged.
         trusted: The package whose optimizers need no trial to succeed.
+        may_show: Whether an optimizer of the user whose update needs more than one piece may see full tensors.
     """
 
     splits: Sequence[Split]
@@ -187,11 +188,17 @@ class _GroupDivision(NamedTuple):
     untried: str | None = None
     unmerged: str | None = None
     trusted: str = ""
+    may_show: bool = False
 
 
 def check_optimizers(
-    optimizers: Sequence[Optimizer], names: Mapping[int, str], rules: Mapping[str, Shard], is_cut: bool, world: Group
-) -> None:
+    optimizers: Sequence[Optimizer],
+    names: Mapping[int, str],
+    rules: Mapping[str, Shard],
+    is_cut: bool,
+    world: Group,
+    may_show: bool = False,
+) -> list[Optimizer]:
     """Refuse optimizers whose updates would differ from one process.
 
     Args:
@@ -200,6 +207,10 @@ def check_optimizers(
         rules: How parameters are sharded, by name.
         is_cut: Whether each pipeline stage holds only some of the parameters.
         world: All ranks; every rank must call this function.
+        may_show: Whether the step of an optimizer can see full tensors.
+
+    Returns:
+        The user's optimizers whose steps must see full tensors.
 
     Raises:
         ValueError: On every rank, with the optimizer and one of its parameters.
@@ -222,6 +233,7 @@ def check_optimizers(
                 f"So the parts of `{found[0]}` and other parameters on other ranks cannot be merged into a checkpoint."
                 f" Use another optimizer for them, or {replicate}"
             ),
+            may_show=may_show,
         )
 
     staged = _GroupDivision(
@@ -234,9 +246,10 @@ def check_optimizers(
     )
     # A stage without sharded parameters refuses no optimizer, and would wait for stages that raise.
     with comm.failing_together(world):
-        _check(optimizers, sharded)
+        shown = _check(optimizers, sharded)
         if is_cut:
             _check(optimizers, lambda group: staged)
+    return shown
 
 
 def check_flattened(optimizers: Sequence[Any], flattener: str) -> None:
@@ -290,16 +303,22 @@ def check_sliced(optimizers: Sequence[Optimizer], replicas: int) -> None:
             )
 
 
-def _check(optimizers: Sequence[Any], division_of: Callable[[Mapping[str, Any]], _GroupDivision | None]) -> None:
+def _check(
+    optimizers: Sequence[Any], division_of: Callable[[Mapping[str, Any]], _GroupDivision | None]
+) -> list[Optimizer]:
     """Refuse optimizers that a division changes.
 
     Args:
         optimizers: The optimizers.
         division_of: Returns how a parameter group is divided; None for a group in one piece.
 
+    Returns:
+        Optimizers whose steps must see full tensors.
+
     Raises:
         ValueError: With the optimizer.
     """
+    shown: list[Optimizer] = []
     for optimizer in optimizers:
         if _has_shard_norms(optimizer):
             continue
@@ -308,8 +327,11 @@ def _check(optimizers: Sequence[Any], division_of: Callable[[Mapping[str, Any]],
             division = division_of(group)
             if division is None or not _is_new(group, tried):
                 continue
-            is_same, odd_state = _known(optimizer, division) or _tried(optimizer, group, division.splits)
-            if is_same is False:
+            known = _known(optimizer, division)
+            is_same, odd_state = known or _tried(optimizer, group, division.splits)
+            if is_same is False and known is None and division.may_show and is_users(type(optimizer)):
+                shown.append(optimizer)
+            elif is_same is False:
                 raise ValueError(f"{name} {division.coupled}")
             if is_same is None and division.untried is not None:
                 raise ValueError(f"{_no_trial(optimizer)} {division.untried}")
@@ -320,6 +342,7 @@ def _check(optimizers: Sequence[Any], division_of: Callable[[Mapping[str, Any]],
                     f"{name} keeps `{odd_state}`, which has neither the parameter's shape nor one element."
                     f" {division.unmerged}"
                 )
+    return shown
 
 
 def _has_shard_norms(optimizer: Any) -> bool:
