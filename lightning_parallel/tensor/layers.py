@@ -16,15 +16,16 @@ Source: Megatron-LM, section 3, https://arxiv.org/abs/1909.08053
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import Literal, Protocol
+from typing import Any, Literal, Protocol
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lightning_parallel.comm import Group
-from lightning_parallel.compat.torch import assert_on_device, has_data, parameters_of
+from lightning_parallel.compat.torch import DisableTorchFunctionSubclass, assert_on_device, has_data, parameters_of
 from lightning_parallel.tensor.autograd import (
     gather_from_group,
     reduce_from_group,
@@ -348,7 +349,9 @@ class ColumnLinear(_ParallelLinear):
             x = x.whole() if isinstance(x, Piece) else x
             if self.in_sublayer:  # a full tensor here comes from code that gathered all positions
                 inputs = shared_inputs(self.group, None)
-        y = column_linear(x, self.weight, self.bias, inputs, self.transposed)
+        # In a step, the weight reads as the full one, but this layer computes with the shard.
+        with on_shards(x):
+            y = column_linear(x, self.weight, self.bias, inputs, self.transposed)
         if self.gather_output:
             return gather_features(y, self.feature_rule, self.group)
         if self.region is not None and self.training:  # dropout draws in training only
@@ -383,7 +386,8 @@ class RowLinear(_ParallelLinear):
         lengths = self.lengths
         if lengths is not None and (lengths.suspended or (self.in_sublayer and lengths.is_flat(x))):
             lengths = None
-        y = row_linear(x, self.weight, self.bias, self.group, lengths, self.transposed)
+        with on_shards(x):
+            y = row_linear(x, self.weight, self.bias, self.group, lengths, self.transposed)
         # Code of the sublayer must see the sizes of the full sequence, as it saw them in the input.
         return positions_of(y, lengths) if lengths is not None and self.in_sublayer else y
 
@@ -428,7 +432,9 @@ class VocabEmbedding(nn.Embedding):
         if padding is not None:
             padding = padding - self.first if self.first <= padding < self.stop else None
         # Row 0 stands in for the tokens of other ranks. The mask below drops its values and their gradient.
-        rows = F.embedding((tokens - self.first).masked_fill(elsewhere, 0), self.weight, padding)
+        index = (tokens - self.first).masked_fill(elsewhere, 0)
+        with on_shards(index):
+            rows = F.embedding(index, self.weight, padding)
         # Each token is nonzero on one rank, so the sum over the ranks is the full lookup.
         rows = rows.masked_fill(elsewhere.unsqueeze(-1), 0)
         if self.lengths is None:
@@ -440,6 +446,12 @@ class VocabEmbedding(nn.Embedding):
     def extra_repr(self) -> str:
         """Return the full sizes, the rows held, and the rank."""
         return f"{super().extra_repr()}, rows=[{self.first}, {self.stop}), rank={self.group.rank}/{self.group.size}"
+
+
+def on_shards(x: Tensor) -> AbstractContextManager[Any]:
+    """Compute inside the block with the shards of parameters, although they read as full parameters in a step."""
+    # A placeholder answers through its class.
+    return DisableTorchFunctionSubclass() if type(x) is Tensor else nullcontext()
 
 
 def _features(module: nn.Module, style: str) -> tuple[int, int]:

@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections import Counter
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterable, MutableMapping, MutableSequence, Sequence
 from dataclasses import dataclass, is_dataclass, replace
 from functools import partial
@@ -970,7 +970,9 @@ def without_pieces(value: Any) -> Any:
 def gather_attributes(module: nn.Module) -> None:
     """Replace pieces in the attributes of a module by ordinary tensors; every rank of the group must call it."""
     kept = vars(module)
-    for name in [name for name, value in kept.items() if has_pieces(value)]:
+    # Each step asks, and most attributes are plain.
+    asked = [(name, value) for name, value in kept.items() if type(value) not in _ATOMS]
+    for name in [name for name, value in asked if (type(value) not in _EMPTIED or value) and has_pieces(value)]:
         kept[name] = without_pieces(kept[name])
 
 
@@ -1006,6 +1008,8 @@ def _is_part(value: Any) -> bool:
 
 
 _PLAIN = (Tensor, bool, int, float, str, bytes, type(None), nn.Module)
+_ATOMS = {bool, int, float, str, type(None)}
+_EMPTIED = {dict, OrderedDict, list, tuple, set}
 _SMALL_CONTAINER = 16
 
 

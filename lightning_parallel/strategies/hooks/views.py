@@ -23,7 +23,7 @@ from lightning_parallel import comm
 from lightning_parallel.checkpoint import Inventory, fill_in
 from lightning_parallel.comm import Group, MeshGroups
 from lightning_parallel.compat import DIVISION, ParallelState
-from lightning_parallel.compat.torch import parameters_of
+from lightning_parallel.compat.torch import has_compiled_parts, parameters_of
 from lightning_parallel.data_parallel import ParameterSlices
 from lightning_parallel.tensor.pieces import Piece
 from lightning_parallel.tensor.sharded import ShardedParameter, ShardedTensor, ShardPlace, Slices, local_numel
@@ -93,6 +93,7 @@ class FullViews:
         self.is_shown = False
         self._is_for_step = False
         self._of_step: list[tuple[nn.Parameter, ShardPlace]] | None = None
+        self._has_shards: bool | None = None
         self._is_split = False
         self._undo: list[Callable[[], None]] = []
         self._named: dict[bool, dict[str, nn.Parameter]] = {}
@@ -139,10 +140,17 @@ class FullViews:
         finally:
             self._hide()
 
+    @property
+    def has_shards(self) -> bool:
+        """Whether steps can meet shards of parameters, which are not shown to compiled modules."""
+        if self._has_shards is None:
+            self._has_shards = bool(self._rules) and not has_compiled_parts(self._module)
+        return self._has_shards
+
     @contextmanager
     def in_step(self) -> Iterator[None]:
         """Show sharded parameters in full inside the block, a step, but not to the layers that compute with shards."""
-        if self.is_shown or self._state.is_alone or not self._rules:
+        if self.is_shown or self._state.is_alone:
             yield
             return
         self._show_to_step()
@@ -247,7 +255,7 @@ class FullViews:
     def forget(self) -> None:
         """Find the parameters anew, after the module has changed."""
         self._named.clear()
-        self._of_step = None
+        self._of_step = self._has_shards = None
 
     def _named_parameters(self, is_split: bool) -> dict[str, nn.Parameter]:
         # Kept, since hooks run several times in a step, and a walk through the module takes longer than the rest.

@@ -186,9 +186,9 @@ class HookWatch:
 
     def step(self) -> AbstractContextManager[None]:
         """Show parameters in full to a step: under manual optimization, from its first backward on."""
-        if has_compiled_parts(self._module):
-            return nullcontext()
-        return self.views.in_step() if self._module.automatic_optimization else self.manual_step()
+        if not self._module.automatic_optimization:
+            return nullcontext() if has_compiled_parts(self._module) else self.manual_step()
+        return self.views.in_step() if self.views.has_shards else nullcontext()
 
     @contextmanager
     def manual_step(self) -> Iterator[None]:

@@ -386,7 +386,7 @@ class PipelineSteps:
             with watch.step():
                 return step(microbatch)
 
-        return step if watch is None else shown
+        return shown if watch is not None and watch.views.has_shards else step
 
     def _run(
         self,
