@@ -244,7 +244,7 @@ class FullViews:
 
     def keep_parts(self, optimizer: Optimizer) -> None:
         """Replace full tensors in the state of an optimizer, whose step has made them, by this rank's parts."""
-        names = {parameter: name for name, parameter in self._named_parameters(False).items()}
+        names: dict[Any, str] = {one: name for name, one in self._named_parameters(False).items()}
         for owner, state in optimizer.state.items():
             rule = self._rules.get(names.get(owner, ""))
             for key, value in state.items():

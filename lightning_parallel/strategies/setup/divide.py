@@ -120,9 +120,10 @@ def shard_tensors(
     # Make ranks equal before the plan, whose trials compare ranks. Shards of different models would not fit together.
     replicas.start_equal(module, groups.world)
     with comm.failing_together(groups.world):
-        found = make_plan(
-            module, options.plan, group, options.sequence_parallel, cache(partial(_of_all_steps, records, group))
-        )
+        record = cache(partial(_of_all_steps, records, group))
+        # A stage sends its shards to later stages, and a manual step sees full weights only after its first backward.
+        shows = groups.pipeline_parallel.size == 1 and getattr(module, "automatic_optimization", True)
+        found = make_plan(module, options.plan, group, options.sequence_parallel, record, shows)
     if groups.pipeline_parallel.size > 1:
         found.sequence_regions = [replace(region, sends_pieces=True) for region in found.sequence_regions]
     if options.gather_logits:
