@@ -16,20 +16,25 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable
-from functools import cache, wraps
+from functools import cache
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.autograd import Function
-from torch.autograd.function import once_differentiable
 
 from lightning_parallel import comm
 from lightning_parallel.comm import Group, Pending
 from lightning_parallel.comm.weight_gradients import parameters_among, put_off
 from lightning_parallel.compat.torch import current_graph_task_id, version_of
-from lightning_parallel.tensor.autograd import no_view
-from lightning_parallel.tensor.sharding import balanced, layer_of
+from lightning_parallel.tensor.autograd import (
+    all_gather_to_group,
+    copy_to_group,
+    no_view,
+    reduce_from_group,
+    reduce_scatter_to_group,
+)
+from lightning_parallel.tensor.sharding import balanced
 
 __all__ = [
     "SequenceLengths",
@@ -63,8 +68,8 @@ def column_linear(
         inputs: The object that all layers of the group share.
         transposed: Whether the weight is stored as (in, out), as in transformers' `Conv1D`.
     """
-    shared, gradient, part = inputs.enter(x)
-    return _ColumnLinearFunction.apply(shared, weight, bias, gradient, transposed, part)
+    shared, node, gradient, part = inputs.enter(x)
+    return _ColumnLinearFunction.apply(shared, weight, bias, gradient, transposed, part, node)
 
 
 def row_linear(
@@ -87,27 +92,8 @@ def row_linear(
         lengths: With sequence parallelism, how sequences are sharded; y is then this rank's part of the sequence.
         transposed: Whether the weight is stored as (in, out).
     """
-    return _RowLinearFunction.apply(x, weight, bias, group, lengths, transposed)
-
-
-def _once(backward: Callable[..., Any]) -> Callable[..., Any]:
-    """Make a backward raise an error if it is itself differentiated: it would leave out a term."""
-    plain = once_differentiable(backward)
-
-    @wraps(backward)
-    def checked(ctx: Any, *gradients: Any) -> Any:
-        # Autograd enables gradients inside a backward only for `create_graph=True`.
-        if torch.is_grad_enabled():
-            layer = layer_of([("weight", parameter) for parameter in getattr(ctx, "parameters", ())], "<their path>")
-            parent = layer.rpartition(".")[0]
-            raise RuntimeError(
-                "Gradients of gradients (`create_graph=True`, as in a gradient penalty) are not supported through"
-                f" sharded layers; got them at `{layer}`. Keep the layers on their way replicated with"
-                f" tensor_plan={{..., {(f'{parent}.*' if parent else layer)!r}: 'replicate'}}"
-            )
-        return plain(ctx, *gradients)
-
-    return checked
+    # Cast here: gradients of gradients need the graph of the input that the function keeps.
+    return _RowLinearFunction.apply(x.to(compute_dtype(x)), weight, bias, group, lengths, transposed)
 
 
 class SequenceLengths:
@@ -210,20 +196,21 @@ class SharedInputs:
         self.lengths = lengths
         self._source: Callable[[], Tensor | None] | None = None
         self._key: tuple[int, torch.dtype, int] | None = None
-        self._entry: tuple[Tensor, _InputGradient, Tensor | None] | None = None
+        self._entry: tuple[Tensor, Tensor | None, _InputGradient, Tensor | None] | None = None
 
     def __deepcopy__(self, memo: dict[int, Any]) -> SharedInputs:
         return self  # layers of a copied model must go on sharing one object
 
-    def enter(self, x: Tensor) -> tuple[Tensor, _InputGradient | None, Tensor | None]:
-        """Return the tensor to compute on, the collector of its gradient, and the part to keep for backward.
+    def enter(self, x: Tensor) -> tuple[Tensor, Tensor | None, _InputGradient | None, Tensor | None]:
+        """Return the tensor to compute on, its node, the collector of its gradient, and the part to keep for backward.
 
-        The collector is None if no gradient is needed. The part is None if backward keeps the tensor itself.
+        The node has the tensor's sizes and place in autograd's graph, but no memory. The collector is None if no
+        gradient is needed. The part and the node are None if backward keeps the tensor itself.
         """
         dtype = compute_dtype(x)
         layout = self._layout(x)
         if not (torch.is_grad_enabled() and x.requires_grad):
-            return self._whole(x.to(dtype), layout), None, None
+            return self._whole(x.to(dtype), layout), None, None, None
         # The same tensor object is a new input after an in-place change (version). It also is one if activation
         # checkpointing recomputes during backward (graph task), with a separate graph and its own gradient.
         key = (version_of(x), dtype, current_graph_task_id())
@@ -235,8 +222,8 @@ class SharedInputs:
             self._key = key
             # A rank keeps its part of a sharded sequence, and backward gathers the sequence again.
             part = None if layout is None else x.detach().to(dtype)
-            self._entry = _ColumnInputFunction.apply(x, dtype, gradient), gradient, part
-        self._entry[1].expected += 1  # each layer that reads the input adds a part in backward
+            self._entry = *_ColumnInputFunction.apply(x, dtype, gradient), gradient, part
+        self._entry[2].expected += 1  # each layer that reads the input adds a part in backward
         return self._entry
 
     def _layout(self, x: Tensor) -> tuple[int, list[int]] | None:
@@ -251,7 +238,7 @@ class SharedInputs:
 
     def release(self, gradient: _InputGradient) -> None:
         """Drop the reference to the input of `gradient`, once that gradient is complete."""
-        if self._entry is not None and self._entry[1] is gradient:
+        if self._entry is not None and self._entry[2] is gradient:
             self._source = self._entry = None
 
 
@@ -267,6 +254,8 @@ class _InputGradient:
 
     The layers add their part here, outside autograd, and `_ColumnInputFunction` collects the result. Autograd's graph
     determines when all have contributed. The count only starts the all-reduce before the last weight gradient.
+
+    With `create_graph=True` the gradient has a graph, so the layers return it to autograd instead.
     """
 
     def __init__(self, inputs: SharedInputs, layout: tuple[int, list[int]] | None) -> None:
@@ -345,19 +334,28 @@ class _ColumnInputFunction(Function):
     """Input of column-parallel layers, in their dtype; its gradient arrives through `_InputGradient`."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, dtype: torch.dtype, gradient: _InputGradient) -> Tensor:
+    def forward(ctx: Any, x: Tensor, dtype: torch.dtype, gradient: _InputGradient) -> tuple[Tensor, Tensor | None]:
         # The layers return None as the gradient of their input; autograd would otherwise make and add zeros.
         ctx.set_materialize_grads(False)
         ctx.gradient = gradient
         ctx.dtype = x.dtype
         whole = gradient.inputs._whole(x.to(dtype), gradient.layout)
         ctx.shape = whole.shape
-        return x.detach() if whole is x else whole  # shares the version of `x`, but does not keep it alive
+        node = None if gradient.layout is None else whole.new_empty(()).expand(whole.shape)
+        return x.detach() if whole is x else whole, node  # shares the version of `x`, but does not keep it alive
 
     @staticmethod
-    @_once
-    def backward(ctx: Any, *_: None) -> tuple[Any, ...]:
+    def backward(ctx: Any, with_graph: Tensor | None, of_node: Tensor | None) -> tuple[Any, ...]:
         grad = ctx.gradient.collect(ctx.shape)
+        if of_node is not None:
+            with_graph = of_node if with_graph is None else with_graph + of_node
+        if with_graph is not None:
+            group, layout = ctx.gradient.inputs.group, ctx.gradient.layout
+            if layout is None:
+                total = reduce_from_group(with_graph, group)
+            else:
+                total = reduce_scatter_to_group(with_graph, group, *layout)
+            grad = total if grad is None else grad + total
         return None if grad is None else grad.to(ctx.dtype), None, None
 
 
@@ -371,11 +369,13 @@ class _ColumnLinearFunction(Function):
         gradient: _InputGradient | None,
         transposed: bool,
         part: Tensor | None,
+        node: Tensor | None,
     ) -> Tensor:
         matrix = weight.to(x.dtype)
         # A frozen weight needs no gradient, and its layer no input in backward.
-        ctx.save_for_backward((x if part is None else part) if ctx.needs_input_grad[1] else None, matrix)
+        ctx.save_for_backward((x if part is None else part) if ctx.needs_input_grad[1] else None, matrix, node)
         ctx.keeps_part = part is not None and ctx.needs_input_grad[1]
+        ctx.cast_from = None if matrix is weight else weight
         ctx.shape = x.shape
         ctx.gradient = gradient
         ctx.transposed = transposed
@@ -385,10 +385,15 @@ class _ColumnLinearFunction(Function):
         return _linear(x, matrix, bias, transposed)
 
     @staticmethod
-    @_once
     def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
-        x, matrix = ctx.saved_tensors
+        x, matrix, node = ctx.saved_tensors
         rows = grad.reshape(-1, grad.shape[-1])
+        # Autograd enables gradients inside a backward only for `create_graph=True`.
+        if torch.is_grad_enabled():
+            if ctx.keeps_part:
+                x = _AtNode.apply(node, comm.all_gather(x, ctx.gradient.inputs.group, *ctx.gradient.layout))
+            dx = None if ctx.gradient is None else _input_gradient(ctx, rows, matrix)
+            return dx, *_gradients_with_graph(ctx, x, rows, rows), None, None, None, None
         if ctx.keeps_part:
             ctx.gradient.gather(x)  # in flight during the product below
         # The input gradient goes first: its reduction runs while the weight gradient below is computed.
@@ -396,7 +401,7 @@ class _ColumnLinearFunction(Function):
             ctx.gradient.add(rows, matrix.t() if ctx.transposed else matrix, ctx.shape)
         if ctx.keeps_part:
             x = ctx.gradient.whole()
-        return None, _weight_gradient(ctx, x, rows, grad), _bias_gradient(ctx, rows, grad), None, None, None
+        return None, _weight_gradient(ctx, x, rows, grad), _bias_gradient(ctx, rows, grad), None, None, None, None
 
 
 class _RowLinearFunction(Function):
@@ -410,10 +415,9 @@ class _RowLinearFunction(Function):
         lengths: SequenceLengths | None,
         transposed: bool,
     ) -> Tensor:
-        ctx.input_dtype = x.dtype
-        x = x.to(compute_dtype(x))
         matrix = weight.to(x.dtype)
         ctx.save_for_backward(x if ctx.needs_input_grad[1] else None, matrix)
+        ctx.cast_from = None if matrix is weight else weight
         ctx.shape = x.shape
         ctx.group = group
         ctx.lengths = lengths
@@ -431,20 +435,52 @@ class _RowLinearFunction(Function):
         return y if bias is None else y.add_(bias.to(y.dtype))
 
     @staticmethod
-    @_once
     def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
         x, matrix = ctx.saved_tensors
         # Without sequence parallelism the gradient of y is equal on all ranks already: no communication.
-        local = grad.reshape(-1, grad.shape[-1])
-        rows = local
+        local = rows = grad.reshape(-1, grad.shape[-1])
+        if torch.is_grad_enabled():
+            # For gradients of gradients, each rank does a part of the work with the gradient of y.
+            if ctx.lengths is None:
+                rows = copy_to_group(local, ctx.group)
+            else:
+                rows = all_gather_to_group(grad, ctx.group, *ctx.layout).reshape(-1, grad.shape[-1])
+            dx = _input_gradient(ctx, rows, matrix) if ctx.needs_input_grad[0] else None
+            return dx, *_gradients_with_graph(ctx, x, rows, local), None, None, None
         if ctx.lengths is not None:
             rows = comm.all_gather(grad, ctx.group, *ctx.layout).reshape(-1, grad.shape[-1])
-        dx = None
         # First, because the layer before waits for it, and nothing waits for the weight gradient.
-        if ctx.needs_input_grad[0]:
-            dx = (rows @ (matrix.t() if ctx.transposed else matrix)).view(ctx.shape).to(ctx.input_dtype)
+        dx = _input_gradient(ctx, rows, matrix) if ctx.needs_input_grad[0] else None
         # The bias was added to this rank's positions only; see `Row.partial`.
         return dx, _weight_gradient(ctx, x, rows, grad), _bias_gradient(ctx, local, grad), None, None, None
+
+
+class _AtNode(Function):
+    """Data that a backward has gathered again, at their place in autograd's graph."""
+
+    @staticmethod
+    def forward(ctx: Any, node: Tensor, data: Tensor) -> Tensor:
+        return no_view(data)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
+        return grad, None
+
+
+def _input_gradient(ctx: Any, rows: Tensor, matrix: Tensor) -> Tensor:
+    """Return the gradient of a layer's input, given the gradient of its output; a part of autograd's graph."""
+    # A cast inside forward has left the graph.
+    matrix = matrix if ctx.cast_from is None or not torch.is_grad_enabled() else ctx.cast_from.to(matrix.dtype)
+    return (rows @ (matrix.t() if ctx.transposed else matrix)).view(ctx.shape)
+
+
+def _gradients_with_graph(ctx: Any, x: Tensor | None, rows: Tensor, of_bias: Tensor) -> tuple[Tensor | None, ...]:
+    """Return the gradients of the weight and the bias, part of autograd's graph."""
+    weight = None
+    if x is not None:
+        inputs = x.reshape(-1, x.shape[-1])
+        weight = (inputs.t() @ rows if ctx.transposed else rows.t() @ inputs).to(ctx.weight_dtype)
+    return weight, of_bias.sum(0).to(ctx.bias_dtype) if ctx.needs_input_grad[2] else None
 
 
 def _linear(x: Tensor, matrix: Tensor, bias: Tensor | None, transposed: bool) -> Tensor:

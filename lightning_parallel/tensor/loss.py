@@ -21,7 +21,7 @@ from torch.autograd import Function
 from lightning_parallel import comm
 from lightning_parallel.comm import Group
 from lightning_parallel.compat.torch import assert_on_device, has_data
-from lightning_parallel.tensor.autograd import reduce_from_group
+from lightning_parallel.tensor.autograd import copy_to_group, reduce_from_group
 from lightning_parallel.tensor.sharding import Shard
 
 __all__ = ["cross_entropy", "nll_loss"]
@@ -67,7 +67,7 @@ def cross_entropy(
         raise ValueError(f"`label_smoothing` must be between 0 and 1; got {label_smoothing}")
     valid = _valid_targets(logits, target, rule, group, dim, reduction, ignore_index)
     classes = _Classes(rule.ranges[group.rank][0][0], rule.full_size, group, label_smoothing)
-    losses = _CrossEntropy.apply(logits.movedim(dim, -1), target, valid, weight, classes)
+    losses, _ = _CrossEntropy.apply(logits.movedim(dim, -1), target, valid, weight, classes)
     if torch.is_autocast_enabled(logits.device.type):
         losses = losses.float()  # torch's cross-entropy gives single precision under autocast
     return _reduced(losses, target, valid, weight, reduction)
@@ -147,15 +147,18 @@ class _Classes:
 
 
 class _CrossEntropy(Function):
-    """Loss of each target, (N..., c) -> (N...).
+    """Loss of each target (N...), and the probabilities of this rank's classes (N..., c).
 
     loss = (1 - a) w_t (log s - z_t) + a / C sum_k w_k (log s - z_k),  s = sum_k exp z_k,  z relative to its maximum
+
+    The probabilities are a result only for gradients of gradients: backward computes with them.
     """
 
     @staticmethod
     def forward(
         ctx: Any, logits: Tensor, target: Tensor, valid: Tensor, weight: Tensor | None, classes: _Classes
-    ) -> Tensor:
+    ) -> tuple[Tensor, Tensor]:
+        ctx.set_materialize_grads(False)
         # The sum of exponentials over all classes needs more digits than half precision has.
         z = logits.to(torch.promote_types(logits.dtype, torch.float32))
         # The maximum is over all classes, not this rank's: the ranks' sums of exponentials must share one scale.
@@ -185,25 +188,28 @@ class _CrossEntropy(Function):
         ctx.classes = classes
         ctx.w_total = w_total
         ctx.dtype = logits.dtype
-        return losses.masked_fill_(~valid, 0.0).to(logits.dtype)
+        return losses.masked_fill_(~valid, 0.0).to(logits.dtype), p
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
-        # Autograd enables gradients inside a backward only for `create_graph=True`.
-        if torch.is_grad_enabled():
-            raise RuntimeError(
-                "Gradients of gradients (`create_graph=True`) are not supported through a loss on sharded logits."
-                " Compute the loss on full logits: set `gather_logits=True`"
-            )
+    def backward(ctx: Any, grad: Tensor | None, of_p: Tensor | None) -> tuple[Any, ...]:
         p, index, held, valid, w_target, local_w = ctx.saved_tensors
-        a = ctx.classes.smoothing
-        grad = grad.to(p.dtype).masked_fill(~valid, 0.0)  # not a product: the mean of no targets sends nan
-        hard = (1 - a) * w_target * grad
-        soft = a / ctx.classes.count * grad
-        # The derivative: probabilities times the total weight, minus the weight of each class.
-        dz = p * (hard + soft * ctx.w_total).unsqueeze(-1)
-        # `index` is 0 where another rank holds the target, and there `held` makes the added value zero.
-        dz.scatter_add_(-1, index, -(hard * held).unsqueeze(-1))
-        if a:
-            dz -= soft.unsqueeze(-1) * (1.0 if local_w is None else local_w)
-        return dz.to(ctx.dtype), None, None, None, None
+        group, a = ctx.classes.group, ctx.classes.smoothing
+        dz = None
+        if grad is not None:
+            grad = grad.to(p.dtype).masked_fill(~valid, 0.0)  # not a product: the mean of no targets sends nan
+            # Autograd enables gradients inside a backward only for `create_graph=True`.
+            if torch.is_grad_enabled():
+                grad = copy_to_group(grad, group)
+            hard = (1 - a) * w_target * grad
+            soft = a / ctx.classes.count * grad
+            # The derivative: probabilities times the total weight, minus the weight of each class.
+            dz = p * (hard + soft * ctx.w_total).unsqueeze(-1)
+            # `index` is 0 where another rank holds the target, and there `held` makes the added value zero.
+            dz = dz.scatter_add_(-1, index, -(hard * held).unsqueeze(-1))
+            if a:
+                dz -= soft.unsqueeze(-1) * (1.0 if local_w is None else local_w)
+        if of_p is not None:
+            # As of a softmax, whose sum goes over the classes of all ranks.
+            total = copy_to_group(reduce_from_group((of_p * p).sum(-1, keepdim=True), group), group)
+            dz = p * (of_p - total) if dz is None else dz + p * (of_p - total)
+        return None if dz is None else dz.to(ctx.dtype), None, None, None, None

@@ -5,6 +5,7 @@ import gc
 import pickle
 import time
 import weakref
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+from lightning_parallel import comm
 from lightning_parallel.comm import Group
 from lightning_parallel.tensor.autograd import (
     all_gather_to_group,
@@ -30,6 +32,7 @@ from lightning_parallel.tensor.layers import (
     VocabEmbedding,
     convert,
 )
+from lightning_parallel.tensor.linear import shared_inputs
 from lightning_parallel.tensor.sharding import Shard, ShardPart, balanced
 from tests.harness import distributed, recorded_communication, run
 from tests.tensor.oracle import check, divide, finish_gradients, same_by_name
@@ -343,6 +346,54 @@ def test_partial_and_repeated_backward_passes(group):
         total = gate + m.up(h).sum()
         (total if m is whole else reduce_from_group(total, group)).backward()
     torch.testing.assert_close(x.grad, z.grad)
+
+
+@pytest.mark.parametrize("cast", [None, torch.bfloat16])
+@distributed(world_size=3)
+def test_gradients_of_gradients(group, cast):
+    """A penalty on gradients of the input and the weights, with sharded sequences too."""
+    torch.manual_seed(0)
+    for dim in (None, 0):
+        model = Gated() if cast else Gated().double()
+        whole = copy.deepcopy(model)
+        styles = {
+            "gate": Column(sequence_dim=dim),
+            "up": Column(sequence_dim=dim),
+            "down": Row(sequence_dim=dim),
+        }
+        rules, partial = divide(model, styles, group)
+        x = torch.randn(5, 2, 6, dtype=model.gate.weight.dtype)
+        leaves = [x.clone().requires_grad_() for _ in range(2)]
+        totals = []
+        for m, leaf in zip((model, whole), leaves):
+            is_divided = m is model and dim is not None
+            given = leaf
+            if is_divided:
+                shared_inputs(group, dim).lengths.divide(5)
+                given = leaf.split(balanced(5, group.size))[group.rank]
+            with torch.autocast("cpu", dtype=cast) if cast else nullcontext():
+                y = m(given)
+            names = [name for name, _ in m.named_parameters() if name not in partial]
+            asked = [m.get_parameter(name) for name in names]
+            found = torch.autograd.grad(
+                y.float().pow(3).sum() if cast else y.pow(3).sum(), [leaf, *asked], create_graph=True
+            )
+            total = 0.0
+            for name, gradient in zip(["x", *names], found):
+                part = gradient.pow(2).sum()
+                is_part = m is model and (name in rules or (is_divided and name == "x"))
+                total = total + (reduce_from_group(part, group) if is_part else part)
+            totals.append(total)
+            total.backward()
+        tolerance = 5e-2 if cast else 1e-10
+        torch.testing.assert_close(*totals, rtol=tolerance, atol=tolerance)
+        finish_gradients(model, rules, partial, group)
+        if not cast:
+            same_by_name(model, whole, rules, group, "grad")
+        of_leaf = leaves[0].grad
+        if dim is not None:
+            of_leaf = comm.all_reduce(of_leaf, group)
+        torch.testing.assert_close(of_leaf, leaves[1].grad, rtol=tolerance, atol=tolerance * leaves[1].grad.abs().max())
 
 
 @distributed(world_size=2)

@@ -246,17 +246,6 @@ def others_gather_once(group, loss_of):
     compare(group, loss_of, gathers=1)
 
 
-def test_gradients_of_gradients_are_refused():
-    run(gradients_of_gradients_are_refused, 2)
-
-
-def gradients_of_gradients_are_refused(group):
-    _, parts, _ = divided(group)
-    logits = parts(torch.randint(VOCABULARY, (2, 5)))
-    with pytest.raises(RuntimeError, match="set `gather_logits=True`"):
-        torch.autograd.grad(flat(logits, torch.randint(VOCABULARY, (2, 5))), logits.part, create_graph=True)
-
-
 def test_copies_keep_their_values():
     run(copies_keep_their_values, 2)
 

@@ -7,6 +7,7 @@ import torch
 import torch.nn.functional as F
 
 from lightning_parallel.comm import Group
+from lightning_parallel.tensor.autograd import reduce_from_group
 from lightning_parallel.tensor.loss import cross_entropy
 from lightning_parallel.tensor.sharding import Shard
 from tests.harness import distributed, recorded_communication, run
@@ -52,6 +53,24 @@ def equals_torch(group):
     compare(group, logits[0, 0], target[0, 0], classes)
     compare(group, logits.float(), some, classes, atol=1e-5, label_smoothing=0.1)
     compare(group, logits.bfloat16(), some, classes, atol=2e-2)
+
+
+@distributed(world_size=2)
+def test_gradients_of_gradients(group):
+    classes = 7
+    rule = Shard.even(-1, classes, group.size)
+    logits, target = torch.randn(2, 3, classes, dtype=torch.double), torch.tensor([[1, 6, -100], [3, 0, 2]])
+    for smoothing, weight in ((0.0, None), (0.2, torch.rand(classes, dtype=torch.double))):
+        mine = rule.split(logits, group.rank).requires_grad_()
+        whole = logits.clone().requires_grad_()
+        options = {"label_smoothing": smoothing, "weight": weight}
+        loss = cross_entropy(mine.sin(), target, rule, group, **options)
+        expected = F.cross_entropy(whole.sin().flatten(0, 1), target.flatten(), **options)
+        (first,) = torch.autograd.grad(loss.exp(), mine, create_graph=True)
+        (wanted,) = torch.autograd.grad(expected.exp(), whole, create_graph=True)
+        (loss + reduce_from_group(first.pow(2).sum(), group)).backward()
+        (expected + wanted.pow(2).sum()).backward()
+        torch.testing.assert_close(mine.grad, rule.split(whole.grad, group.rank), rtol=1e-12, atol=1e-12)
 
 
 @distributed(world_size=2)
