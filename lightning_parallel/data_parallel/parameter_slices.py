@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from types import MethodType
 from typing import Any
 
@@ -243,10 +243,20 @@ class ParameterSlices:
 
     # --------------------------------------------------------------------------------------------------- optimizers
 
-    def divide(self, optimizer: Optimizer, patches: Patches) -> None:
+    def divide(
+        self,
+        optimizer: Optimizer,
+        patches: Patches,
+        shown: Callable[[Optimizer], AbstractContextManager[None]] | None = None,
+    ) -> None:
         """Make an optimizer update slices, and keep the state of slices, until `patches` are undone.
 
         The closure runs before parameters become narrow. Hooks of the step see whole parameters.
+
+        Args:
+            optimizer: The optimizer.
+            patches: Undo the change.
+            shown: Runs around the step, with the parameters narrow; it may show full tensors.
         """
         self._cut_state(optimizer)
         self._divided.append(optimizer)
@@ -274,7 +284,7 @@ class ParameterSlices:
             gathered: list[nn.Parameter] = []
             try:
                 # The hooks must see whole parameters: they run before `narrow` above and after `widen` below.
-                with _hooks_put_off(optimizer):
+                with _hooks_put_off(optimizer), nullcontext() if shown is None else shown(optimizer):
                     result = own(**kwargs) if replay is None else own(replay, **kwargs)
                 gathered = parameters
             finally:

@@ -262,6 +262,8 @@ class MeshStrategy(MeshProcesses):
         if self.groups.replica.size > 1 or run.slices is not None:
             run.hook_watch = HookWatch(self.module, run.rules, self.groups, run.slices, self._recorded_optimizers)
             run.hook_watch.install(self._patches)
+            if run.optimizer_groups is not None:
+                run.hook_watch.views.keep(run.optimizer_groups.kept)
         if is_fit:
             move_optimizers(self.optimizers, self.root_device)
             replicas.share_plateau_metrics(self.lr_scheduler_configs, self.groups.data_parallel)
@@ -426,14 +428,21 @@ class MeshStrategy(MeshProcesses):
         names = run.parameter_names
         tensor = self.groups.tensor_parallel
         give_norms(self.optimizers, names, run.rules, tensor, self._patches, run.slices)
-        may_show = run.slices is None
         run.full_optimizers = check_optimizers(
-            self.optimizers, names, run.rules, run.engine is not None, self.groups.world, may_show
+            self.optimizers, names, run.rules, run.engine is not None, self.groups.world
         )
         for group in (tensor, self.groups.data_parallel):
             checks.check_agreement(self.module, self.optimizers, names, group)
         if run.slices is not None:
-            divide_optimizers(self.optimizers, run.slices, self.groups.world, self._patches)
+            run.full_optimizers += divide_optimizers(
+                self.optimizers, run.slices, self.groups.world, self._patches, self._full_step
+            )
+
+    def _full_step(self, optimizer: Optimizer) -> AbstractContextManager[None]:
+        """Show full tensors to the step of an optimizer that needs them."""
+        run = self.run
+        is_full = run.hook_watch is not None and optimizer in run.full_optimizers
+        return run.hook_watch.full_step(optimizer) if is_full else nullcontext()
 
     def make_reducer(self) -> GradientReducer:
         """Return the reducer that averages the gradients over the replicas, for one `fit`; every rank must call it."""
@@ -659,8 +668,9 @@ class MeshStrategy(MeshProcesses):
             run.reducer.reduce()  # a module under manual optimization called `loss.backward()` by itself
             if run.compression is not None:
                 run.compression.drop_nonfinite_gradients(run.reducer, self.precision_plugin)
-        sees_full = optimizer in run.full_optimizers
-        with nullcontext() if run.hook_watch is None else run.hook_watch.optimizer_step(optimizer, sees_full):
+        # With slices, parameters become narrow later, inside the optimizer's step; see `ParameterSlices.divide`.
+        shown = self._full_step(optimizer) if run.slices is None else nullcontext()
+        with nullcontext() if run.hook_watch is None else run.hook_watch.optimizer_step(optimizer), shown:
             output = super().optimizer_step(optimizer, closure, model, **kwargs)
         if run.slices is not None:
             run.slices.widen()  # after a step that was skipped

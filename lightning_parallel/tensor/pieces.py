@@ -131,7 +131,8 @@ class _Family:
         """Return the gradient of this rank's part, given the gradient of the full tensor, equal on all ranks."""
         if self.packing is None:
             return part_along(full, self.group, dim, self.extents)
-        own = self.packing.along(dim).split(full.whole() if isinstance(full, Piece) else full, self.group.rank)
+        full = copy_to_group(full.whole() if isinstance(full, Piece) else full, self.group)
+        own = self.packing.along(dim).split(full, self.group.rank)
         # `join` takes an element that several ranks hold from the first of them.
         return self.packing.along(dim).only_owned(own, self.group.rank)
 
@@ -284,6 +285,12 @@ class Piece(Tensor):
     def home(self) -> Tensor | None:
         """The part in memory that other code uses too, if this piece is all of the tensor there."""
         return self._data.home
+
+    @property
+    def rule(self) -> Shard:
+        """The rule by which the full tensor is cut."""
+        packing = self.family.packing
+        return Shard.of_sizes(self.family.extents, self.place) if packing is None else packing.along(self.place)
 
     def part_by(self, rule: Shard, group: Group) -> Tensor | None:
         """Return the data of this rank outside autograd's graph; None if they are not cut by this rule."""

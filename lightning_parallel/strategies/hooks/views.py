@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -96,6 +97,7 @@ class FullViews:
         self._has_shards: bool | None = None
         self._is_split = False
         self._undo: list[Callable[[], None]] = []
+        self._kept: list[tuple[Tensor, ShardPlace]] = []
         self._named: dict[bool, dict[str, nn.Parameter]] = {}
         self.remote: dict[str, nn.Parameter] = {}
         self._over_replica: dict[str, Shard] = {}
@@ -234,6 +236,7 @@ class FullViews:
                     place = self._place(owner, value, *places[owner]) if isinstance(value, Tensor) else None
                     if place is not None:
                         found.append((value, place))
+        found.extend(self._kept)
         for tensor, place in found:
             if type(tensor) in (Tensor, nn.Parameter):
                 before = self._find_gradients if is_split else None
@@ -242,15 +245,32 @@ class FullViews:
                 ShardedTensor.show(tensor, place, before)
                 self._shown.append(tensor)
 
+    def keep(self, parts: Iterable[tuple[Tensor, Shard, Group]]) -> None:
+        """Show further tensors in full from now on, which optimizers keep in their attributes.
+
+        Args:
+            parts: The part of this rank, the rule and the group of each tensor.
+        """
+        for part, rule, group in parts:
+            # Over the replica, ranks of other stages have nothing.
+            own = tuple(rule.ranges[group.ranks.index(rank)] for rank in self._tensor_group.ranks)
+            if 0 < part.shape[rule.dim] < rule.full_size:
+                self._kept.append((part, ShardPlace(Shard(rule.dim, own), self._tensor_group)))
+
     def keep_parts(self, optimizer: Optimizer) -> None:
         """Replace full tensors in the state of an optimizer, whose step has made them, by this rank's parts."""
         names: dict[Any, str] = {one: name for name, one in self._named_parameters(False).items()}
         for owner, state in optimizer.state.items():
             rule = self._rules.get(names.get(owner, ""))
+            place = ShardPlace(rule, self._tensor_group, self._slices_of(owner))
+            shard = owner.shape if place.slices is None else place.slices.shape
+            shape = shard if rule is None else rule.full_shape(shard)
             for key, value in state.items():
-                if isinstance(value, Piece):
-                    is_like_owner = rule is not None and value.shape[rule.dim] == rule.full_size
-                    state[key] = ShardPlace(rule, self._tensor_group).cut(value) if is_like_owner else value.whole()
+                # Code may also have made an ordinary tensor of the full shape.
+                if isinstance(value, Tensor) and value.shape == shape:
+                    state[key] = place.cut(value)
+                elif isinstance(value, Piece):
+                    state[key] = value.whole()
 
     def forget(self) -> None:
         """Find the parameters anew, after the module has changed."""
@@ -265,10 +285,9 @@ class FullViews:
 
     def _place(self, owner: Tensor, value: Tensor, rule: Shard | None, group: Group) -> ShardPlace | None:
         """Return the place of a parameter, or of a state of its optimizer; None if this rank has the full tensor."""
-        slices = self._slices
-        if slices is not None and slices.divides(owner):
-            shape = slices.whole_shape(owner)
-            is_parameter = value is owner
+        slices, sliced, is_parameter = self._slices, self._slices_of(owner), value is owner
+        if slices is not None and sliced is not None:
+            shape = sliced.shape
             if is_parameter:
                 is_slice = slices.is_narrow(owner)
             else:
@@ -276,13 +295,19 @@ class FullViews:
                     value.dim() == len(shape) and value.shape != shape and value.numel() == slices.size(shape.numel())
                 )
             if is_slice:
-                elements = Shard.of_sizes(slices.sizes(shape.numel()))
-                whole = slices.whole_data(owner) if is_parameter else None
-                return ShardPlace(rule, group, Slices(elements, slices.group, shape, whole))
+                return ShardPlace(rule, group, sliced if is_parameter else replace(sliced, whole=None))
             if is_parameter and rule is None and slices.has_freed(owner):
                 return ShardPlace(None, group)  # to refuse a read of its gradient
         # A state of another shape, such as a count of steps, is no part.
         return None if rule is None or value.shape != owner.shape else ShardPlace(rule, group)
+
+    def _slices_of(self, owner: Tensor) -> Slices | None:
+        """Return how a parameter, or a state of its optimizer, is cut into slices; None if it never is."""
+        slices = self._slices
+        if slices is None or not slices.divides(owner):
+            return None
+        shape = slices.whole_shape(owner)
+        return Slices(Shard.of_sizes(slices.sizes(shape.numel())), slices.group, shape, slices.whole_data(owner))
 
     def _add_remote(self) -> None:
         assert self._state.names is not None

@@ -138,23 +138,18 @@ class HookWatch:
         evaluates = any(stage in name for stage in ("validation", "test", "predict", "sanity"))
         return self._groups.replica if evaluates else self.group
 
-    @contextmanager
-    def optimizer_step(self, optimizer: Optimizer, sees_full: bool = False) -> Iterator[None]:
-        """Run the hooks of the optimizer on full tensors, which code may register at any time.
-
-        Args:
-            optimizer: The optimizer that steps inside the block.
-            sees_full: Whether its step, too, computes with full tensors.
-        """
+    def optimizer_step(self, optimizer: Optimizer) -> AbstractContextManager[None]:
+        """Run the hooks of the optimizer on full tensors inside the block; code may register hooks at any time."""
         for hooks in (*step_hooks_of(optimizer), *global_step_hooks()):
             self._wrap_all(hooks, None)
-        with self.paused():
-            if not sees_full:
-                yield
-                return
-            with self.views.shown(on_all_stages=False):
-                yield
-            self.views.keep_parts(optimizer)
+        return self.paused()
+
+    @contextmanager
+    def full_step(self, optimizer: Optimizer) -> Iterator[None]:
+        """Show full tensors to the step of an optimizer inside the block."""
+        with self.views.shown(on_all_stages=False):
+            yield
+        self.views.keep_parts(optimizer)
 
     def _wrap_all(self, hooks: dict[int, Callable[..., Any]], parameter: str | None) -> None:
         for key, function in list(hooks.items()):

@@ -53,6 +53,7 @@ class WholeGroups:
 
     Attributes:
         recorded: Names in the parameter groups over all stages, by optimizer.
+        kept: Parts that optimizers keep in their attributes, each with the rule and the group of the full tensor.
     """
 
     def __init__(self, module: nn.Module, rules: Mapping[str, Shard], group: Group, device: torch.device) -> None:
@@ -61,6 +62,7 @@ class WholeGroups:
         self._group = group
         self._device = device
         self.recorded: dict[Optimizer, list[list[str]]] = {}
+        self.kept: list[tuple[Tensor, Shard, Group]] = []
 
     @contextmanager
     def built(self, optimizers: Callable[[], Sequence[Optimizer]], views: FullViews) -> Iterator[None]:
@@ -78,7 +80,7 @@ class WholeGroups:
             positions = DummyPositions(self._module, dummies, found)
             if self._group.size > 1:
                 self.recorded = {each: remove_dummy_parameters(each, dummies, self._module) for each in found}
-        take_parts(self._module, dummies, found, positions)
+        self.kept = take_parts(self._module, dummies, found, positions)
 
     @contextmanager
     def shown(self, optimizers: Callable[[], Sequence[Optimizer]]) -> Iterator[None]:
@@ -197,7 +199,6 @@ def check_optimizers(
     rules: Mapping[str, Shard],
     is_cut: bool,
     world: Group,
-    may_show: bool = False,
 ) -> list[Optimizer]:
     """Refuse optimizers whose updates would differ from one process.
 
@@ -207,7 +208,6 @@ def check_optimizers(
         rules: How parameters are sharded, by name.
         is_cut: Whether each pipeline stage holds only some of the parameters.
         world: All ranks; every rank must call this function.
-        may_show: Whether the step of an optimizer can see full tensors.
 
     Returns:
         The user's optimizers whose steps must see full tensors.
@@ -233,7 +233,7 @@ def check_optimizers(
                 f"So the parts of `{found[0]}` and other parameters on other ranks cannot be merged into a checkpoint."
                 f" Use another optimizer for them, or {replicate}"
             ),
-            may_show=may_show,
+            may_show=True,
         )
 
     staged = _GroupDivision(
@@ -272,8 +272,16 @@ def check_flattened(optimizers: Sequence[Any], flattener: str) -> None:
     _check(optimizers, lambda group: flattened)
 
 
-def check_sliced(optimizers: Sequence[Optimizer], replicas: int) -> None:
+def check_sliced(optimizers: Sequence[Optimizer], replicas: int, may_show: bool = False) -> list[Optimizer]:
     """Refuse optimizers whose updates would differ with slices of parameters (`zero_stage`).
+
+    Args:
+        optimizers: The optimizers.
+        replicas: The number of replicas.
+        may_show: Whether the step of an optimizer can see full tensors.
+
+    Returns:
+        The user's optimizers whose steps must see full tensors.
 
     Raises:
         ValueError: On every rank alike: all ranks have the same optimizers.
@@ -291,16 +299,21 @@ def check_sliced(optimizers: Sequence[Optimizer], replicas: int) -> None:
         ),
         untried=f"It may not support updates of a slice of each parameter (1 of {replicas}). {way_out}",
         unmerged=f"So the slices of {replicas} replicas cannot be merged into a checkpoint. {way_out}",
+        may_show=may_show,
     )
+    shown: list[Optimizer] = []
     for optimizer in optimizers:
-        _check([optimizer], lambda group: sliced if group["params"] else None)
-        kept = "" if _has_shard_norms(optimizer) else _kept_elsewhere(optimizer)
-        if kept:
+        found = _check([optimizer], lambda group: sliced if group["params"] else None)
+        kept = "" if found or _has_shard_norms(optimizer) else _kept_elsewhere(optimizer)
+        if found or (kept and may_show):
+            shown.append(optimizer)
+        elif kept:
             raise ValueError(
                 f"`{type(optimizer).__name__}` keeps tensors in `{kept}`, but with `zero_stage` each of {replicas}"
                 " replicas updates a slice of every parameter. Keep tensors of a parameter in the optimizer's"
                 f" `state`, which is sharded into slices as well. {way_out}"
             )
+    return shown
 
 
 def _check(
@@ -329,13 +342,16 @@ def _check(
                 continue
             known = _known(optimizer, division)
             is_same, odd_state = known or _tried(optimizer, group, division.splits)
-            if is_same is False and known is None and division.may_show and is_users(type(optimizer)):
+            can_see = division.may_show and known is None and is_users(type(optimizer))
+            # Without a trial, full tensors are right for any update; `_other_steps` run where none are shown.
+            is_unproven = is_same is None and division.untried is not None and not _other_steps(optimizer)
+            if can_see and (is_same is False or is_unproven):
                 shown.append(optimizer)
             elif is_same is False:
                 raise ValueError(f"{name} {division.coupled}")
-            if is_same is None and division.untried is not None:
+            elif is_same is None and division.untried is not None:
                 raise ValueError(f"{_no_trial(optimizer)} {division.untried}")
-            if is_same is None and type(optimizer).__module__.partition(".")[0] != division.trusted:
+            elif is_same is None and type(optimizer).__module__.partition(".")[0] != division.trusted:
                 _tell_untried(optimizer, division.keeps_tensors)
             if odd_state is not None and division.unmerged is not None:
                 raise ValueError(

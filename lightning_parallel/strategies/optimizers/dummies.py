@@ -22,11 +22,13 @@ from typing import Any
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from lightning_parallel.comm import Group
 from lightning_parallel.compat import FOREIGN, is_users
 from lightning_parallel.compat.torch import parameters_of
 from lightning_parallel.strategies.whole.copies import MARK
 from lightning_parallel.tensor.pieces import Piece
 from lightning_parallel.tensor.sharded import ShardedTensor, local_numel
+from lightning_parallel.tensor.sharding import Shard
 
 __all__ = ["DummyPositions", "take_parts"]
 
@@ -68,7 +70,7 @@ class DummyPositions:
 
 def take_parts(
     module: nn.Module, dummies: Mapping[nn.Parameter, str], optimizers: Sequence[Any], positions: DummyPositions
-) -> None:
+) -> list[tuple[Tensor, Shard, Group]]:
     """Replace full tensors in optimizers by this rank's parts, and take out the tensors of other stages.
 
     Args:
@@ -76,10 +78,14 @@ def take_parts(
         dummies: The empty parameters in place of other stages' parameters, and their names.
         optimizers: The optimizers of `configure_optimizers`.
         positions: Positions of dummies in lists.
+
+    Returns:
+        The parts, each with the rule and the group of the full tensor.
     """
     cleaner = _Cleaner(module, dummies, positions)
     for optimizer in optimizers:
         cleaner.clean(optimizer)
+    return cleaner.parts
 
 
 class _Cleaner:
@@ -91,11 +97,14 @@ class _Cleaner:
         # Hold the values beside their ids, so that no new object gets the id of a freed object.
         self._seen: dict[int, Any] = {id(trainer): trainer, id(self): self, id(module): module}
         self._defaults: list[Any] = []
+        self.parts: list[tuple[Tensor, Shard, Group]] = []
 
     def clean(self, value: Any) -> Any:
         """Return a value with parts, without the tensors of dummies; mutable values are changed in place."""
         if isinstance(value, Piece):
-            return value.part.detach()
+            part = value.part.detach()
+            self.parts.append((part, value.rule, value.family.group))
+            return part
         if isinstance(value, ShardedTensor):
             ShardedTensor.hide(value)  # a copy by `deepcopy`
         if isinstance(value, _NO_HOLDERS) or id(value) in self._seen:

@@ -6,13 +6,14 @@
     2       a slice             a slice                  full; a slice from the end of backward to the end of the step
 
 After a step, each replica gathers the parameters that other replicas updated. Stage 1 leaves `.grad` unchanged.
-Stage 2 frees gradients as it sends their buckets. Hooks between backward and step find slices of parameters and
-gradients, with the same number of dimensions. Elementwise operations, such as clipping and scaling, still work there.
+Stage 2 frees gradients as it sends their buckets. Torch's optimizers step on slices with the same number of dimensions.
+The user's hooks, and optimizers of the user that compute with full tensors, see full parameters, gradients and states.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from typing import Any, Literal, Optional, get_args
 
 from lightning.pytorch import LightningModule
@@ -102,18 +103,35 @@ def _check_gradients_unneeded(module: LightningModule) -> None:
         )
 
 
-def divide_optimizers(optimizers: Sequence[Optimizer], slices: ParameterSlices, world: Group, patches: Patches) -> None:
+def divide_optimizers(
+    optimizers: Sequence[Optimizer],
+    slices: ParameterSlices,
+    world: Group,
+    patches: Patches,
+    shown: Callable[[Optimizer], AbstractContextManager[None]] | None = None,
+) -> list[Optimizer]:
     """Let each replica's optimizers update slices, until `patches` are undone; every rank must call it.
+
+    Args:
+        optimizers: The optimizers.
+        slices: The slices of the replicas.
+        world: All ranks.
+        patches: Undo the change.
+        shown: Runs around the step of an optimizer, to show full tensors to it; None refuses optimizers that need them.
+
+    Returns:
+        The user's optimizers whose steps must see full tensors.
 
     Raises:
         ValueError: On every rank, if an optimizer would compute another update with slices.
     """
     with comm.failing_together(world):
-        check_sliced(optimizers, slices.group.size)
+        full = check_sliced(optimizers, slices.group.size, shown is not None)
     for optimizer in optimizers:
         # This function runs again when optimizers change. A second wrapper of `step` would gather twice.
         if not slices.has_divided(optimizer):
-            slices.divide(optimizer, patches)
+            slices.divide(optimizer, patches, shown)
+    return full
 
 
 def follow_other_steps(slices: ParameterSlices, world: Group, patches: Patches) -> None:
@@ -123,6 +141,7 @@ def follow_other_steps(slices: ParameterSlices, world: Group, patches: Patches) 
     """
 
     def take(optimizer: Optimizer) -> None:
+        # The step has already run with slices, so it is too late to show full tensors.
         divide_optimizers([optimizer], slices, world, patches)
         slices.gather_step(optimizer)
 
