@@ -48,7 +48,7 @@ from lightning_parallel.tensor.linear import (
     shared_inputs,
 )
 from lightning_parallel.tensor.low_rank import LowRankLinear, low_rank_of
-from lightning_parallel.tensor.pieces import Piece, positions_of, whole_input
+from lightning_parallel.tensor.pieces import Piece, part_of, positions_of, whole_input
 from lightning_parallel.tensor.regions import DividedExtent, RandomRegion
 from lightning_parallel.tensor.sharding import Shard, ShardPart
 
@@ -247,7 +247,8 @@ class Vocab:
         layer.group = group
         # Of all layers of the group: this layer records lengths that later layers look up.
         layer.lengths = shared_inputs(group, self.sequence_dim).lengths
-        layer.first, layer.stop = rules["weight"].ranges[group.rank][0]
+        layer.row_rule = rules["weight"]
+        layer.first, layer.stop = layer.row_rule.ranges[group.rank][0]
         shard_parameters(layer, rules, group)
 
 
@@ -351,7 +352,9 @@ class ColumnLinear(_ParallelLinear):
                 inputs = shared_inputs(self.group, None)
         # In a step, the weight reads as the full one, but this layer computes with the shard.
         with on_shards(x):
-            y = column_linear(x, self.weight, self.bias, inputs, self.transposed)
+            weight = _own_part(self.weight, self.feature_rule.along(1 if self.transposed else 0), self.group)
+            bias = None if self.bias is None else _own_part(self.bias, self.feature_rule.along(0), self.group)
+            y = column_linear(x, weight, bias, inputs, self.transposed)
         if self.gather_output:
             return gather_features(y, self.feature_rule, self.group)
         if self.region is not None and self.training:  # dropout draws in training only
@@ -387,7 +390,8 @@ class RowLinear(_ParallelLinear):
         if lengths is not None and (lengths.suspended or (self.in_sublayer and lengths.is_flat(x))):
             lengths = None
         with on_shards(x):
-            y = row_linear(x, self.weight, self.bias, self.group, lengths, self.transposed)
+            weight = _own_part(self.weight, self.feature_rule.along(0 if self.transposed else 1), self.group)
+            y = row_linear(x, weight, self.bias, self.group, lengths, self.transposed)
         # Code of the sublayer must see the sizes of the full sequence, as it saw them in the input.
         return positions_of(y, lengths) if lengths is not None and self.in_sublayer else y
 
@@ -406,6 +410,7 @@ class VocabEmbedding(nn.Embedding):
 
     first: int
     stop: int
+    row_rule: Shard
     group: Group
     lengths: SequenceLengths | None
 
@@ -434,7 +439,7 @@ class VocabEmbedding(nn.Embedding):
         # Row 0 stands in for the tokens of other ranks. The mask below drops its values and their gradient.
         index = (tokens - self.first).masked_fill(elsewhere, 0)
         with on_shards(index):
-            rows = F.embedding(index, self.weight, padding)
+            rows = F.embedding(index, _own_part(self.weight, self.row_rule, self.group), padding)
         # Each token is nonzero on one rank, so the sum over the ranks is the full lookup.
         rows = rows.masked_fill(elsewhere.unsqueeze(-1), 0)
         if self.lengths is None:
@@ -452,6 +457,14 @@ def on_shards(x: Tensor) -> AbstractContextManager[Any]:
     """Compute inside the block with the shards of parameters, although they read as full parameters in a step."""
     # A placeholder answers through its class.
     return DisableTorchFunctionSubclass() if type(x) is Tensor else nullcontext()
+
+
+def _own_part(tensor: Tensor, rule: Shard, group: Group) -> Tensor:
+    """Return this rank's part of a parameter, in place of which `functional_call` may give a full tensor."""
+    if type(tensor) is nn.Parameter:
+        return tensor
+    is_full = isinstance(tensor, Piece) or tensor.shape[rule.dim] == rule.full_size != rule.local_size(group.rank)
+    return part_of(tensor, rule, group) if is_full else tensor
 
 
 def _features(module: nn.Module, style: str) -> tuple[int, int]:

@@ -53,6 +53,7 @@ __all__ = [
     "gather_attributes",
     "has_pieces",
     "part_along",
+    "part_of",
     "positions_of",
     "whole_input",
     "whole_of",
@@ -82,6 +83,7 @@ _GRADIENT = {"retain_grad", "register_hook"}
 _FACTORIES = {"new_zeros", "new_ones", "new_full", "new_empty", "new_tensor", "zeros_like", "ones_like", "empty_like"}
 _FACTORIES |= {"full_like"}
 _DATA = Tensor.data.__get__  # type: ignore[attr-defined]
+_MOST_NODES = 64
 _STRIDE = 1_000_003  # marks the sharded dimension, to find it again after a view
 
 
@@ -554,6 +556,14 @@ def part_along(hidden: Tensor, group: Group, dim: int, extents: Sequence[int]) -
     return hidden.part if is_cut_so else scatter_to_group(hidden.whole(), group, dim, extents)
 
 
+def part_of(full: Tensor, rule: Shard, group: Group) -> Tensor:
+    """Return this rank's part of a full tensor, in autograd's graph, without communication if a `Piece` is cut so."""
+    family, dim = _Family.of(rule, group), rule.dim % full.dim()
+    if not isinstance(full, Piece):
+        return family.cut(full, dim)
+    return full.part if full.place == dim and full.family.is_like(family) else family.cut(full.whole(), dim)
+
+
 @torch.compiler.disable
 def positions_of(part: Tensor, lengths: SequenceLengths) -> Tensor:
     """Return the full tensor, given the positions of this rank; see `whole_of`."""
@@ -682,7 +692,8 @@ def _pointwise(call: _FunctionCall) -> Tensor | None:
     # In a region, such a tensor would get the gradient of the part only. Parameters have one dimension, and their
     # gradients are summed over the ranks.
     others = [tensor for tensor in tensors if tensor.requires_grad and not isinstance(tensor, Piece)]
-    if family.in_region and any(other.dim() > 1 and not piece.has_rows_in(other) for other in others):
+    without_rows = [other for other in others if not piece.has_rows_in(other)]
+    if family.in_region and any(other.dim() > 1 or _is_of_pieces(other) for other in without_rows):
         return None
     target = call.args[0] if call.changes else None
     if call.changes and not (isinstance(target, Piece) and target._may_change() and shape == target.shape):
@@ -707,6 +718,22 @@ def _pointwise(call: _FunctionCall) -> Tensor | None:
         # Views of the full tensor must not take their parts any more: their graph lacks the change.
         torch.autograd.graph.increment_version(target)
     return target._keep(part, target.place, is_alias=False)
+
+
+def _is_of_pieces(tensor: Tensor) -> bool:
+    """Return whether a tensor was computed from full hidden states, such as their norm, and not from parameters alone.
+
+    Only gradients of parameters may be partial. The search stops after a few nodes of the graph.
+    """
+    waiting = [tensor.grad_fn]
+    for _ in range(_MOST_NODES):
+        if not waiting:
+            return False
+        node = waiting.pop()
+        if isinstance(node, torch.autograd.function.BackwardCFunction):
+            return True
+        waiting += [each for each, _ in node.next_functions] if node is not None else []
+    return True
 
 
 def _cast(call: _FunctionCall) -> Tensor | None:

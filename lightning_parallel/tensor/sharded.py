@@ -36,8 +36,9 @@ _PROPERTIES: Any = Tensor
 _GET_GRAD = _PROPERTIES.grad.__get__
 _SET_GRAD = _PROPERTIES.grad.__set__
 _SET_DATA = _PROPERTIES.data.__set__
+_VALUES = ("shape", "nbytes", "data", "real", "imag", "T", "mT", "H", "mH")
 # Other properties are facts that hold for the shard as well.
-_OF_VALUES = {getattr(_PROPERTIES, name).__get__ for name in ("shape", "data", "T", "mT", "H", "mH")}
+_OF_VALUES = {getattr(_PROPERTIES, name).__get__ for name in _VALUES}
 _OF_VALUES |= {_GET_GRAD, _SET_GRAD, _SET_DATA}
 _FACTS = {"__hash__", "backward", "dim", "element_size", "get_device", "is_complex", "is_floating_point", "is_shared"}
 # `torch.autograd.grad` must find the parameter itself in the graph; see `whole_gradients`.
@@ -52,6 +53,8 @@ _HANDLE_SHARDS: tuple[str, ...] = (
     "torch.cuda.amp.",
     "torch.nn.modules.module",
 )
+# The modules of `torch.compiler.disable` and of `give_data` add frames as well.
+_BETWEEN = {"torch._dynamo.eval_frame", "lightning_parallel.compat.torch"}
 
 
 @dataclass(frozen=True)
@@ -188,6 +191,7 @@ class ShardedTensor(StandIn):
         return whole.__reduce_ex__(protocol)
 
     @classmethod
+    @torch.compiler.disable  # compiled code leaves its graph where it meets a parameter in full
     def __torch_function__(
         cls, func: Callable[..., Any], types: Iterable[type], args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
@@ -203,6 +207,9 @@ class ShardedTensor(StandIn):
                 return func(*args, **kwargs)
         if func == _GET_GRAD:
             return _gradient(args[0])
+        if name in ("__repr__", "__format__"):
+            full = args[0].whole().detach().requires_grad_(args[0].requires_grad)
+            return func(nn.Parameter(full, full.requires_grad) if cls is ShardedParameter else full, *args[1:])
         if name == "__set__":
             return _set(func, *args)
         is_change = name == "__setitem__" or (name.endswith("_") and not name.endswith("__") and _is_method(func))
@@ -225,6 +232,14 @@ class ShardedTensor(StandIn):
         # A function in place returns the tensor that it has changed.
         return pytree.tree_map(lambda leaf: given.get(id(leaf), leaf), result)
 
+    @classmethod
+    def __torch_dispatch__(
+        cls, func: Callable[..., Any], types: Iterable[type], args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        # Never called, since only the class of the tensor has changed. Because of this method, `torch.compile` leaves
+        # its graph here, instead of a guard on the sizes, which it reads in C++.
+        return func(*args, **(kwargs or {}))
+
 
 class ShardedParameter(ShardedTensor, nn.Parameter):
     """Class of a sharded parameter while the user's code sees it in full."""
@@ -237,10 +252,9 @@ def _is_method(func: Callable[..., Any]) -> bool:
 
 def _handles_shards(frame: Any, args: Any, kwargs: Any) -> bool:
     """Return whether the code that has called a function handles shards: this package, or a sharded layer."""
-    # A mode that watches functions adds its own frame before the caller's, and so does `compat.torch.give_data`.
+    # A mode that watches functions adds its own frame before the caller's.
     while frame is not None and (
-        frame.f_code.co_name == "__torch_function__"
-        or frame.f_globals.get("__name__") == "lightning_parallel.compat.torch"
+        frame.f_code.co_name == "__torch_function__" or frame.f_globals.get("__name__") in _BETWEEN
     ):
         frame = frame.f_back
     if frame is None or frame.f_globals.get("__name__", "").startswith(_HANDLE_SHARDS):

@@ -33,6 +33,7 @@ from lightning_parallel.tensor.layers import (
     convert,
 )
 from lightning_parallel.tensor.linear import shared_inputs
+from lightning_parallel.tensor.pieces import Piece
 from lightning_parallel.tensor.sharding import Shard, ShardPart, balanced
 from tests.harness import distributed, recorded_communication, run
 from tests.tensor.oracle import check, divide, finish_gradients, same_by_name
@@ -579,3 +580,44 @@ def test_a_divided_layer_is_copied_but_never_pickled_as_if_it_were_whole(kind):
     assert torch.equal(copied[0].weight, model[0].weight)
     with pytest.raises(RuntimeError, match=r"`ColumnLinear.*` is sharded over the tensor-parallel ranks"):
         pickle.dumps(model)
+
+
+class Embedded(Gated):
+    def __init__(self):
+        super().__init__()
+        self.table = nn.Embedding(5, 6)
+
+    def forward(self, tokens):
+        return super().forward(self.table(tokens))
+
+
+@distributed(world_size=2)
+def test_functional_calls_give_layers_full_tensors(group):
+    torch.manual_seed(3)
+    alone = Embedded().double()
+    module = copy.deepcopy(alone)
+    styles = {"gate": Column(), "up": Column(), "down": Row(), "table": Vocab()}
+    rules = {}
+    for name, style in styles.items():
+        rules |= {f"{name}.{key}": rule for key, rule in style.rules(getattr(module, name), 2).items()}
+        style.apply(getattr(module, name), group)
+    tokens = torch.tensor([[0, 4, 2], [3, 3, 1]])
+
+    def loss(model, parameters):
+        return torch.func.functional_call(model, parameters, (tokens,)).square().sum()
+
+    expected = loss(alone, {name: 2 * value for name, value in alone.named_parameters()})
+    expected.backward()
+    full = {name: value.detach().clone().requires_grad_() for name, value in alone.named_parameters()}
+    pieces = {
+        name: Piece.by_rule(value, rules[name], group) if name in rules else value
+        for name, value in module.named_parameters()
+    }
+    for given in (pieces, full):
+        found = loss(module, {name: 2 * value for name, value in given.items()})
+        torch.testing.assert_close(found, expected)
+        found.backward()
+    for name, value in alone.named_parameters():
+        own = module.get_parameter(name).grad
+        torch.testing.assert_close(full[name].grad, value.grad)
+        torch.testing.assert_close(own, rules[name].split(value.grad, group.rank) if name in rules else value.grad)

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from lightning_parallel.tensor.autograd import reduce_from_group
 from lightning_parallel.tensor.pieces import GATHERS, Piece, without_pieces
+from lightning_parallel.tensor.sharding import Shard
 from tests.harness import distributed, recorded_communication, run
 
 SHAPE = (3, 5, 4)
@@ -32,6 +33,17 @@ def _set_in_a_view(x, dim, full):
     y = x.clone()
     y.narrow(dim, 0, 1).mul_(3)
     return y
+
+
+def _masked(x, dim, full):
+    y = x.clone()
+    y[y > full] = -0.5
+    return y.masked_fill_(full < 0.1, 2.0)
+
+
+def _drawn(x, dim, full):
+    torch.manual_seed(x.dim())
+    return x + torch.randn_like(x) * torch.rand_like(full)
 
 
 FUNCTIONS = {
@@ -69,6 +81,29 @@ FUNCTIONS = {
     "matmul": lambda x, dim, full: x @ torch.ones(x.shape[-1], 2, dtype=x.dtype),
     "linear": lambda x, dim, full: F.linear(x, torch.ones(3, x.shape[-1], dtype=x.dtype)),
     "layer_norm": lambda x, dim, full: F.layer_norm(x, x.shape[-1:]),
+    "products": lambda x, dim, full: x.transpose(0, dim) @ x.transpose(0, dim).transpose(-1, -2) if x.dim() > 1 else x,
+    "einsum": lambda x, dim, full: torch.einsum("...i,...i->...i", x, full),
+    "where": lambda x, dim, full: torch.where(x > full, x, full),
+    "lerp": lambda x, dim, full: torch.lerp(x, full, 0.3).addcdiv(full, full + 1, value=0.5),
+    "compare": lambda x, dim, full: x * (x.detach() <= full) + (x == x),
+    "join": lambda x, dim, full: torch.cat([x, 2 * x], dim),
+    "join full": lambda x, dim, full: torch.cat([full, x], dim),
+    "pile": lambda x, dim, full: torch.stack([x, x - 1], -1).sum(-1),
+    "turn": lambda x, dim, full: x.flip(dim).roll(1, dim),
+    "expand": lambda x, dim, full: x.narrow(dim, 0, 1).expand_as(x) - x,
+    "spread": lambda x, dim, full: x / (1 + x.std(dim, correction=0, keepdim=True)) + x.var(),
+    "product": lambda x, dim, full: x + x.prod(dim, keepdim=True),
+    "order": lambda x, dim, full: x * x.argsort(dim),
+    "threshold": lambda x, dim, full: x * (x.abs() >= x.detach().abs().flatten().topk(2).values[-1]),
+    "extremes": lambda x, dim, full: x / (2 + x.detach().abs().max()) + x.detach().amin(dim, keepdim=True),
+    "norm of all": lambda x, dim, full: x * (0.5 / (1 + x.norm())).clamp(max=0.4),
+    "other norm": lambda x, dim, full: x / (1 + torch.linalg.vector_norm(x, 1, dim=dim, keepdim=True)),
+    "lists": lambda x, dim, full: torch._foreach_add(torch._foreach_mul([x, full], 0.5), [full, x])[0],
+    "norms of lists": lambda x, dim, full: x * torch._foreach_norm([x.detach(), full])[0],
+    "fill": lambda x, dim, full: torch.zeros_like(x).add_(x).mul_(0.9).sub_(full).clamp_(-2),
+    "assign": lambda x, dim, full: x.clone().mul_(0.5).__iadd__(full),
+    "masked set": _masked,
+    "draw": _drawn,
     "change": _changed,
     "set": _set,
     "set in a view": _set_in_a_view,
@@ -84,30 +119,50 @@ def _chain(x, calls):
     return x
 
 
-@settings(max_examples=150, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
-@given(calls=CALLS, place=st.integers(0, 2), first=st.integers(1, 3), in_region=st.booleans())
-def test_chains_of_functions_equal_the_full_tensor(calls, place, first, in_region):
-    first = min(first, SHAPE[place] - 1)
-    run(chain_is_equal, 2, calls=calls, place=place, extents=(first, SHAPE[place] - first), in_region=in_region)
+# The ranges of each rank in a dimension of a size.
+RULES = {
+    "first": lambda n: (((0, 1),), ((1, n),)),
+    "last": lambda n: (((0, n - 1),), ((n - 1, n),)),
+    "all here": lambda n: (((0, n),), ((0, 0),)),
+    "all there": lambda n: (((0, 0),), ((0, n),)),
+    "packed": lambda n: (((0, 1), (2, n)), ((1, 2),)),
+    "shared": lambda n: (((0, 2),), ((1, n),)),
+}
 
 
-def chain_is_equal(group, calls, place, extents, in_region):
+@settings(max_examples=300, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
+@given(calls=CALLS, place=st.integers(0, 2), name=st.sampled_from(sorted(RULES)), in_region=st.booleans())
+def test_chains_of_functions_equal_the_full_tensor(calls, place, name, in_region):
+    # Hidden states of a region are never packed.
+    run(chain_is_equal, 2, calls=calls, place=place, name=name, in_region=in_region and name in ("first", "last"))
+
+
+def chain_is_equal(group, calls, place, name, in_region):
     torch.manual_seed(1)
+    rule = Shard(place, RULES[name](SHAPE[place]))
     leaf = torch.randn(SHAPE, dtype=torch.float64, requires_grad=True)
-    part = leaf.detach().split(extents, place)[group.rank].clone().requires_grad_()
+    part = rule.split(leaf.detach(), group.rank).requires_grad_()
     expected = _chain(leaf * 1.0, calls)
-    found = _chain(Piece.of(part * 1.0, group, place, extents, in_region), calls)
-    exact = {"rtol": 1e-9, "atol": 1e-9}
-    torch.testing.assert_close(without_pieces(found).detach(), expected.detach(), **exact)
+    own = part * 1.0
+    x = Piece.of(own, group, place, rule.sizes, in_region) if in_region else Piece.by_rule(own, rule, group)
+    found = _chain(x, calls)
+    torch.testing.assert_close(without_pieces(found).detach(), expected.detach(), rtol=1e-9, atol=1e-9, equal_nan=True)
     weights = torch.rand(expected.shape, dtype=torch.float64)
     (want,) = torch.autograd.grad((expected * weights).sum(), leaf, create_graph=True)
     (have,) = torch.autograd.grad((found * weights).sum(), part, create_graph=True)
-    torch.testing.assert_close(have, want.split(extents, place)[group.rank], **exact)
+    _assert_part(have, want, rule, group)
     # Gradients of gradients.
     if want.requires_grad:
         (want,) = torch.autograd.grad(want.square().sum(), leaf)
         (have,) = torch.autograd.grad(reduce_from_group(have.square().sum(), group), part)
-        torch.testing.assert_close(have, want.split(extents, place)[group.rank], **exact)
+        _assert_part(have, want, rule, group)
+
+
+def _assert_part(have, want, rule, group):
+    # The first rank that holds an element has its gradient.
+    want = rule.only_owned(rule.split(want, group.rank), group.rank)
+    # The gradient of `std` is no number where all values are equal.
+    torch.testing.assert_close(have, want, rtol=1e-9, atol=1e-9, equal_nan=True)
 
 
 def _pieces(group, place=1):

@@ -2,6 +2,7 @@
 
 import copy
 import io
+import pickle
 
 import pytest
 import torch
@@ -54,7 +55,13 @@ def _momentum(p):
 
 
 READS = {
-    "sizes": lambda p: (tuple(p.shape), p.numel(), p.size(0), len(p), p.stride(), p.ndim, p.is_leaf),
+    "sizes": lambda p: (tuple(p.shape), p.numel(), p.size(0), len(p), p.stride(), p.ndim, p.is_leaf, p.nbytes),
+    "texts": lambda p: torch.tensor([hash(text) for text in (repr(p), str(p), f"{p}", repr(p.data), repr(p.grad))]),
+    "compiled": lambda p: torch.compile(lambda q: (q * 2).sum() + q.norm(), backend="eager")(p),
+    "identity": lambda p: (p is p, p in {p}, {p: 1}[p], p == p, torch.equal(p, p.clone()), p.tolist() == p.tolist()),
+    "algebra": lambda p: (torch.einsum("ij,kj->ik", p, p), torch.linalg.matrix_norm(p, 2), torch.linalg.pinv(p)),
+    "counts": lambda p: (p.unique().numel(), p.nonzero(), p.count_nonzero(), p.diff(dim=0), p.cumsum(0)),
+    "a subset": lambda p: (pickle.loads(pickle.dumps(p)).sum(), copy.copy(p).sum(), p.float().double(), p.half().sum()),
     "norms": lambda p: (p.norm(), p.norm(dim=1), p.norm(dim=0, keepdim=True), torch.linalg.norm(p, 2), p.norm(1)),
     "extremes": lambda p: (p.abs().max().item(), p.min(), p.amax(1), p.argmax(), p.max(0).values, p.aminmax()),
     "statistics": lambda p: (torch.histc(p, 8), torch.quantile(p.flatten(), 0.9), p.median(), p.std(), p.std(1)),
@@ -87,6 +94,16 @@ WRITES = {
     "largest": lambda p: p.grad.__setitem__(p.grad.abs() < p.grad.abs().flatten().topk(9).values[-1], 0),
     "torch's": lambda p: torch.nn.utils.clip_grad_value_([p], 0.1),
     "an average": _average,
+    "random": lambda p: (p.data.uniform_(), p.add_(torch.empty_like(p).normal_()), p.copy_(F.dropout(p, 0.2))),
+    "more draws": lambda p: p.add_(torch.bernoulli(torch.full_like(p, 0.5))).mul_(torch.randint_like(p, 5)),
+    "rows by index": lambda p: (
+        p.copy_(p[torch.randperm(ROWS)]),
+        p.index_add_(0, torch.tensor([1, 5]), torch.ones(2, COLUMNS).double()),
+        p.scatter_(0, torch.zeros(1, COLUMNS).long(), 0.3),
+    ),
+    "out": lambda p: (torch.mul(p, 0.5, out=p), torch.add(p, p, out=p)),
+    "no gradient": lambda p: p.grad.zero_(),
+    "lists of both": lambda p: torch._foreach_lerp_([p.data, p.grad], [p.data * 2, p.data * 3], 0.1),
     "a view that follows": _view_and_change,
 }
 
