@@ -17,7 +17,6 @@ Legend: n extent of the sharded dimension, n_r its extent on rank r.
 
 from __future__ import annotations
 
-import logging
 import math
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterable, MutableMapping, MutableSequence, Sequence
@@ -33,6 +32,7 @@ from torch.autograd import Function
 from lightning_parallel import comm
 from lightning_parallel.comm import Group
 from lightning_parallel.compat import innermost_users_line, is_users_object
+from lightning_parallel.compat.lightning import tell
 from lightning_parallel.compat.torch import (
     DisableTorchFunctionSubclass,
     make_wrapper_subclass,
@@ -63,7 +63,11 @@ __all__ = [
 # How often each line of the user's code had all of a piece gathered.
 GATHERS: Counter[str] = Counter()
 
-_log = logging.getLogger(__name__)
+# The bytes that each line has gathered, and how often it has gathered the same part, by address; None if told.
+_GATHERED: dict[str, tuple[int, Counter[int]] | None] = {}
+_OFTEN = 10
+_LARGE = 1 << 26  # bytes of full tensors
+
 _aten = torch.ops.aten
 
 # Views of data that are not made yet stay unmade as well.
@@ -484,9 +488,27 @@ def _without_graph(part: Tensor, place: int, family: _Family, home: Tensor | Non
 def _gather(part: Tensor, place: int, family: _Family) -> Tensor:
     if line := innermost_users_line():
         GATHERS[line] += 1
-        if GATHERS[line] == 1:
-            _log.info("%s reads a tensor that is sharded over tensor-parallel ranks, which gathers it", line)
+        _tell_of_gathers(line, part, place, family)
     return family.join_data(part.whole() if isinstance(part, Piece) else part, place)
+
+
+def _tell_of_gathers(line: str, part: Tensor, place: int, family: _Family) -> None:
+    """Tell once of a line that gathers the same tensors again and again, and many bytes, unlike a hook of an epoch."""
+    bytes_before, times = _GATHERED.setdefault(line, (0, Counter())) or (0, None)
+    if times is None:
+        return
+    sizes = list(part.shape)
+    sizes[place] = family.extent
+    total = bytes_before + math.prod(sizes) * part.element_size()
+    address = 0 if isinstance(part, Piece) else part.data_ptr()
+    times[address] += 1
+    is_told = times[address] >= _OFTEN and total >= _LARGE
+    _GATHERED[line] = None if is_told else (total, times)
+    if is_told:
+        tell(
+            f"{line} gathers sharded tensors in many steps: {total / 1e6:.0f} MB in {GATHERS[line]} reads so far."
+            " Elementwise functions, sums, norms and extremes need no gather"
+        )
 
 
 class _WholeOfPart(Function):

@@ -1,6 +1,7 @@
 """A chain of functions of a piece gives the numbers of the same chain on the full tensor."""
 
 import io
+from unittest import mock
 
 import pytest
 import torch
@@ -8,6 +9,7 @@ import torch.nn.functional as F
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from lightning_parallel.tensor import pieces
 from lightning_parallel.tensor.autograd import reduce_from_group
 from lightning_parallel.tensor.pieces import GATHERS, Piece, without_pieces
 from lightning_parallel.tensor.sharding import Shard
@@ -203,6 +205,20 @@ def test_gathers_are_counted_by_line(group):
     assert GATHERS.total() == before + 2
     (line,) = (line for line in GATHERS if "test_gathers_are_counted_by_line" in line)
     assert "test_pieces.py" in line
+
+
+@distributed(world_size=2)
+def test_a_line_that_often_gathers_much_is_told_once(group):
+    told = []
+    with mock.patch.object(pieces, "tell", told.append), mock.patch.object(pieces, "_LARGE", 60 * 8 * 15):
+        parameters = [_pieces(group)[1].part for _ in range(30)]
+        for _ in range(20):
+            Piece.of(parameters[0], group, 1, (3, 2)).flip(1)
+        for part in parameters:  # as of an epoch's end: much, but not often
+            Piece.of(part, group, 1, (3, 2)).flip(1)
+    (text,) = told
+    assert "test_pieces.py" in text
+    assert "in 15 reads" in text
 
 
 @distributed(world_size=2)
