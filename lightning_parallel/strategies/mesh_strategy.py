@@ -440,9 +440,10 @@ class MeshStrategy(MeshProcesses):
 
     def _full_step(self, optimizer: Optimizer) -> AbstractContextManager[None]:
         """Show full tensors to the step of an optimizer that needs them."""
-        run = self.run
-        is_full = run.hook_watch is not None and optimizer in run.full_optimizers
-        return run.hook_watch.full_step(optimizer) if is_full else nullcontext()
+        watch = self.run.hook_watch
+        if watch is None or optimizer not in self.run.full_optimizers:
+            return nullcontext()
+        return watch.full_step(optimizer)
 
     def make_reducer(self) -> GradientReducer:
         """Return the reducer that averages the gradients over the replicas, for one `fit`; every rank must call it."""

@@ -233,7 +233,7 @@ class ShardedTensor(StandIn):
         return pytree.tree_map(lambda leaf: given.get(id(leaf), leaf), result)
 
     @classmethod
-    def __torch_dispatch__(
+    def __torch_dispatch__(  # type: ignore[override]
         cls, func: Callable[..., Any], types: Iterable[type], args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         # Never called, since only the class of the tensor has changed. Because of this method, `torch.compile` leaves
