@@ -650,8 +650,6 @@ class MeshStrategy(MeshProcesses):
         # It calls `on_after_backward`, whose hooks must see the mean gradients, as under DDP.
         closure_loss = self.precision_plugin.post_backward(closure_loss, self.module)
         self.post_backward(closure_loss)
-        if run.hook_watch is not None:
-            run.hook_watch.follow_backward()
         return closure_loss
 
     @override
@@ -669,6 +667,8 @@ class MeshStrategy(MeshProcesses):
             run.reducer.reduce()  # a module under manual optimization called `loss.backward()` by itself
             if run.compression is not None:
                 run.compression.drop_nonfinite_gradients(run.reducer, self.precision_plugin)
+        if run.hook_watch is not None:
+            closure = run.hook_watch.closure(closure)
         # With slices, parameters become narrow later, inside the optimizer's step; see `ParameterSlices.divide`.
         shown = self._full_step(optimizer) if run.slices is None else nullcontext()
         with nullcontext() if run.hook_watch is None else run.hook_watch.optimizer_step(optimizer), shown:

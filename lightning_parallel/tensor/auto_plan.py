@@ -193,9 +193,8 @@ def _is_read(module: nn.Module, calls: BlockCalls, shows_weights: bool) -> bool:
         if line is not None and not shows_weights:
             raise ValueError(
                 f"The step computes with `{path}.weight` outside its layer{f', in {line}' if line else ''}, and with"
-                " the weights of all other layers that tensor parallelism could shard. With compiled modules, stages or"
-                f" manual optimization, each rank would see only pieces of them. Use"
-                f" `tensor_parallel_size=1`. {WITHOUT_WEIGHTS} [LP014]"
+                " the weights of all other layers that tensor parallelism could shard. With compiled modules or stages,"
+                f" each rank would see only pieces of them. Use `tensor_parallel_size=1`. {WITHOUT_WEIGHTS} [LP014]"
             )
         if line is not None:
             return True

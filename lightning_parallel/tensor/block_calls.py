@@ -7,7 +7,7 @@ that it may take: tokens, hidden states, an image.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -153,10 +153,10 @@ class BlockCalls:
         )
 
     def used_outside(self, blocks: Collection[str]) -> dict[str, str]:
-        """Return the parameters with which the step computes outside the calls of `blocks`.
+        """Return the parameters of modules that the step calls outside the calls of `blocks`.
 
         Returns:
-            By name of the parameter, the module or the line of code that computes with it. Empty without a record.
+            By name of the parameter, the reason in a few words. Empty without a record.
         """
         record = self._record()
         if record is None:
@@ -170,14 +170,6 @@ class BlockCalls:
             if outside[-1] and call.has_data:
                 inside = self._root.get_submodule(call.path).parameters()
                 found |= {named[id(parameter)]: f"code outside its block calls `{call.path}`" for parameter in inside}
-        for operation in record.operations:
-            if operation.call >= 0 and outside[operation.call]:
-                path = record.calls[operation.call].path
-                names = [value.view_of for value in operation.inputs if value.view_of is not None]
-                found |= dict.fromkeys(names, f"code outside its block calls `{path}`")
-        # A block may compute with the weights of its own parts: it does so with the positions of a rank.
-        by_hand = _read_by_hand(record, lambda call: call < 0 or outside[call])
-        found |= {name: f"code computes with its weights in {line or 'torch'}" for name, line in by_hand.items()}
         # Every rank keeps the same modules on full sequences.
         for other in reversed(comm.all_gather_object(found, self._group)):
             found = {**found, **other}
@@ -354,7 +346,7 @@ def _with_values(args: tuple[Any, ...], kwargs: dict[str, Any]) -> BlockCall:
 # ------------------------------------------------------------------------------------------------------ read by hand
 
 
-def _read_by_hand(trace: StepTrace, counts: Callable[[int], bool] = lambda call: True) -> dict[str, str]:
+def _read_by_hand(trace: StepTrace) -> dict[str, str]:
     """Return the parameters that code outside their modules computes with, by name, and the lines of this code.
 
     Operations that treat each number alike, such as a moving average of the weights, are right on shards. So a
@@ -362,7 +354,6 @@ def _read_by_hand(trace: StepTrace, counts: Callable[[int], bool] = lambda call:
 
     Args:
         trace: The record.
-        counts: Tells whether code in the call with this number counts; -1 is the step itself.
     """
     found: dict[str, str] = {}
     # By the `id` of results, which the trace keeps alive.
@@ -382,7 +373,7 @@ def _read_by_hand(trace: StepTrace, counts: Callable[[int], bool] = lambda call:
             continue
         if _treats_alike(operation, outputs):
             alike |= {id(value): read for value in outputs}
-        elif counts(operation.call):
+        else:
             found |= read
     return found
 

@@ -1015,7 +1015,7 @@ RULES = {name: rule for rule, names in _TABLE for name in names.split()}
 
 
 def without_pieces(value: Any) -> Any:
-    """Replace pieces, and parts of gradients, by ordinary tensors, in a value of any structure.
+    """Replace pieces by ordinary tensors in a value of any structure.
 
     Containers that pytree knows are made anew. In other containers, such as dataclasses and the user's objects, they
     are replaced in place. They stay a part of autograd's graph. Every rank of the group must call it.
@@ -1075,7 +1075,7 @@ def _is_same(one: Any, two: Any) -> bool:
 
 
 def has_pieces(value: Any) -> bool:
-    """Return whether a value is a piece, a part of a gradient, or a container of them.
+    """Return whether a value is a piece or a container of pieces.
 
     A large container counts by its first and its last value: a search in each step would take too long.
     """

@@ -18,6 +18,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
+from functools import partial
 from inspect import isfunction
 from typing import Any
 
@@ -26,7 +27,8 @@ from torch import Tensor, nn
 
 from lightning_parallel.comm import Group
 from lightning_parallel.compat import DIVISION
-from lightning_parallel.compat.torch import DisableTorchFunctionSubclass, pytree
+from lightning_parallel.compat.torch import DisableTorchFunctionSubclass, forward_hooks_of, pytree
+from lightning_parallel.tensor.autograd import whole_from_group
 from lightning_parallel.tensor.pieces import Piece, StandIn
 from lightning_parallel.tensor.sharding import Shard
 
@@ -83,12 +85,14 @@ class ShardPlace:
         group: The group over which it is sharded.
         slices: How the shard is cut into slices.
         users: In a step, the modules that compute with the shard, by `id`; None in a hook.
+        is_partial: Whether its users compute for a part of the gradient, which a later reduction sums over the group.
     """
 
     rule: Shard | None
     group: Group
     slices: Slices | None = None
     users: frozenset[int] | None = None
+    is_partial: bool = False
 
     def piece(self, part: Tensor, full: Tensor | None = None) -> Tensor:
         """Return the full tensor; functions that change it in place change the part.
@@ -102,11 +106,15 @@ class ShardPlace:
             sliced = self.slices
             whole = None if sliced.whole is None or full is not None else sliced.whole.reshape(-1)
             part = Piece.in_memory(part.view(-1), sliced.rule, sliced.group, whole).view(sliced.shape)
+        if self.is_partial and self.rule is None and torch.is_grad_enabled() and part.requires_grad:
+            # The code computes for the full gradient on each rank, and the later sum must count it once.
+            return whole_from_group(part, self.group)
         return part if self.rule is None else Piece.in_memory(part, self.rule, self.group, full)
 
     def of_gradient(self) -> ShardPlace:
         """Return the place of the gradient, whose full data this rank lacks."""
-        return self if self.slices is None else replace(self, slices=replace(self.slices, whole=None))
+        slices = None if self.slices is None else replace(self.slices, whole=None)
+        return replace(self, slices=slices, is_partial=False)
 
     def cut(self, value: Any) -> Any:
         """Return this rank's part of a full tensor; return any other value unchanged."""
@@ -198,13 +206,12 @@ class ShardedTensor(StandIn):
         kwargs = kwargs or {}
         name = getattr(func, "__name__", "")
         is_property = name in ("__get__", "__set__", "__delete__")
-        if (
-            name in _FACTS
-            or (is_property and func not in _OF_VALUES)
-            or _handles_shards(sys._getframe(1), args, kwargs)
-        ):
+        is_fact = name in _FACTS or (is_property and func not in _OF_VALUES)
+        if is_fact or _is_code_for_shards(caller := _caller(sys._getframe(1))):
             with DisableTorchFunctionSubclass():
                 return func(*args, **kwargs)
+        if _is_in_user(caller, args, kwargs):
+            return _on_shards(func, types, args, kwargs)
         if func == _GET_GRAD:
             return _gradient(args[0])
         if name in ("__repr__", "__format__"):
@@ -250,27 +257,65 @@ def _is_method(func: Callable[..., Any]) -> bool:
     return getattr(Tensor, getattr(func, "__name__", ""), None) is not None and not isfunction(func)
 
 
-def _handles_shards(frame: Any, args: Any, kwargs: Any) -> bool:
-    """Return whether the code that has called a function handles shards: this package, or a sharded layer."""
+def _caller(frame: Any) -> Any:
+    """Return the frame of the code that calls a function, given the frame that calls its implementation."""
     # A mode that watches functions adds its own frame before the caller's.
     while frame is not None and (
         frame.f_code.co_name == "__torch_function__" or frame.f_globals.get("__name__") in _BETWEEN
     ):
         frame = frame.f_back
-    if frame is None or frame.f_globals.get("__name__", "").startswith(_HANDLE_SHARDS):
-        return True
+    return frame
+
+
+def _is_code_for_shards(frame: Any) -> bool:
+    """Return whether code handles shards: this package, or an optimizer of torch."""
+    return frame is None or frame.f_globals.get("__name__", "").startswith(_HANDLE_SHARDS)
+
+
+def _is_in_user(frame: Any, args: Any, kwargs: Any) -> bool:
+    """Return whether a module runs that computes with the shard among the arguments."""
     shard = next(leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, ShardedTensor))
     users = vars(shard)["place"].users
+    called = frame
     while frame is not None and frame.f_code.co_name not in ("run_watched", "run_in_step"):
-        if users is not None:
-            # A module inside the layer may compute with a shard that the layer gives to it.
-            if frame.f_code.co_name == "_call_impl" and id(frame.f_locals.get("self")) in users:
-                return True
-        elif frame.f_code.co_name == "_call_impl" and isinstance(module := frame.f_locals.get("self"), nn.Module):
-            # The user's own forward, too, gets the shards of a layer with parameters of its heads.
-            return DIVISION in vars(module)
+        if frame.f_code.co_name == "_call_impl" and isinstance(module := frame.f_locals.get("self"), nn.Module):
+            # A module inside the layer may compute with a shard that the layer gives to it. The user's own forward,
+            # too, gets the shards of a layer with parameters of its heads.
+            is_user = DIVISION in vars(module) if users is None else id(module) in users
+            if is_user or users is None:
+                return is_user and not _is_hook(called, module)
+        elif frame.f_code.co_name != "inner":  # a function inside `_call_impl`
+            called = frame
         frame = frame.f_back
     return False
+
+
+def _is_hook(frame: Any, module: nn.Module) -> bool:
+    """Return whether a frame runs a forward hook of a module."""
+    hooks = [hook for found in forward_hooks_of(module) for hook in found.values()]
+    return any(getattr(hook, "__code__", None) is frame.f_code for hook in map(_function_of, hooks))
+
+
+def _function_of(hook: Any) -> Any:
+    while isinstance(hook, partial):
+        hook = hook.func
+    return hook if hasattr(hook, "__code__") else type(hook).__call__
+
+
+def _on_shards(func: Callable[..., Any], types: Iterable[type], args: Any, kwargs: Any) -> Any:
+    """Return the result of a function in a module that computes with shards."""
+    if not any(issubclass(kind, Piece) for kind in types):
+        with DisableTorchFunctionSubclass():
+            return func(*args, **kwargs)
+
+    def shard(leaf: Any) -> Any:
+        if not isinstance(leaf, ShardedTensor):
+            return leaf
+        with DisableTorchFunctionSubclass():
+            return leaf.as_subclass(Tensor)
+
+    # Activations that are pieces have rules, too, which the block above would turn off.
+    return func(*pytree.tree_map(shard, args), **pytree.tree_map(shard, kwargs))
 
 
 def local_numel(tensor: Tensor) -> int:

@@ -1,8 +1,7 @@
 """Gradients that the user's code asks for directly, by `torch.autograd.grad(loss, weight)`: as in one process.
 
     of sharded logits       the gradient of the pieces, gathered
-    of a sharded weight     a `ShardGradient`: element-wise operations keep this rank's part; any other operation, such
-                            as a norm, gathers the full gradient
+    of a sharded weight     a `Piece` of the full gradient
     of a partial gradient   the sum over the ranks
 
 Either every rank of the tensor-parallel group asks, or none.
@@ -10,129 +9,20 @@ Either every rank of the tensor-parallel group asks, or none.
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from lightning_parallel import comm
 from lightning_parallel.comm import Group
 from lightning_parallel.compat import Patches
-from lightning_parallel.compat.torch import DisableTorchFunctionSubclass, pytree
 from lightning_parallel.tensor.autograd import gather_from_group
 from lightning_parallel.tensor.pieces import Piece
 from lightning_parallel.tensor.plan import Sharding
-from lightning_parallel.tensor.sharded import ShardedTensor
 from lightning_parallel.tensor.sharding import Shard, reduce_partial_
 
-__all__ = ["ShardGradient", "give_whole_gradients"]
-
-_ELEMENTWISE = {"mul", "multiply", "div", "divide", "true_divide", "add", "sub", "subtract", "neg", "negative", "pow"}
-_ELEMENTWISE |= {"square", "sqrt", "rsqrt", "abs", "exp", "log", "sign", "clamp", "clip", "reciprocal", "lerp"}
-_ELEMENTWISE |= {"addcmul", "addcdiv", "where", "zeros_like", "ones_like", "empty_like", "nan_to_num", "copy_"}
-_ELEMENTWISE |= {"maximum", "minimum", "isnan", "isinf", "isfinite", "eq", "ne", "lt", "gt", "le", "ge", "rsub"}
-_CASTS = {
-    "detach",
-    "clone",
-    "float",
-    "double",
-    "half",
-    "bfloat16",
-    "to",
-    "type",
-    "type_as",
-    "contiguous",
-    "cpu",
-    "cuda",
-}
-# Functions that read facts about the part, or do not compute.
-_PLAIN = {"__get__", "__set__", "__delete__", "dim", "size", "numel", "stride", "is_floating_point", "is_contiguous"}
-_PLAIN |= {"requires_grad_", "data_ptr", "untyped_storage", "storage_offset", "is_complex", "ndimension", "__hash__"}
-_PLAIN |= {"register_hook", "backward", "element_size", "get_device", "is_sparse", "is_shared", "grad"}
-# Optimizers and these packages handle the part as a part.
-_OURS = {"lightning_parallel", "lightning", "pytorch_lightning"}
-_OPTIMIZERS = ("torch.optim.", "torch.nn.utils.", "torch.autograd.")
-
-
-class ShardGradient(Tensor):
-    """This rank's part of the gradient of a sharded parameter; the user's code sees the full gradient.
-
-    Attributes:
-        rule: How it is sharded.
-        group: The tensor-parallel group.
-        parameter: Its name.
-    """
-
-    rule: Shard
-    group: Group
-    parameter: str
-
-    @staticmethod
-    def of(part: Tensor, rule: Shard, group: Group, name: str) -> ShardGradient:
-        """Return `part` as the shard of a gradient."""
-        gradient = part.as_subclass(ShardGradient)
-        gradient.rule, gradient.group, gradient.parameter = rule, group, name
-        return gradient
-
-    def whole(self) -> Tensor:
-        """Return the gradient of the full parameter; every rank of the group must call it."""
-        rule, layer = self.rule, self.parameter.rpartition(".")[0]
-        with DisableTorchFunctionSubclass():
-            if self.requires_grad:
-                raise RuntimeError(
-                    f"The step differentiates the gradient of `{self.parameter}`, which is sharded over ranks"
-                    " (`create_graph=True`). Only elementwise operations support this. Keep its layer replicated with"
-                    f" tensor_plan={{..., {layer!r}: 'replicate'}}"
-                )
-            gathered = comm.all_gather(self.as_subclass(Tensor).detach(), self.group, rule.dim, rule.sizes)
-            return rule.merge(gathered.split(rule.sizes, rule.dim))
-
-    @classmethod
-    def __torch_function__(
-        cls, func: Callable[..., Any], types: Iterable[type], args: Any = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        kwargs = kwargs or {}
-        name = getattr(func, "__name__", "")
-        leaves = pytree.tree_leaves((args, kwargs))
-        first = next((leaf for leaf in leaves if isinstance(leaf, ShardGradient)), None)
-        with DisableTorchFunctionSubclass():
-            if first is None or name in _PLAIN or _is_called_by_us():
-                return func(*args, **kwargs)
-            if _is_elementwise(name, first, leaves):
-                result = func(*args, **kwargs)
-                return pytree.tree_map(lambda value: _kept(value, first, leaves), result)
-            whole = pytree.tree_map(lambda leaf: leaf.whole() if isinstance(leaf, cls) else leaf, (args, kwargs))
-            return func(*whole[0], **whole[1])
-
-
-def _is_called_by_us() -> bool:
-    """Return whether the caller is code that handles parts: this library or an optimizer."""
-    # Frame 0 is this function, and frame 1 is `__torch_function__`.
-    frame = sys._getframe(2)
-    # A mode that watches the step adds its own frame before the caller's.
-    while frame.f_code.co_name == "__torch_function__" and frame.f_back is not None:
-        frame = frame.f_back
-    caller = frame.f_globals.get("__name__", "")
-    return caller.partition(".")[0] in _OURS or caller.startswith(_OPTIMIZERS)
-
-
-def _is_elementwise(name: str, first: ShardGradient, leaves: Sequence[Any]) -> bool:
-    """Return whether an operation treats each number alike, on tensors that are parts of the same kind."""
-    # `mul_`, `__imul__` and `__rmul__` are all `mul`.
-    base = name.removesuffix("_") if not name.endswith("__") else name.strip("_").removeprefix("i").removeprefix("r")
-    is_known = {name, base, name.strip("_")} & (_ELEMENTWISE | _CASTS) or name.lstrip("_").startswith("foreach_")
-    tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
-    return bool(is_known) and all(tensor.dim() == 0 or tensor.shape == first.shape for tensor in tensors)
-
-
-def _kept(value: Any, first: ShardGradient, inputs: Sequence[Any]) -> Any:
-    """Return a result as a part, unless it is an input that was changed in place."""
-    is_new = isinstance(value, Tensor) and not any(value is each for each in inputs)
-    if not is_new or value.shape != first.shape:
-        return value
-    return ShardGradient.of(value, first.rule, first.group, first.parameter)
+__all__ = ["give_whole_gradients"]
 
 
 def give_whole_gradients(
@@ -184,23 +74,19 @@ def give_whole_gradients(
             found = list(own(outputs, inputs, *args, **kwargs))
         for index, name in known.items():
             if found[index] is not None:
-                is_full = isinstance(asked[index], ShardedTensor)
-                found[index] = _completed(found[index], name, rules.get(name), sharding, group, is_full)
+                found[index] = _completed(found[index], name, rules.get(name), sharding, group)
         return tuple(found)
 
     patches.replace_function(torch.autograd.grad, make)
 
 
-def _completed(part: Tensor, name: str, rule: Shard | None, sharding: Sharding, group: Group, is_full: bool) -> Tensor:
+def _completed(part: Tensor, name: str, rule: Shard | None, sharding: Sharding, group: Group) -> Tensor:
     if name in sharding.partial:
         # A copy, because the reduction is in place, and autograd may share the tensor that it returns.
         part = part.clone()
         with torch.no_grad():
             reduce_partial_({name: part}, {} if rule is None else {name: rule}, group)
-    if rule is None:
-        return part
-    # Beside a parameter that reads as full, its gradient must do so too.
-    return Piece.by_rule(part, rule, group) if is_full else ShardGradient.of(part, rule, group, name)
+    return part if rule is None else Piece.by_rule(part, rule, group)
 
 
 def _through_pieces(

@@ -288,17 +288,24 @@ PLACES = (
 class ByHand(Net):
     """Optimizes manually, with code between backward and the optimizer's step."""
 
-    def __init__(self, body, is_plain=False):
+    def __init__(self, body, is_plain=False, in_closure=False):
         super().__init__()
         self.double()
         self.automatic_optimization = False
-        self.body, self.is_plain, self.found = body, is_plain, []
+        self.body, self.is_plain, self.in_closure, self.found = body, is_plain, in_closure, []
+
+    def objective(self, batch):
+        penalty = sum(one.norm() for one in self.parameters())
+        loss = F.cross_entropy(self.net(batch[0]), batch[1]) + 0.1 * penalty
+        loss.backward() if self.is_plain else self.manual_backward(loss)
 
     def training_step(self, batch, index):
         optimizer = self.optimizers()
         optimizer.zero_grad()
-        loss = F.cross_entropy(self.net(batch[0]), batch[1])
-        loss.backward() if self.is_plain else self.manual_backward(loss)
+        if self.in_closure:
+            optimizer.step(closure=lambda: self.objective(batch))
+            return
+        self.objective(batch)
         with torch.no_grad():
             self.body(self)
         optimizer.step()
@@ -311,20 +318,30 @@ def by_hand(module):
     masks(module)
     with torch.enable_grad():
         penalty = F.cross_entropy(module.net(torch.ones(4, 12).double()), torch.zeros(4).long())
-        torch.autograd.grad(penalty, module.net[3].bias, retain_graph=True)
+        gradients = torch.autograd.grad(penalty, list(module.parameters()), retain_graph=True)
+        module.found.append([(float(one.norm()), float((2 * one - one.mean()).max())) for one in gradients])
         module.manual_backward(penalty)
 
 
 @pytest.mark.parametrize("verifies", [False, True])
 @distributed(world_size=2)
-def test_a_manual_step_sees_full_tensors_after_its_backward(group, verifies):
+def test_a_manual_step_sees_full_tensors(group, verifies):
     bodies = (by_hand, clip_by_hand, renorm, lambda m: m.log("norm", weight(m).grad.norm()))
-    for body in bodies:
-        for is_plain in (False, True) if body is clip_by_hand else (False,):
-            mine, alone = ByHand(body, is_plain), ByHand(body, is_plain)
-            fit(alone, "auto", 1)
-            fit(mine, TensorParallelStrategy(tensor_parallel_size=2), 2, verifies=verifies)
-            assert_same(mine, alone)
+    ways = [(body, False, False) for body in bodies] + [(clip_by_hand, True, False), (renorm, False, True)]
+    for way in ways:
+        mine, alone = ByHand(*way), ByHand(*way)
+        fit(alone, "auto", 1)
+        fit(mine, TensorParallelStrategy(tensor_parallel_size=2), 2, verifies=verifies)
+        assert_same(mine, alone)
+
+
+def in_forward_hook(module):
+    """Adds the norm of a weight to the loss, in a hook around the layer."""
+    found = []
+    handle = module.net[0].register_forward_hook(lambda layer, args, output: found.append(layer.weight.norm()))
+    module.net[0](torch.ones(4, 12).double())
+    handle.remove()
+    return 1 + found[0]
 
 
 class Looks(Net):
@@ -357,10 +374,10 @@ def anchored(module):
 class LooksInValidation(Net):
     """Looks at a weight in validation only; `behind` a value, where the record of the step ends."""
 
-    def __init__(self, behind=False):
+    def __init__(self, behind=False, automatic=True):
         super().__init__()
         self.double()
-        self.behind = behind
+        self.behind, self.automatic_optimization = behind, automatic
 
     def validation_step(self, batch, index):
         if not self.behind or self.net(batch[0]).sum() < 1e9:
@@ -370,15 +387,15 @@ class LooksInValidation(Net):
 @distributed(world_size=2)
 def test_steps_compute_with_full_weights_outside_their_layers(group):
     options = {"max_epochs": 1, "limit_train_batches": 2, "limit_val_batches": 1, "verifies": True}
-    for behind in (False, True):
+    for way in ((False, True), (True, True), (False, False)):
         logged = []
         for strategy in ("auto", TensorParallelStrategy(tensor_parallel_size=2)):
             trainer = trainer_for(strategy, 1 if strategy == "auto" else 2, **options)
-            trainer.fit(LooksInValidation(behind), loader(1, 0), loader(1, 0))
+            trainer.fit(LooksInValidation(*way), loader(1, 0), loader(1, 0))
             logged.append(trainer.callback_metrics["far"])
         torch.testing.assert_close(*logged, rtol=1e-10, atol=1e-12)
     # The records of the steps show products with the weight, so its layer stays replicated.
-    for body in (orthogonal, anchored):
+    for body in (orthogonal, anchored, in_forward_hook):
         mine, alone = Looks(body), Looks(body)
         fit(alone, "auto", 1)
         fit(mine, TensorParallelStrategy(tensor_parallel_size=2), 2, verifies=True)

@@ -10,7 +10,7 @@ Outside hooks the parameters are ordinary tensors.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -26,6 +26,7 @@ from lightning_parallel.comm import Group, MeshGroups
 from lightning_parallel.compat import DIVISION, ParallelState
 from lightning_parallel.compat.torch import has_compiled_parts, parameters_of
 from lightning_parallel.data_parallel import ParameterSlices
+from lightning_parallel.tensor.autograd import whole_from_group
 from lightning_parallel.tensor.pieces import Piece
 from lightning_parallel.tensor.sharded import ShardedParameter, ShardedTensor, ShardPlace, Slices, local_numel
 from lightning_parallel.tensor.sharding import Shard
@@ -92,9 +93,10 @@ class FullViews:
         self._shown: list[Tensor] = []
         # Not the length of the list: a step may make the first state of an optimizer.
         self.is_shown = False
-        self._is_for_step = False
-        self._of_step: list[tuple[nn.Parameter, ShardPlace]] | None = None
-        self._has_shards: bool | None = None
+        self._show_again: Callable[[], None] = self._show_to_step
+        self._in_step: list[nn.Parameter] = []
+        self._places: dict[nn.Parameter, ShardPlace] | None = None
+        self._has_compiled: bool | None = None
         self._is_split = False
         self._undo: list[Callable[[], None]] = []
         self._kept: list[tuple[Tensor, ShardPlace]] = []
@@ -126,28 +128,37 @@ class FullViews:
                 self.remote[name] = nn.Parameter(torch.empty(sizes, dtype=held.dtype, device=device), held.trains)
 
     @contextmanager
-    def shown(self, on_all_stages: bool = True) -> Iterator[None]:
+    def shown(self, on_all_stages: bool = True, is_step: bool = False) -> Iterator[None]:
         """Show parameters in full inside the block.
 
         Args:
             on_all_stages: Whether all ranks of the replica run the block; otherwise the ranks of the tensor axis do.
+            is_step: Whether the block is a step, whose layers compute with shards.
         """
         # A hook may start a loop of the Trainer, with further hooks.
         if self.is_shown or self._state.is_alone:
             yield
             return
-        self._show(on_all_stages)
+        self._show(on_all_stages, is_step)
         try:
             yield
         finally:
             self._hide()
 
+    def shown_to_manual_step(self) -> AbstractContextManager[None]:
+        """Show parameters, gradients and states of optimizers to a step under manual optimization."""
+        return nullcontext() if self._is_compiled and self._rules else self.shown(is_step=True)
+
     @property
     def has_shards(self) -> bool:
         """Whether steps can meet shards of parameters, which are not shown to compiled modules."""
-        if self._has_shards is None:
-            self._has_shards = bool(self._rules) and not has_compiled_parts(self._module)
-        return self._has_shards
+        return bool(self._rules) and not self._is_compiled
+
+    @property
+    def _is_compiled(self) -> bool:
+        if self._has_compiled is None:
+            self._has_compiled = has_compiled_parts(self._module)
+        return self._has_compiled
 
     @contextmanager
     def in_step(self) -> Iterator[None]:
@@ -164,36 +175,58 @@ class FullViews:
     def full_parameter(self, name: str, value: Tensor) -> Tensor:
         """Return a sharded parameter in full, in autograd's graph; every rank of the tensor axis must call it."""
         rule = self._rules.get(name)
-        return value if rule is None else Piece.by_rule(value, rule, self._tensor_group).whole()
+        if rule is not None:
+            return Piece.by_rule(value, rule, self._tensor_group).whole()
+        return whole_from_group(value, self._tensor_group) if name in self._partial else value
+
+    @property
+    def _partial(self) -> frozenset[str]:
+        return frozenset() if self._state.sharding is None else self._state.sharding.partial
 
     def _show_to_step(self) -> None:
-        if self._of_step is None:
-            self._of_step = [
-                (parameter, ShardPlace(self._rules[name], self._tensor_group, users=self._users_of(parameter)))
-                for name, parameter in self._module.named_parameters()
-                if name in self._rules and type(parameter) is nn.Parameter
-            ]
-        self.is_shown = self._is_for_step = True
+        self.is_shown = True
+        self._show_again = self._show_to_step
         # Without a function for each parameter, since each step does so.
-        for parameter, place in self._of_step:
-            parameter.__class__ = ShardedParameter
-            fields = parameter.__dict__
-            fields["place"] = place
-            fields["before_gradient"] = None
+        for parameter, place in self._places_in_step().items():
+            if type(parameter) is nn.Parameter:
+                parameter.__class__ = ShardedParameter
+                fields = parameter.__dict__
+                fields["place"] = place
+                fields["before_gradient"] = None
+                self._in_step.append(parameter)
 
-    def _users_of(self, parameter: nn.Parameter) -> frozenset[int]:
-        """Return the sharded modules that own a parameter, and the sharded modules around them."""
-        found: set[int] = set()
+    def _places_in_step(self) -> dict[nn.Parameter, ShardPlace]:
+        """Return the places of sharded parameters, and of parameters with partial gradients, with their users."""
+        if self._places is None:
+            self._places = {}
+            users = self._users()
+            for name, parameter in self._module.named_parameters():
+                rule, is_partial = self._rules.get(name), name in self._partial
+                if rule is not None or is_partial:
+                    self._places[parameter] = ShardPlace(
+                        rule, self._tensor_group, users=frozenset(users[parameter]), is_partial=is_partial
+                    )
+        return self._places
+
+    def _users(self) -> dict[nn.Parameter, set[int]]:
+        """Return the modules that compute with this rank's shard of a parameter, or for a part of its gradient.
+
+        These are the owners of shards, and the sharded modules and the blocks of sequence regions around parameters.
+        """
+        sharding = self._state.sharding
+        regions = () if sharding is None else sharding.plan.sequence_regions
+        blocks = {path for region in regions for path in region.blocks}
         modules = dict(self._module.named_modules(remove_duplicate=False))
-        for alias, one in self._module.named_parameters(remove_duplicate=False):
-            if one is parameter:
-                path = alias.rpartition(".")[0]
-                found.add(id(modules[path]))
-                while path:
-                    if DIVISION in vars(modules[path]):
-                        found.add(id(modules[path]))
-                    path = path.rpartition(".")[0]
-        return frozenset(found)
+        found: dict[nn.Parameter, set[int]] = {}
+        for name, parameter in self._module.named_parameters(remove_duplicate=False):
+            path = name.rpartition(".")[0]
+            # Code may call a norm outside its block, which then computes for the full gradient.
+            users = found.setdefault(parameter, {id(modules[path])} if hasattr(parameter, "shard_rule") else set())
+            while path:
+                if DIVISION in vars(modules[path]) or path in blocks:
+                    users.add(id(modules[path]))
+                path = path.rpartition(".")[0]
+        return found
 
     @contextmanager
     def hidden(self) -> Iterator[None]:
@@ -201,18 +234,16 @@ class FullViews:
         if not self.is_shown:
             yield
             return
-        is_for_step = self._is_for_step
-        on_all_stages = self._hide()
+        show_again = self._show_again
+        self._hide()
         try:
             yield
         finally:
-            if is_for_step:
-                self._show_to_step()
-            else:
-                self._show(on_all_stages)
+            show_again()
 
-    def _show(self, on_all_stages: bool) -> None:
+    def _show(self, on_all_stages: bool, is_step: bool) -> None:
         self.is_shown = True
+        self._show_again = partial(self._show, on_all_stages, is_step)
         is_split = self._is_split = on_all_stages and bool(self._over_replica)
         rules, group = (self._over_replica, self._replica) if is_split else (self._rules, self._tensor_group)
         self._are_gradients_known = not is_split
@@ -224,6 +255,9 @@ class FullViews:
         for name, parameter in (*own.items(), *self._copied()):
             places[parameter] = rules.get(name), group
             place = self._place(parameter, parameter, rules.get(name), group)
+            in_step = self._places_in_step().get(parameter) if is_step else None
+            if in_step is not None:
+                place = in_step if place is None else replace(place, users=in_step.users)
             if place is not None:
                 found.append((parameter, place))
         for optimizer, listed in self._optimizers():
@@ -275,7 +309,7 @@ class FullViews:
     def forget(self) -> None:
         """Find the parameters anew, after the module has changed."""
         self._named.clear()
-        self._of_step = self._has_shards = None
+        self._places = self._has_compiled = None
 
     def _named_parameters(self, is_split: bool) -> dict[str, nn.Parameter]:
         # Kept, since hooks run several times in a step, and a walk through the module takes longer than the rest.
@@ -325,14 +359,14 @@ class FullViews:
                 wanted = {attribute: _EMPTY[child].get(attribute) for attribute in attributes[path]}
                 self._undo.append(fill_in(child, wanted))
 
-    def _hide(self) -> bool:
+    def _hide(self) -> None:
         self.is_shown = False
-        if self._is_for_step:
-            self._is_for_step = False
-            for parameter, _ in self._of_step or ():
+        if self._in_step:
+            for parameter in self._in_step:
                 parameter.__class__ = nn.Parameter
                 del parameter.__dict__["place"], parameter.__dict__["before_gradient"]
-            return False
+            self._in_step.clear()
+            return
         # The hook may have copied a module.
         copied = [parameter for _, parameter in self._copied() if isinstance(parameter, ShardedTensor)]
         for tensor in {id(tensor): tensor for tensor in (*self._shown, *copied)}.values():
@@ -350,7 +384,6 @@ class FullViews:
                     params["params"][:] = [each for each in params["params"] if each not in remote]
             for parameter in remote:
                 parameter.grad = None
-        return self._is_split
 
     def _take_out_copies(self) -> None:
         """Put the placeholders of the stage in place of empty parameters, in modules that the hook has copied."""

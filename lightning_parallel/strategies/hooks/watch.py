@@ -1,8 +1,7 @@
 """Runs the user's hooks on full tensors.
 
-Hooks of the module, of callbacks, of optimizers and of gradients see all parameters in full (`FullViews`). So does a
-step under manual optimization after its first backward. An error of a hook on one rank alone is raised on all ranks, in
-calls 1, 2, 4, 8, ... of the hook.
+Hooks of the module, of callbacks, of optimizers and of gradients see all parameters in full (`FullViews`), and so do
+steps. An error of a hook on one rank alone is raised on all ranks, in calls 1, 2, 4, 8, ... of the hook.
 """
 
 from __future__ import annotations
@@ -13,19 +12,18 @@ import sys
 import traceback
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from types import FrameType
 from typing import Any
 
 from lightning.pytorch import Callback, LightningModule
-from torch import Tensor
 from torch.optim import Optimizer
 
 from lightning_parallel import comm
 from lightning_parallel.comm import Group, MeshGroups
-from lightning_parallel.compat import FOREIGN, ParallelState, Patches, is_power_of_two, is_users, patched
-from lightning_parallel.compat.torch import global_step_hooks, gradient_hooks_of, has_compiled_parts, step_hooks_of
+from lightning_parallel.compat import FOREIGN, ParallelState, Patches, is_power_of_two, is_users
+from lightning_parallel.compat.torch import global_step_hooks, gradient_hooks_of, step_hooks_of
 from lightning_parallel.compat.twins import is_a
 from lightning_parallel.data_parallel import ParameterSlices
 from lightning_parallel.strategies.checkpoints.files import LOCAL_STEPS
@@ -83,7 +81,6 @@ class HookWatch:
         self._agreed: frozenset[tuple[str, int]] = frozenset()
         self._wrapped: list[tuple[dict[int, Callable[..., Any]], int, Callable[..., Any], Callable[..., Any]]] = []
         self._steps = 0
-        self._manual: ExitStack | None = None
 
     def install(self, patches: Patches) -> None:
         """Watch the hooks of a run until `patches` are undone; every rank must call it."""
@@ -180,33 +177,19 @@ class HookWatch:
                 self._wrap_all(hooks, name)
 
     def step(self) -> AbstractContextManager[None]:
-        """Show parameters in full to a step: under manual optimization, from its first backward on."""
+        """Show parameters in full to a step; under manual optimization, also gradients and states of optimizers."""
         if not self._module.automatic_optimization:
-            return nullcontext() if has_compiled_parts(self._module) else self.manual_step()
+            return self.views.shown_to_manual_step()
         return self.views.in_step() if self.views.has_shards else nullcontext()
 
-    @contextmanager
-    def manual_step(self) -> Iterator[None]:
-        """Show parameters in full in a step under manual optimization, from its first backward on."""
-        own = Tensor.backward
+    def closure(self, closure: Callable[[], Any]) -> Callable[[], Any]:
+        """Return a closure of an optimizer under manual optimization, which sees full parameters like its step."""
 
-        def backward(*args: Any, **kwargs: Any) -> None:
-            own(*args, **kwargs)
-            # The user may call `loss.backward()` instead of `manual_backward`.
-            self.follow_backward()
+        def shown() -> Any:
+            with self.step():
+                return closure()
 
-        with ExitStack() as stack, patched(Tensor, "backward", backward):
-            self._manual = stack
-            try:
-                yield
-            finally:
-                self._manual = None
-
-    def follow_backward(self) -> None:
-        """Show parameters in a step under manual optimization; called at the end of each backward."""
-        stack, self._manual = self._manual, None
-        if stack is not None:
-            stack.enter_context(self.views.shown())
+        return closure if self._module.automatic_optimization else shown
 
     def gather_saved(self, checkpoint: MutableMapping[str, Any]) -> None:
         """Gather the pieces that the user's code keeps in a checkpoint; every rank must call it before a save."""

@@ -121,8 +121,8 @@ def shard_tensors(
     replicas.start_equal(module, groups.world)
     with comm.failing_together(groups.world):
         record = cache(partial(_of_all_steps, records, group))
-        # A stage sends its shards to later stages, and a manual step sees full weights only after its first backward.
-        shows = groups.pipeline_parallel.size == 1 and getattr(module, "automatic_optimization", True)
+        # A stage sends its shards to later stages.
+        shows = groups.pipeline_parallel.size == 1
         found = make_plan(module, options.plan, group, options.sequence_parallel, record, shows)
     if groups.pipeline_parallel.size > 1:
         found.sequence_regions = [replace(region, sends_pieces=True) for region in found.sequence_regions]
