@@ -637,7 +637,9 @@ class MeshStrategy(MeshProcesses):
         # These calls repeat Lightning's `Strategy.backward`, which has no place for the reducer.
         self.pre_backward(closure_loss)
         closure_loss = self.precision_plugin.pre_backward(closure_loss, self.module)
-        with nullcontext() if run.reducer is None else run.reducer.backward():
+        # Checkpointed code runs again in the backward pass.
+        shown = nullcontext() if run.hook_watch is None else run.hook_watch.step()
+        with shown, nullcontext() if run.reducer is None else run.reducer.backward():
             if run.steps is not None:
                 run.steps.deliver_gradients(self._open_reducer)
             else:

@@ -170,6 +170,13 @@ class BlockCalls:
             if outside[-1] and call.has_data:
                 inside = self._root.get_submodule(call.path).parameters()
                 found |= {named[id(parameter)]: f"code outside its block calls `{call.path}`" for parameter in inside}
+        for operation in record.operations:
+            if operation.call >= 0 and outside[operation.call]:
+                path = record.calls[operation.call].path
+                # Code that reads weights of other modules computes for full gradients; see `ShardPlace.is_partial`.
+                own = {named[id(one)] for one in self._root.get_submodule(path).parameters(recurse=False)}
+                read = own.intersection(value.view_of for value in operation.inputs)
+                found |= dict.fromkeys(read, f"code outside its block calls `{path}`")
         # Every rank keeps the same modules on full sequences.
         for other in reversed(comm.all_gather_object(found, self._group)):
             found = {**found, **other}

@@ -12,6 +12,7 @@ from lightning.pytorch import Callback, LightningModule
 from lightning.pytorch.utilities import grad_norm
 from torch import nn
 from torch.nn.utils import parametrize, prune
+from torch.utils.checkpoint import checkpoint
 
 from lightning_parallel import HookError, HybridParallelStrategy, PipelineParallelStrategy, TensorParallelStrategy
 from tests.harness import distributed
@@ -384,6 +385,15 @@ class LooksInValidation(Net):
             self.log("far", orthogonal(self))
 
 
+def in_checkpoint(module):
+    """Reads a weight in code that runs again in the backward pass, after the first step."""
+    if not module.global_step:
+        return None
+    return 1 + checkpoint(
+        lambda x: (x @ F.normalize(weight(module), dim=0)).norm(), torch.ones(18).double(), use_reentrant=False
+    )
+
+
 @distributed(world_size=2)
 def test_steps_compute_with_full_weights_outside_their_layers(group):
     options = {"max_epochs": 1, "limit_train_batches": 2, "limit_val_batches": 1, "verifies": True}
@@ -395,7 +405,7 @@ def test_steps_compute_with_full_weights_outside_their_layers(group):
             logged.append(trainer.callback_metrics["far"])
         torch.testing.assert_close(*logged, rtol=1e-10, atol=1e-12)
     # The records of the steps show products with the weight, so its layer stays replicated.
-    for body in (orthogonal, anchored, in_forward_hook):
+    for body in (orthogonal, anchored, in_forward_hook, in_checkpoint):
         mine, alone = Looks(body), Looks(body)
         fit(alone, "auto", 1)
         fit(mine, TensorParallelStrategy(tensor_parallel_size=2), 2, verifies=True)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
@@ -428,8 +428,8 @@ class StepRuns:
         callbacks = None if self.engine is None else LeftInCallbacks(module)
         context = step_context(self.precision, call.name)
         watch = None if model is not None else ParallelState.of(module).watch
-        shown = nullcontext() if watch is None else watch.step()
-        with log_recorded(module, calls), self._manual(model), self._precision(way), context, shown:
+        shown: Callable[[], AbstractContextManager[Any]] = nullcontext if watch is None else watch.step
+        with log_recorded(module, calls), self._manual(model), self._precision(way), context, shown():
             # `without_pieces` communicates, so all ranks call it, although only one rank compares the output.
             output = without_pieces((step if around is None else around(step))(batch, *call.rest, **call.kwargs))
         loss = None
@@ -441,7 +441,8 @@ class StepRuns:
         effects.left_in_callback = "" if callbacks is None else callbacks.name()
         if loss is not None:
             left = None if self.engine is None else LeftByBackward(module)
-            module.backward(loss)
+            with shown():  # checkpointed code runs again
+                module.backward(loss)
             effects.left_by_backward = "" if left is None else left.name()
         return effects
 
