@@ -19,7 +19,7 @@ import sys
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from functools import partial
-from inspect import isfunction
+from inspect import isfunction, unwrap
 from typing import Any
 
 import torch
@@ -276,30 +276,31 @@ def _is_in_user(frame: Any, args: Any, kwargs: Any) -> bool:
     """Return whether a module runs that computes with the shard among the arguments."""
     shard = next(leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, ShardedTensor))
     users = vars(shard)["place"].users
-    called = frame
+    codes = set()
     while frame is not None and frame.f_code.co_name not in ("run_watched", "run_in_step"):
         if frame.f_code.co_name == "_call_impl" and isinstance(module := frame.f_locals.get("self"), nn.Module):
             # A module inside the layer may compute with a shard that the layer gives to it. The user's own forward,
             # too, gets the shards of a layer with parameters of its heads.
             is_user = DIVISION in vars(module) if users is None else id(module) in users
             if is_user or users is None:
-                return is_user and not _is_hook(called, module)
-        elif frame.f_code.co_name != "inner":  # a function inside `_call_impl`
-            called = frame
+                return is_user and not _runs_hook(module, codes)
+            codes.clear()
+        codes.add(frame.f_code)
         frame = frame.f_back
     return False
 
 
-def _is_hook(frame: Any, module: nn.Module) -> bool:
-    """Return whether a frame runs a forward hook of a module."""
+def _runs_hook(module: nn.Module, codes: set[Any]) -> bool:
+    """Return whether a forward hook of a module runs, given the code of the frames since its call."""
     hooks = [hook for found in forward_hooks_of(module) for hook in found.values()]
-    return any(getattr(hook, "__code__", None) is frame.f_code for hook in map(_function_of, hooks))
+    return any(getattr(hook, "__code__", None) in codes for hook in map(_function_of, hooks))
 
 
 def _function_of(hook: Any) -> Any:
     while isinstance(hook, partial):
         hook = hook.func
-    return hook if hasattr(hook, "__code__") else type(hook).__call__
+    # A wrapper, as of `torch.compiler.disable`, has the code of all such wrappers.
+    return unwrap(hook) if hasattr(hook, "__code__") else type(hook).__call__
 
 
 def _on_shards(func: Callable[..., Any], types: Iterable[type], args: Any, kwargs: Any) -> Any:
