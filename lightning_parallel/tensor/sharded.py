@@ -276,7 +276,7 @@ def _is_in_user(frame: Any, args: Any, kwargs: Any) -> bool:
     """Return whether a module runs that computes with the shard among the arguments."""
     shard = next(leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, ShardedTensor))
     users = vars(shard)["place"].users
-    codes = set()
+    codes: set[Any] = set()
     while frame is not None and frame.f_code.co_name not in ("run_watched", "run_in_step"):
         if frame.f_code.co_name == "_call_impl" and isinstance(module := frame.f_locals.get("self"), nn.Module):
             # A module inside the layer may compute with a shard that the layer gives to it. The user's own forward,
