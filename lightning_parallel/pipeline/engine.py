@@ -273,18 +273,26 @@ class PipelineEngine:
         """Tell whether a step of this kind has changed its batch in place."""
         return self._changes_batch.get(training, False)
 
-    def find_skips(self, step: Callable[[Any], Any], batch: Any) -> Skips:
-        """Find the skip connections of another step than the plan's; the same on all ranks.
+    def find_skips(self, step: Callable[[Any], Any], batch: Any, training: bool = False) -> Skips:
+        """Find the skip connections of another step than the plan's, or of another batch; the same on all ranks.
+
+        Args:
+            step: The user's step.
+            batch: The batch.
+            training: Whether it is the training step. Its loss may use the parameters that the record shows.
 
         Raises:
             ValueError: If the step cannot be run in the plan's stages.
         """
         microbatch = self._split(batch)[0]
         places = Places(self.plan.stage_of, self.plan.parameter_stages, self.plan.module_stages)
-        with torch.inference_mode(False):
+        # A loop over all parameters must find the parameters of all stages here, as it does in the step.
+        with torch.inference_mode(False), self.model.seen_whole():
             # The modules of other stages run on placeholders as well.
             with self.model.active.use(RunsAll()):
                 trace = record_step(self.module, StepOnCopies(step), microbatch, self.device)
+            if training:
+                self.model.direct |= trace.read_outside({*self.model.sites.site_of})
             skips = find_skips(trace, self.model.sites.site_of, places)
             dry_run_stages(self.model.sites, places, skips, StepOnCopies(step), microbatch, self.device)
         return skips

@@ -107,8 +107,8 @@ def _use(module: nn.Module, stack: LayerStack, trace: StepTrace) -> ModuleUse:
     for operation in trace.operations:
         for name in {value.parameter for value in operation.inputs if value.parameter is not None}:
             use.parameters.setdefault(name, set()).add(order.position(operation.after - 1))
-            if use.direct is not None and not trace.is_inside(operation.call, inside):
-                use.direct.add(name)
+    if use.direct is not None:
+        use.direct = trace.read_outside(inside)
     return _completed(module, stack, use, _divide_copies(module, stack, use))
 
 

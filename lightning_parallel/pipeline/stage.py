@@ -13,7 +13,6 @@ the full model. A parameter of several stages, such as an embedding matrix that 
 
 from __future__ import annotations
 
-import copy
 from bisect import bisect
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -264,19 +263,6 @@ def are_tensors(leaves: list[Any]) -> tuple[bool, ...]:
 _seen_stages: PipelineStages | None = None
 
 
-@contextmanager
-def _seen_by_step(stages: PipelineStages) -> Iterator[None]:
-    global _seen_stages
-    before, _seen_stages = _seen_stages, stages
-    try:
-        with step_of_stage():
-            yield
-    finally:
-        _seen_stages = before
-        # The list would keep activations alive.
-        stages.given_to_others.clear()
-
-
 def _differentiated(original: Callable[..., Any]) -> Callable[..., Any]:
     """Return an `autograd.grad` that refuses, in a step, tensors that also reach the loss through other stages."""
 
@@ -514,7 +500,7 @@ class PipelineStages:
         # At the start of each step, because hooks may replace a `forward` between steps.
         forwards = SavedForwards(self._modules)
         for child, name, placeholder in freed:
-            child.__dict__[name] = copy.deepcopy(placeholder)
+            child.__dict__[name] = placeholder.again()
         if not handler.entered:
             self._hide()
         try:
@@ -522,7 +508,7 @@ class PipelineStages:
                 # First: a received parameter is passed on as it came, in place of this rank's own.
                 handler.skips.receive_parameters(self._lacking_parameters())
                 handler.skips.keep_parameters(dict(self.module.named_parameters()), self.full_parameter)
-            with function_modes_kept(), self.sites.active.use(handler), _seen_by_step(self):
+            with function_modes_kept(), self.sites.active.use(handler), self.seen_whole():
                 yield
         finally:
             for child, name, placeholder in freed:
@@ -531,6 +517,19 @@ class PipelineStages:
             forwards.restore()
             self.show()
             self.stubs.forget_arguments()
+
+    @contextmanager
+    def seen_whole(self) -> Iterator[None]:
+        """Let a step inside the block find the parameters of all stages in `parameters()`."""
+        global _seen_stages
+        before, _seen_stages = _seen_stages, self
+        try:
+            with step_of_stage():
+                yield
+        finally:
+            _seen_stages = before
+            # The list would keep activations alive.
+            self.given_to_others.clear()
 
     @contextmanager
     def other_precision(self, dtype: torch.dtype) -> Iterator[None]:
@@ -545,7 +544,7 @@ class PipelineStages:
         patches.replace(self, "stubs", StubOutputs(self.device))
         patches.replace(self, "_hidden", self._stand_ins(stack))
         for child, key, value in placeholders:
-            vars(child)[key] = PlaceholderTensor.like(value.meta.to(dtype), value.provenance, self.device)
+            vars(child)[key] = value.again(dtype)
         try:
             yield
         finally:
@@ -621,7 +620,7 @@ class PipelineStages:
         """Hide the parameters that the step reads directly behind placeholders, as if this stage lacked them."""
         # The previous stage sees the same in its dry run, by which it finds the tensors to send to this stage.
         for module, name, placeholder in self._hidden:
-            module.__dict__[name] = copy.deepcopy(placeholder)
+            module.__dict__[name] = placeholder.again()
 
     def _lacking_parameters(self) -> dict[str, list[PlaceholderTensor]]:
         """Return the current placeholders of parameters, by name."""

@@ -517,5 +517,7 @@ def _fake_data(tensor: Tensor, device: torch.device) -> Tensor:
     """Return the data of a received placeholder; else random numbers, or zeros for integers, in its shape."""
     if isinstance(tensor, PlaceholderTensor) and tensor.value is not None:
         return tensor.value
-    shape, dtype = tensor.signature if isinstance(tensor, PlaceholderTensor) else (tensor.shape, tensor.dtype)
-    return random_values(shape, dtype, device)
+    if isinstance(tensor, PlaceholderTensor):
+        # The code of a sharded module computes with the shard.
+        tensor = tensor.meta if tensor.shard is None else tensor.shard
+    return random_values(tensor.shape, tensor.dtype, device)

@@ -164,6 +164,7 @@ class PlaceholderTensor(Tensor):
 
     Attributes:
         value: The data, once they have been received; None before.
+        shard: For a parameter that is sharded over other ranks, a tensor without data in the shape of the shard.
         signature: (shape, dtype), without the cost of asking a tensor subclass.
         view_of: Name of the parameter whose data it shares, if any.
         is_trained: Whether the parameter that it represents requires a gradient, which the placeholder does not.
@@ -173,6 +174,7 @@ class PlaceholderTensor(Tensor):
     provenance: str
     parameter: str | None
     value: Tensor | None
+    shard: Tensor | None
     available: bool
     signature: tuple[torch.Size, torch.dtype]
     view_of: str | None = None
@@ -188,7 +190,7 @@ class PlaceholderTensor(Tensor):
         placeholder.meta = meta
         placeholder.provenance = provenance
         placeholder.parameter = placeholder.view_of = parameter
-        placeholder.value = None
+        placeholder.value = placeholder.shard = None
         placeholder.available = available
         placeholder.signature = (meta.shape, meta.dtype)
         return placeholder
@@ -205,13 +207,32 @@ class PlaceholderTensor(Tensor):
         parameter: str | None = None,
         available: bool = False,
     ) -> PlaceholderTensor:
-        """Return a placeholder with the shape, strides and dtype of `tensor`, on its device unless another is given."""
-        placeholder = cls(
-            _to_meta(tensor), tensor.device if device is None else device, provenance, parameter, available
-        )
+        """Return a placeholder with the shape, strides and dtype of `tensor`, on its device unless another is given.
+
+        For a named parameter that is sharded, it has the shape of the full tensor, as the step sees it.
+        """
+        meta, rule = _to_meta(tensor), getattr(tensor, "shard_rule", None)
+        is_shard = parameter is not None and rule is not None
+        shown = torch.empty(rule.full_shape(meta.shape), dtype=meta.dtype, device="meta") if is_shard else meta
+        placeholder = cls(shown, tensor.device if device is None else device, provenance, parameter, available)
+        placeholder.shard = meta if is_shard else None
         if parameter is not None:
             # A placeholder requires no gradient itself, even if its parameter does.
             placeholder.is_trained = getattr(tensor, "is_trained", False) or tensor.requires_grad
+        return placeholder
+
+    def again(self, dtype: torch.dtype | None = None, is_shard: bool = False) -> PlaceholderTensor:
+        """Return another placeholder for the same tensor, without received data.
+
+        Args:
+            dtype: Its dtype, if it is another one.
+            is_shard: Whether it has the shape of the shard, for code that computes with the shard.
+        """
+        metas = [self.meta if self.shard is None or not is_shard else self.shard, None if is_shard else self.shard]
+        meta, shard = (each if dtype is None or each is None else each.to(dtype) for each in metas)
+        assert meta is not None
+        placeholder = PlaceholderTensor(meta, self.device, self.provenance, self.parameter, self.available)
+        placeholder.shard, placeholder.is_trained = shard, self.is_trained
         return placeholder
 
     def __repr__(self) -> str:  # type: ignore[override]
@@ -222,9 +243,7 @@ class PlaceholderTensor(Tensor):
 
     def __deepcopy__(self, memo: dict[int, Any]) -> PlaceholderTensor:
         # `Tensor.__deepcopy__` would copy a storage. The copy has no received data.
-        copied = PlaceholderTensor(self.meta, self.device, self.provenance, self.parameter, self.available)
-        copied.is_trained = self.is_trained
-        return copied
+        return self.again()
 
     def __dlpack__(self, *args: Any, **kwargs: Any) -> Any:
         if self.value is None:

@@ -56,6 +56,7 @@ from lightning_parallel.step_trace.stubs import (
     copy_args,
     named_placeholders,
     note_tensor,
+    shards_shown,
     write_back,
 )
 
@@ -228,6 +229,11 @@ class StepTrace:
                 return True
             number = self.calls[number].parent
         return False
+
+    def read_outside(self, modules: set[nn.Module]) -> set[str]:
+        """Return the names of the parameters with which code outside calls of `modules` computes."""
+        outside = (operation for operation in self.operations if not self.is_inside(operation.call, modules))
+        return {value.parameter for each in outside for value in each.inputs if value.parameter is not None}
 
 
 Record = Callable[[], StepTrace | None]
@@ -508,7 +514,8 @@ class _Recorder:
         saved = SavedAttributes(module)
         self._open.append(number)
         try:
-            output = own(*args, **kwargs)
+            with shards_shown(module):
+                output = own(*args, **kwargs)
         except Exception as error:
             # The innermost module that fails is the module whose code reads values. An outer one would hide its calls.
             if error is self._failure or _size(module) > self._most:

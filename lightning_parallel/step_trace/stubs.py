@@ -45,6 +45,7 @@ __all__ = [
     "free_parameters",
     "named_placeholders",
     "note_tensor",
+    "shards_shown",
     "stubbed",
     "write_back",
 ]
@@ -244,6 +245,21 @@ def stubbed(module: nn.Module, device: torch.device, available: bool = False) ->
         yield
 
 
+@contextmanager
+def shards_shown(module: nn.Module) -> Iterator[None]:
+    """Let placeholders for sharded parameters of `module` itself have the shapes of the shards inside the block."""
+    full = {
+        name: value
+        for name, value in vars(module).items()
+        if type(value) is PlaceholderTensor and value.shard is not None
+    }
+    module.__dict__.update({name: value.again(is_shard=True) for name, value in full.items()})
+    try:
+        yield
+    finally:
+        module.__dict__.update(full)
+
+
 def free_parameters(module: nn.Module, freed: set[int], device: torch.device, names: dict[int, str]) -> None:
     """Replace parameters of `module` itself, without its children, by placeholders permanently.
 
@@ -280,13 +296,15 @@ def _stand_ins(module: nn.Module, path: str, device: torch.device, available: bo
         else:
             provenance = f"`{path}.{name}`" if path else f"`{name}`"
             stand_ins[name] = PlaceholderTensor.like(value, provenance, device, available=available)
-    # A placeholder that received data for the step is copied without them: stubs compute nothing.
-    received = {
-        name: value
-        for name, value in vars(module).items()
-        if type(value) is PlaceholderTensor and value.value is not None and value.parameter
-    }
-    stand_ins.update({name: copy.deepcopy(value) for name, value in received.items()})
+    # A placeholder that received data for the step is copied without them: stubs compute nothing. The code of a sharded
+    # module computes with the shard, while the step sees the full tensor.
+    for name, value in vars(module).items():
+        if (
+            type(value) is PlaceholderTensor
+            and value.parameter
+            and (value.value is not None or value.shard is not None)
+        ):
+            stand_ins[name] = value.again(is_shard=True)
     by_parameter = {id(value): stand_ins.get(name, vars(module).get(name)) for name, value in own.items()}
     return {**stand_ins, **parameter_lists(module, by_parameter)}
 

@@ -584,8 +584,6 @@ class MeshStrategy(MeshProcesses):
         audit = run.audit if run.is_first_batch else None
         run.is_first_batch = False
         if run.steps is not None:
-            # One stage alone could not gather the pieces over the replica that a hook has kept.
-            gather_attributes(self.module)
             # Gradients appear in the middle of the schedule; `backward` passes them to the reducer once.
             with (reducer := self._open_reducer).no_sync() as is_last:
                 prove = run.first_batches.prover("training_step")

@@ -50,7 +50,6 @@ def make_plan(
     group: Group,
     sequence_parallel: bool = False,
     record: Record = no_record,
-    shows_weights: bool = True,
 ) -> Plan:
     """Make the plan for `module`; every rank of `group` must call it with the same module.
 
@@ -62,7 +61,6 @@ def make_plan(
         group: The tensor-parallel group.
         sequence_parallel: Also shard the activations between the layers of stacked blocks along the sequence.
         record: Gives the record of the user's step, which shows how the model calls its blocks.
-        shows_weights: Whether steps see full weights outside their layers.
 
     Raises:
         ValueError: If the user's plan does not fit the model. Also if nothing can be sharded, or no stack of blocks
@@ -71,8 +69,7 @@ def make_plan(
     verifier = PlanVerifier(group)
     search = _Search(module, verifier, BlockCalls(module, group, record))
     if plan == "auto":
-        shows_weights = shows_weights and not has_compiled_parts(module)
-        found = _automatic_plan(module, search, group, shows_weights)
+        found = _automatic_plan(module, search, group)
     else:
         found = parse_plan(module, plan, group)
         # The user has told the parts of these layers, so no trial has to find them.
@@ -156,7 +153,7 @@ def _regions(plan: Plan) -> list[str]:
     return list(dict.fromkeys(prefix.rstrip(".") for prefix in around if prefix))
 
 
-def _automatic_plan(module: nn.Module, search: _Search, group: Group, shows_weights: bool) -> Plan:
+def _automatic_plan(module: nn.Module, search: _Search, group: Group) -> Plan:
     found = Plan()
     plan_experts(module, found, search.verifier, search.call)
     _plan_by_structure(module, found, search)
@@ -169,10 +166,10 @@ def _automatic_plan(module: nn.Module, search: _Search, group: Group, shows_weig
     found.styles |= (heads := find_heads(module, found.styles))
     found.notes |= dict.fromkeys(heads, NOTE)
     if not any(style.rules(module.get_submodule(path), group.size) for path, style in found.styles.items()):
-        if _is_read(module, search.calls, shows_weights):
+        if _is_read(module, search.calls):
             # Such as a penalty over all parameters. Few gathers cost less than a full model on each rank.
             search.calls.allow_readers()
-            return _automatic_plan(module, _Search(module, search.verifier, search.calls), group, shows_weights)
+            return _automatic_plan(module, _Search(module, search.verifier, search.calls), group)
         kinds = sorted({_kind(child) for child in module.modules() if any(True for _ in child.parameters(False))})
         raise ValueError(
             f"`{type(module).__name__}` must have linear, attention or embedding layers of torch to shard over"
@@ -182,19 +179,19 @@ def _automatic_plan(module: nn.Module, search: _Search, group: Group, shows_weig
     return found
 
 
-def _is_read(module: nn.Module, calls: BlockCalls, shows_weights: bool) -> bool:
+def _is_read(module: nn.Module, calls: BlockCalls) -> bool:
     """Tell whether the step computes with the weight of a layer that could be sharded otherwise.
 
     Raises:
-        ValueError: If it does so, and steps see shards.
+        ValueError: If it does so, and the module is compiled, so that its steps see shards.
     """
     for path, child in module.named_modules():
         line = calls.reader_of(path) if is_linear(child) or is_native(child, nn.Embedding) else None
-        if line is not None and not shows_weights:
+        if line is not None and has_compiled_parts(module):
             raise ValueError(
                 f"The step computes with `{path}.weight` outside its layer{f', in {line}' if line else ''}, and with"
-                " the weights of all other layers that tensor parallelism could shard. With compiled modules or stages,"
-                f" each rank would see only pieces of them. Use `tensor_parallel_size=1`. {WITHOUT_WEIGHTS} [LP014]"
+                " the weights of all other layers that tensor parallelism could shard. With compiled modules, each rank"
+                f" would see only shards of them. Use `tensor_parallel_size=1`. {WITHOUT_WEIGHTS} [LP014]"
             )
         if line is not None:
             return True

@@ -306,7 +306,7 @@ class Terms(Deep):
             self.kept = list(self.parameters()) if way == "list made early" else []
 
     def on_fit_start(self):
-        if self.way in ("positions", "names that are there"):
+        if self.way in ("positions", "names that are there", "list of a hook"):
             self.kept = list(self.parameters())
             self.start = [parameter.detach().clone() for parameter in self.kept]
             self.by_name = {name: parameter.detach().clone() for name, parameter in self.named_parameters()}
@@ -318,7 +318,7 @@ class Terms(Deep):
     def term(self, index):
         if self.way in ("positions", "made early"):
             return sum((p - s).square().sum() for p, s in zip(self.parameters(), self.start))
-        if self.way == "list made early":
+        if self.way in ("list made early", "list of a hook"):
             return sum((p - s).square().sum() for p, s in zip(self.kept, self.start))
         if self.way in ("second epoch", "names that are there"):
             mine = [(p, self.by_name[name]) for name, p in self.named_parameters() if name in self.by_name]
@@ -329,7 +329,20 @@ class Terms(Deep):
             return sum(p.square().sum() for p in self.blocks.parameters()) if index else 0.0
         if self.way == "late head":
             return self.head.weight.square().sum() if index else 0.0
+        if self.way == "products":
+            return self.product().square().sum() + self.blocks[0].up.weight[3].norm() * self.numel()
         return next(self.blocks[-1].parameters()).square().sum()
+
+    def product(self):
+        return self.blocks[0].up.weight * self.blocks[-1].down.weight.t()
+
+    def numel(self):
+        return sum(p.numel() for p in self.parameters()) / 1e4
+
+    def validation_step(self, batch, index):
+        if self.way == "products":
+            self.log("product", self.product().abs().sum() + self.blocks[1].down.weight.norm() * self.numel())
+        super().validation_step(batch, index)
 
     def training_step(self, batch, index):
         before = sum(p.square().sum() for p in self.parameters()) if self.way == "before the layers" else 0.0
@@ -340,17 +353,31 @@ class Terms(Deep):
 @distributed(world_size=2)
 def test_a_term_with_parameters_that_comes_later_is_exact_or_refused_by_all(group):
     short = {"max_epochs": 1, "limit_val_batches": 0}
-    for way in ("made early", "list made early", "late head", "last block", "before the layers"):
+    early = ("made early", "list made early", "late head", "last block", "before the layers")
+    for way in (*early, "positions", "names that are there", "list of a hook", "second epoch", "get_parameter", "late"):
         expected, module = Terms(way), Terms(way)
-        expected_trainer = fit(expected, "auto", 1, **short)
-        trainer = fit(module, PipelineParallelStrategy(pipeline_parallel_size=2), 2, **short)
+        options = short if way != "second epoch" else {"limit_val_batches": 0}
+        expected_trainer = fit(expected, "auto", 1, **options)
+        trainer = fit(module, PipelineParallelStrategy(pipeline_parallel_size=2), 2, **options)
         assert_same(trainer, module, expected_trainer, expected)
-    for way in ("positions", "names that are there", "second epoch", "get_parameter", "late"):
-        module = Terms(way)
-        with pytest.raises(RuntimeError, match="parameter `.*A loss term with parameters of several") as raised:
-            fit(module, PipelineParallelStrategy(pipeline_parallel_size=2), 2, limit_val_batches=0)
-        assert module.global_step == (2 if way == "second epoch" else way in ("late", "get_parameter")), way
-        assert len(set(comm.all_gather_object(str(raised.value).partition("\n(found")[0], group))) == 1
+    # The step does not run again after hooks for its gradients.
+    module = Terms("late")
+    module.embed.weight.register_hook(lambda gradient: None)
+    with pytest.raises(RuntimeError, match="parameter `.*A loss term with parameters of several") as raised:
+        fit(module, PipelineParallelStrategy(pipeline_parallel_size=2), 2, limit_val_batches=0)
+    assert module.global_step == 1
+    assert len(set(comm.all_gather_object(str(raised.value).partition("\n(found")[0], group))) == 1
+
+
+@distributed(world_size=4)
+def test_terms_with_the_weights_of_other_stages_are_exact_in_shards():
+    for way in ("made early", "before the layers", "products", "positions", "late"):
+        expected, module = Terms(way), Terms(way)
+        expected_trainer = fit(expected, "auto", 1, max_epochs=1)
+        sizes = {"tensor_parallel_size": 2, "pipeline_parallel_size": 2}
+        trainer = fit(module, HybridParallelStrategy(num_microbatches=2, **sizes), 4, max_epochs=1)
+        assert trainer.strategy.run.rules
+        assert_same(trainer, module, expected_trainer, expected)
 
 
 @distributed(world_size=2)

@@ -23,11 +23,16 @@ from torch.optim import Optimizer
 from lightning_parallel import comm
 from lightning_parallel.checkpoint import Inventory, fill_in
 from lightning_parallel.comm import Group, MeshGroups
-from lightning_parallel.compat import DIVISION, ParallelState
-from lightning_parallel.compat.torch import has_compiled_parts, parameters_of
+from lightning_parallel.compat import ParallelState
+from lightning_parallel.compat.torch import (
+    DisableTorchFunctionSubclass,
+    has_compiled_parts,
+    parameters_of,
+    pytree,
+)
 from lightning_parallel.data_parallel import ParameterSlices
 from lightning_parallel.tensor.autograd import whole_from_group
-from lightning_parallel.tensor.pieces import Piece
+from lightning_parallel.tensor.pieces import Piece, StandIn
 from lightning_parallel.tensor.sharded import ShardedParameter, ShardedTensor, ShardPlace, Slices, local_numel
 from lightning_parallel.tensor.sharding import Shard
 
@@ -56,6 +61,31 @@ class HookError(RuntimeError):
             raise
         ```
     """
+
+
+class _RemoteParameter(StandIn, nn.Parameter):
+    """Class of a parameter of another stage outside hooks, where code may meet it in a list that a hook has kept.
+
+    Attributes:
+        holder: The module of the parameter, and the name of its attribute, which is a placeholder in a step.
+    """
+
+    holder: tuple[nn.Module, str]
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        return self
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is Tensor.__hash__:
+            with DisableTorchFunctionSubclass():
+                return func(*args)
+
+        def placeholder(leaf: Any) -> Any:
+            return getattr(*leaf.holder) if type(leaf) is cls else leaf
+
+        args, kwargs = pytree.tree_map(placeholder, (args, kwargs or {}))
+        return func(*args, **kwargs)
 
 
 class FullViews:
@@ -126,6 +156,8 @@ class FullViews:
             if name not in own:
                 sizes = [0 if at == dim else size for at, size in enumerate(shape)]
                 self.remote[name] = nn.Parameter(torch.empty(sizes, dtype=held.dtype, device=device), held.trains)
+                path, _, attribute = name.rpartition(".")
+                vars(self.remote[name])["holder"] = self._module.get_submodule(path), attribute
 
     @contextmanager
     def shown(self, on_all_stages: bool = True, is_step: bool = False) -> Iterator[None]:
@@ -200,30 +232,40 @@ class FullViews:
         if self._places is None:
             self._places = {}
             users = self._users()
-            for name, parameter in self._module.named_parameters():
+            for parameter, name in self._registered():
                 rule, is_partial = self._rules.get(name), name in self._partial
-                if rule is not None or is_partial:
+                if parameter not in self._places and (rule is not None or is_partial):
                     self._places[parameter] = ShardPlace(
                         rule, self._tensor_group, users=frozenset(users[parameter]), is_partial=is_partial
                     )
         return self._places
+
+    def _registered(self) -> Iterator[tuple[nn.Parameter, str]]:
+        """Yield the parameters of this rank under all their names."""
+        # Not by `named_parameters`: in a stage that has no inputs yet, it returns placeholders.
+        for path, child in self._module.named_modules(remove_duplicate=False):
+            for name, parameter in parameters_of(child).items():
+                if parameter is not None:
+                    yield parameter, f"{path}.{name}".lstrip(".")
 
     def _users(self) -> dict[nn.Parameter, set[int]]:
         """Return the modules that compute with this rank's shard of a parameter, or for a part of its gradient.
 
         These are the owners of shards, and the sharded modules and the blocks of sequence regions around parameters.
         """
-        sharding = self._state.sharding
-        regions = () if sharding is None else sharding.plan.sequence_regions
-        blocks = {path for region in regions for path in region.blocks}
+        plan = None if self._state.sharding is None else self._state.sharding.plan
+        regions = () if plan is None else plan.sequence_regions
+        # Not by `DIVISION`: the layers of a pipeline have such a record, too.
+        sharded = set() if plan is None else {*plan.styles, *plan.attributes}
+        sharded |= {path for region in regions for path in region.blocks}
         modules = dict(self._module.named_modules(remove_duplicate=False))
         found: dict[nn.Parameter, set[int]] = {}
-        for name, parameter in self._module.named_parameters(remove_duplicate=False):
+        for parameter, name in self._registered():
             path = name.rpartition(".")[0]
             # Code may call a norm outside its block, which then computes for the full gradient.
             users = found.setdefault(parameter, {id(modules[path])} if hasattr(parameter, "shard_rule") else set())
             while path:
-                if DIVISION in vars(modules[path]) or path in blocks:
+                if path in sharded:
                     users.add(id(modules[path]))
                 path = path.rpartition(".")[0]
         return found
@@ -345,6 +387,8 @@ class FullViews:
 
     def _add_remote(self) -> None:
         assert self._state.names is not None
+        for parameter in self.remote.values():
+            parameter.__class__ = nn.Parameter
         attributes: dict[str, dict[str, str]] = {}
         for name, first in self._state.names.parameters.items():
             path, _, attribute = name.rpartition(".")
@@ -384,6 +428,7 @@ class FullViews:
                     params["params"][:] = [each for each in params["params"] if each not in remote]
             for parameter in remote:
                 parameter.grad = None
+                parameter.__class__ = _RemoteParameter
 
     def _take_out_copies(self) -> None:
         """Put the placeholders of the stage in place of empty parameters, in modules that the hook has copied."""

@@ -121,9 +121,7 @@ def shard_tensors(
     replicas.start_equal(module, groups.world)
     with comm.failing_together(groups.world):
         record = cache(partial(_of_all_steps, records, group))
-        # A stage sends its shards to later stages.
-        shows = groups.pipeline_parallel.size == 1
-        found = make_plan(module, options.plan, group, options.sequence_parallel, record, shows)
+        found = make_plan(module, options.plan, group, options.sequence_parallel, record)
     if groups.pipeline_parallel.size > 1:
         found.sequence_regions = [replace(region, sends_pieces=True) for region in found.sequence_regions]
     if options.gather_logits:

@@ -97,6 +97,11 @@ class GradientHooks:
                     hooks.update(kept | new)
 
     @property
+    def are_held(self) -> bool:
+        """Whether gradients of this step have hooks."""
+        return bool(self._held or self._tied)
+
+    @property
     def is_due(self) -> bool:
         """Whether to check this step."""
         return is_power_of_two(self._steps)

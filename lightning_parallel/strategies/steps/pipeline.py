@@ -14,6 +14,7 @@ from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
+from itertools import zip_longest
 from traceback import walk_tb
 from typing import Any, Protocol
 
@@ -72,7 +73,7 @@ from lightning_parallel.strategies.steps.gradient_hooks import GradientHooks
 from lightning_parallel.strategies.steps.state import FrozenParameters, WatchedCopies
 from lightning_parallel.strategies.whole.full_state import OutsideCalls
 from lightning_parallel.tensor.audit import StepAudit
-from lightning_parallel.tensor.pieces import without_pieces
+from lightning_parallel.tensor.pieces import gather_attributes, without_pieces
 from lightning_parallel.tensor.sequence_regions import refused_between
 
 __all__ = ["LossKinds", "PipelineSteps", "SharedMetrics", "step_context"]
@@ -194,16 +195,24 @@ class PipelineSteps:
         parameters = [parameter for parameter in self.module.parameters() if parameter.requires_grad]
         # A single process sets old gradients to zero after `training_step`; here both would need memory at once.
         held = {parameter: parameter.grad for parameter in parameters} if self._gradients_are_needed() else {}
-        for parameter in parameters:
-            parameter.grad = None
         # Accumulated gradients are reduced once, as the sum over batches, in `backward`.
         earlier = held if self._is_accumulating() else {}
-        end_stage = self._end_of_stages(None if self._is_accumulating() else reducer, earlier)
-        skips = self._skips_of(_TRAINING, args, kwargs)
+        is_alone = reducer is None or reducer.group.size == 1
+
+        def run(skips: Skips | None) -> Any:
+            for parameter in parameters:
+                parameter.grad = None
+            end_stage = self._end_of_stages(None if self._is_accumulating() else reducer, earlier)
+            return self._run(_TRAINING, args, kwargs, audit, skips, keeps_output, end_stage, prove)
+
+        # One stage alone could not gather the pieces over the replica that a hook has kept.
+        gather_attributes(self.module)
         # Fingerprints make the host wait for the device, so only some steps take them.
         frozen = FrozenParameters(self.module) if self._copies.looks else None
         with self._hooks.held(self.module.current_epoch), _explain_missing_data(_TRAINING):
-            output = self._run(_TRAINING, args, kwargs, audit, skips, keeps_output, end_stage, prove)
+            # Hooks ran for gradients of the first try, and replicas may have begun to reduce them.
+            tries_again = is_alone and not self._hooks.are_held
+            output = self._with_skips(_TRAINING, args, kwargs, run, tries_again)
             self._hooks.end_step(earlier)
         if frozen is not None:
             comm.raise_together(frozen.failure(), self.engine.group)
@@ -293,11 +302,15 @@ class PipelineSteps:
         prove: ProveValues | None = None,
     ) -> Any:
         """Run `validation_step`, `test_step` or `predict_step`; for the arguments see `training_step`."""
-        skips = self._skips_of(name, args, kwargs)
-        if skips is None:
-            return self._run_whole(name, args, kwargs)
-        with _explain_missing_data(name):
+        gather_attributes(self.module)
+
+        def run(skips: Skips | None) -> Any:
+            if skips is None:
+                return self._run_whole(name, args, kwargs)
             return self._run(name, args, kwargs, None, skips, keeps_output, prove=prove)
+
+        with _explain_missing_data(name):
+            return self._with_skips(name, args, kwargs, run)
 
     def alone(self) -> AbstractContextManager[Any]:
         """Let metrics compute on this rank alone inside the block, as in a step."""
@@ -313,22 +326,26 @@ class PipelineSteps:
         Raises:
             ValueError: If it is a `training_step` that cannot be run in stages.
         """
-        batch, *rest = args
-        # By the loader, too: a step may treat loaders differently.
-        kind = (name, *rest[1:], *kwargs.values())
+        kind = _kind_of(name, args, kwargs)
         if kind in self._skips:
             return self._skips[kind]
         plan = self.engine.plan
         planned_for = [step for run, step in STEPS.items() if run.value == plan.request.get("run")]
-        if plan.skips and [*kind] == planned_for:
-            self._skips[kind] = plan.skips
-            return plan.skips
+        is_planned = bool(plan.skips) and [*kind] == planned_for
+        self._skips[kind] = plan.skips if is_planned else self._find_skips(name, args, kwargs)
+        return self._skips[kind]
+
+    def _find_skips(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Skips | None:
+        """Find the skip connections in a record of the step on this batch; see `_skips_of`."""
+        batch, *rest = args
+        found: Skips | None = None
         failure = None
         # Metrics must not wait for other ranks here, as in a step.
         self._is_running = True
         with side_effects_discarded(self.module), torch.set_grad_enabled(name == _TRAINING):
             try:
-                self._skips[kind] = self.engine.find_skips(self._step(name, tuple(rest), kwargs), batch)
+                step = self._step(name, tuple(rest), kwargs)
+                found = self.engine.find_skips(step, batch, training=name == _TRAINING)
             except ValueError as error:
                 failure = error
             finally:
@@ -341,8 +358,46 @@ class PipelineSteps:
                 f"`{name}` is not run in pipeline stages: {reason}. Every rank runs it on the full model instead. It"
                 " fetches one parameter after the other from the rank that holds it"
             )
-            self._skips[kind] = None
-        return self._skips[kind]
+            return None
+        return found
+
+    def _with_skips(
+        self,
+        name: str,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        run: Callable[[Skips | None], Any],
+        tries_again: bool = True,
+    ) -> Any:
+        """Call `run` with the skip connections of a step, again with more connections if a stage lacks data.
+
+        Args:
+            name, args, kwargs: The step and its arguments.
+            run: Runs the step; every rank of the pipeline meets its errors.
+            tries_again: Whether the step may run again.
+        """
+        kind = _kind_of(name, args, kwargs)
+        skips = self._skips_of(name, args, kwargs)
+        while True:
+            try:
+                return run(skips)
+            except PlaceholderError as error:
+                is_lacking = error.is_missing or PARAMETERS_ELSEWHERE in str(error)
+                # Every rank has met the error, but hooks may be on one stage only.
+                if comm.on_any_rank([not (tries_again and is_lacking)], self.engine.seed_group)[0]:
+                    raise
+                # An earlier batch did not compute with these data, such as a penalty that begins later.
+                try:
+                    found = self._find_skips(name, args, kwargs)
+                except ValueError:
+                    raise error from None
+                # With the connections of earlier batches, since a condition may change back.
+                pairs = zip_longest(skips or (), found or (), fillvalue=())
+                more = None if found is None else tuple(tuple(sorted({*old, *new})) for old, new in pairs)
+                comm.agree("the data that the step needs from other stages", more, self.engine.seed_group)
+                if more == skips:
+                    raise
+                skips = self._skips[kind] = more
 
     def _run_whole(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run a step on the full model, as one process does: a step that samples a text calls each layer many times."""
@@ -409,29 +464,15 @@ class PipelineSteps:
         own_step = self._shown(self._step(name, tuple(rest), kwargs))
         step = _StageStep(own_step, effects, audit, self._keeps(name, keeps_output), kinds)
         step.is_watched = name == _TRAINING and self._hooks.is_due and not has_compiled_parts(self.module)
-        # Metrics that are computed inside the step must not wait for stages that are not there yet.
-        self._is_running = True
         if self._metrics is not None:
             self._metrics.are_shared = False
             self._metrics.adopt(effects.metrics.holders)
-        # A step in stages draws from seeded streams. The global generator must keep its state, since it decides the
-        # order of shuffled data in the next epoch.
-        state = torch.get_rng_state()
         try:
-            if name == _TRAINING:
-                # Tied gradients are summed in `backward`, after their means over the replicas.
-                scale = self.gradient_scale()
-                with shared_casts(self.device):
-                    result = self.engine.forward_backward(
-                        step, batch, scale=scale, synchronize=False, skips=skips, end_stage=end_stage
-                    )
-            else:
-                is_whole = name in ParallelState.of(self.module).whole_batches
-                result = self.engine.forward(step, batch, skips=skips, is_whole=is_whole)
-        finally:
-            self._is_running = False
-            torch.set_rng_state(state)
-        shared = self._shared(name, result, effects)
+            result = self._in_stages(name, step, batch, skips, end_stage)
+            shared = self._shared(name, result, effects)
+        except PlaceholderError:
+            effects.undo()
+            raise
         if shared.unproven and prove is not None:
             self._prove(name, before, kwargs, shared.unproven, effects, prove)
             if name in ParallelState.of(self.module).whole_batches:
@@ -445,6 +486,34 @@ class PipelineSteps:
         if shared.is_new:
             self.loss_kinds.unproven = (args, kwargs)
         return to_device(shared.output, self.device)
+
+    def _in_stages(
+        self,
+        name: str,
+        step: _StageStep,
+        batch: Any,
+        skips: Skips | None,
+        end_stage: Callable[[int], None] | None,
+    ) -> StepResult:
+        """Run a step on the microbatches of a batch."""
+        # A step in stages draws from seeded streams. The global generator must keep its state, since it decides the
+        # order of shuffled data in the next epoch.
+        state = torch.get_rng_state()
+        # Metrics that are computed inside the step must not wait for stages that are not there yet.
+        self._is_running = True
+        try:
+            if name != _TRAINING:
+                is_whole = name in ParallelState.of(self.module).whole_batches
+                return self.engine.forward(step, batch, skips=skips, is_whole=is_whole)
+            # Tied gradients are summed in `backward`, after their means over the replicas.
+            scale = self.gradient_scale()
+            with shared_casts(self.device):
+                return self.engine.forward_backward(
+                    step, batch, scale=scale, synchronize=False, skips=skips, end_stage=end_stage
+                )
+        finally:
+            self._is_running = False
+            torch.set_rng_state(state)
 
     def _shared(self, name: str, result: StepResult, effects: StepEffects, is_new: bool | None = None) -> _Shared:
         """Send the merged output, logged values and changes of the last stage to every rank of the pipeline.
@@ -533,6 +602,11 @@ class PipelineSteps:
         share = 1.0 / self.module.trainer.accumulate_grad_batches
         scaler = getattr(self.precision, "scaler", None)
         return share if scaler is None else scaler.scale(torch.full((), share, device=self.device))
+
+
+def _kind_of(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...]:
+    """Return the name of a step with the index of its loader, because a step may treat loaders differently."""
+    return (name, *args[2:], *kwargs.values())
 
 
 def step_context(precision: Precision, name: str) -> AbstractContextManager[Any]:
