@@ -211,11 +211,12 @@ class PlaceholderTensor(Tensor):
 
         For a named parameter that is sharded, it has the shape of the full tensor, as the step sees it.
         """
-        meta, rule = _to_meta(tensor), getattr(tensor, "shard_rule", None)
-        is_shard = parameter is not None and rule is not None
-        shown = torch.empty(rule.full_shape(meta.shape), dtype=meta.dtype, device="meta") if is_shard else meta
+        meta = shown = _to_meta(tensor)
+        rule = None if parameter is None else getattr(tensor, "shard_rule", None)
+        if rule is not None:
+            shown = torch.empty(rule.full_shape(meta.shape), dtype=meta.dtype, device="meta")
         placeholder = cls(shown, tensor.device if device is None else device, provenance, parameter, available)
-        placeholder.shard = meta if is_shard else None
+        placeholder.shard = None if rule is None else meta
         if parameter is not None:
             # A placeholder requires no gradient itself, even if its parameter does.
             placeholder.is_trained = getattr(tensor, "is_trained", False) or tensor.requires_grad

@@ -101,9 +101,14 @@ class ShardPlace:
             part: This rank's part.
             full: The data of the full tensor, if the ranks have gathered them already.
         """
+        sliced = self.slices
+        if sliced is not None and not sliced.shape:
+            # A tensor without dimensions, which other ranks lack.
+            data = sliced.whole if full is None else full
+            data = None if data is None else data.reshape(1)
+            return Piece.in_memory(part.view(-1), sliced.rule, sliced.group, data).view(())
         # A state dict is made, with the full data, while the shard has all its elements.
-        if self.slices is not None and (full is None or part.shape != self.slices.shape):
-            sliced = self.slices
+        if sliced is not None and (full is None or part.shape != sliced.shape):
             whole = None if sliced.whole is None or full is not None else sliced.whole.reshape(-1)
             part = Piece.in_memory(part.view(-1), sliced.rule, sliced.group, whole).view(sliced.shape)
         if self.is_partial and self.rule is None and torch.is_grad_enabled() and part.requires_grad:
@@ -132,7 +137,9 @@ class ShardPlace:
             value = self.rule.split(value, self.group.rank)
         if self.slices is not None and value.shape == self.slices.shape:
             value = self.slices.rule.split(value.reshape(-1), self.slices.group.rank)
-            value = value.view(-1, *[1] * (len(self.slices.shape) - 1))
+            # A rank without the element of a tensor without dimensions has an empty tensor.
+            first = [-1] if self.slices.shape or not value.numel() else []
+            value = value.view(first + [1] * (len(self.slices.shape) - 1))
         return value
 
 

@@ -16,6 +16,7 @@ from torch.utils.checkpoint import checkpoint
 
 from lightning_parallel import HookError, HybridParallelStrategy, PipelineParallelStrategy, TensorParallelStrategy
 from tests.harness import distributed
+from tests.pipeline.other_models import Block
 from tests.strategies.models import Net, loader, trainer_for
 from tests.strategies.test_pipeline import Deep
 
@@ -428,11 +429,23 @@ def on_rank_zero(module):
         module.found.append(weight(module).norm())
 
 
+class Tempered(Block):
+    """A block with a parameter without dimensions."""
+
+    def __init__(self):
+        super().__init__(8)
+        self.scale = nn.Parameter(torch.tensor(0.9))
+
+    def forward(self, x):
+        return super().forward(x) * self.scale
+
+
 class Staged(Deep):
     """Tries code in a pipeline, on all stages."""
 
     def __init__(self, bodies=()):
         super().__init__()
+        self.blocks = nn.ModuleList(Tempered() for _ in range(4)).double()
         self.bodies, self.found = bodies, []
 
     @torch.no_grad()

@@ -77,15 +77,19 @@ class _RemoteParameter(StandIn, nn.Parameter):
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is Tensor.__hash__:
-            with DisableTorchFunctionSubclass():
-                return func(*args)
+        def shown(leaf: Any) -> Any:
+            if type(leaf) is not cls:
+                return leaf
+            module, name = leaf.holder
+            # Not by `getattr`: the user may have put a property in its place, as `parametrize` does.
+            found = vars(module).get(name, parameters_of(module).get(name))
+            return leaf if found is None else found
 
-        def placeholder(leaf: Any) -> Any:
-            return getattr(*leaf.holder) if type(leaf) is cls else leaf
-
-        args, kwargs = pytree.tree_map(placeholder, (args, kwargs or {}))
-        return func(*args, **kwargs)
+        if func is not Tensor.__hash__:
+            args, kwargs = pytree.tree_map(shown, (args, kwargs or {}))
+        is_left = any(type(leaf) is cls for leaf in pytree.tree_leaves((args, kwargs)))
+        with DisableTorchFunctionSubclass() if is_left else nullcontext():
+            return func(*args, **(kwargs or {}))
 
 
 class FullViews:
@@ -133,6 +137,7 @@ class FullViews:
         self._named: dict[bool, dict[str, nn.Parameter]] = {}
         self.remote: dict[str, nn.Parameter] = {}
         self._over_replica: dict[str, Shard] = {}
+        self._scalars: set[nn.Parameter] = set()
         if groups.pipeline_parallel.size > 1:
             self._learn(Inventory.of(module, rules, groups.pipeline_parallel), groups)
         self._are_gradients_known = False
@@ -145,17 +150,20 @@ class FullViews:
         for name, held in inventory.tensors.items():
             shape, rule = inventory.full_shape(name), self._rules.get(name)
             is_everywhere = rule is None and len(held.stages) == len(stages)
-            if held.is_buffer or held.is_alias or is_everywhere or not shape:
+            # A slice of a replica has its own rule, which knows no tensors without dimensions.
+            if held.is_buffer or held.is_alias or is_everywhere or not (shape or self._slices is None):
                 continue
             dim = 0 if rule is None else rule.dim % len(shape)
-            parts = [((0, shape[dim]),)] * len(ranks) if rule is None else rule.ranges
+            parts = [((0, shape[dim] if shape else 1),)] * len(ranks) if rule is None else rule.ranges
             empty = ((0, 0),)
             self._over_replica[name] = Shard(
                 dim, tuple(parts[rank] if stage in held.stages else empty for stage in stages for rank in ranks)
             )
             if name not in own:
-                sizes = [0 if at == dim else size for at, size in enumerate(shape)]
+                sizes = [0 if at == dim else size for at, size in enumerate(shape or (1,))]
                 self.remote[name] = nn.Parameter(torch.empty(sizes, dtype=held.dtype, device=device), held.trains)
+                if not shape:
+                    self._scalars.add(self.remote[name])
                 path, _, attribute = name.rpartition(".")
                 vars(self.remote[name])["holder"] = self._module.get_submodule(path), attribute
 
@@ -375,7 +383,11 @@ class FullViews:
             if is_parameter and rule is None and slices.has_freed(owner):
                 return ShardPlace(None, group)  # to refuse a read of its gradient
         # A state of another shape, such as a count of steps, is no part.
-        return None if rule is None or value.shape != owner.shape else ShardPlace(rule, group)
+        if rule is None or value.shape != owner.shape:
+            return None
+        # A tensor without dimensions is a run of one element, which other stages lack.
+        is_scalar = rule.full_size == 1 and (owner.dim() == 0 or owner in self._scalars)
+        return ShardPlace(None, group, Slices(rule, group, torch.Size([]))) if is_scalar else ShardPlace(rule, group)
 
     def _slices_of(self, owner: Tensor) -> Slices | None:
         """Return how a parameter, or a state of its optimizer, is cut into slices; None if it never is."""
