@@ -580,17 +580,14 @@ class MeshStrategy(MeshProcesses):
     def training_step(self, *args: Any, **kwargs: Any) -> STEP_OUTPUT:
         self._begin_step(args, kwargs)
         run = self.run
-        # A watch over every function slows a step down several times. Later steps check their graph in `backward`.
-        audit = run.audit if run.is_first_batch else None
-        run.is_first_batch = False
         if run.steps is not None:
             # Gradients appear in the middle of the schedule; `backward` passes them to the reducer once.
             with (reducer := self._open_reducer).no_sync() as is_last:
                 prove = run.first_batches.prover("training_step")
-                return run.steps.training_step(args, kwargs, audit, reducer if is_last else None, prove=prove)
+                return run.steps.training_step(args, kwargs, reducer if is_last else None, prove=prove)
         step = super().training_step
         with nullcontext() if run.hook_watch is None else run.hook_watch.step():
-            output = (step if audit is None else audit.wrap(step))(*args, **kwargs)
+            output = step(*args, **kwargs)
         # Callbacks may read the output of the step, or logits in the module's attributes, on some ranks only.
         gather_attributes(self.module)
         output = without_pieces(output)
@@ -629,7 +626,7 @@ class MeshStrategy(MeshProcesses):
     def backward(self, closure_loss: Tensor, optimizer: Optional[Optimizer], *args: Any, **kwargs: Any) -> Tensor:
         run = self.run
         if run.audit is not None and run.steps is None:
-            run.audit.check_loss(closure_loss, self.module.current_epoch)
+            run.audit.check(closure_loss)
         if run.model_watch is not None and run.model_watch.has_new_model:
             self.adopt_changes()  # in the step
         # These calls repeat Lightning's `Strategy.backward`, which has no place for the reducer.

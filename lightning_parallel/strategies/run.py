@@ -32,7 +32,7 @@ from lightning_parallel.strategies.self_check.proof import FirstBatches, Verify
 from lightning_parallel.strategies.self_check.runs import StepRuns
 from lightning_parallel.strategies.steps.pipeline import PipelineSteps
 from lightning_parallel.strategies.whole.saved_modules import weakly
-from lightning_parallel.tensor.audit import StepAudit
+from lightning_parallel.tensor.audit import LossAudit
 from lightning_parallel.tensor.plan import Sharding
 from lightning_parallel.tensor.sharding import Shard
 
@@ -58,10 +58,9 @@ class Run:
         steps: Runs the module's steps through the stages; None without a pipeline.
         compression: Averages gradients with the user's compressor; None without one, and in evaluation.
         reducer: Averages the gradients over the replicas; None outside `fit`.
-        audit: Searches steps for shards outside sharded layers; None without sharded layers, and in evaluation.
+        audit: Searches losses for parts of activations; None without sharded layers, and in evaluation.
         hook_watch: Shows full tensors to the user's hooks; None if every rank holds the full model.
         model_watch: Notices changes of the model and its optimizers; None before and after the run.
-        is_first_batch: Whether no training step has run since the start or the last change of the model.
         loader_index: Index of the loader of the latest batch.
         full_optimizers: Optimizers of the user whose steps see full tensors.
         checked_optimizers: Optimizers whose state is known to fit into a checkpoint.
@@ -81,10 +80,9 @@ class Run:
     steps: PipelineSteps | None = None
     compression: MeshCompression | None = None
     reducer: GradientReducer | None = None
-    audit: StepAudit | None = None
+    audit: LossAudit | None = None
     hook_watch: HookWatch | None = None
     model_watch: ModelWatch | None = None
-    is_first_batch: bool = True
     loader_index: int = 0
     full_optimizers: list[Optimizer] = field(default_factory=list)
     checked_optimizers: list[Optimizer] = field(default_factory=list)
@@ -165,10 +163,9 @@ class Run:
 
     def check_anew(self) -> None:
         """Compare the next step of each kind with one process again, as before the first step."""
-        self.is_first_batch = True
         self.first_batches = FirstBatches(self.groups, self.verify, self._step_runs)
         if self.sharding is not None:
-            self.audit = StepAudit(self.module, self.sharding, self.verify != "off")
+            self.audit = LossAudit()
 
     # ------------------------------------------------------------------------------------- changes during the run
 

@@ -20,9 +20,7 @@ from torch import nn
 
 from lightning_parallel.comm import Group
 from lightning_parallel.compat.initialization import tensor_parallel_plan_of
-from lightning_parallel.compat.torch import has_compiled_parts
 from lightning_parallel.step_trace.record import Record, no_record
-from lightning_parallel.tensor.audit import WITHOUT_WEIGHTS
 from lightning_parallel.tensor.block_calls import BlockCalls
 from lightning_parallel.tensor.dataflow import NOT_RUN, find_regions
 from lightning_parallel.tensor.experts import Experts, find_routers, join_lists, plan_experts
@@ -180,22 +178,9 @@ def _automatic_plan(module: nn.Module, search: _Search, group: Group) -> Plan:
 
 
 def _is_read(module: nn.Module, calls: BlockCalls) -> bool:
-    """Tell whether the step computes with the weight of a layer that could be sharded otherwise.
-
-    Raises:
-        ValueError: If it does so, and the module is compiled, so that its steps see shards.
-    """
-    for path, child in module.named_modules():
-        line = calls.reader_of(path) if is_linear(child) or is_native(child, nn.Embedding) else None
-        if line is not None and has_compiled_parts(module):
-            raise ValueError(
-                f"The step computes with `{path}.weight` outside its layer{f', in {line}' if line else ''}, and with"
-                " the weights of all other layers that tensor parallelism could shard. With compiled modules, each rank"
-                f" would see only shards of them. Use `tensor_parallel_size=1`. {WITHOUT_WEIGHTS} [LP014]"
-            )
-        if line is not None:
-            return True
-    return False
+    """Tell whether the step computes with the weight of a layer that could be sharded otherwise."""
+    plain = (path for path, child in module.named_modules() if is_linear(child) or is_native(child, nn.Embedding))
+    return any(calls.reader_of(path) is not None for path in plain)
 
 
 def _kind(module: nn.Module) -> str:

@@ -25,9 +25,8 @@ from lightning_parallel.tensor.conversion import convert, shard_parameters
 from lightning_parallel.tensor.pieces import NarrowInput, part_along, whole_input, whole_of
 from lightning_parallel.tensor.sharding import Shard, ShardPart
 
-__all__ = ["MADE_FOR_HEADS", "DividedTensor", "PerHead", "PerHeadModule", "set_local_values"]
+__all__ = ["DividedTensor", "PerHead", "PerHeadModule", "set_local_values"]
 
-MADE_FOR_HEADS = "_lightning_parallel_made_for_heads"
 """Attribute of a leaf of autograd's graph that a forward made for this rank's heads; nobody reads its gradient."""
 
 
@@ -177,9 +176,6 @@ class PerHeadModule(nn.Module):
         for at, rule in self.returned_rules.items():
             value = entries[at] if at < len(entries) else None
             if isinstance(value, Tensor) and value.dim() >= -rule.dim:
-                # With checkpointing, T5 makes a zero bias that requires a gradient.
-                if value.is_leaf and value.requires_grad and all(kept is not value for kept in vars(self).values()):
-                    setattr(value, MADE_FOR_HEADS, True)
                 # A module of the same kind takes this rank's part from it, so nothing is sent between the two.
                 entries[at] = whole_of(value, self.group, value.dim() + rule.dim, rule.sizes)
         return tuple(entries)

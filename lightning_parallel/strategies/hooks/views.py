@@ -10,7 +10,7 @@ Outside hooks the parameters are ordinary tensors.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -26,13 +26,14 @@ from lightning_parallel.comm import Group, MeshGroups
 from lightning_parallel.compat import ParallelState
 from lightning_parallel.compat.torch import (
     DisableTorchFunctionSubclass,
-    has_compiled_parts,
     parameters_of,
     pytree,
 )
 from lightning_parallel.data_parallel import ParameterSlices
 from lightning_parallel.tensor.autograd import whole_from_group
+from lightning_parallel.tensor.layers import Replicate
 from lightning_parallel.tensor.pieces import Piece, StandIn
+from lightning_parallel.tensor.plan import Plan
 from lightning_parallel.tensor.sharded import ShardedParameter, ShardedTensor, ShardPlace, Slices, local_numel
 from lightning_parallel.tensor.sharding import Shard, reduce_partial_
 
@@ -130,7 +131,6 @@ class FullViews:
         self._show_again: Callable[[], None] = self._show_to_step
         self._in_step: list[nn.Parameter] = []
         self._places: dict[nn.Parameter, ShardPlace] | None = None
-        self._has_compiled: bool | None = None
         self._is_split = False
         self._undo: list[Callable[[], None]] = []
         self._kept: list[tuple[Tensor, ShardPlace]] = []
@@ -185,20 +185,10 @@ class FullViews:
         finally:
             self._hide()
 
-    def shown_to_manual_step(self) -> AbstractContextManager[None]:
-        """Show parameters, gradients and states of optimizers to a step under manual optimization."""
-        return nullcontext() if self._is_compiled and self._rules else self.shown(is_step=True)
-
     @property
     def has_shards(self) -> bool:
-        """Whether steps can meet shards of parameters, which are not shown to compiled modules."""
-        return bool(self._rules) and not self._is_compiled
-
-    @property
-    def _is_compiled(self) -> bool:
-        if self._has_compiled is None:
-            self._has_compiled = has_compiled_parts(self._module)
-        return self._has_compiled
+        """Whether steps can meet shards of parameters."""
+        return bool(self._rules)
 
     @contextmanager
     def in_step(self) -> Iterator[None]:
@@ -261,11 +251,10 @@ class FullViews:
 
         These are the owners of shards, and the sharded modules and the blocks of sequence regions around parameters.
         """
-        plan = None if self._state.sharding is None else self._state.sharding.plan
-        regions = () if plan is None else plan.sequence_regions
+        plan = Plan() if self._state.sharding is None else self._state.sharding.plan
         # Not by `DIVISION`: the layers of a pipeline have such a record, too.
-        sharded = set() if plan is None else {*plan.styles, *plan.attributes}
-        sharded |= {path for region in regions for path in region.blocks}
+        sharded = {path for path, style in plan.styles.items() if not isinstance(style, Replicate)}
+        sharded |= plan.attributes.keys() | {path for region in plan.sequence_regions for path in region.blocks}
         modules = dict(self._module.named_modules(remove_duplicate=False))
         found: dict[nn.Parameter, set[int]] = {}
         for parameter, name in self._registered():
@@ -359,7 +348,7 @@ class FullViews:
     def forget(self) -> None:
         """Find the parameters anew, after the module has changed."""
         self._named.clear()
-        self._places = self._has_compiled = None
+        self._places = None
 
     def _named_parameters(self, is_split: bool) -> dict[str, nn.Parameter]:
         # Kept, since hooks run several times in a step, and a walk through the module takes longer than the rest.

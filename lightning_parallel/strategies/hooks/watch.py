@@ -179,7 +179,7 @@ class HookWatch:
     def step(self) -> AbstractContextManager[None]:
         """Show parameters in full to a step; under manual optimization, also gradients and states of optimizers."""
         if not self._module.automatic_optimization:
-            return self.views.shown_to_manual_step()
+            return self.views.shown(is_step=True)
         return self.views.in_step() if self.views.has_shards else nullcontext()
 
     def closure(self, closure: Callable[[], Any]) -> Callable[[], Any]:

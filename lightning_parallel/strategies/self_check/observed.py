@@ -87,6 +87,7 @@ class ObservedStep:
         flags: Attributes that were true or false before.
         left_by_backward: The name of a value, other than gradients, that the backward pass has changed.
         left_in_callback: The name of a value that the step has changed in a callback, as by a forward hook.
+        part_in_loss: An error message if the loss depends on this rank's part of an activation.
     """
 
     loss: float | None = None
@@ -98,6 +99,7 @@ class ObservedStep:
     flags: dict[str, bool] = field(default_factory=dict)
     left_by_backward: str = ""
     left_in_callback: str = ""
+    part_in_loss: str = ""
 
 
 def numbers_in(value: Any, name: str) -> dict[str, Any]:

@@ -65,7 +65,6 @@ from lightning_parallel.strategies.steps.pipeline import ProveValues
 from lightning_parallel.strategies.steps.weights import FEW_COPIES, copies_of_two
 from lightning_parallel.strategies.whole.pinned import SEED, ReferenceRunError
 from lightning_parallel.strategies.whole.reference import Blame
-from lightning_parallel.tensor.audit import StepAudit
 from lightning_parallel.tensor.verify import SMALL
 
 __all__ = ["FirstBatches", "SelfCheckError", "StepProof", "Verify"]
@@ -901,7 +900,8 @@ class _Comparison:
             elif self.anywhere(self.differences):
                 self._use_whole_batches()
             return
-        self.hint = self._audited() or self._first_module(replace(one, traces=True))
+        parts = comm.all_gather_object(divided.effects.part_in_loss, self.replica)
+        self.hint = next(filter(None, parts), "") or self._first_module(replace(one, traces=True))
 
     def _warn_of_pieces(self) -> None:
         """Leave out attributes in which hooks keep outputs of sharded layers, with a warning."""
@@ -1041,19 +1041,6 @@ class _Comparison:
             if relative_difference(two.gradients[name], one.gradients[name], 0.0) > tolerance:
                 found.add(("gradient", name))
         return {entry for theirs in comm.all_gather_object(found, self.replica) for entry in theirs}
-
-    def _audited(self) -> str:
-        """Return the error of the audit of sharded layers; empty without one."""
-        if self.runs.sharding is None or self.runs.engine is not None:
-            return ""
-        audit = StepAudit(self.runs.module, self.runs.sharding)
-        found = ""
-        try:
-            self.runs.divided(self.call, self.way, audit.wrap)
-        except RuntimeError as error:
-            found = str(error)
-        # The audit does not communicate, and refuses the same operations on all ranks.
-        return next((text for text in comm.all_gather_object(found, self.replica) if text), "")
 
     def _first_module(self, way: Way) -> str:
         whole = self.runs.whole(self.call, way)

@@ -61,6 +61,7 @@ from lightning_parallel.strategies.whole.pinned import (
 )
 from lightning_parallel.strategies.whole.reference import Blame, Owners, WholeModel, run_reference
 from lightning_parallel.strategies.whole.skeleton import Skeleton
+from lightning_parallel.tensor.audit import part_in
 from lightning_parallel.tensor.pieces import gather_attributes, without_pieces
 from lightning_parallel.tensor.plan import Sharding
 from lightning_parallel.tensor.regions import RandomRegion
@@ -333,13 +334,12 @@ class StepRuns:
             for tensor, part, value in before.values():
                 tensor.data = part.copy_(value)
 
-    def divided(self, call: StepCall, way: Way, around: Callable[..., Any] | None = None) -> DividedRun:
+    def divided(self, call: StepCall, way: Way) -> DividedRun:
         """Run a step in parallel, as the run will, but without the mean over the replicas.
 
         Args:
             call: The step.
             way: The settings of the run.
-            around: Wraps the step of a module that is not split into stages.
         """
         parameters = dict(self.module.named_parameters())
         buffers = {key: value.clone() for key, value in self.module.named_buffers() if type(value) is Tensor}
@@ -362,7 +362,7 @@ class StepRuns:
             replayed: list[ReplayedDraws] = []
             if self.steps is None:
                 seed_all(SEED)
-                effects = self._run_step(call, way, around)
+                effects = self._run_step(call, way)
             else:
                 effects = self._run_stages(self.steps, call, way, replayed)
             if call.name == "training_step":
@@ -441,6 +441,7 @@ class StepRuns:
         effects.left_in_callback = "" if callbacks is None else callbacks.name()
         if loss is not None:
             left = None if self.engine is None else LeftByBackward(module)
+            effects.part_in_loss = part_in(loss)
             with shown():  # checkpointed code runs again
                 module.backward(loss)
             effects.left_by_backward = "" if left is None else left.name()

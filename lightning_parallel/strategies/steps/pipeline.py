@@ -58,8 +58,8 @@ from lightning_parallel.pipeline.microbatch import (
     without_caches,
 )
 from lightning_parallel.pipeline.skips import Skips
-from lightning_parallel.pipeline.stage import StageExit, in_whole_model
-from lightning_parallel.step_trace.placeholder import PARAMETERS_ELSEWHERE, PlaceholderError, PlaceholderTensor
+from lightning_parallel.pipeline.stage import in_whole_model
+from lightning_parallel.step_trace.placeholder import PARAMETERS_ELSEWHERE, PlaceholderError
 from lightning_parallel.strategies.checks import STEPS, first_batch, output_is_read, positional_arguments, steps_of_run
 from lightning_parallel.strategies.options import PipelineOptions
 from lightning_parallel.strategies.steps.effects import (
@@ -72,7 +72,7 @@ from lightning_parallel.strategies.steps.effects import (
 from lightning_parallel.strategies.steps.gradient_hooks import GradientHooks
 from lightning_parallel.strategies.steps.state import FrozenParameters, WatchedCopies
 from lightning_parallel.strategies.whole.full_state import OutsideCalls
-from lightning_parallel.tensor.audit import StepAudit
+from lightning_parallel.tensor.audit import LossAudit, operations_behind
 from lightning_parallel.tensor.pieces import gather_attributes, without_pieces
 from lightning_parallel.tensor.sequence_regions import refused_between
 
@@ -176,7 +176,6 @@ class PipelineSteps:
         self,
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
-        audit: StepAudit | None,
         reducer: GradientReducer | None = None,
         keeps_output: bool | None = None,
         prove: ProveValues | None = None,
@@ -185,7 +184,6 @@ class PipelineSteps:
 
         Args:
             args, kwargs: Of the module's `training_step`.
-            audit: Watches the step, on the first batch of a run with sharded layers.
             reducer: Begins to reduce gradients over the replicas once no further microbatch adds to them.
             keeps_output: Whether to send the full output of the step to every rank, not only its loss. By default, if
                 a hook of the user may read it.
@@ -203,7 +201,7 @@ class PipelineSteps:
             for parameter in parameters:
                 parameter.grad = None
             end_stage = self._end_of_stages(None if self._is_accumulating() else reducer, earlier)
-            return self._run(_TRAINING, args, kwargs, audit, skips, keeps_output, end_stage, prove)
+            return self._run(_TRAINING, args, kwargs, skips, keeps_output, end_stage, prove)
 
         # One stage alone could not gather the pieces over the replica that a hook has kept.
         gather_attributes(self.module)
@@ -307,7 +305,7 @@ class PipelineSteps:
         def run(skips: Skips | None) -> Any:
             if skips is None:
                 return self._run_whole(name, args, kwargs)
-            return self._run(name, args, kwargs, None, skips, keeps_output, prove=prove)
+            return self._run(name, args, kwargs, skips, keeps_output, prove=prove)
 
         with _explain_missing_data(name):
             return self._with_skips(name, args, kwargs, run)
@@ -448,7 +446,6 @@ class PipelineSteps:
         name: str,
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
-        audit: StepAudit | None,
         skips: Skips | None = None,
         keeps_output: bool | None = None,
         end_stage: Callable[[int], None] | None = None,
@@ -462,7 +459,7 @@ class PipelineSteps:
         effects = StepEffects(self.module, name)
         kinds = self.loss_kinds if name == _TRAINING else None
         own_step = self._shown(self._step(name, tuple(rest), kwargs))
-        step = _StageStep(own_step, effects, audit, self._keeps(name, keeps_output), kinds)
+        step = _StageStep(own_step, effects, self._keeps(name, keeps_output), kinds)
         step.is_watched = name == _TRAINING and self._hooks.is_due and not has_compiled_parts(self.module)
         if self._metrics is not None:
             self._metrics.are_shared = False
@@ -477,7 +474,7 @@ class PipelineSteps:
             self._prove(name, before, kwargs, shared.unproven, effects, prove)
             if name in ParallelState.of(self.module).whole_batches:
                 effects.undo()
-                return self._run(name, before, kwargs, audit, skips, keeps_output)
+                return self._run(name, before, kwargs, skips, keeps_output)
             shared = self._shared(name, result, effects, is_new=shared.is_new)
         # Only now: `module.log` hands the values to the trainer, which cannot take them back.
         effects.repeat(shared.calls, shared.changes, self.device)
@@ -665,7 +662,6 @@ def _explain_missing_data(name: str) -> Iterator[None]:
 
 _EACH = 4
 """Steps in a row in which a value without a proven rule is compared, before it is compared ever more rarely."""
-_SEEN_NODES = 32
 _MOST_PROOFS = 3
 
 
@@ -683,13 +679,15 @@ class LossKinds:
         self._proven: set[frozenset[str]] = set()
         self._seen: set[frozenset[str]] = set()
         self._steps = self._told = 0
+        self._audit = LossAudit()
 
     def see(self, output: Any) -> None:
         """Look at the output of a microbatch, before its backward."""
         loss = output.get("loss") if isinstance(output, Mapping) else output
         # The walk through the graph costs time in each step, so it ends after some proofs.
         if self._told < _MOST_PROOFS and isinstance(loss, Tensor) and loss.grad_fn is not None:
-            self._seen.add(_operations_behind(loss))
+            self._seen.add(operations_behind(loss))
+            self._audit.check(loss)
 
     def end_step(self, is_compared: bool) -> bool:
         """End a step on the rank with the last stage; tell whether its loss was computed in a new way.
@@ -708,20 +706,6 @@ class LossKinds:
         self._steps += 1
         self._told += is_new
         return is_new
-
-
-def _operations_behind(loss: Tensor) -> frozenset[str]:
-    """Return the names of the last operations before a loss."""
-    names: set[str] = set()
-    queue: list[Any] = [loss.grad_fn]
-    found = set(queue)
-    for node in queue:  # grows inside
-        names.add(node.name())
-        for before, _ in node.next_functions:
-            if before is not None and before not in found and len(found) < _SEEN_NODES:
-                found.add(before)
-                queue.append(before)
-    return frozenset(names)
 
 
 class _GradientsRead(TorchFunctionMode):
@@ -769,18 +753,13 @@ class _StageStep:
 
     step: Callable[[Any], Any]
     effects: StepEffects
-    audit: StepAudit | None
     keeps_output: bool
     kinds: LossKinds | None
     is_watched: bool = False
 
     def __call__(self, microbatch: Any) -> Any:
         with self.effects.step(), _GradientsRead() if self.is_watched else nullcontext():
-            if self.audit is None:
-                output = self.step(microbatch)
-            else:
-                with self.audit.watch():
-                    output = self._audited(microbatch, self.audit)
+            output = self.step(microbatch)
         if self.kinds is not None:
             self.kinds.see(output)
         if self.keeps_output:
@@ -789,21 +768,6 @@ class _StageStep:
         if self.kinds is None:
             return None
         return {"loss": output["loss"]} if isinstance(output, Mapping) and "loss" in output else output
-
-    def _audited(self, microbatch: Any, audit: StepAudit) -> Any:
-        try:
-            output = self.step(microbatch)
-        # On all stages but the last, a step ends by this exception, which carries the tensors to send.
-        except StageExit as exit_:
-            for value in exit_.end.leaves:
-                # Placeholders stand for tensors of other stages, and have no data to check.
-                if isinstance(value, Tensor) and not isinstance(value, PlaceholderTensor):
-                    audit.check_sent(value)
-            raise
-        loss = output.get("loss") if isinstance(output, Mapping) else output
-        if isinstance(loss, Tensor) and not isinstance(loss, PlaceholderTensor):
-            audit.check_output(loss, "the loss")
-        return output
 
 
 def _outside_of(module: nn.Module, intercepted: Sequence[str]) -> tuple[str, ...]:
