@@ -337,7 +337,7 @@ def test_manual_optimization(group):
 
 
 class Pieces(Manual):
-    """Matches hidden features, of which each rank has a part: the audit of the automatic step does not see it."""
+    """Matches hidden features, of which each rank has a part."""
 
     def objective(self, batch):
         return super().objective(batch) + self.blocks[0].up(self.hidden(batch[0])).pow(2).mean()
