@@ -445,14 +445,17 @@ def give_data(patches: Patches) -> None:
 
 
 def explain_swaps(patches: Patches) -> None:
-    """Let `torch.utils.swap_tensors` explain its error about weak references, until `patches` are undone."""
+    """Let `torch.utils.swap_tensors` explain why it cannot exchange tensors in a run, until `patches` are undone."""
 
     def explained(swap: Callable[..., Any]) -> Callable[..., Any]:
         def swap_or_explain(t1: Tensor, t2: Tensor) -> Any:
             try:
+                # A sharded parameter would keep the class of the other tensor after the hook.
+                if any(hasattr(type(tensor), "whole") for tensor in (t1, t2)):
+                    raise RuntimeError("one of them is sharded")
                 return swap(t1, t2)
             except RuntimeError as error:
-                if "weakref" not in str(error):
+                if not str(error).endswith("sharded") and "weakref" not in str(error):
                     raise
                 raise RuntimeError(
                     f"`torch.utils.swap_tensors` cannot exchange tensors of this model in a run: {error}. The strategy"

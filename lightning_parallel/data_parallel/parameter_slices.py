@@ -212,9 +212,9 @@ class ParameterSlices:
     # -------------------------------------------------------------------------------------------------- state dicts
 
     def keep_states_whole(self, module: nn.Module) -> None:
-        """Make state dicts hold full parameters, with the values before the step, until `close`.
+        """Make state dicts hold and load full parameters, with the values before the step, until `close`.
 
-        Otherwise a hook between backward and step would save this replica's slice of a narrow parameter.
+        Otherwise a hook between backward and step would save or load this replica's slice of a narrow parameter.
         """
         for hook in self._hooks:
             hook.remove()
@@ -240,6 +240,9 @@ class ParameterSlices:
 
         self._hooks.append(owner.register_state_dict_pre_hook(before))
         self._hooks.append(owner.register_state_dict_post_hook(after))
+        # The slice is a view of the full data, so it has the loaded values.
+        self._hooks.append(owner.register_load_state_dict_pre_hook(before))
+        self._hooks.append(owner.register_load_state_dict_post_hook(after))
 
     # --------------------------------------------------------------------------------------------------- optimizers
 

@@ -24,6 +24,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd import Function
 
 from lightning_parallel.comm import Group
 from lightning_parallel.compat import DIVISION
@@ -109,6 +110,8 @@ class ShardPlace:
             return Piece.in_memory(part.view(-1), sliced.rule, sliced.group, data).view(())
         # A state dict is made, with the full data, while the shard has all its elements.
         if sliced is not None and (full is None or part.shape != sliced.shape):
+            if part.requires_grad and torch.is_grad_enabled():
+                part = _SliceInGraph.apply(part)
             whole = None if sliced.whole is None or full is not None else sliced.whole.reshape(-1)
             part = Piece.in_memory(part.view(-1), sliced.rule, sliced.group, whole).view(sliced.shape)
         if self.is_partial and self.rule is None and torch.is_grad_enabled() and part.requires_grad:
@@ -143,6 +146,22 @@ class ShardPlace:
         return value
 
 
+class _SliceInGraph(Function):
+    """The slice of a parameter -> the same, without gradients: autograd expects gradients of the whole parameter."""
+
+    @staticmethod
+    def forward(ctx: Any, part: Tensor) -> Tensor:
+        return part.view_as(part)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        raise RuntimeError(
+            "Code must not differentiate with respect to parameters between the backward pass and the optimizer's step"
+            " with `zero_stage=2`, because each replica then holds a slice of every parameter. Add the term to the"
+            " loss in `training_step`, or use `zero_stage=1`"
+        )
+
+
 class ShardedTensor(StandIn):
     """Class of a shard while the user's code sees the full tensor.
 
@@ -161,7 +180,7 @@ class ShardedTensor(StandIn):
         Args:
             shard: This rank's part.
             place: Where the shard lies in the full tensor.
-            before_gradient: Called before code reads the gradient.
+            before_gradient: Called before code reads a gradient that this rank lacks.
         """
         kind = ShardedParameter if isinstance(shard, nn.Parameter) else ShardedTensor
         shard.__class__ = kind

@@ -347,6 +347,34 @@ class Saves(Varied):
             self.trainer.save_checkpoint(self.path)
 
 
+class Loads(Varied):
+    """Loads a state dict between backward and step, and scales a gradient as soon as it is there."""
+
+    def __init__(self, stage):
+        super().__init__(functools.partial(SGD, lr=0.1), blocks=2)
+        self.stage = stage
+
+    def on_train_start(self):
+        self.odd.weight.register_post_accumulate_grad_hook(lambda weight: (weight.grad.mul_(0.5), None)[1])
+
+    def on_before_optimizer_step(self, optimizer):
+        self.load_state_dict({name: value * 0.9 for name, value in self.state_dict().items()})
+        penalty = sum(value.square().sum() for value in self.parameters())
+        if self.stage == 2:
+            with pytest.raises(RuntimeError, match="`zero_stage=2`, because each replica"):
+                penalty.backward()
+
+
+@pytest.mark.parametrize("stage", [1, 2])
+@distributed(world_size=4)
+def test_what_is_loaded_before_a_step_is_full(group, stage):
+    expected, found = Loads(0), Loads(stage)
+    fit(expected, "auto", 1, max_epochs=1, limit_val_batches=0)
+    run("tensor 2, data 2", found, stage, max_epochs=1, limit_val_batches=0)
+    for name, value in found.state_dict().items():
+        torch.testing.assert_close(value, expected.state_dict()[name], rtol=1e-10, atol=1e-12, msg=name)
+
+
 @pytest.mark.parametrize("layout", ["tensor 2, data 2", "pipeline 2, data 2"])
 @distributed(world_size=4)
 def test_what_is_saved_before_a_step_is_whole(group, layout):

@@ -314,7 +314,7 @@ class FullViews:
             if type(tensor) in (Tensor, nn.Parameter):
                 before = self._find_gradients if is_split else None
                 if self._slices is not None and self._slices.has_freed(tensor):
-                    before = partial(refuse_freed, next(name for name, one in own.items() if one is tensor))
+                    before = partial(_refuse_freed, next(name for name, one in own.items() if one is tensor), tensor)
                 ShardedTensor.show(tensor, place, before)
                 self._shown.append(tensor)
 
@@ -509,6 +509,12 @@ class FullViews:
             finally:
                 ShardedTensor.hide(given)
         return place.cut(hook(place.piece(given)))
+
+
+def _refuse_freed(name: str, parameter: Tensor) -> None:
+    # In the next backward, a gradient hook reads the new gradient.
+    if parameter.grad is None:
+        refuse_freed(name)
 
 
 def refuse_freed(name: str) -> None:

@@ -255,7 +255,8 @@ class FullStates:
             rule = self.inventory.rules.get(_joined(path, key))
             mine = parameters_of(owner).get(key)
             if isinstance(mine, ShardedTensor):
-                state[prefix + key] = mine.place.cut(given)
+                # A slice (ZeRO) has all elements of the shard while it is loaded; see `ParameterSlices`.
+                state[prefix + key] = replace(mine.place, slices=None).cut(given)
                 continue
             # A tensor of another size stays: it may be the shard of this rank already.
             if rule is not None and isinstance(given, Tensor) and given.shape[rule.dim] == rule.full_size:
