@@ -313,7 +313,8 @@ class StageSkips:
 
     def keep_parameters(self, parameters: Mapping[str, Tensor], full: Callable[[str, Tensor], Tensor]) -> None:
         """Keep the parameters of this stage that the next stage gets, each as `full` returns it."""
-        for skip in self.outgoing:
+        # Sorted, since `full` may gather, and the order of a set differs between processes.
+        for skip in sorted(self.outgoing):
             # A received parameter is passed on as it came, even if another stage of this rank holds it.
             if skip.is_parameter and skip.name in parameters and skip not in self.kept:
                 self._pass(skip, full(skip.name, parameters[skip.name]))
