@@ -286,15 +286,20 @@ class PipelineEngine:
         """
         microbatch = self._split(batch)[0]
         places = Places(self.plan.stage_of, self.plan.parameter_stages, self.plan.module_stages)
-        # A loop over all parameters must find the parameters of all stages here, as it does in the step.
-        with torch.inference_mode(False), self.model.seen_whole():
+
+        def seen_whole(microbatch: Any) -> Any:
+            # A loop over all parameters must find the parameters of all stages, as it does in the run.
+            with self.model.seen_whole():
+                return step(microbatch)
+
+        with torch.inference_mode(False):
             # The modules of other stages run on placeholders as well.
             with self.model.active.use(RunsAll()):
-                trace = record_step(self.module, StepOnCopies(step), microbatch, self.device)
+                trace = record_step(self.module, StepOnCopies(seen_whole), microbatch, self.device)
             if training:
                 self.model.direct |= trace.read_outside({*self.model.sites.site_of})
             skips = find_skips(trace, self.model.sites.site_of, places)
-            dry_run_stages(self.model.sites, places, skips, StepOnCopies(step), microbatch, self.device)
+            dry_run_stages(self.model.sites, places, skips, StepOnCopies(seen_whole), microbatch, self.device)
         return skips
 
     @torch.no_grad()

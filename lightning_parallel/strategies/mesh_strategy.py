@@ -94,7 +94,7 @@ from lightning_parallel.strategies.options import (
     check_choice,
 )
 from lightning_parallel.strategies.ranks import replicas
-from lightning_parallel.strategies.ranks.order import in_step, on_parts
+from lightning_parallel.strategies.ranks.order import MessageOrder, in_step, on_parts
 from lightning_parallel.strategies.ranks.processes import MeshProcesses, StartMethod
 from lightning_parallel.strategies.run import Run
 from lightning_parallel.strategies.self_check.proof import Verify
@@ -260,7 +260,8 @@ class MeshStrategy(MeshProcesses):
         self.setup_precision_plugin()
         self._guard_gradients()
         if self.groups.replica.size > 1 or run.slices is not None:
-            run.hook_watch = HookWatch(self.module, run.rules, self.groups, run.slices, self._recorded_optimizers)
+            meet = None if run.slices is None else MessageOrder(self.groups.data_parallel)
+            run.hook_watch = HookWatch(self.module, run.rules, self.groups, run.slices, self._recorded_optimizers, meet)
             run.hook_watch.install(self._patches)
             if run.optimizer_groups is not None:
                 run.hook_watch.views.keep(run.optimizer_groups.kept)

@@ -543,6 +543,21 @@ def test_hooks_where_replicas_hold_slices(group):
             run(2, **bodies)
 
 
+def gradients_on_rank_zero(module):
+    if module.global_rank == 0:
+        module.found += [g.norm() for g in grads(module)]
+
+
+@pytest.mark.parametrize("layout", [{"pipeline_parallel_size": 2}, {"data_parallel_size": 2, "zero_stage": 2}], ids=str)
+@distributed(world_size=2, deadline_s=60)  # the ranks must not wait for each other without end
+def test_a_hook_that_reads_parts_on_one_rank_is_refused_with_its_line(group, layout):
+    is_pipeline = "pipeline_parallel_size" in layout
+    module = Staged((gradients_on_rank_zero,)) if is_pipeline else Clips(clipping=gradients_on_rank_zero)
+    replicas = () if is_pipeline else (group.rank, 2)
+    with pytest.raises(RuntimeError, match="on rank 0.* under `if module.global_rank == 0`"):
+        fit(module, HybridParallelStrategy(**layout), 2, *replicas)
+
+
 def halved_later(p):
     p.grad.mul_(0.5)
 

@@ -102,6 +102,7 @@ class FullViews:
         groups: The mesh's groups.
         optimizers: Returns the optimizers of the run, each with the names in its parameter groups over all stages.
         slices: The slices of the replicas; None without ZeRO.
+        meet: Waits until all replicas are about to read slices; None without ZeRO.
 
     Attributes:
         remote: Empty parameters in place of the parameters of other stages, by name.
@@ -115,6 +116,7 @@ class FullViews:
         groups: MeshGroups,
         optimizers: Callable[[], Iterable[tuple[Optimizer, Sequence[Sequence[str]]]]],
         slices: ParameterSlices | None,
+        meet: Callable[[str], None] | None = None,
     ) -> None:
         self._module = module
         self._state = ParallelState.of(module)
@@ -125,6 +127,7 @@ class FullViews:
         order, states = self._state.order, self._state.full_states
         self._tensor_group = groups.tensor_parallel if order is None else groups.tensor_parallel.guarded_by(order)
         self._replica = groups.replica if states is None else groups.replica.guarded_by(states.meet)
+        self._replicas = groups.data_parallel if meet is None else groups.data_parallel.guarded_by(meet)
         self._shown: list[Tensor] = []
         # Not the length of the list: a step may make the first state of an optimizer.
         self.is_shown = False
@@ -384,7 +387,7 @@ class FullViews:
         if slices is None or not slices.divides(owner):
             return None
         shape = slices.whole_shape(owner)
-        return Slices(Shard.of_sizes(slices.sizes(shape.numel())), slices.group, shape, slices.whole_data(owner))
+        return Slices(Shard.of_sizes(slices.sizes(shape.numel())), self._replicas, shape, slices.whole_data(owner))
 
     def _add_remote(self) -> None:
         assert self._state.names is not None

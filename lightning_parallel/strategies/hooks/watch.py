@@ -63,6 +63,7 @@ class HookWatch:
         groups: The mesh's groups.
         slices: The slices of the replicas; None without ZeRO.
         optimizers: Returns the optimizers of the run, each with the names in its parameter groups over all stages.
+        meet: Waits until all replicas are about to read slices; None without ZeRO.
     """
 
     def __init__(
@@ -72,10 +73,11 @@ class HookWatch:
         groups: MeshGroups,
         slices: ParameterSlices | None,
         optimizers: Callable[[], Sequence[tuple[Optimizer, Sequence[Sequence[str]]]]],
+        meet: Callable[[str], None] | None = None,
     ) -> None:
         self._module = module
         self._groups = groups
-        self.views = FullViews(module, rules, groups, optimizers, slices)
+        self.views = FullViews(module, rules, groups, optimizers, slices, meet)
         self.group = groups.replica if slices is None else groups.world
         self._hooks: dict[str, WatchedHook | None] = {}
         self._agreed: frozenset[tuple[str, int]] = frozenset()

@@ -132,8 +132,8 @@ class MessageOrder:
 
 _WAY_OUT = (
     "Each rank holds a part of its layers, so all ranks or none must call it. Remove the condition on the rank there"
-    " (`is_global_zero`, `rank_zero_only`), and apply it only to the code after the call. Reading sharded logits in"
-    " training is such a call as well: `gather_logits=True` gathers them on all ranks in each step"
+    " (`is_global_zero`, `rank_zero_only`), and apply it only to the code after the call. A read of weights, gradients"
+    " or sharded logits is such a call as well. `gather_logits=True` gathers logits on all ranks in each step"
 )
 _OF_REPLICA = (
     "These ranks hold parts of one model and read the same data. Hooks, loaders and callbacks must do the same on"
