@@ -902,6 +902,25 @@ def _reduced_twice(
     return reduce(gather_from_group(own, group, piece.place, [1] * group.size), dim=(piece.place,))
 
 
+def _spread(call: _FunctionCall) -> Any:
+    """Sum the squares of deviations from the mean, which the ranks exchange first."""
+    piece, part, dims = call.piece, call.part, call.dims(1)
+    if piece.place not in dims:
+        return _by_row(call)
+    correction, keepdim = call.kwargs.get("correction", 1), call.kwargs.get("keepdim", False)
+    count = math.prod(piece.shape[dim] for dim in dims)
+    is_known = len(call.args) < 3 and not isinstance(call.argument("dim", 1), bool) and isinstance(correction, int)
+    is_known &= not call.kwargs.keys() - {"dim", "correction", "keepdim"}
+    if not is_known or count <= correction or not _may_join(piece, part.dtype):
+        return None
+    total = partial(torch.sum, keepdim=True)
+    mean = _reduced_twice(total, part, piece, dims) / count
+    deviation = part - copy_to_group(mean, piece.family.group)
+    found = _reduced_twice(total, deviation.square(), piece, dims) / (count - correction)
+    found = found.sqrt() if call.name == "std" else found
+    return found if keepdim else found.squeeze(dims)
+
+
 def _softmax(call: _FunctionCall) -> Any:
     piece, part, dims = call.piece, call.part, call.dims(1)
     if piece.place not in dims:
@@ -1000,11 +1019,12 @@ _TABLE: list[tuple[Callable[[_FunctionCall], Any], str]] = [
     (_view, "transpose permute movedim moveaxis swapaxes swapdims t detach unsqueeze squeeze narrow select"),
     (_view, "unbind split chunk __getitem__"),
     # The result is a piece if the function goes along other dimensions.
-    (_by_row, "linear layer_norm rms_norm var std prod cumsum cumprod sort argsort normalize"),
+    (_by_row, "linear layer_norm rms_norm prod cumsum cumprod sort argsort normalize"),
     # The same; along the sharded dimension, the ranks exchange their results and each makes the full result of them.
     (_reduce, "sum mean amax amin any all logsumexp norm linalg_vector_norm"),
     (_pick, "argmax argmin max min topk"),
     (_softmax, "softmax log_softmax"),
+    (_spread, "var std"),
     # The ranks exchange a few numbers per target.
     (_loss, "cross_entropy nll_loss"),
 ]

@@ -180,7 +180,7 @@ def test_reductions_send_results_only(group):
         functions = (
             lambda x: (x.pow(2).mean() + x.norm(), x.sum((0, 1)), x.argmin(-1), x.topk(1, 0), x.min(1)),
             lambda x: (x.softmax(-1).sum(), F.log_softmax(x, 1).mean(), torch.linalg.vector_norm(x, 1, dim=0)),
-            lambda x: (x.amax((0, 2)), torch.logsumexp(x, 2, keepdim=True)),
+            lambda x: (x.amax((0, 2)), torch.logsumexp(x, 2, keepdim=True), x.std(), x.var((0, 1), correction=0)),
         )
         for function in functions:
             with recorded_communication() as records:

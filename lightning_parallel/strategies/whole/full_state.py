@@ -255,8 +255,11 @@ class FullStates:
             rule = self.inventory.rules.get(_joined(path, key))
             mine = parameters_of(owner).get(key)
             if isinstance(mine, ShardedTensor):
-                # A slice (ZeRO) has all elements of the shard while it is loaded; see `ParameterSlices`.
-                state[prefix + key] = replace(mine.place, slices=None).cut(given)
+                place = mine.place
+                if place.slices is not None and place.slices.shape:
+                    # A slice (ZeRO) has all elements of the shard while it is loaded; see `ParameterSlices`.
+                    place = replace(place, slices=None)
+                state[prefix + key] = place.cut(given)
                 continue
             # A tensor of another size stays: it may be the shard of this rank already.
             if rule is not None and isinstance(given, Tensor) and given.shape[rule.dim] == rule.full_size:
