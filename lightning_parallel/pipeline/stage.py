@@ -278,6 +278,13 @@ def _differentiated(original: Callable[..., Any]) -> Callable[..., Any]:
                     " gradient would pass through earlier pipeline stages, which have not begun their backward pass"
                     " by then. Use TensorParallelStrategy, whose ranks run the full step"
                 )
+        for value in [outputs] if isinstance(outputs, Tensor) else outputs if _seen_stages is not None else ():
+            if isinstance(value, PlaceholderTensor) and _seen_stages is not None and missing(value):
+                raise PlaceholderError(
+                    f"The step differentiates {value.provenance} by `autograd.grad` in {innermost_users_line()}. This"
+                    " value is on another pipeline stage, with the graph behind it. A step that calls the layers twice"
+                    " has its first results there. Use TensorParallelStrategy, whose ranks run the full step"
+                )
         return original(outputs, inputs, *args, **kwargs)
 
     return grad

@@ -271,6 +271,12 @@ class Differentiating(Deep):
         self.way = way
 
     def training_step(self, batch, index):
+        if self.way == "balance":
+            first, second = (F.cross_entropy(self(inputs), batch[1]) for inputs in (batch[0], batch[0].flip(1)))
+            norms = [
+                torch.autograd.grad(each, self.head.weight, retain_graph=True)[0].norm() for each in (first, second)
+            ]
+            return first + second * norms[0] / norms[1]
         x = batch[0].clone().requires_grad_()
         embedded = hidden = self.embed(x)
         for block in self.blocks:
@@ -292,6 +298,8 @@ def test_gradients_that_would_pass_through_earlier_stages():
     for way, what in (("input", "an input"), ("embedding", "the output of `embed`"), ("parameters", "the parameter")):
         with pytest.raises(RuntimeError, match=f"asks for the gradient of {what}"):
             fit(Differentiating(way), PipelineParallelStrategy(pipeline_parallel_size=2, num_microbatches=1), 2)
+    with pytest.raises(RuntimeError, match="The step differentiates .* by `autograd.grad` in .*test_pipeline_refusals"):
+        fit(Differentiating("balance"), PipelineParallelStrategy(pipeline_parallel_size=2, num_microbatches=1), 2)
     for way in ("last", "trained parameters"):
         expected, module = Differentiating(way), Differentiating(way)
         fit(expected, "auto", 1)

@@ -256,7 +256,7 @@ class FullStates:
             mine = parameters_of(owner).get(key)
             if isinstance(mine, ShardedTensor):
                 place = mine.place
-                if place.slices is not None and place.slices.shape:
+                if place.slices is not None and place.slices.group is not place.group:
                     # A slice (ZeRO) has all elements of the shard while it is loaded; see `ParameterSlices`.
                     place = replace(place, slices=None)
                 state[prefix + key] = place.cut(given)
