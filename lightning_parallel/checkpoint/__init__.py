@@ -1,7 +1,7 @@
 """Checkpoints that any layout can load: one file with full tensors, or a folder to which each rank writes its part."""
 
 from lightning_parallel.checkpoint.distributed import DistributedCheckpoint, is_distributed_checkpoint
-from lightning_parallel.checkpoint.dummies import dummy_parameters, fill_in, remove_dummy_parameters
+from lightning_parallel.checkpoint.dummies import fill_in, remove_dummy_parameters
 from lightning_parallel.checkpoint.folder import Folder, is_sharded_checkpoint, newest_in
 from lightning_parallel.checkpoint.full import Checkpoints, ModelNames, rules_by_name
 from lightning_parallel.checkpoint.inventory import HeldTensor, Inventory
@@ -30,6 +30,5 @@ __all__ = [
     "remove_dummy_parameters",
     "rules_by_name",
     "take_part",
-    "dummy_parameters",
     "fill_in",
 ]

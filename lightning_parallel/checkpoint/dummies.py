@@ -7,66 +7,14 @@ order stays known.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 
-import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from lightning_parallel.checkpoint.full import ModelNames
-from lightning_parallel.checkpoint.inventory import Inventory
 from lightning_parallel.compat.torch import parameters_of
 
-__all__ = ["dummy_parameters", "fill_in", "remove_dummy_parameters"]
-
-
-@contextmanager
-def dummy_parameters(
-    module: nn.Module, names: ModelNames, inventory: Inventory, device: torch.device
-) -> Iterator[dict[nn.Parameter, str]]:
-    """Register dummies for the parameters of other stages in `module` inside the block, in the usual order.
-
-    An optimizer from the block has the parameter groups of one process. Without dummies, a stage would know only the
-    order of its parameters, and a checkpoint needs the order of all parameters. Dummies have the shape, dtype and
-    device of parameters, but one element of memory.
-
-    Args:
-        module: The model, of which this rank holds some stages.
-        names: Names of the full model.
-        inventory: The current tensors of the full model.
-        device: The device of the dummies.
-
-    Yields:
-        The dummy parameters, and the first name of each.
-    """
-    own = dict(module.named_parameters())
-    listed = {name: held for name, held in inventory.tensors.items() if not (held.is_buffer or held.is_alias)}
-    # Not on `meta`: fused optimizers refuse devices without kernels.
-    dummies = {
-        # Expanded from one element, so that other stages cost no memory. Each has another value, because Lightning's
-        # `BaseFinetuning` tells parameters apart by their values.
-        name: nn.Parameter(
-            torch.full((), float(number), dtype=held.dtype, device=device).expand(inventory.full_shape(name)),
-            held.trains,
-        )
-        for number, (name, held) in enumerate(listed.items(), 1)
-        if name not in own
-    }
-    attributes: dict[str, dict[str, str]] = {}
-    for name, first in names.parameters.items():
-        path, _, attribute = name.rpartition(".")
-        attributes.setdefault(path, {})[attribute] = first
-    undo: list[Callable[[], None]] = []
-    try:
-        for path, firsts in attributes.items():
-            wanted = {attribute: dummies.get(first) for attribute, first in firsts.items()}
-            undo.append(fill_in(module.get_submodule(path), wanted))
-        yield {parameter: name for name, parameter in dummies.items()}
-    finally:
-        # Last first: a module that is registered under two names was filled in twice.
-        for restore in reversed(undo):
-            restore()
+__all__ = ["fill_in", "remove_dummy_parameters"]
 
 
 def fill_in(owner: nn.Module, wanted: Mapping[str, nn.Parameter | None]) -> Callable[[], None]:

@@ -403,7 +403,7 @@ class MeshStrategy(MeshProcesses):
 
     def _build_optimizers(self, trainer: Trainer) -> None:
         run = self.run
-        groups = WholeGroups(self.module, run.rules, self.groups.pipeline_parallel, self.root_device)
+        groups = WholeGroups(self.module, self.groups.pipeline_parallel)
         run.optimizer_groups = groups
         if self.groups.replica.size == 1:
             super().setup_optimizers(trainer)

@@ -11,14 +11,12 @@ A rule lists, for every rank, the ranges `(start, stop)` of one dimension that i
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cache, cached_property
 from itertools import accumulate, chain
-from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from lightning_parallel import comm
 from lightning_parallel.comm import Group
@@ -28,9 +26,7 @@ __all__ = [
     "Range",
     "Shard",
     "ShardPart",
-    "ShowsFullShape",
     "balanced",
-    "full_shapes_shown",
     "layer_of",
     "reduce_partial_",
 ]
@@ -392,48 +388,3 @@ def _spread(local: Tensor, rule: Shard, rank: int) -> Tensor:
         full.narrow(rule.dim, start, stop - start).copy_(local.narrow(rule.dim, at, stop - start))
         at += stop - start
     return full
-
-
-class ShowsFullShape:
-    """First base of the class that a sharded parameter has while it shows the shape of the full tensor."""
-
-    full_shape: torch.Size
-
-    @property
-    def shape(self) -> torch.Size:
-        return self.full_shape
-
-    def size(self, dim: int | None = None) -> Any:
-        return self.full_shape if dim is None else self.full_shape[dim]
-
-    def numel(self) -> int:
-        return self.full_shape.numel()
-
-    nelement = numel
-
-    def __len__(self) -> int:
-        return self.full_shape[0]
-
-
-@contextmanager
-def full_shapes_shown(module: nn.Module, rules: Mapping[str, Shard]) -> Iterator[None]:
-    """Let sharded parameters report the shape of their full tensors inside the block; their data stay the shards.
-
-    Code that builds an optimizer groups parameters by shape, or derives learning rates from it.
-
-    Args:
-        module: The module.
-        rules: How its parameters are sharded, by name.
-    """
-    kinds: dict[nn.Parameter, type] = {}
-    try:
-        for name, parameter in module.named_parameters():
-            if name in rules:
-                kind = kinds[parameter] = type(parameter)
-                shown = {"full_shape": rules[name].full_shape(parameter.shape), "__module__": kind.__module__}
-                # Changes the class, not the data: the optimizer must get the same objects, and it copies their values.
-                parameter.__class__ = type(kind.__name__, (ShowsFullShape, kind), shown)
-        yield
-    finally:
-        for parameter, kind in kinds.items():
-            parameter.__class__ = kind

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
+from itertools import compress
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -307,6 +308,8 @@ class FullViews:
                 if set(expected) <= own.keys():
                     # In place, because optimizers keep a reference to the list.
                     params["params"][:] = [own[name] for name in expected]
+                    if "param_names" in params:
+                        params["param_names"][:] = expected
             for owner, state in optimizer.state.items():
                 for value in state.values() if owner in places and isinstance(state, dict) else ():
                     place = self._place(owner, value, *places[owner]) if isinstance(value, Tensor) else None
@@ -429,7 +432,9 @@ class FullViews:
             remote = set(self.remote.values())
             for optimizer, _ in self._optimizers():
                 for params in optimizer.param_groups:
-                    params["params"][:] = [each for each in params["params"] if each not in remote]
+                    is_held = [each not in remote for each in params["params"]]
+                    for key in params.keys() & {"params", "param_names"}:
+                        params[key][:] = compress(params[key], is_held)
             for parameter in remote:
                 parameter.grad = None
                 parameter.__class__ = _RemoteParameter

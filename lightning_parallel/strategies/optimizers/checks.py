@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_parallel import comm
-from lightning_parallel.checkpoint import Inventory, dummy_parameters, remove_dummy_parameters
+from lightning_parallel.checkpoint import remove_dummy_parameters
 from lightning_parallel.comm import Group
 from lightning_parallel.compat import ParallelState, Patches, is_users
 from lightning_parallel.compat.torch import seed_torch
@@ -32,7 +32,7 @@ from lightning_parallel.optim import TrustRatioOptimizer
 from lightning_parallel.strategies.hooks.views import FullViews
 from lightning_parallel.strategies.optimizers.dummies import DummyPositions, take_parts
 from lightning_parallel.strategies.optimizers.norms import ShardNorms
-from lightning_parallel.tensor.sharding import Shard, full_shapes_shown
+from lightning_parallel.tensor.sharding import Shard
 
 __all__ = [
     "WholeGroups",
@@ -47,20 +47,16 @@ class WholeGroups:
 
     Args:
         module: The user's module, of which this rank holds a part.
-        rules: How its parameters are sharded over the tensor axis, by name.
         group: The pipeline group.
-        device: The device of this rank.
 
     Attributes:
         recorded: Names in the parameter groups over all stages, by optimizer.
         kept: Parts that optimizers keep in their attributes, each with the rule and the group of the full tensor.
     """
 
-    def __init__(self, module: nn.Module, rules: Mapping[str, Shard], group: Group, device: torch.device) -> None:
+    def __init__(self, module: nn.Module, group: Group) -> None:
         self._module = module
-        self._rules = rules
         self._group = group
-        self._device = device
         self.recorded: dict[Optimizer, list[list[str]]] = {}
         self.kept: list[tuple[Tensor, Shard, Group]] = []
 
@@ -78,43 +74,23 @@ class WholeGroups:
             found = optimizers()
             # Before the removal, while the groups still show the place of each dummy.
             positions = DummyPositions(self._module, dummies, found)
-            if self._group.size > 1:
-                self.recorded = {each: remove_dummy_parameters(each, dummies, self._module) for each in found}
+            self._record(found, dummies)
         self.kept = take_parts(self._module, dummies, found, positions)
 
     @contextmanager
-    def shown(self, optimizers: Callable[[], Sequence[Optimizer]]) -> Iterator[None]:
-        """Show all parameters in full shape inside the block, in the module and in the groups of `optimizers()`.
+    def _changed(self, optimizers: Sequence[Optimizer]) -> Iterator[None]:
+        """Show all parameters in full to code that adds parameter groups inside the block."""
+        watch = ParallelState.of(self._module).watch
+        if watch is None:
+            yield
+            return
+        with watch.views.shown():
+            yield
+            self._record(optimizers, {parameter: name for name, parameter in watch.views.remote.items()})
 
-        Only shapes are right; code of Lightning needs no values. Every rank of the group must enter the block.
-
-        Args:
-            optimizers: Returns the present optimizers.
-        """
-        # Make a new inventory, since code may have frozen or unfrozen parameters.
-        inventory = Inventory.of(self._module, self._rules, self._group)
-        with full_shapes_shown(self._module, self._rules):
-            if self._group.size == 1:
-                yield
-                return
-            names = ParallelState.of(self._module).names
-            with dummy_parameters(self._module, names, inventory, self._device) as dummies:
-                self._fill_in(optimizers())
-                try:
-                    yield
-                finally:
-                    found = optimizers()
-                    self.recorded = {each: remove_dummy_parameters(each, dummies, self._module) for each in found}
-
-    def _fill_in(self, optimizers: Sequence[Optimizer]) -> None:
-        parameters = dict(self._module.named_parameters())
-        for optimizer in optimizers:
-            for group, names in zip(optimizer.param_groups, self.recorded.get(optimizer, ())):
-                if set(names) <= parameters.keys():
-                    # In place, because optimizers keep a reference to the list.
-                    group["params"][:] = [parameters[name] for name in names]
-                    if "param_names" in group:
-                        group["param_names"][:] = names
+    def _record(self, optimizers: Sequence[Optimizer], dummies: Mapping[nn.Parameter, str]) -> None:
+        if self._group.size > 1:
+            self.recorded = {each: remove_dummy_parameters(each, dummies, self._module) for each in optimizers}
 
     def follow(self, trainer: Trainer, patches: Patches) -> None:
         """Let Lightning's finetuning callbacks add equal groups on all stages, until `patches` are undone."""
@@ -123,7 +99,7 @@ class WholeGroups:
 
             # The default argument binds `own`, which changes with the loop.
             def hook(trainer: Trainer, module: LightningModule, own: Callable[..., None] = own) -> None:
-                with self.shown(lambda: trainer.optimizers):
+                with self._changed(trainer.optimizers):
                     own(trainer, module)
 
             patches.replace(callback, "on_train_epoch_start", hook)
@@ -133,7 +109,7 @@ class WholeGroups:
         found = finetuning_callbacks(trainer)
         if not found:
             return
-        with self.shown(lambda: trainer.optimizers):
+        with self._changed(trainer.optimizers):
             for callback in found:
                 # Lightning calls this hook before it restores callbacks, if it restores them after `setup`.
                 callback.on_fit_start(trainer, trainer.lightning_module)
