@@ -62,6 +62,7 @@ READS = {
     "algebra": lambda p: (torch.einsum("ij,kj->ik", p, p), torch.linalg.matrix_norm(p, 2), torch.linalg.pinv(p)),
     "counts": lambda p: (p.unique().numel(), p.nonzero(), p.count_nonzero(), p.diff(dim=0), p.cumsum(0)),
     "a subset": lambda p: (pickle.loads(pickle.dumps(p)).sum(), copy.copy(p).sum(), p.float().double(), p.half().sum()),
+    "equal": lambda p: (torch.equal(p, p), torch.equal(p.clone(), p), torch.equal(p, 2 * p), torch.equal(p, p[:2])),
     "norms": lambda p: (p.norm(), p.norm(dim=1), p.norm(dim=0, keepdim=True), torch.linalg.norm(p, 2), p.norm(1)),
     "extremes": lambda p: (p.abs().max().item(), p.min(), p.amax(1), p.argmax(), p.max(0).values, p.aminmax()),
     "statistics": lambda p: (torch.histc(p, 8), torch.quantile(p.flatten(), 0.9), p.median(), p.std(), p.std(1)),
