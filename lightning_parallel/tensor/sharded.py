@@ -347,7 +347,9 @@ def _on_shards(func: Callable[..., Any], types: Iterable[type], args: Any, kwarg
 
 def local_numel(tensor: Tensor) -> int:
     """Return the number of elements of this rank."""
-    return tensor.numel()  # this module handles shards
+    # Parameters of other stages would answer for their placeholders, even to this module.
+    with DisableTorchFunctionSubclass():
+        return tensor.numel()
 
 
 def _gradient(shard: ShardedTensor) -> Tensor | None:
