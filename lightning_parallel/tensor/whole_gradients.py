@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from lightning_parallel.comm import Group
 from lightning_parallel.compat import Patches
-from lightning_parallel.tensor.autograd import gather_from_group
+from lightning_parallel.tensor.autograd import gather_from_group, reduce_from_group
 from lightning_parallel.tensor.pieces import Piece
 from lightning_parallel.tensor.plan import Sharding
 from lightning_parallel.tensor.sharding import Shard, reduce_partial_
@@ -81,12 +81,14 @@ def give_whole_gradients(
 
 
 def _completed(part: Tensor, name: str, rule: Shard | None, sharding: Sharding, group: Group) -> Tensor:
+    if rule is None:
+        return reduce_from_group(part, group)
     if name in sharding.partial:
         # A copy, because the reduction is in place, and autograd may share the tensor that it returns.
         part = part.clone()
         with torch.no_grad():
-            reduce_partial_({name: part}, {} if rule is None else {name: rule}, group)
-    return part if rule is None else Piece.by_rule(part, rule, group)
+            reduce_partial_({name: part}, {name: rule}, group)
+    return Piece.by_rule(part, rule, group)
 
 
 def _through_pieces(
