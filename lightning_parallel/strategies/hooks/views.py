@@ -262,13 +262,16 @@ class FullViews:
         modules = dict(self._module.named_modules(remove_duplicate=False))
         found: dict[nn.Parameter, set[int]] = {}
         for parameter, name in self._registered():
-            path = name.rpartition(".")[0]
-            # Code may call a norm outside its block, which then computes for the full gradient.
-            users = found.setdefault(parameter, {id(modules[path])} if hasattr(parameter, "shard_rule") else set())
+            owner = path = name.rpartition(".")[0]
+            users = found.setdefault(parameter, set())
             while path:
                 if path in sharded:
                     users.add(id(modules[path]))
                 path = path.rpartition(".")[0]
+            # Code may call the norm of a block outside it, which then computes for the full gradient. A norm of heads
+            # has no block around it without a sequence region.
+            if hasattr(parameter, "shard_rule") or not users:
+                users.add(id(modules[owner]))
         return found
 
     @contextmanager
