@@ -31,6 +31,7 @@ from lightning_parallel.tensor.autograd import (
     reduce_from_group,
     reduce_scatter_to_group,
     scatter_to_group,
+    whole_from_group,
 )
 from lightning_parallel.tensor.conversion import convert, shard_parameters
 from lightning_parallel.tensor.inspection import (
@@ -387,11 +388,16 @@ class RowLinear(_ParallelLinear):
         if self.split_input:
             x = _split_features(x, self.feature_rule, self.group)
         lengths = self.lengths
+        is_outside = lengths is not None and lengths.outside is not None
         if lengths is not None and (lengths.suspended or (self.in_sublayer and lengths.is_flat(x))):
             lengths = None
         with on_shards(x):
             weight = _own_part(self.weight, self.feature_rule.along(0 if self.transposed else 1), self.group)
-            y = row_linear(x, weight, self.bias, self.group, lengths, self.transposed)
+            bias: Tensor | None = self.bias
+            if is_outside and bias is not None:
+                # Each rank computes all positions here, but the gradient of the bias is summed over the ranks.
+                bias = whole_from_group(bias, self.group)
+            y = row_linear(x, weight, bias, self.group, lengths, self.transposed)
         # Code of the sublayer must see the sizes of the full sequence, as it saw them in the input.
         return positions_of(y, lengths) if lengths is not None and self.in_sublayer else y
 

@@ -537,8 +537,8 @@ def test_a_later_use_outside_a_block(group):
     tokens = torch.zeros(2, 8, dtype=torch.long)
     for one in (model, whole):
         with seen_in_full(one, sharding, group) if one is model else nullcontext():
-            norm = one.blocks[1].norm
-            loss = one(tokens).sum() + norm.weight.square().sum() + norm(one.embedding(tokens)).pow(3).sum()
+            norm, mlp, x = one.blocks[1].norm, one.blocks[0].mlp, one.embedding(tokens)
+            loss = one(tokens).sum() + norm.weight.square().sum() + norm(x).pow(3).sum() + mlp(x).pow(3).sum()
         loss.backward()
     finish_gradients(model, sharding.shards, sharding.partial, group)
     same_by_name(model, whole, sharding.shards, group, "grad")
