@@ -381,7 +381,8 @@ def _condition_on_rank(code: CodeType, line: int) -> str:
     """Return the last condition on the rank under which a line of a function runs; empty if none is found."""
     try:
         tree = ast.parse("".join(linecache.getlines(code.co_filename)))
-    except (SyntaxError, ValueError):
+    # Python 3.11 raises a SystemError if the garbage collector runs code meanwhile.
+    except (SyntaxError, ValueError, SystemError):
         return ""
     found: list[tuple[int, str]] = []
     for node in ast.walk(tree):

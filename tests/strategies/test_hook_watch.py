@@ -494,6 +494,9 @@ def groups_of_the_optimizer(module):
         for p in group["params"]:
             p.grad.div_(1 + p.grad.norm())
             p.sub_(0.01 * p.mean())
+            momentum = module.trainer.optimizers[0].state[p].get("momentum_buffer")
+            if momentum is not None:
+                momentum.div_(1 + momentum.norm())
 
 
 STAGES = (

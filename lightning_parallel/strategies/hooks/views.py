@@ -9,6 +9,7 @@ Outside hooks the parameters are ordinary tensors.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
@@ -136,6 +137,7 @@ class FullViews:
         self._in_step: list[nn.Parameter] = []
         self._places: dict[nn.Parameter, ShardPlace] | None = None
         self._is_split = False
+        self._remote: set[nn.Parameter] = set()
         self._undo: list[Callable[[], None]] = []
         self._kept: list[tuple[Tensor, ShardPlace]] = []
         self._named: dict[bool, dict[str, nn.Parameter]] = {}
@@ -144,6 +146,7 @@ class FullViews:
         self._scalars: set[nn.Parameter] = set()
         if groups.pipeline_parallel.size > 1:
             self._learn(Inventory.of(module, rules, groups.pipeline_parallel), groups)
+            self._remote = set(self.remote.values())
         self._are_gradients_known = False
 
     def _learn(self, inventory: Inventory, groups: MeshGroups) -> None:
@@ -313,6 +316,8 @@ class FullViews:
                     params["params"][:] = [own[name] for name in expected]
                     if "param_names" in params:
                         params["param_names"][:] = expected
+            if is_split:
+                self._add_states(optimizer)
             for owner, state in optimizer.state.items():
                 for value in state.values() if owner in places and isinstance(state, dict) else ():
                     place = self._place(owner, value, *places[owner]) if isinstance(value, Tensor) else None
@@ -326,6 +331,19 @@ class FullViews:
                     before = partial(_refuse_freed, next(name for name, one in own.items() if one is tensor), tensor)
                 ShardedTensor.show(tensor, place, before)
                 self._shown.append(tensor)
+
+    def _add_states(self, optimizer: Optimizer) -> None:
+        """Give the parameters of other stages empty states, with the entries of the states on this stage."""
+        kept = optimizer.state
+        for params in optimizer.param_groups:
+            own = [each for each in params["params"] if each.dim() and isinstance(kept.get(each), dict) and kept[each]]
+            for each in [each for each in params["params"] if own and each in self._remote]:
+                kept[each] = {
+                    key: torch.empty_like(each.data, dtype=value.dtype)
+                    if isinstance(value, Tensor) and value.shape == own[0].shape
+                    else copy.copy(value)
+                    for key, value in kept[own[0]].items()
+                }
 
     def keep(self, parts: Iterable[tuple[Tensor, Shard, Group]]) -> None:
         """Show further tensors in full from now on, which optimizers keep in their attributes.
@@ -432,8 +450,10 @@ class FullViews:
         self._undo.clear()
         if self._is_split:
             self._take_out_copies()
-            remote = set(self.remote.values())
+            remote = self._remote
             for optimizer, _ in self._optimizers():
+                for parameter in remote & optimizer.state.keys():
+                    del optimizer.state[parameter]
                 for params in optimizer.param_groups:
                     is_held = [each not in remote for each in params["params"]]
                     for key in params.keys() & {"params", "param_names"}:
@@ -501,7 +521,8 @@ class FullViews:
             reduce_partial_({name: gradient}, {} if rule is None else {name: rule}, self._tensor_group)
         result = self._run_in_full(hook, rule, given if is_parameter else gradient)
         with self.hidden(), torch.no_grad():
-            left = given.grad if is_parameter else gradient if result is None else result
+            # A clone, because the hook may keep the gradient.
+            left = given.grad if is_parameter else (gradient if result is None else result).clone()
             # The reducer sums later. One rank keeps each element, so that the sum is the result.
             if left is not None and rule is not None:
                 left.copy_(rule.only_owned(left, self._tensor_group.rank))
