@@ -51,7 +51,7 @@ from lightning_parallel.tensor.linear import (
 from lightning_parallel.tensor.low_rank import LowRankLinear, low_rank_of
 from lightning_parallel.tensor.pieces import Piece, part_of, positions_of, whole_input
 from lightning_parallel.tensor.regions import DividedExtent, RandomRegion
-from lightning_parallel.tensor.sharding import Shard, ShardPart
+from lightning_parallel.tensor.sharding import Shard, ShardPart, layer_of
 
 __all__ = [
     "Column",
@@ -385,12 +385,19 @@ class RowLinear(_ParallelLinear):
         if self.region is not None:
             self.region.close()  # the output is equal on all ranks again, and so must be the dropout that follows
         x = input.whole() if isinstance(input, Piece) else input
-        if self.split_input:
-            x = _split_features(x, self.feature_rule, self.group)
         lengths = self.lengths
         is_outside = lengths is not None and lengths.outside is not None
         if lengths is not None and (lengths.suspended or (self.in_sublayer and lengths.is_flat(x))):
             lengths = None
+        # Later steps may call the layer by hand, with all features.
+        if self.split_input or x.shape[-1] == self.feature_rule.full_size:
+            if not self.split_input and lengths is not None:
+                raise RuntimeError(
+                    f"`{layer_of(self.named_parameters(), '<its path>')}` must get the features of this rank inside its"
+                    f" block; got all {x.shape[-1]}. Call it outside the block in the first batch too, or use"
+                    " `sequence_parallel=False` [LP018]"
+                )
+            x = _split_features(x, self.feature_rule, self.group)
         with on_shards(x):
             weight = _own_part(self.weight, self.feature_rule.along(0 if self.transposed else 1), self.group)
             bias: Tensor | None = self.bias

@@ -116,6 +116,12 @@ def pair(group):
     assert "ColumnLinear[Conv1D](in_features=6, out_features=9, bias=True, local_out_features=" in repr(conv)
     inplace = nn.Sequential(nn.Linear(6, 8, bias=False), nn.ReLU(inplace=True), nn.Linear(8, 6, bias=False)).double()
     check(inplace, {"0": Column(), "2": Row()}, [x], group)
+    # A later step may call the second layer by hand, with all features.
+    model = Gated().double()
+    whole = copy.deepcopy(model)
+    divide(model, MLP, group)
+    hidden = double(3, 10)
+    torch.testing.assert_close(model.down(hidden), whole.down(hidden), rtol=1e-12, atol=1e-12)
 
 
 @pytest.mark.parametrize("world", [2, 4])

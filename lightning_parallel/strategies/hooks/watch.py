@@ -258,9 +258,8 @@ def raised_in_shards(name: str, error: Exception) -> str:
             f" {whole} [LP018]"
         )
     return (
-        f"{found} Each tensor-parallel rank holds a part of the weights of sharded layers, so code outside these"
-        " layers meets other shapes. In hooks, parameters and their copies are full. Use shapes of the same kind, or"
-        f" {whole} [LP018]"
+        f"{found} Between sharded layers, each tensor-parallel rank computes a part of the features or heads, so code"
+        f" there meets other shapes. Take sizes from the tensors, or {whole} [LP018]"
     )
 
 
