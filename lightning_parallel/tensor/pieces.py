@@ -25,6 +25,7 @@ from functools import partial
 from operator import itemgetter
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.autograd import Function
@@ -386,7 +387,10 @@ class Piece(Tensor):
             if is_data and args[0]._data.has_home:
                 return args[0].detach()
             if is_data or name in _NEEDS_ADDRESS:
-                return func(*without_pieces(args), **kwargs)
+                found = func(*without_pieces(args), **kwargs)
+                if isinstance(found, np.ndarray) and args[0]._data.has_home:
+                    found.flags.writeable = False  # a change would not reach the part
+                return found
             if name in _GRADIENT:
                 _watch(args[0])
             elif name.endswith("_like") and name in _FACTORIES and args[0].home is not None:

@@ -424,6 +424,35 @@ def test_hooks_of_every_kind_see_full_tensors(group):
         fit(Clips(post=lambda m: None, clipping=on_rank_zero), TensorParallelStrategy(tensor_parallel_size=2), 2)
 
 
+class Scheduled(Net):
+    """Has a learning rate that depends on a weight."""
+
+    def configure_optimizers(self):
+        optimizer = super().configure_optimizers()
+        scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + float(weight(self).norm())))
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
+
+    def on_train_batch_end(self, outputs, batch, index):
+        if self.listens:
+            self.net[0].register_forward_hook(lambda module, inputs, output: None)
+
+    listens = False
+
+
+class Listening(Scheduled):
+    listens = True
+
+
+@distributed(world_size=2)
+def test_schedulers_see_full_weights_and_late_forward_hooks_are_refused(group):
+    mine, alone = Scheduled().double(), Scheduled().double()
+    fit(alone, "auto", 1)
+    fit(mine, TensorParallelStrategy(tensor_parallel_size=2), 2)
+    torch.testing.assert_close(dict(mine.state_dict()), dict(alone.state_dict()), rtol=1e-10, atol=1e-12)
+    with pytest.raises(HookError, match="must exist before the layers are sharded; got .* on `net.0`"):
+        fit(Listening().double(), TensorParallelStrategy(tensor_parallel_size=2), 2)
+
+
 def on_rank_zero(module):
     if module.global_rank == 0:
         module.found.append(weight(module).norm())
@@ -497,6 +526,7 @@ def groups_of_the_optimizer(module):
             momentum = module.trainer.optimizers[0].state[p].get("momentum_buffer")
             if momentum is not None:
                 momentum.div_(1 + momentum.norm())
+                module.trainer.optimizers[0].state[p]["momentum_buffer"] = torch.ones_like(p) * momentum
 
 
 STAGES = (

@@ -167,6 +167,9 @@ def test_a_shown_parameter_keeps_its_object_and_its_errors(group):
         for change in (lambda p: p.mul_(2), lambda p: p.__setitem__(0, 1.0), lambda p: p.zero_()):
             with pytest.raises(RuntimeError, match="leaf Variable that requires grad"):
                 change(mine)
+        with pytest.raises(ValueError, match="read-only"):
+            mine.detach().numpy()[:] = 0
+        assert mine.data_ptr() == mine.data_ptr() != 0
         mine.requires_grad = False
         assert not mine.requires_grad
         mine.requires_grad_(is_trained)

@@ -344,6 +344,9 @@ class FullViews:
                     else copy.copy(value)
                     for key, value in kept[own[0]].items()
                 }
+        # Code may go through all states, in one order on all stages.
+        for each in [each for params in optimizer.param_groups for each in params["params"] if each in kept]:
+            kept[each] = kept.pop(each)
 
     def keep(self, parts: Iterable[tuple[Tensor, Shard, Group]]) -> None:
         """Show further tensors in full from now on, which optimizers keep in their attributes.
@@ -358,16 +361,23 @@ class FullViews:
                 self._kept.append((part, ShardPlace(Shard(rule.dim, own), self._tensor_group)))
 
     def keep_parts(self, optimizer: Optimizer) -> None:
-        """Replace full tensors in the state of an optimizer, whose step has made them, by this rank's parts."""
+        """Replace full tensors in the state of an optimizer, which code has put there, by this rank's parts."""
         names: dict[Any, str] = {one: name for name, one in self._named_parameters(False).items()}
+        rules, group = (self._over_replica, self._replica) if self._is_split else (self._rules, self._tensor_group)
         for owner, state in optimizer.state.items():
-            rule = self._rules.get(names.get(owner, ""))
-            place = ShardPlace(rule, self._tensor_group, self._slices_of(owner))
+            if owner in self._remote or not owner.dim() or not isinstance(state, dict):
+                continue
+            rule = rules.get(names.get(owner, ""))
+            place = ShardPlace(rule, group, self._slices_of(owner))
             shard = owner.shape if place.slices is None else place.slices.shape
             shape = shard if rule is None else rule.full_shape(shard)
             for key, value in state.items():
                 # Code may also have made an ordinary tensor of the full shape.
-                if isinstance(value, Tensor) and value.shape == shape:
+                if (
+                    isinstance(value, Tensor)
+                    and value.shape == shape
+                    and (shape != owner.shape or type(value) is Piece)
+                ):
                     state[key] = place.cut(value)
                 elif isinstance(value, Piece):
                     state[key] = value.whole()
@@ -444,6 +454,8 @@ class FullViews:
         for tensor in {id(tensor): tensor for tensor in (*self._shown, *copied)}.values():
             ShardedTensor.hide(tensor)
         self._shown.clear()
+        for optimizer, _ in self._optimizers():
+            self.keep_parts(optimizer)
         # Last first: a module that is registered under two names was filled in twice.
         for restore in reversed(self._undo):
             restore()

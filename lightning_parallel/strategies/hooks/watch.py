@@ -11,7 +11,7 @@ import linecache
 import sys
 import traceback
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence, Set
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from types import FrameType
@@ -23,11 +23,12 @@ from torch.optim import Optimizer
 from lightning_parallel import comm
 from lightning_parallel.comm import Group, MeshGroups
 from lightning_parallel.compat import FOREIGN, ParallelState, Patches, is_power_of_two, is_users
-from lightning_parallel.compat.torch import global_step_hooks, gradient_hooks_of, step_hooks_of
+from lightning_parallel.compat.torch import forward_hooks_of, global_step_hooks, gradient_hooks_of, step_hooks_of
 from lightning_parallel.compat.twins import is_a
 from lightning_parallel.data_parallel import ParameterSlices
 from lightning_parallel.strategies.checkpoints.files import LOCAL_STEPS
-from lightning_parallel.strategies.hooks.views import FullViews
+from lightning_parallel.strategies.hooks.views import FullViews, HookError
+from lightning_parallel.tensor.layers import Column, Row
 from lightning_parallel.tensor.pieces import without_pieces
 from lightning_parallel.tensor.sharding import Shard
 
@@ -83,6 +84,7 @@ class HookWatch:
         self._agreed: frozenset[tuple[str, int]] = frozenset()
         self._wrapped: list[tuple[dict[int, Callable[..., Any]], int, Callable[..., Any], Callable[..., Any]]] = []
         self._steps = 0
+        self._planned_hooks: Set[tuple[str, int]] = frozenset()
 
     def install(self, patches: Patches) -> None:
         """Watch the hooks of a run until `patches` are undone; every rank must call it."""
@@ -107,6 +109,7 @@ class HookWatch:
 
         patches.replace(trainer.profiler, "profile", profile)  # type: ignore[attr-defined]
         self._wrap_gradient_hooks()
+        self._planned_hooks = self._hooks_of_parts().keys()
 
     # ------------------------------------------------------------------------------------------------- which hooks
 
@@ -122,7 +125,8 @@ class HookWatch:
         if name in (*_STEPS, *_OF_CHECKPOINTS) or name.endswith("_dataloader") or "transfer" in name:
             return None
         if kind == "[LightningModule":
-            if not _is_users(getattr(self._module, name, None)):
+            is_called = name == "lr_scheduler_step" and self._schedulers_are_users()
+            if not is_called and not _is_users(getattr(self._module, name, None)):
                 return None
             return WatchedHook(self._group_of(name))
         if kind == "[Callback":
@@ -131,6 +135,11 @@ class HookWatch:
                 return None
             return WatchedHook(self._group_of(name) if (owner, len(callbacks)) in self._agreed else None)
         return None
+
+    def _schedulers_are_users(self) -> bool:
+        """Tell whether schedulers call the user's code, which may read parameters."""
+        schedulers = [config.scheduler for config in self._module.trainer.lr_scheduler_configs]
+        return any(is_users(type(each)) or any(map(_is_users, getattr(each, "lr_lambdas", ()))) for each in schedulers)
 
     def _group_of(self, name: str) -> Group:
         # In evaluation, replicas may have different numbers of batches.
@@ -172,6 +181,30 @@ class HookWatch:
         self._steps += 1
         if is_power_of_two(self._steps):
             self._wrap_gradient_hooks()
+            self._refuse_late_hooks()
+
+    def _hooks_of_parts(self) -> dict[tuple[str, int], Callable[..., Any]]:
+        """Return the user's hooks that get activations of which each rank holds a part."""
+        sharding = ParallelState.of(self._module).sharding
+        found: dict[tuple[str, int], Callable[..., Any]] = {}
+        for path, style in {} if sharding is None else sharding.plan.styles.items():
+            after, before = forward_hooks_of(self._module.get_submodule(path))
+            is_part_after = isinstance(style, Column) and not style.gather_output
+            is_part_before = isinstance(style, Row) and not style.split_input
+            hooks = {**(after if is_part_after else {}), **(before if is_part_before else {})}
+            found |= {(path, key): hook for key, hook in hooks.items() if _is_users(hook)}
+        return found
+
+    def _refuse_late_hooks(self) -> None:
+        # The plan gathers for the hooks that exist before it.
+        for (path, key), hook in self._hooks_of_parts().items():
+            if (path, key) not in self._planned_hooks:
+                raise HookError(
+                    f"Forward hooks of sharded layers must exist before the layers are sharded; got"
+                    f" `{getattr(hook, '__qualname__', type(hook).__name__)}` on `{path}`, which would see the features"
+                    " of one rank. Register it in `__init__`, `setup` or `configure_model`, or keep the layer"
+                    f" replicated: tensor_plan={{..., {path!r}: 'replicate'}} [LP018]"
+                )
 
     def _wrap_gradient_hooks(self) -> None:
         for name, parameter in self._module.named_parameters():
