@@ -458,6 +458,22 @@ def on_rank_zero(module):
         module.found.append(weight(module).norm())
 
 
+class ReadsOnOneRank(Net):
+    """Reads a weight under a condition that stands in one line with the rest of the step."""
+
+    def training_step(self, batch, index):
+        return (weight(self).sum() if self.global_rank == 0 else 0) * 0 + self.loss(batch)
+
+    def loss(self, batch):
+        return super().training_step(batch, 0)
+
+
+@distributed(world_size=2)
+def test_a_read_on_one_rank_in_a_step_is_refused(group):
+    with pytest.raises(RuntimeError, match="LP013"):
+        fit(ReadsOnOneRank().double(), TensorParallelStrategy(tensor_parallel_size=2), 2)
+
+
 class Tempered(Block):
     """A block with a parameter without dimensions."""
 

@@ -114,7 +114,13 @@ class MessageOrder:
             default_pg_timeout.total_seconds() if is_first else COMPILING_S if self._is_compiled else STEP_WAIT_S
         )
         place = users_line(lambda frame: frame.f_code.co_name == "run_in_step")
-        states = self._meet(place or f"`{self._block}`", patience_s, self._state if is_first else "")
+        place = place or f"`{self._block}`"
+        notes = self._meet(place, patience_s, f"{operation} {self._state if is_first else ''}")
+        operations, states = zip(*(note.split(" ", 1) for note in notes))
+        # A condition on the rank may stand in one line with the rest of the step.
+        if len(set(operations)) > 1:
+            found = ", ".join(f"`{each}` on rank {rank}" for each, rank in zip(operations, self._group.ranks))
+            raise RuntimeError(f"All ranks must communicate in one order in {place}; got {found}. {_WAY_OUT} [LP013]")
         if is_first and self.chance is not None:
             self.chance.refuse(states)
         if len(self._known) >= _MOST_KNOWN:
