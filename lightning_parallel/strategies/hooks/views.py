@@ -134,7 +134,7 @@ class FullViews:
         # Not the length of the list: a step may make the first state of an optimizer.
         self.is_shown = False
         self._show_again: Callable[[], None] = self._show_to_step
-        self._in_step: list[nn.Parameter] = []
+        self._in_step: list[tuple[nn.Parameter, ShardPlace]] = []
         self._places: dict[nn.Parameter, ShardPlace] | None = None
         self._is_split = False
         self._remote: set[nn.Parameter] = set()
@@ -224,13 +224,12 @@ class FullViews:
         self.is_shown = True
         self._show_again = self._show_to_step
         # Without a function for each parameter, since each step does so.
-        for parameter, place in self._places_in_step().items():
-            if type(parameter) is nn.Parameter:
-                parameter.__class__ = ShardedParameter
-                fields = parameter.__dict__
-                fields["place"] = place
-                fields["before_gradient"] = None
-                self._in_step.append(parameter)
+        self._in_step = [(one, place) for one, place in self._places_in_step().items() if type(one) is nn.Parameter]
+        for parameter, place in self._in_step:
+            parameter.__class__ = ShardedParameter
+            fields = parameter.__dict__
+            fields["place"] = place
+            fields["before_gradient"] = None
 
     def _places_in_step(self) -> dict[nn.Parameter, ShardPlace]:
         """Return the places of sharded parameters, and of parameters with partial gradients, with their users."""
@@ -362,6 +361,8 @@ class FullViews:
 
     def keep_parts(self, optimizer: Optimizer) -> None:
         """Replace full tensors in the state of an optimizer, which code has put there, by this rank's parts."""
+        if not optimizer.state:
+            return
         names: dict[Any, str] = {one: name for name, one in self._named_parameters(False).items()}
         rules, group = (self._over_replica, self._replica) if self._is_split else (self._rules, self._tensor_group)
         for owner, state in optimizer.state.items():
@@ -444,7 +445,7 @@ class FullViews:
     def _hide(self) -> None:
         self.is_shown = False
         if self._in_step:
-            for parameter in self._in_step:
+            for parameter, _ in self._in_step:
                 parameter.__class__ = nn.Parameter
                 del parameter.__dict__["place"], parameter.__dict__["before_gradient"]
             self._in_step.clear()
