@@ -150,6 +150,12 @@ class PlaceholderError(RuntimeError):
         super().__init__(message)
         self.is_missing = any(not placeholder.available for placeholder in placeholders)
 
+    @property
+    def lacks_parameter(self) -> bool:
+        """Whether the step computes with a parameter that no stage sends."""
+        # By the text, which survives on the way to other ranks.
+        return PARAMETERS_ELSEWHERE in str(self)
+
 
 class PlaceholderTensor(Tensor):
     """A tensor without data.

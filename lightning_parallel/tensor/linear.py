@@ -388,20 +388,22 @@ class _ColumnLinearFunction(Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
         x, matrix, node = ctx.saved_tensors
         rows = grad.reshape(-1, grad.shape[-1])
+        dx = None
         # Autograd enables gradients inside a backward only for `create_graph=True`.
         if torch.is_grad_enabled():
             if ctx.keeps_part:
                 x = _AtNode.apply(node, comm.all_gather(x, ctx.gradient.inputs.group, *ctx.gradient.layout))
-            dx = None if ctx.gradient is None else _input_gradient(ctx, rows, matrix)
-            return dx, *_gradients_with_graph(ctx, x, rows, rows), None, None, None, None
-        if ctx.keeps_part:
-            ctx.gradient.gather(x)  # in flight during the product below
-        # The input gradient goes first: its reduction runs while the weight gradient below is computed.
-        if ctx.gradient is not None:
-            ctx.gradient.add(rows, matrix.t() if ctx.transposed else matrix, ctx.shape)
-        if ctx.keeps_part:
-            x = ctx.gradient.whole()
-        return None, _weight_gradient(ctx, x, rows, grad), _bias_gradient(ctx, rows, grad), None, None, None, None
+            if ctx.gradient is not None:
+                dx = _input_gradient(ctx, rows, matrix)
+        else:
+            if ctx.keeps_part:
+                ctx.gradient.gather(x)  # in flight during the product below
+            # The input gradient goes first: its reduction runs while the weight gradient below is computed.
+            if ctx.gradient is not None:
+                ctx.gradient.add(rows, matrix.t() if ctx.transposed else matrix, ctx.shape)
+            if ctx.keeps_part:
+                x = ctx.gradient.whole()
+        return dx, _weight_gradient(ctx, x, rows, grad), _bias_gradient(ctx, rows, grad), None, None, None, None
 
 
 class _RowLinearFunction(Function):
@@ -439,16 +441,13 @@ class _RowLinearFunction(Function):
         x, matrix = ctx.saved_tensors
         # Without sequence parallelism the gradient of y is equal on all ranks already: no communication.
         local = rows = grad.reshape(-1, grad.shape[-1])
-        if torch.is_grad_enabled():
-            # For gradients of gradients, each rank does a part of the work with the gradient of y.
-            if ctx.lengths is None:
-                rows = copy_to_group(local, ctx.group)
-            else:
-                rows = all_gather_to_group(grad, ctx.group, *ctx.layout).reshape(-1, grad.shape[-1])
-            dx = _input_gradient(ctx, rows, matrix) if ctx.needs_input_grad[0] else None
-            return dx, *_gradients_with_graph(ctx, x, rows, local), None, None, None
+        # For gradients of gradients, each rank does a part of the work with the gradient of y.
+        has_graph = torch.is_grad_enabled()
         if ctx.lengths is not None:
-            rows = comm.all_gather(grad, ctx.group, *ctx.layout).reshape(-1, grad.shape[-1])
+            gather = all_gather_to_group if has_graph else comm.all_gather
+            rows = gather(grad, ctx.group, *ctx.layout).reshape(-1, grad.shape[-1])
+        elif has_graph:
+            rows = copy_to_group(local, ctx.group)
         # First, because the layer before waits for it, and nothing waits for the weight gradient.
         dx = _input_gradient(ctx, rows, matrix) if ctx.needs_input_grad[0] else None
         # The bias was added to this rank's positions only; see `Row.partial`.
@@ -474,15 +473,6 @@ def _input_gradient(ctx: Any, rows: Tensor, matrix: Tensor) -> Tensor:
     return (rows @ (matrix.t() if ctx.transposed else matrix)).view(ctx.shape)
 
 
-def _gradients_with_graph(ctx: Any, x: Tensor | None, rows: Tensor, of_bias: Tensor) -> tuple[Tensor | None, ...]:
-    """Return the gradients of the weight and the bias, part of autograd's graph."""
-    weight = None
-    if x is not None:
-        inputs = x.reshape(-1, x.shape[-1])
-        weight = (inputs.t() @ rows if ctx.transposed else rows.t() @ inputs).to(ctx.weight_dtype)
-    return weight, of_bias.sum(0).to(ctx.bias_dtype) if ctx.needs_input_grad[2] else None
-
-
 def _linear(x: Tensor, matrix: Tensor, bias: Tensor | None, transposed: bool) -> Tensor:
     rows = x.reshape(-1, x.shape[-1])
     factor = matrix if transposed else matrix.t()
@@ -499,11 +489,14 @@ def _weight_gradient(ctx: Any, x: Tensor | None, rows: Tensor, grad: Tensor) -> 
     def compute() -> Tensor:
         return (inputs.t() @ rows if transposed else rows.t() @ inputs).to(dtype)
 
-    return put_off(ctx.parameters[0], compute, x, rows, grad)
+    # A product that is put off has no place in autograd's graph.
+    return compute() if torch.is_grad_enabled() else put_off(ctx.parameters[0], compute, x, rows, grad)
 
 
 def _bias_gradient(ctx: Any, rows: Tensor, grad: Tensor) -> Tensor | None:
     if not ctx.needs_input_grad[2]:
         return None
     dtype = ctx.bias_dtype
+    if torch.is_grad_enabled():
+        return rows.sum(0).to(dtype)
     return put_off(ctx.parameters[1], lambda: rows.sum(0).to(dtype), rows, grad)

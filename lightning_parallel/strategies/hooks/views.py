@@ -10,7 +10,7 @@ Outside hooks the parameters are ordinary tensors.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
@@ -131,6 +131,8 @@ class FullViews:
         self._replica = groups.replica if states is None else groups.replica.guarded_by(states.meet)
         self._replicas = groups.data_parallel if meet is None else groups.data_parallel.guarded_by(meet)
         self._shown: list[Tensor] = []
+        # The states of optimizers when they were shown, by `id`, which must not pass to another tensor meanwhile.
+        self._states: dict[int, Any] = {}
         # Not the length of the list: a step may make the first state of an optimizer.
         self.is_shown = False
         self._show_again: Callable[[], None] = self._show_to_step
@@ -318,7 +320,9 @@ class FullViews:
             if is_split:
                 self._add_states(optimizer)
             for owner, state in optimizer.state.items():
-                for value in state.values() if owner in places and isinstance(state, dict) else ():
+                values = list(state.values()) if isinstance(state, dict) else []
+                self._states.update(zip(map(id, values), values))
+                for value in values if owner in places else ():
                     place = self._place(owner, value, *places[owner]) if isinstance(value, Tensor) else None
                     if place is not None:
                         found.append((value, place))
@@ -359,29 +363,35 @@ class FullViews:
             if 0 < part.shape[rule.dim] < rule.full_size:
                 self._kept.append((part, ShardPlace(Shard(rule.dim, own), self._tensor_group)))
 
-    def keep_parts(self, optimizer: Optimizer) -> None:
-        """Replace full tensors in the state of an optimizer, which code has put there, by this rank's parts."""
-        if not optimizer.state:
+    def keep_parts(self, optimizer: Optimizer, known: Container[int] = ()) -> None:
+        """Replace full tensors in the state of an optimizer, which code has put there, by this rank's parts.
+
+        Args:
+            optimizer: The optimizer.
+            known: Tensors that are parts already, by `id`.
+        """
+        new = [
+            (owner, state, key, value)
+            for owner, state in optimizer.state.items()
+            if isinstance(state, dict)
+            for key, value in state.items()
+            if id(value) not in known and isinstance(value, Tensor) and owner.dim() and owner not in self._remote
+        ]
+        if not new:
             return
         names: dict[Any, str] = {one: name for name, one in self._named_parameters(False).items()}
         rules, group = (self._over_replica, self._replica) if self._is_split else (self._rules, self._tensor_group)
-        for owner, state in optimizer.state.items():
-            if owner in self._remote or not owner.dim() or not isinstance(state, dict):
-                continue
+        for owner, state, key, value in new:
             rule = rules.get(names.get(owner, ""))
             place = ShardPlace(rule, group, self._slices_of(owner))
             shard = owner.shape if place.slices is None else place.slices.shape
             shape = shard if rule is None else rule.full_shape(shard)
-            for key, value in state.items():
-                # Code may also have made an ordinary tensor of the full shape.
-                if (
-                    isinstance(value, Tensor)
-                    and value.shape == shape
-                    and (shape != owner.shape or type(value) is Piece)
-                ):
-                    state[key] = place.cut(value)
-                elif isinstance(value, Piece):
-                    state[key] = value.whole()
+            is_part = shape != owner.shape or place.slices is not None
+            # Code may also have made an ordinary tensor of the full shape.
+            if value.shape == shape and (is_part or type(value) is Piece):
+                state[key] = place.cut(value)
+            elif isinstance(value, Piece):
+                state[key] = value.whole()
 
     def forget(self) -> None:
         """Find the parameters anew, after the module has changed."""
@@ -456,7 +466,8 @@ class FullViews:
             ShardedTensor.hide(tensor)
         self._shown.clear()
         for optimizer, _ in self._optimizers():
-            self.keep_parts(optimizer)
+            self.keep_parts(optimizer, self._states)
+        self._states.clear()
         # Last first: a module that is registered under two names was filled in twice.
         for restore in reversed(self._undo):
             restore()

@@ -59,7 +59,7 @@ from lightning_parallel.pipeline.microbatch import (
 )
 from lightning_parallel.pipeline.skips import Skips
 from lightning_parallel.pipeline.stage import in_whole_model
-from lightning_parallel.step_trace.placeholder import PARAMETERS_ELSEWHERE, PlaceholderError
+from lightning_parallel.step_trace.placeholder import PlaceholderError
 from lightning_parallel.strategies.checks import STEPS, first_batch, output_is_read, positional_arguments, steps_of_run
 from lightning_parallel.strategies.options import PipelineOptions
 from lightning_parallel.strategies.steps.effects import (
@@ -380,7 +380,7 @@ class PipelineSteps:
             try:
                 return run(skips)
             except PlaceholderError as error:
-                is_lacking = error.is_missing or PARAMETERS_ELSEWHERE in str(error)
+                is_lacking = error.is_missing or error.lacks_parameter
                 # Every rank has met the error, but hooks may be on one stage only.
                 if comm.on_any_rank([not (tries_again and is_lacking)], self.engine.seed_group)[0]:
                     raise
@@ -650,9 +650,9 @@ def _explain_missing_data(name: str) -> Iterator[None]:
         yield
     except PlaceholderError as error:
         if error.is_missing:
-            text, mark, where = str(error).partition("\n(found on rank")
-            if PARAMETERS_ELSEWHERE in text:
+            if error.lacks_parameter:
                 raise
+            text, mark, where = str(error).partition("\n(found on rank")
             error.args = (
                 f"{text}. The first `{name}` of this run did not compute with it, so the pipeline does not send it."
                 f" Compute with it in every step; multiply it by zero where you do not want it{mark}{where}",
