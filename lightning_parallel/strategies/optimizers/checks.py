@@ -267,7 +267,8 @@ def check_sliced(optimizers: Sequence[Optimizer], replicas: int, may_show: bool 
         " `zero_stage=0`"
     )
     sliced = _GroupDivision(
-        (_slices,),
+        # Halves first: products of a slice with itself would be far larger than the tensor.
+        (_row_halves, _column_halves, _slices),
         keeps_tensors=False,
         coupled=(
             f"computes with full tensors, but with `zero_stage` each of {replicas} replicas updates a slice of every"
