@@ -228,6 +228,23 @@ def test_private_names_of_torch_that_tensor_uses():
     assert not reshaped._is_view()
 
 
+def test_a_function_may_run_around_each_call():
+    layer = nn.Linear(2, 2)
+    calls = []
+
+    def around(run, args, kwargs):
+        calls.append(kwargs)
+        return run(*args, **kwargs)
+
+    vars(layer)[compat_torch.CALLS] = compat_torch.AroundCalls(layer, around)
+    layer.register_forward_hook(lambda module, args, output: calls.append("hook"))
+    layer(input=torch.ones(2))
+    assert [list(call) for call in calls] == [["input"], list("hook")]
+    assert not compat_torch.has_compiled_parts(layer)
+    assert vars(copy.deepcopy(layer)).get(compat_torch.CALLS) is None
+    assert copy.deepcopy(vars(layer)[compat_torch.CALLS]) is None
+
+
 @distributed(world_size=1)  # whose process has imported the compiler, which takes seconds
 def test_a_compiled_call_is_known():
     layer = nn.Linear(2, 2)

@@ -76,6 +76,7 @@ WRONG = {
     "compressor_state": ["all"],
     "hierarchical": ["yes", True],  # without compression
     "zero_stage": [3, "1"],
+    "activation_checkpointing": ["some", 0, 2.0, True],
     "checkpoint_format": ["shard"],
     "async_save": ["yes", True],  # in one file
     "verify": ["on"],

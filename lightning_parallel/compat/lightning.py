@@ -44,6 +44,7 @@ from torchmetrics.aggregation import BaseAggregator
 from torchmetrics.utilities.data import dim_zero_cat, dim_zero_max, dim_zero_min, dim_zero_sum
 
 from lightning_parallel.compat import Patches, patched
+from lightning_parallel.compat.torch import compiled_call_of
 from lightning_parallel.tracing.spans import is_verbose
 
 __all__ = [
@@ -293,9 +294,7 @@ def is_end_of_tuning(error: BaseException) -> bool:
 
 def is_compiled(module: LightningModule) -> bool:
     """Tell whether the full module was compiled, by `torch.compile(module)` or `module.compile()`."""
-    return (
-        getattr(module, "_compiler_ctx", None) is not None or getattr(module, "_compiled_call_impl", None) is not None
-    )
+    return getattr(module, "_compiler_ctx", None) is not None or compiled_call_of(module) is not None
 
 
 def reset_optimizers(strategy: Strategy) -> None:

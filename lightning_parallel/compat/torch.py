@@ -70,6 +70,7 @@ from lightning_parallel.compat import Patches, patched
 
 __all__ = [
     "BUFFERS",
+    "CALLS",
     "MODULES",
     "CPU_FLASH_ATTENTION",
     "CPU_FLASH_ATTENTION_BACKWARD",
@@ -77,6 +78,7 @@ __all__ = [
     "DispatchMode",
     "FullyShardedGroup",
     "FullyShardedParameter",
+    "AroundCalls",
     "BatchNormalization",
     "NormalizationBase",
     "PARAMETERS",
@@ -93,6 +95,7 @@ __all__ = [
     "current_function_mode",
     "gradient_hooks_of",
     "children_of",
+    "compiled_call_of",
     "copy_all_",
     "copy_of",
     "current_graph_task_id",
@@ -243,9 +246,48 @@ def has_compiled_parts(module: nn.Module) -> bool:
     return any(map(has_compiled_calls, module.modules()))
 
 
+CALLS = "_compiled_call_impl"
+"""The attribute of a module that `__call__` calls, hooks included, if it is not None. `nn.Module.compile` sets it.
+
+Copies and pickles of a module leave it out. A wrapper there needs no other class and keeps the names in `state_dict`.
+"""
+
+
+class AroundCalls:
+    """Stands in a module's `CALLS`, and lets a function run each call.
+
+    Args:
+        module: The module.
+        around: Called with a function that runs the module, and with the arguments of the call.
+    """
+
+    def __init__(self, module: nn.Module, around: Callable[[Callable[..., Any], Any, Any], Any]) -> None:
+        self.compiled = vars(module).get(CALLS)
+        if isinstance(self.compiled, AroundCalls):
+            self.compiled = self.compiled.compiled
+        self.around = around
+        self._run = self.compiled or module._call_impl
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self.around(self._run, args, kwargs)
+
+    # A class may copy all attributes of its modules. A copy with this object would call the original module.
+    def __deepcopy__(self, memo: dict[int, Any]) -> None:
+        return None
+
+    def __reduce__(self) -> Any:
+        return type(None), ()
+
+
 def has_compiled_calls(module: nn.Module) -> bool:
     """Return whether calls of `module` itself are compiled."""
-    return type(module).__name__ == "OptimizedModule" or getattr(module, "_compiled_call_impl", None) is not None
+    return type(module).__name__ == "OptimizedModule" or compiled_call_of(module) is not None
+
+
+def compiled_call_of(module: nn.Module) -> Any:
+    """Return the compiled call of a module that `module.compile()` has compiled; None for other modules."""
+    found = getattr(module, CALLS, None)
+    return found.compiled if isinstance(found, AroundCalls) else found
 
 
 def uses_cuda_graphs(module: nn.Module) -> bool:
@@ -253,7 +295,7 @@ def uses_cuda_graphs(module: nn.Module) -> bool:
     context = getattr(module, "dynamo_ctx", None)
     config = getattr(context, "compiler_config", None)
     if config is None:  # by `module.compile()`
-        ask = getattr(getattr(module, "_compiled_call_impl", None), "get_compiler_config", None)
+        ask = getattr(compiled_call_of(module), "get_compiler_config", None)
         config = None if ask is None else ask()
     return isinstance(config, dict) and bool(config.get("triton.cudagraphs"))
 

@@ -40,7 +40,13 @@ from lightning_parallel.strategies.compressed.memory import KeptState
 from lightning_parallel.strategies.compressed.nodes import Hierarchical
 from lightning_parallel.strategies.optimizers.checks import check_sliced
 from lightning_parallel.strategies.optimizers.zero import ZeroStage
-from lightning_parallel.strategies.options import CheckpointFormat, memory_limit, named, spelled
+from lightning_parallel.strategies.options import (
+    ActivationCheckpointing,
+    CheckpointFormat,
+    memory_limit,
+    named,
+    spelled,
+)
 from lightning_parallel.strategies.parallel import HybridParallelStrategy
 from lightning_parallel.strategies.ranks.processes import StartMethod
 from lightning_parallel.strategies.self_check.proof import Verify
@@ -93,6 +99,8 @@ class AutoParallelStrategy(HybridParallelStrategy):
             host. A number sets the replicas per node.
         zero_stage: ZeRO stage over the replicas. 1 shards the optimizer state. 2 also shards the gradients between
             backward and the end of the step.
+        activation_checkpointing: Recompute activations of the repeated layers in backward, which saves memory and takes
+            time. `full` does this for each layer, a number n for every n-th layer. `off` keeps all activations.
         checkpoint_format: `full` writes one ordinary Lightning checkpoint. `sharded` writes a folder with one file per
             rank. Every layout loads both formats.
         async_save: Write sharded checkpoints in the background. Training waits only for a copy of the tensors.
@@ -133,6 +141,7 @@ class AutoParallelStrategy(HybridParallelStrategy):
         compressor_state: KeptState = "local",
         hierarchical: Hierarchical = False,
         zero_stage: ZeroStage = 0,
+        activation_checkpointing: ActivationCheckpointing = "off",
         checkpoint_format: CheckpointFormat = "full",
         async_save: bool = False,
         verify: Verify = "auto",

@@ -49,7 +49,7 @@ from lightning_parallel.strategies.compressed.replica_optimizers import ReplicaO
 from lightning_parallel.strategies.optimizers.checks import check_optimizers
 from lightning_parallel.strategies.optimizers.norms import give_norms
 from lightning_parallel.strategies.optimizers.zero import ZeroStage, refuse_zero_stage
-from lightning_parallel.strategies.options import CheckpointFormat, named, spelled
+from lightning_parallel.strategies.options import ActivationCheckpointing, CheckpointFormat, named, spelled
 from lightning_parallel.strategies.parallel import HybridParallelStrategy, ScheduleName
 from lightning_parallel.strategies.ranks import replicas
 from lightning_parallel.strategies.ranks.processes import StartMethod
@@ -173,6 +173,8 @@ class LocalSGDStrategy(HybridParallelStrategy):
             beside it, `none` stores nothing. A sharded checkpoint stores the state of each rank as tensors of it.
         hierarchical: Sum full gradients inside a node, and compress between nodes only. True groups the replicas by
             host. A number sets the replicas per node.
+        activation_checkpointing: Recompute activations of the repeated layers in backward, which saves memory and takes
+            time. `full` does this for each layer, a number n for every n-th layer. `off` keeps all activations.
         checkpoint_format: `full` writes one ordinary Lightning checkpoint. `sharded` writes a folder with one file per
             rank. Every layout loads both formats.
         async_save: Write sharded checkpoints in the background. Training waits only for a copy of the tensors.
@@ -229,6 +231,7 @@ class LocalSGDStrategy(HybridParallelStrategy):
         zero_stage: ZeroStage = 0,
         compressor_state: KeptState = "local",
         hierarchical: Hierarchical = False,
+        activation_checkpointing: ActivationCheckpointing = "off",
         checkpoint_format: CheckpointFormat = "full",
         async_save: bool = False,
         verify: Verify = "auto",

@@ -46,7 +46,7 @@ from lightning_parallel.checkpoint import (
     is_sharded_checkpoint,
 )
 from lightning_parallel.comm import stop_heartbeat
-from lightning_parallel.compat import Patches, is_users
+from lightning_parallel.compat import ParallelState, Patches, is_users
 from lightning_parallel.compat.default_group import all_processes_as_default
 from lightning_parallel.compat.lightning import (
     PathLike,
@@ -64,6 +64,7 @@ from lightning_parallel.data_parallel import GradientReducer
 from lightning_parallel.mesh import Axis, Size
 from lightning_parallel.pipeline.microbatch import without_caches
 from lightning_parallel.pipeline.pipeline_plan import PipelinePlan
+from lightning_parallel.pipeline.recomputation import every_nth, layers_to_recompute, recompute
 from lightning_parallel.planner.rank_memory import optimizer_copies
 from lightning_parallel.step_trace.record import StepTrace
 from lightning_parallel.strategies import checks
@@ -87,9 +88,11 @@ from lightning_parallel.strategies.optimizers.zero import (
     make_slices,
 )
 from lightning_parallel.strategies.options import (
+    ActivationCheckpointing,
     CheckpointFormat,
     PipelineOptions,
     TensorOptions,
+    check_activation_checkpointing,
     check_checkpoint_format,
     check_choice,
 )
@@ -148,6 +151,7 @@ class MeshStrategy(MeshProcesses):
         compressor_state: KeptState = "local",
         hierarchical: Hierarchical = False,
         zero_stage: ZeroStage = 0,
+        activation_checkpointing: ActivationCheckpointing = "off",
         checkpoint_format: CheckpointFormat = "full",
         async_save: bool = False,
         verify: Verify = "auto",
@@ -172,6 +176,7 @@ class MeshStrategy(MeshProcesses):
             checkpoint_io=checkpoint_io,
             precision_plugin=precision_plugin,
         )
+        check_activation_checkpointing(activation_checkpointing)
         check_checkpoint_format(checkpoint_format, async_save)
         check_choice("verify", verify, Verify)
         check_choice("gather_after_fit", gather_after_fit, GatherAfterFit)
@@ -184,6 +189,7 @@ class MeshStrategy(MeshProcesses):
         self.kept_state = compressor_state
         self.hierarchical = hierarchical
         self.zero_stage = zero_stage
+        self.activation_checkpointing = activation_checkpointing
         self.checkpoint_format = checkpoint_format
         self.async_save = async_save
         self.verify = verify
@@ -339,6 +345,7 @@ class MeshStrategy(MeshProcesses):
 
         if self.pipeline_options is None or self.groups.pipeline_parallel.size == 1:
             materialize(None)
+            self._recompute(module)
             close_skeleton(module)
             return
         steps = PipelineSteps(module, self.pipeline_options, self.precision_plugin, self.root_device)
@@ -360,7 +367,22 @@ class MeshStrategy(MeshProcesses):
             rank_zero_warn(doubt[1])
         steps.bind(engine, self._patches)
         run.steps = steps
+        self._recompute(module)
         close_skeleton(module)
+
+    def _recompute(self, module: LightningModule) -> None:
+        """Choose the layers whose activations backward recomputes; a later run may choose other layers.
+
+        Raises:
+            ValueError: If the model has no repeated layers.
+        """
+        option = self.activation_checkpointing
+        layers: dict[str, nn.Module] = {}
+        if option != "off" and module.trainer.state.fn == TrainerFn.FITTING:
+            engine, given = self.run.engine, self.pipeline_options
+            path = engine.plan.container if engine is not None else "auto" if given is None else given.layers
+            layers = every_nth(layers_to_recompute(module, path), 1 if option == "full" else option)
+        recompute(module, layers, keeps_record=self.run.state.skeleton is not None)
 
     @override
     def model_to_device(self) -> None:
@@ -972,6 +994,9 @@ class MeshStrategy(MeshProcesses):
             # The run was refused before the module got its data. Lightning would move the module to the CPU, which
             # fails or makes the full model.
             self._patches.replace(module, "cpu", lambda: module)
+        if module is not None and self._groups is not None and ParallelState.of(module).skeleton is None:
+            # With a skeleton, the end of the run has undone this with the rest of the division.
+            recompute(module, {}, keeps_record=False)
         try:
             super().teardown()
         finally:

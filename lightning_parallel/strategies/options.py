@@ -25,9 +25,11 @@ from lightning_parallel.tensor.plan import UserPlan, style_named
 from lightning_parallel.tracing.units import parse_bytes
 
 __all__ = [
+    "ActivationCheckpointing",
     "CheckpointFormat",
     "PipelineOptions",
     "TensorOptions",
+    "check_activation_checkpointing",
     "check_checkpoint_format",
     "check_choice",
     "check_launch",
@@ -38,6 +40,9 @@ __all__ = [
 
 P = ParamSpec("P")
 T = TypeVar("T")
+
+ActivationCheckpointing = Union[Literal["off", "full"], int]
+"""Layers whose activations backward recomputes: none, all, or every n-th."""
 
 CheckpointFormat = Literal["full", "sharded"]
 """One ordinary Lightning checkpoint, or a folder with a file of each rank."""
@@ -124,6 +129,19 @@ def check_choice(name: str, value: Any, choices: Any) -> None:
     *others, last = map(repr, get_args(choices))
     if value not in get_args(choices):
         raise ValueError(f"`{name}` must be {', '.join(others)} or {last}; got {value!r}")
+
+
+def check_activation_checkpointing(value: Any) -> None:
+    """Check which layers are recomputed.
+
+    Raises:
+        ValueError: If the value is no choice and no positive integer.
+    """
+    *names, _ = get_args(ActivationCheckpointing)
+    choices = [choice for name in names for choice in get_args(name)]
+    if value not in choices if isinstance(value, str) else not _is_int(value) or value < 1:
+        listed = ", ".join(map(repr, choices))
+        raise ValueError(f"`activation_checkpointing` must be {listed} or a positive integer; got {value!r}")
 
 
 def check_checkpoint_format(checkpoint_format: Any, async_save: Any) -> None:

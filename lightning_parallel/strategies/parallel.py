@@ -24,7 +24,14 @@ from lightning_parallel.strategies.compressed.memory import KeptState
 from lightning_parallel.strategies.compressed.nodes import Hierarchical
 from lightning_parallel.strategies.mesh_strategy import MeshStrategy
 from lightning_parallel.strategies.optimizers.zero import ZeroStage
-from lightning_parallel.strategies.options import CheckpointFormat, PipelineOptions, TensorOptions, named, spelled
+from lightning_parallel.strategies.options import (
+    ActivationCheckpointing,
+    CheckpointFormat,
+    PipelineOptions,
+    TensorOptions,
+    named,
+    spelled,
+)
 from lightning_parallel.strategies.ranks.processes import StartMethod
 from lightning_parallel.strategies.self_check.proof import Verify
 from lightning_parallel.strategies.whole.between_runs import GatherAfterFit
@@ -69,6 +76,8 @@ class TensorParallelStrategy(MeshStrategy):
             host. A number sets the replicas per node.
         zero_stage: ZeRO stage over the replicas. 1 shards the optimizer state. 2 also shards the gradients between
             backward and the end of the step.
+        activation_checkpointing: Recompute activations of the repeated layers in backward, which saves memory and takes
+            time. `full` does this for each layer, a number n for every n-th layer. `off` keeps all activations.
         checkpoint_format: `full` writes one ordinary Lightning checkpoint. `sharded` writes a folder with one file per
             rank. Every layout loads both formats.
         async_save: Write sharded checkpoints in the background. Training waits only for a copy of the tensors.
@@ -107,6 +116,7 @@ class TensorParallelStrategy(MeshStrategy):
         compressor_state: KeptState = "local",
         hierarchical: Hierarchical = False,
         zero_stage: ZeroStage = 0,
+        activation_checkpointing: ActivationCheckpointing = "off",
         checkpoint_format: CheckpointFormat = "full",
         async_save: bool = False,
         verify: Verify = "auto",
@@ -171,6 +181,8 @@ class PipelineParallelStrategy(MeshStrategy):
             host. A number sets the replicas per node.
         zero_stage: ZeRO stage over the replicas. 1 shards the optimizer state. 2 also shards the gradients between
             backward and the end of the step.
+        activation_checkpointing: Recompute activations of the repeated layers in backward, which saves memory and takes
+            time. `full` does this for each layer, a number n for every n-th layer. `off` keeps all activations.
         checkpoint_format: `full` writes one ordinary Lightning checkpoint. `sharded` writes a folder with one file per
             rank. Every layout loads both formats.
         async_save: Write sharded checkpoints in the background. Training waits only for a copy of the tensors.
@@ -216,6 +228,7 @@ class PipelineParallelStrategy(MeshStrategy):
         compressor_state: KeptState = "local",
         hierarchical: Hierarchical = False,
         zero_stage: ZeroStage = 0,
+        activation_checkpointing: ActivationCheckpointing = "off",
         checkpoint_format: CheckpointFormat = "full",
         async_save: bool = False,
         verify: Verify = "auto",
@@ -290,6 +303,8 @@ class HybridParallelStrategy(MeshStrategy):
             host. A number sets the replicas per node.
         zero_stage: ZeRO stage over the replicas. 1 shards the optimizer state. 2 also shards the gradients between
             backward and the end of the step.
+        activation_checkpointing: Recompute activations of the repeated layers in backward, which saves memory and takes
+            time. `full` does this for each layer, a number n for every n-th layer. `off` keeps all activations.
         checkpoint_format: `full` writes one ordinary Lightning checkpoint. `sharded` writes a folder with one file per
             rank. Every layout loads both formats.
         async_save: Write sharded checkpoints in the background. Training waits only for a copy of the tensors.
@@ -339,6 +354,7 @@ class HybridParallelStrategy(MeshStrategy):
         compressor_state: KeptState = "local",
         hierarchical: Hierarchical = False,
         zero_stage: ZeroStage = 0,
+        activation_checkpointing: ActivationCheckpointing = "off",
         checkpoint_format: CheckpointFormat = "full",
         async_save: bool = False,
         verify: Verify = "auto",

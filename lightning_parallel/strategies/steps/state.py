@@ -35,7 +35,7 @@ from lightning_parallel.compat import (
     is_users,
     is_users_object,
 )
-from lightning_parallel.compat.torch import buffers_of, pytree, version_of
+from lightning_parallel.compat.torch import CALLS, buffers_of, pytree, version_of
 from lightning_parallel.pipeline.engine import PipelineEngine
 from lightning_parallel.step_trace.placeholder import PlaceholderTensor, missing
 from lightning_parallel.tensor.pieces import Piece
@@ -216,7 +216,7 @@ _names_of_frameworks: set[str] = set()
 
 def _is_foreign(name: str) -> bool:
     if not _names_of_frameworks:
-        _names_of_frameworks.update(vars(LightningModule()), ("_parallel_state", "_pipeline_site"))
+        _names_of_frameworks.update(vars(LightningModule()), ("_parallel_state", "_pipeline_site", CALLS))
     return name in _names_of_frameworks
 
 

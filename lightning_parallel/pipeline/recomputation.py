@@ -1,0 +1,199 @@
+"""Recompute the activations of repeated layers in backward, instead of keeping them (activation checkpointing).
+
+    forward    keeps the inputs of each chosen layer
+    backward   runs the layer again on its inputs, and then differentiates it
+
+`torch.utils.checkpoint` runs the layer again with the same random numbers of torch. This module makes the second run
+equal to the first one in all other respects, and lets it leave no trace:
+
+* generators of Python, of numpy and of the layer draw the same numbers again;
+* attributes, and statistics of batch normalization, change once;
+* objects among the arguments, such as a key-value cache, are in the state of the first run.
+
+The wrapper stands inside `nn.Module.__call__`. Pipelines, the recorder and the self-check see one call of the layer.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Collection, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from lightning_parallel.compat import Division
+from lightning_parallel.compat.torch import (
+    CALLS,
+    AroundCalls,
+    BatchNormalization,
+    buffers_of,
+    pytree,
+    version_of,
+)
+from lightning_parallel.pipeline.layer_stack import LayerStack, find_layer_stacks
+from lightning_parallel.pipeline.random_streams import OwnGenerators
+from lightning_parallel.step_trace.attributes import SavedAttributes
+from lightning_parallel.step_trace.stubs import copy_args
+
+__all__ = ["every_nth", "layers_to_recompute", "recompute"]
+
+
+def layers_to_recompute(module: nn.Module, path: str = "auto") -> LayerStack:
+    """Return the repeated layers of a model.
+
+    Args:
+        module: The model.
+        path: Dotted name of the container of the layers, or `auto`; commas join several.
+
+    Raises:
+        ValueError: If there are none.
+    """
+    try:
+        # The first candidate is the longest: all similar containers in a row, such as an encoder and a decoder.
+        return find_layer_stacks(module, 1, path)[0]
+    except ValueError as error:
+        if path != "auto":
+            raise
+        raise ValueError(
+            f"`activation_checkpointing` needs repeated layers; got no `ModuleList`, `Sequential` or `ModuleDict` with"
+            f" several modules of one class in `{type(module).__name__}`. Put the layers into one, call"
+            " `torch.utils.checkpoint.checkpoint` in `forward`, or set activation_checkpointing='off'"
+        ) from error
+
+
+def every_nth(stack: LayerStack, interval: int) -> dict[str, nn.Module]:
+    """Return every `interval`-th layer with parameters, by name; a layer that is called several times counts once."""
+    layers = dict(zip(stack.names, stack.layers))
+    return {
+        name: layer
+        for index, (name, layer) in enumerate(layers.items())
+        # An activation between the layers saves its input only. A run again would cost time and save nothing.
+        if index % interval == 0 and next(layer.parameters(), None) is not None
+    }
+
+
+def recompute(module: nn.Module, layers: dict[str, nn.Module], keeps_record: bool) -> None:
+    """Recompute the activations of these layers in backward from now on, and keep all other activations.
+
+    Args:
+        module: The model.
+        layers: Layers of the model, by name; none to recompute nothing.
+        keeps_record: Whether the change is a part of the division of the layers.
+    """
+    for layer in module.modules():
+        around = vars(layer).get(CALLS)
+        if isinstance(around, AroundCalls) and isinstance(around.around, _Recomputation):
+            vars(layer)[CALLS] = around.compiled
+    for name, layer in layers.items():
+        if keeps_record:
+            Division.of(layer).keep(layer, CALLS)
+        vars(layer)[CALLS] = AroundCalls(layer, _Recomputation(name, layer))
+
+
+class _Recomputation:
+    """Runs the calls of one layer."""
+
+    def __init__(self, name: str, layer: nn.Module) -> None:
+        self.name = name
+        self.layer = layer
+        self.generators = OwnGenerators(layer.modules())
+        # Buffers that a call changes, by module and key; None before the first call.
+        self.changing: Collection[tuple[nn.Module, str]] | None = None
+
+    def __call__(self, run: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        # Without gradients autograd keeps nothing, so there is nothing to save.
+        if not torch.is_grad_enabled():
+            return run(*args, **kwargs)
+        # As two arguments: a keyword of the layer may have the name of an option of `checkpoint`.
+        return checkpoint(_LayerCall(self, run, args, kwargs), args, kwargs, use_reentrant=False)
+
+    def buffers(self) -> dict[tuple[nn.Module, str], Tensor]:
+        """Return the buffers of the layer that a call may change."""
+        if self.changing is None:
+            found = [(child, key) for child in self.layer.modules() for key in buffers_of(child)]
+        else:
+            found = list(self.changing)
+        return {(child, key): value for child, key in found if (value := buffers_of(child)[key]) is not None}
+
+    def note_changes(self, before: dict[tuple[nn.Module, str], Tensor], versions: list[int]) -> None:
+        """Note the buffers that the first call has changed."""
+        self.changing = [
+            (child, key)
+            for ((child, key), buffer), version in zip(before.items(), versions)
+            # The kernels of batch normalization do not raise the version.
+            if isinstance(child, BatchNormalization)
+            or buffers_of(child).get(key) is not buffer
+            or version_of(buffer) != version
+        ]
+
+
+class _LayerCall:
+    """One call of a layer: the first run in forward, and later runs in backward."""
+
+    def __init__(
+        self, owner: _Recomputation, run: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> None:
+        self.owner = owner
+        self.run = run
+        self.has_run = False
+        self.given = copy_args((args, kwargs), {})
+        self.versions = _versions(self.given)
+        self.python, self.numpy = random.getstate(), np.random.get_state()
+        self.own = owner.generators.states()
+        self.buffers = {place: value.detach().clone() for place, value in owner.buffers().items()}
+
+    def __call__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if self.has_run:
+            return self._again()
+        self.has_run = True
+        if self.owner.changing is not None:
+            return self.run(*args, **kwargs)
+        before = self.owner.buffers()
+        versions = [version_of(value) for value in before.values()]
+        result = self.run(*args, **kwargs)
+        self.owner.note_changes(before, versions)
+        self.buffers = {place: value for place, value in self.buffers.items() if place in (self.owner.changing or ())}
+        return result
+
+    def _again(self) -> Any:
+        if _versions(self.given) != self.versions:
+            raise RuntimeError(
+                f"The inputs of `{self.owner.name}` must not change in place, because backward computes the layer from"
+                " its inputs again (`activation_checkpointing`); got another version. Write `x = x + y` instead of"
+                " `x += y`, set `inplace=False`, or leave the layer out by activation_checkpointing='off'"
+            )
+        # Copies again: with `retain_graph=True` a layer runs a third time.
+        args, kwargs = copy_args(self.given, {})
+        with self._as_before():
+            return self.run(*args, **kwargs)
+
+    @contextmanager
+    def _as_before(self) -> Iterator[None]:
+        """Put the states of the first run on inside the block."""
+        layer, generators = self.owner.layer, self.owner.generators
+        saved = SavedAttributes(layer)
+        states = random.getstate(), np.random.get_state(), generators.states()
+        for (child, key), value in self.buffers.items():
+            # Another tensor, not a write in place: autograd may have saved the present one.
+            buffers_of(child)[key] = value.clone()
+        random.setstate(self.python)
+        np.random.set_state(self.numpy)
+        generators.restore(self.own)
+        try:
+            yield
+        finally:
+            # torch ends the run by an exception, as soon as it has all tensors.
+            saved.restore()
+            random.setstate(states[0])
+            np.random.set_state(states[1])
+            generators.restore(states[2])
+
+
+def _versions(arguments: Any) -> list[int]:
+    leaves = pytree.tree_leaves(arguments)
+    # Tensors of inference mode have no version, and cannot change outside it.
+    return [version_of(leaf) for leaf in leaves if isinstance(leaf, Tensor) and not leaf.is_inference()]

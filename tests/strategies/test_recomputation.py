@@ -1,0 +1,402 @@
+"""Recomputation (`activation_checkpointing`): equal to the same run without it, and to one process."""
+
+import copy
+import functools
+import pickle
+import random
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from lightning.pytorch import LightningModule
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from lightning_parallel import HybridParallelStrategy, LocalSGDStrategy, PowerSGD
+from tests.harness import distributed
+from tests.strategies.test_pipeline import fit
+
+
+class Block(nn.Module):
+    """A transformer layer that counts its runs and draws from dropout."""
+
+    runs = 0
+
+    def __init__(self, dropout=0.0, width=16):
+        super().__init__()
+        self.heads, self.dropout = 2, dropout
+        self.norm1, self.norm2 = nn.LayerNorm(width), nn.LayerNorm(width)
+        self.qkv, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
+        self.up, self.down = nn.Linear(width, 2 * width), nn.Linear(2 * width, width)
+        self.drop = nn.Dropout(dropout)
+
+    def attend(self, x):
+        q, k, v = (part.unflatten(-1, (-1, 8)).transpose(1, 2) for part in self.qkv(x).chunk(3, -1))
+        x = F.scaled_dot_product_attention(q, k, v, dropout_p=self.dropout if self.training else 0.0, is_causal=True)
+        return self.out(x.transpose(1, 2).flatten(2))
+
+    def forward(self, x):
+        Block.runs += 1
+        x = x + self.drop(self.attend(self.norm1(x)))
+        return x + self.drop(self.down(F.gelu(self.up(self.norm2(x)))))
+
+
+class Model(LightningModule):
+    def __init__(self, make=Block, layers=4, lr=0.1):
+        super().__init__()
+        torch.manual_seed(5)
+        self.embed = nn.Linear(2, 16)
+        self.blocks = nn.ModuleList(make() for _ in range(layers))
+        self.head = nn.Linear(16, 5)
+        self.lr = lr
+        self.losses = []
+        self.double()
+
+    def run(self, x):
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+    def forward(self, x):
+        return self.head(self.run(self.embed(x.view(-1, 6, 2))).mean(1))
+
+    def training_step(self, batch, index):
+        loss = F.cross_entropy(self(batch[0]), batch[1])
+        self.log("loss", loss)
+        self.losses.append(loss.detach())
+        return loss
+
+    def validation_step(self, batch, index):
+        self.log("val", F.cross_entropy(self(batch[0]), batch[1]))
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=self.lr, momentum=0.9)
+
+
+LAYOUTS = {
+    "one": ({}, 1, 1),
+    "data": ({}, 2, 2),
+    "tensor": ({"tensor_parallel_size": 2}, 2, 1),
+    "sequence": ({"tensor_parallel_size": 2, "sequence_parallel": True}, 2, 1),
+    "gpipe": ({"pipeline_parallel_size": 2, "num_microbatches": 4, "schedule": "gpipe"}, 2, 1),
+    "1f1b": ({"pipeline_parallel_size": 2, "num_microbatches": 4, "schedule": "1f1b"}, 2, 1),
+    "interleaved": ({"pipeline_parallel_size": 2, "num_microbatches": 4, "schedule": "interleaved_1f1b"}, 2, 1),
+    "zb_h1": ({"pipeline_parallel_size": 2, "num_microbatches": 4, "schedule": "zb_h1"}, 2, 1),
+    "interleaved_zb": ({"pipeline_parallel_size": 2, "num_microbatches": 4, "schedule": "interleaved_zb"}, 2, 1),
+    "zbv": ({"pipeline_parallel_size": 2, "num_microbatches": 4, "schedule": "zbv"}, 2, 1),
+    "tensor x pipeline": ({"tensor_parallel_size": 2, "pipeline_parallel_size": 2, "num_microbatches": 2}, 4, 1),
+    "sequence x pipeline": (
+        {"tensor_parallel_size": 2, "pipeline_parallel_size": 2, "num_microbatches": 2, "sequence_parallel": True},
+        4,
+        1,
+    ),
+    "tensor x data": ({"tensor_parallel_size": 2}, 4, 2),
+    "zero 2": ({"zero_stage": 2}, 2, 2),
+}
+
+
+def train(module, layout="one", option="off", **options):
+    """Train; returns the module with the number of runs of its blocks, and the trainer."""
+    sizes, devices, replicas = LAYOUTS[layout]
+    Block.runs = 0
+    torch.manual_seed(11)
+    random.seed(12)
+    np.random.seed(13)
+    strategy = "auto" if layout == "one" else HybridParallelStrategy(activation_checkpointing=option, **sizes)
+    trainer = fit(module, strategy, devices, replicas, **{"limit_val_batches": 0, "max_epochs": 1, **options})
+    module.runs = Block.runs
+    return module, trainer
+
+
+def assert_equal(module, expected, tolerance=1e-10):
+    assert list(module.state_dict()) == list(expected.state_dict())
+    for name, value in expected.state_dict().items():
+        torch.testing.assert_close(module.state_dict()[name], value, rtol=tolerance, atol=1e-12, msg=name)
+
+
+@functools.cache
+def on_one_process():
+    return train(Model())[0]
+
+
+TWO = ["data", "tensor", "sequence", "gpipe", "1f1b", "interleaved", "zb_h1", "interleaved_zb", "zbv", "zero 2"]
+
+
+@pytest.mark.parametrize("layout", TWO)
+@distributed(world_size=2)
+def test_two_ranks_equal_one_process(group, layout):
+    module, _ = train(Model(), layout, "full")
+    assert_equal(module, on_one_process())
+    # Each block runs twice as often as without recomputation.
+    plain, _ = train(Model(), layout)
+    assert module.runs > plain.runs
+
+
+@pytest.mark.parametrize("layout", ["tensor x pipeline", "sequence x pipeline", "tensor x data"])
+@distributed(world_size=4)
+def test_four_ranks_equal_one_process(group, layout):
+    module, _ = train(Model(), layout, "full", verifies=True)
+    assert_equal(module, on_one_process())
+
+
+def with_dropout():
+    return Model(functools.partial(Block, dropout=0.2))
+
+
+@pytest.mark.parametrize("layout", ["data", "tensor", "sequence", "1f1b", "zbv"])
+@distributed(world_size=2)
+def test_dropout_draws_the_same_numbers_as_without(group, layout):
+    expected, _ = train(with_dropout(), layout)
+    after = torch.get_rng_state()
+    module, _ = train(with_dropout(), layout, "full")
+    assert torch.equal(torch.get_rng_state(), after)
+    assert_equal(module, expected, 1e-12)
+    torch.testing.assert_close(module.losses, expected.losses, rtol=1e-12, atol=0)
+
+
+class Odd(Block):
+    """Takes keywords with names of torch's options, returns a dict, draws from all generators, and keeps statistics."""
+
+    def __init__(self):
+        super().__init__()
+        self.batch_norm = nn.BatchNorm1d(16)
+        self.generator = torch.Generator().manual_seed(3)
+        self.register_buffer("steps", torch.zeros(()))
+        self.seen, self.calls = [], 0
+
+    def forward(self, x, *, debug, context_fn=None):
+        self.calls += 1
+        self.seen.append(float(x.detach().mean()))
+        context_fn.append(1)
+        self.steps.add_(1)
+        x = super().forward(x["x"] if isinstance(x, dict) else x)
+        x = self.batch_norm(x.flatten(0, 1)).view_as(x) * float(self.steps)
+        noise = random.random() + np.random.rand() + torch.rand((), generator=self.generator)
+        return {"x": x * debug * noise, "mean": x.detach().mean(), "name": "odd"}
+
+
+class OddModel(Model):
+    def __init__(self):
+        super().__init__(Odd, 2)
+        self.given = []
+
+    def run(self, x):
+        for block in self.blocks:
+            found = block(x, debug=0.5, context_fn=self.given)
+            x = found["x"] + found["mean"]
+        # A layer that is called twice.
+        return self.blocks[0](x, debug=0.3, context_fn=self.given)["x"]
+
+
+@pytest.mark.parametrize("layout", ["data", "tensor"])
+@distributed(world_size=2)
+def test_a_second_run_of_a_layer_leaves_no_trace(group, layout):
+    expected, _ = train(OddModel(), layout)
+    module, _ = train(OddModel(), layout, "full")
+    assert module.runs > expected.runs
+    assert_equal(module, expected, 1e-12)
+    assert module.given == expected.given
+    for block, plain in zip(module.blocks, expected.blocks):
+        assert (block.calls, block.seen) == (plain.calls, plain.seen)
+        assert torch.equal(block.generator.get_state(), plain.generator.get_state())
+    torch.testing.assert_close(module.losses, expected.losses, rtol=1e-12, atol=0)
+
+
+class Watched(Model):
+    """Looks at its layers during the run, and counts the calls of hooks."""
+
+    def on_train_start(self):
+        self.before = [copy.deepcopy(self.blocks[0])]
+        is_whole = self.trainer.strategy.mesh.data_parallel > 1
+        self.kept = pickle.dumps(self.blocks[0]) if is_whole else b""
+        self.names = list(self.state_dict())
+        self.hooked = 0
+
+        def count(*_):
+            self.hooked += 1
+
+        self.blocks[0].register_forward_hook(count)
+
+
+@pytest.mark.parametrize("layout", ["data", "tensor", "1f1b"])
+@distributed(world_size=2)
+def test_names_copies_pickles_and_hooks_stay(group, layout):
+    plain, _ = train(Watched(), layout)
+    module, trainer = train(Watched(), layout, "full")
+    assert module.names == plain.names
+    assert module.hooked == plain.hooked
+    assert "_compiled_call_impl" not in vars(module.before[0])
+    if module.kept:
+        assert vars(pickle.loads(module.kept)).get("_compiled_call_impl") is None
+    # After the run, layers are the user's again.
+    assert all(vars(block).get("_compiled_call_impl") is None for block in module.blocks)
+    assert type(module.blocks[0]) is Block
+
+
+@distributed(world_size=2)
+def test_the_layers_may_change_between_runs(group):
+    for layout in ("data", "tensor", "1f1b"):
+        module, counts = Model(), []
+        for option in ("full", 2, "off", 3):
+            train(module, layout, option, limit_train_batches=1)
+            counts.append(module.runs)
+        full, second, off, third = counts
+        assert full > second >= third > off, (layout, counts)
+
+
+@distributed(world_size=2)
+def test_evaluation_keeps_one_run(group):
+    counts = {}
+    for option in ("off", "full"):
+        trained, _ = train(Model(), "data", option, limit_train_batches=1)
+        validated, _ = train(Model(), "data", option, limit_train_batches=1, limit_val_batches=1)
+        counts[option] = trained.runs, validated.runs
+    assert counts == {"off": (4, 8), "full": (8, 12)}
+
+
+class Saved(torch.autograd.graph.saved_tensors_hooks):
+    """Counts the bytes that autograd keeps, by storage, at the end of a forward."""
+
+    def __init__(self):
+        self.sizes = {}
+        super().__init__(self.pack, lambda held: held)
+
+    def pack(self, tensor):
+        if type(tensor) in (torch.Tensor, nn.Parameter):
+            storage = tensor.untyped_storage()
+            self.sizes[storage.data_ptr()] = storage.nbytes()
+        return tensor
+
+
+class Measured(Model):
+    def training_step(self, batch, index):
+        parameters = {value.untyped_storage().data_ptr() for value in self.parameters()}
+        with (saved := Saved()):
+            loss = super().training_step(batch, index)
+        self.kept = sum(size for place, size in saved.sizes.items() if place not in parameters)
+        return loss
+
+
+@pytest.mark.parametrize("layout", ["data", "tensor"])
+@distributed(world_size=2)
+def test_autograd_keeps_the_inputs_of_layers_only(group, layout):
+    expected, _ = train(Measured(layers=8), layout, limit_train_batches=1)
+    full, _ = train(Measured(layers=8), layout, "full", limit_train_batches=1)
+    # The checkpoint keeps the inputs itself: autograd's own part is the embedding, the head and the loss.
+    assert full.kept < 0.1 * expected.kept
+
+
+class Plain(Model):
+    def __init__(self):
+        super().__init__(layers=1)
+        self.blocks = Block().double()
+
+    def run(self, x):
+        return self.blocks(x)
+
+
+class InPlace(Model):
+    def run(self, x):
+        for block in self.blocks:
+            y = block(x)
+            x.mul_(1.5)
+            x = x + y
+        return x
+
+
+@distributed(world_size=2)
+def test_what_cannot_be_recomputed_is_refused(group):
+    with pytest.raises(ValueError, match="`activation_checkpointing` needs repeated layers; got no `ModuleList`"):
+        train(Plain(), "data", "full")
+
+
+@distributed(world_size=2)
+def test_inputs_that_change_are_refused(group):
+    with pytest.raises(RuntimeError, match=r"The inputs of `blocks\.\d` must not change in place"):
+        train(InPlace(functools.partial(FirstSquared)), "data", "full")
+
+
+class FirstSquared(nn.Module):
+    """Saves nothing of its input, so that autograd would not notice a change of it."""
+
+    def __init__(self):
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(()))
+
+    def forward(self, x):
+        return (x + 1) * self.scale
+
+
+@pytest.mark.parametrize("layout", ["data", "tensor", "tensor x data"])
+@distributed(world_size=4)
+def test_with_other_features(group, layout):
+    """Compression, local steps, accumulation, clipping."""
+    options = {"accumulate_grad_batches": 2, "gradient_clip_val": 0.3}
+    sizes, _, replicas = LAYOUTS[layout]
+    if layout == "data":
+        replicas = 4
+    if layout == "tensor":
+        sizes, replicas = {"tensor_parallel_size": 4}, 1
+
+    def trained(strategy):
+        torch.manual_seed(11)
+        module = with_dropout()
+        fit(module, strategy, 4, replicas, limit_val_batches=0, **options)
+        return module
+
+    for kind, arguments in ((HybridParallelStrategy, {"compression": PowerSGD(2)}), (LocalSGDStrategy, {})):
+        if replicas == 1 and kind is LocalSGDStrategy:
+            continue
+        made = functools.partial(kind, **sizes, **arguments)
+        assert_equal(trained(made(activation_checkpointing=2)), trained(made()), 1e-12)
+
+
+class ByHand(Model):
+    """Checkpoints its layers by itself, in one of two ways."""
+
+    def __init__(self, reentrant=False, make=Block):
+        super().__init__(make)
+        self.reentrant = reentrant
+
+    def run(self, x):
+        for block in self.blocks:
+            x = checkpoint(block, x, use_reentrant=self.reentrant)
+        return x
+
+
+@pytest.mark.parametrize("layout", ["data", "tensor", "sequence", "1f1b"])
+@distributed(world_size=2)
+def test_together_with_checkpoints_of_the_model(group, layout):
+    for reentrant in (False, True) if layout in ("data", "tensor") else (False,):
+        module, _ = train(ByHand(reentrant), layout, "full")
+        assert_equal(module, on_one_process())
+
+
+class Twice(Block):
+    """Attention by products, since torch's own kernel has no second derivative on a CPU."""
+
+    def attend(self, x):
+        q, k, v = (part.unflatten(-1, (-1, 8)).transpose(1, 2) for part in self.qkv(x).chunk(3, -1))
+        return self.out(((q @ k.transpose(-1, -2)).softmax(-1) @ v).transpose(1, 2).flatten(2))
+
+
+class Penalty(Model):
+    """Takes gradients of gradients, through its layers."""
+
+    def __init__(self):
+        super().__init__(Twice)
+
+    def training_step(self, batch, index):
+        x = batch[0].requires_grad_()
+        loss = F.cross_entropy(self(x), batch[1])
+        (slope,) = torch.autograd.grad(loss, x, create_graph=True)
+        return loss + slope.square().sum()
+
+
+@pytest.mark.parametrize("layout", ["data", "tensor"])
+@distributed(world_size=2)
+def test_gradients_of_gradients(group, layout):
+    expected, _ = train(Penalty(), layout)
+    module, _ = train(Penalty(), layout, "full")
+    assert_equal(module, expected)
