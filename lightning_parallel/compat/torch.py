@@ -71,6 +71,7 @@ from lightning_parallel.compat import Patches, patched
 __all__ = [
     "BUFFERS",
     "CALLS",
+    "CALL_CODE",
     "MODULES",
     "CPU_FLASH_ATTENTION",
     "CPU_FLASH_ATTENTION_BACKWARD",
@@ -251,6 +252,10 @@ CALLS = "_compiled_call_impl"
 
 Copies and pickles of a module leave it out. A wrapper there needs no other class and keeps the names in `state_dict`.
 """
+
+
+CALL_CODE = nn.Module._call_impl.__code__
+"""The code of a module's call: its frame tells which module runs."""
 
 
 class AroundCalls:

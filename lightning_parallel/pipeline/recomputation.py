@@ -25,7 +25,6 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from lightning_parallel.compat import Division
 from lightning_parallel.compat.torch import (
     CALLS,
     AroundCalls,
@@ -76,21 +75,18 @@ def every_nth(stack: LayerStack, interval: int) -> dict[str, nn.Module]:
     }
 
 
-def recompute(module: nn.Module, layers: dict[str, nn.Module], keeps_record: bool) -> None:
+def recompute(module: nn.Module, layers: dict[str, nn.Module]) -> None:
     """Recompute the activations of these layers in backward from now on, and keep all other activations.
 
     Args:
         module: The model.
         layers: Layers of the model, by name; none to recompute nothing.
-        keeps_record: Whether the change is a part of the division of the layers.
     """
     for layer in module.modules():
         around = vars(layer).get(CALLS)
         if isinstance(around, AroundCalls) and isinstance(around.around, _Recomputation):
             vars(layer)[CALLS] = around.compiled
     for name, layer in layers.items():
-        if keeps_record:
-            Division.of(layer).keep(layer, CALLS)
         vars(layer)[CALLS] = AroundCalls(layer, _Recomputation(name, layer))
 
 

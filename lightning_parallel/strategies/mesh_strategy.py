@@ -46,7 +46,7 @@ from lightning_parallel.checkpoint import (
     is_sharded_checkpoint,
 )
 from lightning_parallel.comm import stop_heartbeat
-from lightning_parallel.compat import ParallelState, Patches, is_users
+from lightning_parallel.compat import Patches, is_users
 from lightning_parallel.compat.default_group import all_processes_as_default
 from lightning_parallel.compat.lightning import (
     PathLike,
@@ -382,7 +382,7 @@ class MeshStrategy(MeshProcesses):
             engine, given = self.run.engine, self.pipeline_options
             path = engine.plan.container if engine is not None else "auto" if given is None else given.layers
             layers = every_nth(layers_to_recompute(module, path), 1 if option == "full" else option)
-        recompute(module, layers, keeps_record=self.run.state.skeleton is not None)
+        recompute(module, layers)
 
     @override
     def model_to_device(self) -> None:
@@ -994,9 +994,8 @@ class MeshStrategy(MeshProcesses):
             # The run was refused before the module got its data. Lightning would move the module to the CPU, which
             # fails or makes the full model.
             self._patches.replace(module, "cpu", lambda: module)
-        if module is not None and self._groups is not None and ParallelState.of(module).skeleton is None:
-            # With a skeleton, the end of the run has undone this with the rest of the division.
-            recompute(module, {}, keeps_record=False)
+        if module is not None:
+            recompute(module, {})
         try:
             super().teardown()
         finally:

@@ -28,7 +28,7 @@ from torch.autograd import Function
 
 from lightning_parallel.comm import Group
 from lightning_parallel.compat import DIVISION
-from lightning_parallel.compat.torch import DisableTorchFunctionSubclass, forward_hooks_of, pytree
+from lightning_parallel.compat.torch import CALL_CODE, DisableTorchFunctionSubclass, forward_hooks_of, pytree
 from lightning_parallel.tensor.autograd import whole_from_group
 from lightning_parallel.tensor.pieces import Piece, StandIn
 from lightning_parallel.tensor.sharding import Shard
@@ -308,7 +308,7 @@ def _is_in_user(frame: Any, args: Any, kwargs: Any) -> bool:
     users = vars(shard)["place"].users
     codes: set[Any] = set()
     while frame is not None and frame.f_code.co_name not in ("run_watched", "run_in_step"):
-        if frame.f_code.co_name == "_call_impl" and isinstance(module := frame.f_locals.get("self"), nn.Module):
+        if frame.f_code is CALL_CODE and isinstance(module := frame.f_locals.get("self"), nn.Module):
             # A module inside the layer may compute with a shard that the layer gives to it. The user's own forward,
             # too, gets the shards of a layer with parameters of its heads.
             is_user = DIVISION in vars(module) if users is None else id(module) in users

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 from torch import Tensor, nn
 
 from lightning_parallel.compat import DIVISION, Division, ParallelState
-from lightning_parallel.compat.torch import BUFFERS, PARAMETERS, buffers_of, parameters_of
+from lightning_parallel.compat.torch import BUFFERS, CALLS, PARAMETERS, AroundCalls, buffers_of, parameters_of
 from lightning_parallel.step_trace.placeholder import PlaceholderTensor
 from lightning_parallel.tensor.sharding import Shard
 
@@ -56,6 +56,9 @@ class ModuleForm:
     def undo(self, child: nn.Module) -> tuple[type, dict[str, Any]]:
         """Undo the division of `child`, and return its class and its attributes; the full tensors are still absent."""
         divided = self.division.undo(child)
+        # The full form keeps its activations. A new run chooses the layers to recompute again.
+        if isinstance(around := vars(child).get(CALLS), AroundCalls):
+            vars(child)[CALLS] = around.compiled
         for key in (*self.parameters, *self.buffers):
             # A placeholder of a freed tensor is an ordinary attribute, which would hide the registered tensor.
             if isinstance(vars(child).get(key), PlaceholderTensor):
