@@ -53,6 +53,9 @@ class Model(LightningModule):
         self.losses = []
         self.double()
 
+    def on_train_start(self):
+        Block.runs = 0  # plans run the layers, too
+
     def run(self, x):
         for block in self.blocks:
             x = block(x)
@@ -99,7 +102,6 @@ LAYOUTS = {
 def train(module, layout="one", option="off", **options):
     """Train; returns the module with the number of runs of its blocks, and the trainer."""
     sizes, devices, replicas = LAYOUTS[layout]
-    Block.runs = 0
     torch.manual_seed(11)
     random.seed(12)
     np.random.seed(13)
@@ -130,7 +132,7 @@ def test_two_ranks_equal_one_process(group, layout):
     assert_equal(module, on_one_process())
     # Each block runs twice as often as without recomputation.
     plain, _ = train(Model(), layout)
-    assert module.runs > plain.runs
+    assert module.runs == 2 * plain.runs
 
 
 @pytest.mark.parametrize("layout", ["tensor x pipeline", "sequence x pipeline", "tensor x data"])
@@ -207,6 +209,7 @@ class Watched(Model):
     """Looks at its layers during the run, and counts the calls of hooks."""
 
     def on_train_start(self):
+        super().on_train_start()
         self.before = [copy.deepcopy(self.blocks[0])]
         is_whole = self.trainer.strategy.mesh.data_parallel > 1
         self.kept = pickle.dumps(self.blocks[0]) if is_whole else b""
@@ -241,8 +244,8 @@ def test_the_layers_may_change_between_runs(group):
         for option in ("full", 2, "off", 3):
             train(module, layout, option, limit_train_batches=1)
             counts.append(module.runs)
-        full, second, off, third = counts
-        assert full > second >= third > off, (layout, counts)
+        # The last layer of a stage runs again like any other; a stage holds 2 of the 4 layers, in 4 microbatches.
+        assert counts == ([16, 12, 8, 12] if layout == "1f1b" else [8, 6, 4, 6]), (layout, counts)
 
 
 @distributed(world_size=2)
