@@ -387,7 +387,7 @@ def test_an_overflow_anywhere_in_a_replica_makes_all_its_compressors_forget_the_
 def test_parts_of_a_bucket_begin_at_aligned_places_on_a_gpu(group):
     expected = _mean_gradients(group, [("first", "second")] * 2)
     module = Branches().double()
-    with patched(bucketed_reducer, "_padding", lambda tensor: -tensor.numel() % 2):
+    with patched(bucketed_reducer, "_padding", lambda tensor, dtype: -tensor.numel() % 2):
         reducer = GradientReducer(dict(module.named_parameters()), group)
         module(_data(group.rank)[0]).backward()
         reducer.reduce()

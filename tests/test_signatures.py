@@ -77,6 +77,7 @@ WRONG = {
     "hierarchical": ["yes", True],  # without compression
     "zero_stage": [3, "1"],
     "activation_checkpointing": ["some", 0, 2.0, True],
+    "gradient_sum_dtype": ["fp64", 32],
     "checkpoint_format": ["shard"],
     "async_save": ["yes", True],  # in one file
     "verify": ["on"],

@@ -22,6 +22,15 @@ from torch import Tensor, nn
 
 from lightning_parallel import comm
 from lightning_parallel.comm import GradientSession, Group, MeanReducer, Pending, ThreadExecutor, Traffic, fill_buckets
+from lightning_parallel.comm.gradient_sums import (
+    add_gradient,
+    assign_gradient,
+    bytes_of_exact,
+    drop_exact,
+    exact_gradient,
+    sum_exactly,
+    summed_dtype,
+)
 
 __all__ = ["BUCKET_BYTES", "GradientBucket", "GradientReducer"]
 
@@ -88,6 +97,9 @@ class GradientReducer:
         prepare_names: Parameters whose gradients `prepare` completes.
 
     Attributes:
+        sum_dtype: Dtype in which gradients of 16-bit parameters are added, over backward passes and over ranks. None
+            takes the dtype of the parameter. Call `refresh` after a change. A compressor sees rounded gradients.
+        sum_bytes: Bytes of the exact sums of this rank at the end of the last backward pass.
         applied: False if a compressor has found a gradient that is not finite and dropped the last step; equal on all
             ranks.
         reduced: The parameters whose gradients the compressor received in the last step.
@@ -109,6 +121,7 @@ class GradientReducer:
         prepare_names: frozenset[str] = frozenset(),
     ) -> None:
         self.group = group
+        self.sum_dtype: torch.dtype | None = None
         self._parameters = dict(parameters)
         self._bucket_bytes = bucket_bytes
         self._compression = compression
@@ -129,6 +142,8 @@ class GradientReducer:
         self._accumulated: set[str] = set()  # gradients that came since the last reduction; others may be old
         self._has_new_gradients = False
         self._trainable: list[bool] = []
+        self._summed_in: torch.dtype | None = None
+        self.sum_bytes = 0
         self.refresh()
 
     def adopt(self, parameters: Mapping[str, nn.Parameter], prepare_names: frozenset[str] | None = None) -> None:
@@ -145,12 +160,13 @@ class GradientReducer:
         self.refresh()
 
     def refresh(self) -> None:
-        """Adapt to parameters that were frozen or unfrozen; call it between steps."""
+        """Adapt to parameters that were frozen or unfrozen, and to `sum_dtype`; call it between steps."""
         trainable = [parameter.requires_grad for parameter in self._parameters.values()]
-        if trainable == self._trainable:
+        if trainable == self._trainable and self.sum_dtype == self._summed_in:
             return
         self.remove()
         self._trainable = trainable
+        self._summed_in = self.sum_dtype
         self._active = {name: parameter for name, parameter in self._parameters.items() if parameter.requires_grad}
         # A bucket with a frozen parameter would never be full, and later buckets would never start.
         self._buckets = self._create_buckets()
@@ -159,6 +175,10 @@ class GradientReducer:
         self._accumulated &= self._active.keys()
         self._next = 0
         self._launched_anywhere = False
+        for name, parameter in self._active.items():
+            if self._dtype_of_sum(name) != parameter.dtype:
+                # Before the hooks below, which may send the sum.
+                self._hooks += sum_exactly(parameter, self._dtype_of_sum(name))
         watched = self._active if self.group.size > 1 or self._compression is not None else self._prepare_names
         for name in self._active.keys() & watched:
             self._hooks.append(self._active[name].register_post_accumulate_grad_hook(self._hook(name)))
@@ -171,12 +191,18 @@ class GradientReducer:
     def _device(self) -> torch.device:
         return next(iter(self._active.values())).device
 
+    def _dtype_of_sum(self, name: str) -> torch.dtype:
+        return summed_dtype(self._active[name].dtype, self.sum_dtype)
+
+    def _dtype_of_message(self, name: str) -> torch.dtype:
+        return self._dtype_of_sum(name) if self._compression is None else self._active[name].dtype
+
     def _create_buckets(self) -> list[GradientBucket]:
         """Fill buckets in reverse order of registration, about the order of backward; partial gradients come last."""
         # The sort is stable. Partial gradients are complete only after backward, and must not delay other buckets.
         order = list(reversed(self._active))
         order.sort(key=lambda name: name in self._prepare_names)
-        sizes = {name: self._active[name].numel() * self._active[name].element_size() for name in order}
+        sizes = {name: self._active[name].numel() * self._dtype_of_message(name).itemsize for name in order}
         return [GradientBucket(names) for names in fill_buckets(sizes, self._bucket_bytes, self._kind)]
 
     def _kind(self, name: str) -> Hashable:
@@ -223,8 +249,23 @@ class GradientReducer:
         yield
         self.reduce()
         for name, gradient in held.items():
-            new = self._active[name].grad
-            self._active[name].grad = gradient if new is None else gradient.add_(new)
+            parameter = self._active[name]
+            new, parameter.grad = parameter.grad, gradient
+            if new is not None:
+                add_gradient(parameter, new, self.sum_dtype)
+
+    def add(self, gradients: Mapping[nn.Parameter, Tensor]) -> None:
+        """Add gradients that were computed apart to `.grad`."""
+        # A parameter with an earlier gradient: the reducer must not use a result that it began without this gradient.
+        sums = [parameter for parameter in gradients if parameter.grad is not None]
+        for parameter, gradient in gradients.items():
+            add_gradient(parameter, gradient, self.sum_dtype)
+        self.mark(gradients, changed=sums)
+
+    def release(self) -> None:
+        """Free the exact sums, after all communication of a step; every `.grad` keeps the rounded sum."""
+        for parameter in self._active.values():
+            drop_exact(parameter)
 
     @contextmanager
     def no_sync(self) -> Iterator[bool]:
@@ -335,19 +376,21 @@ class GradientReducer:
         parts = []
         for gradient in map(self._gradient, bucket.names):
             parts.append(gradient.reshape(-1))
-            if missing := _padding(gradient):
+            if missing := _padding(gradient, gradient.dtype):
                 parts.append(gradient.new_zeros(missing))
         with torch.inference_mode(False):
             return torch.cat(parts)
 
-    def _gradient(self, name: str) -> Tensor:
-        """Return the gradient of a parameter; zeros if it has none."""
+    def _gradient(self, name: str, dtype: torch.dtype | None = None) -> Tensor:
+        """Return the gradient of a parameter, by default in the dtype of messages; zeros if it has none."""
         parameter = self._active[name]
+        dtype = self._dtype_of_message(name) if dtype is None else dtype
         if parameter.grad is None:
-            return torch.zeros_like(parameter)
+            return torch.zeros_like(parameter, dtype=dtype)
         if parameter.grad.is_sparse:
             raise TypeError(f"The gradient of `{name}` is sparse, which is not supported; use `sparse=False`")
-        return parameter.grad
+        # The dtype may be wider though no sum exists here: another replica may have added several gradients.
+        return parameter.grad if dtype == parameter.dtype else exact_gradient(parameter.grad).to(dtype)
 
     # ---------------------------------------------------------------------------------------------- after backward
 
@@ -362,6 +405,7 @@ class GradientReducer:
         if not self._synchronizing:
             return
         self.applied = True
+        self.sum_bytes = sum(map(bytes_of_exact, self._active.values()))
         if self._prepare is not None:
             self._complete(self._prepare)
         try:
@@ -393,13 +437,15 @@ class GradientReducer:
         self._completed = {name for name in self._active if name in self._prepare_names}
         names = [name for name in self._active if name in self._prepare_names]
         unused = [name for name in names if self._active[name].grad is None]
-        gradients = {name: self._gradient_of(name) for name in names}
+        gradients = {name: self._gradient(name, self._dtype_of_sum(name)) for name in names}
         if not names:
             prepare(gradients)
             return
         # The flags travel with the gradients, which saves a message. `prepare` sums all elements under an unknown name.
         used = gradients[names[0]].new_tensor([float(name not in unused) for name in names])
         prepare({**gradients, "": used})
+        for name, gradient in gradients.items():
+            assign_gradient(self._active[name], gradient)
         # Read only if this rank needs the counts, because the host waits for the device here.
         for name, count in zip(names, used.tolist()) if unused else ():
             if not count:
@@ -474,12 +520,12 @@ class GradientReducer:
 
     def _write_back(self, bucket: GradientBucket, flat: Tensor, used: set[str]) -> None:
         parameters = [self._active[name] for name in bucket.names]
-        parts = flat.split([extent for p in parameters for extent in (p.numel(), _padding(p))])
+        parts = flat.split([extent for p in parameters for extent in (p.numel(), _padding(p, flat.dtype))])
         for name, parameter, mean in zip(bucket.names, parameters, parts[::2]):
             if name not in used:
                 continue
             if parameter.grad is None or parameter.grad.is_contiguous():
-                parameter.grad = mean.view_as(parameter)  # a view of the bucket saves a copy
+                assign_gradient(parameter, mean.view_as(parameter))  # a view of the bucket saves a copy
             else:
                 parameter.grad.copy_(mean.view_as(parameter))
 
@@ -502,9 +548,9 @@ class GradientReducer:
 _ALIGNED_BYTES = 16  # kernels read this many bytes at once
 
 
-def _padding(tensor: Tensor) -> int:
-    """Return the elements between a gradient and the next one in a bucket."""
+def _padding(tensor: Tensor, dtype: torch.dtype) -> int:
+    """Return the elements between a gradient and the next gradient in a bucket of this dtype."""
     # Only on CUDA, where alignment helps. Elsewhere padding would move elements, and some backends sum the ranks in an
     # order that depends on the position of an element.
-    unit = _ALIGNED_BYTES // tensor.element_size() if tensor.is_cuda else 1
+    unit = _ALIGNED_BYTES // dtype.itemsize if tensor.is_cuda else 1
     return -tensor.numel() % unit

@@ -16,6 +16,7 @@ from typing_extensions import override
 
 from lightning_parallel import comm
 from lightning_parallel.comm import Pending
+from lightning_parallel.comm.gradient_sums import assign_gradient
 from lightning_parallel.data_parallel.bucketed_reducer import BUCKET_BYTES, GradientBucket, GradientReducer
 from lightning_parallel.data_parallel.parameter_slices import MOST_IN_FLIGHT, ParameterSlices, padded_to
 
@@ -124,5 +125,8 @@ class ScatteringReducer(GradientReducer):
         for name, mean in zip(bucket.names, means):
             parameter = self._active[name]
             # Even without a gradient: the owners of a tied parameter must exchange gradients of one shape.
-            mine = mean[: self._slices.size(parameter.numel())] if name in used else None
-            self._slices.narrow(parameter, mine)
+            size = self._slices.size(parameter.numel())
+            # Without the gradient: a view of it would lose its exact sum.
+            self._slices.narrow(parameter)
+            if name in used:
+                assign_gradient(parameter, mean[:size].view(parameter.shape))

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 
 from lightning_parallel import comm
 from lightning_parallel.comm import Group
+from lightning_parallel.comm.gradient_sums import assign_gradient, exact_gradient, summed_dtype
 from lightning_parallel.compat import Patches
 from lightning_parallel.compat.torch import BatchNormalization, version_of
 from lightning_parallel.pipeline.dry_runs import StageInputs, dry_run_stages
@@ -147,6 +148,7 @@ class PipelineEngine:
     Attributes:
         draws: The random numbers that microbatches replay while a step is compared; else None.
         unpaired: Copies of the model, and their originals, for which stages do not hold the same parameters.
+        sum_dtype: The dtype in which owners of a tied parameter of 16 bits add its gradients; None for its own dtype.
         tied_are_summed: Whether the gradients of tied parameters are sums over their owners and not added to since.
 
     Raises:
@@ -195,6 +197,7 @@ class PipelineEngine:
         self._seeds: random.Random | None = None
         self._changes_batch: dict[bool, bool] = {}  # in training, in evaluation
         self._shared_seeds = 0
+        self.sum_dtype: torch.dtype | None = None
         self.tied_are_summed = False
         self.draws: ReplayedDraws | None = None
         # Keyed by the skip connections: a step for evaluation may send the same tensor as an argument.
@@ -320,7 +323,10 @@ class PipelineEngine:
     def _reduce_tied(self, parameter: nn.Parameter, tied: TiedParameter, tag: int) -> None:
         # A stage that did not use the parameter in this step still takes part, because other stages wait for it. The
         # last element says whether it has a gradient: weight decay and momentum would not ignore one of zeros.
-        gradient = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+        # All owners send one dtype, though some of them have added no gradients.
+        dtype = summed_dtype(parameter.dtype, self.sum_dtype)
+        gradient = torch.zeros_like(parameter) if parameter.grad is None else exact_gradient(parameter.grad)
+        gradient = gradient.to(dtype)
         is_used = gradient.new_full((1,), float(parameter.grad is not None))
         mine = torch.cat([gradient.reshape(-1), is_used])
         others = [rank for rank in tied.ranks if rank != self.group.rank]
@@ -333,7 +339,8 @@ class PipelineEngine:
             return
         gradients[self.group.rank] = mine
         # In the order of the ranks, so that all ranks get the same bits.
-        parameter.grad = torch.stack([gradients[rank][:-1] for rank in tied.ranks]).sum(0).view_as(parameter)
+        total = torch.stack([gradients[rank][:-1] for rank in tied.ranks]).sum(0)
+        assign_gradient(parameter, total.view_as(parameter))
 
     @torch.no_grad()
     def share_tied(self, tensors: Mapping[str, Tensor]) -> None:

@@ -252,8 +252,9 @@ class LayoutSearch:
         passes = 1 if stack is None or mesh.pipeline_parallel == 1 else stack.passes_over(mesh.pipeline_parallel)
         parts = self._parts_of(tensor)
         # The last ZeRO stage needs the least memory.
-        copies = copies_held(self.copies, mesh.data_parallel, self._zero_stages(mesh)[-1])
         held = [Held.of(part) for part in (parts.prologue, *parts.layers, parts.epilogue)]
+        half_share = sum(held, Held()).half_share
+        copies = copies_held(self.copies, mesh.data_parallel, self._zero_stages(mesh)[-1], half_share)
         sizes = [copies * one.trained_bytes + one.frozen_bytes for one in held]
         # A rank holds a layer once, however often the layer is called.
         in_pass = len(parts.layers) // passes

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import SGD, Optimizer
 
+from lightning_parallel.comm.gradient_sums import HALF_DTYPES
 from lightning_parallel.data_parallel.bucketed_reducer import BUCKET_BYTES
 from lightning_parallel.data_parallel.parameter_slices import MOST_IN_FLIGHT
 from lightning_parallel.pipeline.measure import STATE_COPIES
@@ -35,20 +36,24 @@ class Held:
         frozen_bytes: Bytes of the frozen parameters.
         largest_bytes: Bytes of the largest trained parameter.
         count: Number of trained parameters.
+        half_bytes: Bytes of the trained parameters of 16 bits whose gradients are added in fp32
+            (`gradient_sum_dtype`).
     """
 
     trained_bytes: int = 0
     frozen_bytes: int = 0
     largest_bytes: int = 0
     count: int = 0
+    half_bytes: int = 0
 
     @classmethod
     def of(cls, parameters: Iterable[nn.Parameter]) -> Held:
-        """Add up parameters; each distinct parameter counts once."""
+        """Add up parameters; each distinct parameter counts once. The sums have the default dtype."""
         distinct = {id(parameter): parameter for parameter in parameters}.values()
         trained = [parameter.nbytes for parameter in distinct if parameter.requires_grad]
         frozen = sum(parameter.nbytes for parameter in distinct if not parameter.requires_grad)
-        return cls(sum(trained), frozen, max(trained, default=0), len(trained))
+        half = sum(one.nbytes for one in distinct if one.requires_grad and one.dtype in HALF_DTYPES)
+        return cls(sum(trained), frozen, max(trained, default=0), len(trained), half)
 
     def __add__(self, other: Held) -> Held:
         return Held(
@@ -56,7 +61,13 @@ class Held:
             self.frozen_bytes + other.frozen_bytes,
             max(self.largest_bytes, other.largest_bytes),
             self.count + other.count,
+            self.half_bytes + other.half_bytes,
         )
+
+    @property
+    def half_share(self) -> float:
+        """The part of the trained bytes whose gradients are added in fp32."""
+        return self.half_bytes / self.trained_bytes if self.trained_bytes else 0.0
 
     @property
     def parameter_bytes(self) -> int:
@@ -69,7 +80,7 @@ class RankMemory:
 
     Attributes:
         parameters: Trained and frozen parameters.
-        gradients: Gradients, and the largest new gradient before its addition to the sum over microbatches.
+        gradients: Gradients, their sums in fp32, and the largest new gradient before its addition to the sum.
         optimizer: State of the optimizer.
         activations: Tensors that layers keep from forward to backward, of all microbatches in flight.
         logits: Tensors that the head and the loss keep from forward to backward.
@@ -108,10 +119,12 @@ class RankMemory:
             replicas: Number of replicas.
             zero_stage: 1 shards the optimizer's state over the replicas; 2 gradients, too.
         """
-        gradients: float = held.trained_bytes + (held.largest_bytes if accumulates else 0) if copies > 1 else 0
+        # A sum in fp32 holds twice the bytes of a 16-bit parameter, beside its rounded value.
+        sums = 2 * held.half_bytes if accumulates else 0
+        gradients: float = held.trained_bytes + (held.largest_bytes + sums if accumulates else 0) if copies > 1 else 0
         optimizer = held.trained_bytes * max(0.0, copies - 2)
         # Buckets are copies, and all buckets may be in flight when backward ends.
-        buckets: float = held.trained_bytes if replicas > 1 else 0
+        buckets: float = held.trained_bytes + sums / 2 if replicas > 1 else 0
         if zero_stage > 0 and replicas > 1:
             optimizer /= replicas
             # Buckets of updated parameters: this rank's slices, and all slices.
@@ -132,7 +145,12 @@ class RankMemory:
 
 
 def planned_memory(
-    plan: PipelinePlan, stages: Sequence[int], copies: float, replicas: int = 1, zero_stage: int = 0
+    plan: PipelinePlan,
+    stages: Sequence[int],
+    copies: float,
+    replicas: int = 1,
+    zero_stage: int = 0,
+    sums_in_fp32: bool = True,
 ) -> RankMemory:
     """Predict the memory of pipeline stages of one rank, without parameters that its earlier stages already hold.
 
@@ -140,12 +158,14 @@ def planned_memory(
         plan: The plan.
         stages: The stages.
         copies, replicas, zero_stage: As for `RankMemory.of`.
+        sums_in_fp32: Whether gradients of 16-bit parameters are added in fp32.
     """
     mine = [parameter for stage in stages for parameter in plan.held_parameters(stage)]
     trained = [parameter.num_bytes for parameter in mine if parameter.is_trained]
+    half = [one.num_bytes for one in mine if one.is_trained and one.num_bytes == 2 * one.count]
     frozen = sum(parameter.num_bytes for parameter in mine if not parameter.is_trained)
     return RankMemory.of(
-        Held(sum(trained), frozen, max(trained, default=0), len(trained)),
+        Held(sum(trained), frozen, max(trained, default=0), len(trained), sum(half) if sums_in_fp32 else 0),
         copies,
         accumulates=plan.schedule.num_microbatches > 1,
         activations=plan.activation_bytes(stages),
@@ -154,10 +174,15 @@ def planned_memory(
     )
 
 
-def copies_held(copies: float, replicas: int, zero_stage: int) -> float:
-    """Return the bytes that a rank of a pipeline holds for each byte of its trained parameters."""
+def copies_held(copies: float, replicas: int, zero_stage: int, half_share: float = 0.0) -> float:
+    """Return the bytes that a rank of a pipeline holds for each byte of its trained parameters.
+
+    Args:
+        copies, replicas, zero_stage: As for `RankMemory.of`.
+        half_share: The part of these bytes whose gradients are added in fp32.
+    """
     # So many bytes that the size of a bucket does not count.
-    held = Held(trained_bytes=1 << 50)
+    held = Held(trained_bytes=1 << 50, half_bytes=int(half_share * (1 << 50)))
     memory = RankMemory.of(held, copies, accumulates=True, replicas=replicas, zero_stage=zero_stage)
     return memory.total / held.trained_bytes
 

@@ -43,6 +43,7 @@ from lightning_parallel.strategies.optimizers.zero import ZeroStage
 from lightning_parallel.strategies.options import (
     ActivationCheckpointing,
     CheckpointFormat,
+    GradientSumDtype,
     memory_limit,
     named,
     spelled,
@@ -101,6 +102,9 @@ class AutoParallelStrategy(HybridParallelStrategy):
             backward and the end of the step.
         activation_checkpointing: Recompute activations of the repeated layers in backward, which saves memory and takes
             time. `full` does this for each layer, a number n for every n-th layer. `off` keeps all activations.
+        gradient_sum_dtype: Dtype of sums of gradients of 16-bit parameters, such as with `bf16-true`: `fp32`, or a
+            16-bit dtype for sums in the dtype of each parameter. `.grad` holds the sum, rounded once. None takes `fp32`
+            if a step adds several gradients: with microbatches, or with `accumulate_grad_batches` above 1.
         checkpoint_format: `full` writes one ordinary Lightning checkpoint. `sharded` writes a folder with one file per
             rank. Every layout loads both formats.
         async_save: Write sharded checkpoints in the background. Training waits only for a copy of the tensors.
@@ -142,6 +146,7 @@ class AutoParallelStrategy(HybridParallelStrategy):
         hierarchical: Hierarchical = False,
         zero_stage: ZeroStage = 0,
         activation_checkpointing: ActivationCheckpointing = "off",
+        gradient_sum_dtype: Optional[GradientSumDtype] = None,
         checkpoint_format: CheckpointFormat = "full",
         async_save: bool = False,
         verify: Verify = "auto",

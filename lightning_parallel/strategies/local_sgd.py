@@ -49,7 +49,13 @@ from lightning_parallel.strategies.compressed.replica_optimizers import ReplicaO
 from lightning_parallel.strategies.optimizers.checks import check_optimizers
 from lightning_parallel.strategies.optimizers.norms import give_norms
 from lightning_parallel.strategies.optimizers.zero import ZeroStage, refuse_zero_stage
-from lightning_parallel.strategies.options import ActivationCheckpointing, CheckpointFormat, named, spelled
+from lightning_parallel.strategies.options import (
+    ActivationCheckpointing,
+    CheckpointFormat,
+    GradientSumDtype,
+    named,
+    spelled,
+)
 from lightning_parallel.strategies.parallel import HybridParallelStrategy, ScheduleName
 from lightning_parallel.strategies.ranks import replicas
 from lightning_parallel.strategies.ranks.processes import StartMethod
@@ -169,6 +175,9 @@ class LocalSGDStrategy(HybridParallelStrategy):
             samples, or of tokens if the loss is a mean over tokens.
         pipeline_plan: A `PipelinePlan` or its file, made by an earlier run. It replaces the pipeline arguments above.
         zero_stage: Must be 0, because replicas have different optimizer states.
+        gradient_sum_dtype: Dtype of sums of gradients of 16-bit parameters, such as with `bf16-true`: `fp32`, or a
+            16-bit dtype for sums in the dtype of each parameter. `.grad` holds the sum, rounded once. None takes `fp32`
+            if a step adds several gradients: with microbatches, or with `accumulate_grad_batches` above 1.
         compressor_state: How a checkpoint of one file stores the compressor's state. `local` writes one file per rank
             beside it, `none` stores nothing. A sharded checkpoint stores the state of each rank as tensors of it.
         hierarchical: Sum full gradients inside a node, and compress between nodes only. True groups the replicas by
@@ -229,6 +238,7 @@ class LocalSGDStrategy(HybridParallelStrategy):
         microbatch_weight: Optional[Union[Callable[[Any], float], str]] = None,
         pipeline_plan: Optional[Union[PipelinePlan, str, Path]] = None,
         zero_stage: ZeroStage = 0,
+        gradient_sum_dtype: Optional[GradientSumDtype] = None,
         compressor_state: KeptState = "local",
         hierarchical: Hierarchical = False,
         activation_checkpointing: ActivationCheckpointing = "off",

@@ -90,11 +90,13 @@ from lightning_parallel.strategies.optimizers.zero import (
 from lightning_parallel.strategies.options import (
     ActivationCheckpointing,
     CheckpointFormat,
+    GradientSumDtype,
     PipelineOptions,
     TensorOptions,
     check_activation_checkpointing,
     check_checkpoint_format,
     check_choice,
+    dtype_of_sums,
 )
 from lightning_parallel.strategies.ranks import replicas
 from lightning_parallel.strategies.ranks.order import MessageOrder, in_step, on_parts
@@ -152,6 +154,7 @@ class MeshStrategy(MeshProcesses):
         hierarchical: Hierarchical = False,
         zero_stage: ZeroStage = 0,
         activation_checkpointing: ActivationCheckpointing = "off",
+        gradient_sum_dtype: Optional[GradientSumDtype] = None,
         checkpoint_format: CheckpointFormat = "full",
         async_save: bool = False,
         verify: Verify = "auto",
@@ -190,6 +193,7 @@ class MeshStrategy(MeshProcesses):
         self.hierarchical = hierarchical
         self.zero_stage = zero_stage
         self.activation_checkpointing = activation_checkpointing
+        self.gradient_sum_dtype = dtype_of_sums(gradient_sum_dtype)
         self.checkpoint_format = checkpoint_format
         self.async_save = async_save
         self.verify = verify
@@ -277,7 +281,8 @@ class MeshStrategy(MeshProcesses):
         if run.engine is not None and not was_split:
             # The table needs the memory of the optimizers, which is known only now.
             copies = optimizer_copies(self.optimizers) if is_fit else 1
-            show_stages(run.engine.plan, copies, self.groups.data_parallel.size if is_fit else 1, self.zero_stage)
+            replicas_here = self.groups.data_parallel.size if is_fit else 1
+            show_stages(run.engine.plan, copies, replicas_here, self.zero_stage, self.adds_in_fp32)
         # Begin the watch last: the changes above are not the user's.
         run.model_watch = ModelWatch(self.module, lambda: self.optimizers)
 
@@ -626,8 +631,12 @@ class MeshStrategy(MeshProcesses):
         if self.has_changed:
             self.adopt_changes()  # since the batch began
         if run.reducer is not None:
-            # A hook may have frozen parameters. A bucket waits for all its gradients, and would never be sent.
+            # A hook may have frozen parameters. A bucket waits for all its gradients, and would never be sent. The
+            # Trainer may have changed the number of accumulated batches.
+            run.reducer.sum_dtype = torch.float32 if self.adds_in_fp32 else None
             run.reducer.refresh()
+            if run.engine is not None:
+                run.engine.sum_dtype = run.reducer.sum_dtype
         if run.hook_watch is not None:
             run.hook_watch.begin_step()
         if run.compression is not None:
@@ -637,6 +646,15 @@ class MeshStrategy(MeshProcesses):
         unproven = None if kinds is None else kinds.unproven
         if run.first_batches.see_training(args, kwargs, self.module.current_epoch, unproven) and kinds is not None:
             kinds.unproven = None
+
+    @property
+    def adds_in_fp32(self) -> bool:
+        """Whether gradients of 16-bit parameters are added in single precision now."""
+        engine = self.run.engine
+        adds_several = self.module.trainer.accumulate_grad_batches > 1 or (
+            engine is not None and engine.schedule.num_microbatches > 1
+        )
+        return adds_several if self.gradient_sum_dtype is None else self.gradient_sum_dtype == torch.float32
 
     @property
     def _open_reducer(self) -> GradientReducer:
@@ -665,6 +683,9 @@ class MeshStrategy(MeshProcesses):
         if run.engine is not None and run.reducer is not None and run.reducer.synchronizing:
             # Sum after the means over the replicas: compressed means differ between the owners of a tied parameter.
             run.engine.reduce_tied_gradients()
+        if run.reducer is not None and run.reducer.synchronizing and self.module.automatic_optimization:
+            # Only now: the owners of a tied parameter add exact sums, too.
+            run.reducer.release()
         if run.compression is not None and run.reducer is not None:
             run.compression.drop_nonfinite_gradients(run.reducer, self.precision_plugin)
         # It calls `on_after_backward`, whose hooks must see the mean gradients, as under DDP.
@@ -687,6 +708,9 @@ class MeshStrategy(MeshProcesses):
             run.reducer.reduce()  # a module under manual optimization called `loss.backward()` by itself
             if run.compression is not None:
                 run.compression.drop_nonfinite_gradients(run.reducer, self.precision_plugin)
+        if run.reducer is not None and not self.module.automatic_optimization:
+            # Not after each backward, to which the next one may add. Otherwise the closure runs the backward.
+            run.reducer.release()
         if run.hook_watch is not None:
             closure = run.hook_watch.closure(closure)
         # With slices, parameters become narrow later, inside the optimizer's step; see `ParameterSlices.divide`.

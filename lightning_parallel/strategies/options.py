@@ -16,6 +16,7 @@ from typing import Any, Concatenate, Literal, Optional, ParamSpec, TypeVar, Unio
 import torch
 
 from lightning_parallel.compression.compressor import check_flag
+from lightning_parallel.compression.quantizers import DTYPES
 from lightning_parallel.pipeline.microbatch import SplitBatch, num_samples
 from lightning_parallel.pipeline.microbatch import split_batch as split_samples
 from lightning_parallel.pipeline.pipeline_plan import PipelinePlan
@@ -27,12 +28,14 @@ from lightning_parallel.tracing.units import parse_bytes
 __all__ = [
     "ActivationCheckpointing",
     "CheckpointFormat",
+    "GradientSumDtype",
     "PipelineOptions",
     "TensorOptions",
     "check_activation_checkpointing",
     "check_checkpoint_format",
     "check_choice",
     "check_launch",
+    "dtype_of_sums",
     "memory_limit",
     "named",
     "spelled",
@@ -46,6 +49,9 @@ ActivationCheckpointing = Union[Literal["off", "full"], int]
 
 CheckpointFormat = Literal["full", "sharded"]
 """One ordinary Lightning checkpoint, or a folder with a file of each rank."""
+
+GradientSumDtype = Union[Literal["fp32", "float32", "bf16", "bfloat16", "fp16", "float16"], torch.dtype]
+"""The dtype in which gradients of 16-bit parameters are added."""
 
 
 def named(
@@ -174,6 +180,21 @@ def check_launch(process_group_backend: Any, timeout: Any, start_method: Any, me
     if timeout is not None and not isinstance(timeout, timedelta):
         raise TypeError(f"`timeout` must be a `datetime.timedelta`, such as timedelta(minutes=5); got {timeout!r}")
     check_choice("start_method", start_method, methods)
+
+
+def dtype_of_sums(dtype: Any) -> torch.dtype | None:
+    """Return `gradient_sum_dtype` as a torch dtype.
+
+    Raises:
+        ValueError: If gradients cannot be added in this dtype.
+    """
+    found: Any = DTYPES.get(dtype, getattr(torch, dtype, dtype)) if isinstance(dtype, str) else dtype
+    if not (found is None or (isinstance(found, torch.dtype) and found in DTYPES.values())):
+        raise ValueError(
+            f"`gradient_sum_dtype` must be None, 'fp32', 'bf16', 'fp16' or such a torch dtype; got {dtype!r}"
+        )
+    chosen: torch.dtype | None = found
+    return chosen
 
 
 def memory_limit(limit: Any) -> Optional[float]:

@@ -224,6 +224,9 @@ def test_adam_holds_sixteen_bytes_for_each_parameter_and_none_of_them_for_frozen
     variants = state_variants(RankMemory.of(Held.of(model.parameters())), 4, 4)
     assert list(variants.values()) == [16 * count, 8 * count, 10 * count, 7 * count, 4 * count]
     assert RankMemory.of(Held.of(model.bfloat16().parameters())).total == 8 * count
+    # Added in fp32: 4 bytes more, and the newest gradient.
+    several = RankMemory.of(Held.of(model.parameters()), accumulates=True)
+    assert several.total == 12 * count + max(parameter.nbytes for parameter in model.parameters())
     model.float().requires_grad_(False)
     model.head.requires_grad_(True)
     trained = sum(parameter.numel() for parameter in model.head.parameters())

@@ -258,6 +258,8 @@ class MemoryProfiler(MeasuringCallback[MemoryAccumulator]):
         # In mixed precision, optimizers may update copies of the parameters. Count the copies as optimizer state.
         copies = [optimizer.param_groups for optimizer in strategy.optimizers]
         sizes = held_bytes(list(module.parameters()), list(module.buffers()), [*states.values(), copies])
+        if "gradients" in sizes:
+            sizes["gradients"] += _sum_bytes(strategy)
         sizes.update(_bucket_bytes(strategy))
         compression = _compression_bytes(strategy)
         self.accumulator.note(sizes if compression is None else {**sizes, "compression": compression})
@@ -314,6 +316,11 @@ def _stages(strategy: Strategy) -> dict[int, set[str]]:
     return names
 
 
+def _sum_bytes(strategy: Any) -> int:
+    """Return the bytes of sums of gradients in fp32, which the strategy frees before the optimizer's step."""
+    return getattr(getattr(getattr(strategy, "run", None), "reducer", None), "sum_bytes", 0)
+
+
 def _bucket_bytes(strategy: Any) -> dict[str, int]:
     """Return the most bytes of buckets that were under way at once; empty under strategies that do not tell."""
     run = getattr(strategy, "run", None)
@@ -334,7 +341,7 @@ def _predicted(trainer: Trainer, module: LightningModule) -> dict[str, int] | No
     accumulates = trainer.accumulate_grad_batches > 1 or (plan is not None and plan.schedule.num_microbatches > 1)
     memory = RankMemory.of(
         # The profiler never sees a new gradient before its addition to an earlier gradient.
-        replace(held, largest_bytes=0),
+        replace(held, largest_bytes=0, half_bytes=held.half_bytes if strategy.adds_in_fp32 else 0),
         optimizer_copies(strategy.optimizers),
         accumulates=accumulates,
         activations=0 if plan is None else plan.activation_bytes(stages),

@@ -454,7 +454,8 @@ def _state_held(
     # Only the optimizers tell how much state they hold; to ask them runs `configure_optimizers` on a copy.
     is_limited = options.schedule == "auto" or options.memory_limit_bytes is not None
     state = state_copies(module) if is_limited else STATE_COPIES
-    return copies_held(state, groups.data_parallel.size, zero_stage), Held.of(module.parameters()).largest_bytes
+    held = Held.of(module.parameters())
+    return copies_held(state, groups.data_parallel.size, zero_stage, held.half_share), held.largest_bytes
 
 
 def _plan_for_evaluation(planned: Callable[..., PipelinePlan], example: tuple[Callable[[Any], Any], Any] | None) -> Any:

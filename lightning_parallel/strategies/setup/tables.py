@@ -24,15 +24,17 @@ def print_table(shown: Any) -> None:
     show(shown)
 
 
-def show_stages(plan: PipelinePlan, copies: float, replicas: int, zero_stage: int) -> None:
+def show_stages(plan: PipelinePlan, copies: float, replicas: int, zero_stage: int, sums_in_fp32: bool) -> None:
     """Print the stage table on rank zero."""
-    print_table(stage_table(plan, copies, replicas, zero_stage))
+    print_table(stage_table(plan, copies, replicas, zero_stage, sums_in_fp32))
 
 
 _MOST_NAMES = 3
 
 
-def stage_table(plan: PipelinePlan, copies: float, replicas: int = 1, zero_stage: int = 0) -> Table:
+def stage_table(
+    plan: PipelinePlan, copies: float, replicas: int = 1, zero_stage: int = 0, sums_in_fp32: bool = True
+) -> Table:
     """Return a table with the contents, predicted time and memory of each stage, and the predicted step below.
 
     Memory covers parameters, gradients, optimizer state, activations in flight, and buckets on their way between
@@ -43,10 +45,13 @@ def stage_table(plan: PipelinePlan, copies: float, replicas: int = 1, zero_stage
         copies: Bytes for each byte of a trained parameter.
         replicas: Number of replicas of each stage.
         zero_stage: ZeRO stage of the replicas.
+        sums_in_fp32: Whether gradients of 16-bit parameters are added in fp32.
     """
     schedule = plan.schedule
     costs = plan.stage_costs
-    memories = [planned_memory(plan, [stage], copies, replicas, zero_stage) for stage in range(len(costs))]
+    memories = [
+        planned_memory(plan, [stage], copies, replicas, zero_stage, sums_in_fp32) for stage in range(len(costs))
+    ]
     total_s = sum(cost.total_s for cost in costs)
     table = Table(
         title=f"{plan.model} in {schedule.num_stages} pipeline stages: {schedule.name}, "

@@ -264,12 +264,8 @@ class PipelineSteps:
         for parameter in self._summed_before(self._step_gradients):
             parameter.grad = None
         self._step_gradients = {}
-        # These gradients include earlier batches, so the reducer must not use a result that it began before.
-        sums = [parameter for parameter in fresh if parameter.grad is not None]
-        for parameter, gradient in fresh.items():
-            parameter.grad = gradient if parameter.grad is None else parameter.grad.add_(gradient)
+        reducer.add(fresh)
         self._hooks.after_accumulation(fresh)
-        reducer.mark(fresh, changed=sums)
 
     def _summed_before(self, parameters: Iterable[nn.Parameter]) -> list[nn.Parameter]:
         """Return tied parameters whose `.grad` is already a sum over their owners, on all owners but the first.
