@@ -152,9 +152,23 @@ class Checkpoints:
             Tensors on the CPU on the first rank of the saved replica. Other ranks get tensors on the `meta` device, so
             that hooks can read names and shapes on all ranks. Tensors that share memory in the model share it here.
         """
-        state = _own_part(self.module)
+        state, sliced = self._own_state()
         shards = {name: self.rules[name] for name in state if name in self.rules}
-        return with_versions(self._gather(state, shards, self.names.state), versions_of(state))
+        return with_versions(self._gather(state, shards, self.names.state, sliced), versions_of(state))
+
+    def _own_state(self) -> tuple[dict[str, Any], dict[str, torch.Size]]:
+        """Return the state dict of the part of this rank, and the shapes of parameters of which it has slices."""
+        slices = self.slices
+        if slices is None or not slices.keeps_slices:
+            return _own_part(self.module), {}
+        shapes = {
+            name: slices.whole_shape(parameter)
+            for name, parameter in self.module.named_parameters(remove_duplicate=False)
+            if slices.divides(parameter)
+        }
+        with slices.shown():
+            state = _own_part(self.module)
+        return state, {name: shape for name, shape in shapes.items() if name in state}
 
     def gather_tensors(self) -> dict[str, Tensor]:
         """Gather all parameters and buffers by first name, also buffers that no checkpoint holds.
@@ -177,7 +191,9 @@ class Checkpoints:
         Raises:
             ValueError: If shapes or dtypes do not fit the model.
         """
-        state = _own_part(self.module)
+        state, sliced = self._own_state()
+        for name, shape in sliced.items():
+            state[name] = torch.empty(shape, dtype=state[name].dtype, device="meta")
         # Before the first split, so that one message lists all misfits.
         self._check_tensors(full, state, source, strict)
         on_other_stages = set(self.names.state) - state.keys() if self.pipeline_group.size > 1 else set()
@@ -513,7 +529,9 @@ class Checkpoints:
         held = {key: _place(stage, value, shards.get(key)) for key, value in values.items()}
         for key, shape in sliced.items():
             full = shards.get(key, REPLICATED).full_shape(shape)
-            held[key] = held[key]._replace(shape=tuple(full), alias=key)
+            # Tied parameters share the alias; an empty slice has no address.
+            alias = self.names.parameters.get(key, key) if isinstance(key, str) else key
+            held[key] = held[key]._replace(shape=tuple(full), alias=alias)
         if self.pipeline_group.size == 1:
             return held
         # Several stages hold a tied parameter. The first of them sends it.

@@ -422,6 +422,8 @@ class ParallelState:
         sharding: The result of the tensor-parallel plan (`tensor.plan.Sharding`).
         rules: How tensors of the full module are sharded, under every name (`tensor.sharding.Shard`).
         order: Watches the messages of its layers (`strategies.ranks.order.MessageOrder`).
+        parameter_shards: Holds the slices of its parameters (`data_parallel.ParameterShards`), with `zero_stage=3`.
+        replica_order: Watches the messages that gather slices of its parameters over the replicas, like `order`.
         engine: Its pipeline (`pipeline.engine.PipelineEngine`).
         names: Names in the full module, before the split into stages (`checkpoint.ModelNames`).
         skeleton: The full module without data (`strategies.whole.skeleton.Skeleton`).
@@ -456,6 +458,8 @@ class ParallelState:
     sharding: Any = None
     rules: dict[str, Any] = field(default_factory=dict)
     order: Any = None
+    parameter_shards: Any = None
+    replica_order: Any = None
     engine: Any = None
     names: Any = None
     skeleton: Any = None

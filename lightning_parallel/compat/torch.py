@@ -90,6 +90,10 @@ __all__ = [
     "WRAPPER_PREFIXES",
     "add_all_",
     "base_name",
+    "WITHOUT_VALUES",
+    "base_of",
+    "gather_absent",
+    "gathers_first",
     "buffers_of",
     "current_autograd_node",
     "current_dispatch_mode",
@@ -174,6 +178,33 @@ def map_only(kind: Any, change: Callable[[Any], Any], value: Any) -> Any:
     """Return `value` with changed entries of one kind, at any depth."""
     # `pytree` takes a `torch.Size` apart and makes a tuple of its numbers.
     return pytree.tree_map_only(kind, change, value, is_leaf=lambda entry: isinstance(entry, torch.Size))
+
+
+# Functions of tensors that read no values, by name.
+WITHOUT_VALUES = {"__hash__", "__len__", "dim", "size", "stride", "numel", "nelement", "element_size", "ndimension"}
+WITHOUT_VALUES |= {"is_complex", "is_floating_point", "is_shared", "is_contiguous", "is_same_size", "is_inference"}
+WITHOUT_VALUES |= {"is_pinned", "is_signed", "get_device", "storage_offset", "requires_grad_", "retain_grad", "grad"}
+WITHOUT_VALUES |= {"register_hook", "register_post_accumulate_grad_hook", "backward", "_is_view", "new_tensor"}
+WITHOUT_VALUES |= {"new_empty", "new_zeros", "new_ones", "new_full", "new_empty_strided", "zeros_like", "ones_like"}
+WITHOUT_VALUES |= {"empty_like", "full_like", "rand_like", "randn_like", "randint_like"}
+
+
+def base_of(tensor: Tensor) -> Tensor:
+    """Return the tensor of which `tensor` is a view in autograd's graph; `tensor` itself if it is no view."""
+    base = tensor._base
+    return tensor if base is None else base
+
+
+def gathers_first(kind: type) -> bool:
+    """Return whether functions of a class of parameters gather their data, before any other class may compute."""
+    return hasattr(kind, "gather_slices")
+
+
+def gather_absent(values: Any) -> None:
+    """Gather the data of parameters of which this replica holds slices; see `data_parallel.ParameterShards`."""
+    for leaf in pytree.tree_leaves(values):
+        if isinstance(leaf, nn.Parameter) and (gather := vars(leaf).get("gather_slices")) is not None:
+            gather(leaf)
 
 
 # -- torch.nn: modules, parameters, hooks ------------------------------------------------------------------------------

@@ -3,7 +3,16 @@
 from lightning_parallel.comm import MeanReducer
 from lightning_parallel.data_parallel.bucketed_reducer import GradientReducer
 from lightning_parallel.data_parallel.drift_exchange import DriftExchange
+from lightning_parallel.data_parallel.parameter_shards import AbsentParameter, ParameterShards
 from lightning_parallel.data_parallel.parameter_slices import ParameterSlices
 from lightning_parallel.data_parallel.scattering_reducer import ScatteringReducer
 
-__all__ = ["DriftExchange", "GradientReducer", "MeanReducer", "ParameterSlices", "ScatteringReducer"]
+__all__ = [
+    "AbsentParameter",
+    "DriftExchange",
+    "GradientReducer",
+    "MeanReducer",
+    "ParameterShards",
+    "ParameterSlices",
+    "ScatteringReducer",
+]

@@ -27,7 +27,7 @@ from lightning_parallel.compat import Patches
 from lightning_parallel.compat.torch import global_step_hooks, step_hooks_of
 from lightning_parallel.data_parallel.bucketed_reducer import BUCKET_BYTES
 
-__all__ = ["MOST_IN_FLIGHT", "ParameterSlices", "padded_to"]
+__all__ = ["MOST_IN_FLIGHT", "ParameterSlices", "padded_to", "write_columns"]
 
 
 MOST_IN_FLIGHT = 2  # buckets under way while another one is made
@@ -50,6 +50,9 @@ class ParameterSlices:
 
     Source: ZeRO, https://arxiv.org/abs/1910.02054
     """
+
+    keeps_slices = False
+    """Whether a replica holds only its slices between steps; see `ParameterShards`."""
 
     def __init__(self, parameters: Mapping[str, nn.Parameter], group: Group, bucket_bytes: int = BUCKET_BYTES) -> None:
         self.group = group
@@ -164,6 +167,24 @@ class ParameterSlices:
         self.holds_gradients = False
         self._gather(list(gathered), updated)
 
+    def in_pass(self, is_last: bool = True) -> AbstractContextManager[None]:
+        """Run a pass of the model inside the block; `is_last` unless a backward pass follows."""
+        return nullcontext()
+
+    def held(self) -> AbstractContextManager[None]:
+        """Keep the full data of all parameters inside the block; every replica must call it."""
+        return nullcontext()
+
+    def shown(self) -> AbstractContextManager[None]:
+        """Show slices to code in the block that would otherwise gather parameters, such as `state_dict`."""
+        return nullcontext()
+
+    def show(self) -> None:
+        """Prepare the parameters for code that sees them in full, until `hide`."""
+
+    def hide(self) -> None:
+        """End what `show` began."""
+
     def _gather(self, parameters: Sequence[nn.Parameter], updated: Mapping[Tensor, Tensor]) -> None:
         direct = [parameter for parameter in parameters if self._is_in_rows(parameter)]
         # The slices are already in their rows of the full parameter, so this needs no copy and no further memory.
@@ -198,8 +219,12 @@ class ParameterSlices:
     def _land(self, members: Sequence[nn.Parameter], pending: Pending) -> None:
         rows = pending.wait().view(self.group.size, -1)
         for parameter, columns in zip(members, rows.split([self.width(p.numel()) for p in members], 1)):
-            _write(parameter.data, columns)
+            write_columns(parameter.data, columns)
         self.traffic.remove(rows.nbytes // self.group.size * (1 + self.group.size))
+
+    def restore(self) -> None:
+        """Give all parameters their full data for good; every replica must call it."""
+        self.widen()
 
     def close(self) -> None:
         """Make parameters whole, with their values before a failed step, and remove all hooks."""
@@ -401,7 +426,7 @@ def padded_to(width: int, tensor: Tensor) -> Tensor:
     return flat if flat.numel() == width else torch.cat([flat, flat.new_zeros(width - flat.numel())])
 
 
-def _write(whole: Tensor, columns: Tensor) -> None:
+def write_columns(whole: Tensor, columns: Tensor) -> None:
     """Copy the slices of all replicas, one per row, into a full tensor."""
     if whole.numel() == columns.numel() and whole.is_contiguous():
         whole.view(columns.shape).copy_(columns)

@@ -26,6 +26,7 @@ from lightning_parallel.compat import Patches, innermost_users_line, module_that
 from lightning_parallel.compat.torch import (
     DisableTorchFunctionSubclass,
     forbid_data_access,
+    gathers_first,
     give_data,
     make_wrapper_subclass,
     pytree,
@@ -305,6 +306,8 @@ class PlaceholderTensor(Tensor):
     def __torch_function__(
         cls, func: Callable[..., Any], types: Iterable[type], args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
+        if any(map(gathers_first, types)):
+            return NotImplemented
         # Each operation asks this, so the questions that need the asking module come after one look-up.
         if func in _QUESTIONS and _is_answered_with_true(func, args[0], module_that_asks()):
             return True

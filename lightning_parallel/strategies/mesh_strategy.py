@@ -39,6 +39,7 @@ from lightning_parallel.checkpoint import (
     Checkpoints,
     DistributedCheckpoint,
     Folder,
+    Inventory,
     SavedCheckpoint,
     ShardedWriter,
     as_parts,
@@ -60,7 +61,7 @@ from lightning_parallel.compat.lightning import (
 from lightning_parallel.compat.torch import explain_swaps, give_data
 from lightning_parallel.compat.twins import is_a
 from lightning_parallel.compression import Reducer, check_reducer
-from lightning_parallel.data_parallel import GradientReducer
+from lightning_parallel.data_parallel import AbsentParameter, GradientReducer
 from lightning_parallel.mesh import Axis, Size
 from lightning_parallel.pipeline.microbatch import without_caches
 from lightning_parallel.pipeline.pipeline_plan import PipelinePlan
@@ -86,6 +87,7 @@ from lightning_parallel.strategies.optimizers.zero import (
     divide_optimizers,
     follow_other_steps,
     make_slices,
+    take_shards,
 )
 from lightning_parallel.strategies.options import (
     ActivationCheckpointing,
@@ -112,6 +114,7 @@ from lightning_parallel.strategies.whole.between_runs import (
     GatherAfterFit,
     divide_again,
     end_run,
+    keeps_full,
     share_tensors,
 )
 from lightning_parallel.strategies.whole.full_state import hold_averages, open_outside
@@ -270,7 +273,7 @@ class MeshStrategy(MeshProcesses):
         self.setup_precision_plugin()
         self._guard_gradients()
         if self.groups.replica.size > 1 or run.slices is not None:
-            meet = None if run.slices is None else MessageOrder(self.groups.data_parallel)
+            meet = None if run.slices is None else run.state.replica_order
             run.hook_watch = HookWatch(self.module, run.rules, self.groups, run.slices, self._recorded_optimizers, meet)
             run.hook_watch.install(self._patches)
             if run.optimizer_groups is not None:
@@ -299,6 +302,8 @@ class MeshStrategy(MeshProcesses):
             optimizer_groups=None if last is None else last.optimizer_groups,
             slices=None if last is None else last.slices,
         )
+        self._run.state.replica_order = MessageOrder(self.groups.data_parallel) if self.zero_stage else None
+        self._run.slices = take_shards(self._run.state, self.zero_stage, self.groups, self._run.slices)
         return self._run
 
     def _prepare_model(self, trainer: Trainer) -> None:
@@ -408,7 +413,7 @@ class MeshStrategy(MeshProcesses):
         )
         self.setup_optimizers(trainer)
         # After the optimizers, since `configure_optimizers` may register parameters.
-        run.slices = make_slices(self.zero_stage, self.module, self.groups)
+        run.slices = make_slices(self.zero_stage, self.module, self.groups, run.state.replica_order, run.slices)
         if run.slices is not None:
             follow_other_steps(run.slices, self.groups.world, self._patches)
         self._take_optimizers()
@@ -612,9 +617,10 @@ class MeshStrategy(MeshProcesses):
             # Gradients appear in the middle of the schedule; `backward` passes them to the reducer once.
             with (reducer := self._open_reducer).no_sync() as is_last:
                 prove = run.first_batches.prover("training_step")
-                return run.steps.training_step(args, kwargs, reducer if is_last else None, prove=prove)
+                with self._pass():
+                    return run.steps.training_step(args, kwargs, reducer if is_last else None, prove=prove)
         step = super().training_step
-        with nullcontext() if run.hook_watch is None else run.hook_watch.step():
+        with self._pass(is_last=False), nullcontext() if run.hook_watch is None else run.hook_watch.step():
             output = step(*args, **kwargs)
         # Callbacks may read the output of the step, or logits in the module's attributes, on some ranks only.
         gather_attributes(self.module)
@@ -623,6 +629,10 @@ class MeshStrategy(MeshProcesses):
             output = without_caches(output)
             self._chance.end_step()
         return output
+
+    def _pass(self, is_last: bool = True) -> AbstractContextManager[None]:
+        slices = self.run.slices
+        return nullcontext() if slices is None else slices.in_pass(is_last)
 
     def _begin_step(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         run = self.run
@@ -675,7 +685,7 @@ class MeshStrategy(MeshProcesses):
         closure_loss = self.precision_plugin.pre_backward(closure_loss, self.module)
         # Checkpointed code runs again in the backward pass.
         shown = nullcontext() if run.hook_watch is None else run.hook_watch.step()
-        with shown, nullcontext() if run.reducer is None else run.reducer.backward():
+        with self._pass(), shown, nullcontext() if run.reducer is None else run.reducer.backward():
             if run.steps is not None:
                 run.steps.deliver_gradients(self._open_reducer)
             else:
@@ -762,9 +772,10 @@ class MeshStrategy(MeshProcesses):
             self.adopt_changes()  # in a hook before it
         run.first_batches.see_evaluation(name, args, kwargs, run.loader_index)
         if run.steps is not None:
-            return run.steps.evaluate(name, args, kwargs, prove=run.first_batches.prover(name))
+            with self._pass():
+                return run.steps.evaluate(name, args, kwargs, prove=run.first_batches.prover(name))
         step = getattr(super(), name)
-        with nullcontext() if run.hook_watch is None else run.hook_watch.step():
+        with self._pass(), nullcontext() if run.hook_watch is None else run.hook_watch.step():
             output = step(*args, **kwargs)
         return without_caches(output) if self.groups.replica.size > 1 else output
 
@@ -1008,15 +1019,19 @@ class MeshStrategy(MeshProcesses):
             run.close()
         self._patches.undo()
         if run is not None and run.slices is not None:
+            if self._is_running and run.slices.keeps_slices:
+                inventory = Inventory.of(self.module, run.rules, self.groups.pipeline_parallel)
+                if keeps_full(inventory, self.gather_after_fit):
+                    run.slices.restore()
             run.slices.close()
         # Before the groups and the module change: the writer's thread still communicates and reads tensors.
         self.end_saves()
         module = self.lightning_module
         if run is not None and module is not None and self._groups is not None and not run.is_restored:
             run.is_restored = end_run(module, run.checkpoints, self._groups, self.gather_after_fit)
-        if module is not None and any(value.is_meta or is_deferred(value) for value in module.parameters()):
-            # The run was refused before the module got its data. Lightning would move the module to the CPU, which
-            # fails or makes the full model.
+        if module is not None and any(map(_is_without_data, module.parameters())):
+            # The run was refused before the module got its data, or each replica keeps a slice. Lightning would move
+            # the module to the CPU, which fails or makes the full model.
             self._patches.replace(module, "cpu", lambda: module)
         if module is not None:
             recompute(module, {})
@@ -1026,6 +1041,10 @@ class MeshStrategy(MeshProcesses):
             # After the collectives of the last save: until here, the heartbeat tells which rank is lost.
             stop_heartbeat()
         self._patches.undo()
+
+
+def _is_without_data(parameter: nn.Parameter) -> bool:
+    return parameter.is_meta or is_deferred(parameter) or isinstance(parameter, AbsentParameter)
 
 
 def _kind_of(path: str) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 
 import torch
@@ -113,8 +114,8 @@ class Run:
 
     @property
     def gradient_slices(self) -> ParameterSlices | None:
-        """The slices to which gradients are reduced; None unless `zero_stage` is 2."""
-        return self.slices if self.zero_stage == 2 else None
+        """The slices to which gradients are reduced; None unless `zero_stage` is 2 or 3."""
+        return self.slices if self.zero_stage >= 2 else None
 
     @property
     def parameter_names(self) -> dict[int, str]:
@@ -124,13 +125,17 @@ class Run:
     @property
     def checkpoints(self) -> Checkpoints:
         """Gathers the values of a checkpoint from the ranks of a replica, and scatters them again."""
+        # A stage uses the names from before the split, since it lacks the layers of other stages.
+        names = self.state.names
+        if names is None:
+            with nullcontext() if self.slices is None else self.slices.shown():
+                names = ModelNames.of(self.module)
         return Checkpoints(
             self.module,
             self.rules,
             self.groups.tensor_parallel,
             self.groups.pipeline_parallel,
-            # A stage uses the names from before the split, since it lacks the layers of other stages.
-            self.state.names or ModelNames.of(self.module),
+            names,
             self.device,
             # Replicas hold equal tensors, so only the first replica gathers them.
             is_saved=self.groups.data_parallel.rank == 0,
@@ -159,6 +164,7 @@ class Run:
             self.reducer,
             self.precision,
             self.device,
+            self.slices,
         )
 
     def check_anew(self) -> None:
@@ -223,7 +229,7 @@ class Run:
         parameters = dict(self.module.named_parameters())
         if self.slices is not None:
             self.slices.adopt(parameters)
-            if self.zero_stage == 2:
+            if self.zero_stage >= 2:
                 self.slices.keep_states_whole(self.module)
         if self.reducer is not None:
             self.reducer.adopt(parameters, None if self.sharding is None else self.sharding.partial)

@@ -25,7 +25,13 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lightning_parallel.comm import Group
-from lightning_parallel.compat.torch import DisableTorchFunctionSubclass, assert_on_device, has_data, parameters_of
+from lightning_parallel.compat.torch import (
+    DisableTorchFunctionSubclass,
+    assert_on_device,
+    gather_absent,
+    has_data,
+    parameters_of,
+)
 from lightning_parallel.tensor.autograd import (
     gather_from_group,
     reduce_from_group,
@@ -352,7 +358,7 @@ class ColumnLinear(_ParallelLinear):
             if self.in_sublayer:  # a full tensor here comes from code that gathered all positions
                 inputs = shared_inputs(self.group, None)
         # In a step, the weight reads as the full one, but this layer computes with the shard.
-        with on_shards(x):
+        with on_shards(x, self):
             weight = _own_part(self.weight, self.feature_rule.along(1 if self.transposed else 0), self.group)
             bias = None if self.bias is None else _own_part(self.bias, self.feature_rule.along(0), self.group)
             y = column_linear(x, weight, bias, inputs, self.transposed)
@@ -398,7 +404,7 @@ class RowLinear(_ParallelLinear):
                     " `sequence_parallel=False` [LP018]"
                 )
             x = _split_features(x, self.feature_rule, self.group)
-        with on_shards(x):
+        with on_shards(x, self):
             weight = _own_part(self.weight, self.feature_rule.along(0 if self.transposed else 1), self.group)
             bias: Tensor | None = self.bias
             if is_outside and bias is not None:
@@ -451,7 +457,7 @@ class VocabEmbedding(nn.Embedding):
             padding = padding - self.first if self.first <= padding < self.stop else None
         # Row 0 stands in for the tokens of other ranks. The mask below drops its values and their gradient.
         index = (tokens - self.first).masked_fill(elsewhere, 0)
-        with on_shards(index):
+        with on_shards(index, self):
             rows = F.embedding(index, _own_part(self.weight, self.row_rule, self.group), padding)
         # Each token is nonzero on one rank, so the sum over the ranks is the full lookup.
         rows = rows.masked_fill(elsewhere.unsqueeze(-1), 0)
@@ -466,8 +472,9 @@ class VocabEmbedding(nn.Embedding):
         return f"{super().extra_repr()}, rows=[{self.first}, {self.stop}), rank={self.group.rank}/{self.group.size}"
 
 
-def on_shards(x: Tensor) -> AbstractContextManager[Any]:
-    """Compute inside the block with the shards of parameters, although they read as full parameters in a step."""
+def on_shards(x: Tensor, layer: nn.Module) -> AbstractContextManager[Any]:
+    """Compute inside the block with the shards of a layer's parameters, which read as full parameters in a step."""
+    gather_absent(list(parameters_of(layer).values()))
     # A placeholder answers through its class.
     return DisableTorchFunctionSubclass() if type(x) is Tensor else nullcontext()
 

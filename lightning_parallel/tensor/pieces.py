@@ -36,6 +36,7 @@ from lightning_parallel.compat import innermost_users_line, is_users_object
 from lightning_parallel.compat.lightning import tell
 from lightning_parallel.compat.torch import (
     DisableTorchFunctionSubclass,
+    gathers_first,
     make_wrapper_subclass,
     pytree,
     schema_of,
@@ -371,7 +372,7 @@ class Piece(Tensor):
         cls, func: Callable[..., Any], types: Iterable[type], args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         for kind in types:
-            if issubclass(kind, StandIn):
+            if issubclass(kind, StandIn) or gathers_first(kind):
                 return NotImplemented  # its functions compute on the tensor behind it, which may be a piece
         kwargs = kwargs or {}
         name = getattr(func, "__name__", "")

@@ -37,6 +37,7 @@ from lightning_parallel.compat.torch import (
     DisableTorchFunctionSubclass,
     FakeTensor,
     current_graph_task_id,
+    gathers_first,
     pytree,
     version_of,
 )
@@ -376,6 +377,8 @@ class _PartBetween(Tensor):
     def __torch_function__(
         cls, func: Callable[..., Any], types: Iterable[type], args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
+        if any(map(gathers_first, types)):
+            return NotImplemented
         asking = module_that_asks()
         name = getattr(func, "__name__", "")
         # A property arrives as `__get__` of its slot, which knows the name.

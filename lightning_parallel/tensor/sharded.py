@@ -28,7 +28,14 @@ from torch.autograd import Function
 
 from lightning_parallel.comm import Group
 from lightning_parallel.compat import DIVISION
-from lightning_parallel.compat.torch import CALL_CODE, DisableTorchFunctionSubclass, forward_hooks_of, pytree
+from lightning_parallel.compat.torch import (
+    CALL_CODE,
+    WITHOUT_VALUES,
+    DisableTorchFunctionSubclass,
+    forward_hooks_of,
+    gather_absent,
+    pytree,
+)
 from lightning_parallel.tensor.autograd import whole_from_group
 from lightning_parallel.tensor.pieces import Piece, StandIn
 from lightning_parallel.tensor.sharding import Shard
@@ -43,6 +50,7 @@ _VALUES = ("shape", "nbytes", "data", "real", "imag", "T", "mT", "H", "mH")
 # Other properties are facts that hold for the shard as well.
 _OF_VALUES = {getattr(_PROPERTIES, name).__get__ for name in _VALUES}
 _OF_VALUES |= {_GET_GRAD, _SET_GRAD, _SET_DATA}
+_OF_SHAPE = {_PROPERTIES.shape.__get__, _PROPERTIES.nbytes.__get__, _GET_GRAD, _SET_GRAD}
 _FACTS = {"__hash__", "backward", "dim", "element_size", "get_device", "is_complex", "is_floating_point", "is_shared"}
 # `torch.autograd.grad` must find the parameter itself in the graph; see `whole_gradients`.
 _FACTS |= {"grad", "ndimension", "register_hook", "register_post_accumulate_grad_hook", "requires_grad_", "retain_grad"}
@@ -157,8 +165,8 @@ class _SliceInGraph(Function):
     def backward(ctx: Any, grad: Tensor) -> Any:
         raise RuntimeError(
             "Code must not differentiate with respect to parameters between the backward pass and the optimizer's step"
-            " with `zero_stage=2`, because each replica then holds a slice of every parameter. Add the term to the"
-            " loss in `training_step`, or use `zero_stage=1`"
+            " with `zero_stage=2`, and in hooks with `zero_stage=3`, because each replica then holds a slice of every"
+            " parameter. Add the term to the loss in `training_step`, or use `zero_stage=1`"
         )
 
 
@@ -233,6 +241,8 @@ class ShardedTensor(StandIn):
         name = getattr(func, "__name__", "")
         is_property = name in ("__get__", "__set__", "__delete__")
         is_fact = name in _FACTS or (is_property and func not in _OF_VALUES)
+        if not is_fact and name not in WITHOUT_VALUES and func not in _OF_SHAPE:
+            gather_absent((args, kwargs))
         if is_fact or _is_code_for_shards(caller := _caller(sys._getframe(1))):
             with DisableTorchFunctionSubclass():
                 return func(*args, **kwargs)

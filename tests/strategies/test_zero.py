@@ -136,6 +136,9 @@ def on_one_process(case):
         ("tensor 2, data 2", 2, ["sgd"]),
         ("pipeline 2, data 2", 1, ["adagrad"]),
         ("pipeline 2, data 2", 2, ["sgd"]),
+        ("data 4", 3, ["sgd", "fused", "adagrad", "lamb", "normalized"]),
+        ("tensor 2, data 2", 3, ["foreach", "normalized"]),
+        ("pipeline 2, data 2", 3, ["sgd", "lamb"]),
     ],
 )
 @distributed(world_size=4)
@@ -167,7 +170,7 @@ def test_every_layout_resumes_every_other(group):
         format_ = {"checkpoint_format": "sharded"} if is_sharded else {}
         return run(name.partition(":")[2], Tied(optimizer), stage, format_, **options)
 
-    names = ["1:tensor 2, data 2", "2:pipeline 2, data 2 as sharded", "2:data 4 as sharded", "0:tensor 2, data 2"]
+    names = ["1:tensor 2, data 2", "2:pipeline 2, data 2 as sharded", "3:data 4 as sharded", "3:tensor 2, data 2"]
     resume_in_a_ring(run_in, ["stock", *names], "adam", group)  # stock Lightning reads one file
 
 
@@ -334,7 +337,7 @@ def test_one_run_after_another(group):
 
     module, alone = Fails(), Fails()
     sizes, _ = LAYOUTS["pipeline 2, data 2"]
-    for stage, fails in ((2, False), (2, True), (1, False)):
+    for stage, fails in ((3, False), (2, False), (3, True), (1, False)):
         module.fails = fails
         verify = "off" if fails or stage == 1 else "always"
         strategy = HybridParallelStrategy(zero_stage=stage, verify=verify, gather_after_fit="all", **sizes)
@@ -382,12 +385,12 @@ class Loads(Varied):
     def on_before_optimizer_step(self, optimizer):
         self.load_state_dict({name: value * 0.9 for name, value in self.state_dict().items()})
         penalty = sum(value.square().sum() for value in self.parameters())
-        if self.stage == 2:
-            with pytest.raises(RuntimeError, match="`zero_stage=2`, because each replica"):
+        if self.stage >= 2:
+            with pytest.raises(RuntimeError, match="each replica then holds a slice"):
                 penalty.backward()
 
 
-@pytest.mark.parametrize("stage", [1, 2])
+@pytest.mark.parametrize("stage", [1, 2, 3])
 @distributed(world_size=4)
 def test_what_is_loaded_before_a_step_is_full(group, stage):
     expected, found = Loads(0), Loads(stage)
@@ -397,13 +400,13 @@ def test_what_is_loaded_before_a_step_is_full(group, stage):
         torch.testing.assert_close(value, expected.state_dict()[name], rtol=1e-10, atol=1e-12, msg=name)
 
 
-@pytest.mark.parametrize("layout", ["tensor 2, data 2", "pipeline 2, data 2"])
+@pytest.mark.parametrize(("layout", "stage"), [("tensor 2, data 2", 3), ("pipeline 2, data 2", 2), ("data 4", 3)])
 @distributed(world_size=4)
-def test_what_is_saved_before_a_step_is_whole(group, layout):
+def test_what_is_saved_before_a_step_is_whole(group, layout, stage):
     folder = Path(comm.broadcast_object(tempfile.mkdtemp(), group))
     expected, found = Saves(folder / f"one{group.rank}.ckpt"), Saves(folder / "zero.ckpt")
     fit(expected, "auto", 1, max_epochs=1, limit_val_batches=0)
-    run(layout, found, 2, max_epochs=1, limit_val_batches=0)
+    run(layout, found, stage, max_epochs=1, limit_val_batches=0)
     close = functools.partial(torch.testing.assert_close, rtol=1e-10, atol=1e-12)
     close(found.states, expected.states)
     mine, saved = (torch.load(one.path, weights_only=False) for one in (expected, found))
@@ -427,15 +430,15 @@ def test_what_needs_whole_gradients_is_refused_in_stage_2(group):
         def optimizer_zero_grad(self, *args):
             pass
 
-    for module, reason in ((Manual(), "optimizes manually"), (Keeps(), "overrides `optimizer_zero_grad`")):
+    for stage, module, reason in ((2, Manual(), "optimizes manually"), (3, Keeps(), "overrides `optimizer_zero_grad`")):
         with pytest.raises(ValueError, match=reason):
-            trainer_for(HybridParallelStrategy(zero_stage=2), 2, max_epochs=1).fit(module, loader(2, group.rank))
+            trainer_for(HybridParallelStrategy(zero_stage=stage), 2, max_epochs=1).fit(module, loader(2, group.rank))
 
 
 def test_arguments():
     with pytest.raises(ValueError, match="Use `zero_stage=1`"):
         HybridParallelStrategy(zero_stage=2, compression=PowerSGD(1))
-    for stage in (3, True, "1"):
+    for stage in (4, True, "1"):
         with pytest.raises(ValueError, match="`zero_stage` must be 0"):
             HybridParallelStrategy(zero_stage=stage)
     with pytest.raises(ValueError, match="must be 0 with LocalSGDStrategy"):

@@ -31,7 +31,7 @@ from lightning_parallel.compat.torch import (
     parameters_of,
     pytree,
 )
-from lightning_parallel.data_parallel import ParameterSlices
+from lightning_parallel.data_parallel import AbsentParameter, ParameterSlices
 from lightning_parallel.tensor.autograd import whole_from_group
 from lightning_parallel.tensor.layers import Replicate
 from lightning_parallel.tensor.pieces import Piece, StandIn
@@ -226,7 +226,11 @@ class FullViews:
         self.is_shown = True
         self._show_again = self._show_to_step
         # Without a function for each parameter, since each step does so.
-        self._in_step = [(one, place) for one, place in self._places_in_step().items() if type(one) is nn.Parameter]
+        self._in_step = [
+            (one, place)
+            for one, place in self._places_in_step().items()
+            if type(one) in (nn.Parameter, AbsentParameter)
+        ]
         for parameter, place in self._in_step:
             parameter.__class__ = ShardedParameter
             fields = parameter.__dict__
@@ -294,6 +298,8 @@ class FullViews:
     def _show(self, on_all_stages: bool, is_step: bool) -> None:
         self.is_shown = True
         self._show_again = partial(self._show, on_all_stages, is_step)
+        if self._slices is not None and not is_step:
+            self._slices.show()
         is_split = self._is_split = on_all_stages and bool(self._over_replica)
         rules, group = (self._over_replica, self._replica) if is_split else (self._rules, self._tensor_group)
         self._are_gradients_known = not is_split
@@ -456,7 +462,7 @@ class FullViews:
         self.is_shown = False
         if self._in_step:
             for parameter, _ in self._in_step:
-                parameter.__class__ = nn.Parameter
+                parameter.__class__ = AbsentParameter if "gather_slices" in parameter.__dict__ else nn.Parameter
                 del parameter.__dict__["place"], parameter.__dict__["before_gradient"]
             self._in_step.clear()
             return
@@ -467,6 +473,8 @@ class FullViews:
         self._shown.clear()
         for optimizer, _ in self._optimizers():
             self.keep_parts(optimizer, self._states)
+        if self._slices is not None:
+            self._slices.hide()
         self._states.clear()
         # Last first: a module that is registered under two names was filled in twice.
         for restore in reversed(self._undo):

@@ -4,6 +4,7 @@
     0       full                full                     full
     1       a slice             full, averaged           full; a slice while the optimizer steps
     2       a slice             a slice                  full; a slice from the end of backward to the end of the step
+    3       a slice             a slice                  a slice; full while a layer computes
 
 After a step, each replica gathers the parameters that other replicas updated. Stage 1 leaves `.grad` unchanged.
 Stage 2 frees gradients as it sends their buckets. Torch's optimizers step on slices with the same number of dimensions.
@@ -18,13 +19,15 @@ from typing import Any, Literal, Optional, get_args
 
 from lightning.pytorch import LightningModule
 from lightning.pytorch.utilities.model_helpers import is_overridden
+from torch import nn
 from torch.optim import Optimizer
 
 from lightning_parallel import comm
 from lightning_parallel.comm import Group, MeshGroups
-from lightning_parallel.compat import Patches
+from lightning_parallel.compat import ParallelState, Patches
 from lightning_parallel.compression import Reducer
-from lightning_parallel.data_parallel import ParameterSlices
+from lightning_parallel.data_parallel import ParameterShards, ParameterSlices
+from lightning_parallel.pipeline.layer_stack import find_layer_stacks
 from lightning_parallel.strategies.optimizers.checks import check_sliced
 
 __all__ = [
@@ -36,8 +39,8 @@ __all__ = [
     "refuse_zero_stage",
 ]
 
-ZeroStage = Literal[0, 1, 2]
-"""0 shards nothing, 1 shards the optimizer state, 2 also shards the gradients."""
+ZeroStage = Literal[0, 1, 2, 3]
+"""0 shards nothing, 1 shards the optimizer state, 2 also the gradients, 3 also the parameters."""
 
 
 def check_zero_stage(stage: Any, compression: Optional[Reducer]) -> None:
@@ -48,11 +51,11 @@ def check_zero_stage(stage: Any, compression: Optional[Reducer]) -> None:
     """
     # `True` equals 1, but a flag is most likely a misplaced argument.
     if isinstance(stage, bool) or stage not in get_args(ZeroStage):
-        raise ValueError(f"`zero_stage` must be 0, 1 or 2; got {stage!r}. To shard the parameters as well, use FSDP")
-    if stage == 2 and compression is not None:
+        raise ValueError(f"`zero_stage` must be 0, 1, 2 or 3; got {stage!r}")
+    if stage in (2, 3) and compression is not None:
         raise ValueError(
-            "`compression` gives every replica the full mean gradient, but `zero_stage=2` keeps only a slice of it."
-            " Use `zero_stage=1`, which shards only the optimizer state, or no compression"
+            f"`compression` gives every replica the full mean gradient, but `zero_stage={stage}` keeps only a slice of"
+            " it. Use `zero_stage=1`, which shards only the optimizer state, or no compression"
         )
 
 
@@ -69,8 +72,21 @@ def refuse_zero_stage(stage: Any) -> None:
         )
 
 
-def make_slices(stage: ZeroStage, module: LightningModule, groups: MeshGroups) -> ParameterSlices | None:
+def make_slices(
+    stage: ZeroStage,
+    module: LightningModule,
+    groups: MeshGroups,
+    gate: Callable[[str], None],
+    last: ParameterSlices | None = None,
+) -> ParameterSlices | None:
     """Return the slices of a module's parameters; None without ZeRO or with one replica.
+
+    Args:
+        stage: The ZeRO stage.
+        module: The module.
+        groups: The mesh's groups.
+        gate: Called before each message that gathers parameters of stage 3.
+        last: The slices of the last run.
 
     Raises:
         ValueError: On every rank, if a parameter cannot be divided, or the module trains in a way that needs full
@@ -79,26 +95,85 @@ def make_slices(stage: ZeroStage, module: LightningModule, groups: MeshGroups) -
     if stage == 0 or groups.data_parallel.size == 1:
         return None
     with comm.failing_together(groups.world):
-        if stage == 2:
-            _check_gradients_unneeded(module)
-        slices = ParameterSlices(dict(module.named_parameters()), groups.data_parallel)
-        if stage == 2:
+        if stage >= 2:
+            _check_gradients_unneeded(module, stage)
+        if last is not None and last.keeps_slices:
+            last.adopt(dict(module.named_parameters()))
+            slices = last
+        elif stage == 3:
+            slices = ParameterShards(units_of(module), groups.data_parallel, gate)
+            ParallelState.of(module).parameter_shards = slices
+        else:
+            slices = ParameterSlices(dict(module.named_parameters()), groups.data_parallel)
+        if stage >= 2:
             # From backward on, parameters are narrow, and a hook may save the module before the step.
             slices.keep_states_whole(module)
     return slices
 
 
-def _check_gradients_unneeded(module: LightningModule) -> None:
+def take_shards(
+    state: ParallelState, stage: ZeroStage, groups: MeshGroups, last: ParameterSlices | None
+) -> ParameterSlices | None:
+    """Return the slices with which a run begins; every rank must call it.
+
+    Args:
+        state: The state of the module, whose parameters an earlier run may have left sharded.
+        stage: The ZeRO stage.
+        groups: The mesh's groups.
+        last: The slices of the last run.
+
+    Raises:
+        ValueError: On every rank, if the earlier run had other replicas.
+    """
+    shards = state.parameter_shards
+    if shards is None or not shards.keeps_slices:
+        return last
+    with comm.failing_together(groups.world):
+        shards.reopen(groups.data_parallel, state.replica_order or (lambda operation: None))
+    if stage == 3:
+        return shards
+    shards.restore()
+    return last
+
+
+def units_of(module: nn.Module) -> list[dict[str, nn.Parameter]]:
+    """Return the parameters that are gathered together: each repeated layer, and runs of other parameters."""
+    names = {parameter: name for name, parameter in module.named_parameters()}
+    try:
+        layers = find_layer_stacks(module, 1)[0].layers
+    except ValueError:  # no repeated layers
+        layers = ()
+    units = [{names[p]: p for p in layer.parameters()} for layer in dict.fromkeys(layers)]
+    inside = {name for unit in units for name in unit}
+    limit = max([_UNIT_BYTES, *(sum(p.nbytes for p in unit.values()) for unit in units)])
+    rest: list[dict[str, nn.Parameter]] = []
+    size = 0
+    for parameter, name in names.items():
+        if name in inside:
+            size = limit  # parameters before and after the layers are used at other times
+        elif rest and size + parameter.nbytes <= limit:
+            rest[-1][name] = parameter
+            size += parameter.nbytes
+        else:
+            rest.append({name: parameter})
+            size = parameter.nbytes
+    return [unit for unit in (*units, *rest) if unit]
+
+
+_UNIT_BYTES = 1 << 20
+
+
+def _check_gradients_unneeded(module: LightningModule, stage: int) -> None:
     """Refuse modules that need full gradients; `hook_watch` watches hooks that read them."""
     kind = type(module).__name__
     if not module.automatic_optimization:
         raise ValueError(
-            f"`{kind}` optimizes manually and may need its gradients for several steps, but `zero_stage=2` frees"
+            f"`{kind}` optimizes manually and may need its gradients for several steps, but `zero_stage={stage}` frees"
             " them after the backward pass. Use `zero_stage=1`"
         )
     if is_overridden("optimizer_zero_grad", module):
         raise ValueError(
-            f"`{kind}` overrides `optimizer_zero_grad`, but `zero_stage=2` keeps no gradient after a step. Use"
+            f"`{kind}` overrides `optimizer_zero_grad`, but `zero_stage={stage}` keeps no gradient after a step. Use"
             " `zero_stage=1`, and `accumulate_grad_batches` to add up gradients"
         )
 

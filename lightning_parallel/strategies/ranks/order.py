@@ -227,6 +227,7 @@ def _step_of(module: nn.Module | None, name: str) -> Iterator[None]:
         with (
             nullcontext() if state.watch is None else state.watch.paused(),
             nullcontext() if state.order is None else state.order.step(name, module),
+            nullcontext() if state.replica_order is None else state.replica_order.step(name, module),
         ):
             yield
     finally:

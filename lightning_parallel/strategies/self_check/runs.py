@@ -24,7 +24,7 @@ from lightning_parallel.comm import MeshGroups
 from lightning_parallel.compat import ParallelState, Patches
 from lightning_parallel.compat.chance import random_state_kept, seed_all
 from lightning_parallel.compat.torch import dispatch_modes_suspended, version_of
-from lightning_parallel.data_parallel import GradientReducer
+from lightning_parallel.data_parallel import GradientReducer, ParameterSlices
 from lightning_parallel.pipeline.engine import PipelineEngine
 from lightning_parallel.pipeline.microbatch import count_samples, loss_of, map_tensors, split_by, without_caches
 from lightning_parallel.pipeline.random_streams import DrawRecorder, OwnGenerators, RecordedDraws, ReplayedDraws
@@ -184,6 +184,7 @@ class StepRuns:
         reducer: Reduces gradients over the replicas, during `fit`.
         precision: The precision plugin, whose contexts Lightning enters for each step.
         device: The device of this rank.
+        slices: The slices of the replicas; None without ZeRO.
 
     Attributes:
         cuts_fully: Whether stages run as many microbatches as in the run, instead of two.
@@ -199,6 +200,7 @@ class StepRuns:
         reducer: GradientReducer | None,
         precision: Precision,
         device: torch.device,
+        slices: ParameterSlices | None = None,
     ) -> None:
         assert isinstance(skeleton.module, LightningModule)
         self.skeleton = skeleton
@@ -210,6 +212,7 @@ class StepRuns:
         self.reducer = reducer
         self.precision = precision
         self.device = device
+        self.slices = slices
         self.cuts_fully = False
         self._are_complete = False
 
@@ -581,6 +584,9 @@ class StepRuns:
         """Keep steps inside the block out of random states, gradient reduction, profilers and compiled code."""
         with ExitStack() as stack:
             stack.enter_context(random_state_kept())
+            if self.slices is not None:
+                # Replicas may repeat a step for other reasons, so they could not gather parameters in one order.
+                stack.enter_context(self.slices.held())
             if self.reducer is not None:
                 stack.enter_context(self.reducer.paused())
             # Profilers would record the operators and spans of the self-check.

@@ -23,7 +23,7 @@ from lightning_parallel.compat import ParallelState
 from lightning_parallel.compat.lightning import tell
 from lightning_parallel.strategies.ranks import replicas
 
-__all__ = ["EVERYWHERE_BYTES", "GatherAfterFit", "divide_again", "end_run", "share_tensors"]
+__all__ = ["EVERYWHERE_BYTES", "GatherAfterFit", "divide_again", "end_run", "keeps_full", "share_tensors"]
 
 GatherAfterFit = Literal["auto", "all", "off"]
 """Ranks on which the module holds full parameters after a run."""
@@ -59,13 +59,7 @@ def end_run(module: LightningModule, checkpoints: Checkpoints, groups: MeshGroup
         return False
     # Make a new inventory, since code may have frozen parameters during the run.
     inventory = Inventory.of(module, checkpoints.rules, groups.pipeline_parallel)
-    total = inventory.total_bytes
-    if where == "auto" and total > EVERYWHERE_BYTES:
-        tell(
-            f"The module stays sharded after the run, because its {total / 2**30:.1f} GiB may not fit into the memory"
-            " of a host once for each rank. Load a checkpoint into a new module, or set `gather_after_fit='all'`."
-            " [LP037]"
-        )
+    if not keeps_full(inventory, where):
         return False
     # Each replica gathers its own tensors, so that only ranks of one replica send to each other.
     full = replace(checkpoints, is_saved=True).gather_tensors()
@@ -74,6 +68,23 @@ def end_run(module: LightningModule, checkpoints: Checkpoints, groups: MeshGroup
         states.restore_copies()
     skeleton.restore(full, inventory.trained)
     return True
+
+
+def keeps_full(inventory: Inventory, where: GatherAfterFit) -> bool:
+    """Tell whether each rank gets the full module after a run, and say why not.
+
+    Args:
+        inventory: The tensors of the full model.
+        where: The argument of the strategy.
+    """
+    total = inventory.total_bytes
+    if where == "auto" and total > EVERYWHERE_BYTES:
+        tell(
+            f"The module stays sharded after the run, because its {total / 2**30:.1f} GiB may not fit into the memory"
+            " of a host once for each rank. Load a checkpoint into a new module, or set `gather_after_fit='all'`."
+            " [LP037]"
+        )
+    return where == "all" or (where == "auto" and total <= EVERYWHERE_BYTES)
 
 
 def share_tensors(full: dict[Any, Tensor], replica: Group, device: torch.device) -> None:

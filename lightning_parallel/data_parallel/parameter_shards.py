@@ -1,0 +1,522 @@
+"""Parameters of which each replica keeps only its slice, and gathers the full data while code uses them (ZeRO 3).
+
+    absent     no data but the slice, which is apart; the first function of the parameter gathers its unit
+    present    an ordinary parameter, until another unit is gathered
+    narrow     its data and gradient are the slice: in the optimizer's step, and in hooks
+
+    forward    [ gather 0 ][ layer 0 ][ layer 1 ]...[ layer n ]     gather 1 runs beside layer 0, and so on
+    backward   ...[ layer n ][ layer n-1 ]...[ layer 0 ]            autograd asks for its saved parameters again
+
+A unit is a layer, or other parameters that travel together. No module is wrapped: the tensor itself knows that it is
+absent. So weights that code reads outside their layer are full as well. Autograd saves parameters by name.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
+from typing_extensions import override
+
+from lightning_parallel import comm
+from lightning_parallel.comm import Group, Pending
+from lightning_parallel.compat.torch import (
+    WITHOUT_VALUES,
+    DisableTorchFunctionSubclass,
+    base_of,
+    is_backward_running,
+    pytree,
+)
+from lightning_parallel.data_parallel.bucketed_reducer import BUCKET_BYTES
+from lightning_parallel.data_parallel.parameter_slices import ParameterSlices, padded_to, write_columns
+
+__all__ = ["AbsentParameter", "ParameterShards"]
+
+_PROPERTIES: Any = Tensor
+_GET_DATA = _PROPERTIES.data.__get__
+_SET_DATA = _PROPERTIES.data.__set__
+_OF_DATA = {_GET_DATA, _SET_DATA} | {
+    getattr(_PROPERTIES, name).__get__ for name in ("real", "imag", "T", "mT", "H", "mH")
+}
+
+
+class AbsentParameter(nn.Parameter):
+    """Class of a parameter without data: a function of it gathers the slices first; see `ParameterShards`.
+
+    Attributes:
+        gather_slices: Makes parameters present.
+    """
+
+    gather_slices: Any = None  # an attribute of the class, too, by which other classes know this one
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        self.gather_slices(self)
+        return nn.Parameter.__deepcopy__(self, memo)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        self.gather_slices(self)
+        return nn.Parameter.__reduce_ex__(self, protocol)
+
+    @classmethod
+    @torch.compiler.disable  # compiled code leaves its graph where it meets an absent parameter
+    def __torch_function__(
+        cls, func: Callable[..., Any], types: Iterable[type], args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        name = getattr(func, "__name__", "")
+        if name in WITHOUT_VALUES or (name in ("__get__", "__set__", "__delete__") and func not in _OF_DATA):
+            with DisableTorchFunctionSubclass():
+                return func(*args, **kwargs)
+        next(leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, cls)).gather_slices((args, kwargs))
+        return func(*args, **kwargs)
+
+
+class _Unit:
+    """Parameters that are gathered together.
+
+    Attributes:
+        parameters: The parameters.
+        slices: This replica's slice of each, flat.
+        hollow: The data of each parameter while it is absent: one element, expanded to its shape.
+        is_present: Whether the parameters have their full data.
+        pending: The gathering that is under way.
+    """
+
+    def __init__(self, parameters: Sequence[nn.Parameter], slices: Sequence[Tensor]) -> None:
+        self.parameters = list(parameters)
+        self.slices = list(slices)
+        self.hollow = [_hollow(parameter) for parameter in parameters]
+        self.is_present = False
+        self.pending: list[tuple[list[int], Pending]] | None = None
+
+
+class _ViewOfParameter(NamedTuple):
+    """A view of a parameter that autograd saves; `dtype` differs for a cast."""
+
+    parameter: nn.Parameter
+    size: torch.Size
+    stride: tuple[int, ...]
+    offset: int
+    dtype: torch.dtype
+
+
+class ParameterShards(ParameterSlices):
+    """Keeps of each parameter only this replica's slice between its uses.
+
+    Args:
+        units: Groups of parameters that are gathered together.
+        group: The data-parallel group.
+        gate: Called before each message that gathers a unit, with its name.
+        keeps: Whether units stay present until the end of the step (`reshard="step"`).
+        bucket_bytes: See `ParameterSlices`.
+
+    Raises:
+        ValueError: If a parameter is complex.
+
+    Source: ZeRO, https://arxiv.org/abs/1910.02054
+    """
+
+    keeps_slices = True
+
+    def __init__(
+        self,
+        units: Sequence[Mapping[str, nn.Parameter]],
+        group: Group,
+        gate: Callable[[str], None],
+        keeps: bool = False,
+        bucket_bytes: int = BUCKET_BYTES,
+    ) -> None:
+        self._units: list[_Unit] = []
+        self._place: dict[int, tuple[_Unit, int]] = {}
+        self._owner: dict[int, nn.Parameter] = {}  # by the address of the full data
+        self._last: tuple[_Unit | None, _Unit | None] = (None, None)
+        # The unit that came after a unit and its predecessor: forward and backward go in other directions.
+        self._follower: dict[tuple[_Unit | None, _Unit | None], _Unit] = {}
+        self._keeps = keeps
+        self._holds_all = False
+        self._shown: dict[nn.Parameter, None] = {}  # narrow for a hook
+        self._is_over = False
+        self._are_slices_wanted = False
+        # Narrow parameters that are whole for a state dict: their slices, and slices of gradients.
+        self._loaded: dict[nn.Parameter, tuple[Tensor, Tensor | None]] = {}
+        super().__init__({}, group, bucket_bytes)
+        self._gathering = group.guarded_by(gate)
+        for unit in units:
+            self.adopt(unit)
+
+    @override
+    def adopt(self, parameters: Mapping[str, nn.Parameter]) -> None:
+        """Keep slices of further parameters, which are gathered together."""
+        new = {name: p for name, p in parameters.items() if id(p) not in self._place}
+        super().adopt(new)
+        found = [p for p in new.values() if type(p) is nn.Parameter and p.dim() > 0]
+        if found:
+            self._take(found)
+        self._parameters = {key: unit.parameters[index] for key, (unit, index) in self._place.items()}
+
+    def _take(self, parameters: Sequence[nn.Parameter]) -> None:
+        with torch.no_grad(), torch.inference_mode(False):
+            unit = _Unit(parameters, [self.cut(p.data).reshape(-1).clone() for p in parameters])
+        self._units.append(unit)
+        for index, parameter in enumerate(parameters):
+            self._place[id(parameter)] = unit, index
+            self._set_absent(unit, index, parameter.grad)
+
+    # ----------------------------------------------------------------------------------------- absent and present
+
+    def _set_absent(self, unit: _Unit, index: int, gradient: Tensor | None) -> None:
+        parameter = unit.parameters[index]
+        parameter.__dict__["gather_slices"] = self.gather
+        # A step over the tensor axis shows the parameter in another class, which looks for `gather_slices` as well.
+        if type(parameter) is nn.Parameter:
+            parameter.__class__ = AbsentParameter
+        _put(parameter, unit.hollow[index], gradient)
+
+    def _set_data(self, parameter: Any, data: Tensor, gradient: Tensor | None) -> None:
+        parameter.__dict__.pop("gather_slices", None)
+        kind: type = type(parameter)
+        if kind is AbsentParameter:
+            parameter.__class__ = nn.Parameter
+        _put(parameter, data, gradient)
+
+    def gather(self, arguments: Any) -> None:
+        """Make the absent parameters among arguments present; every replica must call it.
+
+        Raises:
+            RuntimeError: After a run that has left the parameters sharded.
+        """
+        found = [self._place[id(leaf)][0] for leaf in pytree.tree_leaves(arguments) if id(leaf) in self._place]
+        self._make_present(list(dict.fromkeys(found)))
+
+    def _make_present(self, units: Sequence[_Unit]) -> None:
+        if self._is_over:
+            raise RuntimeError(
+                "The parameters are sharded over the replicas since the last run (`zero_stage=3`); got a read outside"
+                " a run. Load a checkpoint into a new module, or set `gather_after_fit='all'`"
+            )
+        missing = [unit for unit in units if not unit.is_present]
+        if not missing:
+            return
+        with torch.no_grad(), torch.inference_mode(False), DisableTorchFunctionSubclass():
+            for unit in missing:
+                self._begin(unit)
+            # First, so that no more than the new units and the unit ahead are in memory.
+            if not (self._keeps or self._holds_all):
+                self._drop([unit for unit in self._units if unit.is_present and unit not in units])
+            for unit in missing:
+                self._end(unit)
+            self._look_ahead(missing[-1])
+
+    def _begin(self, unit: _Unit) -> None:
+        if unit.pending is not None:
+            return
+        kinds: dict[Any, list[int]] = {}
+        for index, mine in enumerate(unit.slices):
+            kinds.setdefault((mine.dtype, mine.device), []).append(index)
+        unit.pending = []
+        for indices in kinds.values():
+            row = torch.cat([padded_to(self._width(unit, index), unit.slices[index]) for index in indices])
+            self.traffic.add(row.nbytes * (1 + self.group.size))
+            unit.pending.append((indices, comm.all_gather(row, self._gathering, async_op=True)))
+
+    def _width(self, unit: _Unit, index: int) -> int:
+        return self.width(unit.hollow[index].numel())
+
+    def _end(self, unit: _Unit) -> None:
+        assert unit.pending is not None
+        for indices, pending in unit.pending:
+            rows = pending.wait().view(self.group.size, -1)
+            for index, columns in zip(indices, rows.split([self._width(unit, index) for index in indices], 1)):
+                parameter = unit.parameters[index]
+                if parameter in self._whole:
+                    continue
+                full = torch.empty(unit.hollow[index].shape, dtype=columns.dtype, device=columns.device)
+                write_columns(full, columns)
+                self._set_data(parameter, full, parameter.grad)
+                self._owner[full.untyped_storage().data_ptr()] = parameter
+            self.traffic.remove(rows.nbytes // self.group.size * (1 + self.group.size))
+        unit.pending = None
+        unit.is_present = True
+
+    def _look_ahead(self, unit: _Unit) -> None:
+        before = self._last
+        self._follower[before] = unit
+        self._last = before[1], unit
+        coming = self._follower.get(self._last)
+        # All replicas have the same history, so all of them begin the same unit.
+        if coming is not None and not coming.is_present and not self._holds_all:
+            self._begin(coming)
+
+    def _drop(self, units: Iterable[_Unit]) -> None:
+        """Make units absent, and keep what code has written into this replica's slice."""
+        is_backward = is_backward_running()
+        for unit in units:
+            for index, parameter in enumerate(unit.parameters):
+                if parameter in self._whole:
+                    continue  # narrow
+                data = parameter.data
+                if not is_backward:
+                    # Without a look at versions: code may write through `.data`, which has its own version.
+                    mine = self.cut(data).reshape(-1)
+                    if mine.dtype == unit.slices[index].dtype:
+                        unit.slices[index].copy_(mine)
+                self._owner.pop(data.untyped_storage().data_ptr(), None)
+                self._set_absent(unit, index, parameter.grad)
+            unit.is_present = False
+        if torch.is_autocast_enabled(self._device_type):
+            # It keeps casts of full parameters.
+            torch.clear_autocast_cache()
+
+    @property
+    def _device_type(self) -> str:
+        return self._units[0].slices[0].device.type if self._units else "cpu"
+
+    @override
+    @contextmanager
+    def in_pass(self, is_last: bool = True) -> Iterator[None]:
+        with saved_tensors_hooks(self._pack, self._unpack):
+            yield
+        if is_last:
+            self.end_pass()
+
+    def end_pass(self) -> None:
+        """Make all parameters absent that are present."""
+        with torch.no_grad(), torch.inference_mode(False), DisableTorchFunctionSubclass():
+            for unit in self._units:
+                if unit.pending is not None:
+                    self._end(unit)  # foreseen, but not used
+            self._drop([unit for unit in self._units if unit.is_present])
+            self._last = (None, None)
+
+    @override
+    @contextmanager
+    def held(self) -> Iterator[None]:
+        """Keep all parameters present inside the block; every replica must call it."""
+        if self._holds_all:
+            yield
+            return
+        self._holds_all = True
+        try:
+            self._make_present(self._units)
+            yield
+        finally:
+            self._holds_all = False
+            self.end_pass()
+
+    # ------------------------------------------------------------------------------------------------ saved tensors
+
+    def _pack(self, tensor: Tensor) -> Any:
+        is_parameter = id(tensor) in self._place
+        if not is_parameter and type(tensor) is not Tensor:
+            return tensor  # such as a piece, which has no memory of its own
+        with DisableTorchFunctionSubclass():
+            if tensor.layout != torch.strided or tensor.is_conj() or tensor.is_neg():
+                return tensor
+            owner: Any = self._owner.get(tensor.untyped_storage().data_ptr())
+            if owner is None and is_parameter:
+                owner = tensor  # saved without a look at its data
+            if owner is None:
+                owner = self._cast_of(tensor)
+            elif owner.dtype != tensor.dtype:
+                return tensor  # a view of its bytes
+            if owner is None:
+                return tensor
+            if id(tensor) == id(owner):
+                hollow = self._place[id(owner)][0].hollow[self._place[id(owner)][1]]
+                return _ViewOfParameter(owner, hollow.shape, _contiguous_stride(hollow.shape), 0, tensor.dtype)
+            return _ViewOfParameter(owner, tensor.shape, tensor.stride(), int(tensor.storage_offset()), tensor.dtype)
+
+    def _cast_of(self, tensor: Tensor) -> Any:
+        """Return the parameter of which a tensor is a cast, or a view of a cast, as made by autocast; else None."""
+        base = base_of(tensor)
+        node = base.grad_fn
+        if node is None or node.name() != "ToCopyBackward0" or not base.is_contiguous():
+            return None
+        found = getattr(node.next_functions[0][0], "variable", None)
+        is_ours = found is not None and id(found) in self._place and found.shape == base.shape
+        return found if is_ours else None
+
+    def _unpack(self, saved: Any) -> Tensor:
+        if not isinstance(saved, _ViewOfParameter):
+            return saved
+        self.gather(saved.parameter)
+        with torch.no_grad(), DisableTorchFunctionSubclass():
+            return saved.parameter.data.to(saved.dtype).as_strided(saved.size, saved.stride, saved.offset)
+
+    # ------------------------------------------------------------------------------------------------------- narrow
+
+    @override
+    def whole_data(self, parameter: Tensor) -> Tensor | None:
+        return None
+
+    @override
+    @torch.no_grad()
+    def narrow(self, parameter: nn.Parameter, gradient: Tensor | None = None) -> None:
+        unit, index = self._place[id(parameter)]
+        with DisableTorchFunctionSubclass():
+            self._absent(unit)
+            kept = None
+            if gradient is None and parameter.grad is not None:
+                kept, gradient = parameter.grad, self.cut(parameter.grad)
+            self._whole[parameter] = unit.hollow[index], kept
+            mine = unit.slices[index].view(-1, *[1] * (unit.hollow[index].dim() - 1))
+            self._set_data(parameter, mine, None if gradient is None else gradient.view(mine.shape))
+
+    def _absent(self, unit: _Unit) -> None:
+        if unit.is_present:
+            with torch.inference_mode(False):
+                self._drop([unit])
+
+    @override
+    @torch.no_grad()
+    def widen(self, gathered: Iterable[nn.Parameter] = ()) -> None:
+        """Make narrow parameters absent again, except in a hook; their slices stay as they are now."""
+        for parameter in [each for each in self._whole if each not in self._shown]:
+            self._end_narrow(parameter)
+        self.holds_gradients = False
+        self.end_pass()
+
+    def _end_narrow(self, parameter: Any) -> None:
+        unit, index = self._place[id(parameter)]
+        kept = self._whole.pop(parameter)[1]
+        with DisableTorchFunctionSubclass():
+            if kept is None and parameter.grad is not None:
+                self._freed.add(id(parameter))
+            # An optimizer may have put another tensor into its place.
+            unit.slices[index] = parameter.data.reshape(-1)
+            self._set_absent(unit, index, kept)
+
+    @override
+    @contextmanager
+    def shown(self) -> Iterator[None]:
+        are_hooks_running = bool(self._shown)
+        self._are_slices_wanted = True
+        self.show()
+        try:
+            yield
+        finally:
+            self._are_slices_wanted = False
+            if not are_hooks_running:
+                self.hide()
+
+    @override
+    def show(self) -> None:
+        """Make all parameters narrow for hooks, until `hide`; no message."""
+        for unit in self._units:
+            for parameter in unit.parameters:
+                if parameter not in self._whole:
+                    self._narrow_without_gradient(parameter)
+                    self._shown[parameter] = None
+
+    def _narrow_without_gradient(self, parameter: nn.Parameter) -> None:
+        with DisableTorchFunctionSubclass():
+            kept, parameter.grad = parameter.grad, None
+        self.narrow(parameter)
+        self._whole[parameter] = self._whole[parameter][0], kept
+
+    @override
+    def hide(self) -> None:
+        """Make the parameters absent again that `show` has made narrow."""
+        with torch.no_grad():
+            while self._shown:
+                parameter = self._shown.popitem()[0]
+                if parameter in self._whole:
+                    self._end_narrow(parameter)
+
+    @override
+    def keep_states_whole(self, module: nn.Module) -> None:
+        """Let state dicts hold and load full parameters in hooks, until `close`."""
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks.clear()
+        for owner in module.modules():
+            if any(id(parameter) in self._place for parameter in owner.parameters(recurse=False)):
+                # Functions instead of methods, because torch sets an attribute on its hooks.
+                self._hooks.append(owner.register_state_dict_pre_hook(lambda *given: self._begin_state(*given)))
+                self._hooks.append(owner.register_state_dict_post_hook(lambda *given: self._end_state(*given)))
+                self._hooks.append(owner.register_load_state_dict_pre_hook(lambda *given: self._begin_state(*given)))
+                self._hooks.append(owner.register_load_state_dict_post_hook(lambda *given: self._end_state(*given)))
+
+    def _begin_state(self, owner: nn.Module, *_: Any) -> None:
+        for parameter in owner.parameters(recurse=False):
+            # Library code wants slices in state dicts; see `shown`.
+            if parameter in self._whole and not self._are_slices_wanted:
+                hollow, kept = self._whole[parameter]
+                with torch.no_grad(), DisableTorchFunctionSubclass():
+                    self._loaded[parameter] = parameter.data, parameter.grad
+                    whole = comm.all_gather(padded_to(self.width(hollow.numel()), parameter.data), self._gathering)
+                    _put(parameter, whole[: hollow.numel()].view(hollow.shape), None)
+
+    def _end_state(self, owner: nn.Module, *_: Any) -> None:
+        for parameter in owner.parameters(recurse=False):
+            if parameter in self._loaded:
+                mine, gradient = self._loaded.pop(parameter)
+                with torch.no_grad(), DisableTorchFunctionSubclass():
+                    mine.copy_(self.cut(parameter.data).view(mine.shape))
+                    _put(parameter, mine, gradient)
+
+    # ------------------------------------------------------------------------------------------------------ the end
+
+    def reopen(self, group: Group, gate: Callable[[str], None]) -> None:
+        """Use these slices in another run.
+
+        Args:
+            group: The data-parallel group of the run.
+            gate: Called before each message that gathers parameters, with its name.
+
+        Raises:
+            ValueError: If the run has other replicas.
+        """
+        if group.ranks != self.group.ranks:
+            raise ValueError(
+                f"An earlier run sharded the parameters of this module over the replicas {self.group.ranks}, so it"
+                f" cannot run on {group.ranks}. Build the module anew and load a checkpoint"
+            )
+        self.group = group
+        self._gathering = group.guarded_by(gate)
+        self._is_over = False
+
+    @override
+    def restore(self) -> None:
+        self.widen()
+        with torch.no_grad(), torch.inference_mode(False), DisableTorchFunctionSubclass():
+            for unit in self._units:
+                if not unit.is_present:
+                    self._begin(unit)
+                    self._end(unit)
+                self._owner.clear()
+        self._units.clear()
+        self._place.clear()
+        # The state of optimizers stays sliced.
+        self.keeps_slices = False
+
+    @override
+    def close(self) -> None:
+        super().close()
+        self._is_over = True
+
+
+def _hollow(parameter: Tensor) -> Tensor:
+    """Return a tensor of the shape of a parameter in the memory of one element: NaN, so that a leak is seen."""
+    value = float("nan") if parameter.is_floating_point() else 0
+    with torch.inference_mode(False):
+        return torch.full((), value, dtype=parameter.dtype, device=parameter.device).expand(parameter.shape)
+
+
+def _contiguous_stride(shape: torch.Size) -> tuple[int, ...]:
+    strides = [1]
+    for size in reversed(shape[1:]):
+        strides.append(strides[-1] * max(1, size))
+    return tuple(reversed(strides)) if shape else ()
+
+
+def _put(parameter: Tensor, data: Tensor, gradient: Tensor | None) -> None:
+    with DisableTorchFunctionSubclass():
+        # Cleared first: a gradient must have the shape of its parameter at any time.
+        parameter.grad = None
+        parameter.data = data
+        parameter.grad = gradient
