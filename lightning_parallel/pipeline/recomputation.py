@@ -25,6 +25,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from lightning_parallel.comm.kept import KeptResults
 from lightning_parallel.compat.torch import (
     CALLS,
     AroundCalls,
@@ -75,26 +76,30 @@ def every_nth(stack: LayerStack, interval: int) -> dict[str, nn.Module]:
     }
 
 
-def recompute(module: nn.Module, layers: dict[str, nn.Module]) -> None:
+def recompute(module: nn.Module, layers: dict[str, nn.Module], selective: bool = False) -> None:
     """Recompute the activations of these layers in backward from now on, and keep all other activations.
 
     Args:
         module: The model.
         layers: Layers of the model, by name; none to recompute nothing.
+        selective: Whether to keep the results of products, attention and communication.
     """
     for layer in module.modules():
         around = vars(layer).get(CALLS)
         if isinstance(around, AroundCalls) and isinstance(around.around, _Recomputation):
             vars(layer)[CALLS] = around.compiled
     for name, layer in layers.items():
-        vars(layer)[CALLS] = AroundCalls(layer, _Recomputation(name, layer))
+        vars(layer)[CALLS] = AroundCalls(layer, _Recomputation(name, layer, selective))
 
 
 class _Recomputation:
     """Runs the calls of one layer."""
 
-    def __init__(self, name: str, layer: nn.Module) -> None:
+    def __init__(self, name: str, layer: nn.Module, selective: bool) -> None:
         self.name = name
+        self.selective = selective
+        # The results for which backward asks. The last product of a layer is mostly not among them.
+        self.most_results: int | None = None
         self.layer = layer
         self.generators = OwnGenerators(layer.modules())
         # Buffers that a call changes, by module and key; None before the first call.
@@ -104,8 +109,12 @@ class _Recomputation:
         # Without gradients autograd keeps nothing, so there is nothing to save.
         if not torch.is_grad_enabled():
             return run(*args, **kwargs)
+        call = _LayerCall(self, run, args, kwargs)
+        options: dict[str, Any] = {}
+        if self.selective:
+            options["context_fn"] = call.contexts
         # As two arguments: a keyword of the layer may have the name of an option of `checkpoint`.
-        return checkpoint(_LayerCall(self, run, args, kwargs), args, kwargs, use_reentrant=False)
+        return checkpoint(call, args, kwargs, use_reentrant=False, **options)
 
     def buffers(self) -> dict[tuple[nn.Module, str], Tensor]:
         """Return the buffers of the layer that a call may change."""
@@ -136,6 +145,7 @@ class _LayerCall:
         self.owner = owner
         self.run = run
         self.has_run = False
+        self.results = KeptResults(owner.most_results)
         self.given = copy_args((args, kwargs), {})
         self.versions = _versions(self.given)
         self.python, self.numpy = random.getstate(), np.random.get_state()
@@ -154,6 +164,10 @@ class _LayerCall:
         self.owner.note_changes(before, versions)
         self.buffers = {place: value for place, value in self.buffers.items() if place in (self.owner.changing or ())}
         return result
+
+    def contexts(self) -> tuple[KeptResults, KeptResults]:
+        """Return the contexts of the first run and of later runs."""
+        return self.results, self.results
 
     def _again(self) -> Any:
         if _versions(self.given) != self.versions:
@@ -183,6 +197,7 @@ class _LayerCall:
             yield
         finally:
             # torch ends the run by an exception, as soon as it has all tensors.
+            self.owner.most_results = max(self.owner.most_results or 0, self.results.asked)
             saved.restore()
             random.setstate(states[0])
             np.random.set_state(states[1])

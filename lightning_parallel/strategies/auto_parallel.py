@@ -101,7 +101,8 @@ class AutoParallelStrategy(HybridParallelStrategy):
         zero_stage: ZeRO stage over the replicas. 1 shards the optimizer state. 2 also shards the gradients between
             backward and the end of the step.
         activation_checkpointing: Recompute activations of the repeated layers in backward, which saves memory and takes
-            time. `full` does this for each layer, a number n for every n-th layer. `off` keeps all activations.
+            time. `full` does this for each layer, a number n for every n-th layer. `selective` keeps the results of
+            products, attention and communication. `off` keeps all activations.
         gradient_sum_dtype: Dtype of sums of gradients of 16-bit parameters, such as with `bf16-true`: `fp32`, or a
             16-bit dtype for sums in the dtype of each parameter. `.grad` holds the sum, rounded once. None takes `fp32`
             if a step adds several gradients: with microbatches, or with `accumulate_grad_batches` above 1.

@@ -391,8 +391,8 @@ class MeshStrategy(MeshProcesses):
         if option != "off" and module.trainer.state.fn == TrainerFn.FITTING:
             engine, given = self.run.engine, self.pipeline_options
             path = engine.plan.container if engine is not None else "auto" if given is None else given.layers
-            layers = every_nth(layers_to_recompute(module, path), 1 if option == "full" else option)
-        recompute(module, layers)
+            layers = every_nth(layers_to_recompute(module, path), option if isinstance(option, int) else 1)
+        recompute(module, layers, option == "selective")
 
     @override
     def model_to_device(self) -> None:

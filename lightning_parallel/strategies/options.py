@@ -44,8 +44,8 @@ __all__ = [
 P = ParamSpec("P")
 T = TypeVar("T")
 
-ActivationCheckpointing = Union[Literal["off", "full"], int]
-"""Layers whose activations backward recomputes: none, all, or every n-th."""
+ActivationCheckpointing = Union[Literal["off", "full", "selective"], int]
+"""The activations that backward recomputes: of no layer, all, only cheap ones, or of every n-th layer."""
 
 CheckpointFormat = Literal["full", "sharded"]
 """One ordinary Lightning checkpoint, or a folder with a file of each rank."""

@@ -37,6 +37,7 @@ from torch.autograd import Function
 
 from lightning_parallel import comm
 from lightning_parallel.comm import Group
+from lightning_parallel.comm.kept import kept
 from lightning_parallel.compat.torch import unsafe_view
 
 __all__ = [
@@ -257,7 +258,7 @@ class _ReduceFromGroup(Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: Group) -> Tensor:
         ctx.group = group
-        return comm.all_reduce(x, group)
+        return kept(lambda: comm.all_reduce(x, group))
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
@@ -293,7 +294,7 @@ class _GatherFromGroup(Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: Group, dim: int, sizes: Sequence[int]) -> Tensor:
         ctx.args = group, dim, sizes
-        return no_view(comm.all_gather(x, group, dim, sizes))
+        return kept(lambda: no_view(comm.all_gather(x, group, dim, sizes)))
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
@@ -305,7 +306,7 @@ class _AllGatherToGroup(Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: Group, dim: int, sizes: Sequence[int]) -> Tensor:
         ctx.args = group, dim, sizes
-        return no_view(comm.all_gather(x, group, dim, sizes))
+        return kept(lambda: no_view(comm.all_gather(x, group, dim, sizes)))
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
@@ -317,7 +318,7 @@ class _ReduceScatterToGroup(Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: Group, dim: int, sizes: Sequence[int]) -> Tensor:
         ctx.args = group, dim, sizes
-        return no_view(comm.reduce_scatter(x, group, dim, sizes))
+        return kept(lambda: no_view(comm.reduce_scatter(x, group, dim, sizes)))
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
@@ -347,7 +348,7 @@ class _AllToAllInGroup(Function):
             shapes.append(torch.Size(shape))
         sent = torch.cat([part.reshape(-1) for part in slices])
         arriving = [shape.numel() for shape in shapes]
-        received = comm.all_to_all(sent, group, [part.numel() for part in slices], arriving)
+        received = kept(lambda: comm.all_to_all(sent, group, [part.numel() for part in slices], arriving))
         return torch.cat([part.view(shape) for part, shape in zip(received.split(arriving), shapes)], concat_dim)
 
     @staticmethod

@@ -25,6 +25,7 @@ from torch.autograd import Function
 
 from lightning_parallel import comm
 from lightning_parallel.comm import Group, Pending
+from lightning_parallel.comm.kept import kept, running_results
 from lightning_parallel.comm.weight_gradients import parameters_among, put_off
 from lightning_parallel.compat.torch import current_graph_task_id, version_of
 from lightning_parallel.tensor.autograd import (
@@ -142,6 +143,10 @@ class SequenceLengths:
         Raises:
             RuntimeError: If no sequence with such a part has been sharded.
         """
+        # Kept in each run, since a second run would ask all ranks for lengths that the first run knew.
+        return kept(lambda: self._parts(local))
+
+    def _parts(self, local: int) -> list[int]:
         if self._is_ambiguous and current_graph_task_id() != -1:
             return comm.all_gather_object(local, self.group)
         if local not in self._full:
@@ -210,7 +215,7 @@ class SharedInputs:
         dtype = compute_dtype(x)
         layout = self._layout(x)
         if not (torch.is_grad_enabled() and x.requires_grad):
-            return self._whole(x.to(dtype), layout), None, None, None
+            return kept(lambda: self._whole(x.to(dtype), layout)), None, None, None
         # The same tensor object is a new input after an in-place change (version). It also is one if activation
         # checkpointing recomputes during backward (graph task), with a separate graph and its own gradient.
         key = (version_of(x), dtype, current_graph_task_id())
@@ -339,7 +344,14 @@ class _ColumnInputFunction(Function):
         ctx.set_materialize_grads(False)
         ctx.gradient = gradient
         ctx.dtype = x.dtype
-        whole = gradient.inputs._whole(x.to(dtype), gradient.layout)
+        if gradient.layout is not None and (results := running_results()) is not None and results.is_again:
+            # The product was kept, so nothing reads the gathered input. One expanded element has the shape.
+            dim, sizes = gradient.layout
+            shape = [*x.shape]
+            shape[dim] = sum(sizes)
+            whole = x.new_empty((), dtype=dtype).expand(shape)
+        else:
+            whole = gradient.inputs._whole(x.to(dtype), gradient.layout)
         ctx.shape = whole.shape
         node = None if gradient.layout is None else whole.new_empty(()).expand(whole.shape)
         return x.detach() if whole is x else whole, node  # shares the version of `x`, but does not keep it alive
@@ -382,7 +394,16 @@ class _ColumnLinearFunction(Function):
         ctx.parameters = parameters_among(weight, bias)
         ctx.weight_dtype = weight.dtype
         ctx.bias_dtype = None if bias is None else bias.dtype
-        return _linear(x, matrix, bias, transposed)
+        results = running_results()
+        is_empty = results is not None and results.is_again
+
+        def compute() -> Tensor:
+            # `_ColumnInputFunction` has not gathered the input, because this product was kept.
+            if is_empty and part is not None and gradient is not None:
+                return _linear(gradient.inputs._whole(part, gradient.layout), matrix, bias, transposed)
+            return _linear(x, matrix, bias, transposed)
+
+        return kept(compute)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
@@ -427,14 +448,20 @@ class _RowLinearFunction(Function):
         ctx.parameters = parameters_among(weight, bias)
         ctx.weight_dtype = weight.dtype
         ctx.bias_dtype = None if bias is None else bias.dtype
-        y = _linear(x, matrix, None, transposed)
-        if lengths is None:
-            y = comm.all_reduce_(y, group)
-        else:
-            ctx.layout = lengths.of_whole(y)
-            y = no_view(comm.reduce_scatter(y, group, *ctx.layout))
-        # After the sum: each rank holds the full bias, and an earlier addition would count it once per rank.
-        return y if bias is None else y.add_(bias.to(y.dtype))
+
+        def compute() -> tuple[Tensor, Any]:
+            y = _linear(x, matrix, None, transposed)
+            layout = None
+            if lengths is None:
+                y = comm.all_reduce_(y, group)
+            else:
+                layout = lengths.of_whole(y)
+                y = no_view(comm.reduce_scatter(y, group, *layout))
+            # After the sum: each rank holds the full bias, and an earlier addition would count it once per rank.
+            return y if bias is None else y.add_(bias.to(y.dtype)), layout
+
+        y, ctx.layout = kept(compute)
+        return y
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:

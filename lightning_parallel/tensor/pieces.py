@@ -32,6 +32,7 @@ from torch.autograd import Function
 
 from lightning_parallel import comm
 from lightning_parallel.comm import Group
+from lightning_parallel.comm.kept import kept, running_results
 from lightning_parallel.compat import innermost_users_line, is_users_object
 from lightning_parallel.compat.lightning import tell
 from lightning_parallel.compat.torch import (
@@ -489,7 +490,14 @@ def _without_graph(part: Tensor, place: int, family: _Family, home: Tensor | Non
     shape[place] = family.extent
     # Detached: autograd knows the gather as `_WholeOfPart`, and the data are made outside its graph.
     own = part.detach()
-    data = _Data(lambda: _gather(own, place, family), None, home, lambda full: family.cut(full, place))
+    # A layer that runs again finds the data of its inputs in their pieces. It makes only its own pieces anew.
+    inside = running_results()
+
+    def make() -> Tensor:
+        is_own = inside is not None and inside is running_results()
+        return kept(partial(_gather, own, place, family)) if is_own else _gather(own, place, family)
+
+    data = _Data(make, None, home, lambda full: family.cut(full, place))
     return _empty(shape, None, part, data, family)
 
 
@@ -969,7 +977,8 @@ def _pick(call: _FunctionCall) -> Any:
     index = best(part.detach(), place)
     own = (part.detach() if is_index else part).gather(place, index)
     # `index` counts from the first index of the part; the result counts from the first of all.
-    index = comm.all_gather(index + sum(piece.family.extents[: group.rank]), group, place, sizes)
+    first = sum(piece.family.extents[: group.rank])
+    index = kept(partial(comm.all_gather, index + first, group, place, sizes))
     values = gather_from_group(own, group, place, sizes)
     # Like torch, take the first of equal values: the ranks are in the order of their parts.
     chosen = best(values.detach(), place)

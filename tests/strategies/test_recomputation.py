@@ -4,17 +4,22 @@ import copy
 import functools
 import pickle
 import random
+from collections import Counter
 
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from lightning.pytorch import LightningModule
 from torch import nn
 from torch.utils.checkpoint import checkpoint
+from torch.utils.flop_counter import FlopCounterMode
 
 from lightning_parallel import HybridParallelStrategy, LocalSGDStrategy, PowerSGD
+from lightning_parallel.compat import Patches
 from lightning_parallel.compat.torch import current_graph_task_id
+from lightning_parallel.pipeline.recomputation import recompute
 from tests.harness import distributed
 from tests.strategies.test_pipeline import fit
 
@@ -135,6 +140,8 @@ TWO = ["data", "tensor", "sequence", "gpipe", "1f1b", "interleaved", "zb_h1", "i
 @pytest.mark.parametrize("layout", TWO)
 @distributed(world_size=2)
 def test_two_ranks_equal_one_process(group, layout):
+    module, _ = train(Model(), layout, "selective")
+    assert_equal(module, on_one_process())
     module, _ = train(Model(), layout, "full")
     assert_equal(module, on_one_process())
     # Each block runs once more for each microbatch. In a pipeline, a stage runs it once to see the shapes.
@@ -147,8 +154,9 @@ def test_two_ranks_equal_one_process(group, layout):
 @pytest.mark.parametrize("layout", ["tensor x pipeline", "sequence x pipeline", "tensor x data"])
 @distributed(world_size=4)
 def test_four_ranks_equal_one_process(group, layout):
-    module, _ = train(Model(), layout, "full", verifies=True)
-    assert_equal(module, on_one_process())
+    for option in ("full", "selective"):
+        module, _ = train(Model(), layout, option, verifies=True)
+        assert_equal(module, on_one_process())
 
 
 def with_dropout():
@@ -160,10 +168,11 @@ def with_dropout():
 def test_dropout_draws_the_same_numbers_as_without(group, layout):
     expected, _ = train(with_dropout(), layout)
     after = torch.get_rng_state()
-    module, _ = train(with_dropout(), layout, "full")
-    assert torch.equal(torch.get_rng_state(), after)
-    assert_equal(module, expected, 1e-12)
-    torch.testing.assert_close(module.losses, expected.losses, rtol=1e-12, atol=0)
+    for option in ("full", "selective"):
+        module, _ = train(with_dropout(), layout, option)
+        assert torch.equal(torch.get_rng_state(), after)
+        assert_equal(module, expected, 1e-12)
+        torch.testing.assert_close(module.losses, expected.losses, rtol=1e-12, atol=0)
 
 
 class Odd(Block):
@@ -204,14 +213,15 @@ class OddModel(Model):
 @distributed(world_size=2)
 def test_a_second_run_of_a_layer_leaves_no_trace(group, layout):
     expected, _ = train(OddModel(), layout)
-    module, _ = train(OddModel(), layout, "full")
-    assert module.runs_again == 6
-    assert_equal(module, expected, 1e-12)
-    assert module.given == expected.given
-    for block, plain in zip(module.blocks, expected.blocks):
-        assert (block.calls, block.seen) == (plain.calls, plain.seen)
-        assert torch.equal(block.generator.get_state(), plain.generator.get_state())
-    torch.testing.assert_close(module.losses, expected.losses, rtol=1e-12, atol=0)
+    for option in ("full", "selective"):
+        module, _ = train(OddModel(), layout, option)
+        assert module.runs_again == 6
+        assert_equal(module, expected, 1e-12)
+        assert module.given == expected.given
+        for block, plain in zip(module.blocks, expected.blocks):
+            assert (block.calls, block.seen) == (plain.calls, plain.seen)
+            assert torch.equal(block.generator.get_state(), plain.generator.get_state())
+        torch.testing.assert_close(module.losses, expected.losses, rtol=1e-12, atol=0)
 
 
 class Watched(Model):
@@ -293,6 +303,71 @@ def test_autograd_keeps_the_inputs_of_layers_only(group, layout):
     full, _ = train(Measured(layers=8), layout, "full", limit_train_batches=1)
     # The checkpoint keeps the inputs itself: autograd's own part is the embedding, the head and the loss.
     assert full.kept < 0.1 * expected.kept
+
+
+class Counting(Model):
+    """Counts the messages of its second step."""
+
+    def on_train_batch_start(self, batch, index):
+        if index == 1:
+            self.patches, self.sent = Patches(), Counter()
+            names = ("all_reduce", "all_gather_into_tensor", "all_gather", "reduce_scatter_tensor", "isend")
+            for name in names:
+                self.patches.replace(dist, name, functools.partial(self.count, name, getattr(dist, name)))
+
+    def count(self, name, function, *args, **kwargs):
+        self.sent[name] += 1
+        return function(*args, **kwargs)
+
+    def on_train_batch_end(self, outputs, batch, index):
+        if index == 1:
+            self.patches.undo()
+
+
+class Activated(Block):
+    def attend(self, x):
+        return super().attend(x) + torch.relu_(self.up(x)).sum(-1, keepdim=True)
+
+
+@pytest.mark.parametrize("layout", ["tensor", "sequence"])
+@distributed(world_size=2)
+def test_selective_sends_nothing_twice(group, layout):
+    plain, _ = train(Counting(), layout)
+    full, _ = train(Counting(), layout, "full")
+    selective, _ = train(Counting(), layout, "selective")
+    assert selective.sent == plain.sent, (selective.sent, plain.sent)
+    assert full.sent.total() > plain.sent.total()
+
+
+@pytest.mark.parametrize("layout", ["data", "tensor", "sequence"])
+@distributed(world_size=2)
+def test_selective_computes_a_product_again_that_changed_in_place(group, layout):
+    plain, _ = train(Model(Activated), layout)
+    selective, _ = train(Model(Activated), layout, "selective")
+    assert_equal(selective, plain, 1e-12)
+
+
+@distributed(world_size=1)
+def test_selective_computes_no_product_twice(group):
+    layer = nn.ModuleList([Block(), Block()])
+    recompute(layer, {"0": layer[0]}, selective=True)
+    x = torch.randn(2, 6, 16, requires_grad=True)
+
+    def flops(call):
+        x.grad = None
+        with FlopCounterMode(display=False) as counter:
+            y = call(x).square().sum()
+            y.backward(retain_graph=True)
+            first = x.grad.clone()
+            y.backward()
+        torch.testing.assert_close(x.grad, 2 * first)
+        return first, counter.get_total_flops()
+
+    for _ in range(2):
+        expected, count = flops(layer[0].forward)
+        found, same_count = flops(layer[0])
+        assert torch.equal(found, expected)
+        assert same_count == count
 
 
 class Plain(Model):
