@@ -13,10 +13,9 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any, TypeVar
 
-import torch
 from torch import Tensor
 
-from lightning_parallel.compat.torch import TorchDispatchMode, pytree, version_of
+from lightning_parallel.compat.torch import PRODUCTS, TorchDispatchMode, pytree, version_of
 
 __all__ = ["KeptResults", "kept", "running_results"]
 
@@ -112,35 +111,6 @@ def _versions(value: Any) -> list[int]:
     return [version_of(leaf) for leaf in pytree.tree_leaves(value) if isinstance(leaf, Tensor)]
 
 
-# By name, because versions of torch have other operators. Products of two activations are not among them: the scores of
-# an attention are larger than all other activations, and cheap to compute.
-_NAMES = (
-    "mm",
-    "addmm",
-    "linear",
-    "convolution",
-    "_scaled_mm",
-    "_grouped_mm",
-    "_scaled_dot_product_flash_attention",
-    "_scaled_dot_product_flash_attention_for_cpu",
-    "_scaled_dot_product_efficient_attention",
-    "_scaled_dot_product_cudnn_attention",
-    "_scaled_dot_product_fused_attention_overrideable",
-    "_flash_attention_forward",
-    "_efficient_attention_forward",
-)
-_PRODUCTS = {
-    getattr(torch.ops.aten, name).default: [
-        place
-        for place, argument in enumerate(getattr(torch.ops.aten, name).default._schema.arguments)
-        if argument.name == "dropout_p"
-    ]
-    for name in _NAMES
-    if hasattr(torch.ops.aten, name) and hasattr(getattr(torch.ops.aten, name), "default")
-}
-"""The operators whose results are kept, with the place of the argument for dropout."""
-
-
 class _Products(TorchDispatchMode):
     """Keeps the results of products and attention.
 
@@ -155,7 +125,7 @@ class _Products(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        places = _PRODUCTS.get(func)
+        places = PRODUCTS.get(func)
         if places is None:
             return func(*args, **kwargs)
         # A result that was drawn moves the generator, so the second run has to draw it again.

@@ -83,6 +83,7 @@ __all__ = [
     "BatchNormalization",
     "NormalizationBase",
     "PARAMETERS",
+    "PRODUCTS",
     "DataDependentOutputException",
     "FakeTensor",
     "FakeTensorMode",
@@ -618,6 +619,30 @@ def global_step_hooks() -> tuple[dict[int, Callable[..., Any]], dict[int, Callab
 CPU_FLASH_ATTENTION = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 CPU_FLASH_ATTENTION_BACKWARD = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
 """Attention on CPU, which is missing in torch's table of operations; the operator has no public name."""
+
+# By name, because versions of torch have other operators. Products of two activations are not among them: the scores of
+# an attention are larger than all other activations, and cheap to compute.
+_PRODUCTS = (
+    "mm",
+    "addmm",
+    "linear",
+    "convolution",
+    "_scaled_mm",
+    "_grouped_mm",
+    "_scaled_dot_product_flash_attention",
+    "_scaled_dot_product_flash_attention_for_cpu",
+    "_scaled_dot_product_efficient_attention",
+    "_scaled_dot_product_cudnn_attention",
+    "_scaled_dot_product_fused_attention_overrideable",
+    "_flash_attention_forward",
+    "_efficient_attention_forward",
+)
+PRODUCTS: dict[Any, list[int]] = {
+    found: [place for place, argument in enumerate(found._schema.arguments) if argument.name == "dropout_p"]
+    for packet in (getattr(torch.ops.aten, name, None) for name in _PRODUCTS)
+    if (found := getattr(packet, "default", None)) is not None
+}
+"""Operators of products with weights, and of attention, each with the place of its argument for dropout."""
 
 # Returns the node of backward that runs in this thread; None between nodes. No public function returns it.
 current_autograd_node: Callable[[], Any] = torch._C._current_autograd_node
