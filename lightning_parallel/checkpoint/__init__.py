@@ -3,7 +3,7 @@
 from lightning_parallel.checkpoint.distributed import DistributedCheckpoint, is_distributed_checkpoint
 from lightning_parallel.checkpoint.dummies import fill_in, remove_dummy_parameters
 from lightning_parallel.checkpoint.folder import Folder, is_sharded_checkpoint, newest_in
-from lightning_parallel.checkpoint.full import Checkpoints, ModelNames, rules_by_name
+from lightning_parallel.checkpoint.full import Checkpoints, ModelNames, StateOwner, rules_by_name
 from lightning_parallel.checkpoint.inventory import HeldTensor, Inventory
 from lightning_parallel.checkpoint.reader import SavedCheckpoint, StoredTensor, TensorSource, take_part
 from lightning_parallel.checkpoint.weights import load_weights
@@ -19,6 +19,7 @@ __all__ = [
     "PartialTensor",
     "SavedCheckpoint",
     "ShardedWriter",
+    "StateOwner",
     "StoredTensor",
     "TensorPart",
     "TensorSource",

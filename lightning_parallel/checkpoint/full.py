@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence, Set
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import chain
 from typing import Any, NamedTuple, TypeVar
 
@@ -28,7 +28,7 @@ from lightning_parallel.compat.torch import versions_of, with_versions
 from lightning_parallel.data_parallel import ParameterSlices
 from lightning_parallel.tensor.sharding import REPLICATED, Shard
 
-__all__ = ["Checkpoints", "ModelNames", "rules_by_name"]
+__all__ = ["Checkpoints", "ModelNames", "StateOwner", "rules_by_name"]
 
 K = TypeVar("K", bound=Hashable)
 _Slot = tuple[str, str]  # a parameter and a key of its state
@@ -53,6 +53,18 @@ class ModelNames(NamedTuple):
         first = {id(parameter): name for name, parameter in module.named_parameters()}
         every = {name: first[id(parameter)] for name, parameter in module.named_parameters(remove_duplicate=False)}
         return cls(tuple(_own_part(module)), every)
+
+
+class StateOwner(NamedTuple):
+    """Names the rank that has the whole state of a parameter, for optimizers that step on whole tensors.
+
+    Attributes:
+        rank: Position in the tensor group; None if all ranks of this group have the state.
+        replica: Position among the replicas; None if all replicas have the state.
+    """
+
+    rank: int | None
+    replica: int | None
 
 
 def rules_by_name(module: nn.Module, rules: Mapping[str, Shard]) -> dict[str, Shard]:
@@ -128,6 +140,7 @@ class Checkpoints:
         replicas: The ranks that hold the same part. Each of them writes a share of it.
         are_alike: Whether replicas hold equal values. Otherwise the first replica writes its values.
         slices: Slices of the parameters over the replicas, if each replica keeps the optimizer state of its slice.
+        owners: Owners of the state of whole parameters, by optimizer and parameter. Other ranks have no such state.
     """
 
     module: nn.Module
@@ -142,6 +155,7 @@ class Checkpoints:
     replicas: Group | None = None
     are_alike: bool = True
     slices: ParameterSlices | None = None
+    owners: Mapping[Optimizer, Mapping[Tensor, StateOwner]] = field(default_factory=dict)
 
     # -------------------------------------------------------------------------------------------------- the model
 
@@ -253,13 +267,36 @@ class Checkpoints:
         with comm.failing_together(self.pipeline_group):
             # Only local work in the block: the collectives follow after all stages have agreed.
             values, shards, sliced = self._optimizer_values(optimizer, state["state"], chain.from_iterable(mine))
-        gathered = self._gather(values, shards, order=(), sliced=sliced)
+        owned: dict[_Slot, StateOwner] = {}
+        if optimizer in self.owners:
+            owners = dict(zip(chain.from_iterable(mine), map(self.owners[optimizer].get, _parameters(optimizer))))
+            values = self._described(values, owners)
+            # Every rank has the value of a small tensor now, such as a count of steps.
+            large = (slot for slot, value in values.items() if isinstance(value, Tensor) and value.numel() > 1)
+            owned = {slot: owner for slot in large if (owner := owners[slot[0]]) is not None}
+        gathered = self._gather(values, shards, order=(), sliced=sliced, owned=owned)
         position = {name: index for index, name in enumerate(chain.from_iterable(joined))}
         # In the order of the numbers, like the state dict of one process.
         full: dict[int, Any] = {index: {} for index in sorted({position[name] for name, _ in gathered})}
         for (name, key), value in gathered.items():
             full[position[name]][key] = value
         return {**state, "state": full, "param_groups": _numbered(state["param_groups"], mine, joined)}
+
+    def _described(self, values: Mapping[_Slot, Any], owners: Mapping[str, StateOwner | None]) -> dict[_Slot, Any]:
+        """Add the values of other owners of a stage, tensors without data; every rank of the stage must call it."""
+        known = {
+            slot: value.to("meta") if isinstance(value, Tensor) and value.numel() > 1 else value
+            for slot, value in values.items()
+            if owners[slot[0]] is not None
+        }
+        for group in (self.tensor_group, self.replicas):
+            for theirs in [] if group is None else comm.all_gather_object(known, group):
+                known |= theirs
+        # In one order on all ranks, because the messages follow it.
+        keys: dict[str, list[str]] = {name: [] for name in owners}
+        for name, key in {**known, **values}:
+            keys[name].append(key)
+        return {(name, key): values.get((name, key), known.get((name, key))) for name in owners for key in keys[name]}
 
     def _optimizer_values(
         self, optimizer: Optimizer, state: Mapping[int, Mapping[str, Any]], names: Iterable[str]
@@ -278,6 +315,8 @@ class Checkpoints:
                 values[name, key] = value
                 if not isinstance(value, Tensor) or value.dim() == 0:
                     continue
+                if parameter in self.owners.get(optimizer, {}):
+                    continue  # whole on its owner
                 # A hook between backward and step may call this while the parameter is a slice.
                 shape = parameter.shape if self.slices is None else self.slices.whole_shape(parameter)
                 local = shape
@@ -330,8 +369,11 @@ class Checkpoints:
         for index, (name, parameter) in enumerate(zip(chain.from_iterable(mine), _parameters(optimizer))):
             entry = full["state"].get(index_of[name])
             # Optimizers make the state of a parameter at its first gradient, so a parameter may have no state.
-            if entry is not None:
+            owner = self.owners.get(optimizer, {}).get(parameter)
+            if entry is not None and owner is None:
                 part[index] = {key: self._part(parameter, name, value) for key, value in entry.items()}
+            elif entry is not None and owner is not None and self._is_here(owner, or_alike=True):
+                part[index] = {key: _read(value) for key, value in entry.items()}
         others = {key: _read(value) for key, value in full.items() if key not in ("names", *_KNOWN_KEYS)}
         return {**others, "state": part, "param_groups": _numbered(full["param_groups"], joined, mine)}
 
@@ -490,6 +532,7 @@ class Checkpoints:
         shards: Mapping[K, Shard],
         order: Sequence[K],
         sliced: Mapping[K, torch.Size] | None = None,
+        owned: Mapping[K, StateOwner] | None = None,
     ) -> dict[K, Any]:
         """Gather the values of all stages, from the first stage that holds each; see `gather_state` for the result.
 
@@ -498,13 +541,14 @@ class Checkpoints:
             shards: How the tensors among them are sharded.
             order: Keys that come first.
             sliced: Shapes of tensors on this rank that are sliced over the replicas.
+            owned: Owners of whole tensors of this stage; other ranks have no data.
         """
         full: dict[K, Any] = {}
         # By stage and memory, since tied tensors have several keys.
         tensors: dict[Hashable, Tensor] = {}
-        sliced = sliced or {}
+        sliced, owned = sliced or {}, owned or {}
         # All ranks follow the order of the layout, so that their collectives and messages meet.
-        for tag, (key, place) in enumerate(self._layout(values, shards, order, sliced).items()):
+        for tag, (key, place) in enumerate(self._layout(values, shards, order, sliced, owned).items()):
             if place.dtype is None:
                 full[key] = place.constant
                 continue
@@ -516,13 +560,23 @@ class Checkpoints:
                     assert isinstance(mine, Tensor)
                     # One tensor at a time, so that a replica never holds more than one full tensor.
                     mine = self.slices.merge(mine.detach().to(self.device), sliced[key])
-                gather = self._part_of_tensor if self.as_parts else self._gather_tensor
-                tensors[alias] = gather(mine, key, place, tag)
+                owner = owned.get(key)
+                if self.as_parts:
+                    tensors[alias] = self._part_of_tensor(mine, key, place, tag, owner)
+                else:
+                    if owner is not None and place.stage == self.pipeline_group.rank:
+                        mine = self._sent_to_first(mine, place, owner, tag)
+                    tensors[alias] = self._gather_tensor(mine, key, place, tag)
             full[key] = tensors[alias]
         return full
 
     def _layout(
-        self, values: Mapping[K, Any], shards: Mapping[K, Shard], order: Sequence[K], sliced: Mapping[K, torch.Size]
+        self,
+        values: Mapping[K, Any],
+        shards: Mapping[K, Shard],
+        order: Sequence[K],
+        sliced: Mapping[K, torch.Size],
+        owned: Mapping[K, StateOwner],
     ) -> dict[K, _Place]:
         """Locate the values of the full model: keys in `order` first, then the other keys."""
         stage = self.pipeline_group.rank
@@ -532,6 +586,9 @@ class Checkpoints:
             # Tied parameters share the alias; an empty slice has no address.
             alias = self.names.parameters.get(key, key) if isinstance(key, str) else key
             held[key] = held[key]._replace(shape=tuple(full), alias=alias)
+        for key in owned:
+            # Tensors without data have no address, and all ranks must find the same aliases.
+            held[key] = held[key]._replace(alias=key)
         if self.pipeline_group.size == 1:
             return held
         # Several stages hold a tied parameter. The first of them sends it.
@@ -545,7 +602,36 @@ class Checkpoints:
         in_order = [key for key in order if key in found]
         return {key: found[key] for key in dict.fromkeys([*in_order, *found])}
 
-    def _part_of_tensor(self, mine: Any, key: K, place: _Place, tag: int) -> Tensor:
+    def _is_here(self, owner: StateOwner, or_alike: bool = False) -> bool:
+        """Return whether this rank has a whole tensor; with `or_alike`, also if other ranks have an equal one."""
+        rank, replica = self.tensor_group.rank, 0 if self.replicas is None else self.replicas.rank
+        if or_alike:
+            return owner.rank in (None, rank) and owner.replica in (None, replica)
+        return (owner.rank or 0, owner.replica or 0) == (rank, replica)
+
+    def _sent_to_first(self, mine: Any, place: _Place, owner: StateOwner, tag: int) -> Any:
+        """Send a whole tensor from its owner to the first rank of its stage in the first replica."""
+        # First to the first replica, then inside it. Every rank returns a tensor, without data on all other ranks.
+        rank, replica = owner.rank or 0, owner.replica or 0
+        if self.replicas is not None and self.tensor_group.rank == rank:
+            mine = self._passed(mine, place, self.replicas, replica, tag)
+        if self.replicas is None or self.replicas.rank == 0:
+            mine = self._passed(mine, place, self.tensor_group, rank, tag)
+        return mine
+
+    def _passed(self, mine: Any, place: _Place, group: Group, source: int, tag: int) -> Any:
+        """Return a tensor of the rank `source` on the first rank of the group."""
+        if source == 0 or group.rank not in (0, source):
+            return mine
+        if group.rank == source:
+            comm.isend(mine.detach().to(self.device).contiguous(), group, 0, tag).wait()
+            return mine
+        received: Tensor = comm.irecv(
+            torch.empty(place.shape, dtype=place.dtype, device=self.device), group, source, tag
+        ).wait()
+        return received
+
+    def _part_of_tensor(self, mine: Any, key: K, place: _Place, tag: int, owner: StateOwner | None) -> Tensor:
         """Return a tensor without data that knows the part for this rank to write."""
         part = TensorPart()
         rank = self.tensor_group.rank
@@ -554,7 +640,10 @@ class Checkpoints:
             tag = 0  # replicas may differ, also in buffers between two steps: the first replica writes its value
         # Ranks with equal values take turns, so that all of them write about as many bytes.
         is_mine = self.pipeline_group.rank == place.stage and tag % replicas == replica
-        if is_mine and place.shard is not None:
+        if owner is not None:
+            if self.pipeline_group.rank == place.stage and self._is_here(owner):
+                part = TensorPart(mine.detach())
+        elif is_mine and place.shard is not None:
             local = place.shard.owned(mine.detach(), rank)
             # If lower ranks hold all elements of this shard too, this rank writes nothing.
             if local.numel() > 0 or self.tensor_group.size == 1:
@@ -570,7 +659,7 @@ class Checkpoints:
         if not self.is_saved or stage not in (0, place.stage):
             return empty
         full = empty
-        if stage == place.stage:
+        if stage == place.stage and (place.shard is not None or self.tensor_group.rank == 0):
             # After a run the state of optimizers is in the host's memory.
             full = _merge(mine.detach().to(self.device), place.shard, self.tensor_group)
         # Only after the merge, which needed all ranks of the tensor group.

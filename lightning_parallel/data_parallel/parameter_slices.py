@@ -27,7 +27,7 @@ from lightning_parallel.compat import Patches
 from lightning_parallel.compat.torch import global_step_hooks, step_hooks_of
 from lightning_parallel.data_parallel.bucketed_reducer import BUCKET_BYTES
 
-__all__ = ["MOST_IN_FLIGHT", "ParameterSlices", "padded_to", "write_columns"]
+__all__ = ["MOST_IN_FLIGHT", "ParameterSlices", "padded_to", "wrap_step", "write_columns"]
 
 
 MOST_IN_FLIGHT = 2  # buckets under way while another one is made
@@ -288,19 +288,10 @@ class ParameterSlices:
         """
         self._cut_state(optimizer)
         self._divided.append(optimizer)
-        own = optimizer.step
         is_first = True
 
-        @functools.wraps(own)  # schedulers read attributes of `step`
-        def step(_: Optimizer, closure: Callable[[], Any] | None = None, **kwargs: Any) -> Any:
-            given = (optimizer,) if closure is None else (optimizer, closure)
-            given, kwargs = _run_before(optimizer, given, kwargs)
-            closure = given[1] if len(given) > 1 else None
-            replay = None
-            if closure is not None:
-                with torch.enable_grad():
-                    # The closure needs whole parameters, for forward and backward. `step` gets its loss only.
-                    replay = _Replay(closure())
+        @contextmanager
+        def narrowed(_: Optimizer) -> Iterator[None]:
             nonlocal is_first
             if is_first:
                 self._cut_state(optimizer)  # a step that ran during `divide` may have made state of full parameters
@@ -311,19 +302,14 @@ class ParameterSlices:
                     self.narrow(parameter)
             gathered: list[nn.Parameter] = []
             try:
-                # The hooks must see whole parameters: they run before `narrow` above and after `widen` below.
-                with _hooks_put_off(optimizer), nullcontext() if shown is None else shown(optimizer):
-                    result = own(**kwargs) if replay is None else own(replay, **kwargs)
+                with nullcontext() if shown is None else shown(optimizer):
+                    yield
                 gathered = parameters
             finally:
                 # After an error this gathers nothing: parameters return to their values before the step.
                 self.widen(gathered)
-            for hook in (*step_hooks_of(optimizer)[1].values(), *global_step_hooks()[1].values()):
-                hook(optimizer, given, kwargs)
-            return result
 
-        # A method, because schedulers created during training wrap `step` as a method.
-        patches.replace(optimizer, "step", MethodType(step, optimizer))
+        wrap_step(optimizer, patches, narrowed)
 
     def watch_steps(self, take: Callable[[Optimizer], None]) -> None:
         """Call `take` after a step that has made parameters narrow and has left them narrow, until `close`."""
@@ -368,6 +354,40 @@ class ParameterSlices:
         return self.cut(value).clone()
 
 
+def wrap_step(
+    optimizer: Optimizer, patches: Patches, around: Callable[[Optimizer], AbstractContextManager[None]]
+) -> None:
+    """Run each step of an optimizer inside `around`, until `patches` are undone.
+
+    The closure and the hooks of the step run outside `around`, with the ordinary parameters.
+
+    Args:
+        optimizer: The optimizer.
+        patches: Undo the change.
+        around: Returns a context manager, which changes the parameters for the step.
+    """
+    own = optimizer.step
+
+    @functools.wraps(own)  # schedulers read attributes of `step`
+    def step(_: Optimizer, closure: Callable[[], Any] | None = None, **kwargs: Any) -> Any:
+        given = (optimizer,) if closure is None else (optimizer, closure)
+        given, kwargs = _run_before(optimizer, given, kwargs)
+        closure = given[1] if len(given) > 1 else None
+        replay = None
+        if closure is not None:
+            with torch.enable_grad():
+                # The closure needs the ordinary parameters, for forward and backward. `step` gets its loss only.
+                replay = _Replay(closure())
+        with _hooks_put_off(optimizer), around(optimizer):
+            result = own(**kwargs) if replay is None else own(replay, **kwargs)
+        for hook in (*step_hooks_of(optimizer)[1].values(), *global_step_hooks()[1].values()):
+            hook(optimizer, given, kwargs)
+        return result
+
+    # A method, because schedulers created during training wrap `step` as a method.
+    patches.replace(optimizer, "step", MethodType(step, optimizer))
+
+
 def _run_before(optimizer: Optimizer, args: tuple[Any, ...], kwargs: Any) -> tuple[tuple[Any, ...], Any]:
     """Run the hooks before a step as the optimizer does, and return the arguments after them."""
     for hook in (*global_step_hooks()[0].values(), *step_hooks_of(optimizer)[0].values()):
@@ -405,8 +425,8 @@ class _Replay:
     def __call__(self) -> Any:
         if self._is_called:
             raise RuntimeError(
-                "The optimizer evaluates its closure several times in a step. Parameters that are sharded over the"
-                " replicas do not support this. Use `zero_stage=0`"
+                "The optimizer evaluates its closure several times in a step. Steps on sharded parameters do not"
+                " support this. Use `zero_stage=0` and a layout without tensor parallelism"
             )
         self._is_called = True
         return self._loss

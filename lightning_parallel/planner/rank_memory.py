@@ -277,11 +277,15 @@ def optimizer_copies(optimizers: Sequence[Optimizer]) -> float:
     return 2 + (max(states) if states else 0.0)
 
 
+_PROBE_SIZE = 256
+"""Largest extent of the parameter that measures the state of an optimizer."""
+
+
 def _state_copies(optimizer: Optimizer) -> float:
     options = optimizer.param_groups[0] if optimizer.param_groups else {"params": []}
     if not options["params"] or _keeps_tensors_elsewhere(optimizer):
         return 2.0
-    parameter = nn.Parameter(torch.zeros(8, 8, device=_real(options["params"][0].device)))
+    parameter = nn.Parameter(torch.zeros(_probe_shape(options["params"]), device=_real(options["params"][0].device)))
     parameter.grad = torch.ones_like(parameter)
     # A shallow copy keeps the user's options: the arguments of the constructor are unknown. It gets a new state below.
     probe = copy.copy(optimizer)
@@ -294,9 +298,18 @@ def _state_copies(optimizer: Optimizer) -> float:
         type(probe).step(probe)
     except Exception:
         return 2.0
-    held = [value for value in probe.state[parameter].values() if isinstance(value, Tensor)]
+    # Without counts of steps, which are small in any model.
+    held = [value for value in probe.state[parameter].values() if isinstance(value, Tensor) and value.numel() > 1]
     # The probe is in single precision.
     return sum(value.numel() * value.element_size() for value in held) / (parameter.numel() * 4)
+
+
+def _probe_shape(parameters: Sequence[Tensor]) -> list[int]:
+    """Return a small shape with the proportions of the largest parameter."""
+    largest = max(parameters, key=Tensor.numel)
+    # Proportions count. A factor of a matrix has far fewer elements than the matrix, and a product of long rows more.
+    scale = min(1.0, _PROBE_SIZE / max(largest.shape, default=1))
+    return [max(2, round(size * scale)) for size in largest.shape] or [2]
 
 
 def _keeps_tensors_elsewhere(optimizer: Optimizer) -> bool:

@@ -38,7 +38,7 @@ from lightning_parallel.planner.plans import LayoutPlan, optimizers_of, plan
 from lightning_parallel.planner.rehearsal import without_data
 from lightning_parallel.strategies.compressed.memory import KeptState
 from lightning_parallel.strategies.compressed.nodes import Hierarchical
-from lightning_parallel.strategies.optimizers.checks import check_sliced
+from lightning_parallel.strategies.optimizers.checks import Needs, check_sliced
 from lightning_parallel.strategies.optimizers.zero import ZeroStage
 from lightning_parallel.strategies.options import (
     ActivationCheckpointing,
@@ -220,10 +220,11 @@ class AutoParallelStrategy(HybridParallelStrategy):
         if self.zero_stage:
             return (self.zero_stage,)
         try:
-            check_sliced(optimizers_of(module)[0], self.world_size)
+            needs = check_sliced(optimizers_of(module)[0], self.world_size, may_show=True)
         except ValueError:
             return (0,)
-        return (0, 1)
+        # A step that needs the full model on every rank saves no memory.
+        return (0,) if Needs.MODEL in needs.values() else (0, 1)
 
     def _links(self, world: Group) -> dict[int, Link]:
         """Measure links by group size, on one CPU host; otherwise the link of the world. Every rank must call it."""

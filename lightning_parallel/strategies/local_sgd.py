@@ -342,7 +342,9 @@ class LocalSGDStrategy(HybridParallelStrategy):
             names = run.parameter_names
             tensor = self.groups.tensor_parallel
             give_norms([exchange.outer], names, run.rules, tensor, self._patches)
-            check_optimizers([exchange.outer], names, run.rules, run.engine is not None, self.groups.world)
+            # The outer step runs on shards in the exchange, where no rank has full tensors.
+            is_cut, world = run.engine is not None, self.groups.world
+            check_optimizers([exchange.outer], names, run.rules, is_cut, world, may_show=False)
         # `_begin_step` chooses again: a resumed run learns its step only when it loads the checkpoint.
         return self._local_reducer(averages=False)
 

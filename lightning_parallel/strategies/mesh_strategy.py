@@ -79,8 +79,9 @@ from lightning_parallel.strategies.deferred.tensor import is_deferred
 from lightning_parallel.strategies.hooks.changes import ModelWatch
 from lightning_parallel.strategies.hooks.views import FullViews
 from lightning_parallel.strategies.hooks.watch import HookWatch
-from lightning_parallel.strategies.optimizers.checks import WholeGroups, check_optimizers
+from lightning_parallel.strategies.optimizers.checks import Needs, WholeGroups, check_optimizers, check_sliced
 from lightning_parallel.strategies.optimizers.norms import ReplicaNorm, give_norms, span_replica
+from lightning_parallel.strategies.optimizers.owners import TensorOwners
 from lightning_parallel.strategies.optimizers.zero import (
     ZeroStage,
     check_zero_stage,
@@ -274,7 +275,10 @@ class MeshStrategy(MeshProcesses):
         self._guard_gradients()
         if self.groups.replica.size > 1 or run.slices is not None:
             meet = None if run.slices is None else run.state.replica_order
-            run.hook_watch = HookWatch(self.module, run.rules, self.groups, run.slices, self._recorded_optimizers, meet)
+            owners = None if run.owners is None else run.owners.of
+            run.hook_watch = HookWatch(
+                self.module, run.rules, self.groups, run.slices, self._recorded_optimizers, meet, owners
+            )
             run.hook_watch.install(self._patches)
             if run.optimizer_groups is not None:
                 run.hook_watch.views.keep(run.optimizer_groups.kept)
@@ -301,6 +305,7 @@ class MeshStrategy(MeshProcesses):
             # The optimizers of the last `fit` stay during an evaluation, and their state stays divided.
             optimizer_groups=None if last is None else last.optimizer_groups,
             slices=None if last is None else last.slices,
+            owners=None if last is None else last.owners,
         )
         self._run.state.replica_order = MessageOrder(self.groups.data_parallel) if self.zero_stage else None
         self._run.slices = take_shards(self._run.state, self.zero_stage, self.groups, self._run.slices)
@@ -416,6 +421,7 @@ class MeshStrategy(MeshProcesses):
         run.slices = make_slices(self.zero_stage, self.module, self.groups, run.state.replica_order, run.slices)
         if run.slices is not None:
             follow_other_steps(run.slices, self.groups.world, self._patches)
+        run.owners = TensorOwners(self.module, self.groups, run.slices)
         self._take_optimizers()
         run.reducer = self.make_reducer()
         if self.compression is not None and run.compression is not None:
@@ -461,15 +467,20 @@ class MeshStrategy(MeshProcesses):
         names = run.parameter_names
         tensor = self.groups.tensor_parallel
         give_norms(self.optimizers, names, run.rules, tensor, self._patches, run.slices)
-        run.full_optimizers = check_optimizers(
-            self.optimizers, names, run.rules, run.engine is not None, self.groups.world
-        )
+        needs = check_optimizers(self.optimizers, names, run.rules, run.engine is not None, self.groups.world)
         for group in (tensor, self.groups.data_parallel):
             checks.check_agreement(self.module, self.optimizers, names, group)
         if run.slices is not None:
-            run.full_optimizers += divide_optimizers(
-                self.optimizers, run.slices, self.groups.world, self._patches, self._full_step
-            )
+            with comm.failing_together(self.groups.world):
+                sliced = check_sliced(self.optimizers, run.slices.group.size, may_show=True)
+            needs = {each: max(needs[each], sliced[each]) for each in needs}
+        run.full_optimizers = [each for each in needs if needs[each] is Needs.MODEL]
+        assert run.owners is not None, "`fit` makes them"
+        for optimizer in (each for each in needs if needs[each] is Needs.TENSORS):
+            run.owners.take(optimizer, self._patches)
+        if run.slices is not None:
+            others = [each for each in needs if each not in run.owners.of]
+            divide_optimizers(others, run.slices, self._patches, self._full_step)
 
     def _full_step(self, optimizer: Optimizer) -> AbstractContextManager[None]:
         """Show full tensors to the step of an optimizer that needs them."""

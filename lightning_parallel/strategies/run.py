@@ -27,6 +27,7 @@ from lightning_parallel.strategies.hooks.changes import (
 )
 from lightning_parallel.strategies.hooks.watch import HookWatch
 from lightning_parallel.strategies.optimizers.checks import WholeGroups
+from lightning_parallel.strategies.optimizers.owners import TensorOwners
 from lightning_parallel.strategies.optimizers.zero import ZeroStage
 from lightning_parallel.strategies.ranks import replicas
 from lightning_parallel.strategies.self_check.proof import FirstBatches, Verify
@@ -63,7 +64,9 @@ class Run:
         hook_watch: Shows full tensors to the user's hooks; None if every rank holds the full model.
         model_watch: Notices changes of the model and its optimizers; None before and after the run.
         loader_index: Index of the loader of the latest batch.
-        full_optimizers: Optimizers of the user whose steps see full tensors.
+        owners: Owners of whole tensors, for optimizers that need them; None before `fit`. They outlive later
+            evaluations.
+        full_optimizers: Optimizers of the user whose steps see full tensors on every rank.
         checked_optimizers: Optimizers whose state is known to fit into a checkpoint.
         last_state: Tensors of the last full state dict, for as long as other code holds them.
         is_closed: Whether `close` was called.
@@ -85,6 +88,7 @@ class Run:
     hook_watch: HookWatch | None = None
     model_watch: ModelWatch | None = None
     loader_index: int = 0
+    owners: TensorOwners | None = None
     full_optimizers: list[Optimizer] = field(default_factory=list)
     checked_optimizers: list[Optimizer] = field(default_factory=list)
     last_state: Mapping[str, Tensor] = field(default_factory=lambda: weakly({}))
@@ -142,6 +146,7 @@ class Run:
             last_rank=0 if self.engine is None else self.engine.last_rank,
             replicas=self.groups.data_parallel,
             slices=self.slices,
+            owners={} if self.owners is None else self.owners.of,
         )
 
     def take_inventory(self) -> None:

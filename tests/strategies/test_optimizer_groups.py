@@ -133,16 +133,25 @@ class Odd(torch.optim.SGD):
         return loss
 
 
+class OddBesideTheState(Odd):
+    """Keeps a flat copy beside its state, too, so that no owner can have all."""
+
+    def step(self, closure=None):
+        loss = super().step(closure)
+        self.kept = [state["flat"] for state in self.state.values()]
+        return loss
+
+
 @distributed(world_size=2)
 def test_state_that_cannot_be_merged_is_refused_before_training():
     class Project(Deep):
         def configure_optimizers(self):
-            return Odd(self.parameters(), lr=0.1)
+            return OddBesideTheState(self.parameters(), lr=0.1)
 
         def training_step(self, batch, index):
             raise AssertionError("it trains")
 
-    with pytest.raises(ValueError, match=r"`Odd` keeps `flat`.*cannot be merged"):
+    with pytest.raises(ValueError, match=r"`OddBesideTheState` keeps `flat`.*cannot be merged"):
         fit(Project(), HybridParallelStrategy(tensor_parallel_size=2), 2, num_sanity_val_steps=0)
 
 
@@ -452,12 +461,12 @@ def test_the_lists_of_torchs_optimizers_say_what_a_trial_says(name):
     for options in [{"max_iter": 2}] if name == "LBFGS" else [{}, *OPTIONS.get(name, [])]:
         optimizer = kind(list(nn.Linear(4, 4, bias=False).parameters()), lr=0.05, **options)
         (group,) = optimizer.param_groups
-        by_elements, odd = optimization._tried(optimizer, group, SPLITS)
-        by_tensors, _ = optimization._tried(optimizer, group, (optimization._single_tensors,))
+        by_elements, odd, needs_whole = optimization._tried(optimizer, group, SPLITS)
+        by_tensors = optimization._tried(optimizer, group, (optimization._single_tensors,)).is_same
         if name == "SparseAdam":  # refuses the gradients of a trial
             assert (by_elements, by_tensors) == (None, None)
             continue
         assert by_elements == (name in optimization.ELEMENTWISE_OPTIMIZERS), options
         assert by_tensors == (name != "LBFGS"), options
         assert odd is None or not by_elements
-        assert by_elements or name in optimization.WHOLE_TENSOR_OPTIMIZERS
+        assert needs_whole == (name in optimization.TENSORWISE_OPTIMIZERS)

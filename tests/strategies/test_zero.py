@@ -354,7 +354,6 @@ def test_one_run_after_another(group):
 
 REFUSED = {
     "`LBFGS` computes with full tensors": lambda module: torch.optim.LBFGS(module.parameters()),
-    "`Adafactor` computes with full tensors": lambda module: torch.optim.Adafactor(module.parameters()),
 }
 
 

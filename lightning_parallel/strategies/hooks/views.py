@@ -10,6 +10,7 @@ Outside hooks the parameters are ordinary tensors.
 from __future__ import annotations
 
 import copy
+from collections import defaultdict
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
@@ -23,7 +24,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_parallel import comm
-from lightning_parallel.checkpoint import Inventory, fill_in
+from lightning_parallel.checkpoint import Inventory, StateOwner, fill_in
 from lightning_parallel.comm import Group, MeshGroups
 from lightning_parallel.compat import ParallelState
 from lightning_parallel.compat.torch import (
@@ -95,6 +96,43 @@ class _RemoteParameter(StandIn, nn.Parameter):
             return func(*args, **(kwargs or {}))
 
 
+class _OwnedState(defaultdict[Any, Any]):
+    """State of an optimizer in a hook, whose tensors other ranks own; the first access fills it.
+
+    Args:
+        own: The state on this rank.
+        fill: Puts the entries of all ranks into this dict; every rank must call it.
+    """
+
+    def __init__(self, own: defaultdict[Any, Any], fill: Callable[[dict[Any, Any]], None]) -> None:
+        super().__init__(getattr(own, "default_factory", None), own)
+        self.own = own
+        self.fill: Callable[[dict[Any, Any]], None] | None = fill
+
+    def __reduce__(self) -> Any:
+        # A copy of the optimizer outlives the hook.
+        return defaultdict, (self.default_factory,), None, None, iter(self.items())
+
+
+def _after_fill(name: str) -> Callable[..., Any]:
+    own = getattr(defaultdict, name)
+
+    def method(self: _OwnedState, *args: Any) -> Any:
+        # Cleared first, because `fill` itself uses these methods.
+        fill, self.fill = self.fill, None
+        if fill is not None:
+            fill(self)
+        return own(self, *args)
+
+    return method
+
+
+for _name in ("contains", "delitem", "getitem", "iter", "len", "setitem"):
+    setattr(_OwnedState, f"__{_name}__", _after_fill(f"__{_name}__"))
+for _name in ("clear", "get", "items", "keys", "pop", "popitem", "setdefault", "update", "values"):
+    setattr(_OwnedState, _name, _after_fill(_name))
+
+
 class FullViews:
     """Changes the class of parameters while a hook of the user runs.
 
@@ -105,6 +143,7 @@ class FullViews:
         optimizers: Returns the optimizers of the run, each with the names in its parameter groups over all stages.
         slices: The slices of the replicas; None without ZeRO.
         meet: Waits until all replicas are about to read slices; None without ZeRO.
+        owners: Owners of the state of whole parameters, by optimizer.
 
     Attributes:
         remote: Empty parameters in place of the parameters of other stages, by name.
@@ -119,10 +158,12 @@ class FullViews:
         optimizers: Callable[[], Iterable[tuple[Optimizer, Sequence[Sequence[str]]]]],
         slices: ParameterSlices | None,
         meet: Callable[[str], None] | None = None,
+        owners: Mapping[Optimizer, Mapping[Tensor, StateOwner]] | None = None,
     ) -> None:
         self._module = module
         self._state = ParallelState.of(module)
         self._rules = rules
+        self._owners = {} if owners is None else owners
         self._optimizers = optimizers
         self._slices = slices
         # A rank that reads alone must not wait without end.
@@ -323,12 +364,13 @@ class FullViews:
                     params["params"][:] = [own[name] for name in expected]
                     if "param_names" in params:
                         params["param_names"][:] = expected
-            if is_split:
+            has_owners = optimizer in self._owners
+            if is_split and not has_owners:
                 self._add_states(optimizer)
             for owner, state in optimizer.state.items():
                 values = list(state.values()) if isinstance(state, dict) else []
                 self._states.update(zip(map(id, values), values))
-                for value in values if owner in places else ():
+                for value in values if owner in places and not has_owners else ():
                     place = self._place(owner, value, *places[owner]) if isinstance(value, Tensor) else None
                     if place is not None:
                         found.append((value, place))
@@ -340,6 +382,94 @@ class FullViews:
                     before = partial(_refuse_freed, next(name for name, one in own.items() if one is tensor), tensor)
                 ShardedTensor.show(tensor, place, before)
                 self._shown.append(tensor)
+        for optimizer in self._owners:
+            optimizer.state = _OwnedState(optimizer.state, partial(self._fill_state, optimizer, own))
+
+    def _fill_state(self, optimizer: Optimizer, own: Mapping[str, nn.Parameter], state: dict[Any, Any]) -> None:
+        """Show the state of an optimizer whose tensors have owners; every rank of the group must call it."""
+        group = self._replica if self._is_split else self._tensor_group
+        names = {parameter: name for name, parameter in own.items()}
+        # Small values travel at once. Of other tensors, only shapes do.
+        mine = {
+            names[parameter]: {
+                key: value.to("meta") if isinstance(value, Tensor) and value.numel() > 1 else value
+                for key, value in entry.items()
+            }
+            for parameter, entry in state.items()
+            if parameter in names
+        }
+        replicas = Group.alone("replica") if self._slices is None else self._replicas
+        for each in (group, replicas):
+            if each.gate is not None:
+                each.gate("all_gather_object")  # a rank may read alone
+        by_rank = comm.all_gather_object(mine, group)
+        everyone = comm.all_gather_object(by_rank, replicas)
+        held = dict(state)
+        state.clear()
+        for parameter in (each for params in optimizer.param_groups for each in params["params"]):
+            name = names.get(parameter, "")
+            holders = {
+                (rank, replica)
+                for replica, ranks in enumerate(everyone)
+                for rank, entries in enumerate(ranks)
+                if name in entries
+            }
+            if not holders:
+                continue
+            rank, replica = min(holders)
+            is_here = (group.rank, replicas.rank) in holders
+            # The dict of the optimizer itself, so that changes remain.
+            state[parameter] = held[parameter] if is_here else dict(everyone[replica][rank][name])
+            for key, value in everyone[replica][rank][name].items():
+                if isinstance(value, Tensor) and value.numel() > 1:
+                    self._show_owned(state[parameter], key, value.shape, holders, replicas, parameter.device)
+
+    def _show_owned(
+        self,
+        entry: dict[str, Any],
+        key: str,
+        shape: torch.Size,
+        holders: set[tuple[int, int]],
+        replicas: Group,
+        device: torch.device,
+    ) -> None:
+        """Show a tensor that some ranks have in full, and other ranks lack."""
+        group = self._replica if self._is_split else self._tensor_group
+        ranks, with_state = {rank for rank, _ in holders}, {replica for _, replica in holders}
+        everything, nothing = ((0, shape[0]),), ((0, 0),)
+        ranges = tuple(everything if rank in ranks else nothing for rank in range(group.size))
+        rule = None if len(ranks) == group.size else Shard(0, ranges)
+        slices = None
+        if len(with_state) < replicas.size:
+            local = shape if group.rank in ranks else torch.Size([0, *shape[1:]])
+            # The slice of one replica has all elements.
+            sizes = tuple(local.numel() if replica in with_state else 0 for replica in range(replicas.size))
+            slices = Slices(Shard.of_sizes(sizes), replicas, local)
+        if (group.rank, replicas.rank) not in holders:
+            entry[key] = torch.empty([0, *shape[1:]], dtype=entry[key].dtype, device=device)
+        if rule is not None or slices is not None:
+            ShardedTensor.show(entry[key], ShardPlace(rule, group, slices))
+            self._shown.append(entry[key])
+
+    def _hide_states(self) -> None:
+        """Give back to optimizers the state on this rank, with the changes by the hook."""
+        for optimizer, owners in self._owners.items():
+            shown = optimizer.state
+            if not isinstance(shown, _OwnedState):
+                continue
+            own, optimizer.state = shown.own, shown.own
+            if shown.fill is not None:
+                continue  # no code has read it
+            entries = dict(shown)
+            for entry in entries.values():
+                # In one order on all ranks, because a gather follows.
+                entry.update({key: value.whole() for key, value in entry.items() if isinstance(value, Piece)})
+            own.clear()
+            for parameter, entry in entries.items():
+                owner = owners.get(parameter, StateOwner(None, None))
+                is_here = owner.rank in (None, self._tensor_group.rank) and owner.replica in (None, self._replicas.rank)
+                if is_here and parameter not in self._remote:
+                    own[parameter] = entry
 
     def _add_states(self, optimizer: Optimizer) -> None:
         """Give the parameters of other stages empty states, with the entries of the states on this stage."""
@@ -383,7 +513,7 @@ class FullViews:
             for key, value in state.items()
             if id(value) not in known and isinstance(value, Tensor) and owner.dim() and owner not in self._remote
         ]
-        if not new:
+        if not new or optimizer in self._owners:
             return
         names: dict[Any, str] = {one: name for name, one in self._named_parameters(False).items()}
         rules, group = (self._over_replica, self._replica) if self._is_split else (self._rules, self._tensor_group)
@@ -466,6 +596,7 @@ class FullViews:
                 del parameter.__dict__["place"], parameter.__dict__["before_gradient"]
             self._in_step.clear()
             return
+        self._hide_states()
         # The hook may have copied a module.
         copied = [parameter for _, parameter in self._copied() if isinstance(parameter, ShardedTensor)]
         for tensor in {id(tensor): tensor for tensor in (*self._shown, *copied)}.values():

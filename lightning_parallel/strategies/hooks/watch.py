@@ -18,9 +18,11 @@ from types import FrameType
 from typing import Any
 
 from lightning.pytorch import Callback, LightningModule
+from torch import Tensor
 from torch.optim import Optimizer
 
 from lightning_parallel import comm
+from lightning_parallel.checkpoint import StateOwner
 from lightning_parallel.comm import Group, MeshGroups
 from lightning_parallel.compat import FOREIGN, ParallelState, Patches, is_power_of_two, is_users
 from lightning_parallel.compat.torch import forward_hooks_of, global_step_hooks, gradient_hooks_of, step_hooks_of
@@ -65,6 +67,7 @@ class HookWatch:
         slices: The slices of the replicas; None without ZeRO.
         optimizers: Returns the optimizers of the run, each with the names in its parameter groups over all stages.
         meet: Waits until all replicas are about to read slices; None without ZeRO.
+        owners: Owners of the state of whole parameters, by optimizer.
     """
 
     def __init__(
@@ -75,10 +78,11 @@ class HookWatch:
         slices: ParameterSlices | None,
         optimizers: Callable[[], Sequence[tuple[Optimizer, Sequence[Sequence[str]]]]],
         meet: Callable[[str], None] | None = None,
+        owners: Mapping[Optimizer, Mapping[Tensor, StateOwner]] | None = None,
     ) -> None:
         self._module = module
         self._groups = groups
-        self.views = FullViews(module, rules, groups, optimizers, slices, meet)
+        self.views = FullViews(module, rules, groups, optimizers, slices, meet, owners)
         self.group = groups.replica if slices is None else groups.world
         self._hooks: dict[str, WatchedHook | None] = {}
         self._agreed: frozenset[tuple[str, int]] = frozenset()

@@ -13,6 +13,7 @@ import math
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from enum import IntEnum
 from typing import Any, NamedTuple
 
 import torch
@@ -35,11 +36,23 @@ from lightning_parallel.strategies.optimizers.norms import ShardNorms
 from lightning_parallel.tensor.sharding import Shard
 
 __all__ = [
+    "Needs",
     "WholeGroups",
     "check_flattened",
     "check_optimizers",
     "check_sliced",
 ]
+
+
+class Needs(IntEnum):
+    """What the step of an optimizer needs on this rank to equal one process."""
+
+    PARTS = 0
+    """The parts of tensors: the optimizer treats each element by itself."""
+    TENSORS = 1
+    """Whole tensors, each on one rank: the optimizer treats each tensor by itself."""
+    MODEL = 2
+    """All tensors of the rank in full at once."""
 
 
 class WholeGroups:
@@ -130,8 +143,6 @@ ELEMENTWISE_OPTIMIZERS = {
     *("Adagrad", "Adadelta", "RMSprop", "Rprop"),
 }
 TENSORWISE_OPTIMIZERS = {"Adafactor", "Muon"}
-# Classes of any library, and their subclasses, without a trial: the first step of an LBFGS imports torch's compiler.
-WHOLE_TENSOR_OPTIMIZERS = {"LBFGS", *TENSORWISE_OPTIMIZERS}
 
 # Some optimizers factor or project only matrices with 128 rows or more; some take matrices only.
 _SIZE = 160
@@ -157,7 +168,7 @@ class _GroupDivision(NamedTuple):
         untried: Ends the error about an optimizer without a trial; None if a warning is enough.
         unmerged: Ends the error about state that cannot be merged into a checkpoint; None if no state is merged.
         trusted: The package whose optimizers need no trial to succeed.
-        may_show: Whether an optimizer of the user whose update needs more than one piece may see full tensors.
+        may_show: Whether an optimizer may see full tensors, if its update needs more than one piece.
     """
 
     splits: Sequence[Split]
@@ -175,7 +186,8 @@ def check_optimizers(
     rules: Mapping[str, Shard],
     is_cut: bool,
     world: Group,
-) -> list[Optimizer]:
+    may_show: bool = True,
+) -> dict[Optimizer, Needs]:
     """Refuse optimizers whose updates would differ from one process.
 
     Args:
@@ -184,9 +196,10 @@ def check_optimizers(
         rules: How parameters are sharded, by name.
         is_cut: Whether each pipeline stage holds only some of the parameters.
         world: All ranks; every rank must call this function.
+        may_show: Whether the step of an optimizer can see full tensors.
 
     Returns:
-        The user's optimizers whose steps must see full tensors.
+        The tensors that each optimizer must see in its step.
 
     Raises:
         ValueError: On every rank, with the optimizer and one of its parameters.
@@ -202,14 +215,15 @@ def check_optimizers(
             keeps_tensors=False,
             coupled=(
                 f"computes with full tensors, but `{found[0]}` and {len(found) - 1} other parameters are sharded over"
-                " tensor-parallel ranks. Use `lightning_parallel.LARS` or `LAMB`, which take norms over all parts. Or"
-                f" use an elementwise optimizer (SGD, Adam, AdamW, ...) for them, or {replicate} [LP017]"
+                " tensor-parallel ranks. Use an optimizer that updates each"
+                f" {'tensor by itself (AdamW, Muon, Adafactor, LAMB, ...)' if may_show else 'element by itself (SGD)'},"
+                f" or {replicate} [LP017]"
             ),
             unmerged=(
                 f"So the parts of `{found[0]}` and other parameters on other ranks cannot be merged into a checkpoint."
                 f" Use another optimizer for them, or {replicate}"
             ),
-            may_show=True,
+            may_show=may_show,
         )
 
     staged = _GroupDivision(
@@ -222,10 +236,10 @@ def check_optimizers(
     )
     # A stage without sharded parameters refuses no optimizer, and would wait for stages that raise.
     with comm.failing_together(world):
-        shown = _check(optimizers, sharded)
+        needs = _check(optimizers, sharded)
         if is_cut:
             _check(optimizers, lambda group: staged)
-    return shown
+    return needs
 
 
 def check_flattened(optimizers: Sequence[Any], flattener: str) -> None:
@@ -248,7 +262,7 @@ def check_flattened(optimizers: Sequence[Any], flattener: str) -> None:
     _check(optimizers, lambda group: flattened)
 
 
-def check_sliced(optimizers: Sequence[Optimizer], replicas: int, may_show: bool = False) -> list[Optimizer]:
+def check_sliced(optimizers: Sequence[Optimizer], replicas: int, may_show: bool = False) -> dict[Optimizer, Needs]:
     """Refuse optimizers whose updates would differ with slices of parameters (`zero_stage`).
 
     Args:
@@ -257,13 +271,13 @@ def check_sliced(optimizers: Sequence[Optimizer], replicas: int, may_show: bool 
         may_show: Whether the step of an optimizer can see full tensors.
 
     Returns:
-        The user's optimizers whose steps must see full tensors.
+        The tensors that each optimizer must see in its step.
 
     Raises:
         ValueError: On every rank alike: all ranks have the same optimizers.
     """
     way_out = (
-        "Use an elementwise optimizer (SGD, Adam, AdamW, ..., also fused), or `lightning_parallel.LARS` or `LAMB`, or"
+        "Use an optimizer that updates each tensor by itself (AdamW, Muon, Adafactor, LAMB, ..., also fused), or"
         " `zero_stage=0`"
     )
     sliced = _GroupDivision(
@@ -278,24 +292,25 @@ def check_sliced(optimizers: Sequence[Optimizer], replicas: int, may_show: bool 
         unmerged=f"So the slices of {replicas} replicas cannot be merged into a checkpoint. {way_out}",
         may_show=may_show,
     )
-    shown: list[Optimizer] = []
+    needs: dict[Optimizer, Needs] = {}
     for optimizer in optimizers:
-        found = _check([optimizer], lambda group: sliced if group["params"] else None)
-        kept = "" if found or _has_shard_norms(optimizer) else _kept_elsewhere(optimizer)
-        if found or (kept and may_show):
-            shown.append(optimizer)
+        needs |= _check([optimizer], lambda group: sliced if group["params"] else None)
+        is_elementwise = needs[optimizer] is Needs.PARTS and not _has_shard_norms(optimizer)
+        kept = _kept_elsewhere(optimizer) if is_elementwise else ""
+        if kept and may_show:
+            needs[optimizer] = Needs.MODEL
         elif kept:
             raise ValueError(
                 f"`{type(optimizer).__name__}` keeps tensors in `{kept}`, but with `zero_stage` each of {replicas}"
                 " replicas updates a slice of every parameter. Keep tensors of a parameter in the optimizer's"
                 f" `state`, which is sharded into slices as well. {way_out}"
             )
-    return shown
+    return needs
 
 
 def _check(
     optimizers: Sequence[Any], division_of: Callable[[Mapping[str, Any]], _GroupDivision | None]
-) -> list[Optimizer]:
+) -> dict[Optimizer, Needs]:
     """Refuse optimizers that a division changes.
 
     Args:
@@ -303,39 +318,54 @@ def _check(
         division_of: Returns how a parameter group is divided; None for a group in one piece.
 
     Returns:
-        Optimizers whose steps must see full tensors.
+        The tensors that each optimizer must see in its step.
 
     Raises:
         ValueError: With the optimizer.
     """
-    shown: list[Optimizer] = []
+    needs = dict.fromkeys(optimizers, Needs.PARTS)
     for optimizer in optimizers:
         if _has_shard_norms(optimizer):
             continue
-        name, tried = f"`{type(optimizer).__name__}`", set[str]()
+        tried = set[str]()
         for group in optimizer.param_groups:
             division = division_of(group)
-            if division is None or not _is_new(group, tried):
-                continue
-            known = _known(optimizer, division)
-            is_same, odd_state = known or _tried(optimizer, group, division.splits)
-            can_see = division.may_show and known is None and is_users(type(optimizer))
-            # Without a trial, full tensors are right for any update; `_other_steps` run where none are shown.
-            is_unproven = is_same is None and division.untried is not None and not _other_steps(optimizer)
-            if can_see and (is_same is False or is_unproven):
-                shown.append(optimizer)
-            elif is_same is False:
-                raise ValueError(f"{name} {division.coupled}")
-            elif is_same is None and division.untried is not None:
-                raise ValueError(f"{_no_trial(optimizer)} {division.untried}")
-            elif is_same is None and type(optimizer).__module__.partition(".")[0] != division.trusted:
-                _tell_untried(optimizer, division.keeps_tensors)
-            if odd_state is not None and division.unmerged is not None:
-                raise ValueError(
-                    f"{name} keeps `{odd_state}`, which has neither the parameter's shape nor one element."
-                    f" {division.unmerged}"
-                )
-    return shown
+            if division is not None and _is_new(group, tried):
+                # One step updates all groups, so the group with the largest needs decides.
+                needs[optimizer] = max(needs[optimizer], _needs_of(optimizer, group, division))
+    return needs
+
+
+def _needs_of(optimizer: Any, group: Mapping[str, Any], division: _GroupDivision) -> Needs:
+    """Return the tensors that the step of an optimizer must see for one of its parameter groups.
+
+    Raises:
+        ValueError: If the step would not equal one process.
+    """
+    name = f"`{type(optimizer).__name__}`"
+    known = _known(optimizer, division)
+    if known is not None:
+        return known
+    trial = _tried(optimizer, group, division.splits)
+    if division.may_show and trial.keeps_to_tensors and not _kept_elsewhere(optimizer):
+        return Needs.TENSORS
+    found = Needs.PARTS
+    # Without a trial, full tensors are right for any update; `_other_steps` run where none are shown.
+    is_unproven = trial.is_same is None and division.untried is not None and not _other_steps(optimizer)
+    if division.may_show and is_users(type(optimizer)) and (trial.is_same is False or is_unproven):
+        found = Needs.MODEL
+    elif trial.is_same is False:
+        raise ValueError(f"{name} {division.coupled}")
+    elif trial.is_same is None and division.untried is not None:
+        raise ValueError(f"{_no_trial(optimizer)} {division.untried}")
+    elif trial.is_same is None and type(optimizer).__module__.partition(".")[0] != division.trusted:
+        _tell_untried(optimizer, division.keeps_tensors)
+    if trial.odd_state is not None and division.unmerged is not None:
+        raise ValueError(
+            f"{name} keeps `{trial.odd_state}`, which has neither the parameter's shape nor one element."
+            f" {division.unmerged}"
+        )
+    return found
 
 
 def _has_shard_norms(optimizer: Any) -> bool:
@@ -343,17 +373,28 @@ def _has_shard_norms(optimizer: Any) -> bool:
     return isinstance(optimizer, TrustRatioOptimizer) and isinstance(optimizer.norms, ShardNorms)
 
 
-def _known(optimizer: Any, division: _GroupDivision) -> tuple[bool, None] | None:
-    """Return the verdict on a known class, without odd state; None if a trial has to tell."""
+def _known(optimizer: Any, division: _GroupDivision) -> Needs | None:
+    """Return the needs of a known class; None if a trial has to tell.
+
+    Raises:
+        ValueError: If the division changes the updates of the class.
+    """
     kind = type(optimizer)
     # A subclass may override the step, so a name of torch counts only for the class of torch.
     if getattr(torch.optim, kind.__name__, None) is kind:
-        known = ELEMENTWISE_OPTIMIZERS | (TENSORWISE_OPTIMIZERS if division.keeps_tensors else set())
-        if kind.__name__ in known:
-            return True, None
-    refused = {"LBFGS"} if division.keeps_tensors else WHOLE_TENSOR_OPTIMIZERS
-    # Compare the names of the bases, which include subclasses and implementations outside torch.
-    return (False, None) if any(base.__name__ in refused for base in kind.__mro__) else None
+        if kind.__name__ in ELEMENTWISE_OPTIMIZERS or (
+            division.keeps_tensors and kind.__name__ in TENSORWISE_OPTIMIZERS
+        ):
+            return Needs.PARTS
+        if division.may_show and kind.__name__ in TENSORWISE_OPTIMIZERS:
+            return Needs.TENSORS
+    is_whole = division.keeps_tensors or division.may_show
+    refused = {"LBFGS"} if is_whole else {"LBFGS", *TENSORWISE_OPTIMIZERS}
+    # Compare the names of the bases, which include subclasses and implementations outside torch. No trial follows: the
+    # first step of an LBFGS imports torch's compiler.
+    if any(base.__name__ in refused for base in kind.__mro__):
+        raise ValueError(f"`{kind.__name__}` {division.coupled}")
+    return None
 
 
 def _kept_elsewhere(optimizer: Optimizer) -> str:
@@ -451,17 +492,27 @@ def _slices(tensors: list[Tensor]) -> list[list[Tensor]]:
     ]
 
 
-def _tried(optimizer: Optimizer, group: Mapping[str, Any], splits: Sequence[Split]) -> tuple[bool | None, str | None]:
+class _Trial(NamedTuple):
+    """The result of a trial.
+
+    Attributes:
+        is_same: Whether pieces train as in one problem; None if no fresh optimizer can be made or stepped.
+        odd_state: Name of a state tensor that is neither a scalar nor in the shape of its parameter.
+        keeps_to_tensors: Whether only whole tensors, each by itself, train as in one problem.
+    """
+
+    is_same: bool | None
+    odd_state: str | None = None
+    keeps_to_tensors: bool = False
+
+
+def _tried(optimizer: Optimizer, group: Mapping[str, Any], splits: Sequence[Split]) -> _Trial:
     """Train a small problem with fresh optimizers of the same class and options: in one piece, and in pieces.
 
     Args:
         optimizer: The user's optimizer, which is only read.
         group: A parameter group of the optimizer.
         splits: Cut the tensors of the problem into pieces.
-
-    Returns:
-        Whether the pieces train as in one problem; None if no fresh optimizer can be made or stepped. Then the name of
-        a state tensor that is neither a scalar nor in the shape of its parameter; None without such a tensor.
     """
     odd_state = None
     # The trial seeds generators and draws numbers; the user's generators must keep their state.
@@ -469,12 +520,38 @@ def _tried(optimizer: Optimizer, group: Mapping[str, Any], splits: Sequence[Spli
         try:
             values, targets = _drawn(_SHAPES, _trial_device(group))
             # The reference, with all tensors in one optimizer.
-            early, late, fresh = _train(optimizer, group, values, targets)
+            early, late, fresh, evaluations = _train(optimizer, group, values, targets)
             odd_state = _odd_state(fresh)
-            return all(_agrees(optimizer, group, values, targets, (early, late), split) for split in splits), odd_state
+
+            def agrees(split: Split) -> bool:
+                return _agrees(optimizer, group, values, targets, (early, late), split)
+
+            is_same = all(map(agrees, splits))
+            is_whole = not is_same or odd_state is not None
+            # Owners run the closure once, before they get their tensors, and no further steps as of a SAM.
+            is_plain = evaluations <= 2 * _STEPS and not _other_steps(optimizer) and not _kept_elsewhere(fresh)
+            owns = is_whole and is_plain and agrees(_single_tensors) and _steps_without_tensors(fresh)
+            return _Trial(is_same, odd_state, owns)
         # The class of the user may raise anything, and a failed trial must not end the run.
         except Exception:
-            return None, odd_state
+            return _Trial(None, odd_state)
+
+
+def _steps_without_tensors(optimizer: Optimizer) -> bool:
+    """Return whether an optimizer steps without tensors, as on a rank that owns none of them."""
+    for group in optimizer.param_groups:
+        group["params"].clear()
+    try:
+        _step(optimizer, lambda: torch.zeros(()))
+    except Exception:
+        return False  # such as for the device of the first tensor
+    return True
+
+
+def _step(optimizer: Optimizer, closure: Callable[[], Tensor]) -> None:
+    """Take a step; some optimizers of users take no closure."""
+    takes_closure = bool(inspect.signature(optimizer.step).parameters)
+    optimizer.step(closure) if takes_closure else optimizer.step()  # type: ignore[arg-type]
 
 
 def _odd_state(optimizer: Optimizer) -> str | None:
@@ -540,8 +617,12 @@ def _agrees(
 
 def _train(
     optimizer: Optimizer, group: Mapping[str, Any], values: Sequence[Tensor], targets: Sequence[Tensor]
-) -> tuple[list[Tensor], list[Tensor], Optimizer]:
-    """Train `values` towards `targets`; return early values, the final values, and the fresh optimizer."""
+) -> tuple[list[Tensor], list[Tensor], Optimizer, int]:
+    """Train `values` towards `targets`.
+
+    Returns:
+        Early values, the final values, the fresh optimizer, and the number of evaluations of the closure.
+    """
     seed_torch(0)
     # Clones: splits are views of `values`, which the next trial needs again.
     parameters = [nn.Parameter(value.clone()) for value in values]
@@ -563,15 +644,14 @@ def _train(
             loss = loss + (curvature * distance.square()).sum() / 2
         return loss
 
-    takes_closure = bool(inspect.signature(fresh.step).parameters)
     others = _other_steps(fresh)
     for _ in range(_STEPS):
         for other in others:
             closure()
             other()
         closure()  # some optimizers ignore the closure in `step`
-        fresh.step(closure) if takes_closure else fresh.step()  # type: ignore[arg-type]
-    return seen[_EARLY], [parameter.detach() for parameter in parameters], fresh
+        _step(fresh, closure)
+    return seen[_EARLY], [parameter.detach() for parameter in parameters], fresh, len(seen)
 
 
 def _other_steps(optimizer: Optimizer) -> list[Callable[[], Any]]:

@@ -181,32 +181,21 @@ def _check_gradients_unneeded(module: LightningModule, stage: int) -> None:
 def divide_optimizers(
     optimizers: Sequence[Optimizer],
     slices: ParameterSlices,
-    world: Group,
     patches: Patches,
     shown: Callable[[Optimizer], AbstractContextManager[None]] | None = None,
-) -> list[Optimizer]:
+) -> None:
     """Let each replica's optimizers update slices, until `patches` are undone; every rank must call it.
 
     Args:
         optimizers: The optimizers.
         slices: The slices of the replicas.
-        world: All ranks.
         patches: Undo the change.
-        shown: Runs around the step of an optimizer, to show full tensors to it; None refuses optimizers that need them.
-
-    Returns:
-        The user's optimizers whose steps must see full tensors.
-
-    Raises:
-        ValueError: On every rank, if an optimizer would compute another update with slices.
+        shown: Runs around the step of an optimizer, to show full tensors to it.
     """
-    with comm.failing_together(world):
-        full = check_sliced(optimizers, slices.group.size, shown is not None)
     for optimizer in optimizers:
         # This function runs again when optimizers change. A second wrapper of `step` would gather twice.
         if not slices.has_divided(optimizer):
             slices.divide(optimizer, patches, shown)
-    return full
 
 
 def follow_other_steps(slices: ParameterSlices, world: Group, patches: Patches) -> None:
@@ -217,7 +206,9 @@ def follow_other_steps(slices: ParameterSlices, world: Group, patches: Patches) 
 
     def take(optimizer: Optimizer) -> None:
         # The step has already run with slices, so it is too late to show full tensors.
-        divide_optimizers([optimizer], slices, world, patches)
+        with comm.failing_together(world):
+            check_sliced([optimizer], slices.group.size)
+        divide_optimizers([optimizer], slices, patches)
         slices.gather_step(optimizer)
 
     slices.watch_steps(take)

@@ -1,0 +1,352 @@
+"""Gives whole tensors to optimizers that need them: each tensor has one owner among the ranks that share it.
+
+    rank        0                    1
+    before      A[0]  B[0]           A[1]  B[1]        parts of two matrices, and of their gradients
+    collect     A                    B                 each owner gets one of them in full
+    step        A' and its state     B' and its state  the user's optimizer, at the same time
+    deliver     A'[0] B'[0]          A'[1] B'[1]
+
+Tensor parallelism, ZeRO and both together share these steps. Over the replicas, an owner collects slices of gradients
+only, because each replica holds full parameters, and delivers full tensors.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
+from itertools import zip_longest
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from lightning_parallel import comm
+from lightning_parallel.checkpoint import StateOwner
+from lightning_parallel.comm import Group, MeshGroups, Pending, fill_buckets
+from lightning_parallel.compat import ParallelState, Patches
+from lightning_parallel.data_parallel import ParameterSlices
+from lightning_parallel.data_parallel.bucketed_reducer import BUCKET_BYTES
+from lightning_parallel.data_parallel.parameter_slices import MOST_IN_FLIGHT, wrap_step
+from lightning_parallel.tensor.sharding import REPLICATED, Shard
+
+__all__ = ["TensorOwners"]
+
+
+class _SharedTensor(NamedTuple):
+    """A part of a tensor on this rank.
+
+    Attributes:
+        value: The part.
+        rule: How the ranks of the group hold parts of the tensor.
+        owner: Position in the group of the rank that gets, or has, the whole tensor.
+    """
+
+    value: Tensor
+    rule: Shard
+    owner: int
+
+    @property
+    def shape(self) -> torch.Size:
+        return self.rule.full_shape(self.value.shape)
+
+
+class TensorOwners:
+    """Distributes whole tensors over the ranks that share them, for the steps of optimizers that need whole tensors.
+
+    Args:
+        module: The module, of which this rank holds a part.
+        groups: The mesh's groups.
+        slices: The slices of the replicas; None without ZeRO.
+
+    Attributes:
+        of: The owner of each shared parameter, by optimizer. Only the owner has state for it.
+    """
+
+    def __init__(self, module: nn.Module, groups: MeshGroups, slices: ParameterSlices | None) -> None:
+        self._module = module
+        self._tensor = groups.tensor_parallel
+        self._replicas = groups.data_parallel
+        self._slices = slices
+        self._rules: dict[Tensor, Shard] = {}
+        # Elements that each rank owns, by its positions in both groups.
+        self._loads: dict[tuple[int, int], int] = {}
+        self.of: dict[Optimizer, dict[Tensor, StateOwner]] = {}
+
+    def take(self, optimizer: Optimizer, patches: Patches) -> None:
+        """Let an optimizer step on whole tensors until `patches` are undone; every rank must call it.
+
+        A second call gives owners to parameters that came since the first one.
+        """
+        rules = ParallelState.of(self._module).rules
+        names = {id(parameter): name for name, parameter in self._module.named_parameters()}
+        is_new = optimizer not in self.of
+        owners = self.of.setdefault(optimizer, {})
+        new: list[tuple[int, Tensor]] = []
+        for parameter in (each for group in optimizer.param_groups for each in group["params"]):
+            if parameter in owners:
+                continue
+            shape = parameter.shape if self._slices is None else self._slices.whole_shape(parameter)
+            rule = rules.get(names.get(id(parameter), ""))
+            if rule is not None:
+                self._rules[parameter] = rule
+                shape = rule.full_shape(shape)
+            if rule is not None or self._is_shared_by_replicas(parameter):
+                new.append((shape.numel(), parameter))
+        # The largest first, each to the rank with the fewest elements. No rank then has more than its share and the
+        # largest tensor. The sort keeps the order of equal sizes, which is the same on all ranks.
+        for numel, parameter in sorted(new, key=lambda each: -each[0]):
+            owners[parameter] = self._place(parameter, numel)
+        self._take_state(optimizer, [parameter for _, parameter in new])
+        if is_new:
+            wrap_step(optimizer, patches, self._step)
+
+    def _is_shared_by_replicas(self, parameter: Tensor) -> bool:
+        return self._slices is not None and self._slices.divides(parameter)
+
+    def _place(self, parameter: Tensor, numel: int) -> StateOwner:
+        """Return the owner of a new parameter, the rank with the fewest elements so far."""
+        replicas = range(self._replicas.size) if self._is_shared_by_replicas(parameter) else [0]
+        ranks = range(self._tensor.size)
+        # All tensor-parallel ranks of a replica step on a replicated parameter, which costs no message.
+        places = [(rank, replica) for replica in replicas for rank in (ranks if parameter in self._rules else [0])]
+        rank, replica = min(places, key=lambda place: self._loads.get(place, 0))
+        for each in [rank] if parameter in self._rules else ranks:
+            self._loads[each, replica] = self._loads.get((each, replica), 0) + numel
+        return StateOwner(
+            rank if parameter in self._rules else None, replica if self._is_shared_by_replicas(parameter) else None
+        )
+
+    def _is_mine(self, owner: StateOwner) -> bool:
+        return self._is_in_my_replica(owner) and owner.rank in (None, self._tensor.rank)
+
+    def _is_in_my_replica(self, owner: StateOwner) -> bool:
+        return owner.replica in (None, self._replicas.rank)
+
+    @torch.no_grad()
+    def _take_state(self, optimizer: Optimizer, parameters: Iterable[Tensor]) -> None:
+        """Leave the state that an optimizer has made in its constructor to the owners, as whole tensors."""
+        for parameter in [each for each in parameters if each in optimizer.state]:
+            state, rule = optimizer.state[parameter], self._rules.get(parameter)
+            for key, value in state.items() if rule is not None else ():
+                assert rule is not None
+                if isinstance(value, Tensor) and value.shape == parameter.shape:
+                    parts = comm.all_gather(value, self._tensor, rule.dim, rule.sizes).split(rule.sizes, rule.dim)
+                    state[key] = rule.merge(parts)
+            if not self._is_mine(self.of[optimizer][parameter]):
+                del optimizer.state[parameter]
+
+    # -------------------------------------------------------------------------------------------------- the step
+
+    @contextmanager
+    def _step(self, optimizer: Optimizer) -> Iterator[None]:
+        """Give whole tensors to their owners inside the block, and hide other shared parameters from the optimizer."""
+        watch = ParallelState.of(self._module).watch
+        # A step under manual optimization sees full tensors. The messages carry the parts of this rank.
+        with nullcontext() if watch is None else watch.views.hidden():
+            owners = {
+                parameter: owner
+                for parameter, owner in self.of[optimizer].items()
+                # Also without a gradient: ranks may have gradients for different parameters, but send the same.
+                if parameter.requires_grad or parameter.grad is not None
+            }
+            with torch.no_grad():
+                gradients, kept = self._whole_gradients(owners)
+                shared = {parameter: parameter.data for parameter in owners}
+                whole = self._collect_shards(owners, gradients)
+            hidden = {parameter for parameter, owner in self.of[optimizer].items() if not self._is_mine(owner)}
+            for parameter in owners:
+                data, gradient = whole.get(parameter, (parameter.data, gradients[parameter]))
+                _replace(parameter, data, None if parameter in hidden else gradient)
+            try:
+                with _without(optimizer, hidden):
+                    yield
+                with torch.no_grad():
+                    self._deliver(owners, shared)
+            finally:
+                for parameter, data in shared.items():
+                    _replace(parameter, data, kept[parameter])
+
+    def _whole_gradients(
+        self, owners: Mapping[Tensor, StateOwner]
+    ) -> tuple[dict[Tensor, Tensor | None], dict[Tensor, Tensor | None]]:
+        """Return the gradients of the shards for the replicas of their owners, and the gradients after the step."""
+        if self._slices is None or not self._slices.holds_gradients:
+            gradients = {parameter: parameter.grad for parameter in owners}
+            return gradients, gradients
+        # Stage 2: the replicas have slices of gradients, and agree on the parameters with a gradient.
+        narrow = [each for each in owners if self._slices.is_narrow(each) and each.grad is not None]
+        parts = []
+        for parameter in narrow:
+            rule = Shard.of_sizes(self._slices.sizes(self._slices.whole_shape(parameter).numel()))
+            assert parameter.grad is not None
+            owner = owners[parameter].replica
+            assert owner is not None, "slices belong to replicas"
+            parts.append(_SharedTensor(parameter.grad.reshape(-1), rule, owner))
+        # Parameters become whole, with their values before the step. Their slices of gradients are freed.
+        self._slices.widen()
+        kept = {parameter: parameter.grad for parameter in owners}
+        found = dict(zip(narrow, _collected(parts, self._replicas)))
+        gradients = dict(kept)
+        for parameter, gradient in found.items():
+            gradients[parameter] = None if gradient is None else gradient.view(parameter.shape)
+        return gradients, kept
+
+    def _collect_shards(
+        self, owners: Mapping[Tensor, StateOwner], gradients: Mapping[Tensor, Tensor | None]
+    ) -> dict[Tensor, tuple[Tensor, Tensor | None]]:
+        """Return the sharded parameters of this owner in full, with their gradients."""
+        sharded = [each for each in owners if each in self._rules and self._is_in_my_replica(owners[each])]
+        parts = []
+        for parameter in sharded:
+            gradient = gradients[parameter]
+            owner = owners[parameter].rank
+            assert owner is not None, "shards belong to tensor-parallel ranks"
+            # The owner decides whether there is a gradient. All messages have the same size without it.
+            gradient = torch.zeros_like(parameter) if gradient is None else gradient
+            parts += [_SharedTensor(value, self._rules[parameter], owner) for value in (parameter.data, gradient)]
+        found = _collected(parts, self._tensor)
+        whole: dict[Tensor, tuple[Tensor, Tensor | None]] = {}
+        for parameter, data, gradient in zip(sharded, found[::2], found[1::2]):
+            if data is not None:
+                whole[parameter] = data, None if gradients[parameter] is None else gradient
+        return whole
+
+    def _deliver(self, owners: Mapping[Tensor, StateOwner], shared: Mapping[Tensor, Tensor]) -> None:
+        """Write the updated tensors of all owners into the parts of this rank."""
+        for parameter, data in shared.items():
+            # A step may give a parameter new memory, also a parameter that is full on this rank.
+            if parameter not in self._rules and parameter.data_ptr() != data.data_ptr():
+                data.copy_(parameter.data)
+        sharded = [each for each in owners if each in self._rules and self._is_in_my_replica(owners[each])]
+        parts = [_SharedTensor(shared[each], self._rules[each], owners[each].rank or 0) for each in sharded]
+        _deliver(parts, [each.data for each in sharded], self._tensor)
+        if self._slices is not None:
+            # The other replicas need each tensor in full, or its shard.
+            everywhere = [each for each in owners if owners[each].replica is not None]
+            parts = [_SharedTensor(shared[each], REPLICATED, owners[each].replica or 0) for each in everywhere]
+            _deliver(parts, [shared[each] for each in everywhere], self._replicas)
+
+
+@contextmanager
+def _without(optimizer: Optimizer, hidden: set[Tensor]) -> Iterator[None]:
+    """Take parameters out of the groups of an optimizer inside the block: some steps expect a gradient for each."""
+    groups = [(group["params"], list(group["params"])) for group in optimizer.param_groups]
+    # In place, because optimizers keep references to the lists.
+    for params, every in groups:
+        params[:] = [each for each in every if each not in hidden]
+    try:
+        yield
+    finally:
+        for params, every in groups:
+            params[:] = every
+
+
+# ------------------------------------------------------------------------------------------------------- the messages
+
+
+def _rounds(parts: Sequence[_SharedTensor], group: Group) -> list[list[list[int]]]:
+    """Divide parts into rounds of one message to each rank; a round has the indices of parts by their owner."""
+    kinds: dict[Any, list[list[int]]] = {}
+    for index, part in enumerate(parts):
+        kind = part.value.dtype, part.value.device
+        kinds.setdefault(kind, [[] for _ in range(group.size)])[part.owner].append(index)
+    rounds: list[list[list[int]]] = []
+    for by_owner in kinds.values():
+        buckets = [
+            fill_buckets(
+                {str(index): parts[index].shape.numel() * parts[index].value.element_size() for index in indices},
+                BUCKET_BYTES,
+            )
+            for indices in by_owner
+        ]
+        # All owners receive at the same time, each its next bucket.
+        rounds += [[list(map(int, names)) for names in each] for each in zip_longest(*buckets, fillvalue=[])]
+    return rounds
+
+
+def _collected(parts: Sequence[_SharedTensor], group: Group) -> list[Tensor | None]:
+    """Return the whole tensors that this rank owns, and None for other tensors; every rank of the group calls it."""
+    found: list[Tensor | None] = [None] * len(parts)
+
+    def start(by_owner: list[list[int]]) -> Pending:
+        sent = [[parts[index].value.reshape(-1) for index in indices] for indices in by_owner]
+        mine = by_owner[group.rank]
+        arriving = [sum(_size(parts[index], rank) for index in mine) for rank in range(group.size)]
+        return _exchange(sent, arriving, parts[next(index for each in by_owner for index in each)].value, group)
+
+    def land(by_owner: list[list[int]], received: Tensor) -> None:
+        mine = by_owner[group.rank]
+        sizes = [_size(parts[index], rank) for rank in range(group.size) for index in mine]
+        pieces = received.split(sizes)
+        for at, index in enumerate(mine):
+            part = parts[index]
+            by_rank = pieces[at :: len(mine)]
+            shards = [piece.view(part.rule.local_shape(part.shape, rank)) for rank, piece in enumerate(by_rank)]
+            found[index] = part.rule.merge(shards)
+
+    _in_flight(_rounds(parts, group), start, land)
+    return found
+
+
+def _deliver(parts: Sequence[_SharedTensor], whole: Sequence[Tensor], group: Group) -> None:
+    """Write whole tensors of their owners into the parts; every rank of the group calls it.
+
+    Args:
+        parts: The parts.
+        whole: The whole tensor of each part that this rank owns; other entries are not read.
+        group: The group.
+    """
+
+    def start(by_owner: list[list[int]]) -> Pending:
+        sent = [
+            [parts[index].rule.split(whole[index], rank).reshape(-1) for index in by_owner[group.rank]]
+            for rank in range(group.size)
+        ]
+        arriving = [sum(parts[index].value.numel() for index in indices) for indices in by_owner]
+        return _exchange(sent, arriving, parts[next(index for each in by_owner for index in each)].value, group)
+
+    def land(by_owner: list[list[int]], received: Tensor) -> None:
+        order = [index for indices in by_owner for index in indices]
+        for index, piece in zip(order, received.split([parts[index].value.numel() for index in order])):
+            parts[index].value.copy_(piece.view(parts[index].value.shape))
+
+    _in_flight(_rounds(parts, group), start, land)
+
+
+def _size(part: _SharedTensor, rank: int) -> int:
+    return part.rule.local_shape(part.shape, rank).numel()
+
+
+def _exchange(sent: Sequence[Sequence[Tensor]], arriving: Sequence[int], like: Tensor, group: Group) -> Pending:
+    """Start to send tensors to each rank, and to receive as many elements as given from each rank."""
+    flat = [each for tensors in sent for each in tensors]
+    message = torch.cat(flat) if flat else like.new_empty(0)
+    leaving = [sum(each.numel() for each in tensors) for tensors in sent]
+    pending: Pending = comm.all_to_all(message, group, leaving, arriving, async_op=True)
+    return pending
+
+
+def _in_flight(
+    rounds: Iterable[list[list[int]]],
+    start: Callable[[list[list[int]]], Pending],
+    land: Callable[[list[list[int]], Tensor], None],
+) -> None:
+    """Run the messages of rounds, a few at the same time."""
+    flights: list[tuple[list[list[int]], Pending]] = []
+    for each in rounds:
+        flights.append((each, start(each)))
+        # A limit for memory: each message in flight holds copies of its tensors.
+        if len(flights) > MOST_IN_FLIGHT:
+            first, pending = flights.pop(0)
+            land(first, pending.wait())
+    for first, pending in flights:
+        land(first, pending.wait())
+
+
+def _replace(parameter: Tensor, data: Tensor, gradient: Tensor | None) -> None:
+    """Give a parameter other data, and a gradient of the same shape."""
+    # Cleared first: a gradient must have the shape of its parameter at any time.
+    parameter.grad = None
+    parameter.data = data
+    parameter.grad = gradient
