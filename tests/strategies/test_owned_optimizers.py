@@ -123,6 +123,8 @@ LAYOUTS = {
     "tensor 4": ({"tensor_parallel_size": 4}, 4, 1),
     "stage 1": ({"zero_stage": 1}, 2, 2),
     "stage 2": ({"zero_stage": 2}, 4, 4),
+    "stage 3": ({"zero_stage": 3}, 2, 2),
+    "tensor 2, stage 3": ({"tensor_parallel_size": 2, "zero_stage": 3}, 4, 2),
     "tensor 2, stage 1": ({"tensor_parallel_size": 2, "zero_stage": 1}, 4, 2),
     "tensor 2, stage 2": ({"tensor_parallel_size": 2, "zero_stage": 2}, 4, 2),
     "tensor 2, pipeline 2": ({"tensor_parallel_size": 2, "pipeline_parallel_size": 2, "num_microbatches": 2}, 4, 1),
@@ -132,7 +134,9 @@ LAYOUTS = {
 
 def run(layout, module, more=None, **options):
     sizes, devices, replicas = LAYOUTS[layout]
-    strategy = "auto" if sizes is None else HybridParallelStrategy(**sizes, **(more or {}))
+    strategy = (
+        "auto" if sizes is None else HybridParallelStrategy(**{"gather_after_fit": "all", **sizes, **(more or {})})
+    )
     return fit(module, strategy, devices, replicas, **{"limit_val_batches": 0, "gradient_clip_val": 0.3, **options})
 
 
@@ -187,7 +191,7 @@ def test_it_trains_like_one_process_on_four_ranks(layout):
 @distributed(world_size=4)
 def test_every_layout_resumes_every_other(group, case):
     folder, path = Path(comm.broadcast_object(tempfile.mkdtemp(), group)), None
-    ring = ["stock", "tensor 2, stage 2", "tensor 4", "tensor 2, pipeline 2", "stage 2", "stock"]
+    ring = ["stock", "tensor 2, stage 2", "tensor 4", "tensor 2, pipeline 2", "tensor 2, stage 3", "stock"]
     for epoch, layout in enumerate(ring):
         module = Varied(case)
         is_sharded = layout != "stock" and epoch % 2

@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from itertools import zip_longest
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
@@ -150,82 +150,117 @@ class TensorOwners:
                 # Also without a gradient: ranks may have gradients for different parameters, but send the same.
                 if parameter.requires_grad or parameter.grad is not None
             }
-            with torch.no_grad():
-                gradients, kept = self._whole_gradients(owners)
-                shared = {parameter: parameter.data for parameter in owners}
-                whole = self._collect_shards(owners, gradients)
             hidden = {parameter for parameter, owner in self.of[optimizer].items() if not self._is_mine(owner)}
+            shards, gradients = self._collect_slices(owners)
+            kept = {parameter: (parameter.data, parameter.grad) for parameter in owners}
+            whole = self._collect_shards(owners, shards, gradients)
             for parameter in owners:
-                data, gradient = whole.get(parameter, (parameter.data, gradients[parameter]))
-                _replace(parameter, data, None if parameter in hidden else gradient)
+                if parameter in hidden:
+                    parameter.grad = None
+                else:
+                    _replace(parameter, *whole.get(parameter, (shards[parameter], gradients[parameter])))
             try:
                 with _without(optimizer, hidden):
                     yield
-                with torch.no_grad():
-                    self._deliver(owners, shared)
+                self._deliver(owners, shards, {parameter: data for parameter, (data, _) in kept.items()})
             finally:
-                for parameter, data in shared.items():
-                    _replace(parameter, data, kept[parameter])
+                for parameter, (data, gradient) in kept.items():
+                    _replace(parameter, data, gradient)
+                if self._keeps_slices and self._slices is not None:
+                    self._slices.widen()
 
-    def _whole_gradients(
+    @property
+    def _keeps_slices(self) -> bool:
+        return self._slices is not None and self._slices.keeps_slices
+
+    def _slice(self, parameter: Tensor, value: Tensor, owner: StateOwner) -> _SharedTensor:
+        assert self._slices is not None
+        assert owner.replica is not None, "slices belong to replicas"
+        sizes = self._slices.sizes(self._slices.whole_shape(parameter).numel())
+        return _SharedTensor(value.reshape(-1), Shard.of_sizes(sizes), owner.replica)
+
+    @torch.no_grad()
+    def _collect_slices(
         self, owners: Mapping[Tensor, StateOwner]
-    ) -> tuple[dict[Tensor, Tensor | None], dict[Tensor, Tensor | None]]:
-        """Return the gradients of the shards for the replicas of their owners, and the gradients after the step."""
-        if self._slices is None or not self._slices.holds_gradients:
-            gradients = {parameter: parameter.grad for parameter in owners}
-            return gradients, gradients
-        # Stage 2: the replicas have slices of gradients, and agree on the parameters with a gradient.
-        narrow = [each for each in owners if self._slices.is_narrow(each) and each.grad is not None]
-        parts = []
-        for parameter in narrow:
-            rule = Shard.of_sizes(self._slices.sizes(self._slices.whole_shape(parameter).numel()))
-            assert parameter.grad is not None
-            owner = owners[parameter].replica
-            assert owner is not None, "slices belong to replicas"
-            parts.append(_SharedTensor(parameter.grad.reshape(-1), rule, owner))
-        # Parameters become whole, with their values before the step. Their slices of gradients are freed.
-        self._slices.widen()
-        kept = {parameter: parameter.grad for parameter in owners}
-        found = dict(zip(narrow, _collected(parts, self._replicas)))
-        gradients = dict(kept)
-        for parameter, gradient in found.items():
-            gradients[parameter] = None if gradient is None else gradient.view(parameter.shape)
-        return gradients, kept
+    ) -> tuple[dict[Tensor, Tensor], dict[Tensor, Tensor | None]]:
+        """Return shards and their gradients, which are full over the replicas; the replicas of the owners have all."""
+        slices = self._slices
+        shared = [parameter for parameter, owner in owners.items() if owner.replica is not None]
+        if slices is None or not shared:
+            return {each: each.data for each in owners}, {each: each.grad for each in owners}
+        for parameter in shared if slices.keeps_slices else ():
+            if not slices.is_narrow(parameter):
+                slices.narrow(cast(nn.Parameter, parameter))
+        narrow = {each: slices.whole_shape(each) for each in shared if slices.is_narrow(each)}
+        # The replicas agree on the parameters with a gradient.
+        found = {each: self._slice(each, each.grad, owners[each]) for each in narrow if each.grad is not None}
+        data = {each: self._slice(each, each.data, owners[each]) for each in narrow if slices.keeps_slices}
+        if not slices.keeps_slices:
+            # Parameters become whole, with their values before the step. Their slices of gradients are freed.
+            slices.widen()
+        shards = {each: each.data for each in owners if each not in data}
+        gradients: dict[Tensor, Tensor | None] = {each: None if each in narrow else each.grad for each in owners}
+        for parameter, value in zip(data, _collected([*data.values()], self._replicas)):
+            if value is not None:
+                shards[parameter] = value.view(narrow[parameter])
+        for parameter, value in zip(found, _collected([*found.values()], self._replicas)):
+            if value is not None:
+                gradients[parameter] = value.view(narrow[parameter])
+        return shards, gradients
 
+    def _shard(self, parameter: Tensor, value: Tensor, owner: StateOwner) -> _SharedTensor:
+        assert owner.rank is not None, "shards belong to tensor-parallel ranks"
+        return _SharedTensor(value, self._rules[parameter], owner.rank)
+
+    @torch.no_grad()
     def _collect_shards(
-        self, owners: Mapping[Tensor, StateOwner], gradients: Mapping[Tensor, Tensor | None]
+        self,
+        owners: Mapping[Tensor, StateOwner],
+        shards: Mapping[Tensor, Tensor],
+        gradients: Mapping[Tensor, Tensor | None],
     ) -> dict[Tensor, tuple[Tensor, Tensor | None]]:
         """Return the sharded parameters of this owner in full, with their gradients."""
         sharded = [each for each in owners if each in self._rules and self._is_in_my_replica(owners[each])]
         parts = []
         for parameter in sharded:
-            gradient = gradients[parameter]
-            owner = owners[parameter].rank
-            assert owner is not None, "shards belong to tensor-parallel ranks"
+            data, gradient = shards[parameter], gradients[parameter]
             # The owner decides whether there is a gradient. All messages have the same size without it.
-            gradient = torch.zeros_like(parameter) if gradient is None else gradient
-            parts += [_SharedTensor(value, self._rules[parameter], owner) for value in (parameter.data, gradient)]
+            values = data, torch.zeros_like(data) if gradient is None else gradient
+            parts += [self._shard(parameter, value, owners[parameter]) for value in values]
         found = _collected(parts, self._tensor)
         whole: dict[Tensor, tuple[Tensor, Tensor | None]] = {}
-        for parameter, data, gradient in zip(sharded, found[::2], found[1::2]):
-            if data is not None:
-                whole[parameter] = data, None if gradients[parameter] is None else gradient
+        for parameter, whole_data, whole_gradient in zip(sharded, found[::2], found[1::2]):
+            if whole_data is not None:
+                whole[parameter] = whole_data, None if gradients[parameter] is None else whole_gradient
         return whole
 
-    def _deliver(self, owners: Mapping[Tensor, StateOwner], shared: Mapping[Tensor, Tensor]) -> None:
-        """Write the updated tensors of all owners into the parts of this rank."""
-        for parameter, data in shared.items():
+    @torch.no_grad()
+    def _deliver(
+        self, owners: Mapping[Tensor, StateOwner], shards: Mapping[Tensor, Tensor], kept: Mapping[Tensor, Tensor]
+    ) -> None:
+        """Write the updated tensors of all owners into the parts of this rank.
+
+        Args:
+            owners: The owners of the parameters.
+            shards: The shards in the replicas of the owners.
+            kept: The data of the parameters on this rank between steps.
+        """
+        for parameter, owner in owners.items():
             # A step may give a parameter new memory, also a parameter that is full on this rank.
-            if parameter not in self._rules and parameter.data_ptr() != data.data_ptr():
-                data.copy_(parameter.data)
+            is_whole = parameter not in self._rules and self._is_mine(owner)
+            if is_whole and parameter.data_ptr() != shards[parameter].data_ptr():
+                shards[parameter].copy_(parameter.data)
         sharded = [each for each in owners if each in self._rules and self._is_in_my_replica(owners[each])]
-        parts = [_SharedTensor(shared[each], self._rules[each], owners[each].rank or 0) for each in sharded]
+        parts = [self._shard(each, shards[each], owners[each]) for each in sharded]
         _deliver(parts, [each.data for each in sharded], self._tensor)
-        if self._slices is not None:
-            # The other replicas need each tensor in full, or its shard.
-            everywhere = [each for each in owners if owners[each].replica is not None]
-            parts = [_SharedTensor(shared[each], REPLICATED, owners[each].replica or 0) for each in everywhere]
-            _deliver(parts, [shared[each] for each in everywhere], self._replicas)
+        shared = [each for each, owner in owners.items() if owner.replica is not None]
+        if self._keeps_slices:
+            parts = [self._slice(each, kept[each], owners[each]) for each in shared]
+        else:
+            # The other replicas need each shard in full.
+            parts = [_SharedTensor(kept[each], REPLICATED, owners[each].replica or 0) for each in shared]
+        full = [shards.get(each, kept[each]) for each in shared]
+        _deliver(parts, [each.reshape(-1) for each in full] if self._keeps_slices else full, self._replicas)
 
 
 @contextmanager
