@@ -2,18 +2,22 @@
 
 import copy
 import functools
+import os
 import tempfile
 from pathlib import Path
 
 import pytest
 import torch
+from lightning.pytorch.plugins import MixedPrecision
 from torch import nn
 from torch.optim import Optimizer
 
-from lightning_parallel import HybridParallelStrategy, PowerSGD, comm
+from lightning_parallel import HybridParallelStrategy, LocalSGDStrategy, PowerSGD, comm
 from tests.harness import distributed
+from tests.strategies.models import loader, trainer_for
 from tests.strategies.test_optimizer_groups import Odd
 from tests.strategies.test_pipeline import Deep, fit
+from tests.strategies.test_pipeline_lifecycle import HalfPrecision
 
 
 class Tensorwise(Optimizer):
@@ -292,3 +296,70 @@ def test_steps_under_manual_optimization(layout):
     run(layout, module, gradient_clip_val=None)
     expect_same(module, expected.state_dict(), layout)
     assert module.shapes == expected.shapes
+
+
+class Thawed(Varied):
+    """Trains a part of its layers from the second epoch on, in further groups."""
+
+    def __init__(self):
+        super().__init__("adafactor")
+        self.blocks[:2].requires_grad_(False)
+
+    def on_train_epoch_start(self):
+        if self.current_epoch == 1:
+            self.blocks[:2].requires_grad_(True)
+            self.trainer.optimizers[0].add_param_group({"params": list(self.blocks[:2].parameters()), "lr": 0.1})
+
+    def configure_optimizers(self):
+        every = [each for each in self.parameters() if each.requires_grad and each.numel() > 1]
+        return torch.optim.Adafactor(every, lr=0.05)
+
+
+@pytest.mark.parametrize("layout", ["tensor 2", "stage 1"])
+@distributed(world_size=2)
+def test_parameters_that_come_later_get_owners(layout):
+    expected, module = Thawed(), Thawed()
+    run("stock", expected, max_epochs=3)
+    run(layout, module, max_epochs=3)
+    expect_same(module, expected.state_dict(), layout)
+
+
+class Overflowing(HalfPrecision):
+    def configure_optimizers(self):
+        return UsersLamb(self.parameters())
+
+
+@distributed(world_size=2)
+def test_owners_skip_a_step_together(group):
+    found = []
+    for devices in (1, 2):
+        plugin = MixedPrecision("16-mixed", "cpu", torch.amp.GradScaler("cpu", init_scale=2.0**10))
+        plugin.autocast_context_manager = lambda: torch.autocast("cpu", enabled=False)
+        module = Overflowing(0)
+        strategy = HybridParallelStrategy(tensor_parallel_size=2) if devices == 2 else "auto"
+        if devices == 2:
+            strategy.precision_plugin = plugin
+        os.environ.update(LOCAL_RANK=str(group.rank * (devices > 1)), NODE_RANK="0", WORLD_SIZE=str(devices))
+        options = {"plugins": [plugin]} if devices == 1 else {}
+        trainer = trainer_for(strategy, devices, max_epochs=1, limit_val_batches=0, **options)
+        trainer.fit(module, loader(dtype=torch.float32))
+        found.append((module.state_dict(), plugin.scaler.get_scale()))
+    assert found[0][1] == found[1][1] == 2.0**9
+    torch.testing.assert_close(dict(found[1][0]), dict(found[0][0]), rtol=1e-5, atol=1e-6)
+
+
+@distributed(world_size=4)
+def test_replicas_with_local_steps_have_owners_each(group):
+    def train(sizes, replicas, path=None, **options):
+        module = Varied("adafactor")
+        strategy = LocalSGDStrategy(every_n_steps=2, average_first=0, gather_after_fit="all", verify="off", **sizes)
+        return module, fit(module, strategy, 4, replicas, path, limit_val_batches=0, **options)
+
+    path = Path(comm.broadcast_object(tempfile.mkdtemp(), group)) / "local.ckpt"
+    sizes = {"tensor_parallel_size": 2, "data_parallel_size": 2}
+    expected, _ = train(sizes, 2, max_epochs=2)
+    _, trainer = train(sizes, 2, max_epochs=1)
+    trainer.save_checkpoint(path)
+    comm.barrier(group)
+    module, _ = train(sizes, 2, path, max_epochs=2)
+    expect_same(module, expected.state_dict(), "resumed")

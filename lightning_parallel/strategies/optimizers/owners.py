@@ -2,12 +2,13 @@
 
     rank        0                    1
     before      A[0]  B[0]           A[1]  B[1]        parts of two matrices, and of their gradients
-    collect     A                    B                 each owner gets one of them in full
+    collect     A                    B                 each owner gets one matrix in full
     step        A' and its state     B' and its state  the user's optimizer, at the same time
     deliver     A'[0] B'[0]          A'[1] B'[1]
 
-Tensor parallelism, ZeRO and both together share these steps. Over the replicas, an owner collects slices of gradients
-only, because each replica holds full parameters, and delivers full tensors.
+Tensor parallelism, ZeRO and both together share these steps; both collect slices first, then shards. Over the replicas
+an owner collects slices of gradients (stages 2 and 3) and of parameters (stage 3). It delivers full tensors to stages 1
+and 2, and slices to stage 3.
 """
 
 from __future__ import annotations
@@ -82,7 +83,7 @@ class TensorOwners:
         names = {id(parameter): name for name, parameter in self._module.named_parameters()}
         is_new = optimizer not in self.of
         owners = self.of.setdefault(optimizer, {})
-        new: list[tuple[int, Tensor]] = []
+        new: dict[Tensor, int] = {}
         for parameter in (each for group in optimizer.param_groups for each in group["params"]):
             if parameter in owners:
                 continue
@@ -92,12 +93,13 @@ class TensorOwners:
                 self._rules[parameter] = rule
                 shape = rule.full_shape(shape)
             if rule is not None or self._is_shared_by_replicas(parameter):
-                new.append((shape.numel(), parameter))
+                new[parameter] = shape.numel()
         # The largest first, each to the rank with the fewest elements. No rank then has more than its share and the
-        # largest tensor. The sort keeps the order of equal sizes, which is the same on all ranks.
-        for numel, parameter in sorted(new, key=lambda each: -each[0]):
-            owners[parameter] = self._place(parameter, numel)
-        self._take_state(optimizer, [parameter for _, parameter in new])
+        # largest tensor. The sort keeps the order of equal sizes, which is the same on all ranks. Frozen parameters
+        # come last, because they have no state.
+        for parameter in sorted(new, key=lambda each: (not each.requires_grad, -new[each])):
+            owners[parameter] = self._place(parameter, new[parameter])
+        self._take_state(optimizer, new)
         if is_new:
             wrap_step(optimizer, patches, self._step)
 
@@ -150,7 +152,8 @@ class TensorOwners:
                 # Also without a gradient: ranks may have gradients for different parameters, but send the same.
                 if parameter.requires_grad or parameter.grad is not None
             }
-            hidden = {parameter for parameter, owner in self.of[optimizer].items() if not self._is_mine(owner)}
+            # Frozen parameters stay in parts, which no optimizer must take for whole tensors.
+            hidden = {each for each in self.of[optimizer] if each not in owners or not self._is_mine(owners[each])}
             shards, gradients = self._collect_slices(owners)
             kept = {parameter: (parameter.data, parameter.grad) for parameter in owners}
             whole = self._collect_shards(owners, shards, gradients)
