@@ -36,7 +36,7 @@ from lightning_parallel.strategies.whole import reference
 from lightning_parallel.strategies.whole.reference import Owners, WholeModel, run_reference
 from lightning_parallel.strategies.whole.skeleton import Skeleton
 from tests.harness import distributed
-from tests.strategies.models import loader, trainer_for
+from tests.strategies.models import Net, loader, trainer_for
 
 
 class Mlp(nn.Module):
@@ -1177,6 +1177,25 @@ def test_the_reference_never_holds_the_whole_model(group):
         assert said[0].startswith("Self-check passed on 2 samples: loss and 20 gradients match")
         largest = 12 * 48
         assert max(held) <= 2 * largest, "a few tensors at a time"
+
+
+@distributed(world_size=2)
+def test_parameters_that_backward_fetches_again_were_not_written(group):
+    trims = []
+    with ExitStack() as stack:
+        # A few parameters travel together. In backward the last of them come back for autograd alone.
+        for name, num_bytes in {
+            "_CHUNK_BYTES": 13000,
+            "_CACHE_BYTES": 1,
+            "_ROOM_BYTES": 1,
+            "_KEPT_FREE_BYTES": 1,
+        }.items():
+            stack.enter_context(patched(reference, name, num_bytes))
+        stack.enter_context(patched(reference, "return_free_memory", trims.append))
+        said = fit(Net(hidden=64).double(), "tensor")
+    if group.rank == 0:
+        assert said[0].startswith("Self-check passed on 2 samples"), said
+        assert trims, "free memory goes back while the step runs"
 
 
 @distributed(world_size=2)

@@ -59,7 +59,7 @@ from lightning_parallel.strategies.whole.pinned import (
     with_fixed_norm,
     without_dropout,
 )
-from lightning_parallel.strategies.whole.reference import Blame, Owners, WholeModel, run_reference
+from lightning_parallel.strategies.whole.reference import Blame, Owners, WholeModel, return_free_memory, run_reference
 from lightning_parallel.strategies.whole.skeleton import Skeleton
 from lightning_parallel.tensor.audit import part_in
 from lightning_parallel.tensor.pieces import gather_attributes, without_pieces
@@ -264,6 +264,9 @@ class StepRuns:
         if failure is None and found.result:
             failure = refused_leaving(call.name, found.result[0].left_by_backward, found.result[0].left_in_callback)
         comm.raise_together(failure, self.groups.replica)
+        if owners.is_large():
+            # The step in parallel comes next, and needs as much memory as any step.
+            return_free_memory(self.device)
         effects, draws, dropout, trace, drawn = found.result or (ObservedStep(), False, False, None, RecordedDraws())
         return WholeRun(
             failure=found.failure,

@@ -21,6 +21,7 @@ activations of a large model wait in a temporary file: the reference needs no mo
 
 from __future__ import annotations
 
+import ctypes
 import os
 import pickle
 import sys
@@ -45,7 +46,7 @@ from lightning_parallel.strategies.whole.pinned import ReferenceRunError, Refuse
 from lightning_parallel.strategies.whole.skeleton import Skeleton
 from lightning_parallel.tensor.sharding import REPLICATED
 
-__all__ = ["Blame", "Fetched", "Owners", "WholeModel", "run_reference"]
+__all__ = ["Blame", "Fetched", "Owners", "WholeModel", "return_free_memory", "run_reference"]
 
 Blame = Literal["", "user", "check", "unknown"]
 """Whose fault a failed run on the full model is: the step communicates by itself, or the self-check has failed."""
@@ -61,6 +62,9 @@ _ROOM_BYTES = 64 << 20
 
 _SPOOLED_BYTES = 1 << 20
 """Tensors from this size on wait in a file, if the model is larger than the cache."""
+
+_KEPT_FREE_BYTES = 128 << 20
+"""Bytes of messages after which free memory of the process goes back to the system."""
 
 _LEAF_BYTES = 64 << 20
 """Models up to this size have their gradients in `.grad`, as in one process."""
@@ -131,6 +135,15 @@ class Spool:
         return tensor.to(held.device)
 
 
+def return_free_memory(device: torch.device) -> None:
+    """Return free memory of this process to the system, if tensors of `device` are in it; glibc alone can do it."""
+    # glibc keeps freed blocks of up to 32 MiB in its heap, where blocks of other sizes leave holes. A reference run
+    # fetches and frees the full model piece by piece, and would end with half of the model in such holes.
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None) if device.type == "cpu" and os.name == "posix" else None
+    if trim is not None:
+        trim(0)
+
+
 def _bytes_of(tensor: Tensor) -> memoryview:
     """Return the memory of a contiguous tensor on the CPU."""
     array: Any = tensor.view(-1).view(torch.uint8).numpy()
@@ -195,6 +208,7 @@ class Owners:
         self.values: dict[str, Tensor] = {}
         self.is_talking = False
         self.failure = ""
+        self._moved_bytes = 0
         self._width = groups.tensor_parallel.size
         self.parameters = dict(module.named_parameters())
         buffers = {n: b for n, b in module.named_buffers() if not isinstance(b, PlaceholderTensor)}
@@ -249,7 +263,9 @@ class Owners:
                 # Each tensor gets its own memory; a message with one tensor has it already.
                 is_alone = merged.untyped_storage().nbytes() == merged.nbytes
                 full[name] = merged if is_alone else merged.clone()
-            return full
+        del parts, own
+        self._count(full.values())
+        return full
 
     def _forms(self, names: Sequence[str], position: int) -> dict[str, Tensor]:
         """Return the forms of the parts that a rank sends."""
@@ -276,6 +292,14 @@ class Owners:
                 lambda: ({position: self._parts_of(known, position) for position in range(1, self.replica.size)}, {})
             )
             self._add(self._parts_of(known, 0), are_values)
+        self._count(known.values())
+
+    def _count(self, tensors: Iterable[Tensor]) -> None:
+        """Count tensors that were sent or fetched, and return free memory from time to time."""
+        self._moved_bytes += sum(tensor.nbytes for tensor in tensors) if self.is_large() else 0
+        if self._moved_bytes > _KEPT_FREE_BYTES:
+            self._moved_bytes = 0
+            return_free_memory(self.device)
 
     @contextmanager
     def _talking(self) -> Iterator[None]:
@@ -540,10 +564,13 @@ class WholeModel:
     def written(self) -> dict[str, Tensor]:
         """Return the parameters that the step has changed."""
         found = {}
-        for (name, _), given in self._given.items():
-            data = self._data.get(name)
-            if data is not None and (version_of(data) or given.data_ptr() != data.data_ptr()):
-                found[name] = given.detach()
+        for key, given in self._given.items():
+            data = self._data.get(key[0])
+            # An empty tensor was not written, see `_let_go`. Its data may be here again, for backward alone.
+            if data is None or key in self._empty:
+                continue
+            if version_of(data) or given.data_ptr() != data.data_ptr():
+                found[key[0]] = given.detach()
         return found
 
     def close(self) -> None:
