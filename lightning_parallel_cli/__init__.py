@@ -206,7 +206,7 @@ def _inspect_options(parser: argparse.ArgumentParser) -> None:
     layout.add_argument(
         "--zero-stage",
         type=int,
-        choices=(0, 1, 2),
+        choices=(0, 1, 2, 3),
         help="`zero_stage` of the strategies (default: as in the script, else 0)",
     )
     parser.add_argument(

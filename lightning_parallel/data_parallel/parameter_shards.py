@@ -30,6 +30,7 @@ from lightning_parallel.compat.torch import (
     base_of,
     is_backward_running,
     pytree,
+    version_of,
 )
 from lightning_parallel.data_parallel.bucketed_reducer import BUCKET_BYTES
 from lightning_parallel.data_parallel.parameter_slices import ParameterSlices, padded_to, write_columns
@@ -83,6 +84,7 @@ class _Unit:
         slices: This replica's slice of each, flat.
         hollow: The data of each parameter while it is absent: one element, expanded to its shape.
         is_present: Whether the parameters have their full data.
+        versions: The versions of the parameters since they are present.
         pending: The gathering that is under way.
     """
 
@@ -91,6 +93,7 @@ class _Unit:
         self.slices = list(slices)
         self.hollow = [_hollow(parameter) for parameter in parameters]
         self.is_present = False
+        self.versions: list[int] = []
         self.pending: list[tuple[list[int], Pending]] | None = None
 
 
@@ -166,6 +169,16 @@ class ParameterShards(ParameterSlices):
             self._place[id(parameter)] = unit, index
             self._set_absent(unit, index, parameter.grad)
 
+    @override
+    def kept(self, parameter: Tensor) -> Tensor:
+        unit, index = self._place.get(id(parameter), (None, 0))
+        return parameter if unit is None else unit.slices[index]
+
+    @property
+    @override
+    def gathered_together(self) -> Sequence[Sequence[nn.Parameter]]:
+        return [unit.parameters for unit in self._units]
+
     # ----------------------------------------------------------------------------------------- absent and present
 
     def _set_absent(self, unit: _Unit, index: int, gradient: Tensor | None) -> None:
@@ -236,11 +249,13 @@ class ParameterShards(ParameterSlices):
                     continue
                 full = torch.empty(unit.hollow[index].shape, dtype=columns.dtype, device=columns.device)
                 write_columns(full, columns)
+                self.traffic.add(full.nbytes)
                 self._set_data(parameter, full, parameter.grad)
                 self._owner[full.untyped_storage().data_ptr()] = parameter
             self.traffic.remove(rows.nbytes // self.group.size * (1 + self.group.size))
         unit.pending = None
         unit.is_present = True
+        unit.versions = list(map(version_of, unit.parameters))
 
     def _look_ahead(self, unit: _Unit) -> None:
         before = self._last
@@ -259,12 +274,13 @@ class ParameterShards(ParameterSlices):
                 if parameter in self._whole:
                     continue  # narrow
                 data = parameter.data
-                if not is_backward:
-                    # Without a look at versions: code may write through `.data`, which has its own version.
+                # Outside backward without a look at versions: code may write through `.data`, with a version of its own.
+                if not is_backward or version_of(parameter) != unit.versions[index]:
                     mine = self.cut(data).reshape(-1)
                     if mine.dtype == unit.slices[index].dtype:
                         unit.slices[index].copy_(mine)
                 self._owner.pop(data.untyped_storage().data_ptr(), None)
+                self.traffic.remove(data.nbytes)
                 self._set_absent(unit, index, parameter.grad)
             unit.is_present = False
         if torch.is_autocast_enabled(self._device_type):
@@ -393,39 +409,47 @@ class ParameterShards(ParameterSlices):
     @override
     @contextmanager
     def shown(self) -> Iterator[None]:
-        are_hooks_running = bool(self._shown)
+        before = dict(self._shown)
         self._are_slices_wanted = True
-        self.show()
+        self._show(self._place)
         try:
             yield
         finally:
             self._are_slices_wanted = False
-            if not are_hooks_running:
-                self.hide()
+            self._hide([parameter for parameter in self._shown if parameter not in before])
 
     @override
     def show(self) -> None:
-        """Make all parameters narrow for hooks, until `hide`; no message."""
-        for unit in self._units:
-            for parameter in unit.parameters:
-                if parameter not in self._whole:
-                    self._narrow_without_gradient(parameter)
-                    self._shown[parameter] = None
+        """Make parameters narrow for hooks, until `hide`; no message."""
+        # Not in backward, whose hooks may read full gradients; nor while batches add up in full gradients. Then a
+        # parameter is gathered if a hook reads it.
+        if not is_backward_running():
+            with DisableTorchFunctionSubclass():
+                found = [key for key, (unit, index) in self._place.items() if unit.parameters[index].grad is None]
+            self._show(found)
 
-    def _narrow_without_gradient(self, parameter: nn.Parameter) -> None:
-        with DisableTorchFunctionSubclass():
-            kept, parameter.grad = parameter.grad, None
-        self.narrow(parameter)
-        self._whole[parameter] = self._whole[parameter][0], kept
+    def _show(self, keys: Iterable[int]) -> None:
+        for key in keys:
+            unit, index = self._place[key]
+            parameter = unit.parameters[index]
+            if parameter not in self._whole:
+                with DisableTorchFunctionSubclass():
+                    kept, parameter.grad = parameter.grad, None
+                self.narrow(parameter)
+                self._whole[parameter] = self._whole[parameter][0], kept
+                self._shown[parameter] = None
 
     @override
     def hide(self) -> None:
         """Make the parameters absent again that `show` has made narrow."""
-        with torch.no_grad():
-            while self._shown:
-                parameter = self._shown.popitem()[0]
-                if parameter in self._whole:
-                    self._end_narrow(parameter)
+        self._hide(list(self._shown))
+
+    @torch.no_grad()
+    def _hide(self, parameters: Iterable[nn.Parameter]) -> None:
+        for parameter in parameters:
+            del self._shown[parameter]
+            if parameter in self._whole:
+                self._end_narrow(parameter)
 
     @override
     def keep_states_whole(self, module: nn.Module) -> None:

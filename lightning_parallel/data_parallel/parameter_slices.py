@@ -131,6 +131,15 @@ class ParameterSlices:
         self.holds_gradients = True
         self._freed.clear()
 
+    def kept(self, parameter: Tensor) -> Tensor:
+        """Return the part of a parameter that this replica keeps between its uses."""
+        return parameter
+
+    @property
+    def gathered_together(self) -> Sequence[Sequence[nn.Parameter]]:
+        """The parameters of which a replica keeps slices, by unit."""
+        return ()
+
     def has_freed(self, parameter: Tensor) -> bool:
         """Return whether the last step held only a slice of a parameter's gradient, which is now freed."""
         return id(parameter) in self._freed

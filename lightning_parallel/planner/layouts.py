@@ -101,7 +101,8 @@ class Layout:
         layers_per_stage: Number of layers of each stage.
         accumulated: Batches of each replica in an optimizer step.
         samples: Samples of an optimizer step, of all replicas.
-        zero_stage: The lowest stage that fits: 1 shards the optimizer's state over the replicas; 2 gradients, too.
+        zero_stage: The lowest stage that fits: 1 shards the optimizer's state over the replicas; 2 gradients, too; 3
+            also parameters.
         memory: Bytes of the rank with the highest memory.
         memories: Bytes of each rank of the pipeline.
         step: Seconds of an optimizer step.
@@ -172,7 +173,7 @@ class LayoutSearch:
         microbatches: Sequence[int] | None = None,
         action_s: float | None = None,
         step_s: float | None = None,
-        zero_stages: Sequence[int] = (0, 1, 2),
+        zero_stages: Sequence[int] = (0, 1, 2, 3),
         larger_batches: bool = False,
     ) -> None:
         self.rehearsal = rehearsal
@@ -458,11 +459,14 @@ class LayoutSearch:
         def bucket_s(op: str) -> float:
             return collective_s(op, held.trained_bytes / buckets, stride, mesh.data_parallel, self.cluster)
 
-        each_s = bucket_s("reduce_scatter" if zero_stage == 2 else "all_reduce")
+        each_s = bucket_s("reduce_scatter" if zero_stage >= 2 else "all_reduce")
         # Nothing is hidden in a pipeline, where a stage sends after its last backward, nor on shared cores, where
         # messages take time from computation.
         hidden = 0.0 if mesh.pipeline_parallel > 1 or self.cluster.cores is not None else backward_s
         gathered_s = buckets * bucket_s("all_gather") if zero_stage else 0.0
+        if zero_stage == 3:
+            # Once in forward and once in backward, which hide the gathering of all layers but the first.
+            gathered_s = max(2 * bucket_s("all_gather"), 2 * gathered_s - 1.5 * hidden)
         # The last bucket is complete only when backward ends, so nothing hides its reduction.
         return max(each_s, buckets * each_s - hidden * (buckets - 1) / buckets) + gathered_s
 

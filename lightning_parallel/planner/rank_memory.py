@@ -38,6 +38,8 @@ class Held:
         count: Number of trained parameters.
         half_bytes: Bytes of the trained parameters of 16 bits whose gradients are added in fp32
             (`gradient_sum_dtype`).
+        unit_bytes: Bytes of the largest layer, or of a larger parameter outside the layers: a rank holds two of them in
+            full with `zero_stage=3`.
     """
 
     trained_bytes: int = 0
@@ -45,15 +47,22 @@ class Held:
     largest_bytes: int = 0
     count: int = 0
     half_bytes: int = 0
+    unit_bytes: int = 0
 
     @classmethod
-    def of(cls, parameters: Iterable[nn.Parameter]) -> Held:
-        """Add up parameters; each distinct parameter counts once. The sums have the default dtype."""
+    def of(cls, parameters: Iterable[nn.Parameter], layers: Iterable[Sequence[nn.Parameter]] = ()) -> Held:
+        """Add up parameters; each distinct parameter counts once. The sums have the default dtype.
+
+        Args:
+            parameters: The parameters.
+            layers: Parameters among them that are gathered together, with `zero_stage=3`.
+        """
         distinct = {id(parameter): parameter for parameter in parameters}.values()
         trained = [parameter.nbytes for parameter in distinct if parameter.requires_grad]
         frozen = sum(parameter.nbytes for parameter in distinct if not parameter.requires_grad)
         half = sum(one.nbytes for one in distinct if one.requires_grad and one.dtype in HALF_DTYPES)
-        return cls(sum(trained), frozen, max(trained, default=0), len(trained), half)
+        unit = max([one.nbytes for one in distinct] + [sum(one.nbytes for one in layer) for layer in layers], default=0)
+        return cls(sum(trained), frozen, max(trained, default=0), len(trained), half, unit)
 
     def __add__(self, other: Held) -> Held:
         return Held(
@@ -62,6 +71,7 @@ class Held:
             max(self.largest_bytes, other.largest_bytes),
             self.count + other.count,
             self.half_bytes + other.half_bytes,
+            max(self.unit_bytes, other.unit_bytes),
         )
 
     @property
@@ -117,7 +127,7 @@ class RankMemory:
             accumulates: Whether several microbatches add to one gradient.
             activations, logits, reserved: See the attributes.
             replicas: Number of replicas.
-            zero_stage: 1 shards the optimizer's state over the replicas; 2 gradients, too.
+            zero_stage: 1 shards the optimizer's state over the replicas; 2 gradients, too; 3 also parameters.
         """
         # A sum in fp32 holds twice the bytes of a 16-bit parameter, beside its rounded value.
         sums = 2 * held.half_bytes if accumulates else 0
@@ -130,10 +140,15 @@ class RankMemory:
             # Buckets of updated parameters: this rank's slices, and all slices.
             few = min(held.trained_bytes, (MOST_IN_FLIGHT + 1) * BUCKET_BYTES)
             buckets = max(buckets if zero_stage == 1 else 0, few * (1 + 1 / replicas))
-            if zero_stage == 2 and not accumulates:
+            if zero_stage >= 2 and not accumulates:
                 # Sending frees the full gradients bucket by bucket. In the end only slices remain.
                 gradients = max(min(held.trained_bytes, BUCKET_BYTES), held.trained_bytes / replicas)
-        return cls(held.parameter_bytes, gradients, optimizer, activations, logits, buckets, reserved)
+        parameters: float = held.parameter_bytes
+        if zero_stage == 3 and replicas > 1:
+            parameters /= replicas
+            # A full layer, and the slices of the next one, which all replicas send.
+            buckets += held.unit_bytes * (2 + 1 / replicas)
+        return cls(parameters, gradients, optimizer, activations, logits, buckets, reserved)
 
     @property
     def total(self) -> float:
@@ -164,8 +179,15 @@ def planned_memory(
     trained = [parameter.num_bytes for parameter in mine if parameter.is_trained]
     half = [one.num_bytes for one in mine if one.is_trained and one.num_bytes == 2 * one.count]
     frozen = sum(parameter.num_bytes for parameter in mine if not parameter.is_trained)
+    units = [one.num_bytes for one in mine]
+    units += [
+        sum(one.num_bytes for name, one in plan.parameters.items() if name.startswith(f"{layer}."))
+        for layer, stage in zip(plan.layers, plan.stage_of)
+        if stage in stages
+    ]
+    halves = sum(half) if sums_in_fp32 else 0
     return RankMemory.of(
-        Held(sum(trained), frozen, max(trained, default=0), len(trained), sum(half) if sums_in_fp32 else 0),
+        Held(sum(trained), frozen, max(trained, default=0), len(trained), halves, max(units, default=0)),
         copies,
         accumulates=plan.schedule.num_microbatches > 1,
         activations=plan.activation_bytes(stages),
@@ -256,15 +278,17 @@ class ModelParts:
         if not self.layers:
             return [Held.of(self.prologue)]
         found: list[list[nn.Parameter]] = [[] for _ in range(max(ranks) + 1)]
+        layers: list[list[list[nn.Parameter]]] = [[] for _ in found]
         start = 0
         for stage, count in enumerate(counts):
             for layer in self.layers[start : start + count]:
                 found[ranks[stage]] += layer
+                layers[ranks[stage]].append(layer)
             start += count
         # If one rank has both ends, `Held.of` counts a tied parameter once.
         found[ranks[0]] += self.prologue
         found[ranks[-1]] += self.epilogue
-        return [Held.of(parameters) for parameters in found]
+        return [Held.of(parameters, units) for parameters, units in zip(found, layers)]
 
 
 def optimizer_copies(optimizers: Sequence[Optimizer]) -> float:

@@ -438,8 +438,8 @@ def _check_measurable(trainer: Trainer, module: LightningModule) -> None:
         reason = "replicas with local steps do not average their gradients"
     elif getattr(strategy, "compression", None) is not None and replicas > 1:
         reason = "compressed gradients are not the mean of the gradients of the replicas"
-    elif getattr(strategy, "zero_stage", 0) == 2 and replicas > 1:
-        reason = "with `zero_stage=2` no rank holds the full mean of the gradients"
+    elif getattr(strategy, "zero_stage", 0) >= 2 and replicas > 1:
+        reason = f"with `zero_stage={strategy.zero_stage}` no rank holds the full mean of the gradients"
     elif not module.automatic_optimization:
         reason = "with manual optimization, it is not known which gradients belong to a step"
     elif groups is not None and groups.replica.size > 1 and replicas == 1:

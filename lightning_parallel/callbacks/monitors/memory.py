@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -89,15 +89,22 @@ class MemoryAccumulator(Accumulator):
         return {f"memory/{key}": float(value) for key, value in {**self._most, **self._now}.items()}
 
 
-def held_bytes(parameters: Sequence[Parameter], buffers: Sequence[Tensor], states: Sequence[Any]) -> dict[str, int]:
+def held_bytes(
+    parameters: Sequence[Parameter],
+    buffers: Sequence[Tensor],
+    states: Sequence[Any],
+    kept: Callable[[Tensor], Tensor] = lambda parameter: parameter,
+) -> dict[str, int]:
     """Count the bytes of parameters, buffers, gradients and the `states` of optimizers.
+
+    `kept` returns the part of a parameter that this rank keeps between its uses.
 
     Each storage counts once, for the first part that holds it. The key `gradients` is missing before backward, and if
     gradients are kept outside `.grad`.
     """
     # One set for all parts, in this order: a tied or flattened tensor counts only for the first part that holds it.
     storages = StorageSet()
-    sizes = {"parameters": storages.add(parameters), "buffers": storages.add(buffers)}
+    sizes = {"parameters": storages.add(map(kept, parameters)), "buffers": storages.add(buffers)}
     gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
     if gradients:
         sizes["gradients"] = storages.add(gradients)
@@ -202,10 +209,10 @@ class MemoryProfiler(MeasuringCallback[MemoryAccumulator]):
             held = StorageSet()
             for flat in sharded_flat_parameters(model):
                 held.add(value for value in vars(flat).values() if isinstance(value, Tensor))
-            held.add([*pl_module.parameters(), *pl_module.buffers()])
+            held.add([*map(_kept(trainer.strategy), pl_module.parameters()), *pl_module.buffers()])
             held.add(leaf for leaf in pytree.tree_leaves(batch) if isinstance(leaf, Tensor))
             self._metering.enter_context(self._meter.measure(held))
-        if self._is_due and getattr(trainer.strategy, "zero_stage", 0) == 2:
+        if self._is_due and getattr(trainer.strategy, "zero_stage", 0) >= 2:
             self._metering.enter_context(self._watch_buckets(trainer.strategy, pl_module))
 
     @contextmanager
@@ -257,7 +264,8 @@ class MemoryProfiler(MeasuringCallback[MemoryAccumulator]):
         states = {owner: state for optimizer in strategy.optimizers for owner, state in optimizer.state.items()}
         # In mixed precision, optimizers may update copies of the parameters. Count the copies as optimizer state.
         copies = [optimizer.param_groups for optimizer in strategy.optimizers]
-        sizes = held_bytes(list(module.parameters()), list(module.buffers()), [*states.values(), copies])
+        kept = _kept(strategy)
+        sizes = held_bytes(list(module.parameters()), list(module.buffers()), [*states.values(), copies], kept)
         if "gradients" in sizes:
             sizes["gradients"] += _sum_bytes(strategy)
         sizes.update(_bucket_bytes(strategy))
@@ -266,7 +274,7 @@ class MemoryProfiler(MeasuringCallback[MemoryAccumulator]):
         # Count by stage as well: a rank with several stages then shows its largest stage.
         for stage, names in _stages(strategy).items():
             mine = [parameter for name, parameter in module.named_parameters() if name in names]
-            sizes = held_bytes(mine, [], [states.get(parameter) for parameter in mine])
+            sizes = held_bytes(mine, [], [states.get(parameter) for parameter in mine], kept)
             self.accumulator.note_stage(stage, {key: size for key, size in sizes.items() if key != "buffers"})
 
     @override
@@ -321,11 +329,19 @@ def _sum_bytes(strategy: Any) -> int:
     return getattr(getattr(getattr(strategy, "run", None), "reducer", None), "sum_bytes", 0)
 
 
+def _kept(strategy: Any) -> Callable[[Tensor], Tensor]:
+    """Return a function that gives the part of a parameter which this rank keeps between its uses."""
+    slices = getattr(getattr(strategy, "run", None), "slices", None)
+    return (lambda parameter: parameter) if slices is None else slices.kept
+
+
 def _bucket_bytes(strategy: Any) -> dict[str, int]:
     """Return the most bytes of buckets that were under way at once; empty under strategies that do not tell."""
     run = getattr(strategy, "run", None)
     found = [getattr(getattr(run, name, None), "traffic", None) for name in ("reducer", "slices")]
-    peak = max((traffic.peak for traffic in found if traffic is not None), default=0)
+    peaks = [traffic.peak for traffic in found if traffic is not None]
+    # Gradients travel beside the parameters of the next layer. The buckets of an update come after those of gradients.
+    peak = sum(peaks) if getattr(strategy, "zero_stage", 0) == 3 else max(peaks, default=0)
     return {"buckets": peak} if peak else {}
 
 
@@ -337,7 +353,9 @@ def _predicted(trainer: Trainer, module: LightningModule) -> dict[str, int] | No
     engine = getattr(getattr(strategy, "run", None), "engine", None)
     plan = engine.plan if isinstance(engine, PipelineEngine) else None
     stages = engine.stages if isinstance(engine, PipelineEngine) else ()
-    held = Held.of(module.parameters())
+    slices = strategy.run.slices
+    units = () if slices is None else slices.gathered_together
+    held = Held.of(module.parameters(), units)
     accumulates = trainer.accumulate_grad_batches > 1 or (plan is not None and plan.schedule.num_microbatches > 1)
     memory = RankMemory.of(
         # The profiler never sees a new gradient before its addition to an earlier gradient.

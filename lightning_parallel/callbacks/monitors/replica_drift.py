@@ -510,6 +510,8 @@ def _shards(trainer: Trainer) -> ShardOf:
     # Under ZeRO-3, every rank holds a different partition of each parameter, so no value exists twice.
     if is_a(strategy, DeepSpeedStrategy) and strategy.zero_stage_3:
         return lambda name: None
+    if getattr(strategy, "zero_stage", 0) == 3:
+        return lambda name: None
     return _rule_shards(trainer)
 
 
