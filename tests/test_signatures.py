@@ -75,7 +75,8 @@ WRONG = {
     "compression": ["topk", PowerSGD],
     "compressor_state": ["all"],
     "hierarchical": ["yes", True],  # without compression
-    "zero_stage": [3, "1"],
+    "zero_stage": [4, "1"],
+    "reshard": ["never", True],
     "activation_checkpointing": ["some", 0, 2.0, True],
     "gradient_sum_dtype": ["fp64", 32],
     "checkpoint_format": ["shard"],

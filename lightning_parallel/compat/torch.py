@@ -93,6 +93,7 @@ __all__ = [
     "base_name",
     "WITHOUT_VALUES",
     "base_of",
+    "saved_tensors_hooks_now",
     "gather_absent",
     "gathers_first",
     "buffers_of",
@@ -188,6 +189,11 @@ WITHOUT_VALUES |= {"is_pinned", "is_signed", "get_device", "storage_offset", "re
 WITHOUT_VALUES |= {"register_hook", "register_post_accumulate_grad_hook", "backward", "_is_view", "new_tensor"}
 WITHOUT_VALUES |= {"new_empty", "new_zeros", "new_ones", "new_full", "new_empty_strided", "zeros_like", "ones_like"}
 WITHOUT_VALUES |= {"empty_like", "full_like", "rand_like", "randn_like", "randint_like"}
+
+
+def saved_tensors_hooks_now() -> tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]] | None:
+    """Return the functions that pack and unpack the tensors which autograd saves now; None without such hooks."""
+    return torch._C._autograd._top_saved_tensors_default_hooks(False)
 
 
 def base_of(tensor: Tensor) -> Tensor:

@@ -30,6 +30,7 @@ from lightning_parallel.compat.torch import (
     base_of,
     is_backward_running,
     pytree,
+    saved_tensors_hooks_now,
     version_of,
 )
 from lightning_parallel.data_parallel.bucketed_reducer import BUCKET_BYTES
@@ -114,7 +115,6 @@ class ParameterShards(ParameterSlices):
         units: Groups of parameters that are gathered together.
         group: The data-parallel group.
         gate: Called before each message that gathers a unit, with its name.
-        keeps: Whether units stay present until the end of the step (`reshard="step"`).
         bucket_bytes: See `ParameterSlices`.
 
     Raises:
@@ -130,7 +130,6 @@ class ParameterShards(ParameterSlices):
         units: Sequence[Mapping[str, nn.Parameter]],
         group: Group,
         gate: Callable[[str], None],
-        keeps: bool = False,
         bucket_bytes: int = BUCKET_BYTES,
     ) -> None:
         self._units: list[_Unit] = []
@@ -139,7 +138,6 @@ class ParameterShards(ParameterSlices):
         self._last: tuple[_Unit | None, _Unit | None] = (None, None)
         # The unit that came after a unit and its predecessor: forward and backward go in other directions.
         self._follower: dict[tuple[_Unit | None, _Unit | None], _Unit] = {}
-        self._keeps = keeps
         self._holds_all = False
         self._shown: dict[nn.Parameter, None] = {}  # narrow for a hook
         self._is_over = False
@@ -218,7 +216,7 @@ class ParameterShards(ParameterSlices):
             for unit in missing:
                 self._begin(unit)
             # First, so that no more than the new units and the unit ahead are in memory.
-            if not (self._keeps or self._holds_all):
+            if not (self.stays_for_step or self._holds_all):
                 self._drop([unit for unit in self._units if unit.is_present and unit not in units])
             for unit in missing:
                 self._end(unit)
@@ -274,7 +272,7 @@ class ParameterShards(ParameterSlices):
                 if parameter in self._whole:
                     continue  # narrow
                 data = parameter.data
-                # Outside backward without a look at versions: code may write through `.data`, with a version of its own.
+                # Outside backward without a look at versions: code may write through `.data`, with other versions.
                 if not is_backward or version_of(parameter) != unit.versions[index]:
                     mine = self.cut(data).reshape(-1)
                     if mine.dtype == unit.slices[index].dtype:
@@ -294,7 +292,17 @@ class ParameterShards(ParameterSlices):
     @override
     @contextmanager
     def in_pass(self, is_last: bool = True) -> Iterator[None]:
-        with saved_tensors_hooks(self._pack, self._unpack):
+        # Only the innermost hooks see a tensor. Tensors that are no parameters go on to the others, as of a profiler.
+        keep, give = saved_tensors_hooks_now() or (_same, _same)
+
+        def pack(tensor: Tensor) -> Any:
+            owned = self._pack(tensor)
+            return (keep(tensor), None) if owned is None else (None, owned)
+
+        def unpack(saved: tuple[Any, _ViewOfParameter | None]) -> Tensor:
+            return give(saved[0]) if saved[1] is None else self._unpack(saved[1])
+
+        with saved_tensors_hooks(pack, unpack):
             yield
         if is_last:
             self.end_pass()
@@ -325,25 +333,26 @@ class ParameterShards(ParameterSlices):
 
     # ------------------------------------------------------------------------------------------------ saved tensors
 
-    def _pack(self, tensor: Tensor) -> Any:
+    def _pack(self, tensor: Tensor) -> _ViewOfParameter | None:
+        """Return the description of a view of a parameter, or of its cast; None for another tensor."""
         is_parameter = id(tensor) in self._place
+        # A piece has no memory of its own.
         if not is_parameter and type(tensor) is not Tensor:
-            return tensor  # such as a piece, which has no memory of its own
+            return None
         with DisableTorchFunctionSubclass():
             if tensor.layout != torch.strided or tensor.is_conj() or tensor.is_neg():
-                return tensor
+                return None
             owner: Any = self._owner.get(tensor.untyped_storage().data_ptr())
-            if owner is None and is_parameter:
-                owner = tensor  # saved without a look at its data
+            if owner is not None and owner.dtype != tensor.dtype:
+                return None  # a view of its bytes
             if owner is None:
-                owner = self._cast_of(tensor)
-            elif owner.dtype != tensor.dtype:
-                return tensor  # a view of its bytes
+                owner = tensor if is_parameter else self._cast_of(tensor)
             if owner is None:
-                return tensor
+                return None
             if id(tensor) == id(owner):
-                hollow = self._place[id(owner)][0].hollow[self._place[id(owner)][1]]
-                return _ViewOfParameter(owner, hollow.shape, _contiguous_stride(hollow.shape), 0, tensor.dtype)
+                unit, index = self._place[id(owner)]
+                shape = unit.hollow[index].shape
+                return _ViewOfParameter(owner, shape, _contiguous_stride(shape), 0, tensor.dtype)
             return _ViewOfParameter(owner, tensor.shape, tensor.stride(), int(tensor.storage_offset()), tensor.dtype)
 
     def _cast_of(self, tensor: Tensor) -> Any:
@@ -356,9 +365,7 @@ class ParameterShards(ParameterSlices):
         is_ours = found is not None and id(found) in self._place and found.shape == base.shape
         return found if is_ours else None
 
-    def _unpack(self, saved: Any) -> Tensor:
-        if not isinstance(saved, _ViewOfParameter):
-            return saved
+    def _unpack(self, saved: _ViewOfParameter) -> Tensor:
         self.gather(saved.parameter)
         with torch.no_grad(), DisableTorchFunctionSubclass():
             return saved.parameter.data.to(saved.dtype).as_strided(saved.size, saved.stride, saved.offset)
@@ -522,6 +529,10 @@ class ParameterShards(ParameterSlices):
     def close(self) -> None:
         super().close()
         self._is_over = True
+
+
+def _same(saved: Any) -> Any:
+    return saved
 
 
 def _hollow(parameter: Tensor) -> Tensor:

@@ -44,6 +44,7 @@ class ParameterSlices:
     Attributes:
         traffic: Buckets of parameters in flight.
         holds_gradients: Whether gradients are slices now, after the reduction; the same on all ranks.
+        stays_for_step: Whether gathered parameters stay full until the end of the step.
 
     Raises:
         ValueError: If a parameter is complex.
@@ -60,6 +61,7 @@ class ParameterSlices:
         self.adopt(parameters)
         self.traffic = Traffic()
         self.holds_gradients = False
+        self.stays_for_step = False
         # By narrow parameter: its full data, and its full gradient if `widen` must restore the gradient.
         self._whole: dict[Tensor, tuple[Tensor, Tensor | None]] = {}
         self._freed: set[int] = set()

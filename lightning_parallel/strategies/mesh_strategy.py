@@ -83,6 +83,7 @@ from lightning_parallel.strategies.optimizers.checks import Needs, WholeGroups, 
 from lightning_parallel.strategies.optimizers.norms import ReplicaNorm, give_norms, span_replica
 from lightning_parallel.strategies.optimizers.owners import TensorOwners
 from lightning_parallel.strategies.optimizers.zero import (
+    Reshard,
     ZeroStage,
     check_zero_stage,
     divide_optimizers,
@@ -157,6 +158,7 @@ class MeshStrategy(MeshProcesses):
         compressor_state: KeptState = "local",
         hierarchical: Hierarchical = False,
         zero_stage: ZeroStage = 0,
+        reshard: Reshard = "auto",
         activation_checkpointing: ActivationCheckpointing = "off",
         gradient_sum_dtype: Optional[GradientSumDtype] = None,
         checkpoint_format: CheckpointFormat = "full",
@@ -192,10 +194,12 @@ class MeshStrategy(MeshProcesses):
         check_kept_state(compressor_state)
         check_hierarchical(hierarchical, compression)
         check_zero_stage(zero_stage, compression)
+        check_choice("reshard", reshard, Reshard)
         self.compression = compression
         self.kept_state = compressor_state
         self.hierarchical = hierarchical
         self.zero_stage = zero_stage
+        self.reshard = reshard
         self.activation_checkpointing = activation_checkpointing
         self.gradient_sum_dtype = dtype_of_sums(gradient_sum_dtype)
         self.checkpoint_format = checkpoint_format
@@ -419,6 +423,9 @@ class MeshStrategy(MeshProcesses):
         self.setup_optimizers(trainer)
         # After the optimizers, since `configure_optimizers` may register parameters.
         run.slices = make_slices(self.zero_stage, self.module, self.groups, run.state.replica_order, run.slices)
+        if run.slices is not None:
+            is_repeated = run.engine is not None and run.engine.plan.schedule.num_microbatches > 1
+            run.slices.stays_for_step = self.reshard == "step" or (self.reshard == "auto" and is_repeated)
         if run.slices is not None:
             follow_other_steps(run.slices, self.groups.world, self._patches)
         run.owners = TensorOwners(self.module, self.groups, run.slices)

@@ -23,7 +23,7 @@ from lightning_parallel.pipeline.pipeline_plan import PipelinePlan
 from lightning_parallel.strategies.compressed.memory import KeptState
 from lightning_parallel.strategies.compressed.nodes import Hierarchical
 from lightning_parallel.strategies.mesh_strategy import MeshStrategy
-from lightning_parallel.strategies.optimizers.zero import ZeroStage
+from lightning_parallel.strategies.optimizers.zero import Reshard, ZeroStage
 from lightning_parallel.strategies.options import (
     ActivationCheckpointing,
     CheckpointFormat,
@@ -76,7 +76,9 @@ class TensorParallelStrategy(MeshStrategy):
         hierarchical: Sum full gradients inside a node, and compress between nodes only. True groups the replicas by
             host. A number sets the replicas per node.
         zero_stage: ZeRO stage over the replicas. 1 shards the optimizer state. 2 also shards the gradients between
-            backward and the end of the step.
+            backward and the end of the step. 3 also shards the parameters, which are gathered for each layer.
+        reshard: How long full parameters stay, with `zero_stage=3`: until the next `layer` begins, or until the `step`
+            ends. `auto` takes `step` in a pipeline with several microbatches, which use a layer again and again.
         activation_checkpointing: Recompute activations of the repeated layers in backward, which saves memory and takes
             time. `full` does this for each layer, a number n for every n-th layer. `selective` keeps the results of
             products, attention and communication. `off` keeps all activations.
@@ -121,6 +123,7 @@ class TensorParallelStrategy(MeshStrategy):
         compressor_state: KeptState = "local",
         hierarchical: Hierarchical = False,
         zero_stage: ZeroStage = 0,
+        reshard: Reshard = "auto",
         activation_checkpointing: ActivationCheckpointing = "off",
         gradient_sum_dtype: Optional[GradientSumDtype] = None,
         checkpoint_format: CheckpointFormat = "full",
@@ -186,7 +189,9 @@ class PipelineParallelStrategy(MeshStrategy):
         hierarchical: Sum full gradients inside a node, and compress between nodes only. True groups the replicas by
             host. A number sets the replicas per node.
         zero_stage: ZeRO stage over the replicas. 1 shards the optimizer state. 2 also shards the gradients between
-            backward and the end of the step.
+            backward and the end of the step. 3 also shards the parameters, which are gathered for each layer.
+        reshard: How long full parameters stay, with `zero_stage=3`: until the next `layer` begins, or until the `step`
+            ends. `auto` takes `step` in a pipeline with several microbatches, which use a layer again and again.
         activation_checkpointing: Recompute activations of the repeated layers in backward, which saves memory and takes
             time. `full` does this for each layer, a number n for every n-th layer. `selective` keeps the results of
             products, attention and communication. `off` keeps all activations.
@@ -238,6 +243,7 @@ class PipelineParallelStrategy(MeshStrategy):
         compressor_state: KeptState = "local",
         hierarchical: Hierarchical = False,
         zero_stage: ZeroStage = 0,
+        reshard: Reshard = "auto",
         activation_checkpointing: ActivationCheckpointing = "off",
         gradient_sum_dtype: Optional[GradientSumDtype] = None,
         checkpoint_format: CheckpointFormat = "full",
@@ -313,7 +319,9 @@ class HybridParallelStrategy(MeshStrategy):
         hierarchical: Sum full gradients inside a node, and compress between nodes only. True groups the replicas by
             host. A number sets the replicas per node.
         zero_stage: ZeRO stage over the replicas. 1 shards the optimizer state. 2 also shards the gradients between
-            backward and the end of the step.
+            backward and the end of the step. 3 also shards the parameters, which are gathered for each layer.
+        reshard: How long full parameters stay, with `zero_stage=3`: until the next `layer` begins, or until the `step`
+            ends. `auto` takes `step` in a pipeline with several microbatches, which use a layer again and again.
         activation_checkpointing: Recompute activations of the repeated layers in backward, which saves memory and takes
             time. `full` does this for each layer, a number n for every n-th layer. `selective` keeps the results of
             products, attention and communication. `off` keeps all activations.
@@ -369,6 +377,7 @@ class HybridParallelStrategy(MeshStrategy):
         compressor_state: KeptState = "local",
         hierarchical: Hierarchical = False,
         zero_stage: ZeroStage = 0,
+        reshard: Reshard = "auto",
         activation_checkpointing: ActivationCheckpointing = "off",
         gradient_sum_dtype: Optional[GradientSumDtype] = None,
         checkpoint_format: CheckpointFormat = "full",

@@ -31,6 +31,7 @@ from lightning_parallel.pipeline.layer_stack import find_layer_stacks
 from lightning_parallel.strategies.optimizers.checks import check_sliced
 
 __all__ = [
+    "Reshard",
     "ZeroStage",
     "check_zero_stage",
     "divide_optimizers",
@@ -41,6 +42,10 @@ __all__ = [
 
 ZeroStage = Literal[0, 1, 2, 3]
 """0 shards nothing, 1 shards the optimizer state, 2 also the gradients, 3 also the parameters."""
+
+
+Reshard = Literal["auto", "layer", "step"]
+"""How long full parameters stay, with `zero_stage=3`."""
 
 
 def check_zero_stage(stage: Any, compression: Optional[Reducer]) -> None:
