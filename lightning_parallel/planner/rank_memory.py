@@ -331,9 +331,12 @@ def _state_copies(optimizer: Optimizer) -> float:
 def _probe_shape(parameters: Sequence[Tensor]) -> list[int]:
     """Return a small shape with the proportions of the largest parameter."""
     largest = max(parameters, key=Tensor.numel)
+    # Optimizers whose state depends on the shape get whole tensors, also of sharded parameters.
+    rule = getattr(largest, "shard_rule", None)
+    shape = largest.shape if rule is None else rule.full_shape(largest.shape)
     # Proportions count. A factor of a matrix has far fewer elements than the matrix, and a product of long rows more.
-    scale = min(1.0, _PROBE_SIZE / max(largest.shape, default=1))
-    return [max(2, round(size * scale)) for size in largest.shape] or [2]
+    scale = min(1.0, _PROBE_SIZE / max(shape, default=1))
+    return [max(2, round(size * scale)) for size in shape] or [2]
 
 
 def _keeps_tensors_elsewhere(optimizer: Optimizer) -> bool:

@@ -13,6 +13,8 @@ from torch import nn
 from torch.optim import Optimizer
 
 from lightning_parallel import HybridParallelStrategy, LocalSGDStrategy, PowerSGD, comm
+from lightning_parallel.planner.rank_memory import optimizer_copies
+from lightning_parallel.tensor.sharding import Shard
 from tests.harness import distributed
 from tests.strategies.models import loader, trainer_for
 from tests.strategies.test_optimizer_groups import Odd
@@ -177,6 +179,16 @@ def expect_shares_of_the_state(trainer, module):
     if mesh.pipeline_parallel == 1:
         assert sum(sum(each.values()) for each in everyone) >= sum(every.values())
     assert sum(held.values()) <= sum(every.values()) / ranks + max(every.values(), default=0)
+
+
+def test_the_planner_measures_state_in_the_shapes_of_the_model():
+    parameters = [nn.Parameter(torch.ones(64, 32)), nn.Parameter(torch.ones(64))]
+    assert optimizer_copies([torch.optim.Adafactor(parameters)]) == 2 + (64 + 32) / (64 * 32)
+    assert optimizer_copies([UsersLamb(parameters)]) == 4
+    assert optimizer_copies([Shampoo(parameters)]) == 2 + (64**2 + 32**2) / (64 * 32)
+    parameters[0] = nn.Parameter(torch.ones(32, 32))
+    parameters[0].shard_rule = Shard.even(0, 64, 2)
+    assert optimizer_copies([Shampoo(parameters)]) == 2 + (64**2 + 32**2) / (64 * 32)
 
 
 @pytest.mark.parametrize("layout", [each for each in LAYOUTS if LAYOUTS[each][1] == 2])
