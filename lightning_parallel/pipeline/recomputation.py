@@ -39,19 +39,36 @@ from lightning_parallel.pipeline.random_streams import OwnGenerators
 from lightning_parallel.step_trace.attributes import SavedAttributes
 from lightning_parallel.step_trace.stubs import copy_args
 
-__all__ = ["every_nth", "layers_to_recompute", "recompute"]
+__all__ = ["recompute"]
 
 
-def layers_to_recompute(module: nn.Module, path: str = "auto") -> LayerStack:
-    """Return the repeated layers of a model.
+def recompute(module: nn.Module, option: str | int, path: str = "auto") -> None:
+    """Recompute the activations of repeated layers in backward from now on, as a strategy's argument says.
 
     Args:
         module: The model.
+        option: `full` or `selective` for all layers, n for every n-th layer, `off` for none.
         path: Dotted name of the container of the layers, or `auto`; commas join several.
 
     Raises:
-        ValueError: If there are none.
+        ValueError: If there are no repeated layers.
     """
+    for layer in module.modules():
+        around = vars(layer).get(CALLS)
+        if isinstance(around, AroundCalls) and isinstance(around.around, _Recomputation):
+            vars(layer)[CALLS] = around.compiled
+    if option == "off":
+        return
+    stack = _repeated_layers(module, path)
+    interval = option if isinstance(option, int) else 1
+    # A layer that is called several times counts once.
+    for index, (name, layer) in enumerate(dict(zip(stack.names, stack.layers)).items()):
+        # An activation between the layers saves its input only. A run again would cost time and save nothing.
+        if index % interval == 0 and next(layer.parameters(), None) is not None:
+            vars(layer)[CALLS] = AroundCalls(layer, _Recomputation(name, layer, option == "selective"))
+
+
+def _repeated_layers(module: nn.Module, path: str) -> LayerStack:
     try:
         # The first candidate is the longest: all similar containers in a row, such as an encoder and a decoder.
         return find_layer_stacks(module, 1, path)[0]
@@ -63,33 +80,6 @@ def layers_to_recompute(module: nn.Module, path: str = "auto") -> LayerStack:
             f" several modules of one class in `{type(module).__name__}`. Put the layers into one, call"
             " `torch.utils.checkpoint.checkpoint` in `forward`, or set activation_checkpointing='off'"
         ) from error
-
-
-def every_nth(stack: LayerStack, interval: int) -> dict[str, nn.Module]:
-    """Return every `interval`-th layer with parameters, by name; a layer that is called several times counts once."""
-    layers = dict(zip(stack.names, stack.layers))
-    return {
-        name: layer
-        for index, (name, layer) in enumerate(layers.items())
-        # An activation between the layers saves its input only. A run again would cost time and save nothing.
-        if index % interval == 0 and next(layer.parameters(), None) is not None
-    }
-
-
-def recompute(module: nn.Module, layers: dict[str, nn.Module], selective: bool = False) -> None:
-    """Recompute the activations of these layers in backward from now on, and keep all other activations.
-
-    Args:
-        module: The model.
-        layers: Layers of the model, by name; none to recompute nothing.
-        selective: Whether to keep the results of products, attention and communication.
-    """
-    for layer in module.modules():
-        around = vars(layer).get(CALLS)
-        if isinstance(around, AroundCalls) and isinstance(around.around, _Recomputation):
-            vars(layer)[CALLS] = around.compiled
-    for name, layer in layers.items():
-        vars(layer)[CALLS] = AroundCalls(layer, _Recomputation(name, layer, selective))
 
 
 class _Recomputation:

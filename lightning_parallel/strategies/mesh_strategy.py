@@ -65,7 +65,7 @@ from lightning_parallel.data_parallel import AbsentParameter, GradientReducer
 from lightning_parallel.mesh import Axis, Size
 from lightning_parallel.pipeline.microbatch import without_caches
 from lightning_parallel.pipeline.pipeline_plan import PipelinePlan
-from lightning_parallel.pipeline.recomputation import every_nth, layers_to_recompute, recompute
+from lightning_parallel.pipeline.recomputation import recompute
 from lightning_parallel.planner.rank_memory import optimizer_copies
 from lightning_parallel.step_trace.record import StepTrace
 from lightning_parallel.strategies import checks
@@ -395,13 +395,10 @@ class MeshStrategy(MeshProcesses):
         Raises:
             ValueError: If the model has no repeated layers.
         """
-        option = self.activation_checkpointing
-        layers: dict[str, nn.Module] = {}
-        if option != "off" and module.trainer.state.fn == TrainerFn.FITTING:
-            engine, given = self.run.engine, self.pipeline_options
-            path = engine.plan.container if engine is not None else "auto" if given is None else given.layers
-            layers = every_nth(layers_to_recompute(module, path), option if isinstance(option, int) else 1)
-        recompute(module, layers, option == "selective")
+        is_fit = module.trainer.state.fn == TrainerFn.FITTING
+        engine, given = self.run.engine, self.pipeline_options
+        path = engine.plan.container if engine is not None else "auto" if given is None else given.layers
+        recompute(module, self.activation_checkpointing if is_fit else "off", path)
 
     @override
     def model_to_device(self) -> None:
@@ -1052,7 +1049,7 @@ class MeshStrategy(MeshProcesses):
             # the module to the CPU, which fails or makes the full model.
             self._patches.replace(module, "cpu", lambda: module)
         if module is not None:
-            recompute(module, {})
+            recompute(module, "off")
         try:
             super().teardown()
         finally:

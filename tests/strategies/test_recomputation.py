@@ -13,12 +13,22 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from lightning.pytorch import LightningModule
 from torch import nn
+from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
-from lightning_parallel import HybridParallelStrategy, LocalSGDStrategy, PowerSGD
+from lightning_parallel import (
+    CompressedDDPStrategy,
+    CompressedDeepSpeedStrategy,
+    CompressedFSDPStrategy,
+    CompressedModelParallelStrategy,
+    HybridParallelStrategy,
+    LocalSGDStrategy,
+    PowerSGD,
+)
 from lightning_parallel.compat import Patches
 from lightning_parallel.compat.torch import current_graph_task_id
+from lightning_parallel.compression import Dense
 from lightning_parallel.pipeline.recomputation import recompute
 from tests.harness import distributed
 from tests.strategies.test_pipeline import fit
@@ -350,7 +360,7 @@ def test_selective_computes_a_product_again_that_changed_in_place(group, layout)
 @distributed(world_size=1)
 def test_selective_computes_no_product_twice(group):
     layer = nn.ModuleList([Block(), Block()])
-    recompute(layer, {"0": layer[0]}, selective=True)
+    recompute(layer, "selective")
     x = torch.randn(2, 6, 16, requires_grad=True)
 
     def flops(call):
@@ -483,3 +493,44 @@ def test_gradients_of_gradients(group, layout):
     expected, _ = train(Penalty(), layout)
     module, _ = train(Penalty(), layout, "full")
     assert_equal(module, expected)
+
+
+class FullySharded(Model):
+    def configure_model(self):
+        if not isinstance(self.blocks[0], FSDPModule):
+            for block in self.blocks:
+                fully_shard(block, mesh=self.device_mesh["data_parallel"])
+            fully_shard(self, mesh=self.device_mesh["data_parallel"])
+
+
+COMPRESSED = {
+    "ddp": (CompressedDDPStrategy, {}),
+    "fsdp": (CompressedFSDPStrategy, {"auto_wrap_policy": {Block}}),
+    "fully_shard": (CompressedModelParallelStrategy, {"data_parallel_size": 2, "tensor_parallel_size": 1}),
+    "deepspeed 3": (CompressedDeepSpeedStrategy, {"stage": 3}),
+}
+
+
+@pytest.mark.parametrize("name", COMPRESSED)
+@distributed(world_size=2)
+def test_strategies_with_compressed_gradients(group, name):
+    kind, options = COMPRESSED[name]
+    if name == "deepspeed 3":
+        pytest.importorskip("deepspeed")
+    losses = {}
+    for option in ("off", "full", "selective", 2):
+        torch.manual_seed(11)
+        module = (FullySharded if name == "fully_shard" else Model)(functools.partial(Block, dropout=0.2))
+        arguments = {} if name.startswith("deepspeed") else {"compression": Dense()}
+        fit(
+            module.float() if name.startswith("deepspeed") else module,
+            kind(**arguments, **options, activation_checkpointing=option),
+            2,
+            2,
+            limit_val_batches=0,
+            use_distributed_sampler=False,
+        )
+        losses[option] = torch.stack(module.losses)
+        assert Block.runs_again == {"off": 0, 2: 8}.get(option, 16), (option, Block.runs_again)
+    for option in losses:
+        torch.testing.assert_close(losses[option], losses["off"], rtol=1e-10, atol=0, msg=str(option))

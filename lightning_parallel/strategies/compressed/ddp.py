@@ -52,6 +52,7 @@ from lightning_parallel.compression import (
     compression_hook,
     warn_of_unmatched,
 )
+from lightning_parallel.pipeline.recomputation import recompute
 from lightning_parallel.strategies.checkpoints.files import SavesFiles
 from lightning_parallel.strategies.checkpoints.rank_files import Place, remove_rank_files
 from lightning_parallel.strategies.compressed.advice import tell_costs, warn_of_misfits
@@ -69,7 +70,12 @@ from lightning_parallel.strategies.compressed.nodes import (
     hosts_of,
     size_of_node,
 )
-from lightning_parallel.strategies.options import named, spelled
+from lightning_parallel.strategies.options import (
+    ActivationCheckpointing,
+    check_activation_checkpointing,
+    named,
+    spelled,
+)
 from lightning_parallel.strategies.ranks.processes import EndingLauncher, StartMethod, connect, start_method_here
 
 __all__ = [
@@ -119,6 +125,7 @@ class SavesCompression(SavesFiles):
 
     compression: Reducer
     kept_state: KeptState = "local"
+    activation_checkpointing: ActivationCheckpointing = "off"
     _patches: Patches | None = None
 
     def _compress_by(self, compression: Reducer, compressor_state: KeptState) -> None:
@@ -159,6 +166,9 @@ class SavesCompression(SavesFiles):
         compresses = trainer.state.fn == TrainerFn.FITTING and self.compression is not None
         if module is not None and compresses:
             self._tell_costs(module, trainer.world_size)
+        if module is not None and trainer.state.fn == TrainerFn.FITTING:
+            # Before `super().setup`, too: FSDP gathers the parameters of a layer around its call.
+            recompute(module, self.activation_checkpointing)
         super().setup(trainer)
         if module is not None and compresses:
             warn_of_misfits(self.compression, module, self.optimizers)
@@ -178,6 +188,8 @@ class SavesCompression(SavesFiles):
             self._patches.undo()
         if self.compression is not None:
             self.compression.leave_device()
+        if self.lightning_module is not None:
+            recompute(self.lightning_module, "off")
         try:
             super().teardown()
         finally:
@@ -244,6 +256,9 @@ class CompressedDDPStrategy(SavesCompression, DDPStrategy):
             beside it, `none` stores nothing. A sharded checkpoint stores the state of each rank as tensors of it.
         hierarchical: Sum full gradients inside a node, and compress between nodes only. True groups the replicas by
             host. A number sets the replicas per node.
+        activation_checkpointing: Recompute activations of the repeated layers in backward, which saves memory and takes
+            time. `full` does this for each layer, a number n for every n-th layer. `selective` keeps the results of
+            products, attention and communication. `off` keeps all activations.
         broadcast_buffers: Broadcast the buffers of the first rank before each forward pass.
         init_sync: Broadcast parameters and buffers of the first rank when the module is wrapped.
         bucket_cap_mb: Size of a gradient bucket, in MiB. By default the size of `DistributedDataParallel`.
@@ -278,6 +293,7 @@ class CompressedDDPStrategy(SavesCompression, DDPStrategy):
         *,
         compressor_state: KeptState = "local",
         hierarchical: Hierarchical = False,
+        activation_checkpointing: ActivationCheckpointing = "off",
         broadcast_buffers: bool = True,
         init_sync: bool = True,
         bucket_cap_mb: Optional[int] = None,
@@ -298,6 +314,8 @@ class CompressedDDPStrategy(SavesCompression, DDPStrategy):
         wrapping = named(locals(), DistributedDataParallel.__init__, CompressedDDPStrategy.__init__)
         super().__init__(**own, **wrapping)
         self._compress_by(compression, compressor_state)
+        check_activation_checkpointing(activation_checkpointing)
+        self.activation_checkpointing = activation_checkpointing
         check_hierarchical(hierarchical, compression)
         self.hierarchical = hierarchical
         self._between_nodes: HierarchicalReducer | None = None

@@ -27,7 +27,12 @@ from lightning_parallel.compression.deepspeed_session import DeepSpeedSession, c
 from lightning_parallel.strategies.compressed.ddp import SavesCompression, warn_of_dropped_step
 from lightning_parallel.strategies.compressed.memory import KeptState, check_kept_state
 from lightning_parallel.strategies.optimizers.checks import check_flattened
-from lightning_parallel.strategies.options import named, spelled
+from lightning_parallel.strategies.options import (
+    ActivationCheckpointing,
+    check_activation_checkpointing,
+    named,
+    spelled,
+)
 
 __all__ = ["CompressedDeepSpeedStrategy"]
 
@@ -56,6 +61,9 @@ class CompressedDeepSpeedStrategy(SavesCompression, DeepSpeedStrategy):
         compression: Compressor of the gradient all-reduce. None leaves it to DeepSpeed.
         compressor_state: How a checkpoint of one file stores the compressor's state. `local` writes one file per rank
             beside it, `none` stores nothing. A sharded checkpoint stores the state of each rank as tensors of it.
+        activation_checkpointing: Recompute activations of the repeated layers in backward, which saves memory and takes
+            time. `full` does this for each layer, a number n for every n-th layer. `selective` keeps the results of
+            products, attention and communication. `off` keeps all activations.
         communication_data_type: DeepSpeed's own compression: type of the gradients on the wire.
         quantized_gradients: DeepSpeed's own compression under stage 3 on CUDA: gradients in 4 bits (ZeRO++,
             arXiv:2306.10209).
@@ -121,6 +129,7 @@ class CompressedDeepSpeedStrategy(SavesCompression, DeepSpeedStrategy):
         compression: Optional[Reducer] = None,
         *,
         compressor_state: KeptState = "local",
+        activation_checkpointing: ActivationCheckpointing = "off",
         communication_data_type: Optional[Literal["fp32", "bf16", "fp16"]] = None,
         quantized_gradients: bool = False,
         zero_optimization: bool = True,
@@ -172,6 +181,8 @@ class CompressedDeepSpeedStrategy(SavesCompression, DeepSpeedStrategy):
     ) -> None:
         _check_installed()
         super().__init__(**named(locals(), DeepSpeedStrategy.__init__))
+        check_activation_checkpointing(activation_checkpointing)
+        self.activation_checkpointing = activation_checkpointing
         self._configure(compression, compressor_state, communication_data_type, quantized_gradients)
 
     def _configure(

@@ -48,7 +48,12 @@ from lightning_parallel.strategies.checkpoints.rank_files import Place
 from lightning_parallel.strategies.compressed.ddp import SavesCompression
 from lightning_parallel.strategies.compressed.memory import CompressorMemory, KeptState
 from lightning_parallel.strategies.optimizers.checks import check_flattened
-from lightning_parallel.strategies.options import named, spelled
+from lightning_parallel.strategies.options import (
+    ActivationCheckpointing,
+    check_activation_checkpointing,
+    named,
+    spelled,
+)
 
 __all__ = ["CompressedFSDPStrategy", "CompressedModelParallelStrategy"]
 
@@ -102,7 +107,8 @@ class CompressedFSDPStrategy(_SavesShardedCompression, FSDPStrategy):
         cpu_offload: Keep parameters and gradients in CPU memory.
         mixed_precision: Types of parameters, reductions and buffers. By default from `precision`.
         auto_wrap_policy: Module classes, or a policy, to wrap into an FSDP unit each.
-        activation_checkpointing: Module classes to recompute in the backward pass. Deprecated in favour of the policy.
+        activation_checkpointing: `full`, `selective` or a number, as in `CompressedDDPStrategy`. Or module classes that
+            Lightning recomputes in the backward pass; deprecated in favour of the policy.
         activation_checkpointing_policy: Module classes, or a policy, to recompute in the backward pass.
         sharding_strategy: `FULL_SHARD`, `SHARD_GRAD_OP`, `NO_SHARD`, `HYBRID_SHARD`, or a `ShardingStrategy`.
         state_dict_type: `full` writes one checkpoint file, `sharded` a folder.
@@ -137,7 +143,7 @@ class CompressedFSDPStrategy(_SavesShardedCompression, FSDPStrategy):
         cpu_offload: Union[bool, CPUOffload, None] = None,
         mixed_precision: Optional[MixedPrecision] = None,
         auto_wrap_policy: Any = None,
-        activation_checkpointing: Union[type[nn.Module], list[type[nn.Module]], None] = None,
+        activation_checkpointing: Union[ActivationCheckpointing, type[nn.Module], list[type[nn.Module]], None] = None,
         activation_checkpointing_policy: Any = None,
         sharding_strategy: Any = "FULL_SHARD",
         state_dict_type: Literal["full", "sharded"] = "full",
@@ -158,6 +164,11 @@ class CompressedFSDPStrategy(_SavesShardedCompression, FSDPStrategy):
         checkpoint_io: Optional[CheckpointIO] = None,
         precision_plugin: Optional[Precision] = None,
     ) -> None:
+        if isinstance(activation_checkpointing, (str, int)):
+            check_activation_checkpointing(activation_checkpointing)
+            self.activation_checkpointing = activation_checkpointing
+            # Lightning's argument of this name takes classes.
+            activation_checkpointing = None
         wrapping = named(locals(), FullyShardedDataParallel.__init__, CompressedFSDPStrategy.__init__)
         super().__init__(**{**wrapping, **named(locals(), FSDPStrategy.__init__)})
         self._compress_by(compression, compressor_state)
@@ -326,6 +337,9 @@ class CompressedModelParallelStrategy(_SavesShardedCompression, ModelParallelStr
         compression: Compressor of the gradient all-reduce.
         compressor_state: How a checkpoint of one file stores the compressor's state. `local` writes one file per rank
             beside it, `none` stores nothing. A sharded checkpoint stores the state of each rank as tensors of it.
+        activation_checkpointing: Recompute activations of the repeated layers in backward, which saves memory and takes
+            time. `full` does this for each layer, a number n for every n-th layer. `selective` keeps the results of
+            products, attention and communication. `off` keeps all activations.
         data_parallel_size: Ranks along the data-parallel axis.
         tensor_parallel_size: Ranks along the tensor-parallel axis.
         save_distributed_checkpoint: Write a folder with one file per rank. False writes one file.
@@ -343,6 +357,7 @@ class CompressedModelParallelStrategy(_SavesShardedCompression, ModelParallelStr
         compression: Reducer,
         *,
         compressor_state: KeptState = "local",
+        activation_checkpointing: ActivationCheckpointing = "off",
         data_parallel_size: Union[Literal["auto"], int] = "auto",
         tensor_parallel_size: Union[Literal["auto"], int] = "auto",
         save_distributed_checkpoint: bool = True,
@@ -350,6 +365,8 @@ class CompressedModelParallelStrategy(_SavesShardedCompression, ModelParallelStr
         timeout: Optional[timedelta] = default_pg_timeout,
     ) -> None:
         super().__init__(**named(locals(), ModelParallelStrategy.__init__))
+        check_activation_checkpointing(activation_checkpointing)
+        self.activation_checkpointing = activation_checkpointing
         self._compress_by(compression, compressor_state)
         self._synchronizes = True
 
