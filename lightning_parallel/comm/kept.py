@@ -15,7 +15,15 @@ from typing import Any, TypeVar
 
 from torch import Tensor
 
-from lightning_parallel.compat.torch import PRODUCTS, TorchDispatchMode, pytree, version_of
+from lightning_parallel.compat.torch import (
+    PRODUCTS,
+    TorchDispatchMode,
+    alias_of,
+    pytree,
+    storage_address,
+    unsafe_view,
+    version_of,
+)
 
 __all__ = ["KeptResults", "kept", "running_results"]
 
@@ -63,7 +71,8 @@ class KeptResults:
         self.is_again = False
         self.asked = 0
         self._most = most
-        self._results: list[tuple[Any, Any, list[int]]] = []
+        # Each with the code that made it, and with the versions of all tensors in its memory.
+        self._results: list[tuple[Any, Any, list[tuple[Tensor, int]]]] = []
         self._products = _Products()
         self._around: list[KeptResults | None] = []
 
@@ -81,6 +90,13 @@ class KeptResults:
         _running = self._around.pop()
         self.is_again = True
 
+    def watch(self, other: Tensor) -> None:
+        """Take note of a tensor that may share its memory, but not its version, with a result of the first run."""
+        address = storage_address(other.untyped_storage())
+        for _, _, versions in self._results:
+            if not self.is_again and any(storage_address(own.untyped_storage()) == address for own, _ in versions):
+                versions += _versions(alias_of(other))
+
     def next(self, compute: Callable[[], Any]) -> Any:
         """Return the next result of the first run, or compute it."""
         # The code of a closure, or the function of a `partial`.
@@ -89,7 +105,7 @@ class KeptResults:
             result = compute()
             if self._most is None or self.asked < self._most:
                 # Aliases: autograd gives the tensors themselves a place in its graph.
-                held = pytree.tree_map_only(Tensor, Tensor.detach, result)
+                held = pytree.tree_map_only(Tensor, alias_of, result)
                 self._results.append((code, held, _versions(held)))
             self.asked += 1
             return result
@@ -98,8 +114,8 @@ class KeptResults:
             found, held, versions = self._results[index]
             if found == code:
                 self.asked = index + 1
-                if _versions(held) == versions:
-                    return pytree.tree_map_only(Tensor, Tensor.detach, held)
+                if all(version_of(tensor) == version for tensor, version in versions):
+                    return pytree.tree_map_only(Tensor, alias_of, held)
                 break
         else:
             self.asked += self.asked >= len(self._results)
@@ -107,8 +123,8 @@ class KeptResults:
         return compute()
 
 
-def _versions(value: Any) -> list[int]:
-    return [version_of(leaf) for leaf in pytree.tree_leaves(value) if isinstance(leaf, Tensor)]
+def _versions(value: Any) -> list[tuple[Tensor, int]]:
+    return [(leaf, version_of(leaf)) for leaf in pytree.tree_leaves(value) if isinstance(leaf, Tensor)]
 
 
 class _Products(TorchDispatchMode):
@@ -125,6 +141,11 @@ class _Products(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        if func is unsafe_view and _running is not None:
+            # `matmul` makes such a view, and `linear` may add a bias to it in place.
+            view = func(*args, **kwargs)
+            _running.watch(view)
+            return view
         places = PRODUCTS.get(func)
         if places is None:
             return func(*args, **kwargs)

@@ -90,6 +90,7 @@ __all__ = [
     "TorchDispatchMode",
     "WRAPPER_PREFIXES",
     "add_all_",
+    "alias_of",
     "base_name",
     "WITHOUT_VALUES",
     "base_of",
@@ -625,6 +626,15 @@ def global_step_hooks() -> tuple[dict[int, Callable[..., Any]], dict[int, Callab
 CPU_FLASH_ATTENTION = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 CPU_FLASH_ATTENTION_BACKWARD = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
 """Attention on CPU, which is missing in torch's table of operations; the operator has no public name."""
+
+
+def alias_of(tensor: Tensor) -> Tensor:
+    """Return another tensor with the same memory and the same version counter, without a graph."""
+    # Below autograd, as in a dispatch mode, `detach` gives a tensor with its own counter. `torch.utils.checkpoint` has
+    # this guard, too.
+    with torch._C._SetExcludeDispatchKeyGuard(torch._C.DispatchKey.ADInplaceOrView, False):
+        return tensor.detach()
+
 
 # By name, because versions of torch have other operators. Products of two activations are not among them: the scores of
 # an attention are larger than all other activations, and cheap to compute.
