@@ -18,8 +18,8 @@ from torch import Tensor
 from lightning_parallel.compat.torch import (
     PRODUCTS,
     TorchDispatchMode,
-    alias_of,
     pytree,
+    same_memory,
     storage_address,
     unsafe_view,
     version_of,
@@ -95,7 +95,7 @@ class KeptResults:
         address = storage_address(other.untyped_storage())
         for _, _, versions in self._results:
             if not self.is_again and any(storage_address(own.untyped_storage()) == address for own, _ in versions):
-                versions += _versions(alias_of(other))
+                versions += _versions(same_memory(other))
 
     def next(self, compute: Callable[[], Any]) -> Any:
         """Return the next result of the first run, or compute it."""
@@ -105,7 +105,7 @@ class KeptResults:
             result = compute()
             if self._most is None or self.asked < self._most:
                 # Aliases: autograd gives the tensors themselves a place in its graph.
-                held = pytree.tree_map_only(Tensor, alias_of, result)
+                held = pytree.tree_map_only(Tensor, same_memory, result)
                 self._results.append((code, held, _versions(held)))
             self.asked += 1
             return result
@@ -115,7 +115,7 @@ class KeptResults:
             if found == code:
                 self.asked = index + 1
                 if all(version_of(tensor) == version for tensor, version in versions):
-                    return pytree.tree_map_only(Tensor, alias_of, held)
+                    return pytree.tree_map_only(Tensor, same_memory, held)
                 break
         else:
             self.asked += self.asked >= len(self._results)

@@ -90,7 +90,7 @@ __all__ = [
     "TorchDispatchMode",
     "WRAPPER_PREFIXES",
     "add_all_",
-    "alias_of",
+    "same_memory",
     "base_name",
     "WITHOUT_VALUES",
     "base_of",
@@ -628,7 +628,7 @@ CPU_FLASH_ATTENTION_BACKWARD = torch.ops.aten._scaled_dot_product_flash_attentio
 """Attention on CPU, which is missing in torch's table of operations; the operator has no public name."""
 
 
-def alias_of(tensor: Tensor) -> Tensor:
+def same_memory(tensor: Tensor) -> Tensor:
     """Return another tensor with the same memory and the same version counter, without a graph."""
     # Below autograd, as in a dispatch mode, `detach` gives a tensor with its own counter. `torch.utils.checkpoint` has
     # this guard, too.
