@@ -78,6 +78,7 @@ WRONG = {
     "zero_stage": [4, "1"],
     "reshard": ["never", True],
     "activation_checkpointing": ["some", 0, 2.0, True],
+    "cpu_offload": ["optimizer", ("state",), ("activations",), 1],  # the third without recomputed layers
     "gradient_sum_dtype": ["fp64", 32],
     "checkpoint_format": ["shard"],
     "async_save": ["yes", True],  # in one file

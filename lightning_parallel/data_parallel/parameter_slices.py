@@ -23,6 +23,7 @@ from torch.utils.hooks import RemovableHandle
 
 from lightning_parallel import comm
 from lightning_parallel.comm import Group, Pending, Traffic, fill_buckets
+from lightning_parallel.comm.host_memory import HostCopies
 from lightning_parallel.compat import Patches
 from lightning_parallel.compat.torch import global_step_hooks, step_hooks_of
 from lightning_parallel.data_parallel.bucketed_reducer import BUCKET_BYTES
@@ -58,6 +59,9 @@ class ParameterSlices:
     def __init__(self, parameters: Mapping[str, nn.Parameter], group: Group, bucket_bytes: int = BUCKET_BYTES) -> None:
         self.group = group
         self._bucket_bytes = bucket_bytes
+        # By parameter: host memory for its slice, and for its gradient.
+        self._host_memory: dict[Tensor, tuple[Tensor, Tensor | None]] = {}
+        self._host: HostCopies | None = None
         self.adopt(parameters)
         self.traffic = Traffic()
         self.holds_gradients = False
@@ -69,6 +73,16 @@ class ParameterSlices:
         self._divided: list[Optimizer] = []
         self._step_hooks: list[RemovableHandle] = []
 
+    def offload(self, device: torch.device) -> None:
+        """Let optimizers step in host memory on copies of the slices, and keep their state there, from now on."""
+        if self._host is None:
+            self._host = HostCopies(device)
+
+    @property
+    def host_bytes(self) -> int:
+        """Bytes of the copies in host memory."""
+        return sum(one.nbytes for pair in self._host_memory.values() for one in pair if one is not None)
+
     def adopt(self, parameters: Mapping[str, nn.Parameter]) -> None:
         """Divide these parameters from now on; call it while no parameter is narrow.
 
@@ -79,6 +93,7 @@ class ParameterSlices:
             if parameter.is_complex():
                 raise ValueError(f"`{name}` is complex, which `zero_stage` does not shard; use `zero_stage=0`")
         self._parameters = {id(p): p for p in parameters.values() if p.dim() > 0}
+        self._host_memory = {one: memory for one, memory in self._host_memory.items() if id(one) in self._parameters}
 
     # ------------------------------------------------------------------------------------------------ which elements
 
@@ -104,6 +119,8 @@ class ParameterSlices:
 
     def cut(self, tensor: Tensor) -> Tensor:
         """Return this replica's slice of a full tensor, with as many dimensions; a view if the tensor is contiguous."""
+        if self.group.size == 1:
+            return tensor
         start = min(self.group.rank * self.width(tensor.numel()), tensor.numel())
         part = tensor.reshape(-1).narrow(0, start, self.size(tensor.numel()))
         # The dimensions stay: some optimizers decay or scale matrices, but not vectors.
@@ -197,6 +214,8 @@ class ParameterSlices:
         """End what `show` began."""
 
     def _gather(self, parameters: Sequence[nn.Parameter], updated: Mapping[Tensor, Tensor]) -> None:
+        if self.group.size == 1:
+            return  # the slice is the parameter
         direct = [parameter for parameter in parameters if self._is_in_rows(parameter)]
         # The slices are already in their rows of the full parameter, so this needs no copy and no further memory.
         pending = [comm.all_gather_(p.data.view(self.group.size, -1), self.group, async_op=True) for p in direct]
@@ -313,7 +332,7 @@ class ParameterSlices:
                     self.narrow(parameter)
             gathered: list[nn.Parameter] = []
             try:
-                with nullcontext() if shown is None else shown(optimizer):
+                with self._on_host(parameters), nullcontext() if shown is None else shown(optimizer):
                     yield
                 gathered = parameters
             finally:
@@ -321,6 +340,53 @@ class ParameterSlices:
                 self.widen(gathered)
 
         wrap_step(optimizer, patches, narrowed)
+
+    @contextmanager
+    def _on_host(self, parameters: Iterable[nn.Parameter]) -> Iterator[None]:
+        """Put narrow parameters and their gradients into host memory in the block, and copy the results back."""
+        copies = self._host
+        if copies is None:
+            yield
+            return
+        held = [(one, one.data, one.grad) for one in parameters if self.is_narrow(one)]
+        for parameter, data, gradient in held:
+            known = self._host_memory.get(parameter)
+            fits = known is not None and known[0].shape == data.shape and known[0].dtype == data.dtype
+            mine, theirs = known if known is not None and fits else (None, None)
+            if gradient is not None:
+                theirs = copies.to_host(gradient, theirs)
+            # In each step: other code may have written into the parameter since.
+            self._host_memory[parameter] = copies.to_host(data, mine), theirs
+        # The host reads these copies next.
+        copies.arrive()
+        for parameter, _, gradient in held:
+            mine, theirs = self._host_memory[parameter]
+            _replace(parameter, mine, None if gradient is None else theirs)
+        is_done = False
+        try:
+            yield
+            is_done = True
+        finally:
+            for parameter, data, gradient in held:
+                updated = parameter.data
+                _replace(parameter, data, gradient)
+                # After an error the device keeps the values before the step.
+                if is_done:
+                    copies.to_device(updated, data)
+            copies.join()
+
+    @contextmanager
+    def taken_off(self, optimizer: Optimizer) -> Iterator[None]:
+        """Show the parameters of an optimizer as tensors of the CPU without values, inside the block."""
+        held = [(p, p.data, p.grad) for p in self._trained(optimizer) if not self.keeps_slices]
+        for parameter, data, _ in held:
+            # One element, expanded: it has the shape and takes no memory.
+            _replace(parameter, torch.empty((), dtype=data.dtype).expand(data.shape), None)
+        try:
+            yield
+        finally:
+            for entry in held:
+                _replace(*entry)
 
     def watch_steps(self, take: Callable[[Optimizer], None]) -> None:
         """Call `take` after a step that has made parameters narrow and has left them narrow, until `close`."""
@@ -361,8 +427,9 @@ class ParameterSlices:
         """Return this replica's part of a value in the state of a full parameter: a copy of the slice, or the value."""
         if not self.divides(parameter) or not isinstance(value, Tensor) or value.shape != self.whole_shape(parameter):
             return value  # such as the count of steps
+        part = self.cut(value)
         # A clone: the slice is a view, which would keep the full state in memory.
-        return self.cut(value).clone()
+        return part.clone() if self._host is None else part.cpu().clone()
 
 
 def wrap_step(

@@ -25,6 +25,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from lightning_parallel.comm.host_memory import HostCopies
 from lightning_parallel.comm.kept import KeptResults
 from lightning_parallel.compat.torch import (
     CALLS,
@@ -42,13 +43,14 @@ from lightning_parallel.step_trace.stubs import copy_args
 __all__ = ["recompute"]
 
 
-def recompute(module: nn.Module, option: str | int, path: str = "auto") -> None:
+def recompute(module: nn.Module, option: str | int, path: str = "auto", copies: HostCopies | None = None) -> None:
     """Recompute the activations of repeated layers in backward from now on, as a strategy's argument says.
 
     Args:
         module: The model.
         option: `full` or `selective` for all layers, n for every n-th layer, `off` for none.
         path: Dotted name of the container of the layers, or `auto`; commas join several.
+        copies: Keeps the inputs of the layers in host memory until backward; None keeps them on the device.
 
     Raises:
         ValueError: If there are no repeated layers.
@@ -65,7 +67,7 @@ def recompute(module: nn.Module, option: str | int, path: str = "auto") -> None:
     for index, (name, layer) in enumerate(dict(zip(stack.names, stack.layers)).items()):
         # An activation between the layers saves its input only. A run again would cost time and save nothing.
         if index % interval == 0 and next(layer.parameters(), None) is not None:
-            vars(layer)[CALLS] = AroundCalls(layer, _Recomputation(name, layer, option == "selective"))
+            vars(layer)[CALLS] = AroundCalls(layer, _Recomputation(name, layer, option == "selective", copies))
 
 
 def _repeated_layers(module: nn.Module, path: str) -> LayerStack:
@@ -85,8 +87,9 @@ def _repeated_layers(module: nn.Module, path: str) -> LayerStack:
 class _Recomputation:
     """Runs the calls of one layer."""
 
-    def __init__(self, name: str, layer: nn.Module, selective: bool) -> None:
+    def __init__(self, name: str, layer: nn.Module, selective: bool, copies: HostCopies | None) -> None:
         self.name = name
+        self.copies = copies
         self.selective = selective
         # The results for which backward asks. The last product of a layer is mostly not among them.
         self.most_results: int | None = None
@@ -103,6 +106,8 @@ class _Recomputation:
         options: dict[str, Any] = {}
         if self.selective:
             options["context_fn"] = call.contexts
+        if self.copies is not None:
+            args, kwargs = (call.send(args, kwargs, self.copies),), {}
         # As two arguments: a keyword of the layer may have the name of an option of `checkpoint`.
         return checkpoint(call, args, kwargs, use_reentrant=False, **options)
 
@@ -137,6 +142,9 @@ class _LayerCall:
         self.has_run = False
         self.results = KeptResults(owner.most_results)
         self.given = copy_args((args, kwargs), {})
+        self.first: tuple[Any, Any] | None = None
+        self.waiting: Any = None
+        self.is_changed = False
         self.versions = _versions(self.given)
         self.python, self.numpy = random.getstate(), np.random.get_state()
         self.own = owner.generators.states()
@@ -146,6 +154,13 @@ class _LayerCall:
         if self.has_run:
             return self._again()
         self.has_run = True
+        if self.first is not None:
+            (args, kwargs), self.first = self.first, None
+            return self._run_and_let_go(args, kwargs)
+        return self._run(args, kwargs)
+
+    def _run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run the layer for the first time."""
         if self.owner.changing is not None:
             return self.run(*args, **kwargs)
         before = self.owner.buffers()
@@ -155,19 +170,60 @@ class _LayerCall:
         self.buffers = {place: value for place, value in self.buffers.items() if place in (self.owner.changing or ())}
         return result
 
+    def send(self, args: tuple[Any, ...], kwargs: dict[str, Any], copies: HostCopies) -> Tensor:
+        """Begin to copy the inputs to host memory; return an argument for `checkpoint`, which keeps its arguments."""
+        self.first = args, kwargs
+        leaves, tree = pytree.tree_flatten(self.given)
+        # Inputs without a gradient, such as a mask, mostly belong to all layers, and stay on the device.
+        sent = [
+            _OnHost(copies.to_host(leaf), leaf.device) if type(leaf) is Tensor and leaf.requires_grad else leaf
+            for leaf in leaves
+        ]
+        self.waiting = pytree.tree_unflatten(sent, tree)
+        # `checkpoint` saves the random state of the devices of its arguments. Without elements it takes no memory.
+        return next((leaf.detach().new_empty(0) for leaf in leaves if isinstance(leaf, Tensor)), torch.empty(0))
+
+    def _run_and_let_go(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        result = self._run(args, kwargs)
+        copies = self.owner.copies
+        assert copies is not None, "`send` has used it"
+        self.is_changed = _versions(self.given) != self.versions
+        # The copy ran beside the layer. Code after the layer may write into its input, so kernels wait for the copy.
+        copies.join()
+        self.given = self.waiting
+        self.waiting = None
+        return result
+
+    def _inputs(self) -> Any:
+        """Return the inputs of the first run, on their device."""
+        copies = self.owner.copies
+        if copies is None:
+            return self.given
+
+        def fetched(leaf: Any) -> Any:
+            if not isinstance(leaf, _OnHost):
+                return leaf
+            value = torch.empty_like(leaf.value, device=leaf.device)
+            copies.to_device(leaf.value, value)
+            return value.requires_grad_()
+
+        found = pytree.tree_map(fetched, self.given)
+        copies.join()
+        return found
+
     def contexts(self) -> tuple[KeptResults, KeptResults]:
         """Return the contexts of the first run and of later runs."""
         return self.results, self.results
 
     def _again(self) -> Any:
-        if _versions(self.given) != self.versions:
+        if self.is_changed or (self.owner.copies is None and _versions(self.given) != self.versions):
             raise RuntimeError(
                 f"The inputs of `{self.owner.name}` must not change in place, because backward computes the layer from"
                 " its inputs again (`activation_checkpointing`); got another version. Write `x = x + y` instead of"
                 " `x += y`, set `inplace=False`, or leave the layer out by activation_checkpointing='off'"
             )
         # Copies again: with `retain_graph=True` a layer runs a third time.
-        args, kwargs = copy_args(self.given, {})
+        args, kwargs = copy_args(self._inputs(), {})
         with self._as_before():
             return self.run(*args, **kwargs)
 
@@ -192,6 +248,14 @@ class _LayerCall:
             random.setstate(states[0])
             np.random.set_state(states[1])
             generators.restore(states[2])
+
+
+class _OnHost:
+    """An input in host memory, and its device."""
+
+    def __init__(self, value: Tensor, device: torch.device) -> None:
+        self.value = value
+        self.device = device
 
 
 def _versions(arguments: Any) -> list[int]:

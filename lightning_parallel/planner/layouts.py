@@ -157,6 +157,7 @@ class LayoutSearch:
         action_s: Seconds of the pipeline's runtime per action; by default `ACTION_OPERATIONS` on processors.
         step_s: Seconds of the Trainer per batch; by default `STEP_OPERATIONS` on processors.
         zero_stages: Values of `zero_stage` to try, in this order, until a layout fits.
+        offloads: Whether the optimizer steps in host memory.
         larger_batches: Whether a pipeline's loader may merge accumulated batches into one batch. The larger batch has
             more microbatches, and so fewer bubbles.
     """
@@ -174,10 +175,12 @@ class LayoutSearch:
         action_s: float | None = None,
         step_s: float | None = None,
         zero_stages: Sequence[int] = (0, 1, 2, 3),
+        offloads: bool = False,
         larger_batches: bool = False,
     ) -> None:
         self.rehearsal = rehearsal
         self.zero_stages = zero_stages
+        self.offloads = offloads
         self.larger_batches = larger_batches
         self.cluster: Cluster = rehearsal.cluster
         self.copies = copies
@@ -255,7 +258,9 @@ class LayoutSearch:
         # The last ZeRO stage needs the least memory.
         held = [Held.of(part) for part in (parts.prologue, *parts.layers, parts.epilogue)]
         half_share = sum(held, Held()).half_share
-        copies = copies_held(self.copies, mesh.data_parallel, self._zero_stages(mesh)[-1], half_share)
+        # In host memory, the state does not count.
+        copies = 2.0 if self.offloads else self.copies
+        copies = copies_held(copies, mesh.data_parallel, self._zero_stages(mesh)[-1], half_share)
         sizes = [copies * one.trained_bytes + one.frozen_bytes for one in held]
         # A rank holds a layer once, however often the layer is called.
         in_pass = len(parts.layers) // passes
@@ -509,6 +514,7 @@ class LayoutSearch:
                 replicas=mesh.data_parallel,
                 zero_stage=zero_stage,
                 reserved=self.cluster.device.reserved_bytes,
+                offloads=self.offloads,
             )
 
         found: tuple[RankMemory, ...] = ()

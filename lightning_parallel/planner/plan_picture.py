@@ -25,6 +25,7 @@ _MEMORY = {
     "activations": "#d98a1f",
     "logits": "#c2561a",
     "buckets": "#5aa9b8",
+    "host": "#b8b08d",
     "reserved": "#c3cddb",
 }
 _STEP = {

@@ -96,6 +96,7 @@ class RankMemory:
         logits: Tensors that the head and the loss keep from forward to backward.
         buckets: Gradients on their way between replicas.
         reserved: Memory of the device's runtime and its communicators.
+        host: Tensors in host memory, with `cpu_offload`; not part of `total`.
     """
 
     parameters: float = 0.0
@@ -105,6 +106,7 @@ class RankMemory:
     logits: float = 0.0
     buckets: float = 0.0
     reserved: float = 0.0
+    host: float = 0.0
 
     @classmethod
     def of(
@@ -118,6 +120,7 @@ class RankMemory:
         replicas: int = 1,
         zero_stage: int = 0,
         reserved: float = 0.0,
+        offloads: bool = False,
     ) -> RankMemory:
         """Add up the bytes of a rank; without a gradient if `copies` is 1.
 
@@ -128,6 +131,7 @@ class RankMemory:
             activations, logits, reserved: See the attributes.
             replicas: Number of replicas.
             zero_stage: 1 shards the optimizer's state over the replicas; 2 gradients, too; 3 also parameters.
+            offloads: Whether the optimizer steps in host memory.
         """
         # A sum in fp32 holds twice the bytes of a 16-bit parameter, beside its rounded value.
         sums = 2 * held.half_bytes if accumulates else 0
@@ -148,11 +152,17 @@ class RankMemory:
             parameters /= replicas
             # A full layer, and the slices of the next one, which all replicas send.
             buckets += held.unit_bytes * (2 + 1 / replicas)
-        return cls(parameters, gradients, optimizer, activations, logits, buckets, reserved)
+        host = 0.0
+        if offloads and copies > 1:
+            # Beside the state, the host has copies of the trained parameters and gradients on which it steps.
+            host = optimizer + 2 * held.trained_bytes / (replicas if zero_stage > 0 else 1)
+            optimizer = 0.0
+        return cls(parameters, gradients, optimizer, activations, logits, buckets, reserved, host)
 
     @property
     def total(self) -> float:
-        return sum(self.by_kind().values())
+        """The bytes on the device."""
+        return sum(self.by_kind().values()) - self.host
 
     def by_kind(self) -> dict[str, float]:
         """Return the bytes by the names of the kinds."""
@@ -166,6 +176,7 @@ def planned_memory(
     replicas: int = 1,
     zero_stage: int = 0,
     sums_in_fp32: bool = True,
+    offloads: bool = False,
 ) -> RankMemory:
     """Predict the memory of pipeline stages of one rank, without parameters that its earlier stages already hold.
 
@@ -174,6 +185,7 @@ def planned_memory(
         stages: The stages.
         copies, replicas, zero_stage: As for `RankMemory.of`.
         sums_in_fp32: Whether gradients of 16-bit parameters are added in fp32.
+        offloads: Whether the optimizer steps in host memory.
     """
     mine = [parameter for stage in stages for parameter in plan.held_parameters(stage)]
     trained = [parameter.num_bytes for parameter in mine if parameter.is_trained]
@@ -193,6 +205,7 @@ def planned_memory(
         activations=plan.activation_bytes(stages),
         replicas=replicas,
         zero_stage=zero_stage,
+        offloads=offloads,
     )
 
 

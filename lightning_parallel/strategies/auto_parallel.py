@@ -6,7 +6,7 @@ The first rank plans before the strategy makes the groups of the mesh, and all r
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from datetime import timedelta
 from typing import Any, Literal, Optional, Union, cast
@@ -44,6 +44,7 @@ from lightning_parallel.strategies.options import (
     ActivationCheckpointing,
     CheckpointFormat,
     GradientSumDtype,
+    OffloadedPart,
     memory_limit,
     named,
     spelled,
@@ -105,6 +106,8 @@ class AutoParallelStrategy(HybridParallelStrategy):
         activation_checkpointing: Recompute activations of the repeated layers in backward, which saves memory and takes
             time. `full` does this for each layer, a number n for every n-th layer. `selective` keeps the results of
             products, attention and communication. `off` keeps all activations.
+        cpu_offload: Tensors in host memory, a tuple of names. `optimizer` keeps the state there, and takes its steps on
+            the host. `activations` keeps the inputs of layers that `activation_checkpointing` recomputes.
         gradient_sum_dtype: Dtype of sums of gradients of 16-bit parameters, such as with `bf16-true`: `fp32`, or a
             16-bit dtype for sums in the dtype of each parameter. `.grad` holds the sum, rounded once. None takes `fp32`
             if a step adds several gradients: with microbatches, or with `accumulate_grad_batches` above 1.
@@ -150,6 +153,7 @@ class AutoParallelStrategy(HybridParallelStrategy):
         zero_stage: ZeroStage = 0,
         reshard: Reshard = "auto",
         activation_checkpointing: ActivationCheckpointing = "off",
+        cpu_offload: Sequence[OffloadedPart] = (),
         gradient_sum_dtype: Optional[GradientSumDtype] = None,
         checkpoint_format: CheckpointFormat = "full",
         async_save: bool = False,
@@ -210,6 +214,7 @@ class AutoParallelStrategy(HybridParallelStrategy):
                     sequence_parallel=self.tensor_options.sequence_parallel,
                     layers=self.pipeline_options.layers if self.pipeline_options is not None else "auto",
                     zero_stages=self._zero_stages(module),
+                    offloads=self.steps_on_host,
                 )
             finally:
                 torch.set_num_threads(before)

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import warnings
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from functools import partial
@@ -53,6 +53,7 @@ from lightning_parallel.strategies.options import (
     ActivationCheckpointing,
     CheckpointFormat,
     GradientSumDtype,
+    OffloadedPart,
     named,
     spelled,
 )
@@ -175,6 +176,8 @@ class LocalSGDStrategy(HybridParallelStrategy):
             samples, or of tokens if the loss is a mean over tokens.
         pipeline_plan: A `PipelinePlan` or its file, made by an earlier run. It replaces the pipeline arguments above.
         zero_stage: Must be 0, because replicas have different optimizer states.
+        cpu_offload: Tensors in host memory, a tuple of names. `optimizer` keeps the state there, and takes its steps on
+            the host. `activations` keeps the inputs of layers that `activation_checkpointing` recomputes.
         gradient_sum_dtype: Dtype of sums of gradients of 16-bit parameters, such as with `bf16-true`: `fp32`, or a
             16-bit dtype for sums in the dtype of each parameter. `.grad` holds the sum, rounded once. None takes `fp32`
             if a step adds several gradients: with microbatches, or with `accumulate_grad_batches` above 1.
@@ -239,6 +242,7 @@ class LocalSGDStrategy(HybridParallelStrategy):
         microbatch_weight: Optional[Union[Callable[[Any], float], str]] = None,
         pipeline_plan: Optional[Union[PipelinePlan, str, Path]] = None,
         zero_stage: ZeroStage = 0,
+        cpu_offload: Sequence[OffloadedPart] = (),
         gradient_sum_dtype: Optional[GradientSumDtype] = None,
         compressor_state: KeptState = "local",
         hierarchical: Hierarchical = False,

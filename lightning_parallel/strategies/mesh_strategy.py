@@ -11,7 +11,7 @@ folder to which each rank writes its part; no rank holds more than its part and 
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Generator, Mapping
+from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from datetime import timedelta
@@ -46,7 +46,8 @@ from lightning_parallel.checkpoint import (
     is_distributed_checkpoint,
     is_sharded_checkpoint,
 )
-from lightning_parallel.comm import stop_heartbeat
+from lightning_parallel.comm import Group, stop_heartbeat
+from lightning_parallel.comm.host_memory import HostCopies
 from lightning_parallel.compat import Patches, is_users
 from lightning_parallel.compat.default_group import all_processes_as_default
 from lightning_parallel.compat.lightning import (
@@ -61,8 +62,8 @@ from lightning_parallel.compat.lightning import (
 from lightning_parallel.compat.torch import explain_swaps, give_data
 from lightning_parallel.compat.twins import is_a
 from lightning_parallel.compression import Reducer, check_reducer
-from lightning_parallel.data_parallel import AbsentParameter, GradientReducer
-from lightning_parallel.mesh import Axis, Size
+from lightning_parallel.data_parallel import AbsentParameter, GradientReducer, ParameterSlices
+from lightning_parallel.mesh import DATA, Axis, Size
 from lightning_parallel.pipeline.microbatch import without_caches
 from lightning_parallel.pipeline.pipeline_plan import PipelinePlan
 from lightning_parallel.pipeline.recomputation import recompute
@@ -85,6 +86,7 @@ from lightning_parallel.strategies.optimizers.owners import TensorOwners
 from lightning_parallel.strategies.optimizers.zero import (
     Reshard,
     ZeroStage,
+    check_on_host,
     check_zero_stage,
     divide_optimizers,
     follow_other_steps,
@@ -95,11 +97,13 @@ from lightning_parallel.strategies.options import (
     ActivationCheckpointing,
     CheckpointFormat,
     GradientSumDtype,
+    OffloadedPart,
     PipelineOptions,
     TensorOptions,
     check_activation_checkpointing,
     check_checkpoint_format,
     check_choice,
+    check_cpu_offload,
     dtype_of_sums,
 )
 from lightning_parallel.strategies.ranks import replicas
@@ -160,6 +164,7 @@ class MeshStrategy(MeshProcesses):
         zero_stage: ZeroStage = 0,
         reshard: Reshard = "auto",
         activation_checkpointing: ActivationCheckpointing = "off",
+        cpu_offload: Sequence[OffloadedPart] = (),
         gradient_sum_dtype: Optional[GradientSumDtype] = None,
         checkpoint_format: CheckpointFormat = "full",
         async_save: bool = False,
@@ -201,6 +206,7 @@ class MeshStrategy(MeshProcesses):
         self.zero_stage = zero_stage
         self.reshard = reshard
         self.activation_checkpointing = activation_checkpointing
+        self.cpu_offload = check_cpu_offload(cpu_offload, activation_checkpointing)
         self.gradient_sum_dtype = dtype_of_sums(gradient_sum_dtype)
         self.checkpoint_format = checkpoint_format
         self.async_save = async_save
@@ -287,13 +293,13 @@ class MeshStrategy(MeshProcesses):
             if run.optimizer_groups is not None:
                 run.hook_watch.views.keep(run.optimizer_groups.kept)
         if is_fit:
-            move_optimizers(self.optimizers, self.root_device)
+            move_optimizers(self.optimizers, self._optimizer_device)
             replicas.share_plateau_metrics(self.lr_scheduler_configs, self.groups.data_parallel)
         if run.engine is not None and not was_split:
             # The table needs the memory of the optimizers, which is known only now.
             copies = optimizer_copies(self.optimizers) if is_fit else 1
             replicas_here = self.groups.data_parallel.size if is_fit else 1
-            show_stages(run.engine.plan, copies, replicas_here, self.zero_stage, self.adds_in_fp32)
+            show_stages(run.engine.plan, copies, replicas_here, self.zero_stage, self.adds_in_fp32, self.steps_on_host)
         # Begin the watch last: the changes above are not the user's.
         run.model_watch = ModelWatch(self.module, lambda: self.optimizers)
 
@@ -398,7 +404,8 @@ class MeshStrategy(MeshProcesses):
         is_fit = module.trainer.state.fn == TrainerFn.FITTING
         engine, given = self.run.engine, self.pipeline_options
         path = engine.plan.container if engine is not None else "auto" if given is None else given.layers
-        recompute(module, self.activation_checkpointing if is_fit else "off", path)
+        copies = HostCopies(self.root_device) if "activations" in self.cpu_offload else None
+        recompute(module, self.activation_checkpointing if is_fit else "off", path, copies)
 
     @override
     def model_to_device(self) -> None:
@@ -426,6 +433,11 @@ class MeshStrategy(MeshProcesses):
         if run.slices is not None:
             follow_other_steps(run.slices, self.groups.world, self._patches)
         run.owners = TensorOwners(self.module, self.groups, run.slices)
+        if self.steps_on_host:
+            parameters = dict(self.module.named_parameters())
+            # Without ZeRO each rank steps on all its parameters, which are one slice each.
+            run.host_slices = run.slices or ParameterSlices(parameters, Group.alone(DATA))
+            run.host_slices.offload(self.root_device)
         self._take_optimizers()
         run.reducer = self.make_reducer()
         if self.compression is not None and run.compression is not None:
@@ -478,13 +490,17 @@ class MeshStrategy(MeshProcesses):
             with comm.failing_together(self.groups.world):
                 sliced = check_sliced(self.optimizers, run.slices.group.size, may_show=True)
             needs = {each: max(needs[each], sliced[each]) for each in needs}
+        if run.host_slices is not None:
+            with comm.failing_together(self.groups.world):
+                check_on_host(needs)
         run.full_optimizers = [each for each in needs if needs[each] is Needs.MODEL]
         assert run.owners is not None, "`fit` makes them"
         for optimizer in (each for each in needs if needs[each] is Needs.TENSORS):
             run.owners.take(optimizer, self._patches)
-        if run.slices is not None:
+        slices = run.slices or run.host_slices
+        if slices is not None:
             others = [each for each in needs if each not in run.owners.of]
-            divide_optimizers(others, run.slices, self._patches, self._full_step)
+            divide_optimizers(others, slices, self._patches, self._full_step)
 
     def _full_step(self, optimizer: Optimizer) -> AbstractContextManager[None]:
         """Show full tensors to the step of an optimizer that needs them."""
@@ -579,8 +595,11 @@ class MeshStrategy(MeshProcesses):
             with nullcontext() if self._opened is None else comm.failing_together(self.groups.world):
                 part = run.checkpoints.scatter_optimizer(state, optimizer, run.recorded_groups(optimizer))
             # Load one optimizer after the other, so that a rank never holds the file's values of several.
-            optimizer.load_state_dict(part)
-            move_optimizers([optimizer], self.root_device)
+            # Torch loads each value to the device of its parameter, which may lack memory for the state.
+            on_host = nullcontext() if run.host_slices is None else run.host_slices.taken_off(optimizer)
+            with on_host:
+                optimizer.load_state_dict(part)
+            move_optimizers([optimizer], self._optimizer_device)
 
     # -------------------------------------------------------------------------------------------------- the steps
 
@@ -680,6 +699,16 @@ class MeshStrategy(MeshProcesses):
             engine is not None and engine.schedule.num_microbatches > 1
         )
         return adds_several if self.gradient_sum_dtype is None else self.gradient_sum_dtype == torch.float32
+
+    @property
+    def steps_on_host(self) -> bool:
+        """Whether optimizers step in host memory."""
+        return "optimizer" in self.cpu_offload
+
+    @property
+    def _optimizer_device(self) -> torch.device:
+        """The device of the state of optimizers."""
+        return torch.device("cpu") if self.steps_on_host else self.root_device
 
     @property
     def _open_reducer(self) -> GradientReducer:
@@ -1039,6 +1068,8 @@ class MeshStrategy(MeshProcesses):
                 if keeps_full(inventory, self.gather_after_fit):
                     run.slices.restore()
             run.slices.close()
+        if run is not None and run.host_slices is not None:
+            run.host_slices.close()
         # Before the groups and the module change: the writer's thread still communicates and reads tensors.
         self.end_saves()
         module = self.lightning_module

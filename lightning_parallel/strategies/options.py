@@ -29,11 +29,13 @@ __all__ = [
     "ActivationCheckpointing",
     "CheckpointFormat",
     "GradientSumDtype",
+    "OffloadedPart",
     "PipelineOptions",
     "TensorOptions",
     "check_activation_checkpointing",
     "check_checkpoint_format",
     "check_choice",
+    "check_cpu_offload",
     "check_launch",
     "dtype_of_sums",
     "memory_limit",
@@ -49,6 +51,9 @@ ActivationCheckpointing = Union[Literal["off", "full", "selective"], int]
 
 CheckpointFormat = Literal["full", "sharded"]
 """One ordinary Lightning checkpoint, or a folder with a file of each rank."""
+
+OffloadedPart = Literal["optimizer", "activations"]
+"""The tensors that wait in host memory."""
 
 GradientSumDtype = Union[Literal["fp32", "float32", "bf16", "bfloat16", "fp16", "float16"], torch.dtype]
 """The dtype in which gradients of 16-bit parameters are added."""
@@ -148,6 +153,24 @@ def check_activation_checkpointing(value: Any) -> None:
     if value not in choices if isinstance(value, str) else not _is_int(value) or value < 1:
         listed = ", ".join(map(repr, choices))
         raise ValueError(f"`activation_checkpointing` must be {listed} or a positive integer; got {value!r}")
+
+
+def check_cpu_offload(parts: Any, activation_checkpointing: Any) -> tuple[str, ...]:
+    """Return `cpu_offload` as a tuple.
+
+    Raises:
+        ValueError: If a name is unknown, or activations that are not recomputed shall be in host memory.
+    """
+    names = get_args(OffloadedPart)
+    if isinstance(parts, str) or not isinstance(parts, Sequence) or any(part not in names for part in parts):
+        hint = f"; write ({parts!r},)" if isinstance(parts, str) and parts in names else ""
+        raise ValueError(f"`cpu_offload` must be a tuple of {' and '.join(map(repr, names))}; got {parts!r}{hint}")
+    if "activations" in parts and activation_checkpointing == "off":
+        raise ValueError(
+            "`cpu_offload=('activations',)` needs `activation_checkpointing`; got 'off'. It keeps the inputs of"
+            " recomputed layers in host memory until backward. Set activation_checkpointing='full'"
+        )
+    return tuple(parts)
 
 
 def check_checkpoint_format(checkpoint_format: Any, async_save: Any) -> None:

@@ -6,7 +6,7 @@ keeps the copies equal.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, Literal, Optional, Union
@@ -28,6 +28,7 @@ from lightning_parallel.strategies.options import (
     ActivationCheckpointing,
     CheckpointFormat,
     GradientSumDtype,
+    OffloadedPart,
     PipelineOptions,
     TensorOptions,
     named,
@@ -82,6 +83,8 @@ class TensorParallelStrategy(MeshStrategy):
         activation_checkpointing: Recompute activations of the repeated layers in backward, which saves memory and takes
             time. `full` does this for each layer, a number n for every n-th layer. `selective` keeps the results of
             products, attention and communication. `off` keeps all activations.
+        cpu_offload: Tensors in host memory, a tuple of names. `optimizer` keeps the state there, and takes its steps on
+            the host. `activations` keeps the inputs of layers that `activation_checkpointing` recomputes.
         gradient_sum_dtype: Dtype of sums of gradients of 16-bit parameters, such as with `bf16-true`: `fp32`, or a
             16-bit dtype for sums in the dtype of each parameter. `.grad` holds the sum, rounded once. None takes `fp32`
             if a step adds several gradients: with microbatches, or with `accumulate_grad_batches` above 1.
@@ -125,6 +128,7 @@ class TensorParallelStrategy(MeshStrategy):
         zero_stage: ZeroStage = 0,
         reshard: Reshard = "auto",
         activation_checkpointing: ActivationCheckpointing = "off",
+        cpu_offload: Sequence[OffloadedPart] = (),
         gradient_sum_dtype: Optional[GradientSumDtype] = None,
         checkpoint_format: CheckpointFormat = "full",
         async_save: bool = False,
@@ -195,6 +199,8 @@ class PipelineParallelStrategy(MeshStrategy):
         activation_checkpointing: Recompute activations of the repeated layers in backward, which saves memory and takes
             time. `full` does this for each layer, a number n for every n-th layer. `selective` keeps the results of
             products, attention and communication. `off` keeps all activations.
+        cpu_offload: Tensors in host memory, a tuple of names. `optimizer` keeps the state there, and takes its steps on
+            the host. `activations` keeps the inputs of layers that `activation_checkpointing` recomputes.
         gradient_sum_dtype: Dtype of sums of gradients of 16-bit parameters, such as with `bf16-true`: `fp32`, or a
             16-bit dtype for sums in the dtype of each parameter. `.grad` holds the sum, rounded once. None takes `fp32`
             if a step adds several gradients: with microbatches, or with `accumulate_grad_batches` above 1.
@@ -245,6 +251,7 @@ class PipelineParallelStrategy(MeshStrategy):
         zero_stage: ZeroStage = 0,
         reshard: Reshard = "auto",
         activation_checkpointing: ActivationCheckpointing = "off",
+        cpu_offload: Sequence[OffloadedPart] = (),
         gradient_sum_dtype: Optional[GradientSumDtype] = None,
         checkpoint_format: CheckpointFormat = "full",
         async_save: bool = False,
@@ -325,6 +332,8 @@ class HybridParallelStrategy(MeshStrategy):
         activation_checkpointing: Recompute activations of the repeated layers in backward, which saves memory and takes
             time. `full` does this for each layer, a number n for every n-th layer. `selective` keeps the results of
             products, attention and communication. `off` keeps all activations.
+        cpu_offload: Tensors in host memory, a tuple of names. `optimizer` keeps the state there, and takes its steps on
+            the host. `activations` keeps the inputs of layers that `activation_checkpointing` recomputes.
         gradient_sum_dtype: Dtype of sums of gradients of 16-bit parameters, such as with `bf16-true`: `fp32`, or a
             16-bit dtype for sums in the dtype of each parameter. `.grad` holds the sum, rounded once. None takes `fp32`
             if a step adds several gradients: with microbatches, or with `accumulate_grad_batches` above 1.
@@ -379,6 +388,7 @@ class HybridParallelStrategy(MeshStrategy):
         zero_stage: ZeroStage = 0,
         reshard: Reshard = "auto",
         activation_checkpointing: ActivationCheckpointing = "off",
+        cpu_offload: Sequence[OffloadedPart] = (),
         gradient_sum_dtype: Optional[GradientSumDtype] = None,
         checkpoint_format: CheckpointFormat = "full",
         async_save: bool = False,

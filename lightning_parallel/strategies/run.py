@@ -57,6 +57,8 @@ class Run:
         optimizer_groups: Parameter groups of the optimizers over all stages. They outlive later evaluations, like the
             optimizers.
         slices: Slices of the parameters over the replicas, with `zero_stage`. They outlive later evaluations, too.
+        host_slices: The slices, or all parameters, on which optimizers step in host memory; None without
+            `cpu_offload`.
         steps: Runs the module's steps through the stages; None without a pipeline.
         compression: Averages gradients with the user's compressor; None without one, and in evaluation.
         reducer: Averages the gradients over the replicas; None outside `fit`.
@@ -81,6 +83,7 @@ class Run:
     zero_stage: ZeroStage
     optimizer_groups: WholeGroups | None = None
     slices: ParameterSlices | None = None
+    host_slices: ParameterSlices | None = None
     steps: PipelineSteps | None = None
     compression: MeshCompression | None = None
     reducer: GradientReducer | None = None

@@ -98,6 +98,7 @@ LAYOUTS = {
     "data": (HybridParallelStrategy, {}, 1, 2),
     "data, zero 1": (HybridParallelStrategy, {"zero_stage": 1}, 1, 2),
     "data, zero 2": (HybridParallelStrategy, {"zero_stage": 2}, 1, 2),
+    "data, zero 3": (HybridParallelStrategy, {"zero_stage": 3}, 1, 2),
     "data, compressed": (HybridParallelStrategy, {"compression": Cast("fp32")}, 1, 2),
     "tensor": (TensorParallelStrategy, {}, 2, 1),
     "local": (LocalSGDStrategy, {"pipeline_parallel_size": 2, "num_microbatches": 64}, 64, 1),
@@ -110,7 +111,7 @@ def _expect_small_errors(strategy, group, batch, replicas, is_tied=False, share=
     for dtype in ("bf16", None):
         module = _fit(strategy(dtype), group, batch, replicas, is_tied, accumulate_grad_batches=accumulated)
         errors[dtype] = _error(module, is_tied)
-        assert module.between == [{torch.bfloat16}] * accumulated
+        assert module.between == [{torch.bfloat16}] * accumulated, (dtype, module.between[:3], len(module.between))
         assert module.bytes_in_step == [0]  # freed before the optimizer's state and its temporaries need memory
     assert errors[None] < share * errors["bf16"], errors
     assert errors[None] < 0.0035, errors  # rounded once: 0.0017, and the rest in forward and backward

@@ -116,7 +116,7 @@ class MemoryProfiler(MeasuringCallback[MemoryAccumulator]):
 
     `report()` returns the common keys and these. Values are bytes: the maximum that was seen.
 
-        ranks: [{rank, coordinate: {axis: index}, parameters, buffers, gradients, optimizer, compression, buckets,
+        ranks: [{rank, coordinate: {axis: index}, parameters, buffers, gradients, optimizer, compression, buckets, host,
                  activations, activations_peak, resident, resident_peak, allocated_peak, reserved_peak, runtime,
                  predicted: {parameters, gradients, optimizer, buckets, activations_peak}}]
         stages: [{stage, rank, parameters, gradients, optimizer}]      in a pipeline
@@ -127,6 +127,7 @@ class MemoryProfiler(MeasuringCallback[MemoryAccumulator]):
     | `optimizer` | state of the optimizers, and the copies of parameters that they update |
     | `compression` | memory of the gradient compressor |
     | `buckets` | most bytes of gradients and parameters in transit between the replicas of a mesh strategy |
+    | `host` | with `cpu_offload`: the optimizer's state, and the parameters and gradients on which it steps |
     | `activations_peak` | most bytes that autograd kept for backward at once, without parameters and the batch |
     | `activations` | bytes that are still saved after the last measured step |
     | `resident` | memory of the process after the last measured step (Linux) |
@@ -269,6 +270,9 @@ class MemoryProfiler(MeasuringCallback[MemoryAccumulator]):
         if "gradients" in sizes:
             sizes["gradients"] += _sum_bytes(strategy)
         sizes.update(_bucket_bytes(strategy))
+        slices = getattr(getattr(strategy, "run", None), "host_slices", None)
+        if slices is not None:
+            sizes["host"] = sizes.pop("optimizer") + slices.host_bytes
         compression = _compression_bytes(strategy)
         self.accumulator.note(sizes if compression is None else {**sizes, "compression": compression})
         # Count by stage as well: a rank with several stages then shows its largest stage.
@@ -298,6 +302,7 @@ _HEADERS = {
     "optimizer": "optimizer",
     "compression": "compr.",
     "buckets": "buckets",
+    "host": "host",
     "activations_peak": "activ.",
     "activations": "graph left",
     "resident_peak": "process",
@@ -365,6 +370,7 @@ def _predicted(trainer: Trainer, module: LightningModule) -> dict[str, int] | No
         activations=0 if plan is None else plan.activation_bytes(stages),
         replicas=strategy.mesh.data_parallel,
         zero_stage=strategy.zero_stage,
+        offloads=strategy.steps_on_host,
     )
     sizes = {"activations_peak" if key == "activations" else key: int(size) for key, size in memory.by_kind().items()}
     return {key: size for key, size in sizes.items() if size}

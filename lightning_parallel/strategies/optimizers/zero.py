@@ -13,7 +13,7 @@ The user's hooks, and optimizers of the user that compute with full tensors, see
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, Literal, Optional, get_args
 
@@ -28,11 +28,12 @@ from lightning_parallel.compat import ParallelState, Patches
 from lightning_parallel.compression import Reducer
 from lightning_parallel.data_parallel import ParameterShards, ParameterSlices
 from lightning_parallel.pipeline.layer_stack import find_layer_stacks
-from lightning_parallel.strategies.optimizers.checks import check_sliced
+from lightning_parallel.strategies.optimizers.checks import Needs, check_sliced
 
 __all__ = [
     "Reshard",
     "ZeroStage",
+    "check_on_host",
     "check_zero_stage",
     "divide_optimizers",
     "follow_other_steps",
@@ -201,6 +202,26 @@ def divide_optimizers(
         # This function runs again when optimizers change. A second wrapper of `step` would gather twice.
         if not slices.has_divided(optimizer):
             slices.divide(optimizer, patches, shown)
+
+
+def check_on_host(needs: Mapping[Optimizer, Needs]) -> None:
+    """Refuse optimizers that cannot step in host memory.
+
+    Args:
+        needs: The needs of each optimizer.
+
+    Raises:
+        ValueError: If an optimizer needs full tensors, or CUDA graphs.
+    """
+    for optimizer, need in needs.items():
+        name = type(optimizer).__name__
+        if need is not Needs.PARTS:
+            raise ValueError(
+                f"`{name}` computes with full tensors, which ranks gather on their devices, but `cpu_offload` steps in"
+                " host memory. Use an elementwise optimizer (SGD, Adam, AdamW, ...), or leave out 'optimizer'"
+            )
+        if any(group.get("capturable") for group in optimizer.param_groups):
+            raise ValueError(f"`{name}` must have capturable=False with `cpu_offload`: it steps in host memory")
 
 
 def follow_other_steps(slices: ParameterSlices, world: Group, patches: Patches) -> None:

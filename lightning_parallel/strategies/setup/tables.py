@@ -24,16 +24,23 @@ def print_table(shown: Any) -> None:
     show(shown)
 
 
-def show_stages(plan: PipelinePlan, copies: float, replicas: int, zero_stage: int, sums_in_fp32: bool) -> None:
+def show_stages(
+    plan: PipelinePlan, copies: float, replicas: int, zero_stage: int, sums_in_fp32: bool, offloads: bool
+) -> None:
     """Print the stage table on rank zero."""
-    print_table(stage_table(plan, copies, replicas, zero_stage, sums_in_fp32))
+    print_table(stage_table(plan, copies, replicas, zero_stage, sums_in_fp32, offloads))
 
 
 _MOST_NAMES = 3
 
 
 def stage_table(
-    plan: PipelinePlan, copies: float, replicas: int = 1, zero_stage: int = 0, sums_in_fp32: bool = True
+    plan: PipelinePlan,
+    copies: float,
+    replicas: int = 1,
+    zero_stage: int = 0,
+    sums_in_fp32: bool = True,
+    offloads: bool = False,
 ) -> Table:
     """Return a table with the contents, predicted time and memory of each stage, and the predicted step below.
 
@@ -46,11 +53,13 @@ def stage_table(
         replicas: Number of replicas of each stage.
         zero_stage: ZeRO stage of the replicas.
         sums_in_fp32: Whether gradients of 16-bit parameters are added in fp32.
+        offloads: Whether the optimizer steps in host memory.
     """
     schedule = plan.schedule
     costs = plan.stage_costs
     memories = [
-        planned_memory(plan, [stage], copies, replicas, zero_stage, sums_in_fp32) for stage in range(len(costs))
+        planned_memory(plan, [stage], copies, replicas, zero_stage, sums_in_fp32, offloads)
+        for stage in range(len(costs))
     ]
     total_s = sum(cost.total_s for cost in costs)
     table = Table(
