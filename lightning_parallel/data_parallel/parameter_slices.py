@@ -263,6 +263,7 @@ class ParameterSlices:
             hook.remove()
         self._hooks.clear()
         self._step_hooks.clear()
+        self._host_memory.clear()
 
     # -------------------------------------------------------------------------------------------------- state dicts
 

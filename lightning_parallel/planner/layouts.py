@@ -532,7 +532,8 @@ class LayoutSearch:
         limit = self.cluster.memory_bytes
         if layout.memory.total <= limit:
             return ""
-        largest = max(layout.memory.by_kind().items(), key=lambda item: item[1])
+        on_device = {kind: size for kind, size in layout.memory.by_kind().items() if kind != "host"}
+        largest = max(on_device.items(), key=lambda item: item[1])
         return (
             f"needs {bytes_text(layout.memory.total)} on a rank, {bytes_text(layout.memory.total - limit)} more than"
             f" there is; the largest part is {largest[0]} ({bytes_text(largest[1])})"
