@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, closing, contextmanager, nullcontext
 from types import MethodType
 from typing import Any
 
@@ -321,7 +321,6 @@ class ParameterSlices:
         self._divided.append(optimizer)
         is_first = True
 
-        @contextmanager
         def narrowed(_: Optimizer) -> Iterator[None]:
             nonlocal is_first
             if is_first:
@@ -433,17 +432,15 @@ class ParameterSlices:
         return part.clone() if self._host is None else part.cpu().clone()
 
 
-def wrap_step(
-    optimizer: Optimizer, patches: Patches, around: Callable[[Optimizer], AbstractContextManager[None]]
-) -> None:
-    """Run each step of an optimizer inside `around`, until `patches` are undone.
+def wrap_step(optimizer: Optimizer, patches: Patches, turns: Callable[[Optimizer], Iterator[None]]) -> None:
+    """Run each step of an optimizer in the turns of a generator, until `patches` are undone.
 
-    The closure and the hooks of the step run outside `around`, with the ordinary parameters.
+    The closure and the hooks of the step run outside the generator, with the ordinary parameters.
 
     Args:
         optimizer: The optimizer.
         patches: Undo the change.
-        around: Returns a context manager, which changes the parameters for the step.
+        turns: Changes the parameters for the step, and yields for each call of it; a failed step closes the generator.
     """
     own = optimizer.step
 
@@ -452,13 +449,15 @@ def wrap_step(
         given = (optimizer,) if closure is None else (optimizer, closure)
         given, kwargs = _run_before(optimizer, given, kwargs)
         closure = given[1] if len(given) > 1 else None
-        replay = None
+        loss: Any = None
+        result: Any = None
         if closure is not None:
             with torch.enable_grad():
                 # The closure needs the ordinary parameters, for forward and backward. `step` gets its loss only.
-                replay = _Replay(closure())
-        with _hooks_put_off(optimizer), around(optimizer):
-            result = own(**kwargs) if replay is None else own(replay, **kwargs)
+                loss = closure()
+        with _hooks_put_off(optimizer), closing(turns(optimizer)) as calls:  # type: ignore[type-var]
+            for _turn in calls:
+                result = own(**kwargs) if closure is None else own(_Replay(loss), **kwargs)
         for hook in (*step_hooks_of(optimizer)[1].values(), *global_step_hooks()[1].values()):
             hook(optimizer, given, kwargs)
         return result

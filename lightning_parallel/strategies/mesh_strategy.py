@@ -495,8 +495,8 @@ class MeshStrategy(MeshProcesses):
                 check_on_host(needs)
         run.full_optimizers = [each for each in needs if needs[each] is Needs.MODEL]
         assert run.owners is not None, "`fit` makes them"
-        for optimizer in (each for each in needs if needs[each] is Needs.TENSORS):
-            run.owners.take(optimizer, self._patches)
+        for optimizer in (each for each in needs if needs[each] in (Needs.TENSOR, Needs.TENSORS)):
+            run.owners.take(optimizer, self._patches, in_turns=needs[optimizer] is Needs.TENSOR)
         slices = run.slices or run.host_slices
         if slices is not None:
             others = [each for each in needs if each not in run.owners.of]

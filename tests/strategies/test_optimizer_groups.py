@@ -461,7 +461,7 @@ def test_the_lists_of_torchs_optimizers_say_what_a_trial_says(name):
     for options in [{"max_iter": 2}] if name == "LBFGS" else [{}, *OPTIONS.get(name, [])]:
         optimizer = kind(list(nn.Linear(4, 4, bias=False).parameters()), lr=0.05, **options)
         (group,) = optimizer.param_groups
-        by_elements, odd, needs_whole = optimization._tried(optimizer, group, SPLITS)
+        by_elements, odd, needs_whole, takes_turns = optimization._tried(optimizer, group, SPLITS)
         by_tensors = optimization._tried(optimizer, group, (optimization._single_tensors,)).is_same
         if name == "SparseAdam":  # refuses the gradients of a trial
             assert (by_elements, by_tensors) == (None, None)
@@ -469,4 +469,4 @@ def test_the_lists_of_torchs_optimizers_say_what_a_trial_says(name):
         assert by_elements == (name in optimization.ELEMENTWISE_OPTIMIZERS), options
         assert by_tensors == (name != "LBFGS"), options
         assert odd is None or not by_elements
-        assert needs_whole == (name in optimization.TENSORWISE_OPTIMIZERS)
+        assert needs_whole == takes_turns == (name in optimization.TENSORWISE_OPTIMIZERS)

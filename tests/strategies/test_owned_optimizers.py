@@ -13,7 +13,9 @@ from torch import nn
 from torch.optim import Optimizer
 
 from lightning_parallel import HybridParallelStrategy, LocalSGDStrategy, PowerSGD, comm
+from lightning_parallel.compat import patched
 from lightning_parallel.planner.rank_memory import optimizer_copies
+from lightning_parallel.strategies.optimizers import owners
 from lightning_parallel.tensor.sharding import Shard
 from tests.harness import distributed
 from tests.strategies.models import loader, trainer_for
@@ -143,7 +145,9 @@ def run(layout, module, more=None, **options):
     strategy = (
         "auto" if sizes is None else HybridParallelStrategy(**{"gather_after_fit": "all", **sizes, **(more or {})})
     )
-    return fit(module, strategy, devices, replicas, **{"limit_val_batches": 0, "gradient_clip_val": 0.3, **options})
+    # Small turns, so that each rank takes several in a step.
+    with patched(owners, "TURN_BYTES", 256):
+        return fit(module, strategy, devices, replicas, **{"limit_val_batches": 0, "gradient_clip_val": 0.3, **options})
 
 
 def expect_same(module, expected, what):

@@ -49,9 +49,11 @@ class Needs(IntEnum):
 
     PARTS = 0
     """The parts of tensors: the optimizer treats each element by itself."""
-    TENSORS = 1
-    """Whole tensors, each on one rank: the optimizer treats each tensor by itself."""
-    MODEL = 2
+    TENSOR = 1
+    """Whole tensors, each on one rank, one after another: the optimizer keeps nothing but the state of each tensor."""
+    TENSORS = 2
+    """Whole tensors, each on one rank: the optimizer treats each tensor by itself, but counts its steps."""
+    MODEL = 3
     """All tensors of the rank in full at once."""
 
 
@@ -348,7 +350,7 @@ def _needs_of(optimizer: Any, group: Mapping[str, Any], division: _GroupDivision
         return known
     trial = _tried(optimizer, group, division.splits)
     if division.may_show and trial.keeps_to_tensors and not _kept_elsewhere(optimizer):
-        return Needs.TENSORS
+        return Needs.TENSOR if trial.takes_turns else Needs.TENSORS
     found = Needs.PARTS
     # Without a trial, full tensors are right for any update; `_other_steps` run where none are shown.
     is_unproven = trial.is_same is None and division.untried is not None and not _other_steps(optimizer)
@@ -387,7 +389,7 @@ def _known(optimizer: Any, division: _GroupDivision) -> Needs | None:
         ):
             return Needs.PARTS
         if division.may_show and kind.__name__ in TENSORWISE_OPTIMIZERS:
-            return Needs.TENSORS
+            return Needs.TENSOR
     is_whole = division.keeps_tensors or division.may_show
     refused = {"LBFGS"} if is_whole else {"LBFGS", *TENSORWISE_OPTIMIZERS}
     # Compare the names of the bases, which include subclasses and implementations outside torch. No trial follows: the
@@ -499,11 +501,13 @@ class _Trial(NamedTuple):
         is_same: Whether pieces train as in one problem; None if no fresh optimizer can be made or stepped.
         odd_state: Name of a state tensor that is neither a scalar nor in the shape of its parameter.
         keeps_to_tensors: Whether only whole tensors, each by itself, train as in one problem.
+        takes_turns: Whether one optimizer may step on one tensor after another.
     """
 
     is_same: bool | None
     odd_state: str | None = None
     keeps_to_tensors: bool = False
+    takes_turns: bool = False
 
 
 def _tried(optimizer: Optimizer, group: Mapping[str, Any], splits: Sequence[Split]) -> _Trial:
@@ -530,19 +534,29 @@ def _tried(optimizer: Optimizer, group: Mapping[str, Any], splits: Sequence[Spli
             is_whole = not is_same or odd_state is not None
             # Owners run the closure once, before they get their tensors, and no further steps as of a SAM.
             is_plain = evaluations <= 2 * _STEPS and not _other_steps(optimizer) and not _kept_elsewhere(fresh)
-            owns = is_whole and is_plain and agrees(_single_tensors) and _steps_without_tensors(fresh)
-            return _Trial(is_same, odd_state, owns)
+            owns = is_whole and is_plain and agrees(_single_tensors) and _steps_without_tensors(optimizer, group)
+            if not owns:
+                return _Trial(is_same, odd_state)
+            in_turns = _train(optimizer, group, values, targets, evaluations // _STEPS)
+            takes_turns = all(map(torch.equal, in_turns[1], late)) and _options(in_turns[2]) == _options(fresh)
+            return _Trial(is_same, odd_state, True, takes_turns)
         # The class of the user may raise anything, and a failed trial must not end the run.
         except Exception:
             return _Trial(None, odd_state)
 
 
-def _steps_without_tensors(optimizer: Optimizer) -> bool:
+def _options(optimizer: Optimizer) -> list[Any]:
+    """Return the options of all groups, among which some optimizers count their steps."""
+    return [[value for key, value in group.items() if key != "params"] for group in optimizer.param_groups]
+
+
+def _steps_without_tensors(optimizer: Optimizer, group: Mapping[str, Any]) -> bool:
     """Return whether an optimizer steps without tensors, as on a rank that owns none of them."""
-    for group in optimizer.param_groups:
-        group["params"].clear()
+    fresh = _fresh(optimizer, group, [nn.Parameter(torch.zeros(_SHAPES[0]))])
+    for made in fresh.param_groups:
+        made["params"].clear()
     try:
-        _step(optimizer, lambda: torch.zeros(()))
+        _step(fresh, lambda: torch.zeros(()))
     except Exception:
         return False  # such as for the device of the first tensor
     return True
@@ -616,9 +630,19 @@ def _agrees(
 
 
 def _train(
-    optimizer: Optimizer, group: Mapping[str, Any], values: Sequence[Tensor], targets: Sequence[Tensor]
+    optimizer: Optimizer,
+    group: Mapping[str, Any],
+    values: Sequence[Tensor],
+    targets: Sequence[Tensor],
+    in_turns: int = 0,
 ) -> tuple[list[Tensor], list[Tensor], Optimizer, int]:
     """Train `values` towards `targets`.
+
+    Args:
+        optimizer, group: See `_tried`.
+        values, targets: The tensors.
+        in_turns: Evaluations of the closure, after which each step is called for one tensor after another; 0 calls the
+            step once, and lets it evaluate the closure.
 
     Returns:
         Early values, the final values, the fresh optimizer, and the number of evaluations of the closure.
@@ -650,7 +674,13 @@ def _train(
             closure()
             other()
         closure()  # some optimizers ignore the closure in `step`
-        _step(fresh, closure)
+        for _ in range(in_turns - 1):
+            closure()
+        for parameter in parameters if in_turns else ():
+            fresh.param_groups[0]["params"][:] = [parameter]
+            _step(fresh, lambda: torch.zeros(()))
+        if not in_turns:
+            _step(fresh, closure)
     return seen[_EARLY], [parameter.detach() for parameter in parameters], fresh, len(seen)
 
 

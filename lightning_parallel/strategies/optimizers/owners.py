@@ -13,7 +13,7 @@ and 2, and slices to stage 3.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from itertools import zip_longest
 from typing import Any, NamedTuple, cast
@@ -32,6 +32,9 @@ from lightning_parallel.data_parallel.parameter_slices import MOST_IN_FLIGHT, wr
 from lightning_parallel.tensor.sharding import REPLICATED, Shard
 
 __all__ = ["TensorOwners"]
+
+TURN_BYTES = BUCKET_BYTES
+"""Bytes of whole parameters for which an owner calls the step once; their gradients take as many."""
 
 
 class _SharedTensor(NamedTuple):
@@ -70,15 +73,24 @@ class TensorOwners:
         self._replicas = groups.data_parallel
         self._slices = slices
         self._rules: dict[Tensor, Shard] = {}
+        self._numel: dict[Tensor, int] = {}
+        self._in_turns: set[Optimizer] = set()
         # Elements that each rank owns, by its positions in both groups.
         self._loads: dict[tuple[int, int], int] = {}
         self.of: dict[Optimizer, dict[Tensor, StateOwner]] = {}
 
-    def take(self, optimizer: Optimizer, patches: Patches) -> None:
+    def take(self, optimizer: Optimizer, patches: Patches, in_turns: bool = False) -> None:
         """Let an optimizer step on whole tensors until `patches` are undone; every rank must call it.
 
         A second call gives owners to parameters that came since the first one.
+
+        Args:
+            optimizer: The optimizer.
+            patches: Undo the change.
+            in_turns: Whether its step may be called for one tensor after another.
         """
+        if in_turns:
+            self._in_turns.add(optimizer)
         rules = ParallelState.of(self._module).rules
         names = {id(parameter): name for name, parameter in self._module.named_parameters()}
         is_new = optimizer not in self.of
@@ -93,7 +105,7 @@ class TensorOwners:
                 self._rules[parameter] = rule
                 shape = rule.full_shape(shape)
             if rule is not None or self._is_shared_by_replicas(parameter):
-                new[parameter] = shape.numel()
+                self._numel[parameter] = new[parameter] = shape.numel()
         # The largest first, each to the rank with the fewest elements. No rank then has more than its share and the
         # largest tensor. The sort keeps the order of equal sizes, which is the same on all ranks. Frozen parameters
         # come last, because they have no state.
@@ -101,7 +113,7 @@ class TensorOwners:
             owners[parameter] = self._place(parameter, new[parameter])
         self._take_state(optimizer, new)
         if is_new:
-            wrap_step(optimizer, patches, self._step)
+            wrap_step(optimizer, patches, self._turns)
 
     def _is_shared_by_replicas(self, parameter: Tensor) -> bool:
         return self._slices is not None and self._slices.divides(parameter)
@@ -140,9 +152,8 @@ class TensorOwners:
 
     # -------------------------------------------------------------------------------------------------- the step
 
-    @contextmanager
-    def _step(self, optimizer: Optimizer) -> Iterator[None]:
-        """Give whole tensors to their owners inside the block, and hide other shared parameters from the optimizer."""
+    def _turns(self, optimizer: Optimizer) -> Iterator[None]:
+        """Yield for each call of the step, while owners have whole tensors and other shared parameters are hidden."""
         watch = ParallelState.of(self._module).watch
         # A step under manual optimization sees full tensors. The messages carry the parts of this rank.
         with nullcontext() if watch is None else watch.views.hidden():
@@ -152,25 +163,44 @@ class TensorOwners:
                 # Also without a gradient: ranks may have gradients for different parameters, but send the same.
                 if parameter.requires_grad or parameter.grad is not None
             }
-            # Frozen parameters stay in parts, which no optimizer must take for whole tensors.
-            hidden = {each for each in self.of[optimizer] if each not in owners or not self._is_mine(owners[each])}
             shards, gradients = self._collect_slices(owners)
             kept = {parameter: (parameter.data, parameter.grad) for parameter in owners}
-            whole = self._collect_shards(owners, shards, gradients)
             for parameter in owners:
-                if parameter in hidden:
-                    parameter.grad = None
-                else:
-                    _replace(parameter, *whole.get(parameter, (shards[parameter], gradients[parameter])))
+                parameter.grad = None
+            batches = self._batches(owners, optimizer in self._in_turns)
+            collected = self._collect_shards(batches[0], shards, gradients)
             try:
-                with _without(optimizer, hidden):
-                    yield
-                self._deliver(owners, shards, {parameter: data for parameter, (data, _) in kept.items()})
+                for index, batch in enumerate(batches):
+                    whole = collected()
+                    if index + 1 < len(batches):
+                        # These messages run beside the step of this turn.
+                        collected = self._collect_shards(batches[index + 1], shards, gradients)
+                    mine = [parameter for parameter in batch if self._is_mine(owners[parameter])]
+                    for parameter in mine:
+                        _replace(parameter, *whole.get(parameter, (shards[parameter], gradients[parameter])))
+                    with _only(optimizer, mine, None if index else self.of[optimizer].keys()):
+                        yield
+                    self._deliver_shards(batch, shards)
+                    for parameter in batch:
+                        _replace(parameter, kept[parameter][0], None)
+                self._deliver_slices(owners, shards, {parameter: data for parameter, (data, _) in kept.items()})
             finally:
                 for parameter, (data, gradient) in kept.items():
                     _replace(parameter, data, gradient)
                 if self._keeps_slices and self._slices is not None:
                     self._slices.widen()
+
+    def _batches(self, owners: Mapping[Tensor, StateOwner], in_turns: bool) -> list[dict[Tensor, StateOwner]]:
+        """Divide parameters into the turns of a step; a turn has about `TURN_BYTES` of whole tensors on each owner."""
+        found: list[dict[Tensor, StateOwner]] = [{}]
+        filled: dict[StateOwner, int] = {}
+        for parameter, owner in owners.items():
+            turn = filled.get(owner, 0) // TURN_BYTES if in_turns and parameter in self._rules else 0
+            found += [{} for _ in range(turn + 1 - len(found))]
+            found[turn][parameter] = owner
+            # Not the size of the shard, which differs between ranks.
+            filled[owner] = filled.get(owner, 0) + self._numel[parameter] * parameter.element_size()
+        return [batch for batch in found if batch] or [{}]
 
     @property
     def _keeps_slices(self) -> bool:
@@ -203,10 +233,10 @@ class TensorOwners:
             slices.widen()
         shards = {each: each.data for each in owners if each not in data}
         gradients: dict[Tensor, Tensor | None] = {each: None if each in narrow else each.grad for each in owners}
-        for parameter, value in zip(data, _collected([*data.values()], self._replicas)):
+        for parameter, value in zip(data, _collecting([*data.values()], self._replicas)()):
             if value is not None:
                 shards[parameter] = value.view(narrow[parameter])
-        for parameter, value in zip(found, _collected([*found.values()], self._replicas)):
+        for parameter, value in zip(found, _collecting([*found.values()], self._replicas)()):
             if value is not None:
                 gradients[parameter] = value.view(narrow[parameter])
         return shards, gradients
@@ -221,8 +251,12 @@ class TensorOwners:
         owners: Mapping[Tensor, StateOwner],
         shards: Mapping[Tensor, Tensor],
         gradients: Mapping[Tensor, Tensor | None],
-    ) -> dict[Tensor, tuple[Tensor, Tensor | None]]:
-        """Return the sharded parameters of this owner in full, with their gradients."""
+    ) -> Callable[[], dict[Tensor, tuple[Tensor, Tensor | None]]]:
+        """Begin to collect sharded parameters.
+
+        Returns:
+            A function that returns the parameters of this owner in full, with their gradients.
+        """
         sharded = [each for each in owners if each in self._rules and self._is_in_my_replica(owners[each])]
         parts = []
         for parameter in sharded:
@@ -230,24 +264,21 @@ class TensorOwners:
             # The owner decides whether there is a gradient. All messages have the same size without it.
             values = data, torch.zeros_like(data) if gradient is None else gradient
             parts += [self._shard(parameter, value, owners[parameter]) for value in values]
-        found = _collected(parts, self._tensor)
-        whole: dict[Tensor, tuple[Tensor, Tensor | None]] = {}
-        for parameter, whole_data, whole_gradient in zip(sharded, found[::2], found[1::2]):
-            if whole_data is not None:
-                whole[parameter] = whole_data, None if gradients[parameter] is None else whole_gradient
+        end = _collecting(parts, self._tensor)
+
+        def whole() -> dict[Tensor, tuple[Tensor, Tensor | None]]:
+            found = end()
+            return {
+                parameter: (data, None if gradients[parameter] is None else gradient)
+                for parameter, data, gradient in zip(sharded, found[::2], found[1::2])
+                if data is not None
+            }
+
         return whole
 
     @torch.no_grad()
-    def _deliver(
-        self, owners: Mapping[Tensor, StateOwner], shards: Mapping[Tensor, Tensor], kept: Mapping[Tensor, Tensor]
-    ) -> None:
-        """Write the updated tensors of all owners into the parts of this rank.
-
-        Args:
-            owners: The owners of the parameters.
-            shards: The shards in the replicas of the owners.
-            kept: The data of the parameters on this rank between steps.
-        """
+    def _deliver_shards(self, owners: Mapping[Tensor, StateOwner], shards: Mapping[Tensor, Tensor]) -> None:
+        """Write the updated tensors of the owners in this replica into the shards of this rank."""
         for parameter, owner in owners.items():
             # A step may give a parameter new memory, also a parameter that is full on this rank.
             is_whole = parameter not in self._rules and self._is_mine(owner)
@@ -256,6 +287,18 @@ class TensorOwners:
         sharded = [each for each in owners if each in self._rules and self._is_in_my_replica(owners[each])]
         parts = [self._shard(each, shards[each], owners[each]) for each in sharded]
         _deliver(parts, [each.data for each in sharded], self._tensor)
+
+    @torch.no_grad()
+    def _deliver_slices(
+        self, owners: Mapping[Tensor, StateOwner], shards: Mapping[Tensor, Tensor], kept: Mapping[Tensor, Tensor]
+    ) -> None:
+        """Write the updated shards of the owners into the data of other replicas.
+
+        Args:
+            owners: The owners of the parameters.
+            shards: The shards in the replicas of the owners.
+            kept: The data of the parameters on this rank between steps.
+        """
         shared = [each for each, owner in owners.items() if owner.replica is not None]
         if self._keeps_slices:
             parts = [self._slice(each, kept[each], owners[each]) for each in shared]
@@ -267,12 +310,19 @@ class TensorOwners:
 
 
 @contextmanager
-def _without(optimizer: Optimizer, hidden: set[Tensor]) -> Iterator[None]:
-    """Take parameters out of the groups of an optimizer inside the block: some steps expect a gradient for each."""
+def _only(optimizer: Optimizer, mine: Iterable[Tensor], shared: Collection[Tensor] | None) -> Iterator[None]:
+    """Leave some parameters in the groups of an optimizer inside the block: some steps expect a gradient for each.
+
+    Args:
+        optimizer: The optimizer.
+        mine: The parameters that stay.
+        shared: Parameters that have owners, without which all others stay as well; None for no others.
+    """
     groups = [(group["params"], list(group["params"])) for group in optimizer.param_groups]
+    stays = set(mine)
     # In place, because optimizers keep references to the lists.
     for params, every in groups:
-        params[:] = [each for each in every if each not in hidden]
+        params[:] = [each for each in every if each in stays or (shared is not None and each not in shared)]
     try:
         yield
     finally:
@@ -303,8 +353,12 @@ def _rounds(parts: Sequence[_SharedTensor], group: Group) -> list[list[list[int]
     return rounds
 
 
-def _collected(parts: Sequence[_SharedTensor], group: Group) -> list[Tensor | None]:
-    """Return the whole tensors that this rank owns, and None for other tensors; every rank of the group calls it."""
+def _collecting(parts: Sequence[_SharedTensor], group: Group) -> Callable[[], list[Tensor | None]]:
+    """Begin to collect tensors; every rank of the group must call it.
+
+    Returns:
+        A function that returns the whole tensors that this rank owns, and None for other tensors.
+    """
     found: list[Tensor | None] = [None] * len(parts)
 
     def start(by_owner: list[list[int]]) -> Pending:
@@ -323,8 +377,13 @@ def _collected(parts: Sequence[_SharedTensor], group: Group) -> list[Tensor | No
             shards = [piece.view(part.rule.local_shape(part.shape, rank)) for rank, piece in enumerate(by_rank)]
             found[index] = part.rule.merge(shards)
 
-    _in_flight(_rounds(parts, group), start, land)
-    return found
+    end = _in_flight(_rounds(parts, group), start, land)
+
+    def collected() -> list[Tensor | None]:
+        end()
+        return found
+
+    return collected
 
 
 def _deliver(parts: Sequence[_SharedTensor], whole: Sequence[Tensor], group: Group) -> None:
@@ -349,7 +408,7 @@ def _deliver(parts: Sequence[_SharedTensor], whole: Sequence[Tensor], group: Gro
         for index, piece in zip(order, received.split([parts[index].value.numel() for index in order])):
             parts[index].value.copy_(piece.view(parts[index].value.shape))
 
-    _in_flight(_rounds(parts, group), start, land)
+    _in_flight(_rounds(parts, group), start, land)()
 
 
 def _size(part: _SharedTensor, rank: int) -> int:
@@ -366,20 +425,24 @@ def _exchange(sent: Sequence[Sequence[Tensor]], arriving: Sequence[int], like: T
 
 
 def _in_flight(
-    rounds: Iterable[list[list[int]]],
+    rounds: Sequence[list[list[int]]],
     start: Callable[[list[list[int]]], Pending],
     land: Callable[[list[list[int]], Tensor], None],
-) -> None:
-    """Run the messages of rounds, a few at the same time."""
-    flights: list[tuple[list[list[int]], Pending]] = []
-    for each in rounds:
-        flights.append((each, start(each)))
-        # A limit for memory: each message in flight holds copies of its tensors.
-        if len(flights) > MOST_IN_FLIGHT:
+) -> Callable[[], None]:
+    """Start the first messages of rounds, and return a function that runs all of them, a few at the same time."""
+    # A limit for memory: each message in flight holds copies of its tensors.
+    flights = [(each, start(each)) for each in rounds[:MOST_IN_FLIGHT]]
+
+    @torch.no_grad()
+    def end() -> None:
+        for each in rounds[MOST_IN_FLIGHT:]:
+            flights.append((each, start(each)))
             first, pending = flights.pop(0)
             land(first, pending.wait())
-    for first, pending in flights:
-        land(first, pending.wait())
+        for first, pending in flights:
+            land(first, pending.wait())
+
+    return end
 
 
 def _replace(parameter: Tensor, data: Tensor, gradient: Tensor | None) -> None:
