@@ -543,3 +543,36 @@ def test_strategies_with_compressed_gradients(group, name):
             atol=0,
             msg=lambda text, option=option: f"{option}: {text} {losses}",
         )
+
+
+@distributed(world_size=2)
+def test_a_run_resumes_with_another_option_and_layout(group, tmp_path):
+    path = str(tmp_path / "first.ckpt")
+    _, trainer = train(Model(), "tensor", "selective")
+    trainer.save_checkpoint(path)
+    module, _ = train(Model(), "1f1b", "full", max_epochs=2, ckpt_path=path)
+    expected, _ = train(Model(), max_epochs=2)
+    assert_equal(module, expected)
+
+
+class Skipping(Model):
+    """Passes outputs over later layers, by a list."""
+
+    def run(self, x):
+        kept = []
+        for index, block in enumerate(self.blocks):
+            x = block(x)
+            if index < 2:
+                kept.append(x)
+            else:
+                x = x + kept.pop()
+        return x
+
+
+@pytest.mark.parametrize("option", ["full", "selective"])
+@distributed(world_size=2)
+def test_connections_that_skip_stages(group, option):
+    expected, _ = train(Skipping())
+    for layout in ("1f1b", "zbv"):
+        module, _ = train(Skipping(), layout, option)
+        assert_equal(module, expected)
