@@ -82,17 +82,30 @@ class _Unit:
 
     Attributes:
         parameters: The parameters.
-        slices: This replica's slice of each, flat.
+        rows: The slices of this replica, padded and joined, for each dtype; with the positions of their parameters.
+        slices: This replica's slice of each parameter, flat; a view of a row.
+        widths: Elements of the slices of each parameter, with padding.
         hollow: The data of each parameter while it is absent: one element, expanded to its shape.
         is_present: Whether the parameters have their full data.
         versions: The versions of the parameters since they are present.
         pending: The gathering that is under way.
     """
 
-    def __init__(self, parameters: Sequence[nn.Parameter], slices: Sequence[Tensor]) -> None:
+    def __init__(self, parameters: Sequence[nn.Parameter], cut: Callable[[Tensor], Tensor], widths: list[int]) -> None:
         self.parameters = list(parameters)
-        self.slices = list(slices)
         self.hollow = [_hollow(parameter) for parameter in parameters]
+        self.widths = widths
+        kinds: dict[Any, list[int]] = {}
+        for index, parameter in enumerate(parameters):
+            kinds.setdefault((parameter.dtype, parameter.device), []).append(index)
+        self.rows: list[tuple[list[int], Tensor]] = []
+        self.slices = [torch.empty(0)] * len(self.parameters)
+        for indices in kinds.values():
+            mine = {index: cut(parameters[index].data).reshape(-1) for index in indices}
+            row = torch.cat([padded_to(widths[index], mine[index]) for index in indices])
+            self.rows.append((indices, row))
+            for index, part in zip(indices, row.split([widths[index] for index in indices])):
+                self.slices[index] = part[: mine[index].numel()]
         self.is_present = False
         self.versions: list[int] = []
         self.pending: list[tuple[list[int], Pending]] | None = None
@@ -161,7 +174,7 @@ class ParameterShards(ParameterSlices):
 
     def _take(self, parameters: Sequence[nn.Parameter]) -> None:
         with torch.no_grad(), torch.inference_mode(False):
-            unit = _Unit(parameters, [self.cut(p.data).reshape(-1).clone() for p in parameters])
+            unit = _Unit(parameters, self.cut, [self.width(p.numel()) for p in parameters])
         self._units.append(unit)
         for index, parameter in enumerate(parameters):
             self._place[id(parameter)] = unit, index
@@ -223,25 +236,17 @@ class ParameterShards(ParameterSlices):
             self._look_ahead(missing[-1])
 
     def _begin(self, unit: _Unit) -> None:
-        if unit.pending is not None:
-            return
-        kinds: dict[Any, list[int]] = {}
-        for index, mine in enumerate(unit.slices):
-            kinds.setdefault((mine.dtype, mine.device), []).append(index)
-        unit.pending = []
-        for indices in kinds.values():
-            row = torch.cat([padded_to(self._width(unit, index), unit.slices[index]) for index in indices])
-            self.traffic.add(row.nbytes * (1 + self.group.size))
-            unit.pending.append((indices, comm.all_gather(row, self._gathering, async_op=True)))
-
-    def _width(self, unit: _Unit, index: int) -> int:
-        return self.width(unit.hollow[index].numel())
+        if unit.pending is None:
+            unit.pending = []
+            for indices, row in unit.rows:
+                self.traffic.add(row.nbytes * self.group.size)
+                unit.pending.append((indices, comm.all_gather(row, self._gathering, async_op=True)))
 
     def _end(self, unit: _Unit) -> None:
         assert unit.pending is not None
         for indices, pending in unit.pending:
             rows = pending.wait().view(self.group.size, -1)
-            for index, columns in zip(indices, rows.split([self._width(unit, index) for index in indices], 1)):
+            for index, columns in zip(indices, rows.split([unit.widths[index] for index in indices], 1)):
                 parameter = unit.parameters[index]
                 if parameter in self._whole:
                     continue
@@ -250,7 +255,7 @@ class ParameterShards(ParameterSlices):
                 self.traffic.add(full.nbytes)
                 self._set_data(parameter, full, parameter.grad)
                 self._owner[full.untyped_storage().data_ptr()] = parameter
-            self.traffic.remove(rows.nbytes // self.group.size * (1 + self.group.size))
+            self.traffic.remove(rows.nbytes)
         unit.pending = None
         unit.is_present = True
         unit.versions = list(map(version_of, unit.parameters))
@@ -409,8 +414,9 @@ class ParameterShards(ParameterSlices):
         with DisableTorchFunctionSubclass():
             if kept is None and parameter.grad is not None:
                 self._freed.add(id(parameter))
-            # An optimizer may have put another tensor into its place.
-            unit.slices[index] = parameter.data.reshape(-1)
+            if parameter.data_ptr() != unit.slices[index].data_ptr():
+                # An optimizer has put another tensor into its place.
+                unit.slices[index].copy_(parameter.data.reshape(-1))
             self._set_absent(unit, index, kept)
 
     @override
@@ -519,7 +525,8 @@ class ParameterShards(ParameterSlices):
                 if not unit.is_present:
                     self._begin(unit)
                     self._end(unit)
-                self._owner.clear()
+                self.traffic.clear()
+        self._owner.clear()
         self._units.clear()
         self._place.clear()
         # The state of optimizers stays sliced.
