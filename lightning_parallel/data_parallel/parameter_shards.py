@@ -410,8 +410,10 @@ class ParameterShards(ParameterSlices):
 
     def _end_narrow(self, parameter: Any) -> None:
         unit, index = self._place[id(parameter)]
-        kept = self._whole.pop(parameter)[1]
         with DisableTorchFunctionSubclass():
+            # A hook may have gathered other parameters of the unit. All of them are present, or none.
+            self._absent(unit)
+            kept = self._whole.pop(parameter)[1]
             if kept is None and parameter.grad is not None:
                 self._freed.add(id(parameter))
             if parameter.data_ptr() != unit.slices[index].data_ptr():

@@ -14,6 +14,8 @@ from torch import nn
 from torch.optim import SGD, Adagrad, AdamW
 
 from lightning_parallel import LAMB, HybridParallelStrategy, LocalSGDStrategy, PowerSGD, comm
+from lightning_parallel.compat import patched
+from lightning_parallel.strategies.ranks import order
 from tests.harness import distributed
 from tests.strategies.models import Net, loader, trainer_for
 from tests.strategies.test_lifecycle import TakingNorms
@@ -442,3 +444,88 @@ def test_arguments():
             HybridParallelStrategy(zero_stage=stage)
     with pytest.raises(ValueError, match="must be 0 with LocalSGDStrategy"):
         LocalSGDStrategy(zero_stage=1)
+
+
+class Anywhere(Deep):
+    """Reads parameters outside their layers, twice, frozen, in place, and in hooks between the batches of a step."""
+
+    def __init__(self):
+        super().__init__(blocks=6)
+        self.frozen = nn.Linear(8, 8).double().requires_grad_(False)
+        self.average = nn.Linear(8, 8, bias=False).double().requires_grad_(False)
+        self.recurrent = nn.LSTM(8, 8, batch_first=True).double()
+        self.attention = nn.MultiheadAttention(8, 2, batch_first=True).double()
+        self.free = nn.Parameter(torch.ones(8, dtype=torch.float64))
+        self.read = []
+
+    def forward(self, x):
+        x = self.embed(x) * self.free
+        for block in (*self.blocks, *reversed(self.blocks)):
+            x = block(x)
+        x = x + self.frozen(x) @ self.embed.weight @ self.embed.weight.t()
+        x = self.recurrent(x[:, None])[0]
+        return self.head(self.attention(x, x, x)[0][:, 0] + self.average(x[:, 0]))
+
+    def training_step(self, batch, index):
+        with torch.no_grad():
+            self.average.weight.mul_(0.9).add_(next(self.blocks[2].parameters()).mean(), alpha=0.1)
+            self.head.weight.data.clamp_(-0.3, 0.3)
+        loss = super().training_step(batch, index)
+        penalty = 0.01 * sum(value.square().sum() for value in self.blocks.parameters())
+        return {**loss, "loss": loss["loss"] + penalty}
+
+    def on_train_batch_end(self, outputs, batch, index):
+        # In the middle of an accumulation, each replica has its own full gradient.
+        gradients = [p.grad.shape for p in self.parameters() if index % 2 == 0 and p.grad is not None]
+        assert gradients == [p.shape for p in self.parameters() if p.requires_grad and index % 2 == 0]
+        self.read.append(
+            self.average.weight.norm() + next(self.blocks[1].parameters()).sum() + self(batch[0][:1].mul(0)).sum()
+        )
+
+
+@pytest.mark.parametrize("reshard", ["layer", "step"])
+@distributed(world_size=2)
+def test_parameters_of_stage_3_are_full_wherever_code_reads_them(group, reshard):
+    options = {"max_epochs": 2, "limit_val_batches": 1, "accumulate_grad_batches": 2}
+    expected, found = Anywhere(), Anywhere()
+    fit(expected, "auto", 1, **options)
+    held = []
+    found.on_train_end = lambda: held.append(found.trainer.strategy.run.slices)
+    trainer = fit(found, HybridParallelStrategy(zero_stage=3, reshard=reshard), 2, 2, **options)
+    close = functools.partial(torch.testing.assert_close, rtol=1e-10, atol=1e-12)
+    close(dict(found.state_dict()), dict(expected.state_dict()))
+    close(torch.stack(found.read).detach(), torch.stack(expected.read).detach())
+    assert trainer.strategy.run.slices is held[0]
+    total = sum(p.nbytes for p in expected.parameters())
+    # A unit in full, and the slices of the next unit: the small layers, or all other parameters.
+    assert held[0].traffic.peak < (0.9 if reshard == "layer" else 1.5) * total
+    assert reshard == "layer" or held[0].traffic.peak > total
+
+
+class Alone(Deep):
+    """Reads a weight on one rank alone."""
+
+    def training_step(self, batch, index):
+        if self.global_rank == 1 and index == 1:
+            next(self.blocks[3].parameters()).sum().item()
+        return super().training_step(batch, index)
+
+
+@distributed(world_size=2)
+def test_a_read_on_one_replica_alone_ends_with_its_line(group):
+    with pytest.raises(RuntimeError, match=r"(?s)must.*LP013"), patched(order, "STEP_WAIT_S", 2.0):
+        fit(Alone(), HybridParallelStrategy(zero_stage=3), 2, 2, max_epochs=1)
+
+
+@distributed(world_size=2)
+def test_a_module_that_stays_sharded_runs_again(group):
+    module, alone = Deep(), Deep()
+    for epochs in (1, 2):
+        fit(module, HybridParallelStrategy(zero_stage=3, gather_after_fit="off"), 2, 2, max_epochs=epochs)
+        fit(alone, "auto", 1, max_epochs=epochs)
+        with pytest.raises(RuntimeError, match="gather_after_fit='all'"):
+            module.head.weight.sum()
+    # Another stage takes the module over.
+    fit(module, HybridParallelStrategy(zero_stage=1), 2, 2, max_epochs=1)
+    fit(alone, "auto", 1, max_epochs=1)
+    torch.testing.assert_close(dict(module.state_dict()), dict(alone.state_dict()), rtol=1e-10, atol=1e-12)
