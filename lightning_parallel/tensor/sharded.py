@@ -164,9 +164,9 @@ class _SliceInGraph(Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
         raise RuntimeError(
-            "Code must not differentiate with respect to parameters between the backward pass and the optimizer's step"
-            " with `zero_stage=2`, and in hooks with `zero_stage=3`, because each replica then holds a slice of every"
-            " parameter. Add the term to the loss in `training_step`, or use `zero_stage=1`"
+            "Code must not differentiate with respect to a parameter of which each replica holds a slice: before the"
+            " optimizer's step with `zero_stage=2`, or in a hook with `zero_stage=3`. Add the term to the loss in"
+            " `training_step`, or use `zero_stage=1`"
         )
 
 

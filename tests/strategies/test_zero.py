@@ -387,7 +387,7 @@ class Loads(Varied):
         self.load_state_dict({name: value * 0.9 for name, value in self.state_dict().items()})
         penalty = sum(value.square().sum() for value in self.parameters())
         if self.stage >= 2:
-            with pytest.raises(RuntimeError, match="each replica then holds a slice"):
+            with pytest.raises(RuntimeError, match="each replica holds a slice"):
                 penalty.backward()
 
 
