@@ -1,11 +1,11 @@
-"""A training step with state divided over replicas: `zero_stage` 0, 1 and 2 against torch's own, as ratios.
+"""A training step with state divided over replicas: `zero_stage` 0 to 3 against torch's own, as ratios.
 
     python benchmarks/zero_stages.py [MLP] [transformer] [--ranks 2] [--threads 1] [--rounds 12]
 
 All sides train equal copies of a model in one process group with AdamW, in turn, a few steps each. Peers are
-DistributedDataParallel with the whole optimizer (1.00 in each column), with torch's ZeroRedundancyOptimizer, and FSDP2
-that keeps parameters gathered from forward to backward. Ratios: medians of steps, bytes of the optimizer's state on a
-rank, and the most bytes alive besides the parameters.
+DistributedDataParallel with the whole optimizer (1.00 in each column), with torch's ZeroRedundancyOptimizer, and FSDP2:
+once it keeps parameters gathered from forward to backward, once it gathers them twice, as stage 3 does. Ratios: medians
+of steps, bytes of the optimizer's state on a rank, and the most bytes alive besides the first parameters.
 """
 
 from __future__ import annotations
@@ -27,7 +27,8 @@ from torch.optim import AdamW, Optimizer
 
 from lightning_parallel.comm import Group
 from lightning_parallel.compat import Patches
-from lightning_parallel.data_parallel import GradientReducer, ParameterSlices, ScatteringReducer
+from lightning_parallel.data_parallel import GradientReducer, ParameterShards, ParameterSlices, ScatteringReducer
+from lightning_parallel.strategies.optimizers.zero import units_of
 
 STEPS = 4
 Side = Callable[[nn.Module, Tensor, Group], tuple[Callable[[], None], Optimizer]]
@@ -59,6 +60,26 @@ def ours(stage: int) -> Side:
     return side
 
 
+def ours_sharded(module: nn.Module, x: Tensor, group: Group) -> tuple[Callable[[], None], Optimizer]:
+    """A step with `zero_stage=3`."""
+    optimizer = AdamW(module.parameters())
+    parameters = dict(module.named_parameters())
+    slices = ParameterShards(units_of(module), group, lambda operation: None)
+    slices.divide(optimizer, Patches())
+    reducer = ScatteringReducer(parameters, slices)
+
+    def step() -> None:
+        optimizer.zero_grad()
+        with slices.in_pass(is_last=False):
+            loss = module(x).square().mean()
+        with slices.in_pass():
+            loss.backward()
+        reducer.reduce()
+        optimizer.step()
+
+    return step, optimizer
+
+
 def plain(module: nn.Module, x: Tensor, group: Group) -> tuple[Callable[[], None], Optimizer]:
     """A step of DistributedDataParallel."""
     optimizer = AdamW(module.parameters())
@@ -71,14 +92,18 @@ def redundancy(module: nn.Module, x: Tensor, group: Group) -> tuple[Callable[[],
     return stepper(DistributedDataParallel(module), x, optimizer, lambda: None), optimizer.optim
 
 
-def sharded(module: nn.Module, x: Tensor, group: Group) -> tuple[Callable[[], None], Optimizer]:
-    """A step of FSDP2 that gathers parameters once, as stage 2."""
-    mesh = dist.init_device_mesh("cpu", (group.size,))
-    for layer in next((child for child in module.modules() if isinstance(child, nn.ModuleList)), module).children():
-        fully_shard(layer, mesh=mesh, reshard_after_forward=False)
-    fully_shard(module, mesh=mesh, reshard_after_forward=False)
-    optimizer = AdamW(module.parameters())
-    return stepper(module, x, optimizer, lambda: None), optimizer
+def sharded(gathers_again: bool) -> Side:
+    """A step of FSDP2 that gathers parameters once, as stage 2, or again in backward, as stage 3."""
+
+    def side(module: nn.Module, x: Tensor, group: Group) -> tuple[Callable[[], None], Optimizer]:
+        mesh = dist.init_device_mesh("cpu", (group.size,))
+        for layer in next((child for child in module.modules() if isinstance(child, nn.ModuleList)), module).children():
+            fully_shard(layer, mesh=mesh, reshard_after_forward=gathers_again)
+        fully_shard(module, mesh=mesh, reshard_after_forward=gathers_again)
+        optimizer = AdamW(module.parameters())
+        return stepper(module, x, optimizer, lambda: None), optimizer
+
+    return side
 
 
 SIDES: dict[str, Side] = {
@@ -87,7 +112,9 @@ SIDES: dict[str, Side] = {
     "zero_stage=1": ours(1),
     "ZeroRedundancyOptimizer": redundancy,
     "zero_stage=2": ours(2),
-    "FSDP2, gathered once": sharded,
+    "FSDP2, gathered once": sharded(False),
+    "zero_stage=3": ours_sharded,
+    "FSDP2, gathered twice": sharded(True),
 }
 
 
