@@ -692,15 +692,21 @@ def value_of_batches(metric: Metric, batches: Sequence[dict[str, Any]]) -> Any:
     return value.squeeze() if isinstance(value, Tensor) and value.numel() == 1 else value
 
 
-def at_end_of_epochs(trainer: Trainer, function: Callable[[], object], patches: Patches) -> None:
+def at_end_of_epochs(
+    trainer: Trainer, function: Callable[[], object], patches: Patches, is_first: bool = False
+) -> None:
     """Call a function on every rank at the end of an epoch, before any hook, until `patches` are undone.
 
-    In these hooks, progress bars ask for the values of metrics on rank zero alone.
+    In these hooks, progress bars ask for the values of metrics on rank zero alone. With `is_first`, the function runs
+    before Lightning computes values of the epoch.
     """
     own = trainer._logger_connector.epoch_end_reached
 
     def reached() -> None:
+        if is_first:
+            function()
         own()
-        function()
+        if not is_first:
+            function()
 
     patches.replace(trainer._logger_connector, "epoch_end_reached", reached)

@@ -82,6 +82,8 @@ class _Unit:
 
     Attributes:
         parameters: The parameters.
+        name: Name of its first parameter.
+        mark: The last element of each row, by which the replicas see whether all of them have sent this unit.
         rows: The slices of this replica, padded and joined, for each dtype; with the positions of their parameters.
         slices: This replica's slice of each parameter, flat; a view of a row.
         widths: Elements of the slices of each parameter, with padding.
@@ -91,7 +93,16 @@ class _Unit:
         pending: The gathering that is under way.
     """
 
-    def __init__(self, parameters: Sequence[nn.Parameter], cut: Callable[[Tensor], Tensor], widths: list[int]) -> None:
+    def __init__(
+        self,
+        name: str,
+        mark: int,
+        parameters: Sequence[nn.Parameter],
+        cut: Callable[[Tensor], Tensor],
+        widths: list[int],
+    ) -> None:
+        self.name = name
+        self.mark = mark
         self.parameters = list(parameters)
         self.hollow = [_hollow(parameter) for parameter in parameters]
         self.widths = widths
@@ -102,9 +113,10 @@ class _Unit:
         self.slices = [torch.empty(0)] * len(self.parameters)
         for indices in kinds.values():
             mine = {index: cut(parameters[index].data).reshape(-1) for index in indices}
-            row = torch.cat([padded_to(widths[index], mine[index]) for index in indices])
+            marks = mine[indices[0]].new_full((_MARKS,), mark)
+            row = torch.cat([*(padded_to(widths[index], mine[index]) for index in indices), marks])
             self.rows.append((indices, row))
-            for index, part in zip(indices, row.split([widths[index] for index in indices])):
+            for index, part in zip(indices, row.split([*(widths[index] for index in indices), _MARKS])):
                 self.slices[index] = part[: mine[index].numel()]
         self.is_present = False
         self.versions: list[int] = []
@@ -158,7 +170,8 @@ class ParameterShards(ParameterSlices):
         # Narrow parameters that are whole for a state dict: their slices, and slices of gradients.
         self._loaded: dict[nn.Parameter, tuple[Tensor, Tensor | None]] = {}
         super().__init__({}, group, bucket_bytes)
-        self._gathering = group.guarded_by(gate)
+        self._gate = gate
+        self._marks: list[tuple[_Unit, Tensor]] = []
         for unit in units:
             self.adopt(unit)
 
@@ -169,12 +182,14 @@ class ParameterShards(ParameterSlices):
         super().adopt(new)
         found = [p for p in new.values() if type(p) is nn.Parameter and p.dim() > 0]
         if found:
-            self._take(found)
+            self._take(next(iter(new)), found)
         self._parameters = {key: unit.parameters[index] for key, (unit, index) in self._place.items()}
 
-    def _take(self, parameters: Sequence[nn.Parameter]) -> None:
+    def _take(self, name: str, parameters: Sequence[nn.Parameter]) -> None:
         with torch.no_grad(), torch.inference_mode(False):
-            unit = _Unit(parameters, self.cut, [self.width(p.numel()) for p in parameters])
+            # Small, so that it is exact in all dtypes.
+            mark = len(self._units) % 100 + 1
+            unit = _Unit(name, mark, parameters, self.cut, [self.width(p.numel()) for p in parameters])
         self._units.append(unit)
         for index, parameter in enumerate(parameters):
             self._place[id(parameter)] = unit, index
@@ -238,15 +253,20 @@ class ParameterShards(ParameterSlices):
     def _begin(self, unit: _Unit) -> None:
         if unit.pending is None:
             unit.pending = []
+            # Outside `held`, a replica may read alone.
+            if not self._holds_all:
+                self._gate(unit.name)
             for indices, row in unit.rows:
                 self.traffic.add(row.nbytes * self.group.size)
-                unit.pending.append((indices, comm.all_gather(row, self._gathering, async_op=True)))
+                unit.pending.append((indices, comm.all_gather(row, self.group, async_op=True)))
 
     def _end(self, unit: _Unit) -> None:
         assert unit.pending is not None
         for indices, pending in unit.pending:
             rows = pending.wait().view(self.group.size, -1)
-            for index, columns in zip(indices, rows.split([unit.widths[index] for index in indices], 1)):
+            # A clone: a view would keep the rows. Compared at the end of the pass, since the host waits for the device.
+            self._marks.append((unit, rows[:, -1].clone()))
+            for index, columns in zip(indices, rows.split([*(unit.widths[index] for index in indices), _MARKS], 1)):
                 parameter = unit.parameters[index]
                 if parameter in self._whole:
                     continue
@@ -320,6 +340,27 @@ class ParameterShards(ParameterSlices):
                     self._end(unit)  # foreseen, but not used
             self._drop([unit for unit in self._units if unit.is_present])
             self._last = (None, None)
+            self._check_marks()
+
+    def _check_marks(self) -> None:
+        """Compare the units that the replicas have sent.
+
+        Raises:
+            RuntimeError: On every rank, if the replicas have read parameters in another order.
+        """
+        marks, self._marks = self._marks, []
+        kinds: dict[Any, list[tuple[_Unit, Tensor]]] = {}
+        for unit, found in marks:
+            kinds.setdefault((found.dtype, found.device), []).append((unit, found))
+        for pairs in kinds.values():
+            table = torch.stack([found for _, found in pairs]).tolist()
+            for (unit, _), row in zip(pairs, table):
+                if any(mark != unit.mark for mark in row):
+                    raise RuntimeError(
+                        f"All replicas must read parameters in the same order with `zero_stage=3`; got `{unit.name}`"
+                        f" here, and other parameters on replica {[m == unit.mark for m in row].index(False)}. Call the"
+                        " same layers on all replicas, or use `zero_stage=2` [LP013]"
+                    )
 
     @override
     @contextmanager
@@ -330,6 +371,7 @@ class ParameterShards(ParameterSlices):
             return
         self._holds_all = True
         try:
+            # Without the gate: one replica may be in a step, another one at the end of its batches.
             self._make_present(self._units)
             yield
         finally:
@@ -487,7 +529,8 @@ class ParameterShards(ParameterSlices):
                 hollow, kept = self._whole[parameter]
                 with torch.no_grad(), DisableTorchFunctionSubclass():
                     self._loaded[parameter] = parameter.data, parameter.grad
-                    whole = comm.all_gather(padded_to(self.width(hollow.numel()), parameter.data), self._gathering)
+                    self._gate("a_state_dict")
+                    whole = comm.all_gather(padded_to(self.width(hollow.numel()), parameter.data), self.group)
                     _put(parameter, whole[: hollow.numel()].view(hollow.shape), None)
 
     def _end_state(self, owner: nn.Module, *_: Any) -> None:
@@ -516,7 +559,7 @@ class ParameterShards(ParameterSlices):
                 f" cannot run on {group.ranks}. Build the module anew and load a checkpoint"
             )
         self.group = group
-        self._gathering = group.guarded_by(gate)
+        self._gate = gate
         self._is_over = False
 
     @override
@@ -536,8 +579,17 @@ class ParameterShards(ParameterSlices):
 
     @override
     def close(self) -> None:
+        # After an error other replicas may be gone, so nothing waits for them. The messages keep their memory.
+        self._left = [unit.pending for unit in self._units]
+        for unit in self._units:
+            unit.pending = None
+        self._marks.clear()
         super().close()
         self._is_over = True
+
+
+_MARKS = 16
+"""Elements at the end of a row, as many as keep the rows aligned."""
 
 
 def _same(saved: Any) -> Any:

@@ -52,6 +52,7 @@ from lightning_parallel.compat import Patches, is_users
 from lightning_parallel.compat.default_group import all_processes_as_default
 from lightning_parallel.compat.lightning import (
     PathLike,
+    at_end_of_epochs,
     early_optimizers,
     log_without_advice,
     move_optimizers,
@@ -341,6 +342,8 @@ class MeshStrategy(MeshProcesses):
         replicas.start_equal(module, data)
         replicas.scope_metrics(module, self.groups)
         replicas.compute_at_end_of_epochs(trainer, data, self._patches)
+        # First, since a value to compute would wait for replicas with more batches.
+        at_end_of_epochs(trainer, self._serve_steps, self._patches, is_first=True)
         self.run.take_inventory()
         open_outside(module, self.groups, self.run.inventory, self.run.checkpoints, self._patches)
 
@@ -816,12 +819,36 @@ class MeshStrategy(MeshProcesses):
             self.adopt_changes()  # in a hook before it
         run.first_batches.see_evaluation(name, args, kwargs, run.loader_index)
         if run.steps is not None:
-            with self._pass():
+            with self._shared_pass():
                 return run.steps.evaluate(name, args, kwargs, prove=run.first_batches.prover(name))
         step = getattr(super(), name)
-        with self._pass(), nullcontext() if run.hook_watch is None else run.hook_watch.step():
+        with self._shared_pass(), nullcontext() if run.hook_watch is None else run.hook_watch.step():
             output = step(*args, **kwargs)
         return without_caches(output) if self.groups.replica.size > 1 else output
+
+    @contextmanager
+    def _shared_pass(self) -> Generator:
+        """Run a step of evaluation inside the block, of which other replicas may have fewer."""
+        slices = self.run.slices
+        if slices is None or not slices.keeps_slices:
+            yield
+            return
+        _, is_any_over = comm.on_any_rank([True, False], self.groups.data_parallel)
+        with slices.held() if is_any_over else nullcontext(), slices.in_pass():
+            yield
+
+    def _serve_steps(self) -> None:
+        """Gather parameters for replicas that have more batches of evaluation, after the last batch of this one."""
+        slices = self.run.slices
+        if self.module.trainer.training or slices is None or not slices.keeps_slices:
+            return
+        while comm.on_any_rank([False, True], self.groups.data_parallel)[0]:
+            with slices.held():
+                pass
+
+    @override
+    def on_predict_end(self) -> None:
+        self._serve_steps()
 
     # ------------------------------------------------------------------------------------- what changes during a run
 

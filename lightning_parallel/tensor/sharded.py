@@ -63,6 +63,9 @@ _HANDLE_SHARDS: tuple[str, ...] = (
     "torch.amp.",
     "torch.cuda.amp.",
     "torch.nn.modules.module",
+    # Autograd restores what these modules have packed, and computes with shards.
+    "torch.utils.checkpoint",
+    "torch.autograd.graph",
 )
 # The modules of `torch.compiler.disable` and of `give_data` add frames as well.
 _BETWEEN = {"torch._dynamo.eval_frame", "lightning_parallel.compat.torch"}

@@ -118,6 +118,7 @@ LAYOUTS = {
     ),
     "tensor x data": ({"tensor_parallel_size": 2}, 4, 2),
     "zero 2": ({"zero_stage": 2}, 2, 2),
+    "zero 3": ({"zero_stage": 3}, 2, 2),
 }
 
 
@@ -144,7 +145,19 @@ def on_one_process():
     return train(Model())[0]
 
 
-TWO = ["data", "tensor", "sequence", "gpipe", "1f1b", "interleaved", "zb_h1", "interleaved_zb", "zbv", "zero 2"]
+TWO = [
+    "data",
+    "tensor",
+    "sequence",
+    "gpipe",
+    "1f1b",
+    "interleaved",
+    "zb_h1",
+    "interleaved_zb",
+    "zbv",
+    "zero 2",
+    "zero 3",
+]
 
 
 @pytest.mark.parametrize("layout", TWO)
@@ -167,6 +180,23 @@ def test_four_ranks_equal_one_process(group, layout):
     for option in ("full", "selective"):
         module, _ = train(Model(), layout, option, verifies=True)
         assert_equal(module, on_one_process())
+
+
+class PartlyFrozen(Model):
+    """Trains adapters: the weights of a frozen layer are saved without a gradient."""
+
+    def __init__(self):
+        super().__init__()
+        self.blocks[1].requires_grad_(False)
+        next(self.blocks[2].parameters()).requires_grad_(False)
+
+
+@pytest.mark.parametrize("layout", ["tensor", "sequence", "zero 3"])
+@distributed(world_size=2)
+def test_frozen_layers(group, layout):
+    expected = train(PartlyFrozen())[0]
+    for option in ("full", "selective"):
+        assert_equal(train(PartlyFrozen(), layout, option)[0], expected)
 
 
 def with_dropout():

@@ -511,6 +511,26 @@ class Alone(Deep):
         return super().training_step(batch, index)
 
 
+class OtherLayers(Deep):
+    """Calls another layer on each replica: at once, or after both orders were seen on all replicas."""
+
+    def __init__(self, first):
+        super().__init__()
+        self.first = first
+
+    def training_step(self, batch, index):
+        found = self.blocks[self.global_rank if index >= self.first else index](self.embed(batch[0]))
+        logits = self.head(found)
+        return {"loss": nn.functional.cross_entropy(logits, batch[1]), "logits": logits}
+
+
+@pytest.mark.parametrize("first", [0, 2])
+@distributed(world_size=2)
+def test_replicas_that_call_other_layers_end(group, first):
+    with pytest.raises(RuntimeError, match=r"(?s)(must.*LP013|failed)"), patched(order, "STEP_WAIT_S", 2.0):
+        fit(OtherLayers(first), HybridParallelStrategy(zero_stage=3), 2, 2, max_epochs=1, limit_train_batches=4)
+
+
 @distributed(world_size=2)
 def test_a_read_on_one_replica_alone_ends_with_its_line(group):
     with pytest.raises(RuntimeError, match=r"(?s)must.*LP013"), patched(order, "STEP_WAIT_S", 2.0):
@@ -529,3 +549,20 @@ def test_a_module_that_stays_sharded_runs_again(group):
     fit(module, HybridParallelStrategy(zero_stage=1), 2, 2, max_epochs=1)
     fit(alone, "auto", 1, max_epochs=1)
     torch.testing.assert_close(dict(module.state_dict()), dict(alone.state_dict()), rtol=1e-10, atol=1e-12)
+
+
+@distributed(world_size=2)
+def test_replicas_may_have_different_numbers_of_batches_in_validation(group):
+    class Counts(Deep):
+        def on_validation_epoch_end(self):
+            self.log("value", self.head.weight.norm() + self.blocks[1](torch.ones(1, 8, dtype=torch.float64)).sum())
+
+    module = Counts()
+    os.environ.update(LOCAL_RANK=str(group.rank), NODE_RANK="0", WORLD_SIZE="2")
+    trainer = trainer_for(HybridParallelStrategy(zero_stage=3), 2, limit_train_batches=2, use_distributed_sampler=False)
+    batches = list(loader(2, group.rank))
+    validation = torch.utils.data.DataLoader(batches[: 3 - 2 * group.rank], batch_size=None)
+    trainer.fit(module, loader(2, group.rank), validation)
+    found = comm.all_gather_object([float(trainer.callback_metrics["value"]), len(module.outs)], group)
+    assert found[0][0] == found[1][0]
+    assert found[0][1] == 3 * found[1][1] > 0

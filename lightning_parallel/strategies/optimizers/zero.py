@@ -56,7 +56,7 @@ def check_zero_stage(stage: Any, compression: Optional[Reducer]) -> None:
         ValueError: If there is no such stage, or it does not go with another argument.
     """
     # `True` equals 1, but a flag is most likely a misplaced argument.
-    if isinstance(stage, bool) or stage not in get_args(ZeroStage):
+    if not isinstance(stage, int) or isinstance(stage, bool) or stage not in get_args(ZeroStage):
         raise ValueError(f"`zero_stage` must be 0, 1, 2 or 3; got {stage!r}")
     if stage in (2, 3) and compression is not None:
         raise ValueError(
