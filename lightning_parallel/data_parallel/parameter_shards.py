@@ -90,6 +90,7 @@ class _Unit:
         hollow: The data of each parameter while it is absent: one element, expanded to its shape.
         is_present: Whether the parameters have their full data.
         versions: The versions of the parameters since they are present.
+        addresses: The addresses of their full data.
         pending: The gathering that is under way.
     """
 
@@ -120,6 +121,7 @@ class _Unit:
                 self.slices[index] = part[: mine[index].numel()]
         self.is_present = False
         self.versions: list[int] = []
+        self.addresses: list[int] = []
         self.pending: list[tuple[list[int], Pending]] | None = None
 
 
@@ -274,7 +276,10 @@ class ParameterShards(ParameterSlices):
                 write_columns(full, columns)
                 self.traffic.add(full.nbytes)
                 self._set_data(parameter, full, parameter.grad)
-                self._owner[full.untyped_storage().data_ptr()] = parameter
+                # All empty tensors have the address 0.
+                if address := full.untyped_storage().data_ptr():
+                    self._owner[address] = parameter
+                    unit.addresses.append(address)
             self.traffic.remove(rows.nbytes)
         unit.pending = None
         unit.is_present = True
@@ -302,9 +307,12 @@ class ParameterShards(ParameterSlices):
                     mine = self.cut(data).reshape(-1)
                     if mine.dtype == unit.slices[index].dtype:
                         unit.slices[index].copy_(mine)
-                self._owner.pop(data.untyped_storage().data_ptr(), None)
                 self.traffic.remove(data.nbytes)
                 self._set_absent(unit, index, parameter.grad)
+            # Not by the data of now, which code may have replaced: another tensor may get the memory.
+            for address in unit.addresses:
+                self._owner.pop(address, None)
+            unit.addresses.clear()
             unit.is_present = False
         if torch.is_autocast_enabled(self._device_type):
             # It keeps casts of full parameters.
