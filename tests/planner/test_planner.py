@@ -415,7 +415,9 @@ def test_a_run_holds_what_was_planned(group, shape):
     found = all_gather_object(profiler.report(), group)[0]["ranks"]
     for rank, sizes in enumerate(found):
         planned = layout.memories[mesh.coordinate(rank).pipeline_parallel]
-        assert sizes["parameters"] == planned.parameters
+        # Slices are padded, and each unit ends with marks.
+        padding = 0.05 if layout.zero_stage == 3 else 0
+        assert sizes["parameters"] == pytest.approx(planned.parameters, rel=padding), (sizes, planned)
         assert sizes["optimizer"] == planned.optimizer
         assert sizes["gradients"] <= planned.gradients <= 1.3 * sizes["gradients"]
         assert planned.activations + planned.logits == pytest.approx(sizes["activations_peak"], rel=0.15)
