@@ -34,7 +34,7 @@ from lightning_parallel.compat.torch import (
     version_of,
 )
 from lightning_parallel.data_parallel.bucketed_reducer import BUCKET_BYTES
-from lightning_parallel.data_parallel.parameter_slices import ParameterSlices, padded_to, write_columns
+from lightning_parallel.data_parallel.parameter_slices import ParameterSlices, padded_to, replace_data, write_columns
 
 __all__ = ["AbsentParameter", "ParameterShards"]
 
@@ -161,6 +161,7 @@ class ParameterShards(ParameterSlices):
     ) -> None:
         self._units: list[_Unit] = []
         self._place: dict[int, tuple[_Unit, int]] = {}
+        self._dtypes: set[torch.dtype] = set()
         self._owner: dict[int, nn.Parameter] = {}  # by the address of the full data
         self._last: tuple[_Unit | None, _Unit | None] = (None, None)
         # The unit that came after a unit and its predecessor: forward and backward go in other directions.
@@ -193,6 +194,7 @@ class ParameterShards(ParameterSlices):
             mark = len(self._units) % 100 + 1
             unit = _Unit(name, mark, parameters, self.cut, [self.width(p.numel()) for p in parameters])
         self._units.append(unit)
+        self._dtypes.update(parameter.dtype for parameter in parameters)
         for index, parameter in enumerate(parameters):
             self._place[id(parameter)] = unit, index
             self._set_absent(unit, index, parameter.grad)
@@ -215,14 +217,14 @@ class ParameterShards(ParameterSlices):
         # A step over the tensor axis shows the parameter in another class, which looks for `gather_slices` as well.
         if type(parameter) is nn.Parameter:
             parameter.__class__ = AbsentParameter
-        _put(parameter, unit.hollow[index], gradient)
+        replace_data(parameter, unit.hollow[index], gradient)
 
     def _set_data(self, parameter: Any, data: Tensor, gradient: Tensor | None) -> None:
         parameter.__dict__.pop("gather_slices", None)
         kind: type = type(parameter)
         if kind is AbsentParameter:
             parameter.__class__ = nn.Parameter
-        _put(parameter, data, gradient)
+        replace_data(parameter, data, gradient)
 
     def gather(self, arguments: Any) -> None:
         """Make the absent parameters among arguments present; every replica must call it.
@@ -412,6 +414,9 @@ class ParameterShards(ParameterSlices):
 
     def _cast_of(self, tensor: Tensor) -> Any:
         """Return the parameter of which a tensor is a cast, or a view of a cast, as made by autocast; else None."""
+        # A cast has another dtype. Most tensors are no casts, and the question to the graph takes longer than a copy.
+        if self._dtypes == {tensor.dtype}:
+            return None
         base = base_of(tensor)
         node = base.grad_fn
         if node is None or node.name() != "ToCopyBackward0" or not base.is_contiguous():
@@ -452,7 +457,7 @@ class ParameterShards(ParameterSlices):
     @override
     @torch.no_grad()
     def widen(self, gathered: Iterable[nn.Parameter] = ()) -> None:
-        """Make narrow parameters absent again, except in a hook; their slices stay as they are now."""
+        """Make narrow parameters absent again, except in a hook; this changes no slice."""
         for parameter in [each for each in self._whole if each not in self._shown]:
             self._end_narrow(parameter)
         self.holds_gradients = False
@@ -539,7 +544,7 @@ class ParameterShards(ParameterSlices):
                     self._loaded[parameter] = parameter.data, parameter.grad
                     self._gate("a_state_dict")
                     whole = comm.all_gather(padded_to(self.width(hollow.numel()), parameter.data), self.group)
-                    _put(parameter, whole[: hollow.numel()].view(hollow.shape), None)
+                    replace_data(parameter, whole[: hollow.numel()].view(hollow.shape), None)
 
     def _end_state(self, owner: nn.Module, *_: Any) -> None:
         for parameter in owner.parameters(recurse=False):
@@ -547,7 +552,7 @@ class ParameterShards(ParameterSlices):
                 mine, gradient = self._loaded.pop(parameter)
                 with torch.no_grad(), DisableTorchFunctionSubclass():
                     mine.copy_(self.cut(parameter.data).view(mine.shape))
-                    _put(parameter, mine, gradient)
+                    replace_data(parameter, mine, gradient)
 
     # ------------------------------------------------------------------------------------------------------ the end
 
@@ -616,11 +621,3 @@ def _contiguous_stride(shape: torch.Size) -> tuple[int, ...]:
     for size in reversed(shape[1:]):
         strides.append(strides[-1] * max(1, size))
     return tuple(reversed(strides)) if shape else ()
-
-
-def _put(parameter: Tensor, data: Tensor, gradient: Tensor | None) -> None:
-    with DisableTorchFunctionSubclass():
-        # Cleared first: a gradient must have the shape of its parameter at any time.
-        parameter.grad = None
-        parameter.data = data
-        parameter.grad = gradient

@@ -25,10 +25,10 @@ from lightning_parallel import comm
 from lightning_parallel.comm import Group, Pending, Traffic, fill_buckets
 from lightning_parallel.comm.host_memory import HostCopies
 from lightning_parallel.compat import Patches
-from lightning_parallel.compat.torch import global_step_hooks, step_hooks_of
+from lightning_parallel.compat.torch import DisableTorchFunctionSubclass, global_step_hooks, step_hooks_of
 from lightning_parallel.data_parallel.bucketed_reducer import BUCKET_BYTES
 
-__all__ = ["MOST_IN_FLIGHT", "ParameterSlices", "padded_to", "wrap_step", "write_columns"]
+__all__ = ["MOST_IN_FLIGHT", "ParameterSlices", "padded_to", "replace_data", "wrap_step", "write_columns"]
 
 
 MOST_IN_FLIGHT = 2  # buckets under way while another one is made
@@ -177,7 +177,7 @@ class ParameterSlices:
             kept, gradient = parameter.grad, self.cut(parameter.grad)
         self._whole[parameter] = whole, kept
         mine = self.cut(whole)
-        _replace(parameter, mine, None if gradient is None else gradient.view(mine.shape))
+        replace_data(parameter, mine, None if gradient is None else gradient.view(mine.shape))
 
     @torch.no_grad()
     def widen(self, gathered: Iterable[nn.Parameter] = ()) -> None:
@@ -190,7 +190,7 @@ class ParameterSlices:
         for parameter, (whole, gradient) in self._whole.items():
             if gradient is None and parameter.grad is not None:
                 self._freed.add(id(parameter))
-            _replace(parameter, whole, gradient)
+            replace_data(parameter, whole, gradient)
         self._whole = {}
         self.holds_gradients = False
         self._gather(list(gathered), updated)
@@ -288,11 +288,11 @@ class ParameterSlices:
             for parameter in module.parameters(recurse=False):
                 if parameter in self._whole:
                     shown.append((parameter, parameter.data, parameter.grad))
-                    _replace(parameter, self._whole[parameter][0], None)
+                    replace_data(parameter, self._whole[parameter][0], None)
 
         def after(module: nn.Module, *_: Any) -> None:
             while shown:
-                _replace(*shown.pop())
+                replace_data(*shown.pop())
 
         self._hooks.append(owner.register_state_dict_pre_hook(before))
         self._hooks.append(owner.register_state_dict_post_hook(after))
@@ -361,7 +361,7 @@ class ParameterSlices:
         copies.arrive()
         for parameter, _, gradient in held:
             mine, theirs = self._host_memory[parameter]
-            _replace(parameter, mine, None if gradient is None else theirs)
+            replace_data(parameter, mine, None if gradient is None else theirs)
         is_done = False
         try:
             yield
@@ -369,7 +369,7 @@ class ParameterSlices:
         finally:
             for parameter, data, gradient in held:
                 updated = parameter.data
-                _replace(parameter, data, gradient)
+                replace_data(parameter, data, gradient)
                 # After an error the device keeps the values before the step.
                 if is_done:
                     copies.to_device(updated, data)
@@ -381,12 +381,12 @@ class ParameterSlices:
         held = [(p, p.data, p.grad) for p in self._trained(optimizer) if not self.keeps_slices]
         for parameter, data, _ in held:
             # One element, expanded: it has the shape and takes no memory.
-            _replace(parameter, torch.empty((), dtype=data.dtype).expand(data.shape), None)
+            replace_data(parameter, torch.empty((), dtype=data.dtype).expand(data.shape), None)
         try:
             yield
         finally:
             for entry in held:
-                _replace(*entry)
+                replace_data(*entry)
 
     def watch_steps(self, take: Callable[[Optimizer], None]) -> None:
         """Call `take` after a step that has made parameters narrow and has left them narrow, until `close`."""
@@ -510,12 +510,13 @@ class _Replay:
         return self._loss
 
 
-def _replace(parameter: Tensor, data: Tensor, gradient: Tensor | None) -> None:
+def replace_data(parameter: Tensor, data: Tensor, gradient: Tensor | None) -> None:
     """Give a parameter other data, and a gradient of the same shape."""
-    # Cleared first: a gradient must have the shape of its parameter at any time.
-    parameter.grad = None
-    parameter.data = data
-    parameter.grad = gradient
+    with DisableTorchFunctionSubclass():
+        # Cleared first: a gradient must have the shape of its parameter at any time.
+        parameter.grad = None
+        parameter.data = data
+        parameter.grad = gradient
 
 
 def padded_to(width: int, tensor: Tensor) -> Tensor:

@@ -48,7 +48,7 @@ def recompute(module: nn.Module, option: str | int, path: str = "auto", copies: 
 
     Args:
         module: The model.
-        option: `full` or `selective` for all layers, n for every n-th layer, `off` for none.
+        option: `full` or `selective` choose all layers, a number n every n-th layer, and `off` no layer.
         path: Dotted name of the container of the layers, or `auto`; commas join several.
         copies: Keeps the inputs of the layers in host memory until backward; None keeps them on the device.
 

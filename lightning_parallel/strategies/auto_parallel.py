@@ -105,7 +105,7 @@ class AutoParallelStrategy(HybridParallelStrategy):
         reshard: How long full parameters stay, with `zero_stage=3`: until the next `layer` begins, or until the `step`
             ends. `auto` takes `step` in a pipeline with several microbatches, which use a layer again and again.
         activation_checkpointing: Recompute activations of the repeated layers in backward, which saves memory and takes
-            time. `full` does this for each layer, a number n for every n-th layer. `selective` keeps the results of
+            time. `full` recomputes each layer, and a number n every n-th layer. `selective` keeps the results of
             products, attention and communication. `off` keeps all activations.
         cpu_offload: Tensors in host memory, a tuple of names. `optimizer` keeps the state there, and takes its steps on
             the host. `activations` keeps the inputs of layers that `activation_checkpointing` recomputes.

@@ -159,7 +159,7 @@ def check_cpu_offload(parts: Any, activation_checkpointing: Any) -> tuple[str, .
     """Return `cpu_offload` as a tuple.
 
     Raises:
-        ValueError: If a name is unknown, or activations that are not recomputed shall be in host memory.
+        ValueError: If a name is unknown, or `activations` is given without recomputation.
     """
     names = get_args(OffloadedPart)
     if isinstance(parts, str) or not isinstance(parts, Sequence) or any(part not in names for part in parts):

@@ -527,7 +527,9 @@ class OtherLayers(Deep):
 @pytest.mark.parametrize("first", [0, 2])
 @distributed(world_size=2)
 def test_replicas_that_call_other_layers_end(group, first):
-    with pytest.raises(RuntimeError, match=r"(?s)(must.*LP013|failed)"), patched(order, "STEP_WAIT_S", 2.0):
+    # At known orders, one rank may learn of the difference from the error of the other.
+    expected = r"(?s)must.*LP013" if first == 0 else r"(?s)(must.*LP013|failed)"
+    with pytest.raises(RuntimeError, match=expected), patched(order, "STEP_WAIT_S", 2.0):
         fit(OtherLayers(first), HybridParallelStrategy(zero_stage=3), 2, 2, max_epochs=1, limit_train_batches=4)
 
 

@@ -345,7 +345,7 @@ def _bucket_bytes(strategy: Any) -> dict[str, int]:
     run = getattr(strategy, "run", None)
     found = [getattr(getattr(run, name, None), "traffic", None) for name in ("reducer", "slices")]
     peaks = [traffic.peak for traffic in found if traffic is not None]
-    # Gradients travel beside the parameters of the next layer. The buckets of an update come after those of gradients.
+    # Gradients travel beside the parameters of the next layer. Buckets of an update come after all gradients.
     peak = sum(peaks) if getattr(strategy, "zero_stage", 0) == 3 else max(peaks, default=0)
     return {"buckets": peak} if peak else {}
 

@@ -257,7 +257,7 @@ class CompressedDDPStrategy(SavesCompression, DDPStrategy):
         hierarchical: Sum full gradients inside a node, and compress between nodes only. True groups the replicas by
             host. A number sets the replicas per node.
         activation_checkpointing: Recompute activations of the repeated layers in backward, which saves memory and takes
-            time. `full` does this for each layer, a number n for every n-th layer. `selective` keeps the results of
+            time. `full` recomputes each layer, and a number n every n-th layer. `selective` keeps the results of
             products, attention and communication. `off` keeps all activations.
         broadcast_buffers: Broadcast the buffers of the first rank before each forward pass.
         init_sync: Broadcast parameters and buffers of the first rank when the module is wrapped.

@@ -338,7 +338,7 @@ class CompressedModelParallelStrategy(_SavesShardedCompression, ModelParallelStr
         compressor_state: How a checkpoint of one file stores the compressor's state. `local` writes one file per rank
             beside it, `none` stores nothing. A sharded checkpoint stores the state of each rank as tensors of it.
         activation_checkpointing: Recompute activations of the repeated layers in backward, which saves memory and takes
-            time. `full` does this for each layer, a number n for every n-th layer. `selective` keeps the results of
+            time. `full` recomputes each layer, and a number n every n-th layer. `selective` keeps the results of
             products, attention and communication. `off` keeps all activations.
         data_parallel_size: Ranks along the data-parallel axis.
         tensor_parallel_size: Ranks along the tensor-parallel axis.
