@@ -66,6 +66,10 @@ class StateOwner(NamedTuple):
     rank: int | None
     replica: int | None
 
+    def has(self, rank: int, replica: int) -> bool:
+        """Return whether a rank has the state, at its positions in both groups."""
+        return self.rank in (None, rank) and self.replica in (None, replica)
+
 
 def rules_by_name(module: nn.Module, rules: Mapping[str, Shard]) -> dict[str, Shard]:
     """Extend `rules` to every name of a shared tensor."""
@@ -606,7 +610,7 @@ class Checkpoints:
         """Return whether this rank has a whole tensor; with `or_alike`, also if other ranks have an equal one."""
         rank, replica = self.tensor_group.rank, 0 if self.replicas is None else self.replicas.rank
         if or_alike:
-            return owner.rank in (None, rank) and owner.replica in (None, replica)
+            return owner.has(rank, replica)
         return (owner.rank or 0, owner.replica or 0) == (rank, replica)
 
     def _sent_to_first(self, mine: Any, place: _Place, owner: StateOwner, tag: int) -> Any:

@@ -467,8 +467,7 @@ class FullViews:
             own.clear()
             for parameter, entry in entries.items():
                 owner = owners.get(parameter, StateOwner(None, None))
-                is_here = owner.rank in (None, self._tensor_group.rank) and owner.replica in (None, self._replicas.rank)
-                if is_here and parameter not in self._remote:
+                if owner.has(self._tensor_group.rank, self._replicas.rank) and parameter not in self._remote:
                     own[parameter] = entry
 
     def _add_states(self, optimizer: Optimizer) -> None:

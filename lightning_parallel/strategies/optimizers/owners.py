@@ -132,7 +132,7 @@ class TensorOwners:
         )
 
     def _is_mine(self, owner: StateOwner) -> bool:
-        return self._is_in_my_replica(owner) and owner.rank in (None, self._tensor.rank)
+        return owner.has(self._tensor.rank, self._replicas.rank)
 
     def _is_in_my_replica(self, owner: StateOwner) -> bool:
         return owner.replica in (None, self._replicas.rank)
