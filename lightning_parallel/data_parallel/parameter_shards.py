@@ -34,7 +34,7 @@ from lightning_parallel.compat.torch import (
     version_of,
 )
 from lightning_parallel.data_parallel.bucketed_reducer import BUCKET_BYTES
-from lightning_parallel.data_parallel.parameter_slices import ParameterSlices, padded_to, replace_data, write_columns
+from lightning_parallel.data_parallel.parameter_slices import ParameterSlices, padded_to, put_data, write_columns
 
 __all__ = ["AbsentParameter", "ParameterShards"]
 
@@ -217,14 +217,14 @@ class ParameterShards(ParameterSlices):
         # A step over the tensor axis shows the parameter in another class, which looks for `gather_slices` as well.
         if type(parameter) is nn.Parameter:
             parameter.__class__ = AbsentParameter
-        replace_data(parameter, unit.hollow[index], gradient)
+        put_data(parameter, unit.hollow[index], gradient)
 
     def _set_data(self, parameter: Any, data: Tensor, gradient: Tensor | None) -> None:
         parameter.__dict__.pop("gather_slices", None)
         kind: type = type(parameter)
         if kind is AbsentParameter:
             parameter.__class__ = nn.Parameter
-        replace_data(parameter, data, gradient)
+        put_data(parameter, data, gradient)
 
     def gather(self, arguments: Any) -> None:
         """Make the absent parameters among arguments present; every replica must call it.
@@ -544,7 +544,7 @@ class ParameterShards(ParameterSlices):
                     self._loaded[parameter] = parameter.data, parameter.grad
                     self._gate("a_state_dict")
                     whole = comm.all_gather(padded_to(self.width(hollow.numel()), parameter.data), self.group)
-                    replace_data(parameter, whole[: hollow.numel()].view(hollow.shape), None)
+                    put_data(parameter, whole[: hollow.numel()].view(hollow.shape), None)
 
     def _end_state(self, owner: nn.Module, *_: Any) -> None:
         for parameter in owner.parameters(recurse=False):
@@ -552,7 +552,7 @@ class ParameterShards(ParameterSlices):
                 mine, gradient = self._loaded.pop(parameter)
                 with torch.no_grad(), DisableTorchFunctionSubclass():
                     mine.copy_(self.cut(parameter.data).view(mine.shape))
-                    replace_data(parameter, mine, gradient)
+                    put_data(parameter, mine, gradient)
 
     # ------------------------------------------------------------------------------------------------------ the end
 

@@ -28,7 +28,7 @@ from lightning_parallel.compat import Patches
 from lightning_parallel.compat.torch import DisableTorchFunctionSubclass, global_step_hooks, step_hooks_of
 from lightning_parallel.data_parallel.bucketed_reducer import BUCKET_BYTES
 
-__all__ = ["MOST_IN_FLIGHT", "ParameterSlices", "padded_to", "replace_data", "wrap_step", "write_columns"]
+__all__ = ["MOST_IN_FLIGHT", "ParameterSlices", "padded_to", "put_data", "wrap_step", "write_columns"]
 
 
 MOST_IN_FLIGHT = 2  # buckets under way while another one is made
@@ -177,7 +177,7 @@ class ParameterSlices:
             kept, gradient = parameter.grad, self.cut(parameter.grad)
         self._whole[parameter] = whole, kept
         mine = self.cut(whole)
-        replace_data(parameter, mine, None if gradient is None else gradient.view(mine.shape))
+        put_data(parameter, mine, None if gradient is None else gradient.view(mine.shape))
 
     @torch.no_grad()
     def widen(self, gathered: Iterable[nn.Parameter] = ()) -> None:
@@ -190,7 +190,7 @@ class ParameterSlices:
         for parameter, (whole, gradient) in self._whole.items():
             if gradient is None and parameter.grad is not None:
                 self._freed.add(id(parameter))
-            replace_data(parameter, whole, gradient)
+            put_data(parameter, whole, gradient)
         self._whole = {}
         self.holds_gradients = False
         self._gather(list(gathered), updated)
@@ -288,11 +288,11 @@ class ParameterSlices:
             for parameter in module.parameters(recurse=False):
                 if parameter in self._whole:
                     shown.append((parameter, parameter.data, parameter.grad))
-                    replace_data(parameter, self._whole[parameter][0], None)
+                    put_data(parameter, self._whole[parameter][0], None)
 
         def after(module: nn.Module, *_: Any) -> None:
             while shown:
-                replace_data(*shown.pop())
+                put_data(*shown.pop())
 
         self._hooks.append(owner.register_state_dict_pre_hook(before))
         self._hooks.append(owner.register_state_dict_post_hook(after))
@@ -361,7 +361,7 @@ class ParameterSlices:
         copies.arrive()
         for parameter, _, gradient in held:
             mine, theirs = self._host_memory[parameter]
-            replace_data(parameter, mine, None if gradient is None else theirs)
+            put_data(parameter, mine, None if gradient is None else theirs)
         is_done = False
         try:
             yield
@@ -369,7 +369,7 @@ class ParameterSlices:
         finally:
             for parameter, data, gradient in held:
                 updated = parameter.data
-                replace_data(parameter, data, gradient)
+                put_data(parameter, data, gradient)
                 # After an error the device keeps the values before the step.
                 if is_done:
                     copies.to_device(updated, data)
@@ -381,12 +381,12 @@ class ParameterSlices:
         held = [(p, p.data, p.grad) for p in self._trained(optimizer) if not self.keeps_slices]
         for parameter, data, _ in held:
             # One element, expanded: it has the shape and takes no memory.
-            replace_data(parameter, torch.empty((), dtype=data.dtype).expand(data.shape), None)
+            put_data(parameter, torch.empty((), dtype=data.dtype).expand(data.shape), None)
         try:
             yield
         finally:
             for entry in held:
-                replace_data(*entry)
+                put_data(*entry)
 
     def watch_steps(self, take: Callable[[Optimizer], None]) -> None:
         """Call `take` after a step that has made parameters narrow and has left them narrow, until `close`."""
@@ -510,7 +510,7 @@ class _Replay:
         return self._loss
 
 
-def replace_data(parameter: Tensor, data: Tensor, gradient: Tensor | None) -> None:
+def put_data(parameter: Tensor, data: Tensor, gradient: Tensor | None) -> None:
     """Give a parameter other data, and a gradient of the same shape."""
     with DisableTorchFunctionSubclass():
         # Cleared first: a gradient must have the shape of its parameter at any time.

@@ -28,7 +28,7 @@ from lightning_parallel.comm import Group, MeshGroups, Pending, fill_buckets
 from lightning_parallel.compat import ParallelState, Patches
 from lightning_parallel.data_parallel import ParameterSlices
 from lightning_parallel.data_parallel.bucketed_reducer import BUCKET_BYTES
-from lightning_parallel.data_parallel.parameter_slices import MOST_IN_FLIGHT, replace_data, wrap_step
+from lightning_parallel.data_parallel.parameter_slices import MOST_IN_FLIGHT, put_data, wrap_step
 from lightning_parallel.tensor.sharding import REPLICATED, Shard
 
 __all__ = ["TensorOwners"]
@@ -177,16 +177,16 @@ class TensorOwners:
                         collected = self._collect_shards(batches[index + 1], shards, gradients)
                     mine = [parameter for parameter in batch if self._is_mine(owners[parameter])]
                     for parameter in mine:
-                        replace_data(parameter, *whole.get(parameter, (shards[parameter], gradients[parameter])))
+                        put_data(parameter, *whole.get(parameter, (shards[parameter], gradients[parameter])))
                     with _only(optimizer, mine, None if index else self.of[optimizer].keys()):
                         yield
                     self._deliver_shards(batch, shards)
                     for parameter in batch:
-                        replace_data(parameter, kept[parameter][0], None)
+                        put_data(parameter, kept[parameter][0], None)
                 self._deliver_slices(owners, shards, {parameter: data for parameter, (data, _) in kept.items()})
             finally:
                 for parameter, (data, gradient) in kept.items():
-                    replace_data(parameter, data, gradient)
+                    put_data(parameter, data, gradient)
                 if self._keeps_slices and self._slices is not None:
                     self._slices.widen()
 
