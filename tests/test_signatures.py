@@ -76,9 +76,9 @@ WRONG = {
     "compressor_state": ["all"],
     "hierarchical": ["yes", True],  # without compression
     "zero_stage": [4, "1"],
-    "reshard": ["never", True],
+    "reshard": ["never", True, "layer"],  # without `zero_stage=3`
     "activation_checkpointing": ["some", 0, 2.0, True],
-    "cpu_offload": ["optimizer", ("state",), ("activations",), 1],  # the third without recomputed layers
+    "cpu_offload": ["optimizer", ("state",), ("activations",), ("optimizer", "optimizer"), 1],
     "gradient_sum_dtype": ["fp64", 32],
     "checkpoint_format": ["shard"],
     "async_save": ["yes", True],  # in one file

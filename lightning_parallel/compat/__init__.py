@@ -391,10 +391,15 @@ def _condition_on_rank(code: CodeType, line: int) -> str:
         test = ast.unparse(node.test)
         if not _ON_RANK.search(test):
             continue
-        body, other = (node.body, node.orelse) if isinstance(node, ast.If) else ([node.body], [node.orelse])
+        if isinstance(node, ast.IfExp):
+            # Both branches may be in one line, so no line tells which of them runs.
+            if line <= (node.end_lineno or 0):
+                found.append((node.lineno, f"`{ast.unparse(node)}` (line {node.lineno})"))
+            continue
+        body, other = node.body, node.orelse
         is_else = any(one.lineno <= line <= (one.end_lineno or 0) for one in other)
         is_left = line > (node.end_lineno or 0) and isinstance(body[-1], (ast.Return, ast.Continue, ast.Raise))
-        if is_else or is_left or any(one.lineno <= line <= (one.end_lineno or 0) for one in [node.test, *body]):
+        if is_else or is_left or line <= (body[-1].end_lineno or 0):
             found.append((node.lineno, f"{'the `else` of ' if is_else else ''}`if {test}` (line {node.lineno})"))
     return max(found)[1] if found else ""
 

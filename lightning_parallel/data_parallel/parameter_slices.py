@@ -503,8 +503,9 @@ class _Replay:
     def __call__(self) -> Any:
         if self._is_called:
             raise RuntimeError(
-                "The optimizer evaluates its closure several times in a step. Steps on sharded parameters do not"
-                " support this. Use `zero_stage=0` and a layout without tensor parallelism"
+                "The optimizer evaluates its closure several times in a step. Steps on sharded parameters, or in host"
+                " memory, do not support this. Use a layout without tensor parallelism, `zero_stage=0`, and"
+                " `cpu_offload` without 'optimizer'"
             )
         self._is_called = True
         return self._loss

@@ -53,7 +53,7 @@ def recompute(module: nn.Module, option: str | int, path: str = "auto", copies: 
         copies: Keeps the inputs of the layers in host memory until backward; None keeps them on the device.
 
     Raises:
-        ValueError: If there are no repeated layers.
+        ValueError: If there are no repeated layers, or fewer than n.
     """
     for layer in module.modules():
         around = vars(layer).get(CALLS)
@@ -62,9 +62,16 @@ def recompute(module: nn.Module, option: str | int, path: str = "auto", copies: 
     if option == "off":
         return
     stack = _repeated_layers(module, path)
-    interval = option if isinstance(option, int) else 1
     # A layer that is called several times counts once.
-    for index, (name, layer) in enumerate(dict(zip(stack.names, stack.layers)).items()):
+    layers = dict(zip(stack.names, stack.layers))
+    interval = option if isinstance(option, int) else 1
+    if interval > len(layers):
+        raise ValueError(
+            f"`activation_checkpointing` must be at most {len(layers)}, the number of repeated layers in"
+            f" `{stack.path}`; got {interval}, which would leave only the first layer. Set a smaller number, or 'full'"
+            " for all layers"
+        )
+    for index, (name, layer) in enumerate(layers.items()):
         # An activation between the layers saves its input only. A run again would cost time and save nothing.
         if index % interval == 0 and next(layer.parameters(), None) is not None:
             vars(layer)[CALLS] = AroundCalls(layer, _Recomputation(name, layer, option == "selective", copies))

@@ -199,8 +199,7 @@ class MeshStrategy(MeshProcesses):
             check_reducer(compression)
         check_kept_state(compressor_state)
         check_hierarchical(hierarchical, compression)
-        check_zero_stage(zero_stage, compression)
-        check_choice("reshard", reshard, Reshard)
+        check_zero_stage(zero_stage, reshard, compression)
         self.compression = compression
         self.kept_state = compressor_state
         self.hierarchical = hierarchical

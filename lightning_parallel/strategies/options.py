@@ -159,12 +159,14 @@ def check_cpu_offload(parts: Any, activation_checkpointing: Any) -> tuple[str, .
     """Return `cpu_offload` as a tuple.
 
     Raises:
-        ValueError: If a name is unknown, or `activations` is given without recomputation.
+        ValueError: If a name is unknown or repeated, or `activations` is given without recomputation.
     """
     names = get_args(OffloadedPart)
     if isinstance(parts, str) or not isinstance(parts, Sequence) or any(part not in names for part in parts):
         hint = f"; write ({parts!r},)" if isinstance(parts, str) and parts in names else ""
         raise ValueError(f"`cpu_offload` must be a tuple of {' and '.join(map(repr, names))}; got {parts!r}{hint}")
+    if len(set(parts)) < len(parts):
+        raise ValueError(f"`cpu_offload` must name each part once; got {parts!r}; write {tuple(dict.fromkeys(parts))}")
     if "activations" in parts and activation_checkpointing == "off":
         raise ValueError(
             "`cpu_offload=('activations',)` needs `activation_checkpointing`; got 'off'. It keeps the inputs of"

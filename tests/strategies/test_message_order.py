@@ -2,6 +2,7 @@
 
 import random
 import re
+import sys
 from contextlib import nullcontext
 
 import numpy as np
@@ -14,7 +15,7 @@ from torch.utils.data import DataLoader
 
 from lightning_parallel import PipelineParallelStrategy, TensorParallelStrategy, comm
 from lightning_parallel.comm import RollCall
-from lightning_parallel.compat import ParallelState, patched
+from lightning_parallel.compat import ParallelState, patched, users_place
 from tests.harness import distributed, free_port, start_script
 from tests.strategies.models import Net, Samples, loader, trainer_for
 from tests.strategies.test_pipeline import Deep
@@ -192,6 +193,12 @@ def test_a_later_call_on_one_rank_is_told_alike_on_all(group):
         comm.agree("the text", text, group)
         assert "got a call in `Lonely.on_train_batch_end` on rank 0, but not on rank 1." in text
         assert re.search(rf"Rank 0 runs `on_train_batch_end` \(.*, line \d+\), under {condition}\.", text), text
+
+
+def test_a_conditional_expression_is_told_whole():
+    rank = 0
+    place = users_place(sys._getframe()) if rank == 0 else ""
+    assert re.search(r"under `users_place\(sys._getframe\(\)\) if rank == 0 else ''` \(line \d+\)$", place), place
 
 
 class ChangingNet(Net):

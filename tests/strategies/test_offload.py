@@ -109,18 +109,23 @@ def test_wrong_parts_are_told():
         TensorParallelStrategy(cpu_offload=("activations",))
 
 
+@pytest.mark.parametrize(
+    ("kind", "message"),
+    [
+        (torch.optim.Adam, "`Adam` must have capturable=False with `cpu_offload`"),
+        (torch.optim.LBFGS, "`LBFGS` evaluates its closure several times in a step"),
+    ],
+)
 @distributed(world_size=1)
-def test_an_optimizer_with_cuda_graphs_is_refused(group):
-    class Captured(Net):
+def test_an_optimizer_that_needs_the_device_is_refused(group, kind, message):
+    class Other(Net):
         def configure_optimizers(self):
-            optimizer = torch.optim.Adam(self.parameters())
+            optimizer = kind(self.parameters())
             optimizer.param_groups[0]["capturable"] = True
             return optimizer
 
-    with pytest.raises(ValueError, match="`Adam` must have capturable=False with `cpu_offload`"):
-        trainer_for(TensorParallelStrategy(cpu_offload=("optimizer",)), 1, max_steps=1).fit(
-            Captured().double(), loader()
-        )
+    with pytest.raises(ValueError, match=message):
+        trainer_for(TensorParallelStrategy(cpu_offload=("optimizer",)), 1, max_steps=1).fit(Other().double(), loader())
 
 
 @pytest.mark.parametrize(

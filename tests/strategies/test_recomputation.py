@@ -435,6 +435,10 @@ class InPlace(Model):
 def test_what_cannot_be_recomputed_is_refused(group):
     with pytest.raises(ValueError, match="`activation_checkpointing` needs repeated layers; got no `ModuleList`"):
         train(Plain(), "data", "full")
+    # A stage counts the layers of all stages.
+    train(Model(), "1f1b", 4)
+    with pytest.raises(ValueError, match="`activation_checkpointing` must be at most 4, .* `blocks`; got 5"):
+        train(Model(), "1f1b", 5)
 
 
 @distributed(world_size=2)

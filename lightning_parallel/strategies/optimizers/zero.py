@@ -29,6 +29,7 @@ from lightning_parallel.compression import Reducer
 from lightning_parallel.data_parallel import ParameterShards, ParameterSlices
 from lightning_parallel.pipeline.layer_stack import find_layer_stacks
 from lightning_parallel.strategies.optimizers.checks import Needs, check_sliced
+from lightning_parallel.strategies.options import check_choice
 
 __all__ = [
     "Reshard",
@@ -49,11 +50,11 @@ Reshard = Literal["auto", "layer", "step"]
 """How long full parameters stay, with `zero_stage=3`."""
 
 
-def check_zero_stage(stage: Any, compression: Optional[Reducer]) -> None:
-    """Check the argument of a strategy, before any process is started.
+def check_zero_stage(stage: Any, reshard: Any, compression: Optional[Reducer]) -> None:
+    """Check the arguments of a strategy, before any process is started.
 
     Raises:
-        ValueError: If there is no such stage, or it does not go with another argument.
+        ValueError: If there is no such stage, or an argument does not go with another one.
     """
     # `True` equals 1, but a flag is most likely a misplaced argument.
     if not isinstance(stage, int) or isinstance(stage, bool) or stage not in get_args(ZeroStage):
@@ -62,6 +63,12 @@ def check_zero_stage(stage: Any, compression: Optional[Reducer]) -> None:
         raise ValueError(
             f"`compression` gives every replica the full mean gradient, but `zero_stage={stage}` keeps only a slice of"
             " it. Use `zero_stage=1`, which shards only the optimizer state, or no compression"
+        )
+    check_choice("reshard", reshard, Reshard)
+    if reshard != "auto" and stage != 3:
+        raise ValueError(
+            f"`reshard` needs `zero_stage=3`, which gathers full parameters and frees them again; got {reshard!r} with"
+            f" zero_stage={stage}. Set `zero_stage=3`, or leave out `reshard`"
         )
 
 
@@ -211,10 +218,16 @@ def check_on_host(needs: Mapping[Optimizer, Needs]) -> None:
         needs: The needs of each optimizer.
 
     Raises:
-        ValueError: If an optimizer needs full tensors, or CUDA graphs.
+        ValueError: If an optimizer needs full tensors, several evaluations of its closure, or CUDA graphs.
     """
     for optimizer, need in needs.items():
         name = type(optimizer).__name__
+        if any(base.__name__ == "LBFGS" for base in type(optimizer).__mro__):
+            raise ValueError(
+                f"`{name}` evaluates its closure several times in a step. The closure needs the parameters on the"
+                " device, but `cpu_offload` steps in host memory. Use an optimizer with one evaluation (SGD, Adam,"
+                " AdamW, ...), or leave out 'optimizer'"
+            )
         if need is not Needs.PARTS:
             raise ValueError(
                 f"`{name}` computes with full tensors, which ranks gather on their devices, but `cpu_offload` steps in"
