@@ -216,11 +216,13 @@ class ShardedTensor(StandIn):
 
     def whole(self) -> Tensor:
         """Return an ordinary full tensor, a part of autograd's graph; every rank of the group must call it."""
+        gather_absent(self)
         piece = self.piece()
         return piece.whole() if isinstance(piece, Piece) else piece
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         if id(self) not in memo:
+            gather_absent(self)
             with DisableTorchFunctionSubclass():
                 copied: Any = self.detach().as_subclass(Tensor).clone()
                 if isinstance(self, nn.Parameter):

@@ -376,7 +376,7 @@ class FullViews:
                         found.append((value, place))
         found.extend(self._kept)
         for tensor, place in found:
-            if type(tensor) in (Tensor, nn.Parameter):
+            if type(tensor) in (Tensor, nn.Parameter, AbsentParameter):
                 before = self._find_gradients if is_split else None
                 if self._slices is not None and self._slices.has_freed(tensor):
                     before = partial(_refuse_freed, next(name for name, one in own.items() if one is tensor), tensor)
@@ -591,7 +591,7 @@ class FullViews:
         self.is_shown = False
         if self._in_step:
             for parameter, _ in self._in_step:
-                parameter.__class__ = AbsentParameter if "gather_slices" in parameter.__dict__ else nn.Parameter
+                parameter.__class__ = _class_of(parameter)
                 del parameter.__dict__["place"], parameter.__dict__["before_gradient"]
             self._in_step.clear()
             return
@@ -600,6 +600,8 @@ class FullViews:
         copied = [parameter for _, parameter in self._copied() if isinstance(parameter, ShardedTensor)]
         for tensor in {id(tensor): tensor for tensor in (*self._shown, *copied)}.values():
             ShardedTensor.hide(tensor)
+            if isinstance(tensor, nn.Parameter):
+                tensor.__class__ = _class_of(tensor)
         self._shown.clear()
         for optimizer, _ in self._optimizers():
             self.keep_parts(optimizer, self._states)
@@ -703,6 +705,10 @@ class FullViews:
             finally:
                 ShardedTensor.hide(given)
         return place.cut(hook(place.piece(given)))
+
+
+def _class_of(parameter: nn.Parameter) -> type[nn.Parameter]:
+    return AbsentParameter if "gather_slices" in parameter.__dict__ else nn.Parameter
 
 
 def _refuse_freed(name: str, parameter: Tensor) -> None:
