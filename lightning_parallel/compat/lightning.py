@@ -7,6 +7,7 @@ import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
+from functools import partial
 from types import FrameType
 from typing import Any, Optional, Union
 
@@ -698,15 +699,19 @@ def at_end_of_epochs(
     """Call a function on every rank at the end of an epoch, before any hook, until `patches` are undone.
 
     In these hooks, progress bars ask for the values of metrics on rank zero alone. With `is_first`, the function runs
-    before Lightning computes values of the epoch.
+    before Lightning computes values of the epoch, and in `predict`, too.
     """
-    own = trainer._logger_connector.epoch_end_reached
 
-    def reached() -> None:
+    def call(own: Callable[[], Any]) -> Any:
         if is_first:
             function()
-        own()
+        result = own()
         if not is_first:
             function()
+        return result
 
-    patches.replace(trainer._logger_connector, "epoch_end_reached", reached)
+    connector, loop = trainer._logger_connector, trainer.predict_loop
+    patches.replace(connector, "epoch_end_reached", partial(call, connector.epoch_end_reached))
+    if is_first:
+        # `predict` computes no values, so it does not call the connector.
+        patches.replace(loop, "on_run_end", partial(call, loop.on_run_end))

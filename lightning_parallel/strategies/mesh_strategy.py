@@ -339,6 +339,8 @@ class MeshStrategy(MeshProcesses):
         self.model_to_device()
         # Each replica has built its model, perhaps from other random numbers.
         replicas.start_equal(module, data)
+        if self.zero_stage == 3:
+            self._make_slices()
         replicas.scope_metrics(module, self.groups)
         replicas.compute_at_end_of_epochs(trainer, data, self._patches)
         # First, since a value to compute would wait for replicas with more batches.
@@ -428,7 +430,7 @@ class MeshStrategy(MeshProcesses):
         )
         self.setup_optimizers(trainer)
         # After the optimizers, since `configure_optimizers` may register parameters.
-        run.slices = make_slices(self.zero_stage, self.module, self.groups, run.state.replica_order, run.slices)
+        self._make_slices()
         if run.slices is not None:
             is_repeated = run.engine is not None and run.engine.plan.schedule.num_microbatches > 1
             run.slices.stays_for_step = self.reshard == "step" or (self.reshard == "auto" and is_repeated)
@@ -447,6 +449,10 @@ class MeshStrategy(MeshProcesses):
             tell_costs(self.compression, self.module, *sizes, self.steps_between_reductions)
             self.check_compression(self.compression)
         run.check_anew()
+
+    def _make_slices(self) -> None:
+        run = self.run
+        run.slices = make_slices(self.zero_stage, self.module, self.groups, run.state.replica_order, run.slices)
 
     @override
     @on_parts
@@ -844,10 +850,6 @@ class MeshStrategy(MeshProcesses):
         while comm.on_any_rank([False, True], self.groups.data_parallel)[0]:
             with slices.held():
                 pass
-
-    @override
-    def on_predict_end(self) -> None:
-        self._serve_steps()
 
     # ------------------------------------------------------------------------------------- what changes during a run
 

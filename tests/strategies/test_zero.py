@@ -1,6 +1,7 @@
 """State divided over replicas (`zero_stage`): everything equals one process."""
 
 import contextlib
+import copy
 import functools
 import os
 import tempfile
@@ -15,6 +16,7 @@ from torch.optim import SGD, Adagrad, AdamW
 
 from lightning_parallel import LAMB, HybridParallelStrategy, LocalSGDStrategy, PowerSGD, comm
 from lightning_parallel.compat import patched
+from lightning_parallel.data_parallel import AbsentParameter
 from lightning_parallel.strategies.ranks import order
 from tests.harness import distributed
 from tests.strategies.models import Net, loader, trainer_for
@@ -76,7 +78,10 @@ class Whitened(SGD):
 
 CASES = {
     "sgd": (functools.partial(SGD, lr=0.1, momentum=0.9), {"gradient_clip_val": 0.3, "accumulate_grad_batches": 2}),
-    "foreach": (functools.partial(AdamW, lr=0.01, foreach=True), {"gradient_clip_val": 0.3}),
+    "foreach": (
+        functools.partial(AdamW, lr=0.01, foreach=True),
+        {"gradient_clip_val": 0.3, "accumulate_grad_batches": 2},
+    ),
     "fused": (
         functools.partial(AdamW, lr=0.01, fused=True),
         {"gradient_clip_val": 0.01, "gradient_clip_algorithm": "value"},
@@ -99,12 +104,17 @@ class Varied(Deep):
         self.unused = nn.Parameter(torch.ones(3, 5, dtype=torch.float64))
         self.scale = nn.Parameter(torch.tensor(0.9, dtype=torch.float64))
         self.odd.bias.requires_grad_(False)
+        self.read = []
 
     def forward(self, x):
         x = self.embed(x)
         for block in self.blocks:
             x = block(x)
         return self.head(self.back(self.odd(x)) * self.scale)
+
+    def on_train_batch_end(self, *_):
+        # Between the batches of an accumulation, too.
+        self.read.append((self.odd.weight.norm() + copy.deepcopy(self.blocks[1].up).weight.sum()).detach())
 
     def configure_optimizers(self):
         groups = [
@@ -125,7 +135,7 @@ def on_one_process(case):
     make, options = CASES[case]
     module = Varied(make)
     fit(module, "auto", 1, limit_val_batches=0, **options)
-    return module.state_dict()
+    return {**module.state_dict(), **dict(enumerate(module.read))}
 
 
 # Each optimizer over slices only; with tensors and stages, the norms of LAMB, accumulation, and states that come early.
@@ -149,7 +159,7 @@ def test_it_trains_like_one_process(group, layout, stage, cases):
         make, options = CASES[case]
         module, expected = Varied(make), on_one_process(case)
         trainer = run(layout, module, stage, limit_val_batches=0, **options)
-        for name, value in module.state_dict().items():
+        for name, value in {**module.state_dict(), **dict(enumerate(module.read))}.items():
             torch.testing.assert_close(value, expected[name], rtol=1e-10, atol=1e-12, msg=f"{case}: {name}")
         assert Whitened.largest < 1000
         rules, replicas = trainer.strategy.run.rules, LAYOUTS[layout][1]
@@ -568,3 +578,35 @@ def test_replicas_may_have_different_numbers_of_batches_in_validation(group):
     found = comm.all_gather_object([float(trainer.callback_metrics["value"]), len(module.outs)], group)
     assert found[0][0] == found[1][0]
     assert found[0][1] == 3 * found[1][1] > 0
+
+
+class Evaluated(Deep):
+    """Reads parameters in all steps and hooks of evaluation, and remembers the outputs."""
+
+    def validation_step(self, batch, index):
+        self.outs.append(self(batch[0]) @ self.head.weight)
+
+    test_step = predict_step = validation_step
+
+    def on_validation_epoch_end(self):
+        self.outs.append(self.blocks[1](torch.ones(1, 8, dtype=torch.float64)))
+
+    on_test_epoch_end = on_predict_epoch_end = on_validation_epoch_end
+
+
+@distributed(world_size=2)
+def test_evaluation_before_a_fit_holds_slices(group):
+    os.environ.update(LOCAL_RANK=str(group.rank), NODE_RANK="0", WORLD_SIZE="2")
+    module, alone = Evaluated(), Evaluated()
+    module.head.requires_grad_(False)
+    batches = list(loader(2, group.rank))[: 3 - 2 * group.rank]
+    data = torch.utils.data.DataLoader(batches, batch_size=None)
+    trainer = trainer_for(
+        HybridParallelStrategy(zero_stage=3, gather_after_fit="off"), 2, use_distributed_sampler=False
+    )
+    for name in ("validate", "test", "predict"):
+        for each, evaluates in ((module, trainer), (alone, trainer_for(devices=1))):
+            getattr(evaluates, name)(each, data, **({"return_predictions": False} if name == "predict" else {}))
+        assert all(isinstance(p, AbsentParameter) for p in module.parameters()), name
+    torch.testing.assert_close(module.outs, alone.outs, rtol=1e-10, atol=1e-12)
+    assert len(module.outs) == 3 * (len(batches) + 1)

@@ -18,6 +18,7 @@ from contextlib import AbstractContextManager
 from typing import Any, Literal, Optional, get_args
 
 from lightning.pytorch import LightningModule
+from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import nn
 from torch.optim import Optimizer
@@ -108,7 +109,7 @@ def make_slices(
     if stage == 0 or groups.data_parallel.size == 1:
         return None
     with comm.failing_together(groups.world):
-        if stage >= 2:
+        if stage >= 2 and module.trainer.state.fn == TrainerFn.FITTING:
             _check_gradients_unneeded(module, stage)
         if last is not None and last.keeps_slices:
             last.adopt(dict(module.named_parameters()))
