@@ -34,7 +34,8 @@ from lightning_parallel.compat.torch import (
     version_of,
 )
 from lightning_parallel.data_parallel.bucketed_reducer import BUCKET_BYTES
-from lightning_parallel.data_parallel.parameter_slices import ParameterSlices, padded_to, put_data, write_columns
+from lightning_parallel.data_parallel.host_steps import put_data
+from lightning_parallel.data_parallel.parameter_slices import ParameterSlices, padded_to, write_columns
 
 __all__ = ["AbsentParameter", "ParameterShards"]
 

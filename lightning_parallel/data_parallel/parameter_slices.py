@@ -23,12 +23,12 @@ from torch.utils.hooks import RemovableHandle
 
 from lightning_parallel import comm
 from lightning_parallel.comm import Group, Pending, Traffic, fill_buckets
-from lightning_parallel.comm.host_memory import HostCopies
 from lightning_parallel.compat import Patches
-from lightning_parallel.compat.torch import DisableTorchFunctionSubclass, global_step_hooks, step_hooks_of
+from lightning_parallel.compat.torch import global_step_hooks, step_hooks_of
 from lightning_parallel.data_parallel.bucketed_reducer import BUCKET_BYTES
+from lightning_parallel.data_parallel.host_steps import HostSteps, put_data
 
-__all__ = ["MOST_IN_FLIGHT", "ParameterSlices", "padded_to", "put_data", "wrap_step", "write_columns"]
+__all__ = ["MOST_IN_FLIGHT", "ParameterSlices", "padded_to", "wrap_step", "write_columns"]
 
 
 MOST_IN_FLIGHT = 2  # buckets under way while another one is made
@@ -46,6 +46,7 @@ class ParameterSlices:
         traffic: Buckets of parameters in flight.
         holds_gradients: Whether gradients are slices now, after the reduction; the same on all ranks.
         stays_for_step: Whether gathered parameters stay full until the end of the step.
+        host: Runs the steps of optimizers in host memory; None on the device.
 
     Raises:
         ValueError: If a parameter is complex.
@@ -59,9 +60,7 @@ class ParameterSlices:
     def __init__(self, parameters: Mapping[str, nn.Parameter], group: Group, bucket_bytes: int = BUCKET_BYTES) -> None:
         self.group = group
         self._bucket_bytes = bucket_bytes
-        # By parameter: host memory for its slice, and for its gradient.
-        self._host_memory: dict[Tensor, tuple[Tensor, Tensor | None]] = {}
-        self._host: HostCopies | None = None
+        self.host: HostSteps | None = None
         self.adopt(parameters)
         self.traffic = Traffic()
         self.holds_gradients = False
@@ -75,13 +74,8 @@ class ParameterSlices:
 
     def offload(self, device: torch.device) -> None:
         """Let optimizers step in host memory on copies of the slices, and keep their state there, from now on."""
-        if self._host is None:
-            self._host = HostCopies(device)
-
-    @property
-    def host_bytes(self) -> int:
-        """Bytes of the copies in host memory."""
-        return sum(one.nbytes for pair in self._host_memory.values() for one in pair if one is not None)
+        if self.host is None:
+            self.host = HostSteps(device)
 
     def adopt(self, parameters: Mapping[str, nn.Parameter]) -> None:
         """Divide these parameters from now on; call it while no parameter is narrow.
@@ -90,10 +84,11 @@ class ParameterSlices:
             ValueError: If a parameter is complex.
         """
         for name, parameter in parameters.items():
-            if parameter.is_complex():
+            if parameter.is_complex() and self.group.size > 1:
                 raise ValueError(f"`{name}` is complex, which `zero_stage` does not shard; use `zero_stage=0`")
         self._parameters = {id(p): p for p in parameters.values() if p.dim() > 0}
-        self._host_memory = {one: memory for one, memory in self._host_memory.items() if id(one) in self._parameters}
+        if self.host is not None:
+            self.host.keep(self._parameters)
 
     # ------------------------------------------------------------------------------------------------ which elements
 
@@ -263,7 +258,8 @@ class ParameterSlices:
             hook.remove()
         self._hooks.clear()
         self._step_hooks.clear()
-        self._host_memory.clear()
+        if self.host is not None:
+            self.host.keep(())
 
     # -------------------------------------------------------------------------------------------------- state dicts
 
@@ -307,6 +303,7 @@ class ParameterSlices:
         optimizer: Optimizer,
         patches: Patches,
         shown: Callable[[Optimizer], AbstractContextManager[None]] | None = None,
+        in_turns: bool = False,
     ) -> None:
         """Make an optimizer update slices, and keep the state of slices, until `patches` are undone.
 
@@ -316,10 +313,13 @@ class ParameterSlices:
             optimizer: The optimizer.
             patches: Undo the change.
             shown: Runs around the step, with the parameters narrow; it may show full tensors.
+            in_turns: Whether its step may be called for one bucket of parameters after another.
         """
         self._cut_state(optimizer)
         self._divided.append(optimizer)
         is_first = True
+        if self.host is not None and in_turns:
+            self.host.in_turns.add(optimizer)
 
         def narrowed(_: Optimizer) -> Iterator[None]:
             nonlocal is_first
@@ -332,8 +332,8 @@ class ParameterSlices:
                     self.narrow(parameter)
             gathered: list[nn.Parameter] = []
             try:
-                with self._on_host(parameters), nullcontext() if shown is None else shown(optimizer):
-                    yield
+                with nullcontext() if shown is None else shown(optimizer):
+                    yield from self._turns(optimizer, parameters)
                 gathered = parameters
             finally:
                 # After an error this gathers nothing: parameters return to their values before the step.
@@ -341,39 +341,15 @@ class ParameterSlices:
 
         wrap_step(optimizer, patches, narrowed)
 
-    @contextmanager
-    def _on_host(self, parameters: Iterable[nn.Parameter]) -> Iterator[None]:
-        """Put narrow parameters and their gradients into host memory in the block, and copy the results back."""
-        copies = self._host
-        if copies is None:
+    def _turns(self, optimizer: Optimizer, parameters: Iterable[nn.Parameter]) -> Iterator[None]:
+        """Yield for each call of a step, in host memory with `offload`."""
+        if self.host is None:
             yield
             return
-        held = [(one, one.data, one.grad) for one in parameters if self.is_narrow(one)]
-        for parameter, data, gradient in held:
-            known = self._host_memory.get(parameter)
-            fits = known is not None and known[0].shape == data.shape and known[0].dtype == data.dtype
-            mine, theirs = known if known is not None and fits else (None, None)
-            if gradient is not None:
-                theirs = copies.to_host(gradient, theirs)
-            # In each step: other code may have written into the parameter since.
-            self._host_memory[parameter] = copies.to_host(data, mine), theirs
-        # The host reads these copies next.
-        copies.arrive()
-        for parameter, _, gradient in held:
-            mine, theirs = self._host_memory[parameter]
-            put_data(parameter, mine, None if gradient is None else theirs)
-        is_done = False
-        try:
-            yield
-            is_done = True
-        finally:
-            for parameter, data, gradient in held:
-                updated = parameter.data
-                put_data(parameter, data, gradient)
-                # After an error the device keeps the values before the step.
-                if is_done:
-                    copies.to_device(updated, data)
-            copies.join()
+        narrow = [parameter for parameter in parameters if self.is_narrow(parameter)]
+        # Such as parameters without dimensions, whose state is on the host as well.
+        whole = [p for p in _parameters_of(optimizer) if p.grad is not None and not self.divides(p)]
+        yield from self.host.turns(optimizer, [*narrow, *whole])
 
     @contextmanager
     def taken_off(self, optimizer: Optimizer) -> Iterator[None]:
@@ -406,7 +382,7 @@ class ParameterSlices:
         self.widen(self._trained(optimizer))
 
     def _trained(self, optimizer: Optimizer) -> list[nn.Parameter]:
-        return [p for group in optimizer.param_groups for p in group["params"] if self._is_trained(p)]
+        return [parameter for parameter in _parameters_of(optimizer) if self._is_trained(parameter)]
 
     def _is_trained(self, parameter: nn.Parameter) -> bool:
         # Even without a gradient: replicas may have gradients for different parameters, but must gather the same.
@@ -429,7 +405,7 @@ class ParameterSlices:
             return value  # such as the count of steps
         part = self.cut(value)
         # A clone: the slice is a view, which would keep the full state in memory.
-        return part.clone() if self._host is None else part.cpu().clone()
+        return part.clone() if self.host is None else part.cpu().clone()
 
 
 def wrap_step(optimizer: Optimizer, patches: Patches, turns: Callable[[Optimizer], Iterator[None]]) -> None:
@@ -489,6 +465,10 @@ def _hooks_put_off(optimizer: Optimizer) -> Iterator[None]:
             hooks.update(own)
 
 
+def _parameters_of(optimizer: Optimizer) -> Iterator[nn.Parameter]:
+    return (parameter for group in optimizer.param_groups for parameter in group["params"])
+
+
 _LARGE, _ALIGNED = 1024, 16  # elements
 _DIRECT_BYTES = 1 << 18  # of a slice that is sent by itself
 
@@ -509,15 +489,6 @@ class _Replay:
             )
         self._is_called = True
         return self._loss
-
-
-def put_data(parameter: Tensor, data: Tensor, gradient: Tensor | None) -> None:
-    """Give a parameter other data, and a gradient of the same shape."""
-    with DisableTorchFunctionSubclass():
-        # Cleared first: a gradient must have the shape of its parameter at any time.
-        parameter.grad = None
-        parameter.data = data
-        parameter.grad = gradient
 
 
 def padded_to(width: int, tensor: Tensor) -> Tensor:

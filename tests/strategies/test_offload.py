@@ -1,7 +1,9 @@
 """`cpu_offload`: optimizers step in host memory, and inputs of recomputed layers wait there, with equal results."""
 
 import gc
+import re
 import weakref
+from contextlib import contextmanager
 
 import pytest
 import torch
@@ -15,7 +17,7 @@ from lightning_parallel import (
 )
 from lightning_parallel.comm.host_memory import HostCopies
 from lightning_parallel.compat import patched
-from lightning_parallel.data_parallel import ParameterSlices
+from lightning_parallel.data_parallel import host_steps
 from lightning_parallel.pipeline.recomputation import recompute
 from tests.harness import distributed
 from tests.strategies.models import Net, loader, trainer_for
@@ -23,7 +25,22 @@ from tests.strategies.test_pipeline import Deep
 from tests.strategies.test_recomputation import Model
 
 
+class Scale(torch.nn.Module):
+    """Has a parameter without dimensions, which no replica divides."""
+
+    def __init__(self):
+        super().__init__()
+        self.value = torch.nn.Parameter(torch.tensor(1.1))
+
+    def forward(self, x):
+        return x * self.value
+
+
 class Adam(Net):
+    def __init__(self, **kwargs):
+        super().__init__(**kwargs)
+        self.net.append(Scale())
+
     def configure_optimizers(self):
         return torch.optim.AdamW(self.parameters(), lr=0.01)
 
@@ -53,6 +70,27 @@ def _assert_equal(module, expected):
         torch.testing.assert_close(value, expected[name], rtol=1e-10, atol=1e-12, msg=name)
 
 
+@contextmanager
+def in_small_buckets():
+    """Let steps on the host take several turns, and yield the copies in their order."""
+    calls = []
+
+    def noted(name, function):
+        def note(self, *args):
+            calls.append(f"{name} ")
+            return function(self, *args)
+
+        return note
+
+    with (
+        patched(host_steps, "BUCKET_BYTES", 256),
+        patched(HostCopies, "to_host", noted("away", HostCopies.to_host)),
+        patched(HostCopies, "arrive", noted("wait", HostCopies.arrive)),
+        patched(HostCopies, "to_device", noted("back", HostCopies.to_device)),
+    ):
+        yield calls
+
+
 @pytest.mark.parametrize("name", LAYOUTS)
 @distributed(world_size=2)
 def test_a_step_on_the_host_equals_one_process(name, group, tmp_path):
@@ -62,18 +100,12 @@ def test_a_step_on_the_host_equals_one_process(name, group, tmp_path):
     clipped = {"gradient_clip_val": 0.1, "max_epochs": 1, "limit_train_batches": 4}
     stock = trainer_for(**clipped)
     stock.fit(alone, loader())
-    steps = []
-    real = ParameterSlices._on_host
-
-    def watched(self, parameters):
-        steps.append(self._host is not None)
-        return real(self, parameters)
-
-    with patched(ParameterSlices, "_on_host", watched):
+    with in_small_buckets() as calls:
         trainer = trainer_for(kind(**options, cpu_offload=("optimizer",)), 2, verifies=True, **clipped)
         trainer.fit(module, loader(replicas, group.rank * replicas // 2))
     _assert_equal(module, alone.state_dict())
-    assert steps == [True] * 4
+    # All copies begin at once, and a bucket is on its way back before the host waits for the next one.
+    assert re.fullmatch(r"((away )+(wait (back )+){2,}){4}", "".join(calls)), calls
     # The checkpoint is the ordinary one, and continues without offload and the other way round.
     path = str(tmp_path / "a.ckpt")
     trainer.save_checkpoint(path)

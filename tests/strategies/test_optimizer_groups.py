@@ -426,6 +426,31 @@ def test_optimizers_that_cannot_be_tried_are_refused():
         checks(optimizer)
 
 
+class Averaging(torch.optim.SGD):
+    """Counts its steps in the parameter group, as schedule-free optimizers do."""
+
+    def step(self, closure=None):
+        for group in self.param_groups:
+            group["steps"] = group.get("steps", 0) + 1
+        return super().step(closure)
+
+
+class Normalized(torch.optim.SGD):
+    """Divides all gradients by their common norm."""
+
+    def step(self, closure=None):
+        torch.nn.utils.clip_grad_norm_([p for group in self.param_groups for p in group["params"]], 1.0)
+        return super().step(closure)
+
+
+def test_optimizers_that_step_on_some_parameters_after_others():
+    parameters = list(nn.Linear(4, 4).parameters())
+    for kind in (torch.optim.AdamW, AdamOfOwn, torch.optim.Adafactor):
+        assert optimization.steps_in_turns(kind(parameters)), kind
+    for kind in (Averaging, Normalized, torch.optim.LBFGS):
+        assert not optimization.steps_in_turns(kind(parameters, lr=0.1)), kind
+
+
 def test_optimizers_over_vectors_of_all_parameters():
     parameters = list(nn.Linear(4, 4).parameters())
     optimization.check_flattened([torch.optim.AdamW(parameters), AdamOfOwn(parameters)], "FSDP1")

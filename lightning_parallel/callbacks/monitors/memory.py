@@ -271,8 +271,8 @@ class MemoryProfiler(MeasuringCallback[MemoryAccumulator]):
             sizes["gradients"] += _sum_bytes(strategy)
         sizes.update(_bucket_bytes(strategy))
         slices = getattr(getattr(strategy, "run", None), "host_slices", None)
-        if slices is not None:
-            sizes["host"] = sizes.pop("optimizer") + slices.host_bytes
+        if slices is not None and slices.host is not None:
+            sizes["host"] = sizes.pop("optimizer") + slices.host.nbytes
         compression = _compression_bytes(strategy)
         self.accumulator.note(sizes if compression is None else {**sizes, "compression": compression})
         # Count by stage as well: a rank with several stages then shows its largest stage.

@@ -41,6 +41,7 @@ __all__ = [
     "check_flattened",
     "check_optimizers",
     "check_sliced",
+    "steps_in_turns",
 ]
 
 
@@ -310,6 +311,32 @@ def check_sliced(optimizers: Sequence[Optimizer], replicas: int, may_show: bool 
     return needs
 
 
+def steps_in_turns(optimizer: Optimizer) -> bool:
+    """Return whether the step of an elementwise optimizer may be called for some of its tensors after others.
+
+    Some optimizers count their steps in a parameter group or an attribute, and some take norms over all tensors.
+    """
+    kind = type(optimizer)
+    if getattr(torch.optim, kind.__name__, None) is kind:
+        return kind.__name__ in ELEMENTWISE_OPTIMIZERS | TENSORWISE_OPTIMIZERS
+    if _has_shard_norms(optimizer) or _other_steps(optimizer) or _kept_elsewhere(optimizer):
+        return False
+
+    def takes_turns(group: Mapping[str, Any]) -> bool:
+        with isolate_rng(include_cuda=torch.cuda.is_initialized()):
+            try:
+                values, targets = _drawn(_SHAPES, _trial_device(group))
+                whole = _train(optimizer, group, values, targets)
+                is_plain = whole[3] <= 2 * _STEPS and _steps_without_tensors(optimizer, group)
+                return is_plain and _takes_turns(optimizer, group, values, targets, whole)
+            # As in `_tried`.
+            except Exception:
+                return False
+
+    tried = set[str]()
+    return all(takes_turns(group) for group in optimizer.param_groups if _is_new(group, tried))
+
+
 def _check(
     optimizers: Sequence[Any], division_of: Callable[[Mapping[str, Any]], _GroupDivision | None]
 ) -> dict[Optimizer, Needs]:
@@ -494,6 +521,10 @@ def _slices(tensors: list[Tensor]) -> list[list[Tensor]]:
     ]
 
 
+_Trained = tuple[list[Tensor], list[Tensor], Optimizer, int]
+"""Early values, the final values, the fresh optimizer, and the number of evaluations of the closure."""
+
+
 class _Trial(NamedTuple):
     """The result of a trial.
 
@@ -524,7 +555,8 @@ def _tried(optimizer: Optimizer, group: Mapping[str, Any], splits: Sequence[Spli
         try:
             values, targets = _drawn(_SHAPES, _trial_device(group))
             # The reference, with all tensors in one optimizer.
-            early, late, fresh, evaluations = _train(optimizer, group, values, targets)
+            whole = _train(optimizer, group, values, targets)
+            early, late, fresh, evaluations = whole
             odd_state = _odd_state(fresh)
 
             def agrees(split: Split) -> bool:
@@ -537,12 +569,19 @@ def _tried(optimizer: Optimizer, group: Mapping[str, Any], splits: Sequence[Spli
             owns = is_whole and is_plain and agrees(_single_tensors) and _steps_without_tensors(optimizer, group)
             if not owns:
                 return _Trial(is_same, odd_state)
-            in_turns = _train(optimizer, group, values, targets, evaluations // _STEPS)
-            takes_turns = all(map(torch.equal, in_turns[1], late)) and _options(in_turns[2]) == _options(fresh)
-            return _Trial(is_same, odd_state, True, takes_turns)
+            return _Trial(is_same, odd_state, True, _takes_turns(optimizer, group, values, targets, whole))
         # The class of the user may raise anything, and a failed trial must not end the run.
         except Exception:
             return _Trial(None, odd_state)
+
+
+def _takes_turns(
+    optimizer: Optimizer, group: Mapping[str, Any], values: list[Tensor], targets: list[Tensor], whole: _Trained
+) -> bool:
+    """Return whether an optimizer that steps on one tensor after another ends as it did with all tensors."""
+    _, late, fresh, evaluations = whole
+    _, found, other, _ = _train(optimizer, group, values, targets, evaluations // _STEPS)
+    return all(map(torch.equal, found, late)) and _options(other) == _options(fresh)
 
 
 def _options(optimizer: Optimizer) -> list[Any]:
@@ -635,7 +674,7 @@ def _train(
     values: Sequence[Tensor],
     targets: Sequence[Tensor],
     in_turns: int = 0,
-) -> tuple[list[Tensor], list[Tensor], Optimizer, int]:
+) -> _Trained:
     """Train `values` towards `targets`.
 
     Args:
@@ -645,7 +684,7 @@ def _train(
             step once, and lets it evaluate the closure.
 
     Returns:
-        Early values, the final values, the fresh optimizer, and the number of evaluations of the closure.
+        The result, see `_Trained`.
     """
     seed_torch(0)
     # Clones: splits are views of `values`, which the next trial needs again.

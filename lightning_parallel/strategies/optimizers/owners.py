@@ -13,8 +13,8 @@ and 2, and slices to stage 3.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from itertools import zip_longest
 from typing import Any, NamedTuple, cast
 
@@ -28,7 +28,8 @@ from lightning_parallel.comm import Group, MeshGroups, Pending, fill_buckets
 from lightning_parallel.compat import ParallelState, Patches
 from lightning_parallel.data_parallel import ParameterSlices
 from lightning_parallel.data_parallel.bucketed_reducer import BUCKET_BYTES
-from lightning_parallel.data_parallel.parameter_slices import MOST_IN_FLIGHT, put_data, wrap_step
+from lightning_parallel.data_parallel.host_steps import only_parameters, put_data
+from lightning_parallel.data_parallel.parameter_slices import MOST_IN_FLIGHT, wrap_step
 from lightning_parallel.tensor.sharding import REPLICATED, Shard
 
 __all__ = ["TensorOwners"]
@@ -178,7 +179,7 @@ class TensorOwners:
                     mine = [parameter for parameter in batch if self._is_mine(owners[parameter])]
                     for parameter in mine:
                         put_data(parameter, *whole.get(parameter, (shards[parameter], gradients[parameter])))
-                    with _only(optimizer, mine, None if index else self.of[optimizer].keys()):
+                    with only_parameters(optimizer, mine, None if index else self.of[optimizer].keys()):
                         yield
                     self._deliver_shards(batch, shards)
                     for parameter in batch:
@@ -307,27 +308,6 @@ class TensorOwners:
             parts = [_SharedTensor(kept[each], REPLICATED, owners[each].replica or 0) for each in shared]
         full = [shards.get(each, kept[each]) for each in shared]
         _deliver(parts, [each.reshape(-1) for each in full] if self._keeps_slices else full, self._replicas)
-
-
-@contextmanager
-def _only(optimizer: Optimizer, mine: Iterable[Tensor], shared: Collection[Tensor] | None) -> Iterator[None]:
-    """Leave some parameters in the groups of an optimizer inside the block: some steps expect a gradient for each.
-
-    Args:
-        optimizer: The optimizer.
-        mine: The parameters that stay.
-        shared: Parameters that have owners, without which all others stay as well; None for no others.
-    """
-    groups = [(group["params"], list(group["params"])) for group in optimizer.param_groups]
-    stays = set(mine)
-    # In place, because optimizers keep references to the lists.
-    for params, every in groups:
-        params[:] = [each for each in every if each in stays or (shared is not None and each not in shared)]
-    try:
-        yield
-    finally:
-        for params, every in groups:
-            params[:] = every
 
 
 # ------------------------------------------------------------------------------------------------------- the messages

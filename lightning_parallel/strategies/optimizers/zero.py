@@ -29,7 +29,7 @@ from lightning_parallel.compat import ParallelState, Patches
 from lightning_parallel.compression import Reducer
 from lightning_parallel.data_parallel import ParameterShards, ParameterSlices
 from lightning_parallel.pipeline.layer_stack import find_layer_stacks
-from lightning_parallel.strategies.optimizers.checks import Needs, check_sliced
+from lightning_parallel.strategies.optimizers.checks import Needs, check_sliced, steps_in_turns
 from lightning_parallel.strategies.options import check_choice
 
 __all__ = [
@@ -209,7 +209,7 @@ def divide_optimizers(
     for optimizer in optimizers:
         # This function runs again when optimizers change. A second wrapper of `step` would gather twice.
         if not slices.has_divided(optimizer):
-            slices.divide(optimizer, patches, shown)
+            slices.divide(optimizer, patches, shown, slices.host is not None and steps_in_turns(optimizer))
 
 
 def check_on_host(needs: Mapping[Optimizer, Needs]) -> None:
