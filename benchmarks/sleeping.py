@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.autograd import Function
+from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -128,14 +129,23 @@ class LiveBytes(TorchDispatchMode):
     """Counts the bytes of all tensors that are made inside the block and still alive.
 
     Attributes:
-        now: Alive at present.
-        peak: Most that was alive at once.
+        peak: Most that was alive at once, after any operator.
     """
 
     def __init__(self) -> None:
         super().__init__()
-        self.now = self.peak = 0
-        self._known: set[int] = set()
+        self.peak = 0
+        # Storages are asked anew each time: FSDP frees parameters by changing the size of their storage.
+        self._alive: dict[int, weakref.ref[torch.UntypedStorage]] = {}
+
+    @property
+    def now(self) -> int:
+        """Alive at present."""
+        return sum(storage.nbytes() for known in list(self._alive.values()) if (storage := known()) is not None)
+
+    def forget_peak(self) -> None:
+        """Let the peak begin anew."""
+        self.peak = self.now
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
@@ -143,22 +153,19 @@ class LiveBytes(TorchDispatchMode):
         for storage in _storages(result):
             if storage._cdata not in before:
                 self._note(storage)
+        self.peak = max(self.peak, self.now)
         return result
 
     def _note(self, storage: torch.UntypedStorage) -> None:
-        key, size = storage._cdata, storage.nbytes()
-        if key not in self._known:
-            self._known.add(key)
-            self.now += size
-            self.peak = max(self.peak, self.now)
-            weakref.finalize(storage, self._forget, key, size)
-
-    def _forget(self, key: int, size: int) -> None:
-        self._known.discard(key)
-        self.now -= size
+        key = storage._cdata
+        if key not in self._alive:
+            self._alive[key] = weakref.ref(storage)
+            weakref.finalize(storage, self._alive.pop, key, None)
 
 
 def _storages(value: Any) -> Iterator[torch.UntypedStorage]:
     for leaf in tree_leaves(value):
-        if type(leaf) in (Tensor, nn.Parameter) and leaf.device.type != "meta":
-            yield leaf.untyped_storage()
+        # Operators of a DTensor run on its local tensor, out of sight.
+        local = leaf.to_local() if isinstance(leaf, DTensor) else leaf
+        if type(local) in (Tensor, nn.Parameter) and local.device.type != "meta":
+            yield local.untyped_storage()
