@@ -16,6 +16,7 @@ The wrapper stands inside `nn.Module.__call__`. Pipelines, the recorder and the 
 from __future__ import annotations
 
 import random
+import weakref
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -71,10 +72,11 @@ def recompute(module: nn.Module, option: str | int, path: str = "auto", copies: 
             f" `{stack.path}`; got {interval}, which would leave only the first layer. Set a smaller number, or 'full'"
             " for all layers"
         )
+    host = None if copies is None else _HostInputs(copies)
     for index, (name, layer) in enumerate(layers.items()):
         # An activation between the layers saves its input only. A run again would cost time and save nothing.
         if index % interval == 0 and next(layer.parameters(), None) is not None:
-            vars(layer)[CALLS] = AroundCalls(layer, _Recomputation(name, layer, option == "selective", copies))
+            vars(layer)[CALLS] = AroundCalls(layer, _Recomputation(name, layer, option == "selective", host))
 
 
 def _repeated_layers(module: nn.Module, path: str) -> LayerStack:
@@ -94,9 +96,9 @@ def _repeated_layers(module: nn.Module, path: str) -> LayerStack:
 class _Recomputation:
     """Runs the calls of one layer."""
 
-    def __init__(self, name: str, layer: nn.Module, selective: bool, copies: HostCopies | None) -> None:
+    def __init__(self, name: str, layer: nn.Module, selective: bool, host: _HostInputs | None) -> None:
         self.name = name
-        self.copies = copies
+        self.host = host
         self.selective = selective
         # The results for which backward asks. The last product of a layer is mostly not among them.
         self.most_results: int | None = None
@@ -113,8 +115,8 @@ class _Recomputation:
         options: dict[str, Any] = {}
         if self.selective:
             options["context_fn"] = call.contexts
-        if self.copies is not None:
-            args, kwargs = (call.send(args, kwargs, self.copies),), {}
+        if self.host is not None:
+            args, kwargs = (call.send(args, kwargs, self.host),), {}
         # As two arguments: a keyword of the layer may have the name of an option of `checkpoint`.
         return checkpoint(call, args, kwargs, use_reentrant=False, **options)
 
@@ -151,6 +153,10 @@ class _LayerCall:
         self.given = copy_args((args, kwargs), {})
         self.first: tuple[Any, Any] | None = None
         self.waiting: Any = None
+        self.before: Callable[[], _LayerCall | None] = lambda: None
+        # On the device again, ahead of the later run.
+        self.fetched: Any = None
+        self.was_fetched = False
         self.is_changed = False
         self.versions = _versions(self.given)
         self.python, self.numpy = random.getstate(), np.random.get_state()
@@ -177,13 +183,15 @@ class _LayerCall:
         self.buffers = {place: value for place, value in self.buffers.items() if place in (self.owner.changing or ())}
         return result
 
-    def send(self, args: tuple[Any, ...], kwargs: dict[str, Any], copies: HostCopies) -> Tensor:
+    def send(self, args: tuple[Any, ...], kwargs: dict[str, Any], host: _HostInputs) -> Tensor:
         """Begin to copy the inputs to host memory; return an argument for `checkpoint`, which keeps its arguments."""
         self.first = args, kwargs
+        # Weak: a call ends with the graph that runs it again.
+        self.before, host.last = host.last, weakref.ref(self)
         leaves, tree = pytree.tree_flatten(self.given)
         # Inputs without a gradient, such as a mask, mostly belong to all layers, and stay on the device.
         sent = [
-            _OnHost(copies.to_host(leaf), leaf.device) if type(leaf) is Tensor and leaf.requires_grad else leaf
+            _OnHost(host.copies.to_host(leaf), leaf.device) if type(leaf) is Tensor and leaf.requires_grad else leaf
             for leaf in leaves
         ]
         self.waiting = pytree.tree_unflatten(sent, tree)
@@ -192,20 +200,32 @@ class _LayerCall:
 
     def _run_and_let_go(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         result = self._run(args, kwargs)
-        copies = self.owner.copies
-        assert copies is not None, "`send` has used it"
+        host = self.owner.host
+        assert host is not None, "`send` has used it"
         self.is_changed = _versions(self.given) != self.versions
         # The copy ran beside the layer. Code after the layer may write into its input, so kernels wait for the copy.
-        copies.join()
+        host.copies.join()
         self.given = self.waiting
         self.waiting = None
         return result
 
     def _inputs(self) -> Any:
         """Return the inputs of the first run, on their device."""
-        copies = self.owner.copies
-        if copies is None:
+        host = self.owner.host
+        if host is None:
             return self.given
+        if self.fetched is None:
+            self._fetch(host.copies)
+        found, self.fetched = self.fetched, None
+        host.copies.join()
+        # Backward comes to the call before this one next. Its inputs arrive while this layer runs.
+        ahead = self.before()
+        if ahead is not None and ahead.waiting is None and not ahead.was_fetched:
+            ahead._fetch(host.copies)
+        return found
+
+    def _fetch(self, copies: HostCopies) -> None:
+        """Begin to copy the inputs to their device."""
 
         def fetched(leaf: Any) -> Any:
             if not isinstance(leaf, _OnHost):
@@ -214,16 +234,15 @@ class _LayerCall:
             copies.to_device(leaf.value, value)
             return value.requires_grad_()
 
-        found = pytree.tree_map(fetched, self.given)
-        copies.join()
-        return found
+        self.fetched = pytree.tree_map(fetched, self.given)
+        self.was_fetched = True
 
     def contexts(self) -> tuple[KeptResults, KeptResults]:
         """Return the contexts of the first run and of later runs."""
         return self.results, self.results
 
     def _again(self) -> Any:
-        if self.is_changed or (self.owner.copies is None and _versions(self.given) != self.versions):
+        if self.is_changed or (self.owner.host is None and _versions(self.given) != self.versions):
             raise RuntimeError(
                 f"The inputs of `{self.owner.name}` must not change in place, because backward computes the layer from"
                 " its inputs again (`activation_checkpointing`); got another version. Write `x = x + y` instead of"
@@ -255,6 +274,14 @@ class _LayerCall:
             random.setstate(states[0])
             np.random.set_state(states[1])
             generators.restore(states[2])
+
+
+class _HostInputs:
+    """Keeps the inputs of calls in host memory, and knows the last call."""
+
+    def __init__(self, copies: HostCopies) -> None:
+        self.copies = copies
+        self.last: Callable[[], _LayerCall | None] = lambda: None
 
 
 class _OnHost:

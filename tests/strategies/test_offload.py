@@ -223,6 +223,31 @@ def test_a_layer_keeps_no_input_on_the_device_and_tells_of_changes():
     torch.testing.assert_close(source.grad, torch.autograd.grad(plain(model, source).sum(), source)[0])
 
 
+def test_backward_fetches_the_inputs_of_the_layer_before():
+    order = []
+
+    class Layer(torch.nn.Linear):
+        def forward(self, x):
+            order.append("run")
+            return super().forward(x).relu()
+
+    model = torch.nn.Sequential(*(Layer(4, 4) for _ in range(3)))
+    recompute(model, "full", copies=HostCopies(torch.device("cpu")))
+    real = HostCopies.to_device
+
+    def watched(self, *args):
+        order.append("fetch")
+        return real(self, *args)
+
+    with patched(HostCopies, "to_device", watched):
+        for _ in range(2):
+            # In gradient accumulation, too: the calls of the first batch are over.
+            loss = model(torch.randn(2, 4, requires_grad=True)).sum()
+            order.clear()
+            loss.backward()
+            assert order == ["fetch", "fetch", "run", "fetch", "run", "run"]
+
+
 def plain(model, x):
     layer = model.layers[0]
     return torch.nn.functional.linear(x, layer.linear.weight, layer.linear.bias).relu()
