@@ -3,6 +3,7 @@
 import copy
 import functools
 import os
+import re
 import tempfile
 from pathlib import Path
 
@@ -205,6 +206,38 @@ def test_it_trains_like_one_process_on_two_ranks(layout):
 @distributed(world_size=4)
 def test_it_trains_like_one_process_on_four_ranks(layout):
     expect_the_weights_of_one_process(layout)
+
+
+@distributed(world_size=2)
+def test_messages_travel_beside_the_steps_of_other_turns(group):
+    calls = []
+
+    def noted(begin, name):
+        def note(*args):
+            calls.append(f"{name}+")
+            end = begin(*args)
+            return lambda: (calls.append(f"{name}-"), end())[1]
+
+        return note
+
+    class Noting(Varied):
+        def configure_optimizers(self):
+            found = super().configure_optimizers()
+            step = found[0][0].step
+            found[0][0].step = lambda *args: (calls.append("step"), step(*args))[1]
+            return found
+
+    with (
+        patched(owners, "_collecting", noted(owners._collecting, "collect")),
+        patched(owners, "_delivering", noted(owners._delivering, "deliver")),
+    ):
+        run("tensor 2", Noting("adafactor"), max_epochs=1, limit_train_batches=1)
+    # Two turns of messages are under way during a step, in one order on all ranks.
+    comm.agree("the order", calls, group)
+    found = " ".join(calls)
+    turn = r"collect- step deliver\+ "
+    expected = rf"collect\+ collect\+ {turn}(collect\+ {turn}deliver- ){{3,}}{turn}deliver- deliver-"
+    assert re.fullmatch(expected, found), found
 
 
 @pytest.mark.parametrize("case", MAKERS)

@@ -6,6 +6,9 @@
     step        A' and its state     B' and its state  the user's optimizer, at the same time
     deliver     A'[0] B'[0]          A'[1] B'[1]
 
+Most optimizers step in turns, on about `TURN_BYTES` at a time. Meanwhile owners collect the tensors of later turns, and
+deliver the tensors of earlier turns.
+
 Tensor parallelism, ZeRO and both together share these steps; both collect slices first, then shards. Over the replicas
 an owner collects slices of gradients (stages 2 and 3) and of parameters (stage 3). It delivers full tensors to stages 1
 and 2, and slices to stage 3.
@@ -13,7 +16,7 @@ and 2, and slices to stage 3.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from itertools import zip_longest
 from typing import Any, NamedTuple, cast
@@ -54,6 +57,20 @@ class _SharedTensor(NamedTuple):
     @property
     def shape(self) -> torch.Size:
         return self.rule.full_shape(self.value.shape)
+
+
+class _SlicesOfStep(NamedTuple):
+    """The slices of this replica that owners collect in a step, by parameter.
+
+    Attributes:
+        shapes: Shape of each parameter, full over the replicas.
+        data: Slices of parameters, if a replica keeps no more of them.
+        gradients: Slices of gradients.
+    """
+
+    shapes: dict[Tensor, torch.Size]
+    data: dict[Tensor, _SharedTensor]
+    gradients: dict[Tensor, _SharedTensor]
 
 
 class TensorOwners:
@@ -164,31 +181,20 @@ class TensorOwners:
                 # Also without a gradient: ranks may have gradients for different parameters, but send the same.
                 if parameter.requires_grad or parameter.grad is not None
             }
-            shards, gradients = self._collect_slices(owners)
+            slices = self._take_slices(owners)
             kept = {parameter: (parameter.data, parameter.grad) for parameter in owners}
             for parameter in owners:
                 parameter.grad = None
-            batches = self._batches(owners, optimizer in self._in_turns)
-            collected = self._collect_shards(batches[0], shards, gradients)
+            turns = [
+                self._turn(optimizer, batch, slices, kept, is_first=index == 0)
+                for index, batch in enumerate(self._batches(owners, optimizer in self._in_turns))
+            ]
             try:
-                for index, batch in enumerate(batches):
-                    whole = collected()
-                    if index + 1 < len(batches):
-                        # These messages run beside the step of this turn.
-                        collected = self._collect_shards(batches[index + 1], shards, gradients)
-                    mine = [parameter for parameter in batch if self._is_mine(owners[parameter])]
-                    for parameter in mine:
-                        put_data(parameter, *whole.get(parameter, (shards[parameter], gradients[parameter])))
-                    with only_parameters(optimizer, mine, None if index else self.of[optimizer].keys()):
-                        yield
-                    self._deliver_shards(batch, shards)
-                    for parameter in batch:
-                        put_data(parameter, kept[parameter][0], None)
-                self._deliver_slices(owners, shards, {parameter: data for parameter, (data, _) in kept.items()})
+                yield from _side_by_side(turns)
             finally:
                 for parameter, (data, gradient) in kept.items():
                     put_data(parameter, data, gradient)
-                if self._keeps_slices and self._slices is not None:
+                if self._slices is not None and self._slices.keeps_slices:
                     self._slices.widen()
 
     def _batches(self, owners: Mapping[Tensor, StateOwner], in_turns: bool) -> list[dict[Tensor, StateOwner]]:
@@ -196,16 +202,101 @@ class TensorOwners:
         found: list[dict[Tensor, StateOwner]] = [{}]
         filled: dict[StateOwner, int] = {}
         for parameter, owner in owners.items():
-            turn = filled.get(owner, 0) // TURN_BYTES if in_turns and parameter in self._rules else 0
+            turn = filled.get(owner, 0) // TURN_BYTES if in_turns else 0
             found += [{} for _ in range(turn + 1 - len(found))]
             found[turn][parameter] = owner
             # Not the size of the shard, which differs between ranks.
             filled[owner] = filled.get(owner, 0) + self._numel[parameter] * parameter.element_size()
         return [batch for batch in found if batch] or [{}]
 
-    @property
-    def _keeps_slices(self) -> bool:
-        return self._slices is not None and self._slices.keeps_slices
+    @torch.no_grad()
+    def _take_slices(self, owners: Mapping[Tensor, StateOwner]) -> _SlicesOfStep:
+        """Return the slices that owners collect, and make other parameters full over the replicas."""
+        slices = self._slices
+        shared = [parameter for parameter, owner in owners.items() if owner.replica is not None]
+        if slices is None or not shared:
+            return _SlicesOfStep({}, {}, {})
+        for parameter in shared if slices.keeps_slices else ():
+            if not slices.is_narrow(parameter):
+                slices.narrow(cast(nn.Parameter, parameter))
+        narrow = {each: slices.whole_shape(each) for each in shared if slices.is_narrow(each)}
+        # The replicas agree on the parameters with a gradient.
+        gradients = {each: self._slice(each, each.grad, owners[each]) for each in narrow if each.grad is not None}
+        data = {each: self._slice(each, each.data, owners[each]) for each in narrow if slices.keeps_slices}
+        if not slices.keeps_slices:
+            # Parameters become whole, with their values before the step. Their slices of gradients are freed.
+            slices.widen()
+        return _SlicesOfStep(narrow, data, gradients)
+
+    def _turn(
+        self,
+        optimizer: Optimizer,
+        batch: Mapping[Tensor, StateOwner],
+        slices: _SlicesOfStep,
+        kept: Mapping[Tensor, tuple[Tensor, Tensor | None]],
+        is_first: bool,
+    ) -> Iterator[bool]:
+        """Collect tensors, step on them and deliver them; yield True for the step, and False while messages travel.
+
+        All turns on all ranks yield at the same places. So all ranks send the messages of both groups in one order.
+
+        Args:
+            optimizer: The optimizer.
+            batch: The parameters of this turn.
+            slices: The slices of the step.
+            kept: Data and gradient of each parameter on this rank between the turns.
+            is_first: Whether the step also sees parameters without owners.
+        """
+        # On the replicas of the owners, full over the replicas.
+        shards = {each: kept[each][0] for each in batch if each not in slices.data}
+        mine = yield from self._collect(batch, slices, kept, shards)
+        with only_parameters(optimizer, mine, self.of[optimizer].keys() if is_first else None):
+            yield True
+        updated = {parameter: parameter.data for parameter in mine}
+        for parameter, data in updated.items():
+            # A step may give a parameter new memory.
+            if parameter not in self._rules and data.data_ptr() != shards[parameter].data_ptr():
+                shards[parameter].copy_(data)
+        for parameter in batch:
+            put_data(parameter, kept[parameter][0], None)
+        if self._tensor.size > 1:
+            is_delivered = self._deliver_shards(batch, shards, updated)
+            yield False
+            is_delivered()
+        if self._slices is not None:
+            is_delivered = self._deliver_slices(batch, shards, kept)
+            yield False
+            is_delivered()
+
+    def _collect(
+        self,
+        batch: Mapping[Tensor, StateOwner],
+        slices: _SlicesOfStep,
+        kept: Mapping[Tensor, tuple[Tensor, Tensor | None]],
+        shards: dict[Tensor, Tensor],
+    ) -> Generator[bool, None, list[Tensor]]:
+        """Put whole tensors and gradients into the parameters of this owner, and return these parameters.
+
+        Args:
+            batch, slices, kept: See `_turn`.
+            shards: Gets the shards that are collected.
+        """
+        gradients = {each: None if each in slices.shapes else kept[each][1] for each in batch}
+        if self._slices is not None:
+            data_arrives = self._collect_slices(batch, slices.data, slices.shapes)
+            gradients_arrive = self._collect_slices(batch, slices.gradients, slices.shapes)
+            yield False
+            shards.update(data_arrives())
+            gradients.update(gradients_arrive())
+        whole: dict[Tensor, tuple[Tensor, Tensor | None]] = {}
+        if self._tensor.size > 1:
+            shards_arrive = self._collect_shards(batch, shards, gradients)
+            yield False
+            whole = shards_arrive()
+        mine = [parameter for parameter in batch if self._is_mine(batch[parameter])]
+        for parameter in mine:
+            put_data(parameter, *whole.get(parameter, (shards[parameter], gradients[parameter])))
+        return mine
 
     def _slice(self, parameter: Tensor, value: Tensor, owner: StateOwner) -> _SharedTensor:
         assert self._slices is not None
@@ -215,32 +306,17 @@ class TensorOwners:
 
     @torch.no_grad()
     def _collect_slices(
-        self, owners: Mapping[Tensor, StateOwner]
-    ) -> tuple[dict[Tensor, Tensor], dict[Tensor, Tensor | None]]:
-        """Return shards and their gradients, which are full over the replicas; the replicas of the owners have all."""
-        slices = self._slices
-        shared = [parameter for parameter, owner in owners.items() if owner.replica is not None]
-        if slices is None or not shared:
-            return {each: each.data for each in owners}, {each: each.grad for each in owners}
-        for parameter in shared if slices.keeps_slices else ():
-            if not slices.is_narrow(parameter):
-                slices.narrow(cast(nn.Parameter, parameter))
-        narrow = {each: slices.whole_shape(each) for each in shared if slices.is_narrow(each)}
-        # The replicas agree on the parameters with a gradient.
-        found = {each: self._slice(each, each.grad, owners[each]) for each in narrow if each.grad is not None}
-        data = {each: self._slice(each, each.data, owners[each]) for each in narrow if slices.keeps_slices}
-        if not slices.keeps_slices:
-            # Parameters become whole, with their values before the step. Their slices of gradients are freed.
-            slices.widen()
-        shards = {each: each.data for each in owners if each not in data}
-        gradients: dict[Tensor, Tensor | None] = {each: None if each in narrow else each.grad for each in owners}
-        for parameter, value in zip(data, _collecting([*data.values()], self._replicas)()):
-            if value is not None:
-                shards[parameter] = value.view(narrow[parameter])
-        for parameter, value in zip(found, _collecting([*found.values()], self._replicas)()):
-            if value is not None:
-                gradients[parameter] = value.view(narrow[parameter])
-        return shards, gradients
+        self, batch: Iterable[Tensor], slices: dict[Tensor, _SharedTensor], shapes: Mapping[Tensor, torch.Size]
+    ) -> Callable[[], dict[Tensor, Tensor]]:
+        """Begin to collect slices of parameters or gradients; every rank must call it.
+
+        Returns:
+            A function that returns the tensors of which the owner is in this replica, full over the replicas.
+        """
+        # Taken out, so that memory is freed turn by turn.
+        found = {parameter: slices.pop(parameter) for parameter in batch if parameter in slices}
+        end = _collecting([*found.values()], self._replicas)
+        return lambda: {each: value.view(shapes[each]) for each, value in zip(found, end()) if value is not None}
 
     def _shard(self, parameter: Tensor, value: Tensor, owner: StateOwner) -> _SharedTensor:
         assert owner.rank is not None, "shards belong to tensor-parallel ranks"
@@ -278,36 +354,73 @@ class TensorOwners:
         return whole
 
     @torch.no_grad()
-    def _deliver_shards(self, owners: Mapping[Tensor, StateOwner], shards: Mapping[Tensor, Tensor]) -> None:
-        """Write the updated tensors of the owners in this replica into the shards of this rank."""
-        for parameter, owner in owners.items():
-            # A step may give a parameter new memory, also a parameter that is full on this rank.
-            is_whole = parameter not in self._rules and self._is_mine(owner)
-            if is_whole and parameter.data_ptr() != shards[parameter].data_ptr():
-                shards[parameter].copy_(parameter.data)
+    def _deliver_shards(
+        self, owners: Mapping[Tensor, StateOwner], shards: Mapping[Tensor, Tensor], updated: Mapping[Tensor, Tensor]
+    ) -> Callable[[], None]:
+        """Begin to write the updated tensors of the owners in this replica into the shards of this rank.
+
+        Returns:
+            A function that ends it.
+        """
         sharded = [each for each in owners if each in self._rules and self._is_in_my_replica(owners[each])]
         parts = [self._shard(each, shards[each], owners[each]) for each in sharded]
-        _deliver(parts, [each.data for each in sharded], self._tensor)
+        return _delivering(parts, [updated.get(each, shards[each]) for each in sharded], self._tensor)
 
     @torch.no_grad()
     def _deliver_slices(
-        self, owners: Mapping[Tensor, StateOwner], shards: Mapping[Tensor, Tensor], kept: Mapping[Tensor, Tensor]
-    ) -> None:
-        """Write the updated shards of the owners into the data of other replicas.
+        self,
+        owners: Mapping[Tensor, StateOwner],
+        shards: Mapping[Tensor, Tensor],
+        kept: Mapping[Tensor, tuple[Tensor, Tensor | None]],
+    ) -> Callable[[], None]:
+        """Begin to write the updated shards of the owners into the data of other replicas.
 
         Args:
             owners: The owners of the parameters.
             shards: The shards in the replicas of the owners.
             kept: The data of the parameters on this rank between steps.
+
+        Returns:
+            A function that ends it.
         """
+        assert self._slices is not None
         shared = [each for each, owner in owners.items() if owner.replica is not None]
-        if self._keeps_slices:
-            parts = [self._slice(each, kept[each], owners[each]) for each in shared]
+        full = [shards.get(each, kept[each][0]) for each in shared]
+        if self._slices.keeps_slices:
+            parts = [self._slice(each, kept[each][0], owners[each]) for each in shared]
+            full = [each.reshape(-1) for each in full]
         else:
             # The other replicas need each shard in full.
-            parts = [_SharedTensor(kept[each], REPLICATED, owners[each].replica or 0) for each in shared]
-        full = [shards.get(each, kept[each]) for each in shared]
-        _deliver(parts, [each.reshape(-1) for each in full] if self._keeps_slices else full, self._replicas)
+            parts = [_SharedTensor(kept[each][0], REPLICATED, owners[each].replica or 0) for each in shared]
+        return _delivering(parts, full, self._replicas)
+
+
+def _side_by_side(turns: Iterable[Iterator[bool]]) -> Iterator[None]:
+    """Yield for the step of each turn in order, while messages of the turns before and after it travel.
+
+        turn 0    collect    step       deliver
+        turn 1               collect    step       deliver
+        turn 2                          collect    step       deliver
+
+    Args:
+        turns: Yield True for the step, and False for a pause, after as many pauses as all other turns.
+    """
+    waiting, begun = list(turns), list[Iterator[bool]]()
+    try:
+        while waiting or begun:
+            # The last one first: its messages begin before the step, and those of earlier turns end after it.
+            begun = waiting[:1] + begun
+            del waiting[:1]
+            for turn in list(begun):
+                for is_step in turn:
+                    if not is_step:
+                        break
+                    yield
+                else:
+                    begun.remove(turn)
+    finally:
+        for turn in begun:
+            turn.close()  # type: ignore[attr-defined]
 
 
 # ------------------------------------------------------------------------------------------------------- the messages
@@ -366,13 +479,16 @@ def _collecting(parts: Sequence[_SharedTensor], group: Group) -> Callable[[], li
     return collected
 
 
-def _deliver(parts: Sequence[_SharedTensor], whole: Sequence[Tensor], group: Group) -> None:
-    """Write whole tensors of their owners into the parts; every rank of the group calls it.
+def _delivering(parts: Sequence[_SharedTensor], whole: Sequence[Tensor], group: Group) -> Callable[[], None]:
+    """Begin to write whole tensors of their owners into the parts; every rank of the group calls it.
 
     Args:
         parts: The parts.
         whole: The whole tensor of each part that this rank owns; other entries are not read.
         group: The group.
+
+    Returns:
+        A function that ends it.
     """
 
     def start(by_owner: list[list[int]]) -> Pending:
@@ -388,7 +504,7 @@ def _deliver(parts: Sequence[_SharedTensor], whole: Sequence[Tensor], group: Gro
         for index, piece in zip(order, received.split([parts[index].value.numel() for index in order])):
             parts[index].value.copy_(piece.view(parts[index].value.shape))
 
-    _in_flight(_rounds(parts, group), start, land)()
+    return _in_flight(_rounds(parts, group), start, land)
 
 
 def _size(part: _SharedTensor, rank: int) -> int:
