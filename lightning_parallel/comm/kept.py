@@ -90,6 +90,10 @@ class KeptResults:
         _running = self._around.pop()
         self.is_again = True
 
+    def tensors(self) -> list[Tensor]:
+        """Return the tensors in the results that are kept."""
+        return [leaf for _, held, _ in self._results for leaf in pytree.tree_leaves(held) if isinstance(leaf, Tensor)]
+
     def watch(self, other: Tensor) -> None:
         """Take note of a tensor that may share its memory, but not its version, with a result of the first run."""
         address = storage_address(other.untyped_storage())

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import accumulate, pairwise
 from typing import Any
 
@@ -31,12 +32,15 @@ from lightning_parallel.pipeline.layer_stack import (
 from lightning_parallel.pipeline.measure import STATE_COPIES, count_parameters, measure
 from lightning_parallel.pipeline.module_use import ModuleUse, Step, trace_in_order, use_by_registration
 from lightning_parallel.pipeline.pipeline_plan import PipelinePlan, PlannedParameter, device_of
+from lightning_parallel.pipeline.recomputation import layers_to_recompute
+from lightning_parallel.pipeline.recomputed_set import OPTIONS, cheapest_set, mixed_costs, recomputed_layers
 from lightning_parallel.pipeline.schedule import SCHEDULES, Schedule, activations_held, build_schedule
-from lightning_parallel.pipeline.search import Balance, Costs, cut_layers
-from lightning_parallel.pipeline.simulate import Link, validate
+from lightning_parallel.pipeline.search import Balance, Costs, MemoryLimitError, cut_layers
+from lightning_parallel.pipeline.simulate import Link, simulate, validate
 from lightning_parallel.pipeline.skips import Places, Skips, find_skips
 from lightning_parallel.pipeline.stage import InterceptedModel
 from lightning_parallel.step_trace.record import StepTrace, record_step
+from lightning_parallel.tracing.spans import bytes_text
 
 __all__ = ["analyze"]
 
@@ -57,6 +61,7 @@ def analyze(
     device: torch.device | None = None,
     link: Link | None = None,
     sync_group: Group | None = None,
+    recomputation: str | int = "off",
 ) -> PipelinePlan:
     """Decide how `module` is split over `num_ranks` ranks; every rank with the same arguments decides the same.
 
@@ -79,9 +84,12 @@ def analyze(
         link: Between neighbouring ranks, for predictions.
         sync_group: The ranks that must decide the same although each measures for itself; the measurements of its
             first rank count.
+        recomputation: The layers whose activations backward computes again; see `layers_to_recompute`. `auto` takes
+            the cheapest layers with which each rank stays within `memory_limit_bytes`.
 
     Raises:
         ValueError: If the layers cannot be found or split, or the schedule is invalid or for another number of ranks.
+        MemoryLimitError: If no layers can be recomputed so that all ranks stay within the limit.
     """
     if isinstance(schedule, str):
         schedule = build_schedule(schedule, num_ranks, num_microbatches or 4 * num_ranks, virtual_stages)
@@ -98,7 +106,17 @@ def analyze(
         stacks = find_layer_stacks(module, num_stages, layers, traced=True)
         trace = trace or record_step(module, *example, device)
     analysis = _Analysis(
-        module, num_ranks, schedule, example, trace, balance, memory_limit_bytes, copies, device, sync_group
+        module,
+        num_ranks,
+        schedule,
+        example,
+        trace,
+        balance,
+        memory_limit_bytes,
+        copies,
+        device,
+        sync_group,
+        recomputation,
     )
     return analysis.first_plan(stacks, link or Link())
 
@@ -117,6 +135,7 @@ class _Analysis:
     copies: float
     device: torch.device
     sync_group: Group | None
+    recomputation: str | int
 
     def first_plan(self, stacks: list[LayerStack], link: Link) -> PipelinePlan:
         """Return the plan of the first stack that can be split."""
@@ -140,7 +159,73 @@ class _Analysis:
             stack, use = trace_in_order(module, stack, self.trace)
             # Only after the trace, which shows how often layers are called.
             stack = with_enough_layers(stack, self.num_ranks)
-        costs = self._costs(stack, use)
+        if self.recomputation == "auto":
+            return self._within_limit(stack, use, link)
+        return self._plan_with(self._costs(stack, use, self.recomputation), stack, use, link, self.recomputation)
+
+    def _within_limit(self, stack: LayerStack, use: ModuleUse, link: Link) -> PipelinePlan:
+        """Return the plan that recomputes the cheapest layers with which each rank stays within the limit."""
+        limit = self.memory_limit_bytes
+        if limit is None:
+            raise ValueError("recomputation='auto' needs `memory_limit_bytes`; got none")
+        costs: dict[str, Costs] = {}
+        best: tuple[float, PipelinePlan] | None = None
+        failure: MemoryLimitError | None = None
+        # The split and the schedule fit with one option for all layers. Then each rank returns to cheaper options.
+        for option in OPTIONS:
+            costs[option] = self._costs(stack, use, option)
+            all_layers = mixed_costs(costs, stack.names, dict.fromkeys(stack.names, option))
+            try:
+                plan = self._plan_with(all_layers, stack, use, link, option)
+                self._check_limit(plan, limit)
+            except MemoryLimitError as error:
+                failure = error
+                continue
+            plan = self._with_cheaper_options(plan, stack, costs, option, limit)
+            step_s = simulate(plan.schedule, plan.stage_costs, plan.link).makespan_s
+            # Uneven stages may take more time than a second run of some layers.
+            if best is not None and step_s >= best[0]:
+                break
+            best = step_s, plan
+        if best is None:
+            assert failure is not None
+            raise failure
+        return best[1]
+
+    def _check_limit(self, plan: PipelinePlan, limit: float) -> None:
+        most = max(plan.peak_bytes(rank) for rank in range(self.num_ranks))
+        if most > limit:
+            raise MemoryLimitError(
+                f"Each rank must stay within {bytes_text(limit)}; got {bytes_text(most)} with"
+                f" {len(plan.recomputed)} of {len(set(plan.layers))} layers computed again. Use more stages, or smaller"
+                " microbatches"
+            )
+
+    def _with_cheaper_options(
+        self, plan: PipelinePlan, stack: LayerStack, costs: dict[str, Costs], option: str, limit: float
+    ) -> PipelinePlan:
+        passes = stack.passes_over(self.num_ranks)
+        if passes > 1:
+            costs = {name: _held_once(each, passes) for name, each in costs.items()}
+        chosen = dict.fromkeys(stack.names, option)
+        for rank in range(self.num_ranks):
+            mine = dict.fromkeys(
+                name for name, stage in zip(plan.layers, plan.stage_of) if plan.schedule.stage_ranks[stage] == rank
+            )
+            chosen = cheapest_set(costs, stack.names, chosen, mine, partial(plan.peak_bytes, rank), limit)
+        mixed = mixed_costs(costs, stack.names, chosen)
+        # Ranks may share layers, and the last of them has chosen for all.
+        if any(plan.peak_bytes(rank, mixed) > limit for rank in range(self.num_ranks)):
+            return plan
+        can = layers_to_recompute(stack, "full")
+        found = {name: how for name, how in recomputed_layers(chosen).items() if name in can}
+        return replace(plan, costs=mixed, recomputed=found)
+
+    def _plan_with(
+        self, costs: Costs, stack: LayerStack, use: ModuleUse, link: Link, recomputation: str | int
+    ) -> PipelinePlan:
+        """Return the plan for the given costs of the layers."""
+        module = self.module
         passes = stack.passes_over(self.num_ranks)
         if passes > 1:
             # A rank holds a layer once, however often the layer is called.
@@ -187,12 +272,13 @@ class _Analysis:
             link=link,
             direct=None if use.direct is None else tuple(sorted(use.direct)),
             stopped=use.stopped,
+            recomputed=layers_to_recompute(stack, recomputation),
         )
 
-    def _costs(self, stack: LayerStack, use: ModuleUse) -> Costs:
-        is_needed = self.balance == "measured" or callable(self.schedule)
+    def _costs(self, stack: LayerStack, use: ModuleUse, recomputation: str | int) -> Costs:
+        is_needed = self.balance == "measured" or callable(self.schedule) or self.recomputation == "auto"
         if self.example is not None and (is_needed or self.balance == "auto"):
-            costs = measure(self.module, stack, use.parameters, *self.example, self.device, copies=self.copies)
+            costs = measure(self.module, stack, use.parameters, *self.example, self.device, self.copies, recomputation)
             if self.sync_group is not None:
                 # Measured times differ from rank to rank, but all ranks must split at the same points.
                 costs = comm.broadcast_object(costs, self.sync_group)
@@ -200,8 +286,8 @@ class _Analysis:
             costs = count_parameters(self.module, stack, use.parameters, self.copies)
         if is_needed and not costs.are_measured:
             raise ValueError(
-                "A measured balance or schedule needs an example batch that the layers can run; use"
-                " balance='parameters' and name a schedule"
+                "A measured balance, schedule or recomputation needs an example batch that the layers can run; use"
+                " balance='parameters', name a schedule, and set `activation_checkpointing` to 'full'"
             )
         return costs
 

@@ -13,6 +13,7 @@ import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, TypeVar
 
 import torch
@@ -23,6 +24,7 @@ from lightning_parallel.compat.chance import seeded
 from lightning_parallel.compat.torch import pytree, random_values, storage_address
 from lightning_parallel.pipeline.layer_stack import LayerStack, outer_modules
 from lightning_parallel.pipeline.module_use import copies_of_layers
+from lightning_parallel.pipeline.recomputation import Recomputation, Recomputed, layers_to_recompute
 from lightning_parallel.pipeline.search import Costs
 from lightning_parallel.pipeline.simulate import Cost
 from lightning_parallel.pipeline.stage import InterceptedModel
@@ -72,18 +74,19 @@ def measure(
     microbatch: Any,
     device: torch.device,
     copies: float = STATE_COPIES,
+    recomputation: str | int = "off",
 ) -> Costs:
     """Measure a microbatch, see `measure_step`, and count parameters; only count if the layers cannot be measured.
 
     Args:
-        module, stack, step, device: See `measure_step`.
+        module, stack, step, device, recomputation: See `measure_step`.
         use: For each parameter, by name, the layers whose stages compute with it.
         microbatch: The input of the step.
         copies: See `count_parameters`.
     """
     held = count_parameters(module, stack, use, copies)
     try:
-        costs = measure_step(module, stack, step, microbatch, device)
+        costs = measure_step(module, stack, step, microbatch, device, recomputation=recomputation)
     except ValueError as error:
         # Random data may take a branch that true data would not. A fault of the step itself shows in the dry run.
         warnings.warn(f"{error}. The split points depend on their numbers of parameters instead", stacklevel=2)
@@ -100,6 +103,7 @@ def measure_step(
     now: Callable[[], float] | None = None,
     repeats: int = _REPEATS,
     typical: bool = False,
+    recomputation: str | int = "off",
 ) -> Costs:
     """Measure the prologue, a layer of each kind, and the epilogue, without changing the model.
 
@@ -115,16 +119,18 @@ def measure_step(
         now: The clock, in seconds; by default the host's clock, when the device is idle.
         repeats: Runs of each part.
         typical: Take the median of the runs instead of the least.
+        recomputation: The layers whose activations backward computes again; see `layers_to_recompute`.
 
     Raises:
         ValueError: If the step cannot run with one layer at a time on the device.
     """
     if stack is None:
         return _CostMeter(module, LayerStack("", (), (), ()), device, now, repeats, typical).measure(step, batch)
+    recomputed = layers_to_recompute(stack, recomputation)
     failure = ""
     # A model may notice that a layer did not run. Then all layers run in a second try.
     for runs_all in (False, True):
-        meter = _CostMeter(module, stack, device, now, repeats, typical)
+        meter = _CostMeter(module, stack, device, now, repeats, typical, recomputed)
         meter.runs_all = runs_all
         try:
             return meter.measure(step, batch)
@@ -294,8 +300,11 @@ class _CostMeter(TruncatedModel):
         clock: Callable[[], float] | None,
         repeats: int,
         typical: bool,
+        recomputed: Mapping[str, Recomputed] | None = None,
     ) -> None:
         super().__init__(module, stack, device)
+        # Aligned with the calls of the layers.
+        self.recomputed = [(recomputed or {}).get(name) for name in stack.names]
         self.clock = clock
         self.repeats = repeats
         self.typical = typical
@@ -364,14 +373,48 @@ class _CostMeter(TruncatedModel):
 
     def layer_costs(self) -> list[Cost]:
         """Run a layer of each kind alone, so that code that listens to the layers cannot take it for the step."""
-        known = {}
+        known: dict[Any, Cost] = {}
+        wanted = [(self.keys.get(index), how) for index, how in enumerate(self.recomputed)]
         with seeded(0):
             for key, noted in self.noted.items():
                 with self.loaded(noted.call.module):
-                    known[key] = self._measured(noted)
-        return [known.get(self.keys.get(index), Cost()) for index in range(len(self.stack.layers))]
+                    known[key, None] = cost = self._timed_runs(noted)
+                    # Not a set, whose order differs between ranks: sharded layers communicate.
+                    for how in dict.fromkeys(how for kind, how in wanted if kind == key):
+                        if how is not None:
+                            known[key, how] = self._with_second_run(noted, how, cost)
+        return [known.get(each, Cost()) for each in wanted]
 
-    def _measured(self, noted: _NotedCall) -> Cost:
+    def _with_second_run(self, noted: _NotedCall, how: Recomputed, cost: Cost) -> Cost:
+        """Return the cost of a layer whose activations backward computes again, from its cost without that."""
+        # Only the second run is timed: noise in forward and backward must not decide between the choices.
+        around = Recomputation(noted.call.site.name, noted.call.module, how)
+        times: list[float] = []
+        around.around_again = partial(self._clocked, times)
+        for _ in range(self.repeats + 1):
+            # The first run shows the results that backward needs. Later runs keep no others, and count.
+            self.counts = bool(times)
+            found = self._run(noted, around=around)
+        again_bytes = max(0.0, cost.activation_bytes - found.activation_bytes)
+        again_s = self._chosen(times) if times else 0.0
+        return replace(
+            cost,
+            input_gradient_s=cost.input_gradient_s + again_s,
+            activation_bytes=found.activation_bytes,
+            again_s=again_s,
+            again_bytes=again_bytes,
+            largest_again_bytes=again_bytes,
+        )
+
+    @contextmanager
+    def _clocked(self, times: list[float]) -> Iterator[None]:
+        begun_s = self.now()
+        try:
+            yield
+        finally:
+            times.append(self.now() - begun_s)
+
+    def _timed_runs(self, noted: _NotedCall) -> Cost:
         # First the full backward, then the backward with deferred weight gradients: W is the difference.
         whole = self._runs(noted, lambda: None)
         with _splitting(noted.call.module):
@@ -406,7 +449,9 @@ class _CostMeter(TruncatedModel):
         """Note the tensors that autograd saves, in one of the runs: in each it would take a part of the seconds."""
         return saved_tensors_hooks(self._note_saved, lambda tensor: tensor) if self.counts else nullcontext()
 
-    def _run(self, noted: _NotedCall, later: WeightGradients | None = None) -> Cost:
+    def _run(
+        self, noted: _NotedCall, later: WeightGradients | None = None, around: Recomputation | None = None
+    ) -> Cost:
         """Time forward and backward, noted as an I, without work that can be put off until `later`."""
         call = noted.call
         args, kwargs = pytree.tree_map_only(Tensor, cut_off, copy_args((call.args, call.kwargs), {}))
@@ -414,11 +459,19 @@ class _CostMeter(TruncatedModel):
         autocast = torch.autocast(self.device.type, noted.autocast, enabled=noted.autocast is not None)
         before = torch.get_default_dtype()
         torch.set_default_dtype(noted.default)
+        kept: list[Tensor] = []
         try:
             with autocast, self._counting():
-                forward_s, result = self._timed(lambda: call.function(*args, **kwargs))
+                if around is None:
+                    forward_s, result = self._timed(lambda: call.function(*args, **kwargs))
+                else:
+                    begin = partial(around.begin, call.function, args, kwargs)
+                    forward_s, (result, layer_call) = self._timed(begin)
+                    kept = layer_call.kept()
         finally:
             torch.set_default_dtype(before)
+        for tensor in kept if self.counts else []:
+            self._note_saved(tensor)
         activation_bytes = self._activation_bytes()
         sent = [leaf for leaf in pytree.tree_leaves(result) if isinstance(leaf, Tensor)]
         with nullcontext() if later is None else deferring(later):

@@ -19,12 +19,12 @@ from typing import Any
 import torch
 from torch import nn
 
+from lightning_parallel.pipeline.recomputation import Recomputed
 from lightning_parallel.pipeline.schedule import (
     SCHEDULES,
     Schedule,
     activations_held,
     build_schedule,
-    peak_activation_bytes,
 )
 from lightning_parallel.pipeline.search import Costs
 from lightning_parallel.pipeline.simulate import Cost, Link
@@ -114,6 +114,7 @@ class PipelinePlan:
         request: Request that the plan answers. A plan is used again only for the same request.
         direct: Parameters that the step uses without calling a module. None if unknown.
         stopped: Reason that the model was not traced to its end, unless only data was missing.
+        recomputed: How backward computes layers again, by name. `costs` include it.
     """
 
     model: str
@@ -131,6 +132,7 @@ class PipelinePlan:
     request: Mapping[str, Any] = field(default_factory=dict)
     direct: tuple[str, ...] | None = None
     stopped: str = ""
+    recomputed: Mapping[str, Recomputed] = field(default_factory=dict)
 
     @property
     def num_stages(self) -> int:
@@ -172,10 +174,20 @@ class PipelinePlan:
 
     def activation_bytes(self, stages: Sequence[int]) -> float:
         """Return the most bytes of activations that some stages of a rank hold at once."""
-        costs = self.stage_costs
         row = self.schedule.rows[self.schedule.stage_ranks[stages[0]]] if stages else ()
         mine = [action for action in row if action.stage in stages]
-        return peak_activation_bytes(mine, [cost.activation_bytes for cost in costs])
+        return Cost.peak_activation_bytes(mine, self.stage_costs)
+
+    def peak_bytes(self, rank: int, costs: Costs | None = None) -> float:
+        """Return the most bytes that a rank holds: resident memory and activations.
+
+        Args:
+            rank: Position in the pipeline group.
+            costs: Costs of the layers; by default those of the plan.
+        """
+        stages = (costs or self.costs).per_stage(self.layers_per_stage)
+        resident = sum(stages[stage].resident_bytes for stage in self.schedule.stages_of(rank))
+        return resident + Cost.peak_activation_bytes(self.schedule.rows[rank], stages)
 
     def in_flight(self, stage: int) -> int:
         """Return the most microbatches whose activations `stage` holds at once."""
@@ -216,6 +228,7 @@ class PipelinePlan:
             "stages of parameters": self.parameter_stages,
             "stages of modules": dict(self.module_stages),
             "skip connections": self.skips,
+            "recomputed layers": dict(self.recomputed),
         }
 
     def check_fits(self, module: nn.Module, num_ranks: int) -> None:
@@ -252,7 +265,7 @@ class PipelinePlan:
             return f"it gives {num_stages} stages with {num_layers} layers the numbers of layers {counts}"
         if len(self.costs.layers) != num_layers:
             return f"it has the costs of {len(self.costs.layers)} layers for {num_layers} layers"
-        missing = set(self.layers) - modules
+        missing = {*self.layers, *self.recomputed} - modules
         if missing:
             return f"it names the layer `{min(missing)}`, which the model does not have"
         placed = {name: parameter.stages for name, parameter in self.parameters.items()}
@@ -303,6 +316,7 @@ class PipelinePlan:
             "request": dict(self.request),
             "direct": None if self.direct is None else list(self.direct),
             "stopped": self.stopped,
+            "recomputed": dict(self.recomputed),
         }
 
     @classmethod
@@ -359,6 +373,7 @@ class PipelinePlan:
             request=dict(data["request"]),
             direct=None if data.get("direct") is None else tuple(data["direct"]),
             stopped=data.get("stopped", ""),
+            recomputed=dict(data.get("recomputed", {})),
         )
 
     def save(self, path: str | Path) -> None:

@@ -17,9 +17,9 @@ from __future__ import annotations
 
 import random
 import weakref
-from collections.abc import Callable, Collection, Iterator
-from contextlib import contextmanager
-from typing import Any
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -41,15 +41,23 @@ from lightning_parallel.pipeline.random_streams import OwnGenerators
 from lightning_parallel.step_trace.attributes import SavedAttributes
 from lightning_parallel.step_trace.stubs import copy_args
 
-__all__ = ["recompute"]
+__all__ = ["Recomputation", "Recomputed", "layers_to_recompute", "recompute", "repeated_layers"]
+
+Recomputed = Literal["full", "selective"]
+"""How backward computes a layer again: all of it, or all but products, attention and communication."""
 
 
-def recompute(module: nn.Module, option: str | int, path: str = "auto", copies: HostCopies | None = None) -> None:
+def recompute(
+    module: nn.Module,
+    option: str | int | Mapping[str, Recomputed],
+    path: str = "auto",
+    copies: HostCopies | None = None,
+) -> None:
     """Recompute the activations of repeated layers in backward from now on, as a strategy's argument says.
 
     Args:
         module: The model.
-        option: `full` or `selective` choose all layers, a number n every n-th layer, and `off` no layer.
+        option: See `layers_to_recompute`; or the result of that function.
         path: Dotted name of the container of the layers, or `auto`; commas join several.
         copies: Keeps the inputs of the layers in host memory until backward; None keeps them on the device.
 
@@ -58,11 +66,32 @@ def recompute(module: nn.Module, option: str | int, path: str = "auto", copies: 
     """
     for layer in module.modules():
         around = vars(layer).get(CALLS)
-        if isinstance(around, AroundCalls) and isinstance(around.around, _Recomputation):
+        if isinstance(around, AroundCalls) and isinstance(around.around, Recomputation):
             vars(layer)[CALLS] = around.compiled
     if option == "off":
         return
-    stack = _repeated_layers(module, path)
+    if not isinstance(option, Mapping):
+        option = layers_to_recompute(repeated_layers(module, path), option)
+    host = None if copies is None else _HostInputs(copies)
+    for name, how in option.items():
+        layer = module.get_submodule(name)
+        # A pipeline has replaced the layers of other stages.
+        if next(layer.parameters(), None) is not None:
+            vars(layer)[CALLS] = AroundCalls(layer, Recomputation(name, layer, how, host))
+
+
+def layers_to_recompute(stack: LayerStack, option: str | int) -> dict[str, Recomputed]:
+    """Return how each layer is recomputed, by name, without layers whose activations stay.
+
+    Args:
+        stack: The layers.
+        option: `full` or `selective` choose all layers, a number n every n-th layer, and `off` no layer.
+
+    Raises:
+        ValueError: If the number is larger than the number of layers.
+    """
+    if option == "off":
+        return {}
     # A layer that is called several times counts once.
     layers = dict(zip(stack.names, stack.layers))
     interval = option if isinstance(option, int) else 1
@@ -72,14 +101,21 @@ def recompute(module: nn.Module, option: str | int, path: str = "auto", copies: 
             f" `{stack.path}`; got {interval}, which would leave only the first layer. Set a smaller number, or 'full'"
             " for all layers"
         )
-    host = None if copies is None else _HostInputs(copies)
-    for index, (name, layer) in enumerate(layers.items()):
-        # An activation between the layers saves its input only. A run again would cost time and save nothing.
-        if index % interval == 0 and next(layer.parameters(), None) is not None:
-            vars(layer)[CALLS] = AroundCalls(layer, _Recomputation(name, layer, option == "selective", host))
+    # An activation between the layers saves its input only. A run again would cost time and save nothing.
+    chosen = [name for name in [*layers][::interval] if next(layers[name].parameters(), None) is not None]
+    return dict.fromkeys(chosen, "selective" if option == "selective" else "full")
 
 
-def _repeated_layers(module: nn.Module, path: str) -> LayerStack:
+def repeated_layers(module: nn.Module, path: str) -> LayerStack:
+    """Return the layers from which `activation_checkpointing` chooses.
+
+    Args:
+        module: The model.
+        path: See `recompute`.
+
+    Raises:
+        ValueError: If there are no repeated layers.
+    """
     try:
         # The first candidate is the longest: all similar containers in a row, such as an encoder and a decoder.
         return find_layer_stacks(module, 1, path)[0]
@@ -93,15 +129,26 @@ def _repeated_layers(module: nn.Module, path: str) -> LayerStack:
         ) from error
 
 
-class _Recomputation:
-    """Runs the calls of one layer."""
+class Recomputation:
+    """Runs the calls of one layer, and runs each again in backward.
 
-    def __init__(self, name: str, layer: nn.Module, selective: bool, host: _HostInputs | None) -> None:
+    Args:
+        name: Name of the layer.
+        layer: The layer.
+        how: See `Recomputed`.
+        host: Keeps the inputs in host memory until backward; None keeps them on the device.
+
+    Attributes:
+        around_again: Returns a context for each run in backward.
+    """
+
+    def __init__(self, name: str, layer: nn.Module, how: Recomputed, host: _HostInputs | None = None) -> None:
         self.name = name
         self.host = host
-        self.selective = selective
+        self.selective = how == "selective"
         # The results for which backward asks. The last product of a layer is mostly not among them.
         self.most_results: int | None = None
+        self.around_again: Callable[[], AbstractContextManager[Any]] = nullcontext
         self.layer = layer
         self.generators = OwnGenerators(layer.modules())
         # Buffers that a call changes, by module and key; None before the first call.
@@ -111,6 +158,10 @@ class _Recomputation:
         # Without gradients autograd keeps nothing, so there is nothing to save.
         if not torch.is_grad_enabled():
             return run(*args, **kwargs)
+        return self.begin(run, args, kwargs)[0]
+
+    def begin(self, run: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, _LayerCall]:
+        """Return the result of a call, and the object that keeps its inputs for backward."""
         call = _LayerCall(self, run, args, kwargs)
         options: dict[str, Any] = {}
         if self.selective:
@@ -118,7 +169,7 @@ class _Recomputation:
         if self.host is not None:
             args, kwargs = (call.send(args, kwargs, self.host),), {}
         # As two arguments: a keyword of the layer may have the name of an option of `checkpoint`.
-        return checkpoint(call, args, kwargs, use_reentrant=False, **options)
+        return checkpoint(call, args, kwargs, use_reentrant=False, **options), call
 
     def buffers(self) -> dict[tuple[nn.Module, str], Tensor]:
         """Return the buffers of the layer that a call may change."""
@@ -144,7 +195,7 @@ class _LayerCall:
     """One call of a layer: the first run in forward, and later runs in backward."""
 
     def __init__(
-        self, owner: _Recomputation, run: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+        self, owner: Recomputation, run: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> None:
         self.owner = owner
         self.run = run
@@ -182,6 +233,12 @@ class _LayerCall:
         self.owner.note_changes(before, versions)
         self.buffers = {place: value for place, value in self.buffers.items() if place in (self.owner.changing or ())}
         return result
+
+    def kept(self) -> list[Tensor]:
+        """Return the tensors that this call keeps on the device until backward."""
+        inputs = [leaf for leaf in pytree.tree_leaves(self.given) if isinstance(leaf, Tensor) and leaf.requires_grad]
+        # Inputs without a gradient, such as a mask, mostly belong to all layers.
+        return [*inputs, *self.results.tensors()]
 
     def send(self, args: tuple[Any, ...], kwargs: dict[str, Any], host: _HostInputs) -> Tensor:
         """Begin to copy the inputs to host memory; return an argument for `checkpoint`, which keeps its arguments."""
@@ -250,7 +307,7 @@ class _LayerCall:
             )
         # Copies again: with `retain_graph=True` a layer runs a third time.
         args, kwargs = copy_args(self._inputs(), {})
-        with self._as_before():
+        with self._as_before(), self.owner.around_again():
             return self.run(*args, **kwargs)
 
     @contextmanager

@@ -295,16 +295,29 @@ def activations_held(row: Sequence[Action]) -> list[int]:
     return list(accumulate(_HELD[action.kind] for action in row))
 
 
-def peak_activation_bytes(row: Sequence[Action], stage_bytes: Sequence[float]) -> float:
+def peak_activation_bytes(
+    row: Sequence[Action],
+    stage_bytes: Sequence[float],
+    again_bytes: Sequence[float] = (),
+    largest_again_bytes: Sequence[float] = (),
+) -> float:
     """Return the most bytes of activations that a rank holds at once; 0 without backward.
 
     Args:
         row: Actions of the rank.
-        stage_bytes: Bytes that each stage holds for a microbatch.
+        stage_bytes: Bytes that each stage holds for a microbatch from F to the end of its backward.
+        again_bytes: Bytes that all layers of each stage compute again. A split backward holds them from I to W.
+        largest_again_bytes: The same of its largest layer. A full backward holds one layer at a time.
     """
     if all(action.kind is Kind.F for action in row):
         return 0.0
-    return max(accumulate((_HELD[action.kind] * stage_bytes[action.stage] for action in row), initial=0.0))
+    peak = held = 0.0
+    for kind, stage, _ in row:
+        again = again_bytes[stage] if again_bytes else 0.0
+        held += {Kind.F: stage_bytes[stage], Kind.I: again}.get(kind, 0.0)
+        peak = max(peak, held + (largest_again_bytes[stage] if kind is Kind.B and largest_again_bytes else 0.0))
+        held -= {Kind.B: stage_bytes[stage], Kind.W: stage_bytes[stage] + again}.get(kind, 0.0)
+    return peak
 
 
 def in_flight_peaks(rows: Sequence[Sequence[Action]]) -> tuple[int, ...]:

@@ -25,6 +25,7 @@ __all__ = [
     "Candidate",
     "Choice",
     "Costs",
+    "MemoryLimitError",
     "Rank",
     "Workload",
     "best_first",
@@ -44,6 +45,10 @@ BALANCES = ("auto", "measured", "parameters", "uniform")
 T = TypeVar("T")
 _FREE = Cost()
 _INFINITE = float("inf")
+
+
+class MemoryLimitError(ValueError):
+    """No split or no schedule fits in memory."""
 
 
 def cut_layers(
@@ -72,7 +77,7 @@ def cut_layers(
 
     Raises:
         ValueError: If there are fewer layers than stages, an explicit balance does not add up, or nothing was measured.
-            Also if no split fits under the cap.
+        MemoryLimitError: If no split fits under the cap.
     """
     if len(layers) < num_stages:
         raise ValueError(
@@ -200,9 +205,11 @@ def _memory(
     activations = _segment_sum(
         [layer.activation_bytes for layer in layers], num_stages, prologue.activation_bytes, epilogue.activation_bytes
     )
+    # Of the largest layer: the caller checks the true peak afterwards.
+    again_bytes = max((layer.largest_again_bytes for layer in layers), default=0.0)
 
     def memory(stage: int, start: int, stop: int) -> float:
-        return resident(stage, start, stop) + in_flight[stage] * activations(stage, start, stop)
+        return resident(stage, start, stop) + in_flight[stage] * activations(stage, start, stop) + again_bytes
 
     return memory
 
@@ -259,10 +266,10 @@ def _most_even_within(
 
     if _bottleneck(num_layers, num_stages, segment_if_it_fits) == _INFINITE:
         least = _bottleneck(num_layers, num_stages, memory)
-        raise ValueError(
-            f"Every stage of {num_layers} layers in {num_stages} stages must stay within {memory_cap_bytes:.0f}"
-            f" bytes; the best split needs {least:.0f}. Use more stages, smaller microbatches, or a schedule that"
-            " holds fewer activations"
+        raise MemoryLimitError(
+            f"Every stage of {num_layers} layers in {num_stages} stages must stay within"
+            f" {bytes_text(memory_cap_bytes)}; the best split needs {bytes_text(least)}. Use more stages, smaller"
+            " microbatches, or a schedule that holds fewer activations"
         )
     return _most_even(num_layers, num_stages, segment_if_it_fits)
 
@@ -542,8 +549,8 @@ def choose_schedule(
         options: See `schedule_arguments`.
 
     Raises:
-        ValueError: If there are fewer layers than ranks, no schedule can be built from the values given, or no
-            schedule fits in memory.
+        ValueError: If there are fewer layers than ranks, or no schedule can be built from the values given.
+        MemoryLimitError: If no schedule fits in memory.
     """
     num_layers = len(workload.layers)
     arguments = list(schedule_arguments(num_ranks, microbatches, num_layers, workload.passes, **options))
@@ -559,7 +566,7 @@ def choose_schedule(
     candidates = best_first(arguments, predict)
     if not candidates[0].fits:
         least = min(candidates, key=lambda candidate: candidate.peak_bytes)
-        raise ValueError(
+        raise MemoryLimitError(
             f"A schedule must stay within {bytes_text(memory_limit_bytes or 0)} per rank; got at least"
             f" {bytes_text(least.peak_bytes)}, with `{least.schedule.name}` and {least.schedule.num_microbatches}"
             " microbatches. Use more ranks, or more and smaller microbatches"

@@ -278,6 +278,9 @@ class Cost:
         activation_bytes: Held from F until B or W.
         boundary_bytes: Sent to the next stage, and as much gradient back.
         resident_bytes: Parameters, gradients and optimizer state: always held, whatever the microbatch.
+        again_s: The part of `input_gradient_s` in which backward computes activations again.
+        again_bytes: Activations that backward computes again, of all layers.
+        largest_again_bytes: The same of the layer with the most.
 
     Raises:
         ValueError: If a value is negative.
@@ -289,6 +292,9 @@ class Cost:
     activation_bytes: float = 0
     boundary_bytes: float = 0
     resident_bytes: float = 0
+    again_s: float = 0.0
+    again_bytes: float = 0
+    largest_again_bytes: float = 0
 
     def __post_init__(self) -> None:
         # Written so that NaN, which is neither less nor more than any number, is also refused.
@@ -317,7 +323,14 @@ class Cost:
         layers = list(costs)
         total = {key: sum(getattr(layer, key) for layer in layers) for key in cls.__dataclass_fields__}
         # Outputs of the layers before the last stay inside the stage.
-        return cls(**{**total, "boundary_bytes": layers[-1].boundary_bytes if layers else 0})
+        total["boundary_bytes"] = layers[-1].boundary_bytes if layers else 0
+        return cls(**{**total, "largest_again_bytes": max((one.largest_again_bytes for one in layers), default=0)})
+
+    @staticmethod
+    def peak_activation_bytes(row: Sequence[Action], stages: Sequence[Cost]) -> float:
+        """Return the most bytes of activations that a rank with these actions holds; `stages` are all stages' costs."""
+        again = [stage.again_bytes for stage in stages], [stage.largest_again_bytes for stage in stages]
+        return peak_activation_bytes(row, [stage.activation_bytes for stage in stages], *again)
 
 
 @dataclass(frozen=True)
@@ -402,9 +415,8 @@ class Timeline:
 
     def memory_peaks(self, costs: Sequence[Cost]) -> list[float]:
         """Return the most bytes that each rank holds, of resident memory and activations, by the cost of each stage."""
-        activations = [cost.activation_bytes for cost in costs]
         return [
-            peak_activation_bytes(list(row), activations)
+            Cost.peak_activation_bytes(list(row), costs)
             + sum(costs[stage].resident_bytes for stage in self.schedule.stages_of(rank))
             for rank, row in enumerate(self.spans)
         ]

@@ -96,13 +96,17 @@ def data_sheet_flops(name: str) -> Mapping[str, float]:
     return next((peaks for part, peaks in _PEAKS if re.search(rf"\b({part})\b", name)), {})
 
 
+RESERVED_BYTES = 1.5 * _GIB
+"""Memory of a GPU that its runtime and its communicators take."""
+
+
 def _gpu(name: str, gib: float, tb_per_s: float) -> Device:
     return Device(
         name,
         data_sheet_flops(name.replace("-", " ")),
         gib * _GIB,
         tb_per_s * 1e12,
-        reserved_bytes=1.5 * _GIB,
+        reserved_bytes=RESERVED_BYTES,
         source=f"data sheet of {name}, dense",
     )
 
@@ -167,6 +171,18 @@ def device_here(device: torch.device) -> Device | None:
     return replace(known, flops=flops, memory_bytes=properties.total_memory)
 
 
+def memory_here(device: torch.device, ranks_here: int) -> float:
+    """Return the bytes that a rank of this process may hold: the device's, or a share of the host's on the CPU.
+
+    Args:
+        device: The device of the rank.
+        ranks_here: Ranks on this host.
+    """
+    if device.type == "cpu":
+        return _host_bytes() / ranks_here
+    return torch.cuda.get_device_properties(device).total_memory - RESERVED_BYTES
+
+
 def available_cores() -> int:
     """Return the number of cores that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
@@ -229,9 +245,14 @@ def measured_cpu(threads: int = 1, seconds: float = 0.1) -> Device:
     finally:
         torch.set_num_threads(before)
     flops = {"float32": 2 * 512**3 / product_s}
-    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     # A copy reads and writes each byte.
-    return Device("CPU", flops, memory, 2 * large.nbytes / copy_s, launch_s, efficiency=1.0, source="measured here")
+    return Device(
+        "CPU", flops, _host_bytes(), 2 * large.nbytes / copy_s, launch_s, efficiency=1.0, source="measured here"
+    )
+
+
+def _host_bytes() -> int:
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
 def _fastest(call: object, seconds: float) -> float:

@@ -123,10 +123,14 @@ class _Seconds(float):
         made.parts = (compute, messages)
         return made
 
-    # `measure` only compares and subtracts times, so no other operation has to keep both parts.
+    # `measure` compares, adds and subtracts times, so no other operation has to keep both parts.
     def __sub__(self, other: float) -> _Seconds:
         theirs = getattr(other, "parts", (other, 0.0))
         return _Seconds(self.parts[0] - theirs[0], self.parts[1] - theirs[1])
+
+    def __add__(self, other: float) -> _Seconds:
+        theirs = getattr(other, "parts", (other, 0.0))
+        return _Seconds(self.parts[0] + theirs[0], self.parts[1] + theirs[1])
 
 
 _TIMES = ("forward_s", "input_gradient_s", "weight_gradient_s")

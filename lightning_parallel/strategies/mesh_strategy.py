@@ -67,7 +67,7 @@ from lightning_parallel.data_parallel import AbsentParameter, GradientReducer, P
 from lightning_parallel.mesh import DATA, Axis, Size
 from lightning_parallel.pipeline.microbatch import without_caches
 from lightning_parallel.pipeline.pipeline_plan import PipelinePlan
-from lightning_parallel.pipeline.recomputation import recompute
+from lightning_parallel.pipeline.recomputation import Recomputed, recompute, repeated_layers
 from lightning_parallel.planner.rank_memory import optimizer_copies
 from lightning_parallel.step_trace.record import StepTrace
 from lightning_parallel.strategies import checks
@@ -116,6 +116,7 @@ from lightning_parallel.strategies.setup.divide import cut_stages, records_of_ru
 from lightning_parallel.strategies.setup.tables import show_stages
 from lightning_parallel.strategies.steps.effects import side_effects_discarded
 from lightning_parallel.strategies.steps.pipeline import PipelineSteps
+from lightning_parallel.strategies.steps.recomputed import layers_within_limit, tell_recomputed
 from lightning_parallel.strategies.whole.between_runs import (
     EVERYWHERE_BYTES,
     GatherAfterFit,
@@ -374,7 +375,7 @@ class MeshStrategy(MeshProcesses):
 
         if self.pipeline_options is None or self.groups.pipeline_parallel.size == 1:
             materialize(None)
-            self._recompute(module)
+            self._recompute(module, records)
             close_skeleton(module)
             return
         steps = PipelineSteps(module, self.pipeline_options, self.precision_plugin, self.root_device)
@@ -390,26 +391,51 @@ class MeshStrategy(MeshProcesses):
                 is_verified=self.verify != "off",
                 zero_stage=self.zero_stage,
                 trace=next(iter(records()), None) if self.groups.tensor_parallel.size > 1 else None,
+                recomputation=self.activation_checkpointing if is_fit else "off",
             )
         doubt = run.state.doubt
         if doubt is not None and self.verify == "off":  # else the self-check examines the doubt
             rank_zero_warn(doubt[1])
         steps.bind(engine, self._patches)
         run.steps = steps
-        self._recompute(module)
+        self._recompute(module, records)
         close_skeleton(module)
 
-    def _recompute(self, module: LightningModule) -> None:
+    def _recompute(self, module: LightningModule, records: Callable[[], list[StepTrace]]) -> None:
         """Choose the layers whose activations backward recomputes; a later run may choose other layers.
 
+        Args:
+            module: The module, divided.
+            records: Returns the records of its steps.
+
         Raises:
-            ValueError: If the model has no repeated layers.
+            ValueError: If the model has no repeated layers. On every rank with `auto`: see `layers_within_limit`.
         """
         is_fit = module.trainer.state.fn == TrainerFn.FITTING
         engine, given = self.run.engine, self.pipeline_options
         path = engine.plan.container if engine is not None else "auto" if given is None else given.layers
+        option: str | int | Mapping[str, Recomputed] = self.activation_checkpointing if is_fit else "off"
+        if option == "auto":
+            option = engine.plan.recomputed if engine is not None else self._layers_within_limit(path, records)
+            tell_recomputed(option, len(set(repeated_layers(module, path).names)))
         copies = HostCopies(self.root_device) if "activations" in self.cpu_offload else None
-        recompute(module, self.activation_checkpointing if is_fit else "off", path, copies)
+        recompute(module, option, path, copies)
+
+    def _layers_within_limit(self, path: str, records: Callable[[], list[StepTrace]]) -> dict[str, Recomputed]:
+        # No second fit measures on an earlier choice.
+        recompute(self.module, "off")
+        return layers_within_limit(
+            self.module,
+            self.precision_plugin,
+            self.root_device,
+            self.groups.world,
+            layers=path,
+            limit_bytes=None if self.pipeline_options is None else self.pipeline_options.memory_limit_bytes,
+            replicas=self.groups.data_parallel.size,
+            zero_stage=self.zero_stage,
+            offloads=self.steps_on_host,
+            trace=next(iter(records()), None) if self.groups.tensor_parallel.size > 1 else None,
+        )
 
     @override
     def model_to_device(self) -> None:

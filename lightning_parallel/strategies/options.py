@@ -46,7 +46,7 @@ __all__ = [
 P = ParamSpec("P")
 T = TypeVar("T")
 
-ActivationCheckpointing = Union[Literal["off", "full", "selective"], int]
+ActivationCheckpointing = Union[Literal["off", "full", "selective", "auto"], int]
 """The activations that backward recomputes: of no layer, all, only cheap ones, or of every n-th layer."""
 
 CheckpointFormat = Literal["full", "sharded"]

@@ -6,7 +6,7 @@ On a mesh, every rank of a replica compresses the gradients that it holds, so ea
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from dataclasses import replace
 from datetime import timedelta
 from typing import Any, Optional, Union
@@ -52,7 +52,7 @@ from lightning_parallel.compression import (
     compression_hook,
     warn_of_unmatched,
 )
-from lightning_parallel.pipeline.recomputation import recompute
+from lightning_parallel.pipeline.recomputation import Recomputed, recompute, repeated_layers
 from lightning_parallel.strategies.checkpoints.files import SavesFiles
 from lightning_parallel.strategies.checkpoints.rank_files import Place, remove_rank_files
 from lightning_parallel.strategies.compressed.advice import tell_costs, warn_of_misfits
@@ -77,6 +77,7 @@ from lightning_parallel.strategies.options import (
     spelled,
 )
 from lightning_parallel.strategies.ranks.processes import EndingLauncher, StartMethod, connect, start_method_here
+from lightning_parallel.strategies.steps.recomputed import layers_within_limit, tell_recomputed
 
 __all__ = [
     "CompressedDDPStrategy",
@@ -168,13 +169,33 @@ class SavesCompression(SavesFiles):
             self._tell_costs(module, trainer.world_size)
         if module is not None and trainer.state.fn == TrainerFn.FITTING:
             # Before `super().setup`, too: FSDP gathers the parameters of a layer around its call.
-            recompute(module, self.activation_checkpointing)
+            self._recompute(module)
         super().setup(trainer)
         if module is not None and compresses:
             warn_of_misfits(self.compression, module, self.optimizers)
 
     def _tell_costs(self, module: LightningModule, replicas: int) -> None:
         tell_costs(self.compression, module, replicas)
+
+    def _recompute(self, module: LightningModule) -> None:
+        option: str | int | Mapping[str, Recomputed] = self.activation_checkpointing
+        if option == "auto":
+            recompute(module, "off")
+            option = layers_within_limit(
+                module,
+                self.precision_plugin,
+                self.root_device,
+                self.every_rank,
+                replicas=self.every_rank.size,
+                zero_stage=self.similar_zero_stage,
+            )
+            tell_recomputed(option, len(set(repeated_layers(module, "auto").names)))
+        recompute(module, option)
+
+    @property
+    def similar_zero_stage(self) -> int:
+        """The ZeRO stage of a mesh strategy that shards as much as this strategy."""
+        return 0
 
     @override
     def on_exception(self, exception: BaseException) -> None:

@@ -211,6 +211,11 @@ class CompressedDeepSpeedStrategy(SavesCompression, DeepSpeedStrategy):
         return self._zero.get("stage", 0)
 
     @property
+    @override
+    def similar_zero_stage(self) -> int:
+        return self._stage
+
+    @property
     def _quantized(self) -> bool:
         return self._zero.get("zero_quantized_gradients", False)
 

@@ -195,6 +195,11 @@ class CompressedFSDPStrategy(_SavesShardedCompression, FSDPStrategy):
             self.precision_plugin = DeviceFSDPPrecision(plugin, device, lambda: self.model)
 
     @property
+    @override
+    def similar_zero_stage(self) -> int:
+        return 0 if self.sharding_strategy.name == "NO_SHARD" else 3
+
+    @property
     def _arguments(self) -> dict[str, Any]:
         """The arguments of FSDP on CPU: Lightning passes the index of the device, which a CPU does not have."""
         return {
@@ -366,6 +371,12 @@ class CompressedModelParallelStrategy(_SavesShardedCompression, ModelParallelStr
     ) -> None:
         super().__init__(**named(locals(), ModelParallelStrategy.__init__))
         check_activation_checkpointing(activation_checkpointing)
+        if activation_checkpointing == "auto":
+            raise ValueError(
+                "activation_checkpointing='auto' measures layers before they are sharded; got modules that"
+                " `configure_model` shards. Use 'off', 'full', 'selective' or a number, or"
+                " HybridParallelStrategy(zero_stage=3)"
+            )
         self.activation_checkpointing = activation_checkpointing
         self._compress_by(compression, compressor_state)
         self._synchronizes = True

@@ -48,8 +48,9 @@ from lightning_parallel.pipeline.p2p import MessageGroups
 from lightning_parallel.pipeline.pipeline_plan import PipelinePlan
 from lightning_parallel.pipeline.plot import choice_table
 from lightning_parallel.pipeline.schedule import SCHEDULES, Kind, Schedule, build_schedule
-from lightning_parallel.pipeline.search import Costs, Workload, choose_schedule, microbatch_counts
+from lightning_parallel.pipeline.search import Choice, Costs, Workload, choose_schedule, microbatch_counts
 from lightning_parallel.pipeline.stage import CutError
+from lightning_parallel.planner.hardware import memory_here
 from lightning_parallel.planner.links import measure_link
 from lightning_parallel.planner.plans import state_copies
 from lightning_parallel.planner.rank_memory import Held, copies_held
@@ -205,6 +206,7 @@ def cut_stages(
     is_verified: bool = True,
     zero_stage: int = 0,
     trace: StepTrace | None = None,
+    recomputation: str | int = "off",
 ) -> PipelineEngine:
     """Split `module` over the pipeline axis, once; only the part of this rank is moved to the device.
 
@@ -218,6 +220,7 @@ def cut_stages(
         is_verified: Whether the self-check runs, which needs batches of copied samples.
         zero_stage: ZeRO stage over the replicas.
         trace: The record of the step, if the tensor plan needed one.
+        recomputation: See `analyze`.
 
     Raises:
         ValueError: On every rank: see `analyze`; also if the module was split for other ranks.
@@ -237,7 +240,8 @@ def cut_stages(
     # With tensor parallelism, `shard_tensors` has made all ranks equal, and now they hold different shards.
     replicas.start_equal(module, groups.data_parallel if groups.tensor_parallel.size > 1 else groups.world)
     _move_buffers(module, device)
-    plan, weight = _agreed_plan(module, options, groups, device, example, is_verified, zero_stage, trace)
+    planned = partial(_plan, module, options, groups, device, zero_stage, trace, recomputation)
+    plan, weight = _agreed_plan(module, options, groups, device, example, is_verified, planned)
     # Materialize before the engine frees other stages: initial values are drawn in the order of the full model.
     materialize(plan)
     state.engine = PipelineEngine(
@@ -308,8 +312,7 @@ def _agreed_plan(
     device: torch.device,
     example: Callable[[], tuple[Callable[[Any], Any], Any] | None],
     is_verified: bool,
-    zero_stage: int,
-    trace: StepTrace | None,
+    planned: Callable[[tuple[Callable[[Any], Any], Any] | None, int | None], PipelinePlan],
 ) -> tuple[PipelinePlan, Callable[[Any], float]]:
     """Return the plan of all ranks and the weight of microbatches; an error on one rank raises on every rank."""
     # Read the user's data before the plan: ranks communicate while they plan, and a failed loader would leave them
@@ -318,7 +321,7 @@ def _agreed_plan(
         found = example()
         samples = None if found is None else _samples(split_by(options.split_batch, found[1], 1))
     with comm.failing_together(groups.world), _circumstances_told(module, options, found, samples):
-        plan = _plan(module, options, groups, device, found, samples, zero_stage, trace)
+        plan = planned(found, samples)
         plan.check_fits(module, groups.pipeline_parallel.size)
         weight = options.microbatch_weight
         if found is not None and plan.schedule.num_microbatches > 1 and (samples or 2) > 1:
@@ -392,17 +395,18 @@ def _plan(
     options: PipelineOptions,
     groups: MeshGroups,
     device: torch.device,
-    example: tuple[Callable[[Any], Any], Any] | None,
-    samples: int | None,
     zero_stage: int,
     trace: StepTrace | None,
+    recomputation: str | int,
+    example: tuple[Callable[[Any], Any], Any] | None,
+    samples: int | None,
 ) -> PipelinePlan:
     if options.plan is not None:
         return options.plan
     ranks = groups.pipeline_parallel.size
     if samples is not None:
         samples = most_microbatches(module, samples)
-    request = _request(module, options, groups, samples)
+    request = {**_request(module, options, groups, samples), "activation_checkpointing": recomputation}
     known = _plan_of_checkpoint(module, request, groups.world)
     if known is not None:
         return known
@@ -412,16 +416,20 @@ def _plan(
     # Measure now, while all ranks are here and idle.
     link = measure_link(groups.pipeline_parallel, device, groups.world)
 
-    copies, spare_bytes = _state_held(module, options, groups, zero_stage)
+    limit = options.memory_limit_bytes
+    if limit is None and recomputation == "auto":
+        limit = memory_here(device, module.trainer.strategy.num_processes)  # type: ignore[attr-defined]
+    is_limited = limit is not None or options.schedule == "auto"
+    copies, spare_bytes = _state_held(module, is_limited, groups, zero_stage)
     if counts == [1]:
         spare_bytes = 0
+    choices: list[Choice] = []
 
     def choose(costs: Costs, passes: int) -> Schedule:
         parts = costs.layers, costs.prologue, costs.epilogue
         workload = Workload(*parts, measured_microbatches=counts[0], link=link, passes=passes, spare_bytes=spare_bytes)
-        choice = choose_schedule(workload, ranks, counts, memory_limit_bytes=options.memory_limit_bytes)
-        print_table(choice_table(choice))
-        return choice.best.schedule
+        choices.append(choose_schedule(workload, ranks, counts, memory_limit_bytes=limit))
+        return choices[-1].best.schedule
 
     schedule: Schedule | Callable[[Costs, int], Schedule] = choose
     if options.schedule != "auto":
@@ -433,26 +441,27 @@ def _plan(
         schedule,
         layers=options.layers,
         balance=options.balance,
-        memory_limit_bytes=options.memory_limit_bytes and max(0.0, options.memory_limit_bytes - spare_bytes),
+        memory_limit_bytes=limit and max(0.0, limit - spare_bytes),
         copies=copies,
         device=device,
         link=link,
         sync_group=groups.world,
         trace=trace,
+        recomputation=recomputation,
     )
     traced = None if example is None else (example[0], microbatches[0])
     plan = planned(example=traced) if module.trainer.training else _plan_for_evaluation(planned, traced)
+    # With `auto`, a schedule is chosen for each way to recompute, and one of them is taken.
+    for choice in [each for each in choices if each.best.schedule == plan.schedule][-1:]:
+        print_table(choice_table(choice))
     return replace(plan, request=request)
 
 
-def _state_held(
-    module: LightningModule, options: PipelineOptions, groups: MeshGroups, zero_stage: int
-) -> tuple[float, int]:
+def _state_held(module: LightningModule, is_limited: bool, groups: MeshGroups, zero_stage: int) -> tuple[float, int]:
     """Return the bytes held for each byte of a trained parameter, and the bytes of the largest gradient."""
     if not module.trainer.training:
         return 1.0, 0
     # Only the optimizers tell how much state they hold; to ask them runs `configure_optimizers` on a copy.
-    is_limited = options.schedule == "auto" or options.memory_limit_bytes is not None
     state = state_copies(module) if is_limited else STATE_COPIES
     held = Held.of(module.parameters())
     return copies_held(state, groups.data_parallel.size, zero_stage, held.half_share), held.largest_bytes
