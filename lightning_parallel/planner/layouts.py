@@ -12,7 +12,7 @@ from functools import cache, partial
 from math import ceil
 
 from lightning_parallel.mesh import Mesh
-from lightning_parallel.pipeline.schedule import SCHEDULES, Schedule, build_schedule, peak_activation_bytes
+from lightning_parallel.pipeline.schedule import SCHEDULES, Schedule, build_schedule
 from lightning_parallel.pipeline.search import (
     Arguments,
     Costs,
@@ -66,6 +66,7 @@ class StepTime:
 
     Attributes:
         compute: Computation of the busiest rank.
+        recomputation: Second runs of layers in backward, because their activations were not kept.
         tensor: Messages of the tensor axis, between its computations.
         pipeline: Waits of the busiest rank: the bubble and transfers.
         cores: Waits for cores while other ranks use them.
@@ -75,6 +76,7 @@ class StepTime:
     """
 
     compute: float = 0.0
+    recomputation: float = 0.0
     tensor: float = 0.0
     pipeline: float = 0.0
     cores: float = 0.0
@@ -103,6 +105,7 @@ class Layout:
         samples: Samples of an optimizer step, of all replicas.
         zero_stage: The lowest stage that fits: 1 shards the optimizer's state over the replicas; 2 gradients, too; 3
             also parameters.
+        recomputation: The layers whose activations backward computes again; see `layers_to_recompute`.
         memory: Bytes of the rank with the highest memory.
         memories: Bytes of each rank of the pipeline.
         step: Seconds of an optimizer step.
@@ -122,6 +125,7 @@ class Layout:
     accumulated: int = 1
     samples: int = 0
     zero_stage: int = 0
+    recomputation: str | int = "off"
     memory: RankMemory = field(default_factory=RankMemory)
     memories: tuple[RankMemory, ...] = ()
     step: StepTime = field(default_factory=StepTime)
@@ -158,6 +162,7 @@ class LayoutSearch:
         step_s: Seconds of the Trainer per batch; by default `STEP_OPERATIONS` on processors.
         zero_stages: Values of `zero_stage` to try, in this order, until a layout fits.
         offloads: Whether the optimizer steps in host memory.
+        recomputation: See `layers_to_recompute`.
         larger_batches: Whether a pipeline's loader may merge accumulated batches into one batch. The larger batch has
             more microbatches, and so fewer bubbles.
     """
@@ -176,11 +181,13 @@ class LayoutSearch:
         step_s: float | None = None,
         zero_stages: Sequence[int] = (0, 1, 2, 3),
         offloads: bool = False,
+        recomputation: str | int = "off",
         larger_batches: bool = False,
     ) -> None:
         self.rehearsal = rehearsal
         self.zero_stages = zero_stages
         self.offloads = offloads
+        self.recomputation = recomputation
         self.larger_batches = larger_batches
         self.cluster: Cluster = rehearsal.cluster
         self.copies = copies
@@ -362,8 +369,11 @@ class LayoutSearch:
         held = self._parts_of(tensor).held(counts, schedule.stage_ranks)
         zero_stage, memories = self._memories(mesh, schedule, stages, costs.compute.epilogue, held, accumulated)
         reduction_s, optimizer_s = self._ends_s(mesh, held, busy_s / 2, zero_stage)
+        again = costs.compute.per_stage(counts)
+        again_s = schedule.num_microbatches * sum(again[stage].again_s for stage in schedule.stages_of(busiest))
         step = StepTime(
-            accumulated * (busy_s - tensor_s),
+            accumulated * (busy_s - tensor_s - again_s),
+            accumulated * again_s,
             accumulated * tensor_s,
             accumulated * max(0.0, makespan_s - busy_s),
             accumulated * (shared_s - makespan_s),
@@ -381,6 +391,7 @@ class LayoutSearch:
             accumulated,
             samples * mesh.data_parallel * accumulated,
             zero_stage,
+            self.recomputation,
             max(memories, key=lambda memory: memory.total),
             memories,
             step,
@@ -402,11 +413,11 @@ class LayoutSearch:
         loaded = self.rehearsal.samples
         wanted = samples / microbatches
         if not self.rehearsal.measured:
-            whole, one = self.rehearsal.costs(tensor, 1), self.rehearsal.costs(tensor, loaded)
+            whole, one = (self.rehearsal.costs(tensor, count, self.recomputation) for count in (1, loaded))
             return one.towards(whole, (wanted - 1) / (loaded - 1)) if loaded > 1 else one.scaled(wanted)
         # Only full parts of the batch can run: the nearest size is measured, and its costs are scaled.
         count = max(1, min(loaded, round(loaded / wanted)))
-        costs = self.rehearsal.costs(tensor, count)
+        costs = self.rehearsal.costs(tensor, count, self.recomputation)
         return costs if loaded / count == wanted else costs.scaled(wanted * count / loaded)
 
     def _makespan_s(self, schedule: Schedule, workload: Workload, stages: list[Cost]) -> float:
@@ -499,18 +510,18 @@ class LayoutSearch:
         self, mesh: Mesh, schedule: Schedule, stages: list[Cost], epilogue: Cost, held: list[Held], accumulated: int
     ) -> tuple[int, tuple[RankMemory, ...]]:
         """Return the first `zero_stage` that fits, or else the last, and the bytes of each rank."""
-        activations = [stage.activation_bytes for stage in stages]
-        without_logits = [*activations[:-1], activations[-1] - epilogue.activation_bytes]
+        logits = stages[-1].activation_bytes - epilogue.activation_bytes
+        without_logits = [*stages[:-1], replace(stages[-1], activation_bytes=logits)]
 
         def memory(rank: int, zero_stage: int) -> RankMemory:
             row = schedule.rows[rank]
-            layers = peak_activation_bytes(row, without_logits)
+            layers = Cost.peak_activation_bytes(row, without_logits)
             return RankMemory.of(
                 held[rank],
                 self.copies,
                 accumulates=schedule.num_microbatches > 1 or accumulated > 1,
                 activations=layers,
-                logits=peak_activation_bytes(row, activations) - layers,
+                logits=Cost.peak_activation_bytes(row, stages) - layers,
                 replicas=mesh.data_parallel,
                 zero_stage=zero_stage,
                 reserved=self.cluster.device.reserved_bytes,

@@ -30,6 +30,7 @@ _MEMORY = {
 }
 _STEP = {
     "compute": "#3b70d6",
+    "recomputation": "#9db8ea",
     "tensor": "#8b5cd6",
     "pipeline": "#dfe4ea",
     "cores": "#eab8c6",
@@ -109,6 +110,7 @@ def _label(svg: Element, layout: Layout, y: float) -> None:
     staged = layout.mesh.pipeline_parallel > 1
     schedule = f"{layout.schedule}{chunks}, m={layout.microbatches} · " if staged else ""
     divided = f"ZeRO {layout.zero_stage} · " if layout.zero_stage else ""
+    divided += f"recomputes ({layout.recomputation}) · " if layout.recomputation != "off" else ""
     svg_text(svg, _MARGIN, y + 25, f"{schedule}{divided}{count_text(layout.samples_per_s)} samples/s", 11, MUTED)
 
 

@@ -23,6 +23,7 @@ WORTHWHILE = 0.05
 
 _MEANINGS = {
     "compute": "computation",
+    "recomputation": "recomputation of activations",
     "tensor": "tensor-parallel communication",
     "pipeline": "pipeline bubble",
     "cores": "waiting for a CPU core",
@@ -63,12 +64,13 @@ def _alone(plan: LayoutPlan) -> Text:
         return Text(f"{plan.model} cannot run on one device: {layout.refusal}")
     kinds = ", ".join(f"{kind} {bytes_text(size)}" for kind, size in layout.memory.by_kind().items() if size)
     fits = "fits" if layout.memory.total <= limit else "does not fit"
+    checkpointing = "" if layout.recomputation == "off" else f" and {_option(layout)}"
     width = {"16-true": 2, "bf16-true": 2, "64-true": 8}.get(plan.precision, 4)
     variants = state_variants(layout.memory, width, plan.cluster.num_devices)
     listed = ", ".join(f"{name} {bytes_text(size)}" for name, size in variants.items())
     return Text(
         f"{plan.model} {fits} one {plan.cluster.device.name}: it needs {bytes_text(layout.memory.total)} of"
-        f" {bytes_text(limit)} with {plan.precision} ({kinds}).\n"
+        f" {bytes_text(limit)} with {plan.precision}{checkpointing} ({kinds}).\n"
         f"Parameters, gradients and optimizer state on each of {plan.cluster.num_devices} replicas: {listed}."
     )
 
@@ -107,7 +109,12 @@ def compression(plan: LayoutPlan) -> str:
 def _is_plain(layout: Layout) -> bool:
     """Return whether Lightning's DDP runs the layout."""
     mesh = layout.mesh
-    return mesh.data_parallel > 1 and mesh.pipeline_parallel == mesh.tensor_parallel == 1 and not layout.zero_stage
+    is_ddp = mesh.data_parallel > 1 and mesh.pipeline_parallel == mesh.tensor_parallel == 1
+    return is_ddp and not layout.zero_stage and layout.recomputation == "off"
+
+
+def _option(layout: Layout) -> str:
+    return f"activation_checkpointing={layout.recomputation!r}"
 
 
 _COLUMNS = ("data x pipeline\nx tensor", "schedule", "memory", "step", "bubble", "comm", "samples/s")
@@ -137,7 +144,9 @@ def _row(layout: Layout) -> Iterator[str]:
     yield " x ".join(map(str, layout.mesh.shape))
     chunks = f"V={layout.virtual_stages} " if layout.virtual_stages > 1 else ""
     yield f"{layout.schedule} {chunks}m={layout.microbatches}" if layout.mesh.pipeline_parallel > 1 else ""
-    yield bytes_text(layout.memory.total) + (f"\nZeRO {layout.zero_stage}" if layout.zero_stage else "")
+    zero = f"\nZeRO {layout.zero_stage}" if layout.zero_stage else ""
+    again = f"\n{layout.recomputation}" if layout.recomputation != "off" else ""
+    yield bytes_text(layout.memory.total) + zero + again
     yield seconds_text(step.total)
     yield f"{step.pipeline / step.total:.0%}"
     yield f"{(step.tensor + step.reduction) / step.total:.0%}"
@@ -168,11 +177,15 @@ def reason(plan: LayoutPlan, layout: Layout) -> str:
     elif len(plan.best) > 1:
         more = layout.samples_per_s / plan.best[1].samples_per_s - 1
         against = f", {more:.0%} more than layout 2"
+    again = ""
+    if layout.recomputation != "off":
+        added = layout.step.recomputation / (layout.step.total - layout.step.recomputation)
+        again = f"\n   {_option(layout)} makes it fit, and adds {added:.0%} to the step."
     return (
         f"   {count_text(layout.samples_per_s)} samples/s{against}.\n   Step time"
         f" {seconds_text(layout.step.total)} (global batch {layout.samples:,}): {', '.join(shares)}.\n"
         f"   Most memory on a rank: {bytes_text(layout.memory.total)} of {bytes_text(plan.cluster.memory_bytes)},"
-        f" mainly {memory[0][0]} ({bytes_text(memory[0][1])})."
+        f" mainly {memory[0][0]} ({bytes_text(memory[0][1])}).{again}"
     )
 
 
@@ -193,6 +206,8 @@ def strategy_arguments(layout: Layout) -> dict[str, Any]:
         arguments["balance"] = list(layout.layers_per_stage)
     if layout.zero_stage:
         arguments["zero_stage"] = layout.zero_stage
+    if layout.recomputation != "off":
+        arguments["activation_checkpointing"] = layout.recomputation
     return arguments
 
 
@@ -210,7 +225,7 @@ def layout_yaml(plan: LayoutPlan, layout: Layout) -> str:
         lines.append(f"  accumulate_grad_batches: {layout.accumulated}")
     per_replica = layout.samples // (layout.mesh.data_parallel * layout.accumulated)
     loads = f"# each of the {layout.mesh.data_parallel} replicas gets batches of {per_replica}"
-    if layout.mesh.world_size == 1:
+    if layout.mesh.world_size == 1 and layout.recomputation == "off":
         return "\n".join([*lines, "  strategy: auto"])
     if _is_plain(layout):
         return "\n".join([*lines, "  strategy: ddp", loads])

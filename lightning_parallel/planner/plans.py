@@ -14,6 +14,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -23,6 +24,7 @@ from torch.optim import Optimizer
 from lightning_parallel.mesh import Mesh
 from lightning_parallel.pipeline.layer_stack import LayerStack
 from lightning_parallel.pipeline.measure import STATE_COPIES
+from lightning_parallel.pipeline.recomputed_set import OPTIONS
 from lightning_parallel.planner.hardware import Cluster, clock_here, cores_busy
 from lightning_parallel.planner.layouts import Layout, LayoutSearch
 from lightning_parallel.planner.rank_memory import optimizer_copies
@@ -131,6 +133,7 @@ def plan(
     sequence_parallel: bool = False,
     layers: str = "auto",
     measured: bool | None = None,
+    recomputations: Sequence[str | int] = OPTIONS,
     **search: Any,
 ) -> LayoutPlan:
     """Predict every layout of `cluster`, and sort the layouts.
@@ -146,6 +149,7 @@ def plan(
         accumulated: Batches of each replica in an optimizer step, the project's `accumulate_grad_batches`.
         tensor_plan, sequence_parallel, layers: See `HybridParallelStrategy`.
         measured: Whether to run parts of the model here. None runs small parts on a cluster of processors like this.
+        recomputations: Values of `activation_checkpointing` to try, by rising time, until a layout fits.
         search: Further arguments of `LayoutSearch`.
 
     Raises:
@@ -170,12 +174,26 @@ def plan(
     with cores_busy(_busy_cores(cluster)) if rehearsal.measured else nullcontext():
         if rehearsal.measured and optimizers:
             search.setdefault("optimizer_s", _update_s(optimizers))
-        layouts = LayoutSearch(rehearsal, copies, global_batch=global_batch, accumulated=accumulated, **search)
-        found = sorted(map(layouts.best, meshes(cluster)), key=lambda one: (bool(one.refusal), -one.samples_per_s))
-    alone = LayoutSearch(rehearsal, copies, accumulated=accumulated, **search).best(Mesh())
+        made = partial(LayoutSearch, rehearsal, copies, accumulated=accumulated, **search)
+        layouts = [made(global_batch=global_batch, recomputation=option) for option in recomputations]
+        found = [_cheapest(layouts, mesh) for mesh in meshes(cluster)]
+        found.sort(key=lambda one: (bool(one.refusal), -one.samples_per_s))
+        alone = _cheapest([made(recomputation=option) for option in recomputations], Mesh())
     return LayoutPlan(
         _name(module), cluster, precision, tuple(found), alone, rehearsal.measured, tuple(notes), accumulated
     )
+
+
+def _cheapest(searches: Sequence[LayoutSearch], mesh: Mesh) -> Layout:
+    """Return the fastest layout of a mesh over all ways to recompute, or the one that needs the least memory."""
+    found = []
+    for search in searches:
+        layout = search.best(mesh)
+        found.append(layout)
+        # Other reasons than memory stay. And where nothing has to be sharded, second runs only take time.
+        if not layout.memory.total or (not layout.refusal and layout.zero_stage == search.zero_stages[0]):
+            break
+    return min(found, key=lambda one: (bool(one.refusal), one.memory.total if one.refusal else -one.samples_per_s))
 
 
 def _notes(rehearsal: Rehearsal) -> list[str]:

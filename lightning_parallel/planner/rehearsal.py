@@ -133,7 +133,7 @@ class _Seconds(float):
         return _Seconds(self.parts[0] + theirs[0], self.parts[1] + theirs[1])
 
 
-_TIMES = ("forward_s", "input_gradient_s", "weight_gradient_s")
+_TIMES = ("forward_s", "input_gradient_s", "weight_gradient_s", "again_s")
 
 
 def _taken(cost: Cost, which: int) -> Cost:
@@ -210,7 +210,7 @@ class Rehearsal:
         self._layers = layers
         self._divided: dict[int, Divided | ValueError] = {}
         self._trace: StepTrace | None = None
-        self._costs: dict[tuple[int, int], PartCosts] = {}
+        self._costs: dict[tuple[int, int, str | int], PartCosts] = {}
         self._notes: list[tuple[str, int]] = []
 
     @property
@@ -295,15 +295,20 @@ class Rehearsal:
         """
         return self._of(self.divided(tensor).module)
 
-    def costs(self, tensor: int, microbatches: int) -> PartCosts:
+    def costs(self, tensor: int, microbatches: int, recomputation: str | int = "off") -> PartCosts:
         """Return the costs of one of `microbatches` microbatches on one of `tensor` ranks.
+
+        Args:
+            tensor: Ranks along the tensor axis.
+            microbatches: Parts of the batch.
+            recomputation: See `layers_to_recompute`.
 
         Raises:
             ValueError: If the model cannot be sharded over this number of ranks, or its step fails.
         """
-        key = (tensor, microbatches)
+        key = (tensor, microbatches, recomputation)
         if key not in self._costs:
-            found = PartCosts.of(self.count("seconds", tensor, microbatches))
+            found = PartCosts.of(self.count("seconds", tensor, microbatches, recomputation))
             stack = self.divided(tensor).stack
             self._costs[key] = found if stack is None else found.in_runs(stack.blocks)
         return self._costs[key]
@@ -312,7 +317,7 @@ class Rehearsal:
         """Drop the costs, so that the next call of `costs` measures again."""
         self._costs.clear()
 
-    def count(self, quantity: Quantity, tensor: int, microbatches: int = 1) -> Costs:
+    def count(self, quantity: Quantity, tensor: int, microbatches: int = 1, recomputation: str | int = "off") -> Costs:
         """Count a quantity in F, I and W of a microbatch; the seconds of `Costs` hold this quantity.
 
         Raises:
@@ -329,7 +334,7 @@ class Rehearsal:
                 mode = context.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
                 batch = map_tensors(batch, mode.from_tensor)
             now, repeats = self._clock(quantity, tensor, context)
-            return self._run(tensor, batch, now, repeats)
+            return self._run(tensor, batch, now, repeats, recomputation)
 
     def _clock(self, quantity: Quantity, tensor: int, context: ExitStack) -> tuple[Callable[[], float], int]:
         """Return the clock to read before and after each part, and the number of runs of each part."""
@@ -349,13 +354,15 @@ class Rehearsal:
     def _message_s(self, tensor: int) -> float:
         return sum(collective_s(op, num_bytes, 1, tensor, self.cluster) for op, num_bytes in self._notes)
 
-    def _run(self, tensor: int, batch: Any, now: Callable[[], float], repeats: int) -> Costs:
+    def _run(self, tensor: int, batch: Any, now: Callable[[], float], repeats: int, recomputation: str | int) -> Costs:
         divided = self.divided(tensor)
         step = self._of(divided.module)
         typical = repeats > 1
         if divided.stack is not None:
             try:
-                return measure_step(divided.module, divided.stack, step, batch, _CPU, now, repeats, typical)
+                return measure_step(
+                    divided.module, divided.stack, step, batch, _CPU, now, repeats, typical, recomputation
+                )
             except ValueError as error:
                 uncut = str(error)
         # If the step itself fails, this raises its error.

@@ -29,6 +29,7 @@ from lightning_parallel.compat.default_group import all_processes_as_default
 from lightning_parallel.compat.lightning import tell, train_dataloader_of
 from lightning_parallel.compression import Reducer
 from lightning_parallel.mesh import DATA, PIPELINE, TENSOR
+from lightning_parallel.pipeline.recomputed_set import OPTIONS
 from lightning_parallel.pipeline.simulate import Link
 from lightning_parallel.planner.hardware import Cluster, available_cores, device_here, measured_cpu
 from lightning_parallel.planner.layouts import Layout
@@ -203,6 +204,7 @@ class AutoParallelStrategy(HybridParallelStrategy):
             cluster = self._cluster(links)
             # Layers are timed with the threads of one rank, because the ranks of a host share its cores.
             before = torch.get_num_threads()
+            checkpointing = self.activation_checkpointing
             torch.set_num_threads(cluster.threads)
             try:
                 found = plan(
@@ -216,6 +218,7 @@ class AutoParallelStrategy(HybridParallelStrategy):
                     layers=self.pipeline_options.layers if self.pipeline_options is not None else "auto",
                     zero_stages=self._zero_stages(module),
                     offloads=self.steps_on_host,
+                    recomputations=OPTIONS if checkpointing == "auto" else (checkpointing,),
                 )
             finally:
                 torch.set_num_threads(before)
@@ -260,6 +263,7 @@ class AutoParallelStrategy(HybridParallelStrategy):
         layout = self.layout = found.best[0]
         data, pipeline, tensor = layout.mesh.shape
         self.zero_stage = cast(ZeroStage, layout.zero_stage)
+        self.activation_checkpointing = cast(ActivationCheckpointing, layout.recomputation)
         self.choose_mesh({DATA: data, PIPELINE: pipeline, TENSOR: tensor})
         assert self.pipeline_options is not None
         self.pipeline_options = replace(
