@@ -198,7 +198,8 @@ class _Analysis:
             raise MemoryLimitError(
                 f"Each rank must stay within {bytes_text(limit)}; got {bytes_text(most)} with"
                 f" {len(plan.recomputed)} of {len(set(plan.layers))} layers computed again. Use more stages, or smaller"
-                " microbatches"
+                " microbatches",
+                most,
             )
 
     def _with_cheaper_options(

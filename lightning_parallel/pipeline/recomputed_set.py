@@ -27,7 +27,6 @@ class _Step(NamedTuple):
 
     bytes_per_s: float
     name: str
-    before: str
     after: str
 
 
@@ -54,19 +53,24 @@ def cheapest_set(
     def fits() -> bool:
         return peak_bytes(mixed_costs(costs, names, found)) <= limit_bytes
 
-    taken: list[_Step] = []
+    taken: list[str] = []
     steps = sorted((step for name in among for step in _steps(costs, names, name)), key=lambda step: -step.bytes_per_s)
     for step in steps:
         if fits():
             break
         found[step.name] = step.after
-        taken.append(step)
+        taken.append(step.name)
     # The last step may have saved so much that an earlier, smaller step is not needed.
-    for step in reversed(taken) if fits() else []:
-        if found[step.name] == step.after:
-            found[step.name] = step.before
-            if not fits():
-                found[step.name] = step.after
+    for name in dict.fromkeys(reversed(taken)) if fits() else ():
+        present = found[name]
+        for option in OPTIONS[: OPTIONS.index(present)]:
+            if option not in costs:
+                continue
+            found[name] = option
+            if fits():
+                break
+        else:
+            found[name] = present
     return found
 
 
@@ -107,7 +111,7 @@ def _steps(costs: Mapping[str, Costs], names: Sequence[str], name: str) -> Itera
             if saved > 0:
                 # Noise may make a longer second run shorter.
                 seconds = max(end.again_s - start.again_s, 1e-12)
-                found.append(_Step(saved / seconds, name, before, option))
+                found.append(_Step(saved / seconds, name, option))
         if not found:
             return
         # Skips `selective` where `full` saves more per second.

@@ -48,7 +48,15 @@ _INFINITE = float("inf")
 
 
 class MemoryLimitError(ValueError):
-    """No split or no schedule fits in memory."""
+    """No split or no schedule fits in memory.
+
+    Attributes:
+        least_bytes: Bytes that a rank needs at least.
+    """
+
+    def __init__(self, text: str, least_bytes: float) -> None:
+        super().__init__(text)
+        self.least_bytes = least_bytes
 
 
 def cut_layers(
@@ -269,7 +277,8 @@ def _most_even_within(
         raise MemoryLimitError(
             f"Every stage of {num_layers} layers in {num_stages} stages must stay within"
             f" {bytes_text(memory_cap_bytes)}; the best split needs {bytes_text(least)}. Use more stages, smaller"
-            " microbatches, or a schedule that holds fewer activations"
+            " microbatches, or a schedule that holds fewer activations",
+            least,
         )
     return _most_even(num_layers, num_stages, segment_if_it_fits)
 
@@ -569,7 +578,8 @@ def choose_schedule(
         raise MemoryLimitError(
             f"A schedule must stay within {bytes_text(memory_limit_bytes or 0)} per rank; got at least"
             f" {bytes_text(least.peak_bytes)}, with `{least.schedule.name}` and {least.schedule.num_microbatches}"
-            " microbatches. Use more ranks, or more and smaller microbatches"
+            " microbatches. Use more ranks, or more and smaller microbatches",
+            least.peak_bytes,
         )
     return Choice(candidates[0], tuple(candidates), memory_limit_bytes)
 

@@ -80,10 +80,11 @@ class Roofline(TorchDispatchMode):
             # Checks such as `if x.isnan().any()` are mostly False. A number may become a size or a divisor, so not 0.
             kind = args[0].dtype
             return False if kind == torch.bool else 1.0 if kind.is_floating_point else 1
-        # A query such as `tensor.device` costs nothing. Neither does a view, but a write into an argument does.
-        if func.namespace == "prim" or any(
-            value.alias_info and not value.alias_info.is_write for value in schema_of(func).returns
-        ):
+        # A query such as `tensor.device` costs nothing.
+        if func.namespace == "prim":
+            return out
+        # Neither does a view, but a write into an argument does.
+        if any(value.alias_info and not value.alias_info.is_write for value in schema_of(func).returns):
             return out
         flops = flops_of(func, args, kwargs, out) or 0
         tensors = [leaf for leaf in pytree.tree_leaves((args, kwargs, out)) if isinstance(leaf, Tensor)]

@@ -10,9 +10,11 @@ from hypothesis import strategies as st
 from torch import nn
 
 from lightning_parallel import comm
+from lightning_parallel.pipeline.recomputed_set import cheapest_set, mixed_costs
 from lightning_parallel.pipeline.schedule import SCHEDULES, build_schedule
 from lightning_parallel.pipeline.search import Costs, Workload, choose_schedule, cut_layers, schedule_arguments
 from lightning_parallel.pipeline.simulate import Cost, Link, simulate
+from lightning_parallel.tracing.spans import bytes_text
 from tests.harness import distributed
 from tests.pipeline.models import Sleep, pipeline
 from tests.timing import compares_durations, durations
@@ -73,7 +75,7 @@ def test_no_cut_within_the_memory_is_better(data):
         assert slowest(layers, cut, **ends) == min(slowest(layers, each, **ends) for each in fitting)
     else:
         least = min(held(cut) for cut in all_cuts(len(layers), num_stages))
-        with pytest.raises(ValueError, match=f"within {cap} bytes; the best split needs {least}"):
+        with pytest.raises(ValueError, match=f"within {bytes_text(cap)}; the best split needs {bytes_text(least)}"):
             cut_layers(layers, num_stages, memory_cap_bytes=cap, in_flight=in_flight, **ends)
 
 
@@ -280,3 +282,37 @@ def _measured_over_predicted(group):
         engine.forward_backward(step, batch)
         makespans_s.append(max(comm.all_gather_object(time.perf_counter() - began_s, group)))
     return min(makespans_s) / choice.best.timeline.makespan_s
+
+
+@given(st.data())
+def test_the_layers_computed_again_fit_and_none_of_them_could_cost_less(data):
+    sizes, times = st.integers(0, 20), st.integers(0, 9)
+    count = data.draw(st.integers(1, 4))
+    off = [data.draw(sizes) for _ in range(count)]
+    costs = {"off": Costs([Cost(1, 1, 1, held) for held in off])}
+    for option in data.draw(st.sampled_from([["selective"], ["selective", "full"]])):
+        kept = [data.draw(st.integers(0, held)) for held in off]
+        costs[option] = Costs(
+            [
+                Cost(1, 1 + time, 1, held, again_s=time, again_bytes=all_of - held, largest_again_bytes=all_of - held)
+                for held, all_of in zip(kept, off)
+                for time in [data.draw(times)]
+            ]
+        )
+    names = [f"layers.{data.draw(st.integers(0, index))}" for index in range(count)]  # some are called twice
+    row = build_schedule("1f1b", 1, 1).rows[0]
+
+    def peak(mixed):
+        return Cost.peak_activation_bytes(row, mixed.per_stage([count]))
+
+    limit = data.draw(st.integers(0, 60))
+    found = cheapest_set(costs, names, {}, dict.fromkeys(names), peak, limit)
+    options = list(costs)
+    everything = dict.fromkeys(names, options[-1])
+    if peak(mixed_costs(costs, names, found)) > limit:
+        # A first layer computed again adds its activations to the peak, so fewer may fit although all do not.
+        assert peak(mixed_costs(costs, names, everything)) > limit or len(options) == 3
+        return
+    for name, option in found.items():
+        for cheaper in options[: options.index(option)]:
+            assert peak(mixed_costs(costs, names, {**found, name: cheaper})) > limit

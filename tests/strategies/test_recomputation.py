@@ -30,6 +30,7 @@ from lightning_parallel.compat import Patches
 from lightning_parallel.compat.torch import current_graph_task_id
 from lightning_parallel.compression import Dense
 from lightning_parallel.pipeline.recomputation import recompute
+from lightning_parallel.pipeline.search import MemoryLimitError
 from tests.harness import distributed
 from tests.strategies.test_pipeline import fit
 
@@ -180,6 +181,48 @@ def test_four_ranks_equal_one_process(group, layout):
     for option in ("full", "selective"):
         module, _ = train(Model(), layout, option, verifies=True)
         assert_equal(module, on_one_process())
+
+
+def train_within(limit, layout):
+    sizes = LAYOUTS[layout][0]
+    sizes["memory_limit_bytes"] = limit
+    try:
+        return train(Model(), layout, "auto")
+    finally:
+        sizes.pop("memory_limit_bytes")
+
+
+@pytest.mark.parametrize("layout", ["data", "tensor", "zero 3"])
+@distributed(world_size=2)
+def test_auto_computes_as_few_layers_again_as_fit(group, layout):
+    with pytest.raises(MemoryLimitError, match="gradients and optimizer alone") as held:
+        train_within(1.0, layout)
+    with pytest.raises(MemoryLimitError, match="with all repeated layers computed again") as least:
+        train_within(held.value.least_bytes + 1, layout)
+    module, _ = train_within(1.05 * least.value.least_bytes, layout)
+    assert_equal(module, on_one_process())
+    assert 0 < module.runs_again <= module.runs - module.runs_again
+    module, _ = train(Model(), layout, "auto")
+    assert module.runs_again == 0
+
+
+@pytest.mark.parametrize("layout", ["1f1b", "zb_h1"])
+@distributed(world_size=2)
+def test_auto_keeps_each_stage_within_the_limit(group, layout):
+    peaks = {}
+    for option in ("off", "full"):
+        plan = train(Model(), layout, option)[1].strategy.run.engine.plan
+        assert set(plan.recomputed) == (set(plan.layers) if option == "full" else set())
+        peaks[option] = max(plan.peak_bytes(rank) for rank in range(2))
+    largest = max(parameter.nbytes for parameter in Model().parameters())
+    limit = (peaks["off"] + peaks["full"]) / 2 + largest
+    module, trainer = train_within(limit, layout)
+    assert_equal(module, on_one_process())
+    plan = trainer.strategy.run.engine.plan
+    assert plan.recomputed
+    assert max(plan.peak_bytes(rank) for rank in range(2)) + largest <= limit
+    with pytest.raises(MemoryLimitError):
+        train_within(0.5 * limit, layout)
 
 
 class PartlyFrozen(Model):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 import torch
@@ -88,22 +89,22 @@ def layers_within_limit(
         raise MemoryLimitError(
             f"A rank must stay within {bytes_text(limit_bytes)}; got {bytes_text(most)} for parameters, gradients and"
             " optimizer alone, which `activation_checkpointing` does not change. Set `zero_stage` to 1, 2 or 3, use"
-            " more ranks, or set cpu_offload=('optimizer',)"
+            " more ranks, or set cpu_offload=('optimizer',)",
+            most,
         )
+    planned = partial(analyze, module, 1, num_microbatches=1, example=(step, batch), trace=trace, layers=layers)
     with comm.failing_together(world), side_effects_discarded(module), changes_undone(module):
-        plan = analyze(
-            module,
-            1,
-            num_microbatches=1,
-            example=(step, batch),
-            trace=trace,
-            layers=layers,
-            memory_limit_bytes=limit_bytes - most,
-            copies=0,
-            device=device,
-            sync_group=world,
-            recomputation="auto",
-        )
+        room = limit_bytes - most
+        try:
+            plan = planned(memory_limit_bytes=room, copies=0, device=device, sync_group=world, recomputation="auto")
+        except MemoryLimitError as error:
+            raise MemoryLimitError(
+                f"The activations must fit in {bytes_text(room)}, which parameters, gradients and optimizer leave of"
+                f" {bytes_text(limit_bytes)}; got {bytes_text(error.least_bytes)} with all repeated layers computed"
+                " again. Use smaller batches with `accumulate_grad_batches`, a higher `zero_stage`, or more ranks in"
+                " tensor and pipeline parallelism",
+                most + error.least_bytes,
+            ) from error
     return dict(plan.recomputed)
 
 
