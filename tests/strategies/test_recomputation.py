@@ -209,20 +209,19 @@ def test_auto_computes_as_few_layers_again_as_fit(group, layout):
 @pytest.mark.parametrize("layout", ["1f1b", "zb_h1"])
 @distributed(world_size=2)
 def test_auto_keeps_each_stage_within_the_limit(group, layout):
-    peaks = {}
-    for option in ("off", "full"):
-        plan = train(Model(), layout, option)[1].strategy.run.engine.plan
-        assert set(plan.recomputed) == (set(plan.layers) if option == "full" else set())
-        peaks[option] = max(plan.peak_bytes(rank) for rank in range(2))
+    plan = train_within(1e9, layout)[1].strategy.run.engine.plan
+    assert not plan.recomputed
+    most = max(plan.peak_bytes(rank) for rank in range(2))
+    with pytest.raises(MemoryLimitError, match="4 of 4 layers computed again") as least:
+        train_within(1.0, layout)
     largest = max(parameter.nbytes for parameter in Model().parameters())
-    limit = (peaks["off"] + peaks["full"]) / 2 + largest
+    limit = (most + least.value.least_bytes) / 2 + largest
     module, trainer = train_within(limit, layout)
     assert_equal(module, on_one_process())
     plan = trainer.strategy.run.engine.plan
-    assert plan.recomputed
+    # A split backward holds what it computes again until W, which may save nothing.
+    assert plan.recomputed or (layout == "zb_h1" and most <= limit)
     assert max(plan.peak_bytes(rank) for rank in range(2)) + largest <= limit
-    with pytest.raises(MemoryLimitError):
-        train_within(0.5 * limit, layout)
 
 
 class PartlyFrozen(Model):
