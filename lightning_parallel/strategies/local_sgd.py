@@ -187,7 +187,7 @@ class LocalSGDStrategy(HybridParallelStrategy):
             host. A number sets the replicas per node.
         activation_checkpointing: Recompute activations of the repeated layers in backward, which saves memory and takes
             time. `full` recomputes each layer, and a number n every n-th layer. `selective` keeps the results of
-            products, attention and communication. `off` keeps all activations.
+            products, attention and communication. `auto` chooses as few layers as fit in memory. `off` keeps all.
         checkpoint_format: `full` writes one ordinary Lightning checkpoint. `sharded` writes a folder with one file per
             rank. Every layout loads both formats.
         async_save: Write sharded checkpoints in the background. Training waits only for a copy of the tensors.

@@ -83,7 +83,7 @@ class TensorParallelStrategy(MeshStrategy):
             ends. `auto` takes `step` in a pipeline with several microbatches, which use a layer again and again.
         activation_checkpointing: Recompute activations of the repeated layers in backward, which saves memory and takes
             time. `full` recomputes each layer, and a number n every n-th layer. `selective` keeps the results of
-            products, attention and communication. `off` keeps all activations.
+            products, attention and communication. `auto` chooses as few layers as fit in memory. `off` keeps all.
         cpu_offload: Tensors in host memory, a tuple of names. `optimizer` keeps the state there, and takes its steps on
             the host. `activations` keeps the inputs of layers that `activation_checkpointing` recomputes.
         gradient_sum_dtype: Dtype of sums of gradients of 16-bit parameters, such as with `bf16-true`: `fp32`, or a
@@ -200,7 +200,7 @@ class PipelineParallelStrategy(MeshStrategy):
             ends. `auto` takes `step` in a pipeline with several microbatches, which use a layer again and again.
         activation_checkpointing: Recompute activations of the repeated layers in backward, which saves memory and takes
             time. `full` recomputes each layer, and a number n every n-th layer. `selective` keeps the results of
-            products, attention and communication. `off` keeps all activations.
+            products, attention and communication. `auto` chooses as few layers as fit in memory. `off` keeps all.
         cpu_offload: Tensors in host memory, a tuple of names. `optimizer` keeps the state there, and takes its steps on
             the host. `activations` keeps the inputs of layers that `activation_checkpointing` recomputes.
         gradient_sum_dtype: Dtype of sums of gradients of 16-bit parameters, such as with `bf16-true`: `fp32`, or a
@@ -334,7 +334,7 @@ class HybridParallelStrategy(MeshStrategy):
             ends. `auto` takes `step` in a pipeline with several microbatches, which use a layer again and again.
         activation_checkpointing: Recompute activations of the repeated layers in backward, which saves memory and takes
             time. `full` recomputes each layer, and a number n every n-th layer. `selective` keeps the results of
-            products, attention and communication. `off` keeps all activations.
+            products, attention and communication. `auto` chooses as few layers as fit in memory. `off` keeps all.
         cpu_offload: Tensors in host memory, a tuple of names. `optimizer` keeps the state there, and takes its steps on
             the host. `activations` keeps the inputs of layers that `activation_checkpointing` recomputes.
         gradient_sum_dtype: Dtype of sums of gradients of 16-bit parameters, such as with `bf16-true`: `fp32`, or a

@@ -279,7 +279,7 @@ class CompressedDDPStrategy(SavesCompression, DDPStrategy):
             host. A number sets the replicas per node.
         activation_checkpointing: Recompute activations of the repeated layers in backward, which saves memory and takes
             time. `full` recomputes each layer, and a number n every n-th layer. `selective` keeps the results of
-            products, attention and communication. `off` keeps all activations.
+            products, attention and communication. `auto` chooses as few layers as fit in memory. `off` keeps all.
         broadcast_buffers: Broadcast the buffers of the first rank before each forward pass.
         init_sync: Broadcast parameters and buffers of the first rank when the module is wrapped.
         bucket_cap_mb: Size of a gradient bucket, in MiB. By default the size of `DistributedDataParallel`.

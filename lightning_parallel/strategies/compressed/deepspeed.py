@@ -63,7 +63,7 @@ class CompressedDeepSpeedStrategy(SavesCompression, DeepSpeedStrategy):
             beside it, `none` stores nothing. A sharded checkpoint stores the state of each rank as tensors of it.
         activation_checkpointing: Recompute activations of the repeated layers in backward, which saves memory and takes
             time. `full` recomputes each layer, and a number n every n-th layer. `selective` keeps the results of
-            products, attention and communication. `off` keeps all activations.
+            products, attention and communication. `auto` chooses as few layers as fit in memory. `off` keeps all.
         communication_data_type: DeepSpeed's own compression: type of the gradients on the wire.
         quantized_gradients: DeepSpeed's own compression under stage 3 on CUDA: gradients in 4 bits (ZeRO++,
             arXiv:2306.10209).
