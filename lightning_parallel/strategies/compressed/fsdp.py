@@ -107,8 +107,8 @@ class CompressedFSDPStrategy(_SavesShardedCompression, FSDPStrategy):
         cpu_offload: Keep parameters and gradients in CPU memory.
         mixed_precision: Types of parameters, reductions and buffers. By default from `precision`.
         auto_wrap_policy: Module classes, or a policy, to wrap into an FSDP unit each.
-        activation_checkpointing: `full`, `selective`, `auto` or a number, as in `CompressedDDPStrategy`. Or module classes that
-            Lightning recomputes in the backward pass; deprecated in favour of the policy.
+        activation_checkpointing: `full`, `selective`, `auto` or a number, as in `CompressedDDPStrategy`. Or classes of
+            modules that Lightning recomputes in the backward pass; deprecated in favour of the policy.
         activation_checkpointing_policy: Module classes, or a policy, to recompute in the backward pass.
         sharding_strategy: `FULL_SHARD`, `SHARD_GRAD_OP`, `NO_SHARD`, `HYBRID_SHARD`, or a `ShardingStrategy`.
         state_dict_type: `full` writes one checkpoint file, `sharded` a folder.
