@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
@@ -61,18 +61,7 @@ def layers_within_limit(
     """
     trainer = module.trainer
     with comm.failing_together(world):
-        batch = first_batch(trainer, "training_step")
-        if batch is None:
-            raise ValueError(
-                "activation_checkpointing='auto' measures the layers on the first batch; got data that can be read only"
-                " once. Set activation_checkpointing='selective' or 'full'"
-            )
-    index = (0,)[: positional_arguments(module.training_step) - 1]
-
-    def step(part: Any) -> Any:
-        with step_context(precision, "training_step"):
-            return module.training_step(part, *index)
-
+        example = _example(module, precision)
     if limit_bytes is None:
         limit_bytes = memory_here(device, trainer.strategy.num_processes)  # type: ignore[attr-defined]
     held = RankMemory.of(
@@ -92,7 +81,7 @@ def layers_within_limit(
             " more ranks, or set cpu_offload=('optimizer',)",
             most,
         )
-    planned = partial(analyze, module, 1, num_microbatches=1, example=(step, batch), trace=trace, layers=layers)
+    planned = partial(analyze, module, 1, num_microbatches=1, example=example, trace=trace, layers=layers)
     with comm.failing_together(world), side_effects_discarded(module), changes_undone(module):
         room = limit_bytes - most
         try:
@@ -106,6 +95,23 @@ def layers_within_limit(
                 most + error.least_bytes,
             ) from error
     return dict(plan.recomputed)
+
+
+def _example(module: LightningModule, precision: Precision) -> tuple[Callable[[Any], Any], Any]:
+    """Return the training step and its first batch."""
+    batch = first_batch(module.trainer, "training_step")
+    if batch is None:
+        raise ValueError(
+            "activation_checkpointing='auto' measures the layers on the first batch; got data that can be read only"
+            " once. Set activation_checkpointing='selective' or 'full'"
+        )
+    index = (0,)[: positional_arguments(module.training_step) - 1]
+
+    def step(part: Any) -> Any:
+        with step_context(precision, "training_step"):
+            return module.training_step(part, *index)
+
+    return step, batch
 
 
 def tell_recomputed(recomputed: Mapping[str, Recomputed], count: int) -> None:
