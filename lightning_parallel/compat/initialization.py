@@ -73,6 +73,7 @@ def initialize_tensors(
     wanted: Callable[[Tensor], bool] = lambda tensor: True,
     full_shape: Callable[[Tensor], torch.Size] = lambda tensor: tensor.shape,
     keep: Callable[[Tensor, Tensor], Tensor | None] = lambda tensor, full: full,
+    made: Callable[[nn.Parameter], object] = lambda parameter: None,
 ) -> None:
     """Give the parameters and buffers on the meta device their initial values, module by module.
 
@@ -87,6 +88,7 @@ def initialize_tensors(
         full_shape: Returns the full shape of a parameter on the meta device that is already sharded.
         keep: Called with each tensor on the meta device and its full initial value. Returns the shard of this rank,
             without the memory of the rest, or None for a tensor that stays on the meta device.
+        made: Called with each wanted parameter on the meta device, once `keep` has chosen its data.
 
     Raises:
         ValueError: If a module with wanted tensors has no initialiser. No tensor has changed then.
@@ -101,7 +103,7 @@ def initialize_tensors(
         )
     for path, initialize in todo:
         if initialize is not None:
-            _initialize_module(root.get_submodule(path), initialize, device, wanted, full_shape, keep)
+            _initialize_module(root.get_submodule(path), initialize, device, wanted, full_shape, keep, made)
 
 
 def _modules_to_initialize(
@@ -129,6 +131,7 @@ def _initialize_module(
     wanted: Callable[[Tensor], bool],
     full_shape: Callable[[Tensor], torch.Size],
     keep: Callable[[Tensor, Tensor], Tensor | None],
+    made: Callable[[nn.Parameter], object],
 ) -> None:
     parameters = {name: value for name, value in parameters_of(owner).items() if value is not None}
     buffers = {name: value for name, value in buffers_of(owner).items() if value is not None and value.is_meta}
@@ -157,6 +160,8 @@ def _initialize_module(
         local = keep(parameter, full.detach())
         if local is not None:
             set_data(parameter, local)
+        del full, local  # `made` may free the parameter
+        made(parameter)
     for name, buffer in buffers.items():
         full_buffer = full_buffers.pop(name)
         local = keep(buffer, full_buffer) if full_buffer is not None and wanted(buffer) else None

@@ -3,8 +3,9 @@
 from lightning_parallel.comm import MeanReducer
 from lightning_parallel.data_parallel.bucketed_reducer import GradientReducer
 from lightning_parallel.data_parallel.drift_exchange import DriftExchange
+from lightning_parallel.data_parallel.host_steps import put_data
 from lightning_parallel.data_parallel.parameter_shards import AbsentParameter, ParameterShards
-from lightning_parallel.data_parallel.parameter_slices import ParameterSlices
+from lightning_parallel.data_parallel.parameter_slices import ParameterSlices, check_divisible
 from lightning_parallel.data_parallel.scattering_reducer import ScatteringReducer
 
 __all__ = [
@@ -15,4 +16,6 @@ __all__ = [
     "ParameterShards",
     "ParameterSlices",
     "ScatteringReducer",
+    "check_divisible",
+    "put_data",
 ]

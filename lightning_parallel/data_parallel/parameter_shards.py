@@ -139,27 +139,19 @@ class _ViewOfParameter(NamedTuple):
 class ParameterShards(ParameterSlices):
     """Keeps of each parameter only this replica's slice between its uses.
 
+    Each call of `adopt` takes a unit, so that the caller may make the parameters unit by unit.
+
     Args:
-        units: Groups of parameters that are gathered together.
         group: The data-parallel group.
         gate: Called before each message that gathers a unit, with its name.
         bucket_bytes: See `ParameterSlices`.
-
-    Raises:
-        ValueError: If a parameter is complex.
 
     Source: ZeRO, https://arxiv.org/abs/1910.02054
     """
 
     keeps_slices = True
 
-    def __init__(
-        self,
-        units: Sequence[Mapping[str, nn.Parameter]],
-        group: Group,
-        gate: Callable[[str], None],
-        bucket_bytes: int = BUCKET_BYTES,
-    ) -> None:
+    def __init__(self, group: Group, gate: Callable[[str], None], bucket_bytes: int = BUCKET_BYTES) -> None:
         self._units: list[_Unit] = []
         self._place: dict[int, tuple[_Unit, int]] = {}
         self._dtypes: set[torch.dtype] = set()
@@ -176,12 +168,14 @@ class ParameterShards(ParameterSlices):
         super().__init__({}, group, bucket_bytes)
         self._gate = gate
         self._marks: list[tuple[_Unit, Tensor]] = []
-        for unit in units:
-            self.adopt(unit)
 
     @override
     def adopt(self, parameters: Mapping[str, nn.Parameter]) -> None:
-        """Keep slices of further parameters, which are gathered together."""
+        """Keep slices of further parameters, which are gathered together.
+
+        Raises:
+            ValueError: If a parameter is complex.
+        """
         new = {name: p for name, p in parameters.items() if id(p) not in self._place}
         super().adopt(new)
         found = [p for p in new.values() if type(p) is nn.Parameter and p.dim() > 0]

@@ -28,7 +28,14 @@ from lightning_parallel.compat.torch import global_step_hooks, step_hooks_of
 from lightning_parallel.data_parallel.bucketed_reducer import BUCKET_BYTES
 from lightning_parallel.data_parallel.host_steps import HostSteps, put_data
 
-__all__ = ["MOST_IN_FLIGHT", "ParameterSlices", "padded_to", "wrap_step", "write_columns"]
+__all__ = [
+    "MOST_IN_FLIGHT",
+    "ParameterSlices",
+    "check_divisible",
+    "padded_to",
+    "wrap_step",
+    "write_columns",
+]
 
 
 MOST_IN_FLIGHT = 2  # buckets under way while another one is made
@@ -83,9 +90,8 @@ class ParameterSlices:
         Raises:
             ValueError: If a parameter is complex.
         """
-        for name, parameter in parameters.items():
-            if parameter.is_complex() and self.group.size > 1:
-                raise ValueError(f"`{name}` is complex, which `zero_stage` does not shard; use `zero_stage=0`")
+        if self.group.size > 1:
+            check_divisible(parameters)
         self._parameters = {id(p): p for p in parameters.values() if p.dim() > 0}
         if self.host is not None:
             self.host.keep(self._parameters)
@@ -406,6 +412,17 @@ class ParameterSlices:
         part = self.cut(value)
         # A clone: the slice is a view, which would keep the full state in memory.
         return part.clone() if self.host is None else part.cpu().clone()
+
+
+def check_divisible(parameters: Mapping[str, nn.Parameter]) -> None:
+    """Refuse parameters that cannot be divided into slices.
+
+    Raises:
+        ValueError: If a parameter is complex.
+    """
+    for name, parameter in parameters.items():
+        if parameter.is_complex():
+            raise ValueError(f"`{name}` is complex, which `zero_stage` does not shard; use `zero_stage=0`")
 
 
 def wrap_step(optimizer: Optimizer, patches: Patches, turns: Callable[[Optimizer], Iterator[None]]) -> None:

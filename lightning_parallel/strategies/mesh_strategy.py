@@ -76,7 +76,7 @@ from lightning_parallel.strategies.compressed.advice import tell_costs, warn_of_
 from lightning_parallel.strategies.compressed.memory import KeptState, check_kept_state
 from lightning_parallel.strategies.compressed.mesh import MeshCompression, gradient_reducer
 from lightning_parallel.strategies.compressed.nodes import Hierarchical, check_hierarchical
-from lightning_parallel.strategies.deferred.init import deferred_init, materialize_owned, move_to_meta
+from lightning_parallel.strategies.deferred.init import deferred_init, held_by_stage, materialize_owned, move_to_meta
 from lightning_parallel.strategies.deferred.tensor import is_deferred
 from lightning_parallel.strategies.hooks.changes import ModelWatch
 from lightning_parallel.strategies.hooks.views import FullViews
@@ -86,7 +86,9 @@ from lightning_parallel.strategies.optimizers.norms import ReplicaNorm, give_nor
 from lightning_parallel.strategies.optimizers.owners import TensorOwners
 from lightning_parallel.strategies.optimizers.zero import (
     Reshard,
+    UnitSharding,
     ZeroStage,
+    begin_shards,
     check_on_host,
     check_zero_stage,
     divide_optimizers,
@@ -332,7 +334,10 @@ class MeshStrategy(MeshProcesses):
         # Deferred parameters record a cast only inside the mode that made them.
         with deferred_init(self.root_device):
             self.precision_plugin.convert_module(module)
+        run = self.run
+        run.slices = begin_shards(self.zero_stage, module, self.groups, run.state.replica_order, run.slices)
         self._divide(module)
+        self._shard_units()
         order = self.run.state.order
         if order is not None:
             # Stages draw different numbers, so a pipeline compares them by itself.
@@ -340,8 +345,6 @@ class MeshStrategy(MeshProcesses):
         self.model_to_device()
         # Each replica has built its model, perhaps from other random numbers.
         replicas.start_equal(module, data)
-        if self.zero_stage == 3:
-            self._make_slices()
         replicas.scope_metrics(module, self.groups)
         replicas.compute_at_end_of_epochs(trainer, data, self._patches)
         # First, since a value to compute would wait for replicas with more batches.
@@ -371,7 +374,9 @@ class MeshStrategy(MeshProcesses):
         sharding = shard_tensors(module, self.tensor_options, self.groups, records)
 
         def materialize(plan: PipelinePlan | None) -> None:
-            materialize_owned(module, self.root_device, self.groups, sharding, plan, held, self._built_apart)
+            holds = held_by_stage(module, self.groups.pipeline_parallel, plan)
+            made = self._shard_units(holds)
+            materialize_owned(module, self.root_device, self.groups, sharding, holds, held, self._built_apart, made)
 
         if self.pipeline_options is None or self.groups.pipeline_parallel.size == 1:
             materialize(None)
@@ -400,6 +405,24 @@ class MeshStrategy(MeshProcesses):
         run.steps = steps
         self._recompute(module, records)
         close_skeleton(module)
+
+    def _shard_units(
+        self, holds: Callable[[Tensor], bool] = lambda parameter: True
+    ) -> Callable[[nn.Parameter, bool], bool]:
+        """Shard units of parameters that have data, with `zero_stage=3`; every rank must call it.
+
+        Args:
+            holds: Whether this rank holds any of a parameter.
+
+        Returns:
+            The argument `made` of `materialize_owned`, which shards the other units.
+        """
+        shards = self.run.slices
+        if shards is None or not shards.keeps_slices:
+            return lambda parameter, is_lost: is_lost
+        units = UnitSharding(self.module, self.groups, self.root_device, shards, holds)
+        shards.keep_states_whole(self.module)
+        return units.made
 
     def _recompute(self, module: LightningModule, records: Callable[[], list[StepTrace]]) -> None:
         """Choose the layers whose activations backward recomputes; a later run may choose other layers.
@@ -440,7 +463,10 @@ class MeshStrategy(MeshProcesses):
     @override
     def model_to_device(self) -> None:
         assert self.model is not None
-        self.model.to(self.root_device)
+        slices = self.run.slices
+        # Slices are there already.
+        with nullcontext() if slices is None else slices.shown():
+            self.model.to(self.root_device)
 
     def _prepare_fit(self, trainer: Trainer) -> None:
         """Make the optimizers and the reducer of a `fit`."""
@@ -456,7 +482,7 @@ class MeshStrategy(MeshProcesses):
         )
         self.setup_optimizers(trainer)
         # After the optimizers, since `configure_optimizers` may register parameters.
-        self._make_slices()
+        run.slices = make_slices(self.zero_stage, self.module, self.groups, run.slices)
         if run.slices is not None:
             is_repeated = run.engine is not None and run.engine.plan.schedule.num_microbatches > 1
             run.slices.stays_for_step = self.reshard == "step" or (self.reshard == "auto" and is_repeated)
@@ -475,10 +501,6 @@ class MeshStrategy(MeshProcesses):
             tell_costs(self.compression, self.module, *sizes, self.steps_between_reductions)
             self.check_compression(self.compression)
         run.check_anew()
-
-    def _make_slices(self) -> None:
-        run = self.run
-        run.slices = make_slices(self.zero_stage, self.module, self.groups, run.state.replica_order, run.slices)
 
     @override
     @on_parts

@@ -425,6 +425,7 @@ def materialize_shards(
     *,
     wanted: Callable[[Tensor], bool] = lambda tensor: True,
     holds: Callable[[Tensor], bool] = lambda tensor: True,
+    made: Callable[[nn.Parameter], object] = lambda parameter: None,
 ) -> None:
     """Allocate and initialise this rank's shards of a module that was sharded on the meta device.
 
@@ -437,7 +438,7 @@ def materialize_shards(
         device: Where the shards are allocated; random numbers are drawn there too.
         sharding: The result of `apply_plan`.
         group: The tensor-parallel group; all its ranks must start from the same random state.
-        wanted: See `initialize_tensors`.
+        wanted, made: See `initialize_tensors`.
         holds: Whether this rank, as a pipeline stage, holds any of a parameter or buffer; if not, it stays on meta.
 
     Raises:
@@ -456,6 +457,6 @@ def materialize_shards(
         for path, values in sharding.full_attributes.items():
             for name, value in values.items():
                 patches.replace(module.get_submodule(path), name, value)
-        initialize_tensors(module, device, wanted=wanted, full_shape=full_shape, keep=keep)
+        initialize_tensors(module, device, wanted=wanted, full_shape=full_shape, keep=keep, made=made)
     finally:
         patches.undo()

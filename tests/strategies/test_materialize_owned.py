@@ -11,13 +11,16 @@ import torch.nn.functional as F
 import transformers
 from lightning.pytorch import LightningModule
 from torch import nn
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, DistributedSampler
 
 from lightning_parallel import HybridParallelStrategy
 from lightning_parallel.comm import Group
-from lightning_parallel.compat import Patches
+from lightning_parallel.compat import Patches, patched
+from lightning_parallel.compat.chance import random_state_kept
+from lightning_parallel.data_parallel import AbsentParameter
 from lightning_parallel.strategies.checks import check_parameters
 from lightning_parallel.strategies.deferred import init
+from lightning_parallel.strategies.optimizers.zero import UnitSharding, units_of
 from tests.harness import distributed
 from tests.harness import run as run_on_ranks
 from tests.strategies.models import trainer_for
@@ -100,13 +103,23 @@ def build(kind):
     return Plain()
 
 
-def data():
-    return DataLoader(torch.randint(128, (8, 6), generator=torch.Generator().manual_seed(3)), batch_size=4)
+def initialized(kind):
+    """Build a model whose modules initialise themselves one by one, in the order of one process."""
+    with random_state_kept():
+        model = build(kind)
+    for child in model.modules():
+        child.reset_parameters() if hasattr(child, "reset_parameters") else model._init_weights(child)
+    return model
 
 
-def run(module, strategy, devices):
+def data(replicas=1, replica=0):
+    ids = torch.randint(128, (8, 6), generator=torch.Generator().manual_seed(3))
+    return DataLoader(ids, batch_size=4 // replicas, sampler=DistributedSampler(ids, replicas, replica, shuffle=False))
+
+
+def run(module, strategy, devices, replicas=1, replica=0):
     trainer = trainer_for(strategy, devices, max_epochs=1)
-    trainer.fit(module, data())
+    trainer.fit(module, data(replicas, replica))
     return {name: value.float() for name, value in trainer.strategy.lightning_module_state_dict().items()}
 
 
@@ -187,6 +200,53 @@ class BuiltOnMeta(Built):
                 self.model.noise = Noise()
 
 
+@pytest.mark.parametrize(
+    ("kind", "layout", "make"),
+    [
+        ("recurrent", (1, 1), Built),
+        ("plain", (1, 2), Built),
+        ("llama", (2, 1), Built),
+        ("llama", (1, 2), BuiltOnMeta),
+    ],
+    ids=["data", "tensor", "pipeline", "on meta"],
+)
+def test_parameters_are_made_and_sharded_unit_by_unit(kind, layout, make):
+    run_on_ranks(_is_sharded_unit_by_unit, 2 * layout[0] * layout[1], kind=kind, layout=layout, make=make)
+
+
+def _is_sharded_unit_by_unit(group, kind, layout, make):
+    if make is Built:
+        _, weights = expected_run(kind)
+    else:
+        torch.manual_seed(7)
+        expected = initialized(kind)
+        weights = run(Built(kind, expected), "auto", 1)
+    os.environ.update(LOCAL_RANK=str(group.rank), NODE_RANK="0", WORLD_SIZE=str(group.size))
+    torch.manual_seed(7)
+    module, live, patches = make(kind), [], Patches()
+    before = UnitSharding.made
+
+    def made(units, parameter, is_lost):
+        # The small tensors of a build have data at once.
+        full = [p.numel() for p in module.parameters() if type(p) is nn.Parameter and not p.is_meta]
+        live.append(sum(size for size in full if size > init.THRESHOLD))
+        return before(units, parameter, is_lost)
+
+    patches.replace(UnitSharding, "made", made)
+    sizes = {"pipeline_parallel_size": layout[0], "tensor_parallel_size": layout[1], "num_microbatches": 2}
+    strategy = HybridParallelStrategy(zero_stage=3, balance="uniform", gather_after_fit="off", **sizes)
+    try:
+        found = run(module, strategy, group.size, 2, group.rank * 2 // group.size)
+    finally:
+        patches.undo()
+    assert all(isinstance(p, AbsentParameter) for p in module.parameters())
+    units = [sum(p.numel() for p in unit.values()) for unit in units_of(module)]
+    assert 0 < max(live) <= max(units) < sum(units) / 2
+    if group.rank == 0:
+        for name, value in weights.items():
+            torch.testing.assert_close(found[name], value, rtol=1e-5, atol=1e-6, msg=name)
+
+
 class Noise(nn.Module):
     def __init__(self):
         super().__init__()
@@ -199,10 +259,8 @@ class Noise(nn.Module):
 
 @distributed(world_size=2)
 def test_a_model_that_its_code_built_on_meta_initialises_itself(group):
-    expected = build("llama")
     torch.manual_seed(7)
-    for child in expected.modules():  # in the order of one process that initialises each module by itself
-        child.reset_parameters() if hasattr(child, "reset_parameters") else expected._init_weights(child)
+    expected = initialized("llama")
     noise = torch.empty(3).normal_()
     weights = run(Built("llama", expected), "auto", 1)
     os.environ.update(LOCAL_RANK=str(group.rank), NODE_RANK="0", WORLD_SIZE="2")
@@ -286,19 +344,19 @@ class Lazy(Built):
         self.model.layers[1][0] = nn.LazyLinear(2 * WIDTH)
 
 
-@pytest.mark.parametrize("layout", [(2, 1), (1, 2)], ids=["pipeline", "tensor"])
 @pytest.mark.parametrize(
     ("kind", "message"),
     [(SharingMemory, "in the same memory"), (Scripted, "is TorchScript"), (Lazy, "is lazy")],
     ids=["shared memory", "scripted", "lazy"],
 )
-def test_parameters_that_cannot_be_divided_are_refused(layout, kind, message):
-    run_on_ranks(_is_refused, 2, layout=layout, kind=kind, message=message)
+@pytest.mark.parametrize("argument", ["pipeline_parallel_size", "zero_stage"])
+def test_parameters_that_cannot_be_divided_are_refused(argument, kind, message):
+    run_on_ranks(_is_refused, 2, argument=argument, kind=kind, message=message)
 
 
-def _is_refused(group, layout, kind, message):
+def _is_refused(group, argument, kind, message):
     os.environ.update(LOCAL_RANK=str(group.rank), NODE_RANK="0", WORLD_SIZE="2")
-    strategy = HybridParallelStrategy(pipeline_parallel_size=layout[0], tensor_parallel_size=layout[1])
+    strategy = HybridParallelStrategy(**{argument: 3 if argument == "zero_stage" else 2})
     with pytest.raises(ValueError, match=message):
         run(kind("plain"), strategy, 2)
 
@@ -330,6 +388,18 @@ def test_a_value_that_the_first_rank_cannot_make_is_an_error_on_every_rank(group
     patches.replace(init, "materialize", fails)
     try:
         with pytest.raises(ValueError, match="no such file"):
-            init._make_parameters(held, groups, lambda _: False, is_shared=True)
+            init._make_parameters(held, groups, lambda _: False, True, lambda _, is_lost: is_lost)
     finally:
         patches.undo()
+
+
+@distributed(world_size=2)
+def test_a_replica_that_cannot_make_a_parameter_ends_all(group):
+    def fails(parameter, deferred, tensor_group):
+        if group.rank == 1 and parameter.shape[0] == 2 * WIDTH:
+            raise ValueError("no such file")
+        return before(parameter, deferred, tensor_group)
+
+    os.environ.update(LOCAL_RANK=str(group.rank), NODE_RANK="0", WORLD_SIZE="2")
+    with patched(init, "_make_part", fails) as before, pytest.raises(ValueError, match="no such file"):
+        run(Built("plain"), HybridParallelStrategy(zero_stage=3), 2, 2)

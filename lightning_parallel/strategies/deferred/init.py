@@ -55,7 +55,15 @@ from lightning_parallel.strategies.deferred.tensor import (
 )
 from lightning_parallel.tensor.plan import Sharding, materialize_shards
 
-__all__ = ["THRESHOLD", "PendingInitialization", "deferred_init", "move_to_meta", "materialize_owned", "replace_data"]
+__all__ = [
+    "THRESHOLD",
+    "PendingInitialization",
+    "deferred_init",
+    "held_by_stage",
+    "move_to_meta",
+    "materialize_owned",
+    "replace_data",
+]
 
 _SET_DATA = Tensor.data.__set__  # type: ignore[attr-defined]
 
@@ -214,9 +222,10 @@ def materialize_owned(
     device: torch.device,
     groups: MeshGroups,
     sharding: Sharding | None,
-    plan: PipelinePlan | None,
+    holds: Callable[[Tensor], bool],
     held: PendingInitialization,
     is_shared: bool,
+    made: Callable[[nn.Parameter, bool], bool] = lambda parameter, is_lost: is_lost,
 ) -> None:
     """Allocate and initialise the parameters without data that this rank owns.
 
@@ -225,21 +234,15 @@ def materialize_owned(
         device: The device of the parameters.
         groups: The mesh's groups.
         sharding: The sharding of its layers.
-        plan: The plan of its stages.
+        holds: The result of `held_by_stage`.
         held: The result of `move_to_meta`; emptied.
         is_shared: Broadcast the values of rank 0, because ranks may have drawn different random numbers.
+        made: Called with each parameter once this rank has made its part, or has left it to other stages. It may take
+            the data away. The flag tells that this rank has failed before. Returns whether a replica has failed.
     """
-    owned: set[int] | None = None
-    if plan is not None:
-        mine = set(plan.schedule.stages_of(groups.pipeline_parallel.rank))
-        owned = {id(value) for name, value in module.named_parameters() if mine & set(plan.parameters[name].stages)}
-
-    def holds(tensor: Tensor) -> bool:
-        return owned is None or not isinstance(tensor, nn.Parameter) or id(tensor) in owned
-
     # Before `_make_parameters`, which empties it.
     were_deferred = set(held.parameters)
-    _make_parameters(held, groups, holds, is_shared)
+    _make_parameters(held, groups, holds, is_shared, made)
 
     # Tensors that the user put on the meta device: every module initialises itself, in the order of one process.
     def wanted(tensor: Tensor) -> bool:
@@ -249,16 +252,45 @@ def materialize_owned(
         # Back on meta, to be initialised together with the parameters of the module.
         buffers_of(owner)[name] = buffer
     held.buffers.clear()
+
+    def complete(parameter: nn.Parameter) -> bool:
+        return made(parameter, False)
+
     if sharding is not None:
-        materialize_shards(module, device, sharding, groups.tensor_parallel, wanted=wanted, holds=holds)
+        group = groups.tensor_parallel
+        materialize_shards(module, device, sharding, group, wanted=wanted, holds=holds, made=complete)
     else:
-        initialize_tensors(module, device, wanted=wanted, keep=lambda tensor, full: full if holds(tensor) else None)
+
+        def keep(tensor: Tensor, full: Tensor) -> Tensor | None:
+            return full if holds(tensor) else None
+
+        initialize_tensors(module, device, wanted=wanted, keep=keep, made=complete)
+
+
+def held_by_stage(module: nn.Module, group: Group, plan: PipelinePlan | None) -> Callable[[Tensor], bool]:
+    """Return a function that tells whether this rank, as a pipeline stage, holds any of a parameter or buffer.
+
+    Args:
+        module: The module, before the parameters of other stages are freed.
+        group: The pipeline group.
+        plan: The plan of its stages; None without a pipeline.
+    """
+    if plan is None:
+        return lambda tensor: True
+    mine = set(plan.schedule.stages_of(group.rank))
+    owned = {id(value) for name, value in module.named_parameters() if mine & set(plan.parameters[name].stages)}
+    return lambda tensor: not isinstance(tensor, nn.Parameter) or id(tensor) in owned
 
 
 def _make_parameters(
-    held: PendingInitialization, groups: MeshGroups, holds: Callable[[Tensor], bool], is_shared: bool
+    held: PendingInitialization,
+    groups: MeshGroups,
+    holds: Callable[[Tensor], bool],
+    is_shared: bool,
+    made: Callable[[nn.Parameter, bool], bool],
 ) -> None:
     failure: Exception | None = None
+    is_lost = False  # on any replica: the rest is not made
     for key in list(held.parameters):
         # Removed one by one, so that each record is freed before the next tensor is made.
         parameter, deferred = held.parameters.pop(key)
@@ -269,11 +301,13 @@ def _make_parameters(
             if holds(parameter):
                 _set_part(parameter, full, groups.tensor_parallel)
             del full
-        elif holds(parameter) and failure is None:
+        elif holds(parameter) and failure is None and not is_lost:
             try:
                 _make_part(parameter, deferred, groups.tensor_parallel)
             except Exception as error:
                 failure = error
+        del deferred
+        is_lost = made(parameter, is_lost or failure is not None)
     # A file may be damaged, or missing on one host. All ranks raise, after all have left the loop.
     comm.raise_together(failure, groups.world)
 

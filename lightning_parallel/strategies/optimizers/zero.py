@@ -17,24 +17,29 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, Literal, Optional, get_args
 
+import torch
 from lightning.pytorch import LightningModule
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.model_helpers import is_overridden
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_parallel import comm
 from lightning_parallel.comm import Group, MeshGroups
 from lightning_parallel.compat import ParallelState, Patches
 from lightning_parallel.compression import Reducer
-from lightning_parallel.data_parallel import ParameterShards, ParameterSlices
+from lightning_parallel.data_parallel import ParameterShards, ParameterSlices, check_divisible, put_data
 from lightning_parallel.pipeline.layer_stack import find_layer_stacks
+from lightning_parallel.strategies.checks import check_parameters
 from lightning_parallel.strategies.optimizers.checks import Needs, check_sliced, steps_in_turns
 from lightning_parallel.strategies.options import check_choice
+from lightning_parallel.strategies.ranks.replicas import equalize
 
 __all__ = [
     "Reshard",
+    "UnitSharding",
     "ZeroStage",
+    "begin_shards",
     "check_on_host",
     "check_zero_stage",
     "divide_optimizers",
@@ -90,17 +95,15 @@ def make_slices(
     stage: ZeroStage,
     module: LightningModule,
     groups: MeshGroups,
-    gate: Callable[[str], None],
     last: ParameterSlices | None = None,
 ) -> ParameterSlices | None:
-    """Return the slices of a module's parameters; None without ZeRO or with one replica.
+    """Return the slices of a module's parameters for a `fit`; None without ZeRO or with one replica.
 
     Args:
         stage: The ZeRO stage.
         module: The module.
         groups: The mesh's groups.
-        gate: Called before each message that gathers parameters of stage 3.
-        last: The slices of the last run.
+        last: The slices of the last run, or the shards of this run.
 
     Raises:
         ValueError: On every rank, if a parameter cannot be divided, or the module trains in a way that needs full
@@ -109,20 +112,49 @@ def make_slices(
     if stage == 0 or groups.data_parallel.size == 1:
         return None
     with comm.failing_together(groups.world):
-        if stage >= 2 and module.trainer.state.fn == TrainerFn.FITTING:
+        if stage >= 2:
             _check_gradients_unneeded(module, stage)
         if last is not None and last.keeps_slices:
             last.adopt(dict(module.named_parameters()))
             slices = last
-        elif stage == 3:
-            slices = ParameterShards(units_of(module), groups.data_parallel, gate)
-            ParallelState.of(module).parameter_shards = slices
         else:
             slices = ParameterSlices(dict(module.named_parameters()), groups.data_parallel)
         if stage >= 2:
             # From backward on, parameters are narrow, and a hook may save the module before the step.
             slices.keep_states_whole(module)
     return slices
+
+
+def begin_shards(
+    stage: ZeroStage,
+    module: LightningModule,
+    groups: MeshGroups,
+    gate: Callable[[str], None],
+    last: ParameterSlices | None,
+) -> ParameterSlices | None:
+    """Return the object that keeps slices of a module's parameters, for a run of stage 3; else the slices given.
+
+    Args:
+        stage: The ZeRO stage.
+        module: The module, whose parameters may lack data.
+        groups: The mesh's groups.
+        gate: Called before each message that gathers parameters.
+        last: The slices of the last run.
+
+    Raises:
+        ValueError: On every rank, if a parameter cannot be divided, or the module trains in a way that needs full
+            gradients.
+    """
+    if stage != 3 or groups.data_parallel.size == 1:
+        return last
+    has_shards = last is not None and last.keeps_slices
+    with comm.failing_together(groups.world):
+        if module.trainer.state.fn == TrainerFn.FITTING:
+            _check_gradients_unneeded(module, stage)
+        check_divisible(dict(module.named_parameters()))
+        if not has_shards:
+            check_parameters(module)
+    return last if has_shards else ParameterShards(groups.data_parallel, gate)
 
 
 def take_shards(
@@ -148,6 +180,70 @@ def take_shards(
         return shards
     shards.restore()
     return last
+
+
+class UnitSharding:
+    """Shards the parameters of a module over the replicas, each unit as soon as its parameters have data.
+
+    So a rank holds its slices and one unit in full, at most. Every rank must make the parameters in the same order.
+
+    Args:
+        module: The module, with its shards of the tensor axis; parameters may lack data.
+        groups: The mesh's groups.
+        device: The device of the slices.
+        shards: Takes the units; it may have some of them.
+        holds: Whether this rank, as a pipeline stage, holds any of a parameter.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        groups: MeshGroups,
+        device: torch.device,
+        shards: ParameterSlices,
+        holds: Callable[[Tensor], bool] = lambda parameter: True,
+    ) -> None:
+        self._state = ParallelState.of(module)
+        self._replicas = groups.data_parallel
+        self._device = device
+        self._shards = shards
+        self._waiting: list[tuple[dict[str, nn.Parameter], set[int]]] = []
+        for unit in units_of(module):
+            mine = {name: p for name, p in unit.items() if holds(p) and not shards.divides(p)}
+            without_data = {id(p) for p in mine.values() if p.is_meta}
+            if without_data:
+                self._waiting.append((mine, without_data))
+            elif mine:
+                self._shard(mine)
+
+    def made(self, parameter: nn.Parameter, is_lost: bool) -> bool:
+        """Note that a parameter has data; shards its units that are complete.
+
+        Args:
+            parameter: The parameter.
+            is_lost: Whether this rank has failed, so that the parameter has no data.
+
+        Returns:
+            Whether any replica has failed.
+        """
+        for unit, without_data in self._waiting:
+            if id(parameter) in without_data:
+                without_data.remove(id(parameter))
+                if not without_data:
+                    is_lost = comm.on_any_rank([is_lost], self._replicas)[0]
+                    if not is_lost:
+                        self._shard(unit)
+        return is_lost
+
+    def _shard(self, unit: Mapping[str, nn.Parameter]) -> None:
+        for parameter in unit.values():
+            gradient = parameter.grad
+            moved = None if gradient is None else gradient.to(self._device)
+            put_data(parameter, parameter.data.to(self._device), moved)
+        # Each replica has built its model, perhaps from other random numbers.
+        equalize(unit, self._replicas)
+        self._shards.adopt(unit)
+        self._state.parameter_shards = self._shards
 
 
 def units_of(module: nn.Module) -> list[dict[str, nn.Parameter]]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import random
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -28,10 +28,12 @@ from lightning_parallel.comm import Group, MeshGroups, fingerprints
 from lightning_parallel.compat import Patches
 from lightning_parallel.compat.lightning import at_end_of_epochs
 from lightning_parallel.compat.torch import buffers_of, non_persistent_buffers_of, pytree
+from lightning_parallel.data_parallel import AbsentParameter
 
 __all__ = [
     "compute_at_end_of_epochs",
     "content_of",
+    "equalize",
     "scope_metrics",
     "seed_workers",
     "share_buffers",
@@ -71,9 +73,17 @@ def start_equal(module: nn.Module, group: Group) -> None:
     Raises:
         ValueError: If the names, shapes or dtypes differ between the ranks.
     """
+    equalize({name: tensor for name, tensor in _tensors(module) if _has_data(tensor)}, group)
+
+
+def equalize(tensors: Mapping[str, Tensor], group: Group) -> None:
+    """Copy the tensors of the first rank of `group` to ranks with other values.
+
+    Raises:
+        ValueError: If the names, shapes or dtypes differ between the ranks.
+    """
     if group.size == 1:
         return
-    tensors = {name: tensor for name, tensor in _tensors(module) if not tensor.is_meta}
     # First, since the messages below need equal lists of tensors on all ranks.
     comm.agree(
         "the module's tensors (name, shape, dtype)",
@@ -85,6 +95,11 @@ def start_equal(module: nn.Module, group: Group) -> None:
     for tensor, *values in zip(tensors.values(), *prints):
         if len(set(values)) > 1:
             _broadcast(tensor, group)
+
+
+def _has_data(tensor: Tensor) -> bool:
+    # Replicas with slices of one tensor are equal: `ShardedInitialization` has compared them in full.
+    return not tensor.is_meta and not isinstance(tensor, AbsentParameter)
 
 
 def _tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import replace
 from functools import cache, partial, reduce
 from pathlib import Path
@@ -255,7 +255,8 @@ def cut_stages(
         seed_group=groups.replica,
     )
     # Move after the engine has freed other stages, so that only the part of this rank moves.
-    module.to(device)
+    with nullcontext() if state.parameter_shards is None else state.parameter_shards.shown():
+        module.to(device)
     _check_cut(state.engine)
     return state.engine
 
