@@ -24,16 +24,19 @@ from typing import Any, Literal
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint
 
 from lightning_parallel.comm.host_memory import HostCopies
 from lightning_parallel.comm.kept import KeptResults
+from lightning_parallel.compat.dispatcher import on_graph_end
 from lightning_parallel.compat.torch import (
     CALLS,
     AroundCalls,
     BatchNormalization,
     buffers_of,
     pytree,
+    saved_tensors_hooks_now,
     version_of,
 )
 from lightning_parallel.pipeline.layer_stack import LayerStack, find_layer_stacks
@@ -41,7 +44,7 @@ from lightning_parallel.pipeline.random_streams import OwnGenerators
 from lightning_parallel.step_trace.attributes import SavedAttributes
 from lightning_parallel.step_trace.stubs import copy_args
 
-__all__ = ["Recomputation", "Recomputed", "layers_to_recompute", "recompute", "repeated_layers"]
+__all__ = ["Recomputation", "Recomputed", "layers_to_recompute", "observed", "recompute", "repeated_layers"]
 
 Recomputed = Literal["full", "selective"]
 """How backward computes a layer again: all of it, or all but products, attention and communication."""
@@ -129,6 +132,43 @@ def repeated_layers(module: nn.Module, path: str) -> LayerStack:
         ) from error
 
 
+_observers: list[Callable[[Tensor], Any]] = []
+# What the observers gave for the tensors of the layer that backward has computed again last.
+_computed_again: list[Any] = []
+
+
+@contextmanager
+def observed(observer: Callable[[Tensor], Any]) -> Iterator[None]:
+    """Call `observer` with each tensor that layers keep, or compute again, inside the block.
+
+    Autograd's hooks for saved tensors do not see these tensors. The results of `observer` live as long as the tensors.
+    """
+    _observers.append(observer)
+    try:
+        yield
+    finally:
+        _observers.remove(observer)
+
+
+@contextmanager
+def _second_run_observed() -> Iterator[None]:
+    hooks = saved_tensors_hooks_now()
+    if not _observers or hooks is None:
+        yield
+        return
+    pack, unpack = hooks
+    # Backward has used the tensors of the layer before. It uses those of the last layer before its end.
+    _computed_again.clear()
+    on_graph_end(_computed_again.clear)
+
+    def observe(tensor: Tensor) -> Any:
+        _computed_again.extend(observer(tensor) for observer in _observers)
+        return pack(tensor)
+
+    with saved_tensors_hooks(observe, unpack):
+        yield
+
+
 class Recomputation:
     """Runs the calls of one layer, and runs each again in backward.
 
@@ -209,6 +249,7 @@ class _LayerCall:
         self.fetched: Any = None
         self.was_fetched = False
         self.is_changed = False
+        self.observations: list[Any] = []
         self.versions = _versions(self.given)
         self.python, self.numpy = random.getstate(), np.random.get_state()
         self.own = owner.generators.states()
@@ -220,8 +261,11 @@ class _LayerCall:
         self.has_run = True
         if self.first is not None:
             (args, kwargs), self.first = self.first, None
-            return self._run_and_let_go(args, kwargs)
-        return self._run(args, kwargs)
+            result = self._run_and_let_go(args, kwargs)
+        else:
+            result = self._run(args, kwargs)
+        self.observations = [observer(tensor) for observer in _observers for tensor in self.kept()]
+        return result
 
     def _run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run the layer for the first time."""
@@ -307,7 +351,7 @@ class _LayerCall:
             )
         # Copies again: with `retain_graph=True` a layer runs a third time.
         args, kwargs = copy_args(self._inputs(), {})
-        with self._as_before(), self.owner.around_again():
+        with self._as_before(), self.owner.around_again(), _second_run_observed():
             return self.run(*args, **kwargs)
 
     @contextmanager

@@ -25,6 +25,7 @@ from lightning_parallel.callbacks.monitors.memory import (
     tensors_in,
 )
 from lightning_parallel.callbacks.monitors.replica_drift import ReplicaDriftMonitor
+from lightning_parallel.pipeline.recomputation import recompute
 from tests.callbacks.conftest import place_rank
 from tests.callbacks.test_replica_drift import PlainFSDP
 from tests.harness import distributed
@@ -102,6 +103,24 @@ def test_activations_of_a_stack(depth):
     assert meter.current == meter.peak == depth * 10 * 6 * 4, "the output of each ReLU, which is the next one's input"
     loss.backward()
     assert (meter.current, meter.peak) == (0, depth * 10 * 6 * 4)
+
+
+def test_layers_that_are_computed_again():
+    torch.manual_seed(0)
+    layers = [nn.Sequential(nn.Linear(6, 18), nn.Tanh(), nn.Linear(18, 6)) for _ in range(3)]
+    module, x, meter = nn.Sequential(*layers), torch.randn(10, 6, requires_grad=True), ActivationMeter()
+    held = StorageSet()
+    held.add([*module.parameters(), x])
+    # Its input and Tanh's output. The first input is the batch.
+    size, inner = 10 * 6 * 4, 10 * 18 * 4
+    for option, kept, again in (("off", 2 * size + 3 * inner, 0), ("full", 2 * size, inner)):
+        recompute(module, option)
+        meter.peak = 0
+        with meter.measure(held):
+            loss = module(x).sum()
+            assert meter.current == kept
+            loss.backward()
+        assert (meter.current, meter.peak) == (0, kept + again)
 
 
 def test_views_keep_all_of_their_storage():

@@ -36,6 +36,7 @@ from lightning_parallel.compat.twins import is_a
 from lightning_parallel.compression.compressor import check_integer
 from lightning_parallel.mesh import Mesh
 from lightning_parallel.pipeline.engine import PipelineEngine
+from lightning_parallel.pipeline.recomputation import observed
 from lightning_parallel.planner.rank_memory import Held, RankMemory, optimizer_copies
 from lightning_parallel.tracing.spans import bytes_text
 
@@ -142,7 +143,8 @@ class MemoryProfiler(MeasuringCallback[MemoryAccumulator]):
     * `predicted` has activations only in a pipeline.
 
     A storage counts once, in full, for the first key that holds it. Under FSDP, the figures count the rank's
-    shards. In a module under activation checkpointing, only tensors saved around the module are seen. Under
+    shards. With `activation_checkpointing`, activations are what the layers keep, and one layer that is computed
+    again. In a module under another kind of checkpointing, only tensors saved around the module are seen. Under
     `fully_shard` and ZeRO-3, activations are left out, because they look like gathered parameters.
 
     Logged: `memory/<key>` of rank 0, in bytes.
@@ -495,7 +497,7 @@ class ActivationMeter:
         """Measure the tensors that the block saves, without the storages in `held`."""
         self._held = held
         try:
-            with saved_tensors_hooks(self._pack, _unpack):
+            with saved_tensors_hooks(self._pack, _unpack), observed(self._pack):
                 yield
         finally:
             self._held = StorageSet()
