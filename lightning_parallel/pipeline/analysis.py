@@ -36,7 +36,7 @@ from lightning_parallel.pipeline.recomputation import layers_to_recompute
 from lightning_parallel.pipeline.recomputed_set import OPTIONS, cheapest_set, mixed_costs, recomputed_layers
 from lightning_parallel.pipeline.schedule import SCHEDULES, Schedule, activations_held, build_schedule
 from lightning_parallel.pipeline.search import Balance, Costs, MemoryLimitError, cut_layers
-from lightning_parallel.pipeline.simulate import Link, simulate, validate
+from lightning_parallel.pipeline.simulate import Cost, Link, simulate, validate
 from lightning_parallel.pipeline.skips import Places, Skips, find_skips
 from lightning_parallel.pipeline.stage import InterceptedModel
 from lightning_parallel.step_trace.record import StepTrace, record_step
@@ -62,6 +62,7 @@ def analyze(
     link: Link | None = None,
     sync_group: Group | None = None,
     recomputation: str | int = "off",
+    offloads_inputs: bool = False,
 ) -> PipelinePlan:
     """Decide how `module` is split over `num_ranks` ranks; every rank with the same arguments decides the same.
 
@@ -86,6 +87,7 @@ def analyze(
             first rank count.
         recomputation: The layers whose activations backward computes again; see `layers_to_recompute`. `auto` takes
             the cheapest layers with which each rank stays within `memory_limit_bytes`.
+        offloads_inputs: Whether the inputs of these layers wait in host memory.
 
     Raises:
         ValueError: If the layers cannot be found or split, or the schedule is invalid or for another number of ranks.
@@ -117,6 +119,7 @@ def analyze(
         device,
         sync_group,
         recomputation,
+        offloads_inputs,
     )
     return analysis.first_plan(stacks, link or Link())
 
@@ -136,6 +139,7 @@ class _Analysis:
     device: torch.device
     sync_group: Group | None
     recomputation: str | int
+    offloads_inputs: bool
 
     def first_plan(self, stacks: list[LayerStack], link: Link) -> PipelinePlan:
         """Return the plan of the first stack that can be split."""
@@ -280,6 +284,8 @@ class _Analysis:
         is_needed = self.balance == "measured" or callable(self.schedule) or self.recomputation == "auto"
         if self.example is not None and (is_needed or self.balance == "auto"):
             costs = measure(self.module, stack, use.parameters, *self.example, self.device, self.copies, recomputation)
+            if self.offloads_inputs:
+                costs = costs.mapped(Cost.offloaded)
             if self.sync_group is not None:
                 # Measured times differ from rank to rank, but all ranks must split at the same points.
                 costs = comm.broadcast_object(costs, self.sync_group)

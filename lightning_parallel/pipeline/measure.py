@@ -405,6 +405,7 @@ class _CostMeter(TruncatedModel):
             again_s=again_s,
             again_bytes=again_bytes,
             largest_again_bytes=again_bytes,
+            input_bytes=found.input_bytes,
         )
 
     @contextmanager
@@ -460,6 +461,7 @@ class _CostMeter(TruncatedModel):
         autocast = torch.autocast(self.device.type, noted.autocast, enabled=noted.autocast is not None)
         before = torch.get_default_dtype()
         torch.set_default_dtype(noted.default)
+        inputs: list[Tensor] = []
         kept: list[Tensor] = []
         try:
             with autocast, self._counting():
@@ -468,16 +470,19 @@ class _CostMeter(TruncatedModel):
                 else:
                     begin = partial(around.begin, call.function, args, kwargs)
                     forward_s, (result, layer_call) = self._timed(begin)
-                    kept = layer_call.kept()
+                    inputs, kept = layer_call.inputs(), layer_call.kept()
         finally:
             torch.set_default_dtype(before)
+        for tensor in inputs if self.counts else []:
+            self._note_saved(tensor)
+        input_bytes = self._activation_bytes() if inputs else 0
         for tensor in kept if self.counts else []:
             self._note_saved(tensor)
         activation_bytes = self._activation_bytes()
         sent = [leaf for leaf in pytree.tree_leaves(result) if isinstance(leaf, Tensor)]
         with nullcontext() if later is None else deferring(later):
             backward_s = self._backward_s(_differentiable(result))
-        return Cost(forward_s, backward_s, 0.0, activation_bytes, _bytes(sent))
+        return Cost(forward_s, backward_s, 0.0, activation_bytes, _bytes(sent), input_bytes=input_bytes)
 
     def _parameter(self, parameter: Tensor) -> Tensor:
         loaded = super()._parameter(parameter)

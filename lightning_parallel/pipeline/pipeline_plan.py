@@ -25,6 +25,7 @@ from lightning_parallel.pipeline.schedule import (
     Schedule,
     activations_held,
     build_schedule,
+    peak_activation_bytes,
 )
 from lightning_parallel.pipeline.search import Costs
 from lightning_parallel.pipeline.simulate import Cost, Link
@@ -177,6 +178,12 @@ class PipelinePlan:
         row = self.schedule.rows[self.schedule.stage_ranks[stages[0]]] if stages else ()
         mine = [action for action in row if action.stage in stages]
         return Cost.peak_activation_bytes(mine, self.stage_costs)
+
+    def host_bytes(self, stages: Sequence[int]) -> float:
+        """Return the most bytes of activations of some stages of a rank that wait in host memory at once."""
+        row = self.schedule.rows[self.schedule.stage_ranks[stages[0]]] if stages else ()
+        mine = [action for action in row if action.stage in stages]
+        return peak_activation_bytes(mine, [cost.host_bytes for cost in self.stage_costs])
 
     def peak_bytes(self, rank: int, costs: Costs | None = None) -> float:
         """Return the most bytes that a rank holds: resident memory and activations.

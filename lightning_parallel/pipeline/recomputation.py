@@ -278,11 +278,14 @@ class _LayerCall:
         self.buffers = {place: value for place, value in self.buffers.items() if place in (self.owner.changing or ())}
         return result
 
+    def inputs(self) -> list[Tensor]:
+        """Return the inputs that this call keeps on the device until backward."""
+        # Inputs without a gradient, such as a mask, mostly belong to all layers.
+        return [leaf for leaf in pytree.tree_leaves(self.given) if isinstance(leaf, Tensor) and leaf.requires_grad]
+
     def kept(self) -> list[Tensor]:
         """Return the tensors that this call keeps on the device until backward."""
-        inputs = [leaf for leaf in pytree.tree_leaves(self.given) if isinstance(leaf, Tensor) and leaf.requires_grad]
-        # Inputs without a gradient, such as a mask, mostly belong to all layers.
-        return [*inputs, *self.results.tensors()]
+        return [*self.inputs(), *self.results.tensors()]
 
     def send(self, args: tuple[Any, ...], kwargs: dict[str, Any], host: _HostInputs) -> Tensor:
         """Begin to copy the inputs to host memory; return an argument for `checkpoint`, which keeps its arguments."""

@@ -281,6 +281,8 @@ class Cost:
         again_s: The part of `input_gradient_s` in which backward computes activations again.
         again_bytes: Activations that backward computes again, of all layers.
         largest_again_bytes: The same of the layer with the most.
+        input_bytes: The part of `activation_bytes` that are inputs of layers which backward computes again.
+        host_bytes: Held in host memory from F until B or W.
 
     Raises:
         ValueError: If a value is negative.
@@ -295,6 +297,8 @@ class Cost:
     again_s: float = 0.0
     again_bytes: float = 0
     largest_again_bytes: float = 0
+    input_bytes: float = 0
+    host_bytes: float = 0
 
     def __post_init__(self) -> None:
         # Written so that NaN, which is neither less nor more than any number, is also refused.
@@ -306,6 +310,17 @@ class Cost:
     def total_s(self) -> float:
         """Seconds of F, I and W together."""
         return self.forward_s + self.input_gradient_s + self.weight_gradient_s
+
+    def offloaded(self) -> Cost:
+        """Return the cost of a layer whose inputs wait for backward in host memory."""
+        return replace(
+            self,
+            activation_bytes=self.activation_bytes - self.input_bytes,
+            again_bytes=self.again_bytes + self.input_bytes,
+            largest_again_bytes=self.largest_again_bytes + self.input_bytes,
+            input_bytes=0,
+            host_bytes=self.host_bytes + self.input_bytes,
+        )
 
     def seconds(self) -> dict[Kind, float]:
         """Return the duration of an action of each kind."""

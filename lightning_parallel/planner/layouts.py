@@ -12,7 +12,7 @@ from functools import cache, partial
 from math import ceil
 
 from lightning_parallel.mesh import Mesh
-from lightning_parallel.pipeline.schedule import SCHEDULES, Schedule, build_schedule
+from lightning_parallel.pipeline.schedule import SCHEDULES, Schedule, build_schedule, peak_activation_bytes
 from lightning_parallel.pipeline.search import (
     Arguments,
     Costs,
@@ -163,6 +163,7 @@ class LayoutSearch:
         zero_stages: Values of `zero_stage` to try, in this order, until a layout fits.
         offloads: Whether the optimizer steps in host memory.
         recomputation: See `layers_to_recompute`.
+        offloads_inputs: Whether the inputs of layers that are computed again wait in host memory.
         larger_batches: Whether a pipeline's loader may merge accumulated batches into one batch. The larger batch has
             more microbatches, and so fewer bubbles.
     """
@@ -182,12 +183,14 @@ class LayoutSearch:
         zero_stages: Sequence[int] = (0, 1, 2, 3),
         offloads: bool = False,
         recomputation: str | int = "off",
+        offloads_inputs: bool = False,
         larger_batches: bool = False,
     ) -> None:
         self.rehearsal = rehearsal
         self.zero_stages = zero_stages
         self.offloads = offloads
         self.recomputation = recomputation
+        self.offloads_inputs = offloads_inputs
         self.larger_batches = larger_batches
         self.cluster: Cluster = rehearsal.cluster
         self.copies = copies
@@ -405,7 +408,14 @@ class LayoutSearch:
     # --------------------------------------------------------------------------------------------------------- time
 
     def _costs(self, tensor: int, samples: int, microbatches: int) -> PartCosts:
-        """Return the costs of a microbatch.
+        """Return the costs of a microbatch."""
+        costs = self._rehearsed_costs(tensor, samples, microbatches)
+        if not self.offloads_inputs:
+            return costs
+        return replace(costs, compute=costs.compute.mapped(Cost.offloaded))
+
+    def _rehearsed_costs(self, tensor: int, samples: int, microbatches: int) -> PartCosts:
+        """Return the costs of a microbatch with all activations on the device.
 
         Parts that run for real are measured at this size, because caches and threads decide their time. Predicted costs
         are interpolated between one sample and the loader's batch.
@@ -522,6 +532,7 @@ class LayoutSearch:
                 accumulates=schedule.num_microbatches > 1 or accumulated > 1,
                 activations=layers,
                 logits=Cost.peak_activation_bytes(row, stages) - layers,
+                host_activations=peak_activation_bytes(row, [stage.host_bytes for stage in stages]),
                 replicas=mesh.data_parallel,
                 zero_stage=zero_stage,
                 reserved=self.cluster.device.reserved_bytes,

@@ -121,6 +121,7 @@ class RankMemory:
         zero_stage: int = 0,
         reserved: float = 0.0,
         offloads: bool = False,
+        host_activations: float = 0.0,
     ) -> RankMemory:
         """Add up the bytes of a rank; without a gradient if `copies` is 1.
 
@@ -132,6 +133,7 @@ class RankMemory:
             replicas: Number of replicas.
             zero_stage: 1 shards the optimizer's state over the replicas; 2 gradients, too; 3 also parameters.
             offloads: Whether the optimizer steps in host memory.
+            host_activations: Bytes of activations in host memory.
         """
         # A sum in fp32 holds twice the bytes of a 16-bit parameter, beside its rounded value.
         sums = 2 * held.half_bytes if accumulates else 0
@@ -152,10 +154,10 @@ class RankMemory:
             parameters /= replicas
             # A full layer, and the slices of the next one, which all replicas send.
             buckets += held.unit_bytes * (2 + 1 / replicas)
-        host = 0.0
+        host = host_activations
         if offloads and copies > 1:
             # Beside the state, the host has copies of the trained parameters and gradients on which it steps.
-            host = optimizer + 2 * held.trained_bytes / (replicas if zero_stage > 0 else 1)
+            host += optimizer + 2 * held.trained_bytes / (replicas if zero_stage > 0 else 1)
             optimizer = 0.0
         return cls(parameters, gradients, optimizer, activations, logits, buckets, reserved, host)
 
@@ -203,6 +205,7 @@ def planned_memory(
         copies,
         accumulates=plan.schedule.num_microbatches > 1,
         activations=plan.activation_bytes(stages),
+        host_activations=plan.host_bytes(stages),
         replicas=replicas,
         zero_stage=zero_stage,
         offloads=offloads,

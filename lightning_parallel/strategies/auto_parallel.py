@@ -218,6 +218,7 @@ class AutoParallelStrategy(HybridParallelStrategy):
                     layers=self.pipeline_options.layers if self.pipeline_options is not None else "auto",
                     zero_stages=self._zero_stages(module),
                     offloads=self.steps_on_host,
+                    offloads_inputs="activations" in self.cpu_offload,
                     recomputations=OPTIONS if checkpointing == "auto" else (checkpointing,),
                 )
             finally:

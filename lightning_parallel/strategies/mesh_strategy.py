@@ -397,6 +397,7 @@ class MeshStrategy(MeshProcesses):
                 zero_stage=self.zero_stage,
                 trace=next(iter(records()), None) if self.groups.tensor_parallel.size > 1 else None,
                 recomputation=self.activation_checkpointing if is_fit else "off",
+                offloads_inputs="activations" in self.cpu_offload,
             )
         doubt = run.state.doubt
         if doubt is not None and self.verify == "off":  # else the self-check examines the doubt
@@ -457,6 +458,7 @@ class MeshStrategy(MeshProcesses):
             replicas=self.groups.data_parallel.size,
             zero_stage=self.zero_stage,
             offloads=self.steps_on_host,
+            offloads_inputs="activations" in self.cpu_offload,
             trace=next(iter(records()), None) if self.groups.tensor_parallel.size > 1 else None,
         )
 

@@ -143,9 +143,9 @@ class MemoryProfiler(MeasuringCallback[MemoryAccumulator]):
     * `predicted` has activations only in a pipeline.
 
     A storage counts once, in full, for the first key that holds it. Under FSDP, the figures count the rank's
-    shards. With `activation_checkpointing`, activations are what the layers keep, and one layer that is computed
-    again. In a module under another kind of checkpointing, only tensors saved around the module are seen. Under
-    `fully_shard` and ZeRO-3, activations are left out, because they look like gathered parameters.
+    shards. With `activation_checkpointing`, activations include one layer that is computed again. In a module under
+    another kind of checkpointing, only tensors saved around the module are seen. Under `fully_shard` and ZeRO-3,
+    activations are left out, because they look like gathered parameters.
 
     Logged: `memory/<key>` of rank 0, in bytes.
 
@@ -370,6 +370,7 @@ def _predicted(trainer: Trainer, module: LightningModule) -> dict[str, int] | No
         optimizer_copies(strategy.optimizers),
         accumulates=accumulates,
         activations=0 if plan is None else plan.activation_bytes(stages),
+        host_activations=0 if plan is None else plan.host_bytes(stages),
         replicas=strategy.mesh.data_parallel,
         zero_stage=strategy.zero_stage,
         offloads=strategy.steps_on_host,

@@ -10,7 +10,7 @@ A module that has been split stays split. The result is stored with the module, 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import replace
 from functools import cache, partial, reduce
@@ -207,6 +207,7 @@ def cut_stages(
     zero_stage: int = 0,
     trace: StepTrace | None = None,
     recomputation: str | int = "off",
+    offloads_inputs: bool = False,
 ) -> PipelineEngine:
     """Split `module` over the pipeline axis, once; only the part of this rank is moved to the device.
 
@@ -220,7 +221,7 @@ def cut_stages(
         is_verified: Whether the self-check runs, which needs batches of copied samples.
         zero_stage: ZeRO stage over the replicas.
         trace: The record of the step, if the tensor plan needed one.
-        recomputation: See `analyze`.
+        recomputation, offloads_inputs: See `analyze`.
 
     Raises:
         ValueError: On every rank: see `analyze`; also if the module was split for other ranks.
@@ -240,7 +241,8 @@ def cut_stages(
     # With tensor parallelism, `shard_tensors` has made all ranks equal, and now they hold different shards.
     replicas.start_equal(module, groups.data_parallel if groups.tensor_parallel.size > 1 else groups.world)
     _move_buffers(module, device)
-    planned = partial(_plan, module, options, groups, device, zero_stage, trace, recomputation)
+    recomputed = {"recomputation": recomputation, "offloads_inputs": offloads_inputs}
+    planned = partial(_plan, module, options, groups, device, zero_stage, trace, recomputed)
     plan, weight = _agreed_plan(module, options, groups, device, example, is_verified, planned)
     # Materialize before the engine frees other stages: initial values are drawn in the order of the full model.
     materialize(plan)
@@ -398,7 +400,7 @@ def _plan(
     device: torch.device,
     zero_stage: int,
     trace: StepTrace | None,
-    recomputation: str | int,
+    recomputed: Mapping[str, Any],
     example: tuple[Callable[[Any], Any], Any] | None,
     samples: int | None,
 ) -> PipelinePlan:
@@ -407,7 +409,7 @@ def _plan(
     ranks = groups.pipeline_parallel.size
     if samples is not None:
         samples = most_microbatches(module, samples)
-    request = {**_request(module, options, groups, samples), "activation_checkpointing": recomputation}
+    request = {**_request(module, options, groups, samples), **recomputed}
     known = _plan_of_checkpoint(module, request, groups.world)
     if known is not None:
         return known
@@ -418,7 +420,7 @@ def _plan(
     link = measure_link(groups.pipeline_parallel, device, groups.world)
 
     limit = options.memory_limit_bytes
-    if limit is None and recomputation == "auto":
+    if limit is None and recomputed["recomputation"] == "auto":
         limit = memory_here(device, module.trainer.strategy.num_processes)  # type: ignore[attr-defined]
     is_limited = limit is not None or options.schedule == "auto"
     copies, spare_bytes = _state_held(module, is_limited, groups, zero_stage)
@@ -448,7 +450,7 @@ def _plan(
         link=link,
         sync_group=groups.world,
         trace=trace,
-        recomputation=recomputation,
+        **recomputed,
     )
     traced = None if example is None else (example[0], microbatches[0])
     plan = planned(example=traced) if module.trainer.training else _plan_for_evaluation(planned, traced)

@@ -39,6 +39,7 @@ def layers_within_limit(
     replicas: int = 1,
     zero_stage: int = 0,
     offloads: bool = False,
+    offloads_inputs: bool = False,
     trace: StepTrace | None = None,
 ) -> dict[str, Recomputed]:
     """Return the cheapest layers to recompute with which the step stays within a limit; every rank must call it.
@@ -53,6 +54,7 @@ def layers_within_limit(
         layers: See `HybridParallelStrategy`.
         limit_bytes: Most bytes of a rank; None takes the memory of the device.
         replicas, zero_stage, offloads: See `RankMemory.of`.
+        offloads_inputs: See `analyze`.
         trace: The record of the step, if there is one.
 
     Raises:
@@ -64,14 +66,9 @@ def layers_within_limit(
         example = _example(module, precision)
     if limit_bytes is None:
         limit_bytes = memory_here(device, trainer.strategy.num_processes)  # type: ignore[attr-defined]
-    held = RankMemory.of(
-        Held.of(module.parameters()),
-        state_copies(module),
-        accumulates=(trainer.accumulate_grad_batches or 1) > 1,
-        replicas=replicas,
-        zero_stage=zero_stage,
-        offloads=offloads,
-    )
+    accumulates = (trainer.accumulate_grad_batches or 1) > 1
+    sizes = {"accumulates": accumulates, "replicas": replicas, "zero_stage": zero_stage, "offloads": offloads}
+    held = RankMemory.of(Held.of(module.parameters()), state_copies(module), **sizes)  # type: ignore[arg-type]
     # All ranks raise, because each holds other parameters.
     most = max(comm.all_gather_object(held.total, world))
     if most >= limit_bytes:
@@ -85,7 +82,14 @@ def layers_within_limit(
     with comm.failing_together(world), side_effects_discarded(module), changes_undone(module):
         room = limit_bytes - most
         try:
-            plan = planned(memory_limit_bytes=room, copies=0, device=device, sync_group=world, recomputation="auto")
+            plan = planned(
+                memory_limit_bytes=room,
+                copies=0,
+                device=device,
+                sync_group=world,
+                recomputation="auto",
+                offloads_inputs=offloads_inputs,
+            )
         except MemoryLimitError as error:
             raise MemoryLimitError(
                 f"The activations must fit in {bytes_text(room)}, which parameters, gradients and optimizer leave of"
