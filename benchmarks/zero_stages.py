@@ -1,18 +1,21 @@
-"""A training step with state divided over replicas: `zero_stage` 0 to 3 against torch's own, as ratios.
+"""A training step with state divided over replicas, or in host memory, against torch's own, as ratios.
 
     python benchmarks/zero_stages.py [MLP] [transformer] [--ranks 2] [--threads 1] [--rounds 12]
 
-All sides train equal copies of a model in one process group with AdamW, in turn, a few steps each. Peers are
+All sides train equal copies of a model in one process group, in turn, a few steps each. With AdamW, peers are
 DistributedDataParallel with the whole optimizer (1.00 in each column), with torch's ZeroRedundancyOptimizer, and FSDP2:
-once it keeps parameters gathered from forward to backward, once it gathers them twice, as stage 3 does. Ratios: medians
-of steps, bytes of the optimizer's state on a rank, and the most bytes alive besides the first parameters.
+once it keeps parameters gathered from forward to backward, once it gathers them twice, as stage 3 does. On a CPU,
+`cpu_offload` shows the cost of its copies. With Muon for matrices and AdamW for other parameters, on the model of 200
+small layers, the peer is DistributedDataParallel (1.00), where each rank steps on all matrices. Ratios: medians of
+steps, bytes of the optimizers' state on a rank, and the most bytes alive besides the first parameters.
 """
 
 from __future__ import annotations
 
+import functools
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 import torch.distributed as dist
@@ -25,42 +28,50 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import AdamW, Optimizer
 
-from lightning_parallel.comm import Group
+from lightning_parallel.comm import Group, MeshGroups
 from lightning_parallel.compat import Patches
 from lightning_parallel.data_parallel import GradientReducer, ParameterShards, ParameterSlices, ScatteringReducer
+from lightning_parallel.mesh import Mesh
+from lightning_parallel.strategies.optimizers.owners import TensorOwners
 from lightning_parallel.strategies.optimizers.zero import units_of
 
 STEPS = 4
-Side = Callable[[nn.Module, Tensor, Group], tuple[Callable[[], None], Optimizer]]
+MOST_FOR_MUON = 64 * 64
+Made = tuple[Callable[[], None], Sequence[Optimizer]]
+Side = Callable[[nn.Module, Tensor, Group], Made]
 
 
-def stepper(called: nn.Module, x: Tensor, optimizer: Optimizer, reduce: Callable[[], None]) -> Callable[[], None]:
-    """A training step."""
+def stepper(called: nn.Module, x: Tensor, optimizers: Sequence[Optimizer], reduce: Callable[[], None]) -> Made:
+    """A training step, and its optimizers."""
 
     def step() -> None:
-        optimizer.zero_grad()
+        for optimizer in optimizers:
+            optimizer.zero_grad()
         called(x).square().mean().backward()
         reduce()
-        optimizer.step()
+        for optimizer in optimizers:
+            optimizer.step()
 
-    return step
+    return step, optimizers
 
 
-def ours(stage: int) -> Side:
-    """A step with a `zero_stage`."""
+def ours(stage: int, offloads: bool = False) -> Side:
+    """A step with a `zero_stage`, on the device or with `cpu_offload`."""
 
-    def side(module: nn.Module, x: Tensor, group: Group) -> tuple[Callable[[], None], Optimizer]:
+    def side(module: nn.Module, x: Tensor, group: Group) -> Made:
         parameters, optimizer = dict(module.named_parameters()), AdamW(module.parameters())
-        slices = ParameterSlices(parameters, group)
-        if stage > 0:
-            slices.divide(optimizer, Patches())
+        slices = ParameterSlices(parameters, group if stage > 0 else Group.alone("data_parallel"))
+        if offloads:
+            slices.offload(x.device)
+        if stage > 0 or offloads:
+            slices.divide(optimizer, Patches(), in_turns=True)
         reducer = ScatteringReducer(parameters, slices) if stage == 2 else GradientReducer(parameters, group)
-        return stepper(module, x, optimizer, reducer.reduce), optimizer
+        return stepper(module, x, [optimizer], reducer.reduce)
 
     return side
 
 
-def ours_sharded(module: nn.Module, x: Tensor, group: Group) -> tuple[Callable[[], None], Optimizer]:
+def ours_sharded(module: nn.Module, x: Tensor, group: Group) -> Made:
     """A step with `zero_stage=3`."""
     optimizer = AdamW(module.parameters())
     parameters = dict(module.named_parameters())
@@ -77,36 +88,68 @@ def ours_sharded(module: nn.Module, x: Tensor, group: Group) -> tuple[Callable[[
         reducer.reduce()
         optimizer.step()
 
-    return step, optimizer
+    return step, [optimizer]
 
 
-def plain(module: nn.Module, x: Tensor, group: Group) -> tuple[Callable[[], None], Optimizer]:
+def plain(module: nn.Module, x: Tensor, group: Group) -> Made:
     """A step of DistributedDataParallel."""
-    optimizer = AdamW(module.parameters())
-    return stepper(DistributedDataParallel(module), x, optimizer, lambda: None), optimizer
+    return stepper(DistributedDataParallel(module), x, [AdamW(module.parameters())], lambda: None)
 
 
-def redundancy(module: nn.Module, x: Tensor, group: Group) -> tuple[Callable[[], None], Optimizer]:
+def redundancy(module: nn.Module, x: Tensor, group: Group) -> Made:
     """The same with ZeroRedundancyOptimizer, as stage 1."""
     optimizer = ZeroRedundancyOptimizer(module.parameters(), AdamW)
-    return stepper(DistributedDataParallel(module), x, optimizer, lambda: None), optimizer.optim
+    step, _ = stepper(DistributedDataParallel(module), x, [optimizer], lambda: None)
+    return step, [optimizer.optim]
+
+
+def with_muon(module: nn.Module) -> list[Optimizer]:
+    """Muon for the matrices, AdamW for other parameters."""
+    matrices = [parameter for parameter in module.parameters() if parameter.dim() == 2]
+    others = [parameter for parameter in module.parameters() if parameter.dim() != 2]
+    return [torch.optim.Muon(matrices), AdamW(others)]
+
+
+def plain_muon(module: nn.Module, x: Tensor, group: Group) -> Made:
+    """A step of DistributedDataParallel."""
+    return stepper(DistributedDataParallel(module), x, with_muon(module), lambda: None)
+
+
+def owned_muon(stage: int) -> Side:
+    """A step with a `zero_stage`, in which each rank steps on the matrices that it owns."""
+
+    def side(module: nn.Module, x: Tensor, group: Group) -> Made:
+        parameters, groups = dict(module.named_parameters()), replicas()
+        muon, other = with_muon(module)
+        slices = ParameterSlices(parameters, groups.data_parallel)
+        TensorOwners(module, groups, slices).take(muon, Patches(), in_turns=True)
+        slices.divide(other, Patches())
+        reducer = ScatteringReducer(parameters, slices) if stage == 2 else GradientReducer(parameters, group)
+        return stepper(module, x, [muon, other], reducer.reduce)
+
+    return side
+
+
+@functools.cache
+def replicas() -> MeshGroups:
+    """Groups of a mesh with one axis."""
+    return MeshGroups(Mesh(data_parallel=dist.get_world_size()))
 
 
 def sharded(gathers_again: bool) -> Side:
     """A step of FSDP2 that gathers parameters once, as stage 2, or again in backward, as stage 3."""
 
-    def side(module: nn.Module, x: Tensor, group: Group) -> tuple[Callable[[], None], Optimizer]:
+    def side(module: nn.Module, x: Tensor, group: Group) -> Made:
         mesh = dist.init_device_mesh("cpu", (group.size,))
         for layer in next((child for child in module.modules() if isinstance(child, nn.ModuleList)), module).children():
             fully_shard(layer, mesh=mesh, reshard_after_forward=gathers_again)
         fully_shard(module, mesh=mesh, reshard_after_forward=gathers_again)
-        optimizer = AdamW(module.parameters())
-        return stepper(module, x, optimizer, lambda: None), optimizer
+        return stepper(module, x, [AdamW(module.parameters())], lambda: None)
 
     return side
 
 
-SIDES: dict[str, Side] = {
+WITH_ADAM: dict[str, Side] = {
     "DDP": plain,
     "zero_stage=0": ours(0),
     "zero_stage=1": ours(1),
@@ -115,12 +158,20 @@ SIDES: dict[str, Side] = {
     "FSDP2, gathered once": sharded(False),
     "zero_stage=3": ours_sharded,
     "FSDP2, gathered twice": sharded(True),
+    "cpu_offload": ours(0, offloads=True),
+    "zero_stage=1, cpu_offload": ours(1, offloads=True),
+}
+WITH_MUON: dict[str, Side] = {
+    "DDP, Muon": plain_muon,
+    "zero_stage=1, Muon": owned_muon(1),
+    "zero_stage=2, Muon": owned_muon(2),
 }
 
 
-def state_bytes(optimizer: Optimizer) -> int:
-    """Bytes of an optimizer's state on this rank."""
-    values = [value for state in optimizer.state.values() for value in state.values() if isinstance(value, Tensor)]
+def state_bytes(optimizers: Sequence[Optimizer]) -> int:
+    """Bytes of the state of optimizers on this rank."""
+    states = [state for optimizer in optimizers for state in optimizer.state.values()]
+    values = [value for state in states for value in state.values() if isinstance(value, Tensor)]
     return sum((value.to_local() if isinstance(value, DTensor) else value).nbytes for value in values)
 
 
@@ -137,14 +188,14 @@ def timed(steps: list[Callable[[], None]], rounds: int) -> list[list[float]]:
     return [side[STEPS:] for side in times]  # the first round is for warming up
 
 
-def measure(build: Build, group: Group, rounds: int) -> list[tuple[float, int, int]]:
+def measure(sides: Sequence[Side], build: Build, group: Group, rounds: int) -> list[tuple[float, int, int]]:
     """Median seconds, bytes of state and most bytes alive, by side."""
     steps, optimizers, peaks = [], [], []
-    for side in SIDES.values():
+    for side in sides:
         torch.manual_seed(0)
-        step, optimizer = side(*build(), group)
+        step, made = side(*build(), group)
         steps.append(step)
-        optimizers.append(optimizer)
+        optimizers.append(made)
         torch.manual_seed(0)
         module, x = build()
         with LiveBytes() as live:
@@ -158,10 +209,13 @@ def measure(build: Build, group: Group, rounds: int) -> list[tuple[float, int, i
 
 def report(name: str, build: Build, group: Group, rounds: int) -> None:
     """Measure a model, and print a row for each side on the first rank."""
-    found = measure(build, group, rounds)
-    for side, numbers in zip(SIDES, found) if group.rank == 0 else ():
-        ratios = "".join(f"{number / base:10.2f}" for number, base in zip(numbers, found[0]))
-        print(f"{name:36}{side:26}{ratios}", flush=True)
+    # Muon is as new as torch 2.9. It multiplies in bf16, which takes seconds for larger matrices on most processors.
+    has_muon = hasattr(torch.optim, "Muon") and all(each.numel() <= MOST_FOR_MUON for each in build()[0].parameters())
+    for sides in (WITH_ADAM, WITH_MUON) if has_muon else (WITH_ADAM,):
+        found = measure([*sides.values()], build, group, rounds)
+        for side, numbers in zip(sides, found) if group.rank == 0 else ():
+            ratios = "".join(f"{number / base:10.2f}" for number, base in zip(numbers, found[0]))
+            print(f"{name:36}{side:26}{ratios}", flush=True)
 
 
 if __name__ == "__main__":
