@@ -10,14 +10,17 @@ from pathlib import Path
 
 import pytest
 import torch
+from lightning.pytorch import LightningModule
 from lightning.pytorch.plugins import MixedPrecision
 from torch import nn
 from torch.optim import SGD, Adagrad, AdamW
 
 from lightning_parallel import LAMB, HybridParallelStrategy, LocalSGDStrategy, PowerSGD, comm
+from lightning_parallel.callbacks.monitors.communication import bus_factor
 from lightning_parallel.compat import patched
 from lightning_parallel.data_parallel import AbsentParameter
 from lightning_parallel.strategies.ranks import order
+from lightning_parallel.tracing import Recorder, activate
 from tests.harness import distributed
 from tests.strategies.models import Net, loader, trainer_for
 from tests.strategies.test_lifecycle import TakingNorms
@@ -610,3 +613,45 @@ def test_evaluation_before_a_fit_holds_slices(group):
         assert all(isinstance(p, AbsentParameter) for p in module.parameters()), name
     torch.testing.assert_close(module.outs, alone.outs, rtol=1e-10, atol=1e-12)
     assert len(module.outs) == 3 * (len(batches) + 1)
+
+
+class Layers(LightningModule):
+    """Eight equal layers and nothing else; notes the bytes that were sent, and held between steps, at each batch."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(5)
+        self.layers = nn.Sequential(*(nn.Sequential(nn.Linear(64, 256), nn.Linear(256, 64)) for _ in range(8)))
+        self.recorder, self.sent, self.held = Recorder(), [], set()
+
+    def training_step(self, batch, index):
+        return self.layers(batch).square().mean()
+
+    def on_train_batch_start(self, batch, index):
+        calls = [span for span in self.recorder.spans if span.category == "communication" and span.bytes is not None]
+        self.sent.append(sum(call.bytes * bus_factor(call.op, 2) for call in calls))
+        kept = [self.trainer.strategy.run.slices.kept(p).untyped_storage() for p in self.parameters()]
+        self.held.add(sum({each.data_ptr(): each.nbytes() for each in kept}.values()))
+
+    def configure_optimizers(self):
+        return SGD(self.parameters(), lr=0.1)
+
+
+@distributed(world_size=2)
+def test_stage_3_sends_and_holds_no_more_than_it_must(group):
+    os.environ.update(LOCAL_RANK=str(group.rank), NODE_RANK="0", WORLD_SIZE="2")
+    sent = {}
+    for stage in (1, 2, 3):
+        module = Layers()
+        with activate(module.recorder):
+            trainer = trainer_for(HybridParallelStrategy(zero_stage=stage, gather_after_fit="off"), 2, max_steps=4)
+            trainer.fit(module, torch.utils.data.DataLoader(torch.randn(16, 64), batch_size=2))
+        sent[stage] = module.sent[3] - module.sent[2]
+    total = sum(p.nbytes for p in module.parameters())
+    # A reduce-scatter and two all-gathers. The last layer of the forward pass stays for the backward pass.
+    assert sent[1] == pytest.approx(1.5 * total, rel=0.01)
+    assert 1.4 * sent[2] < sent[3] < 1.5 * sent[2]
+    held, layer = max(module.held), total / 8
+    assert held <= 1.01 * total / 2
+    assert layer < trainer.strategy.run.slices.traffic.peak
+    assert held + trainer.strategy.run.slices.traffic.peak <= total / 2 + 2 * layer + 0.05 * total
