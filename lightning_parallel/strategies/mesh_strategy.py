@@ -490,12 +490,13 @@ class MeshStrategy(MeshProcesses):
             run.slices.stays_for_step = self.reshard == "step" or (self.reshard == "auto" and is_repeated)
         if run.slices is not None:
             follow_other_steps(run.slices, self.groups.world, self._patches)
-        run.owners = TensorOwners(self.module, self.groups, run.slices)
         if self.steps_on_host:
             parameters = dict(self.module.named_parameters())
             # Without ZeRO each rank steps on all its parameters, which are one slice each.
             run.host_slices = run.slices or ParameterSlices(parameters, Group.alone(DATA))
             run.host_slices.offload(self.root_device)
+        host = None if run.host_slices is None else run.host_slices.host
+        run.owners = TensorOwners(self.module, self.groups, run.slices, host)
         self._take_optimizers()
         run.reducer = self.make_reducer()
         if self.compression is not None and run.compression is not None:

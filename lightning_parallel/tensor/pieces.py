@@ -152,7 +152,9 @@ class _Family:
 
     def join_data(self, part: Tensor, dim: int) -> Tensor:
         """Return the full tensor outside autograd's graph; every rank of the group must call it."""
-        full = comm.all_gather(part, self.group, dim, self.extents).contiguous()
+        # The state of an optimizer may be in host memory, and a group may communicate tensors of devices only.
+        sent = part.to(self.group.host_device) if part.device.type == "cpu" else part
+        full = comm.all_gather(sent, self.group, dim, self.extents).contiguous().to(part.device)
         return full if self.packing is None else self._packed(full, dim)
 
     def _packed(self, full: Tensor, dim: int) -> Tensor:

@@ -15,6 +15,7 @@ from torch.optim import Optimizer
 
 from lightning_parallel import HybridParallelStrategy, LocalSGDStrategy, PowerSGD, comm
 from lightning_parallel.compat import patched
+from lightning_parallel.data_parallel.host_steps import HostSteps
 from lightning_parallel.planner.rank_memory import optimizer_copies
 from lightning_parallel.strategies.optimizers import owners
 from lightning_parallel.tensor.sharding import Shard
@@ -206,6 +207,27 @@ def test_it_trains_like_one_process_on_two_ranks(layout):
 @distributed(world_size=4)
 def test_it_trains_like_one_process_on_four_ranks(layout):
     expect_the_weights_of_one_process(layout)
+
+
+@pytest.mark.parametrize("layout", ["tensor 2", "stage 1", "stage 3"])
+@distributed(world_size=2)
+def test_owners_step_in_host_memory(group, layout):
+    path = Path(comm.broadcast_object(tempfile.mkdtemp(), group)) / "host.ckpt"
+    more = {"verify": "always", "cpu_offload": ("optimizer",)}
+    stepped = []
+    real = HostSteps.turns
+
+    def noted(self, optimizer, parameters):
+        stepped.append(len(parameters))
+        return real(self, optimizer, parameters)
+
+    with patched(HostSteps, "turns", noted):
+        run(layout, Varied("adafactor"), more, max_epochs=1).save_checkpoint(path)
+        module = Varied("adafactor")
+        run(layout, module, more, ckpt_path=path)
+    expect_same(module, on_one_process("adafactor"), layout)
+    # Several turns in each step.
+    assert sum(map(bool, stepped)) > 16
 
 
 @distributed(world_size=2)

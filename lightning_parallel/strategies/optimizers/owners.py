@@ -31,7 +31,7 @@ from lightning_parallel.comm import Group, MeshGroups, Pending, fill_buckets
 from lightning_parallel.compat import ParallelState, Patches
 from lightning_parallel.data_parallel import ParameterSlices
 from lightning_parallel.data_parallel.bucketed_reducer import BUCKET_BYTES
-from lightning_parallel.data_parallel.host_steps import only_parameters, put_data
+from lightning_parallel.data_parallel.host_steps import HostSteps, only_parameters, put_data
 from lightning_parallel.data_parallel.parameter_slices import MOST_IN_FLIGHT, wrap_step
 from lightning_parallel.tensor.sharding import REPLICATED, Shard
 
@@ -80,16 +80,20 @@ class TensorOwners:
         module: The module, of which this rank holds a part.
         groups: The mesh's groups.
         slices: The slices of the replicas; None without ZeRO.
+        host: Runs the steps in host memory; None on the device.
 
     Attributes:
         of: The owner of each shared parameter, by optimizer. Only the owner has state for it.
     """
 
-    def __init__(self, module: nn.Module, groups: MeshGroups, slices: ParameterSlices | None) -> None:
+    def __init__(
+        self, module: nn.Module, groups: MeshGroups, slices: ParameterSlices | None, host: HostSteps | None = None
+    ) -> None:
         self._module = module
         self._tensor = groups.tensor_parallel
         self._replicas = groups.data_parallel
         self._slices = slices
+        self._host = host
         self._rules: dict[Tensor, Shard] = {}
         self._numel: dict[Tensor, int] = {}
         self._in_turns: set[Optimizer] = set()
@@ -251,7 +255,7 @@ class TensorOwners:
         shards = {each: kept[each][0] for each in batch if each not in slices.data}
         mine = yield from self._collect(batch, slices, kept, shards)
         with only_parameters(optimizer, mine, self.of[optimizer].keys() if is_first else None):
-            yield True
+            yield from self._calls(optimizer)
         updated = {parameter: parameter.data for parameter in mine}
         for parameter, data in updated.items():
             # A step may give a parameter new memory.
@@ -267,6 +271,15 @@ class TensorOwners:
             is_delivered = self._deliver_slices(batch, shards, kept)
             yield False
             is_delivered()
+
+    def _calls(self, optimizer: Optimizer) -> Iterator[bool]:
+        """Yield True for each call of the step on the parameters that are left in the groups of the optimizer."""
+        if self._host is None:
+            yield True
+            return
+        present = [each for group in optimizer.param_groups for each in group["params"] if each.grad is not None]
+        for _ in self._host.turns(optimizer, present):
+            yield True
 
     def _collect(
         self,

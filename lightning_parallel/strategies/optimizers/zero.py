@@ -315,7 +315,7 @@ def check_on_host(needs: Mapping[Optimizer, Needs]) -> None:
         needs: The needs of each optimizer.
 
     Raises:
-        ValueError: If an optimizer needs full tensors, several evaluations of its closure, or CUDA graphs.
+        ValueError: If an optimizer needs the full model, several evaluations of its closure, or CUDA graphs.
     """
     for optimizer, need in needs.items():
         name = type(optimizer).__name__
@@ -325,10 +325,11 @@ def check_on_host(needs: Mapping[Optimizer, Needs]) -> None:
                 " device, but `cpu_offload` steps in host memory. Use an optimizer with one evaluation (SGD, Adam,"
                 " AdamW, ...), or leave out 'optimizer'"
             )
-        if need is not Needs.PARTS:
+        if need is Needs.MODEL:
             raise ValueError(
-                f"`{name}` computes with full tensors, which ranks gather on their devices, but `cpu_offload` steps in"
-                " host memory. Use an elementwise optimizer (SGD, Adam, AdamW, ...), or leave out 'optimizer'"
+                f"`{name}` computes with all full tensors at once, which ranks gather on their devices, but"
+                " `cpu_offload` steps in host memory. Use an optimizer that updates each tensor by itself (AdamW, Muon,"
+                " Adafactor, ...), or leave out 'optimizer'"
             )
         if any(group.get("capturable") for group in optimizer.param_groups):
             raise ValueError(f"`{name}` must have capturable=False with `cpu_offload`: it steps in host memory")
