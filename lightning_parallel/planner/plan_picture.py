@@ -13,7 +13,7 @@ from lightning_parallel.tracing.spans import bytes_text, count_text, seconds_tex
 
 __all__ = ["draw_plan", "plan_page"]
 
-_WIDTH, _MARGIN, _LABEL, _GAP, _ROW, _BAR, _FIGURE = 1360.0, 28.0, 290.0, 40.0, 40.0, 20.0, 80.0
+_WIDTH, _MARGIN, _LABEL, _GAP, _ROW, _BAR, _FIGURE = 1440.0, 28.0, 372.0, 40.0, 40.0, 20.0, 80.0
 _LETTER = 6.6  # width of a letter in the legend, in wide fonts
 _MOST_LIMITS = 2.5  # where longer bars end, so that layouts that fit can be told apart
 _LIMIT = "#d6336c"
@@ -110,7 +110,7 @@ def _label(svg: Element, layout: Layout, y: float) -> None:
     staged = layout.mesh.pipeline_parallel > 1
     schedule = f"{layout.schedule}{chunks}, m={layout.microbatches} · " if staged else ""
     divided = f"ZeRO {layout.zero_stage} · " if layout.zero_stage else ""
-    divided += f"recomputes ({layout.recomputation}) · " if layout.recomputation != "off" else ""
+    divided += f"{layout.recomputation} · " if layout.recomputation != "off" else ""
     svg_text(svg, _MARGIN, y + 25, f"{schedule}{divided}{count_text(layout.samples_per_s)} samples/s", 11, MUTED)
 
 

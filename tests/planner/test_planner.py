@@ -714,8 +714,8 @@ def test_the_legend_stays_in_its_half_of_the_picture():
     places = [(float(text.get("x")), float(text.get("y")), text.text) for text in small]
     legend = [(x, y, name) for x, y, name in places if 95 < y < 140]
     assert {name for _, _, name in legend} >= {"parameters", "buckets", "gradient reduction", "waiting for cores"}
-    halves = [[entry for entry in legend if (entry[0] > 800) == right] for right in (False, True)]
-    for half, end in zip(halves, (800, 1320 - 28)):
+    halves = [[entry for entry in legend if (entry[0] > 905) == right] for right in (False, True)]
+    for half, end in zip(halves, (905, 1440 - 28)):
         for (x, y, name), (x2, y2, _) in pairwise([*half, (end, half[-1][1], "")]):
             assert x + 6.6 * len(name) <= (x2 if y2 == y else end), name
     assert len({y for _, y, _ in halves[1]}) == 2
