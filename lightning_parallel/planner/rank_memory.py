@@ -86,7 +86,7 @@ class Held:
 
 @dataclass(frozen=True)
 class RankMemory:
-    """Bytes of a rank, by kind; the fields are the kinds.
+    """Bytes of a rank, by kind: the fields but `overlap`.
 
     Attributes:
         parameters: Trained and frozen parameters.
@@ -97,6 +97,8 @@ class RankMemory:
         buckets: Gradients on their way between replicas.
         reserved: Memory of the device's runtime and its communicators.
         host: Tensors in host memory, with `cpu_offload`; not part of `total`.
+        overlap: Bytes that two kinds hold one after the other: the buckets of gradients travel when backward has freed
+            activations.
     """
 
     parameters: float = 0.0
@@ -107,6 +109,7 @@ class RankMemory:
     buckets: float = 0.0
     reserved: float = 0.0
     host: float = 0.0
+    overlap: float = 0.0
 
     @classmethod
     def of(
@@ -149,6 +152,10 @@ class RankMemory:
             if zero_stage >= 2 and not accumulates:
                 # Sending frees the full gradients bucket by bucket. In the end only slices remain.
                 gradients = max(min(held.trained_bytes, BUCKET_BYTES), held.trained_bytes / replicas)
+        # All activations exist at the end of forward, beside earlier gradients; all buckets exist at the end of
+        # backward. The step frees gradients of stage 2 and 3, so forward begins without any.
+        is_freed = zero_stage >= 2 and replicas > 1 and not accumulates
+        overlap = min(activations + logits, buckets + (gradients if is_freed else 0))
         parameters: float = held.parameter_bytes
         if zero_stage == 3 and replicas > 1:
             parameters /= replicas
@@ -159,16 +166,25 @@ class RankMemory:
             # Beside the state, the host has copies of the trained parameters and gradients on which it steps.
             host += optimizer + 2 * held.trained_bytes / (replicas if zero_stage > 0 else 1)
             optimizer = 0.0
-        return cls(parameters, gradients, optimizer, activations, logits, buckets, reserved, host)
+        return cls(parameters, gradients, optimizer, activations, logits, buckets, reserved, host, overlap)
 
     @property
     def total(self) -> float:
-        """The bytes on the device."""
+        """The most bytes on the device at once."""
         return sum(self.by_kind().values()) - self.host
 
+    def most_by_kind(self) -> dict[str, float]:
+        """Return the most bytes of each kind, by its name."""
+        return {field.name: getattr(self, field.name) for field in fields(self) if field.name != "overlap"}
+
     def by_kind(self) -> dict[str, float]:
-        """Return the bytes by the names of the kinds."""
-        return {field.name: getattr(self, field.name) for field in fields(self)}
+        """Return the bytes that add up to the total, by kind: buckets and gradients without the overlap."""
+        found = self.most_by_kind()
+        found["buckets"] -= self.overlap
+        if found["buckets"] < 0:
+            found["gradients"] += found["buckets"]
+            found["buckets"] = 0.0
+        return found
 
 
 def planned_memory(

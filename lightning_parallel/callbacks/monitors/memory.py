@@ -375,7 +375,9 @@ def _predicted(trainer: Trainer, module: LightningModule) -> dict[str, int] | No
         zero_stage=strategy.zero_stage,
         offloads=strategy.steps_on_host,
     )
-    sizes = {"activations_peak" if key == "activations" else key: int(size) for key, size in memory.by_kind().items()}
+    sizes = {
+        "activations_peak" if key == "activations" else key: int(size) for key, size in memory.most_by_kind().items()
+    }
     return {key: size for key, size in sizes.items() if size}
 
 
