@@ -13,6 +13,7 @@ from torch.utils.data import DataLoader
 
 from lightning_parallel import HybridParallelStrategy, MemoryProfiler
 from lightning_parallel.mesh import Mesh
+from lightning_parallel.pipeline import analysis
 from lightning_parallel.pipeline.engine import PipelineEngine
 from lightning_parallel.planner.layouts import LayoutSearch
 from lightning_parallel.planner.rank_memory import optimizer_copies, planned_memory
@@ -74,31 +75,52 @@ class Watch(MemoryProfiler):
 
 
 DATA, PIPELINE, TENSOR = (2, 1, 1), (1, 2, 1), (1, 1, 2)
-TWO = [(DATA, zero_stage, ()) for zero_stage in range(4)] + [
-    (PIPELINE, 0, ()),
-    (TENSOR, 0, ()),
-    (DATA, 0, ("optimizer",)),
-    (DATA, 3, ("optimizer",)),
-    (PIPELINE, 0, ("optimizer",)),
+TWO = [
+    *((DATA, zero_stage, "off", ()) for zero_stage in range(4)),
+    (PIPELINE, 0, "off", ()),
+    (TENSOR, 0, "off", ()),
+    (DATA, 0, "off", ("optimizer",)),
+    (DATA, 3, "off", ("optimizer",)),
+    (DATA, 0, "full", ()),
+    (DATA, 3, "full", ()),
+    (DATA, 2, "selective", ()),
+    (PIPELINE, 0, "full", ("optimizer",)),
+    (TENSOR, 0, "selective", ()),
 ]
-FOUR = [((2, 1, 2), 3, ()), ((2, 2, 1), 0, ()), ((2, 2, 1), 2, ()), ((1, 2, 2), 0, ())]
+FOUR = [
+    ((2, 1, 2), 3, "off", ()),
+    ((2, 2, 1), 0, "off", ()),
+    ((2, 2, 1), 2, "full", ()),
+    ((1, 2, 2), 0, "selective", ()),
+]
 
 
-def ratios(group, shape, zero_stage, offload):
-    """Train; return what the planner and the stage table predict, over the most bytes alive; and that of the host."""
-    sizes = dict(zip(("data_parallel_size", "pipeline_parallel_size", "tensor_parallel_size"), shape))
+def ratios(group, shape, zero_stage, recomputation, offload):
+    """Train; return the predictions of the planner and the stage table over the most bytes alive; and of the host."""
     mesh = Mesh(*shape)
     staged = mesh.pipeline_parallel > 1
-    options = {"num_microbatches": 4, "schedule": "1f1b"} if staged else {}
-    strategy = HybridParallelStrategy(zero_stage=zero_stage, cpu_offload=offload, **sizes, **options)
     batches = torch.zeros(STEPS * SAMPLES * mesh.data_parallel, TOKENS, dtype=torch.long)
-    with importlib.import_module("sleeping").LiveBytes() as live:
+    only = {"schedules": ["1f1b"], "microbatches": [4]} if staged else {}
+    search = LayoutSearch(
+        Rehearsal(Model(), batches[:SAMPLES], cluster()),
+        copies=4.0,
+        zero_stages=(zero_stage,),
+        offloads=bool(offload),
+        recomputation=recomputation,
+        **only,
+    )
+    layout = search.best(mesh)
+    planned = layout.memories[mesh.coordinate(group.rank).pipeline_parallel]
+    sizes = dict(zip(("data_parallel_size", "pipeline_parallel_size", "tensor_parallel_size"), shape))
+    options = {"num_microbatches": 4, "schedule": "1f1b"} if staged else {}
+    strategy = HybridParallelStrategy(
+        zero_stage=zero_stage, cpu_offload=offload, activation_checkpointing=recomputation, **sizes, **options
+    )
+    with pytest.MonkeyPatch.context() as patch, importlib.import_module("sleeping").LiveBytes() as live:
+        # Measured seconds would decide the cut of the run.
+        patch.setattr(analysis, "cut_layers", lambda *_, **__: layout.layers_per_stage)
         watch = Watch(live)
         trainer_for(strategy, group.size, max_epochs=1, callbacks=[watch]).fit(Model(), DataLoader(batches, SAMPLES))
-    only = {"schedules": ["1f1b"], "microbatches": [4]} if staged else {}
-    rehearsal = Rehearsal(Model(), batches[:SAMPLES], cluster())
-    search = LayoutSearch(rehearsal, 4.0, zero_stages=(zero_stage,), offloads=bool(offload), **only)
-    planned = search.best(mesh).memories[mesh.coordinate(group.rank).pipeline_parallel]
     found = [memory.total / watch.peak for memory in (planned, watch.table) if memory is not None]
     return [*found, planned.host / watch.host] if offload else found
 
