@@ -31,6 +31,9 @@ STRATEGIES = {
     "virtual": lambda: PipelineParallelStrategy(num_microbatches=2, schedule="interleaved_1f1b", virtual_stages=2),
     "split": lambda: PipelineParallelStrategy(num_microbatches=2, schedule="zb_h1"),
     "hybrid": HybridParallelStrategy,
+    "offload": lambda: HybridParallelStrategy(
+        activation_checkpointing="full", cpu_offload=("optimizer", "activations")
+    ),
     "ddp": lambda: CompressedDDPStrategy(Dense()),
 }
 COMPRESSORS = [Cast("bf16"), Quantize(8), Sign(), TopK(0.1), RandomK(0.1), BlockTopK(0.1), PowerSGD(2)]
@@ -79,7 +82,8 @@ def fit(strategy, device, precision="32-true", callbacks=(), module=None):
 def test_full_precision_is_bit_for_bit_that_of_one_process(name, device):
     _, expected = fit("auto", device)
     _, found = fit(STRATEGIES[name](), device)
-    exact = name not in ("virtual", "split")  # sums over microbatches
+    # Sums over microbatches, and steps on another processor, round differently.
+    exact = name not in ("virtual", "split") and (name, device) != ("offload", "cuda")
     for key, value in expected.items():
         torch.testing.assert_close(found[key], value, rtol=0 if exact else 1e-5, atol=0 if exact else 1e-6, msg=key)
 
