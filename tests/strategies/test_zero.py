@@ -655,3 +655,31 @@ def test_stage_3_sends_and_holds_no_more_than_it_must(group):
     assert held <= 1.01 * total / 2
     assert layer < trainer.strategy.run.slices.traffic.peak
     assert held + trainer.strategy.run.slices.traffic.peak <= total / 2 + 2 * layer + 0.05 * total
+
+
+class Compiled(Deep):
+    """Compiles its blocks as one module, or each block."""
+
+    def __init__(self, how):
+        super().__init__()
+        if how == "module":
+            self.body = torch.compile(nn.Sequential(*self.blocks), backend="eager")
+        elif how == "blocks":
+            for block in self.blocks:
+                block.compile(backend="eager")
+
+    def forward(self, x):
+        return self.head(self.body(self.embed(x))) if hasattr(self, "body") else super().forward(x)
+
+
+@distributed(world_size=2)
+def test_compiled_code_computes_with_absent_parameters(group):
+    expected = Compiled("not")
+    fit(expected, "auto", 1, max_epochs=1)
+    for how in ("module", "blocks"):
+        torch.compiler.reset()
+        found = Compiled(how)
+        fit(found, HybridParallelStrategy(zero_stage=3), 2, 2, max_epochs=1)
+        state = {name.replace("_orig_mod.", ""): value for name, value in found.state_dict().items()}
+        for name, value in expected.state_dict().items():
+            torch.testing.assert_close(state[name], value, rtol=1e-10, atol=1e-12, msg=f"{how}: {name}")
