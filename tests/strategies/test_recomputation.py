@@ -197,11 +197,15 @@ def train_within(limit, layout):
 def test_auto_computes_as_few_layers_again_as_fit(group, layout):
     with pytest.raises(MemoryLimitError, match="gradients and optimizer alone") as held:
         train_within(1.0, layout)
-    with pytest.raises(MemoryLimitError, match="with all repeated layers computed again") as least:
-        train_within(held.value.least_bytes + 1, layout)
-    module, _ = train_within(1.05 * least.value.least_bytes, layout)
+    least = held.value.least_bytes + 1
+    if layout == "tensor":  # replicas have room, because the buckets of gradients travel later than activations exist
+        with pytest.raises(MemoryLimitError, match="with all repeated layers computed again") as error:
+            train_within(least, layout)
+        least = 1.05 * error.value.least_bytes
+    module, _ = train_within(least, layout)
     assert_equal(module, on_one_process())
-    assert 0 < module.runs_again <= module.runs - module.runs_again
+    assert module.runs_again <= module.runs - module.runs_again
+    assert module.runs_again > 0 or layout != "tensor"
     module, _ = train(Model(), layout, "auto")
     assert module.runs_again == 0
 

@@ -68,9 +68,11 @@ def layers_within_limit(
         limit_bytes = memory_here(device, trainer.strategy.num_processes)  # type: ignore[attr-defined]
     accumulates = (trainer.accumulate_grad_batches or 1) > 1
     sizes = {"accumulates": accumulates, "replicas": replicas, "zero_stage": zero_stage, "offloads": offloads}
-    held = RankMemory.of(Held.of(module.parameters()), state_copies(module), **sizes)  # type: ignore[arg-type]
+    memory = partial(RankMemory.of, Held.of(module.parameters()), state_copies(module), **sizes)  # type: ignore[arg-type]
+    # Buckets travel when backward has freed activations, so beside activations there is less than without.
+    found = memory().total, memory(activations=limit_bytes).total - limit_bytes
     # All ranks raise, because each holds other parameters.
-    most = max(comm.all_gather_object(held.total, world))
+    most, beside = map(max, zip(*comm.all_gather_object(found, world)))
     if most >= limit_bytes:
         raise MemoryLimitError(
             f"A rank must stay within {bytes_text(limit_bytes)}; got {bytes_text(most)} for parameters, gradients and"
@@ -80,7 +82,7 @@ def layers_within_limit(
         )
     planned = partial(analyze, module, 1, num_microbatches=1, example=example, trace=trace, layers=layers)
     with comm.failing_together(world), side_effects_discarded(module), changes_undone(module):
-        room = limit_bytes - most
+        room = limit_bytes - beside
         try:
             plan = planned(
                 memory_limit_bytes=room,
@@ -96,7 +98,7 @@ def layers_within_limit(
                 f" {bytes_text(limit_bytes)}; got {bytes_text(error.least_bytes)} with all repeated layers computed"
                 " again. Use smaller batches with `accumulate_grad_batches`, a higher `zero_stage`, or more ranks in"
                 " tensor and pipeline parallelism",
-                most + error.least_bytes,
+                max(most, beside + error.least_bytes),
             ) from error
     return dict(plan.recomputed)
 
