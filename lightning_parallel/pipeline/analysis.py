@@ -183,7 +183,8 @@ class _Analysis:
                 plan = self._plan_with(all_layers, stack, use, link, option)
                 self._check_limit(plan, limit)
             except MemoryLimitError as error:
-                failure = error
+                if failure is None or error.least_bytes < failure.least_bytes:
+                    failure = error
                 continue
             plan = self._with_cheaper_options(plan, stack, costs, option, limit)
             step_s = simulate(plan.schedule, plan.stage_costs, plan.link).makespan_s
@@ -200,9 +201,10 @@ class _Analysis:
         most = max(plan.peak_bytes(rank) for rank in range(self.num_ranks))
         if most > limit:
             raise MemoryLimitError(
-                f"Each rank must stay within {bytes_text(limit)}; got {bytes_text(most)} with"
-                f" {len(plan.recomputed)} of {len(set(plan.layers))} layers computed again. Use more stages, or smaller"
-                " microbatches",
+                f"Each rank must stay within {bytes_text(limit)}; got {bytes_text(most)},"
+                f" {bytes_text(most - limit)} more, with {len(plan.recomputed)} of {len(set(plan.layers))} layers"
+                " computed again. Use more stages, smaller microbatches, or a schedule that holds fewer activations,"
+                " such as `1f1b`",
                 most,
             )
 
@@ -281,20 +283,30 @@ class _Analysis:
         )
 
     def _costs(self, stack: LayerStack, use: ModuleUse, recomputation: str | int) -> Costs:
-        is_needed = self.balance == "measured" or callable(self.schedule) or self.recomputation == "auto"
+        is_auto = self.recomputation == "auto"
+        is_needed = self.balance == "measured" or callable(self.schedule) or is_auto
+        failure: Exception | None = None
+        costs = count_parameters(self.module, stack, use.parameters, self.copies)
         if self.example is not None and (is_needed or self.balance == "auto"):
-            costs = measure(self.module, stack, use.parameters, *self.example, self.device, self.copies, recomputation)
+            args = self.module, stack, use.parameters, *self.example, self.device, self.copies, recomputation
+            try:
+                costs = measure(*args, is_needed=is_auto)
+            except ValueError as error:
+                failure = error  # the other ranks wait for costs
             if self.offloads_inputs:
                 costs = costs.mapped(Cost.offloaded)
             if self.sync_group is not None:
                 # Measured times differ from rank to rank, but all ranks must split at the same points.
                 costs = comm.broadcast_object(costs, self.sync_group)
-        else:
-            costs = count_parameters(self.module, stack, use.parameters, self.copies)
+        if is_auto and not costs.are_measured:
+            raise ValueError(
+                "activation_checkpointing='auto' runs the layers by themselves on the first batch, to measure them; got"
+                f" {failure or 'no batch'}. Set activation_checkpointing='selective' or 'full'"
+            ) from failure
         if is_needed and not costs.are_measured:
             raise ValueError(
-                "A measured balance, schedule or recomputation needs an example batch that the layers can run; use"
-                " balance='parameters', name a schedule, and set `activation_checkpointing` to 'full'"
+                "A measured balance or schedule needs an example batch that the layers can run; use"
+                " balance='parameters' and name a schedule"
             )
         return costs
 

@@ -76,6 +76,7 @@ def measure(
     device: torch.device,
     copies: float = STATE_COPIES,
     recomputation: str | int = "off",
+    is_needed: bool = False,
 ) -> Costs:
     """Measure a microbatch, see `measure_step`, and count parameters; only count if the layers cannot be measured.
 
@@ -84,11 +85,14 @@ def measure(
         use: For each parameter, by name, the layers whose stages compute with it.
         microbatch: The input of the step.
         copies: See `count_parameters`.
+        is_needed: Whether to raise the error of layers that cannot be measured.
     """
     held = count_parameters(module, stack, use, copies)
     try:
         costs = measure_step(module, stack, step, microbatch, device, recomputation=recomputation)
     except ValueError as error:
+        if is_needed:
+            raise
         # Random data may take a branch that true data would not. A fault of the step itself shows in the dry run.
         warnings.warn(f"{error}. The split points depend on their numbers of parameters instead", stacklevel=2)
         return held
@@ -360,16 +364,27 @@ class _CostMeter(TruncatedModel):
 
     def layer(self, call: Call) -> Any:
         """Note the kind of each layer."""
-        self.keys[call.layer_index] = (call.site.kind, _shapes((call.args, call.kwargs)))
+        arguments = (call.args, call.kwargs)
+        key = self.keys[call.layer_index] = (call.site.kind, _shapes(arguments))
+        noted = self.noted.get(key)
+        # The first layer of a model without embedding takes the batch, which needs no gradient. Other layers tell more.
+        if (
+            noted is not None
+            and _differentiable(arguments)
+            and not _differentiable((noted.call.args, noted.call.kwargs))
+        ):
+            self.noted[key] = self._note_of(call)
         return super().layer(call)
+
+    def _note_of(self, call: Call) -> _NotedCall:
+        arguments = pytree.tree_map_only(Tensor, cut_off, copy_args((call.args, call.kwargs), {}))
+        # The precision too: the layer runs again after the step, outside the context that sets it.
+        return _NotedCall(call.with_arguments(arguments), autocast_dtype(self.device), torch.get_default_dtype())
 
     def run_layer(self, key: Any, call: Call) -> Any:
         """Note the first call of each kind with its arguments, before the layer may change them."""
         if key not in self.noted:
-            arguments = pytree.tree_map_only(Tensor, cut_off, copy_args((call.args, call.kwargs), {}))
-            # The precision too: the layer runs again after the step, outside the context that sets it.
-            precision = autocast_dtype(self.device), torch.get_default_dtype()
-            self.noted[key] = _NotedCall(call.with_arguments(arguments), *precision)
+            self.noted[key] = self._note_of(call)
         return super().run_layer(key, call)
 
     def layer_costs(self) -> list[Cost]:

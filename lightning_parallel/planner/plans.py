@@ -309,12 +309,12 @@ def _optimizers(value: Any) -> Iterator[Optimizer]:
 
 def _update_s(optimizers: Sequence[Optimizer]) -> tuple[float, float]:
     """Measure an optimizer update here: seconds per byte of trained parameters, and per tensor."""
-    shapes = [value.shape for one in optimizers for group in one.param_groups for value in group["params"]]
+    parameters = [value for one in optimizers for group in one.param_groups for value in group["params"]]
     # Tensors of one element cost only the calls. The rest of the time is proportional to the bytes.
-    full_s = _timed_update(optimizers[0], [torch.zeros(shape) for shape in shapes])
-    small_s = _timed_update(optimizers[0], [torch.zeros(1) for _ in shapes])
-    num_bytes = 4 * sum(shape.numel() for shape in shapes)
-    return max(0.0, full_s - small_s) / max(1, num_bytes), small_s / max(1, len(shapes))
+    full_s = _timed_update(optimizers[0], [torch.zeros(value.shape, dtype=value.dtype) for value in parameters])
+    small_s = _timed_update(optimizers[0], [torch.zeros(1, dtype=value.dtype) for value in parameters])
+    num_bytes = sum(value.nbytes for value in parameters)
+    return max(0.0, full_s - small_s) / max(1, num_bytes), small_s / max(1, len(parameters))
 
 
 def _timed_update(optimizer: Optimizer, tensors: Sequence[torch.Tensor]) -> float:

@@ -329,8 +329,9 @@ def optimizer_copies(optimizers: Sequence[Optimizer]) -> float:
     A copy of the optimizer takes a step on a small parameter to measure its state. If the step fails, the result
     assumes two moments.
     """
-    states = [_state_copies(optimizer) for optimizer in optimizers]
-    return 2 + (max(states) if states else 0.0)
+    sizes = [sum(value.nbytes for group in each.param_groups for value in group["params"]) for each in optimizers]
+    states = sum(size * _state_copies(each) for size, each in zip(sizes, optimizers))
+    return 2 + (states / sum(sizes) if any(sizes) else 0.0)
 
 
 _PROBE_SIZE = 256
@@ -341,7 +342,10 @@ def _state_copies(optimizer: Optimizer) -> float:
     options = optimizer.param_groups[0] if optimizer.param_groups else {"params": []}
     if not options["params"] or _keeps_tensors_elsewhere(optimizer):
         return 2.0
-    parameter = nn.Parameter(torch.zeros(_probe_shape(options["params"]), device=_real(options["params"][0].device)))
+    first = options["params"][0]
+    parameter = nn.Parameter(
+        torch.zeros(_probe_shape(options["params"]), dtype=first.dtype, device=_real(first.device))
+    )
     parameter.grad = torch.ones_like(parameter)
     # A shallow copy keeps the user's options: the arguments of the constructor are unknown. It gets a new state below.
     probe = copy.copy(optimizer)
@@ -356,8 +360,7 @@ def _state_copies(optimizer: Optimizer) -> float:
         return 2.0
     # Without counts of steps, which are small in any model.
     held = [value for value in probe.state[parameter].values() if isinstance(value, Tensor) and value.numel() > 1]
-    # The probe is in single precision.
-    return sum(value.numel() * value.element_size() for value in held) / (parameter.numel() * 4)
+    return sum(value.nbytes for value in held) / parameter.nbytes
 
 
 def _probe_shape(parameters: Sequence[Tensor]) -> list[int]:

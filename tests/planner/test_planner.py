@@ -37,7 +37,7 @@ from lightning_parallel.planner.layouts import LayoutSearch
 from lightning_parallel.planner.plan_picture import draw_plan
 from lightning_parallel.planner.plan_report import layout_yaml, plan_text, strategy_arguments
 from lightning_parallel.planner.plans import optimizers_of, state_copies
-from lightning_parallel.planner.rank_memory import Held, copies_held, planned_memory, state_variants
+from lightning_parallel.planner.rank_memory import Held, copies_held, optimizer_copies, planned_memory, state_variants
 from lightning_parallel.planner.rehearsal import PartCosts, Rehearsal, training_step
 from lightning_parallel.planner.shared_cores import shared_makespan_s
 from lightning_parallel.strategies.auto_parallel import accumulated_batches, first_of_loaders
@@ -231,6 +231,19 @@ def test_adam_holds_sixteen_bytes_for_each_parameter_and_none_of_them_for_frozen
     model.head.requires_grad_(True)
     trained = sum(parameter.numel() for parameter in model.head.parameters())
     assert RankMemory.of(Held.of(model.parameters())).total == 4 * count + 12 * trained
+
+
+@pytest.mark.parametrize("kind", [torch.float64, torch.float32, torch.bfloat16])
+def test_the_state_of_optimizers_counts_by_the_bytes_of_their_parameters(kind):
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float64)
+    try:
+        few, many = (nn.Parameter(torch.zeros(size, 8, dtype=kind)) for size in (2, 6))
+        adam, sgd = torch.optim.Adam([few]), torch.optim.SGD([many], lr=0.1)
+        assert (optimizer_copies([adam]), optimizer_copies([sgd])) == (4, 2)
+        assert optimizer_copies([adam, sgd]) == 2.5
+    finally:
+        torch.set_default_dtype(before)
 
 
 def test_memory_is_what_the_table_of_stages_says(monkeypatch):

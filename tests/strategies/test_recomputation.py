@@ -216,7 +216,7 @@ def test_auto_keeps_each_stage_within_the_limit(group, layout):
     plan = train_within(1e9, layout)[1].strategy.run.engine.plan
     assert not plan.recomputed
     most = max(plan.peak_bytes(rank) for rank in range(2))
-    with pytest.raises(MemoryLimitError, match="4 of 4 layers computed again") as least:
+    with pytest.raises(MemoryLimitError, match="layers computed again") as least:
         train_within(1.0, layout)
     largest = max(parameter.nbytes for parameter in Model().parameters())
     limit = (most + least.value.least_bytes) / 2 + largest

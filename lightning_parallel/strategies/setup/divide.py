@@ -48,7 +48,14 @@ from lightning_parallel.pipeline.p2p import MessageGroups
 from lightning_parallel.pipeline.pipeline_plan import PipelinePlan
 from lightning_parallel.pipeline.plot import choice_table
 from lightning_parallel.pipeline.schedule import SCHEDULES, Kind, Schedule, build_schedule
-from lightning_parallel.pipeline.search import Choice, Costs, Workload, choose_schedule, microbatch_counts
+from lightning_parallel.pipeline.search import (
+    Choice,
+    Costs,
+    MemoryLimitError,
+    Workload,
+    choose_schedule,
+    microbatch_counts,
+)
 from lightning_parallel.pipeline.stage import CutError
 from lightning_parallel.planner.hardware import memory_here
 from lightning_parallel.planner.links import measure_link
@@ -68,6 +75,7 @@ from lightning_parallel.tensor.auto_plan import make_plan
 from lightning_parallel.tensor.head import gathered_heads
 from lightning_parallel.tensor.plan import Sharding, apply_plan
 from lightning_parallel.tensor.plan_table import repeated_work, sharding_table
+from lightning_parallel.tracing.spans import bytes_text
 
 __all__ = [
     "PLAN_FILE",
@@ -453,11 +461,27 @@ def _plan(
         **recomputed,
     )
     traced = None if example is None else (example[0], microbatches[0])
-    plan = planned(example=traced) if module.trainer.training else _plan_for_evaluation(planned, traced)
+    with _spare_told(limit, spare_bytes):
+        plan = planned(example=traced) if module.trainer.training else _plan_for_evaluation(planned, traced)
     # With `auto`, a schedule is chosen for each way to recompute, and one of them is taken.
     for choice in [each for each in choices if each.best.schedule == plan.schedule][-1:]:
         print_table(choice_table(choice))
     return replace(plan, request=request)
+
+
+@contextmanager
+def _spare_told(limit: float | None, spare_bytes: float) -> Iterator[None]:
+    """Add the bytes of the largest gradient, which the search subtracts from the limit, to its error."""
+    try:
+        yield
+    except MemoryLimitError as error:
+        if limit is None or not spare_bytes:
+            raise
+        raise MemoryLimitError(
+            f"`memory_limit_bytes` must be at least {bytes_text(error.least_bytes + spare_bytes)}, of which the sum of"
+            f" the largest gradient takes {bytes_text(spare_bytes)}; got {bytes_text(limit)}. {error}",
+            error.least_bytes + spare_bytes,
+        ) from error
 
 
 def _state_held(module: LightningModule, is_limited: bool, groups: MeshGroups, zero_stage: int) -> tuple[float, int]:
