@@ -25,7 +25,6 @@ from lightning_parallel.compat.torch import pytree, random_values, storage_addre
 from lightning_parallel.pipeline.layer_stack import LayerStack, outer_modules
 from lightning_parallel.pipeline.module_use import copies_of_layers
 from lightning_parallel.pipeline.recomputation import Recomputation, Recomputed, layers_to_recompute
-from lightning_parallel.pipeline.runtime import Received
 from lightning_parallel.pipeline.search import Costs
 from lightning_parallel.pipeline.simulate import Cost
 from lightning_parallel.pipeline.stage import InterceptedModel
@@ -528,8 +527,6 @@ class _CostMeter(TruncatedModel):
         """Time the differentiation of `roots`, as far back as their graph goes, in seconds."""
         if not roots:
             return 0.0
-        # Views of pieces are plain tensors, which torch may read.
-        roots = [root.view_as(root) for root in roots]
         # Only the time counts, so any gradient will do.
         ones = [torch.ones_like(root) for root in roots]
         return self._timed(lambda: torch.autograd.backward(roots, ones, retain_graph=keep))[0]
@@ -553,15 +550,9 @@ def _differentiable(value: Any) -> list[Tensor]:
     return [leaf for leaf in pytree.tree_leaves(value) if isinstance(leaf, Tensor) and leaf.requires_grad]
 
 
-_ANCHOR = torch.empty(0, requires_grad=True)
-
-
 def cut_off(tensor: Tensor) -> Tensor:
     """Return a copy without history, which is no leaf, so that the model may write into it."""
-    if not tensor.requires_grad:
-        return tensor.clone()
-    # As from another stage: layers that are sharded along the sequence refuse other tensors between them.
-    return Received.apply(_ANCHOR, [None], [True], tensor.detach().clone())[0]
+    return tensor.detach().requires_grad_() * 1 if tensor.requires_grad else tensor.clone()
 
 
 def _bytes(tensors: Sequence[Tensor]) -> int:

@@ -364,7 +364,7 @@ class ScheduleRun:
             if self.training and any(flags):
                 # Even if the step first needs a tensor where gradients are off, as for the output of a teacher.
                 with torch.enable_grad():
-                    state.values = list(Received.apply(self.anchor, state.captured, flags, *message.tensors))
+                    state.values = list(_Received.apply(self.anchor, state.captured, flags, *message.tensors))
         return state.layout, state.values
 
     def _skipped(
@@ -539,7 +539,7 @@ class ScheduleRun:
         return gradients
 
 
-class Received(Function):
+class _Received(Function):
     """Put received tensors into the graph and capture their gradients."""
 
     # Outputs of a function instead of leaves, so that a layer may write into them, as in one process.

@@ -52,7 +52,7 @@ __all__ = [
     "whole_from_group",
 ]
 
-RECEIVED = "ReceivedBackward"
+RECEIVED = "_ReceivedBackward"
 """Name of the backward node of a tensor that a pipeline stage received from the stage before."""
 
 
