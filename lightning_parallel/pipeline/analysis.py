@@ -186,7 +186,7 @@ class _Analysis:
                 if failure is None or error.least_bytes < failure.least_bytes:
                     failure = error
                 continue
-            plan = self._with_cheaper_options(plan, stack, costs, option, limit)
+            plan = self._with_cheaper_options(plan, stack, costs, limit)
             step_s = simulate(plan.schedule, plan.stage_costs, plan.link).makespan_s
             # Uneven stages may take more time than a second run of some layers.
             if best is not None and step_s >= best[0]:
@@ -209,24 +209,22 @@ class _Analysis:
             )
 
     def _with_cheaper_options(
-        self, plan: PipelinePlan, stack: LayerStack, costs: dict[str, Costs], option: str, limit: float
+        self, plan: PipelinePlan, stack: LayerStack, costs: dict[str, Costs], limit: float
     ) -> PipelinePlan:
         passes = stack.passes_over(self.num_ranks)
         if passes > 1:
             costs = {name: _held_once(each, passes) for name, each in costs.items()}
-        chosen = dict.fromkeys(stack.names, option)
+        chosen: dict[str, str] = {}
         for rank in range(self.num_ranks):
             mine = dict.fromkeys(
                 name for name, stage in zip(plan.layers, plan.stage_of) if plan.schedule.stage_ranks[stage] == rank
             )
-            chosen = cheapest_set(costs, stack.names, chosen, mine, partial(plan.peak_bytes, rank), limit)
+            chosen |= cheapest_set(costs, stack.names, mine, partial(plan.peak_bytes, rank), limit)
         mixed = mixed_costs(costs, stack.names, chosen)
         # Ranks may share layers, and the last of them has chosen for all.
         if any(plan.peak_bytes(rank, mixed) > limit for rank in range(self.num_ranks)):
             return plan
-        can = layers_to_recompute(stack, "full")
-        found = {name: how for name, how in recomputed_layers(chosen).items() if name in can}
-        return replace(plan, costs=mixed, recomputed=found)
+        return replace(plan, costs=mixed, recomputed=recomputed_layers(chosen))
 
     def _plan_with(
         self, costs: Costs, stack: LayerStack, use: ModuleUse, link: Link, recomputation: str | int

@@ -190,7 +190,7 @@ class PipelinePlan:
 
         Args:
             rank: Position in the pipeline group.
-            costs: Costs of the layers; by default those of the plan.
+            costs: Costs of the layers; None takes the costs of the plan.
         """
         stages = (costs or self.costs).per_stage(self.layers_per_stage)
         resident = sum(stages[stage].resident_bytes for stage in self.schedule.stages_of(rank))

@@ -157,7 +157,7 @@ def _second_run_observed() -> Iterator[None]:
         yield
         return
     pack, unpack = hooks
-    # Backward has used the tensors of the layer before. It uses those of the last layer before its end.
+    # Backward no longer needs the tensors of the previous layer, and at its end it needs none.
     _computed_again.clear()
     on_graph_end(_computed_again.clear)
 

@@ -33,7 +33,6 @@ class _Step(NamedTuple):
 def cheapest_set(
     costs: Mapping[str, Costs],
     names: Sequence[str],
-    chosen: dict[str, str],
     among: Collection[str],
     peak_bytes: Callable[[Costs], float],
     limit_bytes: float,
@@ -43,12 +42,11 @@ def cheapest_set(
     Args:
         costs: Costs of all layers under some of `OPTIONS`, `off` included.
         names: Name of the layer of each call.
-        chosen: The options of layers that stay as they are.
-        among: The layers to choose for, such as those of one rank.
+        among: Names of the layers to choose for, such as the layers of one rank.
         peak_bytes: Returns the most bytes that the rank holds under some costs.
         limit_bytes: The limit.
     """
-    found = {**chosen, **dict.fromkeys(among, "off")}
+    found = dict.fromkeys(among, "off")
 
     def fits() -> bool:
         return peak_bytes(mixed_costs(costs, names, found)) <= limit_bytes

@@ -488,7 +488,6 @@ class MeshStrategy(MeshProcesses):
         if run.slices is not None:
             is_repeated = run.engine is not None and run.engine.plan.schedule.num_microbatches > 1
             run.slices.stays_for_step = self.reshard == "step" or (self.reshard == "auto" and is_repeated)
-        if run.slices is not None:
             follow_other_steps(run.slices, self.groups.world, self._patches)
         if self.steps_on_host:
             parameters = dict(self.module.named_parameters())

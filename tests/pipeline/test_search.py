@@ -306,7 +306,7 @@ def test_the_layers_computed_again_fit_and_none_of_them_could_cost_less(data):
         return Cost.peak_activation_bytes(row, mixed.per_stage([count]))
 
     limit = data.draw(st.integers(0, 60))
-    found = cheapest_set(costs, names, {}, dict.fromkeys(names), peak, limit)
+    found = cheapest_set(costs, names, dict.fromkeys(names), peak, limit)
     options = list(costs)
     everything = dict.fromkeys(names, options[-1])
     if peak(mixed_costs(costs, names, found)) > limit:

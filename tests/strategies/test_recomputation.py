@@ -26,11 +26,12 @@ from lightning_parallel import (
     LocalSGDStrategy,
     PowerSGD,
 )
-from lightning_parallel.compat import Patches
+from lightning_parallel.compat import Patches, patched
 from lightning_parallel.compat.torch import current_graph_task_id
 from lightning_parallel.compression import Dense
 from lightning_parallel.pipeline.recomputation import recompute
 from lightning_parallel.pipeline.search import MemoryLimitError
+from lightning_parallel.strategies.steps import recomputed
 from tests.harness import distributed
 from tests.strategies.test_pipeline import fit
 
@@ -208,6 +209,10 @@ def test_auto_computes_as_few_layers_again_as_fit(group, layout):
     assert module.runs_again > 0 or layout != "tensor"
     module, _ = train(Model(), layout, "auto")
     assert module.runs_again == 0
+    # The device with the least memory decides for all ranks.
+    least = patched(recomputed, "memory_here", lambda *_: 1e9 if group.rank == 0 else 1.0)
+    with least, pytest.raises(MemoryLimitError, match="gradients and optimizer alone"):
+        train(Model(), layout, "auto")
 
 
 @pytest.mark.parametrize("layout", ["1f1b", "zb_h1"])

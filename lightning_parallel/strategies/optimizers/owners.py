@@ -421,7 +421,7 @@ def _side_by_side(turns: Iterable[Iterator[bool]]) -> Iterator[None]:
     waiting, begun = list(turns), list[Iterator[bool]]()
     try:
         while waiting or begun:
-            # The last one first: its messages begin before the step, and those of earlier turns end after it.
+            # The newest turn first: its messages begin before the step, and messages of earlier turns end after it.
             begun = waiting[:1] + begun
             del waiting[:1]
             for turn in list(begun):

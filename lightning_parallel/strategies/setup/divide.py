@@ -57,7 +57,6 @@ from lightning_parallel.pipeline.search import (
     microbatch_counts,
 )
 from lightning_parallel.pipeline.stage import CutError
-from lightning_parallel.planner.hardware import memory_here
 from lightning_parallel.planner.links import measure_link
 from lightning_parallel.planner.plans import state_copies
 from lightning_parallel.planner.rank_memory import Held, copies_held
@@ -70,6 +69,7 @@ from lightning_parallel.strategies.ranks.order import MessageOrder
 from lightning_parallel.strategies.setup.tables import print_table
 from lightning_parallel.strategies.steps.effects import changes_undone, side_effects_discarded
 from lightning_parallel.strategies.steps.pipeline import step_context
+from lightning_parallel.strategies.steps.recomputed import least_memory
 from lightning_parallel.strategies.steps.weights import find_microbatch_weight
 from lightning_parallel.tensor.auto_plan import make_plan
 from lightning_parallel.tensor.head import gathered_heads
@@ -417,7 +417,10 @@ def _plan(
     ranks = groups.pipeline_parallel.size
     if samples is not None:
         samples = most_microbatches(module, samples)
-    request = {**_request(module, options, groups, samples), **recomputed}
+    limit = options.memory_limit_bytes
+    if limit is None and recomputed["recomputation"] == "auto":
+        limit = least_memory(module.trainer, device, groups.world)
+    request = {**_request(module, options, groups, samples), **recomputed, "memory_limit_bytes": limit}
     known = _plan_of_checkpoint(module, request, groups.world)
     if known is not None:
         return known
@@ -427,11 +430,9 @@ def _plan(
     # Measure now, while all ranks are here and idle.
     link = measure_link(groups.pipeline_parallel, device, groups.world)
 
-    limit = options.memory_limit_bytes
-    if limit is None and recomputed["recomputation"] == "auto":
-        limit = memory_here(device, module.trainer.strategy.num_processes)  # type: ignore[attr-defined]
     is_limited = limit is not None or options.schedule == "auto"
-    copies, spare_bytes = _state_held(module, is_limited, groups, zero_stage)
+    # Of one rank: tensor-parallel ranks may hold shards of other sizes, but must compute the same layers again.
+    copies, spare_bytes = comm.broadcast_object(_state_held(module, is_limited, groups, zero_stage), groups.world)
     if counts == [1]:
         spare_bytes = 0
     choices: list[Choice] = []
@@ -463,7 +464,7 @@ def _plan(
     traced = None if example is None else (example[0], microbatches[0])
     with _spare_told(limit, spare_bytes):
         plan = planned(example=traced) if module.trainer.training else _plan_for_evaluation(planned, traced)
-    # With `auto`, a schedule is chosen for each way to recompute, and one of them is taken.
+    # `auto` chooses a schedule for each option, and the plan has one of these schedules.
     for choice in [each for each in choices if each.best.schedule == plan.schedule][-1:]:
         print_table(choice_table(choice))
     return replace(plan, request=request)

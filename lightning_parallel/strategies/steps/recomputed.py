@@ -7,7 +7,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from lightning.pytorch import LightningModule
+from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.plugins.precision import Precision
 
 from lightning_parallel import comm
@@ -25,7 +25,7 @@ from lightning_parallel.strategies.steps.effects import changes_undone, side_eff
 from lightning_parallel.strategies.steps.pipeline import step_context
 from lightning_parallel.tracing.spans import bytes_text
 
-__all__ = ["layers_within_limit", "tell_recomputed"]
+__all__ = ["layers_within_limit", "least_memory", "tell_recomputed"]
 
 
 def layers_within_limit(
@@ -65,14 +65,9 @@ def layers_within_limit(
     with comm.failing_together(world):
         example = _example(module, precision)
     if limit_bytes is None:
-        limit_bytes = memory_here(device, trainer.strategy.num_processes)  # type: ignore[attr-defined]
-    accumulates = (trainer.accumulate_grad_batches or 1) > 1
-    sizes = {"accumulates": accumulates, "replicas": replicas, "zero_stage": zero_stage, "offloads": offloads}
-    memory = partial(RankMemory.of, Held.of(module.parameters()), state_copies(module), **sizes)  # type: ignore[arg-type]
-    # Buckets travel when backward has freed activations, so beside activations there is less than without.
-    found = memory().total, memory(activations=limit_bytes).total - limit_bytes
-    # All ranks raise, because each holds other parameters.
-    most, beside = map(max, zip(*comm.all_gather_object(found, world)))
+        limit_bytes = least_memory(trainer, device, world)
+    sizes = {"replicas": replicas, "zero_stage": zero_stage, "offloads": offloads}
+    most, beside = _held(module, limit_bytes, world, sizes)
     if most >= limit_bytes:
         raise MemoryLimitError(
             f"A rank must stay within {bytes_text(limit_bytes)}; got {bytes_text(most)} for parameters, gradients and"
@@ -103,6 +98,25 @@ def layers_within_limit(
     return dict(plan.recomputed)
 
 
+def least_memory(trainer: Trainer, device: torch.device, world: Group) -> float:
+    """Return the memory of the device with the least; every rank must call it, and all get the same limit."""
+    mine = memory_here(device, trainer.strategy.num_processes)  # type: ignore[attr-defined]
+    return min(comm.all_gather_object(mine, world))
+
+
+def _held(module: LightningModule, limit_bytes: float, world: Group, sizes: Mapping[str, Any]) -> tuple[float, float]:
+    """Return the most bytes of a rank for parameters, gradients and optimizer: in all, and beside activations."""
+    accumulates = (module.trainer.accumulate_grad_batches or 1) > 1
+    memory = partial(
+        RankMemory.of, Held.of(module.parameters()), state_copies(module), accumulates=accumulates, **sizes
+    )
+    # Buckets travel when backward has freed activations, so beside activations there is less than without.
+    found = memory().total, memory(activations=limit_bytes).total - limit_bytes
+    # All ranks decide the same, because each holds other parameters.
+    every = comm.all_gather_object(found, world)
+    return max(total for total, _ in every), max(beside for _, beside in every)
+
+
 def _example(module: LightningModule, precision: Precision) -> tuple[Callable[[Any], Any], Any]:
     """Return the training step and its first batch."""
     batch = first_batch(module.trainer, "training_step")
@@ -126,5 +140,5 @@ def tell_recomputed(recomputed: Mapping[str, Recomputed], count: int) -> None:
     kinds = [f"{found.count(how)} {how}" for how in ("selective", "full") if how in found]
     tell(
         f"activation_checkpointing='auto' computes {len(found)} of {count} layers again in backward"
-        + (f" ({', '.join(kinds)})." if kinds else ": all activations fit.")
+        + (f" ({', '.join(kinds)})." if kinds else ".")
     )
