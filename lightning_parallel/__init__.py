@@ -1,4 +1,4 @@
-"""Tensor, pipeline and data parallelism, gradient compression and profiling for PyTorch Lightning."""
+"""Tensor, context, pipeline and data parallelism, gradient compression and profiling for PyTorch Lightning."""
 
 from lightning_parallel.callbacks import (
     AutoResume,
@@ -41,6 +41,7 @@ from lightning_parallel.strategies import (
     CompressedDeepSpeedStrategy,
     CompressedFSDPStrategy,
     CompressedModelParallelStrategy,
+    ContextParallelStrategy,
     HybridParallelStrategy,
     LocalSGDStrategy,
     PipelineParallelStrategy,
@@ -62,6 +63,7 @@ __all__ = [
     "CompressedFSDPStrategy",
     "CompressedModelParallelStrategy",
     "CompressionMonitor",
+    "ContextParallelStrategy",
     "DataShardingMonitor",
     "GradientNoiseScale",
     "HangWatchdog",

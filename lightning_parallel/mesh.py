@@ -1,14 +1,21 @@
 """Ranks, coordinates and axes of a device mesh: arithmetic only.
 
-A mesh has three axes, outermost first. The last axis varies fastest, so tensor-parallel peers are neighbours:
+A mesh has four axes, outermost first. The last axis varies fastest, so tensor-parallel peers are neighbours:
 
-    Mesh(data_parallel=2, pipeline_parallel=1, tensor_parallel=2)
+    Mesh(data_parallel=2, pipeline_parallel=1, context_parallel=2, tensor_parallel=2)
 
-        rank   data_parallel  pipeline_parallel  tensor_parallel
-        0      0              0                  0
-        1      0              0                  1
-        2      1              0                  0
-        3      1              0                  1
+        rank   data_parallel  pipeline_parallel  context_parallel  tensor_parallel
+        0      0              0                  0                 0
+        1      0              0                  0                 1
+        2      0              0                  1                 0
+        3      0              0                  1                 1
+        4      1              0                  0                 0
+        5      1              0                  0                 1
+        6      1              0                  1                 0
+        7      1              0                  1                 1
+
+Ranks along the data axis read different samples. All other ranks read the same samples. Ranks along the data and
+context axes hold the same parameters.
 """
 
 from __future__ import annotations
@@ -19,16 +26,17 @@ from dataclasses import dataclass
 from itertools import product
 from typing import Literal, NamedTuple, Union
 
-__all__ = ["AXES", "DATA", "PIPELINE", "TENSOR", "Axis", "Coordinate", "Mesh", "Size"]
+__all__ = ["AXES", "CONTEXT", "DATA", "PIPELINE", "TENSOR", "Axis", "Coordinate", "Mesh", "Size"]
 
-Axis = Literal["data_parallel", "pipeline_parallel", "tensor_parallel"]
+Axis = Literal["data_parallel", "pipeline_parallel", "context_parallel", "tensor_parallel"]
 Size = Union[Literal["auto"], int]
 
 DATA: Axis = "data_parallel"
 PIPELINE: Axis = "pipeline_parallel"
+CONTEXT: Axis = "context_parallel"
 TENSOR: Axis = "tensor_parallel"
 # Outermost first, like the order of the ranks: `coordinate`, `peers` and torch's `DeviceMesh` depend on this order.
-AXES: tuple[Axis, ...] = (DATA, PIPELINE, TENSOR)
+AXES: tuple[Axis, ...] = (DATA, PIPELINE, CONTEXT, TENSOR)
 
 
 class Coordinate(NamedTuple):
@@ -36,15 +44,16 @@ class Coordinate(NamedTuple):
 
     data_parallel: int
     pipeline_parallel: int
+    context_parallel: int
     tensor_parallel: int
 
     def __str__(self) -> str:
-        return f"data={self.data_parallel} pipeline={self.pipeline_parallel} tensor={self.tensor_parallel}"
+        return " ".join(f"{axis.removesuffix('_parallel')}={place}" for axis, place in zip(AXES, self))
 
 
 @dataclass(frozen=True)
 class Mesh:
-    """Sizes of the three axes; their product is the number of ranks.
+    """Sizes of the four axes; their product is the number of ranks.
 
     Raises:
         ValueError: If a size is not a positive integer.
@@ -52,6 +61,7 @@ class Mesh:
 
     data_parallel: int = 1
     pipeline_parallel: int = 1
+    context_parallel: int = 1
     tensor_parallel: int = 1
 
     def __post_init__(self) -> None:
@@ -94,8 +104,8 @@ class Mesh:
         return math.prod(self.shape)
 
     @property
-    def shape(self) -> tuple[int, int, int]:
-        return (self.data_parallel, self.pipeline_parallel, self.tensor_parallel)
+    def shape(self) -> tuple[int, int, int, int]:
+        return (self.data_parallel, self.pipeline_parallel, self.context_parallel, self.tensor_parallel)
 
     def size(self, *axes: Axis) -> int:
         """Return the number of ranks in one group along `axes`."""
@@ -109,13 +119,18 @@ class Mesh:
         """
         if not 0 <= rank < self.world_size:
             raise ValueError(f"`rank` must be in [0, {self.world_size}) for {self}; got {rank}")
-        outer, tensor = divmod(rank, self.tensor_parallel)
-        return Coordinate(*divmod(outer, self.pipeline_parallel), tensor)
+        places = []
+        for size in reversed(self.shape):
+            rank, place = divmod(rank, size)
+            places.append(place)
+        return Coordinate(*reversed(places))
 
     def rank(self, coordinate: Coordinate) -> int:
         """Return the global rank at `coordinate`; the inverse of `coordinate()`."""
-        data, pipeline, tensor = coordinate
-        return (data * self.pipeline_parallel + pipeline) * self.tensor_parallel + tensor
+        rank = 0
+        for place, size in zip(coordinate, self.shape):
+            rank = rank * size + place
+        return rank
 
     def peers(self, *axes: Axis) -> list[list[int]]:
         """Return the ranks of all groups that span `axes`; together they hold every rank once.

@@ -62,6 +62,7 @@ WRONG = {
     "tensor_plan": ["automatic", {"*": "colum"}, 3],
     "sequence_parallel": ["yes", 1],
     "gather_logits": ["yes"],
+    "context_parallel_method": ["rings", None],
     "layers": [3, ""],
     "schedule": ["1fb1", None],
     "num_microbatches": [0, "4"],
@@ -97,7 +98,11 @@ def test_wrong_values_are_told_by_the_constructor(name, value):
 
 
 def test_each_argument_of_a_mesh_has_a_wrong_value():
-    axes = {"tensor_parallel_size", "pipeline_parallel_size"}  # checked as `data_parallel_size` is
+    axes = {
+        "tensor_parallel_size",
+        "context_parallel_size",
+        "pipeline_parallel_size",
+    }  # checked as `data_parallel_size` is
     given_by_lightning = {"accelerator", "parallel_devices", "cluster_environment", "checkpoint_io", "precision_plugin"}
     assert set(arguments(lightning_parallel.HybridParallelStrategy)) == {*WRONG, *axes, *given_by_lightning}
 

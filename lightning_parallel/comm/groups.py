@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from functools import cached_property
-from typing import Any
+from typing import Any, Literal
 from weakref import WeakKeyDictionary
 
 import torch.distributed as dist
@@ -18,9 +18,12 @@ from lightning_parallel.compat.default_group import (
     set_timeout,
     splits_groups,
 )
-from lightning_parallel.mesh import DATA, PIPELINE, TENSOR, Axis, Mesh
+from lightning_parallel.mesh import CONTEXT, DATA, PIPELINE, TENSOR, Axis, Mesh
 
-__all__ = ["Group", "MeshGroups", "NodeGroups"]
+__all__ = ["GRADIENTS", "Group", "MeshGroups", "NodeGroups"]
+
+GRADIENTS: Literal["gradients"] = "gradients"
+"""Name of the groups whose ranks hold the same parameters: data x context."""
 
 
 # Compared by identity: two groups of the same ranks carry different messages.
@@ -225,8 +228,10 @@ class MeshGroups:
         backend: Backend of the groups; None for the backend of the default group.
 
     Attributes:
-        data_parallel, pipeline_parallel, tensor_parallel: The group along each axis.
-        replica: The ranks that together hold one copy of the model: pipeline x tensor.
+        data_parallel, pipeline_parallel, context_parallel, tensor_parallel: The group along each axis.
+        replica: The ranks that read the same samples: pipeline x context x tensor.
+        model: The ranks that together hold one copy of the parameters: pipeline x tensor.
+        gradients: The ranks that hold the same parameters, and average their gradients: data x context.
         world: All ranks.
 
     Raises:
@@ -241,21 +246,34 @@ class MeshGroups:
         self.coordinate = mesh.coordinate(self.world.ranks[self.world.rank])
         self._timeout = timeout
         self._backend = backend
-        self._extra: dict[tuple[Axis, str], Group] = {}
+        self._extra: dict[tuple[str, str], Group] = {}
         self._between: dict[tuple[Axis, str], dict[tuple[int, int], Group]] = {}
         self._hosts: dict[str, Group] = {}
         self._nodes: dict[tuple[str, int | None], NodeGroups] = {}
         self._stand_in: dist.ProcessGroup | None = None
         self.data_parallel = self._create((DATA,), DATA)
         self.pipeline_parallel = self._create((PIPELINE,), PIPELINE)
+        self.context_parallel = self._create((CONTEXT,), CONTEXT)
         self.tensor_parallel = self._create((TENSOR,), TENSOR)
-        # A process group costs threads and sockets, so the replica gets a new group only if no axis spans it.
-        if self.pipeline_parallel.size > 1 and self.tensor_parallel.size > 1:
-            self.replica = self._create((PIPELINE, TENSOR), "replica")
-        elif self.pipeline_parallel.size > 1:
-            self.replica = self.pipeline_parallel
-        else:
-            self.replica = self.tensor_parallel
+        self.model = self._spanning((PIPELINE, TENSOR), "replica" if mesh.context_parallel == 1 else "model")
+        self.replica = self.model
+        self.gradients = self.data_parallel
+        if mesh.context_parallel > 1:
+            self.replica = self._spanning((PIPELINE, CONTEXT, TENSOR), "replica")
+            # Its own group also with one replica. Messages of gradients overlap with the messages of attention, and
+            # ranks may start them in another order.
+            self.gradients = self._create((DATA, CONTEXT), GRADIENTS)
+
+    def _spanning(self, axes: Sequence[Axis], name: str) -> Group:
+        """Return the group of several axes.
+
+        A process group costs threads and sockets, so a new group is created only if no axis alone spans it.
+        """
+        long = [axis for axis in axes if self.mesh.size(axis) > 1]
+        if len(long) > 1:
+            return self._create(axes, name)
+        alone: Group = getattr(self, long[0] if long else axes[-1])
+        return alone
 
     def _create(self, axes: Sequence[Axis], name: str) -> Group:
         me = self.world.ranks[self.world.rank]
@@ -263,8 +281,8 @@ class MeshGroups:
         if self.mesh.size(*axes) == 1:
             return Group.alone(name, me)
         peers = self.mesh.peers(*axes)
-        # Layers wait for the messages of the tensor axis. So these precede messages that overlap with computation.
-        process_group = self._new_groups(peers, is_urgent=axes == (TENSOR,))
+        # Layers wait for the messages of these axes. So these precede messages that overlap with computation.
+        process_group = self._new_groups(peers, is_urgent=axes in ((CONTEXT,), (TENSOR,)))
         ranks = next(ranks for ranks in peers if me in ranks)
         return Group(name, tuple(ranks), ranks.index(me), process_group)
 
@@ -295,22 +313,25 @@ class MeshGroups:
             self._between[axis, purpose] = found
         return self._between[axis, purpose]
 
-    def extra(self, axis: Axis, purpose: str) -> Group:
+    def extra(self, axis: Axis | Literal["gradients"], purpose: str) -> Group:
         """Return a further group of the ranks along `axis`, one per `purpose`; the first call creates it.
+
+        `GRADIENTS` stands for the data and context axes.
 
         Collectives of one group must start in the same order on all its ranks. With a separate group, a thread or a
         stream communicates independently of other threads. All ranks of the mesh must call it at the same point.
         """
         if (axis, purpose) not in self._extra:
-            self._extra[axis, purpose] = self._create((axis,), axis)
+            name = self.gradients.axis if axis == GRADIENTS else axis
+            self._extra[axis, purpose] = self._create((DATA, CONTEXT) if axis == GRADIENTS else (axis,), name)
         return self._extra[axis, purpose]
 
     def nodes(self, hosts: Mapping[int, str], size: int | None, purpose: str) -> NodeGroups:
-        """Return the groups of the data axis in and across nodes, see `NodeGroups.of` and `extra`."""
+        """Return the groups of `gradients` in and across nodes, see `NodeGroups.of` and `extra`."""
         key = (purpose, size)
         if key not in self._nodes:
-            lines = [_divide_by_node(ranks, hosts, size) for ranks in self.mesh.peers(DATA)]
-            self._nodes[key] = _node_groups(self.data_parallel, lines, self._new_groups)
+            lines = [_divide_by_node(ranks, hosts, size) for ranks in self.mesh.peers(DATA, CONTEXT)]
+            self._nodes[key] = _node_groups(self.gradients, lines, self._new_groups)
         return self._nodes[key]
 
     def between_hosts(self, purpose: str) -> Group:

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 from functools import cache, partial
 from math import ceil
 
-from lightning_parallel.mesh import Mesh
+from lightning_parallel.mesh import AXES, Mesh
 from lightning_parallel.pipeline.schedule import SCHEDULES, Schedule, build_schedule, peak_activation_bytes
 from lightning_parallel.pipeline.search import (
     Arguments,
@@ -142,8 +142,7 @@ class Layout:
     @property
     def name(self) -> str:
         """Sizes of the axes, such as `data 2 x pipeline 2 x tensor 2`; axes of one rank are left out."""
-        data, pipeline, tensor = self.mesh.shape
-        sizes = {"data": data, "pipeline": pipeline, "tensor": tensor}
+        sizes = {axis.removesuffix("_parallel"): self.mesh.size(axis) for axis in AXES}
         return " x ".join(f"{axis} {size}" for axis, size in sizes.items() if size > 1) or "one device"
 
 
@@ -562,7 +561,7 @@ class LayoutSearch:
         )
 
     def _warnings(self, layout: Layout) -> Iterator[str]:
-        data, pipeline, tensor = layout.mesh.shape
+        data, pipeline, _, tensor = layout.mesh.shape
         cluster = self.cluster
         if tensor > 1 and cluster.num_nodes > 1 and not cluster.is_inside_node(1, tensor):
             yield "tensor parallelism spans nodes; its all-reduces delay every layer and cross the slow link"

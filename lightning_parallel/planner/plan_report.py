@@ -10,6 +10,7 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from lightning_parallel.mesh import AXES, CONTEXT, Axis
 from lightning_parallel.pipeline.schedule import SCHEDULES
 from lightning_parallel.planner.layouts import Layout
 from lightning_parallel.planner.plans import LayoutPlan
@@ -43,8 +44,8 @@ def plan_text(plan: LayoutPlan, rows: int = 20, with_yaml: bool = True) -> Rende
     refused = [(layout, layout.refusal) for layout in shown if layout.refusal]
     # The description of a layout further below includes its warnings.
     warned = [(layout, text) for layout in possible if layout not in described for text in layout.warnings]
-    parts += [Text(line, style="yellow") for line in _listed("warnings", warned)]
-    parts += [Text(line, style="dim") for line in _listed("impossible", refused)]
+    parts += [Text(line, style="yellow") for line in _listed("warnings", warned, _axes(plan.layouts))]
+    parts += [Text(line, style="dim") for line in _listed("impossible", refused, _axes(plan.layouts))]
     if len(plan.layouts) > rows:
         parts.append(Text(f"and {len(plan.layouts) - rows} more layouts (`--rows`)", style="dim"))
     parts += [Text(f"note: {note}", style="dim") for note in plan.notes]
@@ -95,7 +96,7 @@ def compression(plan: LayoutPlan) -> str:
     best = plan.best[0] if plan.best else plan.alone
     if best.compressed_reduction_s is None:
         return ""
-    data, pipeline, tensor = best.mesh.shape
+    data, pipeline, _, tensor = best.mesh.shape
     step_s = best.step.total - best.step.reduction + best.compressed_reduction_s
     verb = "pays" if step_s < (1 - WORTHWHILE) * best.step.total else "does not pay"
     # Like `collective_s`, prefer the link measured in a group of this size to the link of two ranks.
@@ -117,7 +118,7 @@ def _option(layout: Layout) -> str:
     return f"activation_checkpointing={layout.recomputation!r}"
 
 
-_COLUMNS = ("data x pipeline\nx tensor", "schedule", "memory", "step", "bubble", "comm", "samples/s")
+_COLUMNS = ("schedule", "memory", "step", "bubble", "comm", "samples/s")
 
 
 def _table(plan: LayoutPlan, layouts: Sequence[Layout]) -> Table:
@@ -131,17 +132,28 @@ def _table(plan: LayoutPlan, layouts: Sequence[Layout]) -> Table:
         padding=0,
         show_edge=False,
     )
-    for header in _COLUMNS:
+    axes = _axes(plan.layouts)
+    outer, *inner = [axis.removesuffix("_parallel") for axis in axes]
+    for header in (f"{outer} x {inner[0]}\nx {' x '.join(inner[1:])}", *_COLUMNS):
         is_long = header == "schedule"
         table.add_column(header, justify="left" if is_long else "right", overflow="fold", no_wrap=not is_long)
     for layout in layouts:
-        table.add_row(*_row(layout), style="green" if layout in plan.best else None)
+        table.add_row(*_row(layout, axes), style="green" if layout in plan.best else None)
     return table
 
 
-def _row(layout: Layout) -> Iterator[str]:
+def _axes(layouts: Sequence[Layout]) -> list[Axis]:
+    """Return the axes to show: a plan without context parallelism does not name it."""
+    return [axis for axis in AXES if axis != CONTEXT or any(layout.mesh.size(CONTEXT) > 1 for layout in layouts)]
+
+
+def _sizes(layout: Layout, axes: Sequence[Axis]) -> str:
+    return " x ".join(str(layout.mesh.size(axis)) for axis in axes)
+
+
+def _row(layout: Layout, axes: Sequence[Axis]) -> Iterator[str]:
     step = layout.step
-    yield " x ".join(map(str, layout.mesh.shape))
+    yield _sizes(layout, axes)
     chunks = f"V={layout.virtual_stages} " if layout.virtual_stages > 1 else ""
     yield f"{layout.schedule} {chunks}m={layout.microbatches}" if layout.mesh.pipeline_parallel > 1 else ""
     zero = f"\nZeRO {layout.zero_stage}" if layout.zero_stage else ""
@@ -153,7 +165,7 @@ def _row(layout: Layout) -> Iterator[str]:
     yield count_text(layout.samples_per_s)
 
 
-def _listed(title: str, told: Sequence[tuple[Layout, str]]) -> Iterator[str]:
+def _listed(title: str, told: Sequence[tuple[Layout, str]], axes: Sequence[Axis]) -> Iterator[str]:
     """Yield a line for each text, with all layouts that share it."""
     layouts: dict[str, list[Layout]] = {}
     for layout, text in told:
@@ -161,7 +173,7 @@ def _listed(title: str, told: Sequence[tuple[Layout, str]]) -> Iterator[str]:
     if layouts:
         yield f"{title}:"
     for text, same in layouts.items():
-        yield f"  {', '.join(' x '.join(map(str, layout.mesh.shape)) for layout in same)}: {text}"
+        yield f"  {', '.join(_sizes(layout, axes) for layout in same)}: {text}"
 
 
 def reason(plan: LayoutPlan, layout: Layout) -> str:
@@ -191,12 +203,8 @@ def reason(plan: LayoutPlan, layout: Layout) -> str:
 
 def strategy_arguments(layout: Layout) -> dict[str, Any]:
     """Return the arguments of `HybridParallelStrategy` with which a Trainer runs a layout."""
-    data, pipeline, tensor = layout.mesh.shape
-    arguments: dict[str, Any] = {
-        "data_parallel_size": data,
-        "pipeline_parallel_size": pipeline,
-        "tensor_parallel_size": tensor,
-    }
+    arguments: dict[str, Any] = {f"{axis}_size": layout.mesh.size(axis) for axis in _axes([layout])}
+    pipeline = layout.mesh.pipeline_parallel
     if pipeline > 1:
         arguments |= {"schedule": layout.schedule, "num_microbatches": layout.microbatches}
         if layout.virtual_stages > 1:

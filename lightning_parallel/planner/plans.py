@@ -231,7 +231,7 @@ def meshes(cluster: Cluster) -> Iterator[Mesh]:
     for tensor in _divisors(ranks):
         if tensor <= 2 * cluster.ranks_per_node:
             for pipeline in _divisors(ranks // tensor):
-                yield Mesh(ranks // tensor // pipeline, pipeline, tensor)
+                yield Mesh(ranks // tensor // pipeline, pipeline, tensor_parallel=tensor)
 
 
 def _divisors(number: int) -> Iterable[int]:

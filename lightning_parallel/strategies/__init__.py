@@ -15,6 +15,7 @@ from lightning_parallel.strategies.compressed.deepspeed import CompressedDeepSpe
 from lightning_parallel.strategies.compressed.fsdp import CompressedFSDPStrategy, CompressedModelParallelStrategy
 from lightning_parallel.strategies.local_sgd import LocalSGDStrategy
 from lightning_parallel.strategies.parallel import (
+    ContextParallelStrategy,
     HybridParallelStrategy,
     PipelineParallelStrategy,
     TensorParallelStrategy,
@@ -26,6 +27,7 @@ __all__ = [
     "CompressedDeepSpeedStrategy",
     "CompressedFSDPStrategy",
     "CompressedModelParallelStrategy",
+    "ContextParallelStrategy",
     "HybridParallelStrategy",
     "LocalSGDStrategy",
     "PipelineParallelStrategy",
@@ -36,7 +38,8 @@ __all__ = [
 _NAMES: dict[str, tuple[Callable[[], Strategy], str]] = {
     "tensor_parallel": (TensorParallelStrategy, "Layers sharded over ranks, data over replicas"),
     "pipeline_parallel": (PipelineParallelStrategy, "Layers split into stages, data over replicas"),
-    "hybrid_parallel": (HybridParallelStrategy, "Tensor x pipeline x data parallelism"),
+    "context_parallel": (ContextParallelStrategy, "Sequences split over ranks, data over replicas"),
+    "hybrid_parallel": (HybridParallelStrategy, "Tensor x context x pipeline x data parallelism"),
     "auto_parallel": (AutoParallelStrategy, "The fastest layout by the planner when a run begins"),
     "local_sgd": (LocalSGDStrategy, "Replicas that train independently and average their updates every n steps"),
     # Functions, since each strategy needs a separate compressor.
@@ -48,6 +51,7 @@ _NAMES: dict[str, tuple[Callable[[], Strategy], str]] = {
 for _kind in (
     TensorParallelStrategy,
     PipelineParallelStrategy,
+    ContextParallelStrategy,
     HybridParallelStrategy,
     AutoParallelStrategy,
     LocalSGDStrategy,

@@ -28,7 +28,7 @@ from lightning_parallel.compat import ParallelState
 from lightning_parallel.compat.default_group import all_processes_as_default
 from lightning_parallel.compat.lightning import tell, train_dataloader_of
 from lightning_parallel.compression import Reducer
-from lightning_parallel.mesh import DATA, PIPELINE, TENSOR
+from lightning_parallel.mesh import AXES
 from lightning_parallel.pipeline.recomputed_set import OPTIONS
 from lightning_parallel.pipeline.simulate import Link
 from lightning_parallel.planner.hardware import Cluster, available_cores, device_here, measured_cpu
@@ -262,10 +262,9 @@ class AutoParallelStrategy(HybridParallelStrategy):
     def _take(self, found: LayoutPlan) -> None:
         """Run the best layout of a plan from now on."""
         layout = self.layout = found.best[0]
-        data, pipeline, tensor = layout.mesh.shape
         self.zero_stage = cast(ZeroStage, layout.zero_stage)
         self.activation_checkpointing = cast(ActivationCheckpointing, layout.recomputation)
-        self.choose_mesh({DATA: data, PIPELINE: pipeline, TENSOR: tensor})
+        self.choose_mesh({axis: layout.mesh.size(axis) for axis in AXES})
         assert self.pipeline_options is not None
         self.pipeline_options = replace(
             self.pipeline_options,

@@ -99,6 +99,7 @@ from lightning_parallel.strategies.optimizers.zero import (
 from lightning_parallel.strategies.options import (
     ActivationCheckpointing,
     CheckpointFormat,
+    ContextOptions,
     GradientSumDtype,
     OffloadedPart,
     PipelineOptions,
@@ -143,6 +144,7 @@ class MeshStrategy(MeshProcesses):
         sizes: Ranks along each axis, or `"auto"`.
         tensor: How layers are sharded.
         pipeline: How layers are split into stages; None without a pipeline axis.
+        context: How positions are split.
 
     `HybridParallelStrategy` documents the other arguments.
     """
@@ -161,6 +163,7 @@ class MeshStrategy(MeshProcesses):
         sizes: Mapping[Axis, Size],
         tensor: TensorOptions,
         pipeline: Optional[PipelineOptions],
+        context: Optional[ContextOptions] = None,
         *,
         compression: Optional[Reducer] = None,
         compressor_state: KeptState = "local",
@@ -217,6 +220,7 @@ class MeshStrategy(MeshProcesses):
         self.gather_after_fit = gather_after_fit
         self.tensor_options = tensor
         self.pipeline_options = pipeline
+        self.context_options = ContextOptions() if context is None else context
         self._run: Run | None = None
         # Not in `Run`: patches begin before `setup`, and the last patches end after `teardown` of Lightning's strategy.
         self._patches = Patches()

@@ -28,6 +28,8 @@ from lightning_parallel.tracing.units import parse_bytes
 __all__ = [
     "ActivationCheckpointing",
     "CheckpointFormat",
+    "ContextMethod",
+    "ContextOptions",
     "GradientSumDtype",
     "OffloadedPart",
     "PipelineOptions",
@@ -51,6 +53,9 @@ ActivationCheckpointing = Union[Literal["off", "full", "selective", "auto"], int
 
 CheckpointFormat = Literal["full", "sharded"]
 """One ordinary Lightning checkpoint, or a folder with a file of each rank."""
+
+ContextMethod = Literal["auto", "ulysses", "ring", "gather"]
+"""How attention gets keys and values of other ranks' positions."""
 
 OffloadedPart = Literal["optimizer", "activations"]
 """The tensors that wait in host memory."""
@@ -278,6 +283,16 @@ class TensorOptions:
         check_plan_argument(self.plan)
         check_flag("sequence_parallel", self.sequence_parallel)
         check_flag("gather_logits", self.gather_logits)
+
+
+@dataclass(frozen=True)
+class ContextOptions:
+    """Holds the options of split positions: see the arguments of `ContextParallelStrategy`."""
+
+    method: ContextMethod = "auto"
+
+    def __post_init__(self) -> None:
+        check_choice("context_parallel_method", self.method, ContextMethod)
 
 
 @dataclass(frozen=True)

@@ -44,6 +44,33 @@ def test_a_replica_spans_the_axes_that_divide_a_model():
     assert MeshGroups(Mesh(data_parallel=2, pipeline_parallel=2)).replica.axis == "pipeline_parallel"
 
 
+@distributed(world_size=8)
+def test_ranks_of_the_context_axis_hold_the_same_parameters_and_samples():
+    groups = MeshGroups(Mesh(data_parallel=2, context_parallel=2, tensor_parallel=2))
+    rank = groups.world.rank
+    assert groups.context_parallel.ranks == ((0, 2), (1, 3), (0, 2), (1, 3), (4, 6), (5, 7), (4, 6), (5, 7))[rank]
+    assert groups.gradients.ranks == ((0, 2, 4, 6), (1, 3, 5, 7))[rank % 2]
+    assert groups.extra(comm.GRADIENTS, "test").ranks == groups.gradients.ranks
+    assert groups.replica.ranks == ((0, 1, 2, 3), (4, 5, 6, 7))[rank // 4]
+    assert groups.model is groups.tensor_parallel
+    nodes = groups.nodes({rank: str(rank // 2) for rank in range(8)}, None, "test")
+    assert nodes.whole is groups.gradients
+    assert nodes.inside.size == 1
+    assert nodes.across.ranks == groups.gradients.ranks
+
+
+@distributed(world_size=4)
+def test_one_group_serves_axes_that_it_spans():
+    groups = MeshGroups(Mesh(data_parallel=2, tensor_parallel=2))
+    assert groups.gradients is groups.data_parallel
+    assert groups.model is groups.replica
+    groups = MeshGroups(Mesh(pipeline_parallel=2, context_parallel=2))
+    assert groups.model is groups.pipeline_parallel
+    # Gradients overlap with the messages of attention, so they have their own group.
+    assert groups.gradients.ranks == groups.context_parallel.ranks
+    assert groups.gradients.name != groups.context_parallel.name
+
+
 def test_a_group_of_one_needs_no_processes():
     group = Group.alone("tensor_parallel")
     tensor = torch.ones(3)
@@ -76,7 +103,7 @@ def test_groups_of_1024_ranks_are_made_by_a_few_calls(layout, channels, monkeypa
     monkeypatch.setattr(dist, "ProcessGroupNCCL", SimpleNamespace(Options=dict), raising=False)
     monkeypatch.setattr("lightning_parallel.comm.groups.splits_groups", lambda world: True)
     try:
-        groups = MeshGroups(Mesh(1024 // tensor // pipeline, pipeline, tensor))
+        groups = MeshGroups(Mesh(1024 // tensor // pipeline, pipeline, tensor_parallel=tensor))
         axes = len(splits.made)
         found = message_groups(groups, build_schedule("1f1b", pipeline, pipeline))
     finally:

@@ -24,7 +24,7 @@ from lightning_parallel.cli import main
 from lightning_parallel.cli.projects import parsed_batch
 from lightning_parallel.comm import Group, all_gather, all_gather_object, all_reduce
 from lightning_parallel.compat import patched
-from lightning_parallel.mesh import DATA, PIPELINE, TENSOR, Mesh
+from lightning_parallel.mesh import AXES, TENSOR, Mesh
 from lightning_parallel.pipeline import analysis
 from lightning_parallel.pipeline.analysis import analyze
 from lightning_parallel.pipeline.schedule import build_schedule
@@ -452,12 +452,12 @@ def loader():
 def test_every_layout_is_predicted_or_says_why_not():
     found = plan(Model(layers=3), tokens(), cluster(8, 4, memory_bytes=2e6), measured=False)
     by_mesh = {layout.mesh.shape: layout for layout in found.layouts}
-    assert by_mesh.keys() == {(8 // t // p, p, t) for t in (1, 2, 4, 8) for p in (1, 2, 4, 8) if t * p <= 8}
-    assert by_mesh[1, 8, 1].refusal == "3 layers are too few for 8 stages"
-    assert "heads" in by_mesh[1, 1, 8].refusal or "spans nodes" in by_mesh[1, 1, 8].warnings[0]
-    assert by_mesh[8, 1, 1].step.reduction > 0
+    assert by_mesh.keys() == {(8 // t // p, p, 1, t) for t in (1, 2, 4, 8) for p in (1, 2, 4, 8) if t * p <= 8}
+    assert by_mesh[1, 8, 1, 1].refusal == "3 layers are too few for 8 stages"
+    assert "heads" in by_mesh[1, 1, 1, 8].refusal or "spans nodes" in by_mesh[1, 1, 1, 8].warnings[0]
+    assert by_mesh[8, 1, 1, 1].step.reduction > 0
     assert any(layout.step.pipeline > 0 for layout in found.possible)
-    assert by_mesh[4, 1, 2].step.tensor > 0
+    assert by_mesh[4, 1, 1, 2].step.tensor > 0
     rates = [layout.samples_per_s for layout in found.possible]
     assert rates == sorted(rates, reverse=True)
     shares = plan(Model(), tokens(), cluster(8, 8), measured=False, global_batch=12)
@@ -484,10 +484,10 @@ def test_what_is_pasted_is_what_was_planned():
 
 def test_what_does_not_fit_on_each_replica_is_divided_over_them():
     whole = plan(Momentum(), tokens(), cluster(), measured=False, zero_stages=(0,)).layouts
-    replicas = next(layout for layout in whole if layout.mesh.shape == (4, 1, 1))
+    replicas = next(layout for layout in whole if layout.mesh.shape == (4, 1, 1, 1))
     limit = replicas.memory.total - 1
     found = plan(Momentum(), tokens(), cluster(memory_bytes=limit), measured=False)
-    layout = next(layout for layout in found.layouts if layout.mesh.shape == (4, 1, 1))
+    layout = next(layout for layout in found.layouts if layout.mesh.shape == (4, 1, 1, 1))
     assert (layout.zero_stage, layout.refusal) == (1, "")
     assert layout.memory.optimizer == replicas.memory.optimizer / 4
     assert layout.step.optimizer < replicas.step.optimizer
@@ -578,7 +578,7 @@ class Siamese(Model):
 def test_layers_that_are_called_twice_have_a_stage_on_every_rank_in_each_pass():
     model = Siamese()
     found = plan(model, tokens(), cluster(), measured=False)
-    layout = next(layout for layout in found.possible if layout.mesh.shape == (1, 4, 1))
+    layout = next(layout for layout in found.possible if layout.mesh.shape == (1, 4, 1, 1))
     assert layout.virtual_stages == 2
     assert layout.layers_per_stage == (1,) * 8
     largest = sum(value.nbytes for part in (model.blocks[0], model.embed, model.head) for value in part.parameters())
@@ -620,7 +620,7 @@ def fitted(command, folder):
         on_every_rank(command, folder)
     (trainer,) = trainers
     ran = trainer.strategy.run.engine.plan
-    layout = {f"{axis}_size": size for axis, size in zip((DATA, PIPELINE, TENSOR), trainer.strategy.mesh.shape)}
+    layout = {f"{axis}_size": size for axis, size in zip(AXES, trainer.strategy.mesh.shape)}
     layout |= {"schedule": ran.schedule.name, "num_microbatches": ran.schedule.num_microbatches}
     return layout, list(ran.layers_per_stage), trainer.global_step
 
@@ -704,7 +704,8 @@ def test_the_plan_is_read_on_eighty_columns_and_names_what_was_assumed():
     assert len(rows) == len(found.possible) > 5
     for row, layout in zip(rows, found.possible):
         cells = row.split()
-        assert cells[:5] == " x ".join(map(str, layout.mesh.shape)).split()
+        data, pipeline, _, tensor = layout.mesh.shape
+        assert cells[:5] == f"{data} x {pipeline} x {tensor}".split()
         assert cells[-1].replace(",", "") == f"{layout.samples_per_s:.0f}"
         assert not layout.schedule or layout.mesh.pipeline_parallel == 1 or layout.schedule in row
     assert max(map(len, shown.splitlines())) <= 80
