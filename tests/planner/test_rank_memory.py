@@ -97,7 +97,8 @@ FOUR = [
 
 def ratios(group, shape, zero_stage, recomputation, offload):
     """Train; return the predictions of the planner and the stage table over the most bytes alive; and of the host."""
-    mesh = Mesh(*shape)
+    data, pipeline, tensor = shape
+    mesh = Mesh(data, pipeline, tensor_parallel=tensor)
     staged = mesh.pipeline_parallel > 1
     batches = torch.zeros(STEPS * SAMPLES * mesh.data_parallel, TOKENS, dtype=torch.long)
     only = {"schedules": ["1f1b"], "microbatches": [4]} if staged else {}
