@@ -241,7 +241,9 @@ class Shard:
                 f"The full tensor must have the extent {self.full_size} in dimension {self.dim}; got shape"
                 f" {tuple(full.shape)}"
             )
-        slices = [full.narrow(self.dim, start, stop - start) for start, stop in self.ranges[rank]]
+        # A rank without ranges gets an empty shard.
+        ranges = self.ranges[rank] or ((0, 0),)
+        slices = [full.narrow(self.dim, start, stop - start) for start, stop in ranges]
         if len(slices) > 1:
             return torch.cat(slices, self.dim)
         # A view would keep the memory of the full tensor alive for as long as the shard lives.

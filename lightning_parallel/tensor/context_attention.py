@@ -1,0 +1,295 @@
+"""Attention of a sequence whose positions are sharded over the ranks of a group (context parallelism).
+
+`attend` computes what `F.scaled_dot_product_attention` computes of the full tensors: the rows of this rank. It has
+three methods, see `tensor.context_methods`. Gradients are partial along the group: the ranks differentiate the same
+loss, or parts of it, and each tensor that is sharded gets the sum of what all ranks did with it.
+
+Legend for shapes: B batch, H query heads, H_kv heads of keys and values, L queries, S keys, L_r and S_r those of this
+rank, E features of a head, E_v features of a value.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.autograd import Function
+
+from lightning_parallel import comm
+from lightning_parallel.comm import Group
+from lightning_parallel.comm.kept import kept
+from lightning_parallel.tensor.autograd import all_gather_to_group
+from lightning_parallel.tensor.context_methods import Method, balanced_rows, head_rules, ulysses_reason
+from lightning_parallel.tensor.sharding import Shard
+
+__all__ = ["Method", "attend", "balanced_rows", "ulysses_reason"]
+
+
+def attend(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    rows: Shard,
+    columns: Shard,
+    group: Group,
+    *,
+    mask: Tensor | None = None,
+    is_causal: bool = False,
+    scale: float | None = None,
+    dropout: float = 0.0,
+    enable_gqa: bool = False,
+    method: Method = "ulysses",
+) -> Tensor:
+    """Compute this rank's rows of an attention whose positions are sharded over the ranks.
+
+    All ranks of the group must call it with the same options and the same full `mask`.
+
+    Args:
+        q: (B, H, L_r, E), queries of this rank; any number of batch dimensions.
+        k: (B, H_kv, S_r, E), keys of this rank.
+        v: (B, H_kv, S_r, E_v), values of this rank.
+        rows: The positions of the queries on each rank.
+        columns: The positions of the keys on each rank.
+        group: The ranks.
+        mask: Broadcastable to (B, H, L, S), for all positions: boolean (True attends) or added to the scores. Its
+            gradient is partial: the sum over the ranks is the full gradient.
+        is_causal: Whether row i attends to columns 0 to i only, as in torch.
+        scale: Factor of the scores; 1 / sqrt(E) by default.
+        dropout: Must be 0.
+        enable_gqa: Whether several query heads may share a key and value head.
+        method: `ulysses`, `ring` or `gather`.
+
+    Returns:
+        (B, H, L_r, E_v), the rows of this rank.
+
+    Raises:
+        ValueError: On every rank, if the method cannot compute this attention or the shapes do not fit together.
+    """
+    q, k, v, mask = _as_autocast(q, k, v, mask)
+    _check(q, k, v, rows, columns, group, mask, is_causal, dropout, enable_gqa, method)
+    batch = q.shape[:-3]
+    q, k, v, mask = _four_dims(q, k, v, mask)
+    work = _Work(rows.along(-2), columns.along(-2), group, mask, is_causal, scale)
+    result = _ulysses(q, k, v, work) if method == "ulysses" else _gather(q, k, v, work)
+    return result.reshape(*batch, *result.shape[1:]) if len(batch) != 1 else result
+
+
+class _Work(NamedTuple):
+    """What the ranks compute together; see `attend`."""
+
+    rows: Shard
+    columns: Shard
+    group: Group
+    mask: Tensor | None
+    is_causal: bool
+    scale: float | None
+
+
+# ------------------------------------------------------------------------------------------------------------- checks
+
+
+def _check(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    rows: Shard,
+    columns: Shard,
+    group: Group,
+    mask: Tensor | None,
+    is_causal: bool,
+    dropout: float,
+    enable_gqa: bool,
+    method: str,
+) -> None:
+    """Refuse what cannot be computed, before the first collective."""
+    if method not in ("ulysses", "ring", "gather"):
+        raise ValueError(f"`method` must be `ulysses`, `ring` or `gather`; got {method!r}")
+    if dropout > 0:
+        raise ValueError(
+            f"Attention over sharded positions must have no dropout; got {dropout}. Each rank would drop other weights"
+            " than one process. Set the attention dropout to 0, or replicate the sequence"
+        )
+    if mask is not None and is_causal:
+        raise ValueError("Attention takes a mask or `is_causal`; got both. Put the causal order into the mask")
+    if min(x.dim() for x in (q, k, v)) < 3:
+        raise ValueError(f"Queries, keys and values must have heads and positions; got shape {tuple(q.shape)}")
+    for what, x, rule in (("queries", q, rows), ("keys", k, columns), ("values", v, columns)):
+        if rule.ranks != group.size or rule.replicated:
+            raise ValueError(
+                f"Each position of the {what} must be on one of the {group.size} ranks; got the ranges {rule.ranges}"
+            )
+        if x.shape[-2] != rule.sizes[group.rank]:
+            raise ValueError(
+                f"The {what} of rank {group.rank} must have {rule.sizes[group.rank]} positions; got {x.shape[-2]}"
+            )
+    heads, kv_heads = q.shape[-3], k.shape[-3]
+    if v.shape[-3] != kv_heads or k.shape[-1] != q.shape[-1]:
+        raise ValueError(
+            "Queries, keys and values must have equal heads and features; got shapes"
+            f" {tuple(q.shape)}, {tuple(k.shape)} and {tuple(v.shape)}"
+        )
+    if heads != kv_heads and kv_heads != 1 and (not enable_gqa or heads % kv_heads):
+        raise ValueError(
+            f"{heads} query heads must be a multiple of the {kv_heads} key and value heads, with `enable_gqa=True`"
+        )
+    if mask is not None:
+        full = (*q.shape[:-2], rows.full_size, columns.full_size)
+        trailing = full[len(full) - mask.dim() :]
+        if mask.dim() > len(full) or any(found not in (1, size) for found, size in zip(mask.shape, trailing)):
+            raise ValueError(f"`mask` must be broadcastable to {full}, all positions; got {tuple(mask.shape)}")
+    reason = ulysses_reason(heads, kv_heads, group.size) if method == "ulysses" else None
+    if reason is not None:
+        raise ValueError(f"`ulysses` cannot be used: {reason}. Use `ring` or `gather`")
+
+
+def _as_autocast(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+    """Cast as autocast would inside torch's attention, so that the messages are in low precision."""
+    device = q.device.type
+    if torch.is_autocast_enabled(device):
+        dtype = torch.get_autocast_dtype(device)
+        low = [x.to(dtype) if x is not None and x.dtype == torch.float32 else x for x in (q, k, v, mask)]
+        q, k, v, mask = low  # type: ignore[assignment]
+    return q, k, v, mask
+
+
+def _four_dims(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+    """Return the tensors with one batch dimension."""
+    batch = q.shape[:-3]
+    k, v = (x if x.shape[:-3] == batch else x.expand(*batch, *x.shape[-3:]) for x in (k, v))
+    if len(batch) != 1:
+        q, k, v = (x.reshape(-1, *x.shape[-3:]) for x in (q, k, v))
+    if mask is not None:
+        mask = mask[(None,) * max(0, 4 - mask.dim())]
+        if mask.dim() > 4:
+            is_shared = all(size == 1 for size in mask.shape[:-3])
+            mask = mask.expand(*((1,) * len(batch) if is_shared else batch), *mask.shape[-3:])
+            mask = mask.reshape(-1, *mask.shape[-3:])
+        elif len(batch) > 1 and mask.shape[0] > 1:
+            mask = mask.expand(*batch, *mask.shape[-3:]).reshape(-1, *mask.shape[-3:])
+    return q, k, v, mask
+
+
+# -------------------------------------------------------------------------------------------------------------- gather
+
+
+def _gather(q: Tensor, k: Tensor, v: Tensor, work: _Work) -> Tensor:
+    """Gather keys and values, and compute the rows of this rank."""
+    k, v = _gathered(k, v, work.columns, work.group)
+    mask = work.mask
+    if work.is_causal:
+        positions = torch.arange(work.rows.full_size, device=q.device)
+        own = work.rows.along(0).split(positions, work.group.rank)
+        mask = own[:, None] >= torch.arange(work.columns.full_size, device=q.device)
+    elif mask is not None and mask.shape[-2] > 1:
+        mask = work.rows.split(mask, work.group.rank)
+    return _kernel(q, k, v, mask, False, work.scale)
+
+
+def _gathered(k: Tensor, v: Tensor, columns: Shard, group: Group) -> tuple[Tensor, Tensor]:
+    """Return the keys and values of all positions, in order; both travel in one message."""
+    if group.size == 1:
+        return k, v
+    widths = [k.shape[-1], v.shape[-1]]
+    both = all_gather_to_group(torch.cat([k, v], -1), group, -2, columns.sizes)
+    if not columns.consecutive:
+        both = columns.merge(both.split(list(columns.sizes), -2))
+    k, v = both.split(widths, -1)
+    return k, v
+
+
+def _kernel(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, is_causal: bool, scale: float | None) -> Tensor:
+    shares_heads = q.shape[-3] != k.shape[-3]
+    return F.scaled_dot_product_attention(q, k, v, mask, 0.0, is_causal, scale=scale, enable_gqa=shares_heads)
+
+
+# ------------------------------------------------------------------------------------------------------------- ulysses
+
+
+def _ulysses(q: Tensor, k: Tensor, v: Tensor, work: _Work) -> Tensor:
+    """Exchange positions for heads, compute full sequences of this rank's heads, and exchange back."""
+    group, mask = work.group, work.mask
+    if group.size == 1:
+        return _kernel(q, k, v, mask, work.is_causal, work.scale)
+    query_heads, key_heads = head_rules(q.shape[-3], k.shape[-3], group.size)
+    # One message for all three: a message costs latency.
+    ways = [_Way(query_heads, work.rows), *[_Way(key_heads, work.columns)] * 2]
+    q, k, v = _Exchange.apply(group, ways, q, k, v)
+    if mask is not None and mask.shape[-3] > 1:
+        mask = query_heads.split(mask, group.rank)
+    result = _kernel(q, k, v, mask, work.is_causal, work.scale)
+    (result,) = _Exchange.apply(group, [_Way(work.rows, query_heads)], result)
+    return result
+
+
+class _Way(NamedTuple):
+    """How an exchange moves a tensor: each rank cuts it by one rule, and joins what it receives by the other."""
+
+    cut: Shard
+    joined: Shard
+
+
+class _Exchange(Function):
+    """Moves tensors from positions to heads, (B, H, L_r, E) to (B, H_r, L, E), or back. Shared heads are summed."""
+
+    @staticmethod
+    def forward(ctx: Any, group: Group, ways: Sequence[_Way], *tensors: Tensor) -> tuple[Tensor, ...]:
+        ctx.args = group, ways
+        received = kept(partial(_exchanged, group, ways, tensors))
+        results, at = [], 0
+        shapes = [_arriving(x.shape, way, group.rank) for x, way in zip(tensors, ways)]
+        parts: list[list[Tensor]] = [[] for _ in tensors]
+        for rank in range(group.size):
+            for found, by_rank in zip(parts, shapes):
+                size = by_rank[rank].numel()
+                found.append(received[at : at + size].view(by_rank[rank]))
+                at += size
+        for found, way in zip(parts, ways):
+            results.append(_summed(found, way.joined) if way.joined.replicated else way.joined.merge(found))
+        return tuple(results)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
+        group, ways = ctx.args
+        return None, None, *_Exchange.apply(group, [_Way(way.joined, way.cut) for way in ways], *grads)
+
+
+def _exchanged(group: Group, ways: Sequence[_Way], tensors: Sequence[Tensor]) -> Tensor:
+    """Send each rank its shards of all tensors in one message; return what arrives, flat, by rank."""
+    leaving = [[way.cut.local_shape(x.shape, rank) for x, way in zip(tensors, ways)] for rank in range(group.size)]
+    sent = tensors[0].new_empty(sum(shape.numel() for shapes in leaving for shape in shapes))
+    at = 0
+    for rank, shapes in enumerate(leaving):
+        for x, way, shape in zip(tensors, ways, shapes):
+            # Straight into the message: `split` would copy each shard once more.
+            part, start = sent[at : at + shape.numel()].view(shape), 0
+            for first, stop in way.cut.ranges[rank]:
+                into = part.narrow(way.cut.dim, start, stop - first)
+                into.copy_(x.narrow(way.cut.dim, first, stop - first))
+                start += stop - first
+            at += shape.numel()
+    arriving = [_arriving(x.shape, way, group.rank) for x, way in zip(tensors, ways)]
+    return comm.all_to_all(
+        sent,
+        group,
+        [sum(shape.numel() for shape in shapes) for shapes in leaving],
+        [sum(by_rank[rank].numel() for by_rank in arriving) for rank in range(group.size)],
+    )
+
+
+def _arriving(shape: torch.Size, way: _Way, me: int) -> list[torch.Size]:
+    """Return the shape of the part that arrives from each rank."""
+    mine = way.cut.local_shape(shape, me)
+    return [way.joined.local_shape(mine, rank) for rank in range(way.joined.ranks)]
+
+
+def _summed(parts: Sequence[Tensor], rule: Shard) -> Tensor:
+    """Return the full tensor in which shards that overlap are summed."""
+    full = parts[0].new_zeros(rule.full_shape(parts[0].shape))
+    for part, ranges in zip(parts, rule.ranges):
+        ((start, stop),) = ranges
+        full.narrow(rule.dim, start, stop - start).add_(part)
+    return full
