@@ -10,6 +10,7 @@ import torch
 from rich.console import Console
 
 from lightning_parallel.cli.projects import batch_of, precision_of, project_of
+from lightning_parallel.mesh import CONTEXT, DATA
 from lightning_parallel.pipeline.analysis import analyze
 from lightning_parallel.pipeline.schedule import build_schedule
 from lightning_parallel.planner.hardware import Cluster, device_named
@@ -69,7 +70,9 @@ def _take_layout(options: argparse.Namespace, trainer: Mapping[str, Any]) -> Non
     is_asked = any(getattr(options, name) is not None for name in sizes)
     if not is_asked and isinstance(strategy, MeshStrategy) and isinstance(devices, int) and devices > 0:
         mesh = strategy.mesh_for(devices * nodes, nodes)
-        sizes = {"tensor": mesh.tensor_parallel, "pipeline": mesh.pipeline_parallel, "data": mesh.data_parallel}
+        # Ranks along the context axis hold the same parameters, too, and ZeRO divides their state.
+        alike = mesh.size(DATA, CONTEXT)
+        sizes = {"tensor": mesh.tensor_parallel, "pipeline": mesh.pipeline_parallel, "data": alike}
     for name, size in sizes.items():
         if getattr(options, name) is None:
             setattr(options, name, size)

@@ -64,7 +64,7 @@ from lightning_parallel.compat.torch import explain_swaps, give_data
 from lightning_parallel.compat.twins import is_a
 from lightning_parallel.compression import Reducer, check_reducer
 from lightning_parallel.data_parallel import AbsentParameter, GradientReducer, ParameterSlices
-from lightning_parallel.mesh import DATA, Axis, Size
+from lightning_parallel.mesh import AXES, DATA, Axis, Size
 from lightning_parallel.pipeline.microbatch import without_caches
 from lightning_parallel.pipeline.pipeline_plan import PipelinePlan
 from lightning_parallel.pipeline.recomputation import Recomputed, recompute, repeated_layers
@@ -305,7 +305,7 @@ class MeshStrategy(MeshProcesses):
         if run.engine is not None and not was_split:
             # The table needs the memory of the optimizers, which is known only now.
             copies = optimizer_copies(self.optimizers) if is_fit else 1
-            replicas_here = self.groups.data_parallel.size if is_fit else 1
+            replicas_here = self.groups.gradients.size if is_fit else 1
             show_stages(run.engine.plan, copies, replicas_here, self.zero_stage, self.adds_in_fp32, self.steps_on_host)
         # Begin the watch last: the changes above are not the user's.
         run.model_watch = ModelWatch(self.module, lambda: self.optimizers)
@@ -324,7 +324,7 @@ class MeshStrategy(MeshProcesses):
             slices=None if last is None else last.slices,
             owners=None if last is None else last.owners,
         )
-        self._run.state.replica_order = MessageOrder(self.groups.data_parallel) if self.zero_stage else None
+        self._run.state.replica_order = MessageOrder(self.groups.gradients) if self.zero_stage else None
         self._run.slices = take_shards(self._run.state, self.zero_stage, self.groups, self._run.slices)
         return self._run
 
@@ -348,7 +348,7 @@ class MeshStrategy(MeshProcesses):
             order.chance = self._chance if self.run.engine is None else None
         self.model_to_device()
         # Each replica has built its model, perhaps from other random numbers.
-        replicas.start_equal(module, data)
+        replicas.start_equal(module, self.groups.gradients)
         replicas.scope_metrics(module, self.groups)
         replicas.compute_at_end_of_epochs(trainer, data, self._patches)
         # First, since a value to compute would wait for replicas with more batches.
@@ -459,7 +459,7 @@ class MeshStrategy(MeshProcesses):
             self.groups.world,
             layers=path,
             limit_bytes=None if self.pipeline_options is None else self.pipeline_options.memory_limit_bytes,
-            replicas=self.groups.data_parallel.size,
+            replicas=self.groups.gradients.size,
             zero_stage=self.zero_stage,
             offloads=self.steps_on_host,
             offloads_inputs="activations" in self.cpu_offload,
@@ -546,7 +546,7 @@ class MeshStrategy(MeshProcesses):
         tensor = self.groups.tensor_parallel
         give_norms(self.optimizers, names, run.rules, tensor, self._patches, run.slices)
         needs = check_optimizers(self.optimizers, names, run.rules, run.engine is not None, self.groups.world)
-        for group in (tensor, self.groups.data_parallel):
+        for group in (tensor, self.groups.gradients):
             checks.check_agreement(self.module, self.optimizers, names, group)
         if run.slices is not None:
             with comm.failing_together(self.groups.world):
@@ -575,8 +575,8 @@ class MeshStrategy(MeshProcesses):
         """Return the reducer that averages the gradients over the replicas, for one `fit`; every rank must call it."""
         run = self.run
         options = {} if run.compression is None else run.compression.reducer_options()
-        data = self.groups.data_parallel
-        return gradient_reducer(self.module, self.groups, data, run.sharding, run.rules, options, run.gradient_slices)
+        alike = self.groups.gradients
+        return gradient_reducer(self.module, self.groups, alike, run.sharding, run.rules, options, run.gradient_slices)
 
     @property
     def steps_between_reductions(self) -> int:
@@ -846,7 +846,7 @@ class MeshStrategy(MeshProcesses):
         """Share values between replicas after a step of `optimizer`."""
         # DistributedDataParallel shares buffers before the forward. After the step, validation uses the same buffers as
         # the next training step.
-        replicas.share_buffers(self.module, self.groups.data_parallel)
+        replicas.share_buffers(self.module, self.groups.gradients)
 
     @contextmanager
     @override
@@ -892,7 +892,7 @@ class MeshStrategy(MeshProcesses):
         if slices is None or not slices.keeps_slices:
             yield
             return
-        _, is_any_over = comm.on_any_rank([True, False], self.groups.data_parallel)
+        _, is_any_over = comm.on_any_rank([True, False], self.groups.gradients)
         with slices.held() if is_any_over else nullcontext(), slices.in_pass():
             yield
 
@@ -901,7 +901,7 @@ class MeshStrategy(MeshProcesses):
         slices = self.run.slices
         if self.module.trainer.training or slices is None or not slices.keeps_slices:
             return
-        while comm.on_any_rank([False, True], self.groups.data_parallel)[0]:
+        while comm.on_any_rank([False, True], self.groups.gradients)[0]:
             with slices.held():
                 pass
 
@@ -1063,11 +1063,7 @@ class MeshStrategy(MeshProcesses):
     def _sharded_writer(self) -> ShardedWriter:
         if self._writer is None:
             mesh = self.mesh
-            layout = {
-                "data_parallel": mesh.data_parallel,
-                "pipeline_parallel": mesh.pipeline_parallel,
-                "tensor_parallel": mesh.tensor_parallel,
-            }
+            layout: dict[str, int] = {axis: mesh.size(axis) for axis in AXES}
             group = self.groups.world
             if self.async_saves:
                 # The writer's thread needs a group that the main thread does not use meanwhile.

@@ -145,9 +145,9 @@ class Run:
             names,
             self.device,
             # Replicas hold equal tensors, so only the first replica gathers them.
-            is_saved=self.groups.data_parallel.rank == 0,
+            is_saved=self.groups.gradients.rank == 0,
             last_rank=0 if self.engine is None else self.engine.last_rank,
-            replicas=self.groups.data_parallel,
+            replicas=self.groups.gradients,
             slices=self.slices,
             owners={} if self.owners is None else self.owners.of,
         )
@@ -219,7 +219,7 @@ class Run:
         originals = {} if state.copies is None else state.copies.originals_of(found.come_modules)
         copies = {new: state.rules[old] for new, old in originals.items() if old in state.rules}
         # A new replicated parameter must be equal on all ranks, a new shard only on the replicas of its rank.
-        for group, are_copies in ((self.groups.world, False), (self.groups.data_parallel, True)):
+        for group, are_copies in ((self.groups.world, False), (self.groups.gradients, True)):
             new = [value for name, value in found.come.items() if (name in copies) is are_copies]
             replicas.start_equal(nn.ParameterList(new), group)
         if state.sharding is not None:

@@ -440,6 +440,8 @@ def _check_measurable(trainer: Trainer, module: LightningModule) -> None:
         reason = "compressed gradients are not the mean of the gradients of the replicas"
     elif getattr(strategy, "zero_stage", 0) >= 2 and replicas > 1:
         reason = f"with `zero_stage={strategy.zero_stage}` no rank holds the full mean of the gradients"
+    elif groups is not None and groups.context_parallel.size > 1:
+        reason = "each rank of the context axis has a part of its replica's gradients"
     elif not module.automatic_optimization:
         reason = "with manual optimization, it is not known which gradients belong to a step"
     elif groups is not None and groups.replica.size > 1 and replicas == 1:

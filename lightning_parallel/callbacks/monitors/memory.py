@@ -371,7 +371,7 @@ def _predicted(trainer: Trainer, module: LightningModule) -> dict[str, int] | No
         accumulates=accumulates,
         activations=0 if plan is None else plan.activation_bytes(stages),
         host_activations=0 if plan is None else plan.host_bytes(stages),
-        replicas=strategy.mesh.data_parallel,
+        replicas=strategy.groups.gradients.size,
         zero_stage=strategy.zero_stage,
         offloads=strategy.steps_on_host,
     )

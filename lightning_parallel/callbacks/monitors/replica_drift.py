@@ -437,9 +437,10 @@ class ReplicaDriftMonitor(MeasuringCallback[DriftAccumulator]):
 def collect_state(trainer: Trainer, module: LightningModule) -> dict[StateKey, Any]:
     """Collect parameters, buffers, optimizer state and options of the optimizers' parameter groups."""
     found: dict[StateKey, Any] = {}
-    # Under local SGD, replicas differ between two exchanges. Then compare only values that one replica holds twice.
+    # Under local SGD, replicas differ between two exchanges. With ZeRO, ranks with the same parameters hold other parts
+    # of the state. Then compare only values that one of them holds twice.
     differing: frozenset[str] = getattr(trainer.strategy, "differing", frozenset())
-    replica = str(_mesh_place(trainer, "data_parallel")) if differing else ""
+    replica = str(_place_of_state(trainer)) if differing else ""
     for key, value in _values(trainer, module):
         if key.kind in differing:
             key = key._replace(shard=f"{key.shard} of replica {replica}")
@@ -535,6 +536,12 @@ def _mesh_place(trainer: Trainer, axis: str) -> int | None:
     """Return this rank's position along an axis; None under strategies without a mesh."""
     mesh = getattr(trainer.strategy, "mesh", None)
     return getattr(mesh.coordinate(trainer.global_rank), axis) if isinstance(mesh, Mesh) else None
+
+
+def _place_of_state(trainer: Trainer) -> int | None:
+    """Return this rank's position among the ranks with the same parameters; None under strategies without a mesh."""
+    strategy: Any = trainer.strategy
+    return strategy.groups.gradients.rank if isinstance(getattr(strategy, "mesh", None), Mesh) else None
 
 
 def _unshared_buffers(trainer: Trainer, module: LightningModule) -> set[str]:

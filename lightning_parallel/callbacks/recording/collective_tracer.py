@@ -27,6 +27,7 @@ from lightning.pytorch import Trainer
 from torch import Tensor
 
 from lightning_parallel import comm, tracing
+from lightning_parallel.comm import GRADIENTS
 from lightning_parallel.compat.default_group import all_processes, backend_of
 from lightning_parallel.compat.dispatcher import (
     Collective,
@@ -37,7 +38,7 @@ from lightning_parallel.compat.dispatcher import (
     on_graph_end,
 )
 from lightning_parallel.compat.torch import storage_address
-from lightning_parallel.mesh import AXES, Mesh
+from lightning_parallel.mesh import AXES, CONTEXT, DATA, Mesh
 from lightning_parallel.tracing import InFlight, Recorder
 
 __all__ = ["CollectiveTracer", "blind_spots", "trace_collectives", "tracer_for"]
@@ -322,6 +323,8 @@ def blind_spots() -> list[str]:
 def tracer_for(trainer: Trainer, mesh: Mesh) -> CollectiveTracer:
     """Return a tracer that names groups by the axes of the mesh."""
     axes: dict[tuple[int, ...], str] = {}
+    if mesh.context_parallel > 1:
+        axes.update({tuple(ranks): GRADIENTS for ranks in mesh.peers(DATA, CONTEXT)})
     for axis in AXES:
         axes.update({tuple(ranks): axis for ranks in mesh.peers(axis) if len(ranks) > 1})
     # Strategies of Lightning use the default group for the axis that spans all ranks, if there is such an axis.

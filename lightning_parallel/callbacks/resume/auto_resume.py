@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import pickle
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any, ClassVar, Optional, cast
@@ -315,7 +315,7 @@ class AutoResume(Callback):
     def _go_on(self, trainer: Trainer, fetcher: Any, state: dict[str, Any]) -> None:
         assert self._point is not None
         self._point.go_on(fetcher, state["data"])
-        is_same = state["layout"] == _layout(trainer)
+        is_same = _with_context(state["layout"]) == _layout(trainer)
         # In another layout, all ranks take the state of rank 0: at a first start, too, all begin with equal numbers.
         mine = state["ranks"][_world().rank if is_same else 0]
         if is_same:
@@ -420,6 +420,14 @@ def _layout(trainer: Trainer) -> list[int]:
     """Return the sizes of the mesh, or the number of processes."""
     mesh = getattr(trainer.strategy, "mesh", None)
     return [_world().size] if mesh is None else list(mesh.shape)
+
+
+def _with_context(layout: Sequence[int]) -> list[int]:
+    """Return saved sizes of a mesh; a mesh of three axes was saved before there was a context axis."""
+    if len(layout) == 3:
+        data, pipeline, tensor = layout
+        return [data, pipeline, 1, tensor]
+    return list(layout)
 
 
 def _world() -> Group:

@@ -61,8 +61,8 @@ class Place(NamedTuple):
         """Return the place of this rank in a mesh."""
         # A replica of one rank has the place that it has under a strategy without a mesh.
         sizes = groups.pipeline_parallel.size, groups.tensor_parallel.size
-        cut = "" if groups.replica.size == 1 else "{} pipeline x {} tensor".format(*sizes)
-        return cls(groups.data_parallel.rank, groups.replica.rank, cut=cut)
+        cut = "" if groups.model.size == 1 else "{} pipeline x {} tensor".format(*sizes)
+        return cls(groups.gradients.rank, groups.model.rank, cut=cut)
 
 
 @dataclass(frozen=True)

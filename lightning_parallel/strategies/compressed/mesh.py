@@ -20,7 +20,6 @@ from lightning_parallel.compat.lightning import PathLike
 from lightning_parallel.compression import HierarchicalReducer, Reducer, bind_to_module
 from lightning_parallel.data_parallel import GradientReducer, ParameterSlices, ScatteringReducer
 from lightning_parallel.data_parallel.bucketed_reducer import BUCKET_BYTES
-from lightning_parallel.mesh import DATA
 from lightning_parallel.strategies.checkpoints.rank_files import Place
 from lightning_parallel.strategies.compressed.ddp import drop_gradients
 from lightning_parallel.strategies.compressed.memory import KEY, CompressorMemory, KeptState, is_memory_of
@@ -70,7 +69,7 @@ class MeshCompression:
         """
         if reducer is None:
             return None
-        if groups.data_parallel.size == 1:
+        if groups.gradients.size == 1:
             rank_zero_warn("`compression` has no effect: it works between replicas, and this run has one replica.")
             return cls(reducer, module, groups, reducer, kept, drifts)
         bind_to_module(module, reducer)
@@ -95,30 +94,28 @@ class MeshCompression:
     def replicas_and_owners(self) -> tuple[int, int]:
         """The number of participants in compression, and the ranks of each participant."""
         return (
-            (self.groups.data_parallel.size, 1)
-            if self.nodes is None
-            else (self.nodes.across.size, self.nodes.inside.size)
+            (self.groups.gradients.size, 1) if self.nodes is None else (self.nodes.across.size, self.nodes.inside.size)
         )
 
     def reducer_options(self) -> dict[str, Any]:
         """Return the arguments for a `GradientReducer`; every rank of the mesh must call it."""
-        if self.groups.data_parallel.size == 1:
+        if self.groups.gradients.size == 1:
             return {}
         inside = 1 if self.nodes is None else self.nodes.inside.size
         return {
             "compression": self.means,
             "bucket_bytes": BUCKET_BYTES * inside,  # each rank of a node compresses its part
             # An extra group, because compression communicates while backward still uses the groups of the mesh.
-            "side_group": self.groups.extra(DATA, "compression"),
+            "side_group": self.groups.extra(comm.GRADIENTS, "compression"),
             "second_group": self._second_group(),
-            "replica_group": self.groups.replica,
+            "replica_group": self.groups.model,
         }
 
     def _second_group(self) -> Group | None:
         # The group costs threads and sockets, so only buckets that overlap get it: see `GradientSession` and
         # `HierarchicalStep.overlaps`.
-        is_of_use = self.nodes is None and "nccl" not in self.groups.data_parallel.backend
-        return self.groups.extra(DATA, "the compression of the next bucket") if is_of_use else None
+        is_of_use = self.nodes is None and "nccl" not in self.groups.gradients.backend
+        return self.groups.extra(comm.GRADIENTS, "the compression of the next bucket") if is_of_use else None
 
     def prepare_step(self, precision: Precision) -> None:
         """Set the compressor's loss scale for the next step: the residuals are kept without the loss scale."""
@@ -160,7 +157,7 @@ class MeshCompression:
         if nodes is not None:
             # A node counts as one replica, and each of its ranks holds a part of the state.
             place = place._replace(replica=nodes.across.rank, part=nodes.inside.rank)
-        return CompressorMemory(self.means, place, self.groups.data_parallel, self.groups.world, self.kept)
+        return CompressorMemory(self.means, place, self.groups.gradients, self.groups.world, self.kept)
 
 
 def gradient_reducer(

@@ -68,19 +68,19 @@ class StateParts:
         slots = {key: dict(value) for key, value in state.items() if isinstance(value, Mapping)}
         divided: dict[str, Any] = {key: value for key, value in state.items() if key not in slots}
         if "owners" in divided:
-            divided["owners"] = comm.all_gather_object(divided["owners"], self.groups.replica)
+            divided["owners"] = comm.all_gather_object(divided["owners"], self.groups.model)
         divided |= {"layout": PARTS, "model": self._model, "replicas": self._replicas.size}
         inside = Group.alone("node") if self.nodes is None else self.nodes.inside
         mine = {slot: {name: self._kind(name, value) for name, value in named.items()} for slot, named in slots.items()}
         # The ranks of a node hold states of different parameters.
         mine = joined(comm.all_gather_object(mine, inside))
-        everyone = comm.all_gather_object(mine, self.groups.replica)
+        everyone = comm.all_gather_object(mine, self.groups.model)
         zeros = self._add_kinds(mine, everyone)
         # Only one rank of a node may write the zeros: each parameter has one writer per node.
         if inside.rank == 0:
             slots = joined([slots, zeros])
         # `_add_kinds` has extended `mine` after the exchange.
-        everyone[self.groups.replica.rank] = mine
+        everyone[self.groups.model.rank] = mine
         return {**divided, **self._tensors(slots, everyone)}
 
     def _tensors(self, slots: Mapping[str, Mapping[str, Tensor]], everyone: Sequence[_Kinds]) -> dict[str, Any]:
@@ -92,7 +92,7 @@ class StateParts:
         for position, theirs in enumerate(everyone):
             # The tensor axis varies fastest among the ranks of a replica.
             stage = position // self.groups.tensor_parallel.size
-            held = slots if position == self.groups.replica.rank else {}
+            held = slots if position == self.groups.model.rank else {}
             for slot, named in theirs.items():
                 for name, kind in named.items():
                     tensor = held.get(slot, {}).get(name)
@@ -108,7 +108,7 @@ class StateParts:
         """Add the kinds that only other tensor-parallel ranks of the stage have; return zeros for these kinds."""
         # Another layout reads full tensors, and a full tensor needs the shards of all ranks.
         parameters, width = dict(self.module.named_parameters()), self.groups.tensor_parallel.size
-        stage = self.groups.replica.rank // width
+        stage = self.groups.model.rank // width
         zeros: dict[str, dict[str, Tensor]] = {}
         for theirs in everyone[stage * width : (stage + 1) * width]:
             for slot, named in theirs.items():
@@ -127,7 +127,7 @@ class StateParts:
         state = {key: value for key, value in divided.items() if key not in _OWN_KEYS}
         state["world_size"] = replicas.size
         if "owners" in state:
-            state["owners"] = divided["owners"][self.groups.replica.rank] if is_same_model else ()
+            state["owners"] = divided["owners"][self.groups.model.rank] if is_same_model else ()
         names = {name for name, _ in self.module.named_parameters()}
         for slot, named in divided["by_name"].items():
             for name in names & named.keys():
@@ -142,7 +142,7 @@ class StateParts:
                     " kept; the state of the old shards starts anew."
                 )
             return state
-        for slot, named in divided["by_position"][self.groups.replica.rank].items():
+        for slot, named in divided["by_position"][self.groups.model.rank].items():
             for name, tensor in named.items():
                 if slot in REPLICATED:
                     state.setdefault(slot, {})[name] = _part(tensor, None, 0)
@@ -156,7 +156,7 @@ class StateParts:
     @property
     def _replicas(self) -> Group:
         """The ranks that keep a state of the parameters of this rank."""
-        return self.groups.data_parallel if self.nodes is None else self.nodes.across
+        return self.groups.gradients if self.nodes is None else self.nodes.across
 
     @property
     def _model(self) -> list[int]:

@@ -56,7 +56,7 @@ class ReplicaOptimizers:
         """Return the entries of a checkpoint at `path`, which is sharded or one file with files beside it."""
         mine = self._slots()
         # Zeros cannot replace a missing state: an optimizer would skip its corrections of the first steps.
-        are_new = comm.all_gather_object(not mine, self.groups.data_parallel)
+        are_new = comm.all_gather_object(not mine, self.groups.gradients)
         mine = self._filled(mine)
         if is_sharded:
             entry = self._parts.divide(mine)
@@ -76,7 +76,7 @@ class ReplicaOptimizers:
 
         All ranks already have the state of the first replica, and keep it if files are lost.
         """
-        data, saved = self.groups.data_parallel, state["optimizers"]
+        data, saved = self.groups.gradients, state["optimizers"]
         if not RankFiles.are_in(saved):
             same_division = saved["model"] == [self.groups.pipeline_parallel.size, self.groups.tensor_parallel.size]
             # Tensors by position belong to the old shards, and `assemble` would warn of a compression state.
@@ -128,7 +128,7 @@ class ReplicaOptimizers:
             for slot, named in mine.items()
         }
         filled: dict[str, dict[str, Tensor]] = {}
-        for theirs in comm.all_gather_object(described, self.groups.data_parallel):
+        for theirs in comm.all_gather_object(described, self.groups.gradients):
             for slot, named in theirs.items():
                 for name, (shape, dtype) in named.items():
                     value = mine.get(slot, {}).get(name)

@@ -169,8 +169,8 @@ class FullViews:
         # A rank that reads alone must not wait without end.
         order, states = self._state.order, self._state.full_states
         self._tensor_group = groups.tensor_parallel if order is None else groups.tensor_parallel.guarded_by(order)
-        self._replica = groups.replica if states is None else groups.replica.guarded_by(states.meet)
-        self._replicas = groups.data_parallel if meet is None else groups.data_parallel.guarded_by(meet)
+        self._replica = groups.model if states is None else groups.model.guarded_by(states.meet)
+        self._replicas = groups.gradients if meet is None else groups.gradients.guarded_by(meet)
         self._shown: list[Tensor] = []
         # The states of optimizers when they were shown, by `id`, which must not pass to another tensor meanwhile.
         self._states: dict[int, Any] = {}

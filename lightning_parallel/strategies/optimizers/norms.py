@@ -70,7 +70,7 @@ class ReplicaNorm:
         owned = [owners.get(id(gradient), ("", None)) for gradient in given]
         parts = [self._counted(name, owner, gradient) for (name, owner), gradient in zip(owned, given)]
         # A rank without gradients still takes part, on a device that its group accepts.
-        device = given[0].device if given else torch.device(self.groups.replica.host_device)
+        device = given[0].device if given else torch.device(self.groups.model.host_device)
         return _norm_over([part for part in parts if part is not None], self._holders, norm_type, device)
 
     @property
@@ -81,13 +81,13 @@ class ReplicaNorm:
     @property
     def spanned(self) -> Group:
         """The ranks that may hold different gradients of a step, and must decide together."""
-        return self.groups.replica if self._slices is None else self.groups.world
+        return self.groups.model if self._slices is None else self.groups.world
 
     @property
     def _holders(self) -> Group:
         """The ranks that hold the elements of a step's gradients now, each once."""
         # Before the reduction of accumulated batches, replicas have different gradients.
-        return self.spanned if self._slices is not None and self._slices.holds_gradients else self.groups.replica
+        return self.spanned if self._slices is not None and self._slices.holds_gradients else self.groups.model
 
     def _counted(self, name: str, parameter: nn.Parameter | None, gradient: Tensor) -> Tensor | None:
         """Return the elements of a gradient that this rank counts; None without one. No owner means no shard."""
@@ -99,7 +99,7 @@ class ReplicaNorm:
             if parameter is not None and slices.is_narrow(parameter):
                 return _owned(gradient, self._rules.get(name), rank, slices, parameter)
             # Such as a parameter without dimensions, which is not sliced.
-            if self.groups.data_parallel.rank > 0:
+            if self.groups.gradients.rank > 0:
                 return None  # full on all replicas
         return _owned(gradient, self._rules.get(name), rank)
 

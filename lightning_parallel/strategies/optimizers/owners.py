@@ -91,7 +91,7 @@ class TensorOwners:
     ) -> None:
         self._module = module
         self._tensor = groups.tensor_parallel
-        self._replicas = groups.data_parallel
+        self._replicas = groups.gradients
         self._slices = slices
         self._host = host
         self._rules: dict[Tensor, Shard] = {}

@@ -109,7 +109,7 @@ def make_slices(
         ValueError: On every rank, if a parameter cannot be divided, or the module trains in a way that needs full
             gradients.
     """
-    if stage == 0 or groups.data_parallel.size == 1:
+    if stage == 0 or groups.gradients.size == 1:
         return None
     with comm.failing_together(groups.world):
         if stage >= 2:
@@ -118,7 +118,7 @@ def make_slices(
             last.adopt(dict(module.named_parameters()))
             slices = last
         else:
-            slices = ParameterSlices(dict(module.named_parameters()), groups.data_parallel)
+            slices = ParameterSlices(dict(module.named_parameters()), groups.gradients)
         if stage >= 2:
             # From backward on, parameters are narrow, and a hook may save the module before the step.
             slices.keep_states_whole(module)
@@ -145,7 +145,7 @@ def begin_shards(
         ValueError: On every rank, if a parameter cannot be divided, or the module trains in a way that needs full
             gradients.
     """
-    if stage != 3 or groups.data_parallel.size == 1:
+    if stage != 3 or groups.gradients.size == 1:
         return last
     has_shards = last is not None and last.keeps_slices
     with comm.failing_together(groups.world):
@@ -154,7 +154,7 @@ def begin_shards(
         check_divisible(dict(module.named_parameters()))
         if not has_shards:
             check_parameters(module)
-    return last if has_shards else ParameterShards(groups.data_parallel, gate)
+    return last if has_shards else ParameterShards(groups.gradients, gate)
 
 
 def take_shards(
@@ -175,7 +175,7 @@ def take_shards(
     if shards is None or not shards.keeps_slices:
         return last
     with comm.failing_together(groups.world):
-        shards.reopen(groups.data_parallel, state.replica_order or (lambda operation: None))
+        shards.reopen(groups.gradients, state.replica_order or (lambda operation: None))
     if stage == 3:
         return shards
     shards.restore()
@@ -204,7 +204,7 @@ class UnitSharding:
         holds: Callable[[Tensor], bool] = lambda parameter: True,
     ) -> None:
         self._state = ParallelState.of(module)
-        self._replicas = groups.data_parallel
+        self._replicas = groups.gradients
         self._device = device
         self._shards = shards
         self._waiting: list[tuple[dict[str, nn.Parameter], set[int]]] = []

@@ -43,7 +43,7 @@ from lightning_parallel.compat.lightning import (
     sync_tensor,
 )
 from lightning_parallel.compat.ray import ray_device
-from lightning_parallel.mesh import AXES, DATA, TENSOR, Axis, Mesh, Size
+from lightning_parallel.mesh import AXES, CONTEXT, DATA, TENSOR, Axis, Mesh, Size
 from lightning_parallel.strategies.checkpoints.files import SavesFiles
 from lightning_parallel.strategies.deferred.init import deferred_init
 from lightning_parallel.strategies.options import check_launch
@@ -322,8 +322,9 @@ class MeshProcesses(SavesFiles):
             ValueError: If the axis sizes do not multiply to the number of processes.
         """
         sizes = dict(self._sizes)
-        if sizes.get(TENSOR) == "auto" and sizes.get(DATA) == "auto" and num_nodes > 1:
-            sizes[DATA] = num_nodes  # tensor parallelism inside each node, replicas across nodes
+        inner = [axis for axis in (CONTEXT, TENSOR) if sizes.get(axis) == "auto"]
+        if inner and sizes.get(DATA) == "auto" and num_nodes > 1:
+            sizes[DATA] = num_nodes  # tensor or context parallelism inside each node, replicas across nodes
         return Mesh.resolve(num_processes, sizes)
 
     @property

@@ -144,16 +144,16 @@ def _saved_buffers(module: nn.Module) -> Iterator[Tensor]:
 
 def share_finite_buffers(module: nn.Module, groups: MeshGroups) -> None:
     """Copy the buffers of the first replica with finite buffers to all replicas; if none is finite, of replica zero."""
-    data = groups.data_parallel
+    alike = groups.gradients
     floating = [buffer for buffer in _saved_buffers(module) if buffer.is_floating_point()]
-    if data.size == 1 or not comm.on_any_rank([bool(floating)], groups.world)[0]:
-        share_buffers(module, data)
+    if alike.size == 1 or not comm.on_any_rank([bool(floating)], groups.world)[0]:
+        share_buffers(module, alike)
         return
     # Over the replica, whose ranks must all take their buffers from the same source.
-    is_broken = comm.on_any_rank([not all(bool(buffer.isfinite().all()) for buffer in floating)], groups.replica)[0]
+    is_broken = comm.on_any_rank([not all(bool(buffer.isfinite().all()) for buffer in floating)], groups.model)[0]
     # Each position in the replica has another group, and all groups get the same answer.
-    broken = comm.all_gather_object(is_broken, data)
-    share_buffers(module, data, broken.index(False) if False in broken else 0)
+    broken = comm.all_gather_object(is_broken, alike)
+    share_buffers(module, alike, broken.index(False) if False in broken else 0)
 
 
 @torch.no_grad()

@@ -768,7 +768,7 @@ class _Comparison:
         differences = compare("loss", _loss(found), _loss(expected), tolerance)
         differences += compare("logged value", found.logged, expected.logged, tolerance)
         differences += compare("attribute", found.attributes, comparable_attributes(found, expected), tolerance)
-        if self.replica.rank == 0:
+        if self.runs.groups.model.rank == 0:
             differences += compare("output", found.output, expected.output, tolerance)
         return differences
 
@@ -800,7 +800,7 @@ class _Comparison:
         here = {path for path, child in self.runs.module.named_modules() if id(child) not in elsewhere}
         found = {name: relative for name, relative in found.items() if name.rpartition(".")[0] in here}
         best: dict[str, float] = {}
-        for theirs in comm.all_gather_object(found, self.replica):
+        for theirs in comm.all_gather_object(found, self.runs.groups.model):
             for name, relative in theirs.items():
                 best[name] = min(relative, best.get(name, math.inf))
         kinds = {name: "parameter" for names in comm.all_gather_object([*parameters], self.replica) for name in names}

@@ -331,7 +331,7 @@ class StepRuns:
             yield False
             return
         before = {id(tensor): (tensor, tensor.data, tensor.detach().clone()) for tensor in state.copies.tensors()}
-        state.full_states.restore_copies(self.groups.replica.rank == 0)
+        state.full_states.restore_copies(self.groups.model.rank == 0)
         try:
             yield True
         finally:
@@ -529,9 +529,13 @@ class StepRuns:
             return self._effects(calls, output, loss, before)
 
     def _complete_gradients(self, parameters: Mapping[str, nn.Parameter]) -> None:
-        """Sum partial gradients over the tensor axis, and gradients of tied parameters over the stages."""
+        """Sum partial gradients over the tensor axis, and gradients of tied parameters over the stages.
+
+        Gradients of the context axis are averaged, because each of its ranks differentiates the same loss.
+        """
         if not self._are_complete:
             self._sum_partial(parameters)
+            self._average_over_context(parameters)
         if self.engine is not None:
             self.engine.reduce_tied_gradients()
 
@@ -549,16 +553,30 @@ class StepRuns:
             with torch.no_grad():
                 reduce_partial_(gradients, self.rules, group)
 
+    def _average_over_context(self, parameters: Mapping[str, nn.Parameter]) -> None:
+        group = self.groups.context_parallel
+        if group.size == 1:
+            return
+        # A rank without a position has no gradient, and sends zeros.
+        mine = [name for name, p in parameters.items() if p.grad is not None]
+        for name in sorted({name for found in comm.all_gather_object(mine, group) for name in found}):
+            gradient = parameters[name].grad
+            mean = torch.zeros_like(parameters[name]) if gradient is None else gradient.detach().clone()
+            parameters[name].grad = comm.all_reduce_(mean, group) / group.size
+
     def _backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
         """Run a backward pass and complete the gradients like the strategy: the step may read them."""
         partial = frozenset() if self.sharding is None else self.sharding.partial
-        mine = {name: p for name, p in self.module.named_parameters() if name in partial}
+        # With a context axis, every gradient is a part of a mean.
+        is_all = self.groups.context_parallel.size > 1
+        mine = {name: p for name, p in self.module.named_parameters() if is_all or name in partial}
         before = {name: p.grad for name, p in mine.items()}
         # Earlier gradients are sums over the ranks already, so only the new gradients may be summed.
         for p in mine.values():
             p.grad = None
         loss.backward(*args, **kwargs)
         self._sum_partial(dict(self.module.named_parameters()))
+        self._average_over_context(mine)
         for name, p in mine.items():
             known = before[name]
             if known is not None:

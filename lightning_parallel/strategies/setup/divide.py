@@ -247,7 +247,7 @@ def cut_stages(
     # Take the names while the model is full, since checkpoints have their order.
     state.names = ModelNames.of(module)
     # With tensor parallelism, `shard_tensors` has made all ranks equal, and now they hold different shards.
-    replicas.start_equal(module, groups.data_parallel if groups.tensor_parallel.size > 1 else groups.world)
+    replicas.start_equal(module, groups.gradients if groups.tensor_parallel.size > 1 else groups.world)
     _move_buffers(module, device)
     recomputed = {"recomputation": recomputation, "offloads_inputs": offloads_inputs}
     planned = partial(_plan, module, options, groups, device, zero_stage, trace, recomputed)
@@ -492,7 +492,7 @@ def _state_held(module: LightningModule, is_limited: bool, groups: MeshGroups, z
     # Only the optimizers tell how much state they hold; to ask them runs `configure_optimizers` on a copy.
     state = state_copies(module) if is_limited else STATE_COPIES
     held = Held.of(module.parameters())
-    return copies_held(state, groups.data_parallel.size, zero_stage, held.half_share), held.largest_bytes
+    return copies_held(state, groups.gradients.size, zero_stage, held.half_share), held.largest_bytes
 
 
 def _plan_for_evaluation(planned: Callable[..., PipelinePlan], example: tuple[Callable[[Any], Any], Any] | None) -> Any:

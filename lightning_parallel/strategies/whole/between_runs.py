@@ -63,7 +63,7 @@ def end_run(module: LightningModule, checkpoints: Checkpoints, groups: MeshGroup
         return False
     # Each replica gathers its own tensors, so that only ranks of one replica send to each other.
     full = replace(checkpoints, is_saved=True).gather_tensors()
-    share_tensors(full, groups.replica, checkpoints.device)
+    share_tensors(full, groups.model, checkpoints.device)
     if states is not None:
         states.restore_copies()
     skeleton.restore(full, inventory.trained)

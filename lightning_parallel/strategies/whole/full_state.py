@@ -81,7 +81,7 @@ class FullStates:
         self._pipeline_group = groups.pipeline_parallel
         if self._state.order is not None:
             self._tensor_group = self._tensor_group.guarded_by(self._state.order)
-        self.meet = MessageOrder(groups.replica)
+        self.meet = MessageOrder(groups.model)
         if self._pipeline_group.size > 1:
             self._pipeline_group = self._pipeline_group.guarded_by(self.meet)
         self._device = device
@@ -90,7 +90,7 @@ class FullStates:
         self._hooks: list[Any] = []
         self._at_end: list[Callable[[], None]] = []
         self._module = module
-        self._replica = groups.replica
+        self._replica = groups.model
         if self._state.copies is None:
             self._state.copies = ModuleCopies(module)
         self.adopt(module, inventory)
@@ -279,7 +279,7 @@ class OutsideCalls:
     def __init__(self, module: nn.Module, states: FullStates, groups: MeshGroups, device: torch.device) -> None:
         self._module = module
         self._states = states
-        self._replica = groups.replica
+        self._replica = groups.model
         self._rank = groups.tensor_parallel.rank
         self._state = ParallelState.of(module)
         self._anchor = torch.empty(0, device=device, requires_grad=True)

@@ -201,7 +201,7 @@ class Owners:
 
     def __init__(self, module: nn.Module, inventory: Inventory, groups: MeshGroups, device: torch.device) -> None:
         self.inventory = inventory
-        self.replica = groups.replica
+        self.replica = groups.model
         self.device = device
         self.rules = inventory.rules
         self.taken: MutableMapping[str, Tensor] = {}

@@ -1,0 +1,167 @@
+"""The context axis: its ranks read the same samples, hold the same parameters and average their gradients."""
+
+import functools
+
+import pytest
+import torch
+from lightning.pytorch import Trainer
+from torch.optim import SGD
+from torch.utils.data import DataLoader
+
+from lightning_parallel import ContextParallelStrategy, HybridParallelStrategy, SelfCheckError, comm
+from lightning_parallel.comm import Group
+from lightning_parallel.compat import ParallelState
+from lightning_parallel.compression import Dense
+from tests.harness import distributed
+from tests.strategies.models import Samples, trainer_for
+from tests.strategies.test_pipeline import Deep, fit
+from tests.strategies.test_pipeline_checkpoint import Tied, resume_in_a_ring
+from tests.strategies.test_zero import Varied
+
+# Sizes of the axes, and how many replicas they make of four ranks.
+LAYOUTS = {
+    "context 4": ({"context_parallel_size": 4}, 1),
+    "context 2, data 2": ({"context_parallel_size": 2}, 2),
+    "context 2, tensor 2": ({"context_parallel_size": 2, "tensor_parallel_size": 2}, 1),
+    "pipeline 2, context 2": (
+        {"pipeline_parallel_size": 2, "context_parallel_size": 2, "num_microbatches": 2},
+        1,
+    ),
+}
+OPTIONS = {"gradient_clip_val": 0.3, "accumulate_grad_batches": 2, "limit_val_batches": 0}
+
+
+def place(module):
+    return module.trainer.strategy.mesh.coordinate(module.trainer.global_rank).context_parallel
+
+
+def scaled(loss, factor):
+    """The same value, with another gradient."""
+    return loss.detach() + factor * (loss - loss.detach())
+
+
+class Partial(Varied):
+    """Each rank of the context axis has another part of the gradient: the mean of the parts is the gradient."""
+
+    def training_step(self, batch, index):
+        output = super().training_step(batch, index)
+        if isinstance(self.trainer.strategy, HybridParallelStrategy):
+            size, rank = self.trainer.strategy.mesh.context_parallel, place(self)
+            output["loss"] = scaled(output["loss"], 2 * rank / (size - 1))
+        return output
+
+
+def run(layout, module, **options):
+    sizes, replicas = LAYOUTS[layout]
+    known = {"zero_stage", "checkpoint_format", "compression"}
+    of_strategy = {name: options.pop(name) for name in known & options.keys()}
+    return fit(module, HybridParallelStrategy(**sizes, **of_strategy), 4, replicas, **options)
+
+
+make = functools.partial(SGD, lr=0.1, momentum=0.9)
+
+
+@functools.cache
+def on_one_process():
+    module = Partial(make)
+    fit(module, "auto", 1, **OPTIONS)
+    return {**module.state_dict(), **dict(enumerate(module.read))}
+
+
+@pytest.mark.parametrize(
+    ("layout", "ways"),
+    [
+        ("context 4", [{}, {"zero_stage": 2}]),
+        ("context 2, data 2", [{}, {"zero_stage": 1}, {"zero_stage": 3}, {"compression": Dense()}]),
+        ("context 2, tensor 2", [{}, {"zero_stage": 3}]),
+        ("pipeline 2, context 2", [{}, {"zero_stage": 2}]),
+    ],
+)
+@distributed(world_size=4)
+def test_it_trains_like_one_process(group, layout, ways):
+    for way in ways:
+        module = Partial(make)
+        trainer = run(layout, module, **way, **OPTIONS)
+        for name, value in {**module.state_dict(), **dict(enumerate(module.read))}.items():
+            torch.testing.assert_close(value, on_one_process()[name], rtol=1e-10, atol=1e-12, msg=f"{way}: {name}")
+        if "zero_stage" in way:
+            shards = trainer.strategy.groups.gradients.size
+            for owner, state in trainer.optimizers[0].state.items():
+                if "momentum_buffer" in state:
+                    assert state["momentum_buffer"].numel() < owner.numel() / shards + 8
+
+
+@distributed(world_size=4)
+def test_every_layout_resumes_every_other(group):
+    def run_in(name, optimizer, **options):
+        if name == "stock":
+            return fit(Tied(optimizer), "auto", 1, **options)
+        layout, _, is_sharded = name.partition(" as ")
+        stage, _, layout = layout.partition(":")
+        if is_sharded:
+            options["checkpoint_format"] = "sharded"
+        return run(layout, Tied(optimizer), zero_stage=int(stage), **options)
+
+    names = ["1:context 2, data 2 as sharded", "0:pipeline 2, context 2 as sharded", "3:context 2, tensor 2"]
+    resume_in_a_ring(run_in, ["stock", *names], "adam", group)  # stock Lightning reads one file
+
+
+class Drawing(Deep):
+    """Draws numbers, and remembers them with its samples."""
+
+    def training_step(self, batch, index):
+        self.hooks.append((float(batch[0].sum()), float(torch.rand(()))))
+        return super().training_step(batch, index)
+
+
+@distributed(world_size=4)
+def test_ranks_of_the_axis_read_the_same_samples_and_draw_the_same_numbers(group):
+    module = Drawing()
+    torch.manual_seed(group.rank)
+    trainer = trainer_for(ContextParallelStrategy(context_parallel_size=2), 4, max_epochs=1, limit_train_batches=2)
+    trainer.fit(module, DataLoader(Samples(), batch_size=4, shuffle=True))
+    found = comm.all_gather_object([each for each in module.hooks if len(each) == 2 and each[1] < 1], Group.of())
+    assert trainer.world_size == 2
+    one, two, three, four = found
+    assert len(one) == 2
+    assert one == two
+    assert three == four
+    assert {samples for samples, _ in one}.isdisjoint(samples for samples, _ in three)
+
+
+@pytest.mark.parametrize("layout", ["context 2, data 2", "context 2, tensor 2", "pipeline 2, context 2"])
+@distributed(world_size=4)
+def test_the_self_check_compares_the_mean_over_the_axis(group, layout):
+    sizes, replicas = LAYOUTS[layout]
+    strategy = HybridParallelStrategy(**sizes)
+    strategy.verify = "always"
+    fit(Faulty(2.0, 0.0), strategy, 4, replicas)
+    strategy = HybridParallelStrategy(**sizes)
+    strategy.verify = "always"
+    with pytest.raises(SelfCheckError, match="gradient"):
+        fit(Faulty(2.0, 1.0), strategy, 4, replicas)
+
+
+class Faulty(Deep):
+    """Has other gradients in parallel than on one process, by the rank of the context axis."""
+
+    def __init__(self, *factors):
+        super().__init__()
+        self.factors = factors
+
+    def training_step(self, batch, index):
+        output = super().training_step(batch, index)
+        if not ParallelState.of(self).is_alone:
+            output["loss"] = scaled(output["loss"], self.factors[place(self)])
+        return output
+
+
+def test_a_method_must_be_known():
+    with pytest.raises(ValueError, match="`context_parallel_method` must be 'auto', 'ulysses', 'ring' or 'gather'"):
+        ContextParallelStrategy(context_parallel_method="rings")
+    assert HybridParallelStrategy(context_parallel_method="ring").context_options.method == "ring"
+
+
+def test_a_name_stands_for_the_strategy():
+    trainer = Trainer(strategy="context_parallel", accelerator="cpu", devices=2)
+    assert isinstance(trainer.strategy, ContextParallelStrategy)
