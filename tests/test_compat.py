@@ -264,8 +264,11 @@ def test_a_backward_pass_has_an_id_while_it_runs():
     seen = []
     x = torch.ones(1, requires_grad=True)
     x.register_hook(lambda _: seen.append(compat_torch.current_graph_task_id()))
-    for _ in range(2):
-        (2 * x).backward()
+    keeps = []
+    x.register_hook(lambda _: keeps.append(compat_torch.keeps_graph()))
+    for is_kept in (False, True):
+        (2 * x).backward(retain_graph=is_kept)
+    assert keeps == [False, True]
     assert compat_torch.current_graph_task_id() == -1
     assert len(set(seen)) == 2
     assert -1 not in seen

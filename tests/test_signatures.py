@@ -80,6 +80,7 @@ WRONG = {
     "reshard": ["never", True, "layer"],  # without `zero_stage=3`
     "activation_checkpointing": ["some", 0, 2.0, True],
     "cpu_offload": ["optimizer", ("state",), ("activations",), ("optimizer", "optimizer"), 1],
+    "tiled": ["on", True],
     "gradient_sum_dtype": ["fp64", 32],
     "checkpoint_format": ["shard"],
     "async_save": ["yes", True],  # in one file

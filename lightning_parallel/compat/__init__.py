@@ -430,6 +430,7 @@ class ParallelState:
         parameter_shards: Holds the slices of its parameters (`data_parallel.ParameterShards`), with `zero_stage=3`.
         replica_order: Watches the messages that gather slices of its parameters over the replicas, like `order`.
         engine: Its pipeline (`pipeline.engine.PipelineEngine`).
+        tiles: The modules that run in tiles of positions (`tensor.tile_plan.TilePlan`).
         names: Names in the full module, before the split into stages (`checkpoint.ModelNames`).
         skeleton: The full module without data (`strategies.whole.skeleton.Skeleton`).
         full_states: Puts full tensors into its state dicts during a run (`strategies.whole.full_state.FullStates`).
@@ -466,6 +467,7 @@ class ParallelState:
     parameter_shards: Any = None
     replica_order: Any = None
     engine: Any = None
+    tiles: Any = None
     names: Any = None
     skeleton: Any = None
     full_states: Any = None

@@ -144,6 +144,7 @@ __all__ = [
     "make_wrapper_subclass",
     "map_only",
     "has_data",
+    "keeps_graph",
     "overload_packet",
     "random_values",
     "position_in_graph",
@@ -155,6 +156,8 @@ __all__ = [
     "storage_address",
     "swap_tensor_impl",
     "to_copy",
+    "cast_operator",
+    "log_softmax_operator",
     "unsafe_view",
     "version_of",
     "workers_of",
@@ -485,6 +488,10 @@ def fully_sharded_groups(module: FSDPModule) -> list[FullyShardedGroup]:
 # A reshape that autograd does not treat as a view: the result of a custom function may then be changed in place.
 unsafe_view = torch.ops.aten._unsafe_view.default
 
+# The operators of casts and of `log_softmax`, below autograd.
+cast_operator = torch.ops.aten._to_copy.default
+log_softmax_operator = torch.ops.aten._log_softmax.default
+
 
 # The dispatcher's operator for `tensor.to(...)`; no operator without the underscore converts a dtype.
 to_copy = torch.ops.aten._to_copy
@@ -560,6 +567,11 @@ def schema_of(operation: Any) -> Any:
 
 
 # compression
+
+
+def keeps_graph() -> bool:
+    """Return whether the running backward keeps its graph for another one, which no public function tells."""
+    return torch._C._autograd._get_current_graph_task_keep_graph()
 
 
 def is_backward_running() -> bool:

@@ -104,6 +104,7 @@ from lightning_parallel.strategies.options import (
     OffloadedPart,
     PipelineOptions,
     TensorOptions,
+    Tiled,
     check_activation_checkpointing,
     check_checkpoint_format,
     check_choice,
@@ -120,6 +121,7 @@ from lightning_parallel.strategies.setup.tables import show_stages
 from lightning_parallel.strategies.steps.effects import side_effects_discarded
 from lightning_parallel.strategies.steps.pipeline import PipelineSteps
 from lightning_parallel.strategies.steps.recomputed import layers_within_limit, tell_recomputed
+from lightning_parallel.strategies.steps.tiled import plan_tiles, tile_modules
 from lightning_parallel.strategies.whole.between_runs import (
     EVERYWHERE_BYTES,
     GatherAfterFit,
@@ -172,6 +174,7 @@ class MeshStrategy(MeshProcesses):
         reshard: Reshard = "auto",
         activation_checkpointing: ActivationCheckpointing = "off",
         cpu_offload: Sequence[OffloadedPart] = (),
+        tiled: Tiled = "off",
         gradient_sum_dtype: Optional[GradientSumDtype] = None,
         checkpoint_format: CheckpointFormat = "full",
         async_save: bool = False,
@@ -199,6 +202,7 @@ class MeshStrategy(MeshProcesses):
         )
         check_activation_checkpointing(activation_checkpointing)
         check_checkpoint_format(checkpoint_format, async_save)
+        check_choice("tiled", tiled, Tiled)
         check_choice("verify", verify, Verify)
         check_choice("gather_after_fit", gather_after_fit, GatherAfterFit)
         if compression is not None:
@@ -213,6 +217,7 @@ class MeshStrategy(MeshProcesses):
         self.reshard = reshard
         self.activation_checkpointing = activation_checkpointing
         self.cpu_offload = check_cpu_offload(cpu_offload, activation_checkpointing)
+        self.tiled = tiled
         self.gradient_sum_dtype = dtype_of_sums(gradient_sum_dtype)
         self.checkpoint_format = checkpoint_format
         self.async_save = async_save
@@ -375,6 +380,9 @@ class MeshStrategy(MeshProcesses):
             with early():
                 return records_of_run(module, self.precision_plugin, self.root_device)
 
+        is_tiled = is_fit and self.tiled == "auto"
+        if is_tiled:
+            plan_tiles(module, records, self.groups.world)
         sharding = shard_tensors(module, self.tensor_options, self.groups, records)
 
         def materialize(plan: PipelinePlan | None) -> None:
@@ -385,6 +393,7 @@ class MeshStrategy(MeshProcesses):
         if self.pipeline_options is None or self.groups.pipeline_parallel.size == 1:
             materialize(None)
             self._recompute(module, records)
+            tile_modules(module, is_tiled)
             close_skeleton(module)
             return
         steps = PipelineSteps(module, self.pipeline_options, self.precision_plugin, self.root_device)
@@ -409,6 +418,7 @@ class MeshStrategy(MeshProcesses):
         steps.bind(engine, self._patches)
         run.steps = steps
         self._recompute(module, records)
+        tile_modules(module, is_tiled)
         close_skeleton(module)
 
     def _shard_units(

@@ -34,6 +34,7 @@ __all__ = [
     "OffloadedPart",
     "PipelineOptions",
     "TensorOptions",
+    "Tiled",
     "check_activation_checkpointing",
     "check_checkpoint_format",
     "check_choice",
@@ -59,6 +60,9 @@ ContextMethod = Literal["auto", "ulysses", "ring", "gather"]
 
 OffloadedPart = Literal["optimizer", "activations"]
 """The tensors that wait in host memory."""
+
+Tiled = Literal["off", "auto"]
+"""Whether the loss and MLPs run in tiles of positions."""
 
 GradientSumDtype = Union[Literal["fp32", "float32", "bf16", "bfloat16", "fp16", "float16"], torch.dtype]
 """The dtype in which gradients of 16-bit parameters are added."""

@@ -33,6 +33,7 @@ from lightning_parallel.strategies.options import (
     OffloadedPart,
     PipelineOptions,
     TensorOptions,
+    Tiled,
     named,
     spelled,
 )
@@ -94,6 +95,8 @@ class TensorParallelStrategy(MeshStrategy):
             products, attention and communication. `auto` chooses as few layers as fit in memory. `off` keeps all.
         cpu_offload: Tensors in host memory, a tuple of names. `optimizer` keeps the state there, and takes its steps on
             the host. `activations` keeps the inputs of layers that `activation_checkpointing` recomputes.
+        tiled: Compute the cross-entropy of the head in tiles of positions with `auto`, so that the logits of a long
+            sequence never exist whole. `off` does not.
         gradient_sum_dtype: Dtype of sums of gradients of 16-bit parameters, such as with `bf16-true`: `fp32`, or a
             16-bit dtype for sums in the dtype of each parameter. `.grad` holds the sum, rounded once. None takes `fp32`
             if a step adds several gradients: with microbatches, or with `accumulate_grad_batches` above 1.
@@ -138,6 +141,7 @@ class TensorParallelStrategy(MeshStrategy):
         reshard: Reshard = "auto",
         activation_checkpointing: ActivationCheckpointing = "off",
         cpu_offload: Sequence[OffloadedPart] = (),
+        tiled: Tiled = "off",
         gradient_sum_dtype: Optional[GradientSumDtype] = None,
         checkpoint_format: CheckpointFormat = "full",
         async_save: bool = False,
@@ -312,6 +316,8 @@ class PipelineParallelStrategy(MeshStrategy):
             products, attention and communication. `auto` chooses as few layers as fit in memory. `off` keeps all.
         cpu_offload: Tensors in host memory, a tuple of names. `optimizer` keeps the state there, and takes its steps on
             the host. `activations` keeps the inputs of layers that `activation_checkpointing` recomputes.
+        tiled: Compute the cross-entropy of the head in tiles of positions with `auto`, so that the logits of a long
+            sequence never exist whole. `off` does not.
         gradient_sum_dtype: Dtype of sums of gradients of 16-bit parameters, such as with `bf16-true`: `fp32`, or a
             16-bit dtype for sums in the dtype of each parameter. `.grad` holds the sum, rounded once. None takes `fp32`
             if a step adds several gradients: with microbatches, or with `accumulate_grad_batches` above 1.
@@ -363,6 +369,7 @@ class PipelineParallelStrategy(MeshStrategy):
         reshard: Reshard = "auto",
         activation_checkpointing: ActivationCheckpointing = "off",
         cpu_offload: Sequence[OffloadedPart] = (),
+        tiled: Tiled = "off",
         gradient_sum_dtype: Optional[GradientSumDtype] = None,
         checkpoint_format: CheckpointFormat = "full",
         async_save: bool = False,
@@ -450,6 +457,8 @@ class HybridParallelStrategy(MeshStrategy):
             products, attention and communication. `auto` chooses as few layers as fit in memory. `off` keeps all.
         cpu_offload: Tensors in host memory, a tuple of names. `optimizer` keeps the state there, and takes its steps on
             the host. `activations` keeps the inputs of layers that `activation_checkpointing` recomputes.
+        tiled: Compute the cross-entropy of the head in tiles of positions with `auto`, so that the logits of a long
+            sequence never exist whole. `off` does not.
         gradient_sum_dtype: Dtype of sums of gradients of 16-bit parameters, such as with `bf16-true`: `fp32`, or a
             16-bit dtype for sums in the dtype of each parameter. `.grad` holds the sum, rounded once. None takes `fp32`
             if a step adds several gradients: with microbatches, or with `accumulate_grad_batches` above 1.
@@ -507,6 +516,7 @@ class HybridParallelStrategy(MeshStrategy):
         reshard: Reshard = "auto",
         activation_checkpointing: ActivationCheckpointing = "off",
         cpu_offload: Sequence[OffloadedPart] = (),
+        tiled: Tiled = "off",
         gradient_sum_dtype: Optional[GradientSumDtype] = None,
         checkpoint_format: CheckpointFormat = "full",
         async_save: bool = False,

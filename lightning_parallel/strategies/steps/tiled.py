@@ -1,0 +1,57 @@
+"""Lets the head with its loss, and MLPs, run in tiles of positions (`tiled="auto"`)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from torch import nn
+
+from lightning_parallel import comm
+from lightning_parallel.comm import Group
+from lightning_parallel.compat import ParallelState
+from lightning_parallel.compat.lightning import tell
+from lightning_parallel.compat.torch import CALLS, AroundCalls
+from lightning_parallel.step_trace.record import StepTrace
+from lightning_parallel.tensor.tile_plan import TilePlan, find_tiles
+from lightning_parallel.tensor.tiled_logits import TiledHead
+
+__all__ = ["plan_tiles", "tile_modules"]
+
+
+def plan_tiles(module: nn.Module, records: Callable[[], Sequence[StepTrace]], world: Group) -> None:
+    """Find the modules to run in tiles, once, while the module is whole; every rank must call it.
+
+    Args:
+        module: The user's module, not divided yet.
+        records: Returns the records of its steps.
+        world: All ranks, which must find the same modules.
+    """
+    state = ParallelState.of(module)
+    if state.tiles is None:
+        with comm.failing_together(world):
+            found = find_tiles(next(iter(records()), None))
+        comm.agree("the modules in tiles", vars(found), world)
+        state.tiles = found
+
+
+def tile_modules(module: nn.Module, is_on: bool) -> None:
+    """Run the modules of the plan in tiles from now on, and no others.
+
+    Args:
+        module: The module, divided.
+        is_on: Whether the run uses tiles at all.
+    """
+    for child in module.modules():
+        around = vars(child).get(CALLS)
+        if isinstance(around, AroundCalls) and isinstance(around.around, TiledHead):
+            vars(child)[CALLS] = around.compiled
+    plan: TilePlan | None = ParallelState.of(module).tiles
+    if not is_on or plan is None:
+        return
+    for path in plan.heads:
+        layer = module.get_submodule(path)
+        # A pipeline has replaced the layers of other stages.
+        if next(layer.parameters(), None) is not None:
+            vars(layer)[CALLS] = AroundCalls(layer, TiledHead(layer))
+    heads = ", ".join(f"`{path}`" for path in plan.heads)
+    tell(f"tiled='auto': {f'{heads} and its loss run in tiles' if heads else f'no loss in tiles: {plan.no_head}'}.")

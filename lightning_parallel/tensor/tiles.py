@@ -1,0 +1,49 @@
+"""Sizes of tiles: how many positions are computed at a time.
+
+A tile with few positions reads the weight for little work. A tile with many positions needs memory. So a tile takes
+about as many bytes as the hidden states, within limits.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+__all__ = ["LEAST_BYTES", "MOST_BYTES", "Tiling", "num_tiles"]
+
+LEAST_BYTES = 16 << 20
+"""Smaller tiles would save no memory that counts."""
+
+MOST_BYTES = 512 << 20
+"""The weight is read in less time than a tile of this size takes."""
+
+
+@dataclass(frozen=True)
+class Tiling:
+    """How positions are divided into tiles.
+
+    Attributes:
+        count: Number of tiles.
+        rows: Positions of a tile.
+        bytes: Bytes of a tile.
+    """
+
+    count: int
+    rows: int
+    bytes: int
+
+
+def num_tiles(positions: int, features: int, width: int, itemsize: int) -> Tiling:
+    """Return tiles for the largest tensor of a computation on hidden states.
+
+    Args:
+        positions: Positions of the hidden states.
+        features: Features of each.
+        width: Elements for each position of the largest tensor, such as the classes of logits.
+        itemsize: Bytes of an element.
+    """
+    size = max(1, width * itemsize)
+    wanted = min(max(positions * features * itemsize, LEAST_BYTES), MOST_BYTES)
+    count = max(1, math.ceil(positions * size / wanted))
+    rows = max(1, math.ceil(positions / count))
+    return Tiling(max(1, math.ceil(positions / rows)), rows, rows * size)

@@ -1,0 +1,139 @@
+"""Loss and MLPs in tiles of positions (`tiled="auto"`): equal to one process, through the Trainer."""
+
+import functools
+import logging
+import os
+
+import pytest
+import torch
+import torch.nn.functional as F
+from lightning.pytorch import LightningModule
+from torch import nn
+from torch.utils.data import DataLoader, DistributedSampler
+
+from lightning_parallel import HybridParallelStrategy, comm
+from lightning_parallel.compat import patched
+from lightning_parallel.tensor import tiles
+from tests.harness import distributed
+from tests.strategies.models import trainer_for
+
+CLASSES, LENGTH, WIDTH = 48, 10, 16
+KINDS = []  # the classes of the logits of all steps in this process
+
+
+class MLP(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.fc, self.proj = nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH)
+
+    def forward(self, x):
+        return self.proj(F.gelu(self.fc(x)))
+
+
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.norm1, self.norm2 = nn.LayerNorm(WIDTH), nn.LayerNorm(WIDTH)
+        self.qkv, self.out = nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.mlp = MLP()
+
+    def forward(self, x):
+        q, k, v = (part.unflatten(-1, (-1, 8)).transpose(1, 2) for part in self.qkv(self.norm1(x)).chunk(3, -1))
+        x = x + self.out(F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2))
+        return x + self.mlp(self.norm2(x))
+
+
+class GPT(LightningModule):
+    """A model in the manner of nanoGPT, with tied weights; logs its accuracy."""
+
+    def __init__(self, tied=True):
+        super().__init__()
+        torch.manual_seed(5)
+        self.wte, self.wpe = nn.Embedding(CLASSES, WIDTH), nn.Embedding(LENGTH, WIDTH)
+        self.h = nn.ModuleList(Block() for _ in range(4))
+        self.norm, self.lm_head = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, CLASSES, bias=False)
+        if tied:
+            self.wte.weight = self.lm_head.weight
+        self.double()
+
+    def forward(self, tokens):
+        x = self.wte(tokens) + self.wpe(torch.arange(tokens.shape[1], device=tokens.device))
+        for block in self.h:
+            x = block(x)
+        return self.lm_head(self.norm(x))
+
+    def training_step(self, batch, index):
+        logits = self(batch)
+        KINDS.append(type(logits).__name__)
+        loss = F.cross_entropy(logits[:, :-1].reshape(-1, CLASSES), batch[:, 1:].reshape(-1), ignore_index=0)
+        self.log("loss", loss)
+        self.log("accuracy", (logits[:, :-1].argmax(-1) == batch[:, 1:]).double().mean())
+        return loss
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.1, momentum=0.9)
+
+
+def fit(module, strategy, devices, replicas=1, **options):
+    rank = comm.Group.of().rank if devices > 1 else 0
+    os.environ.update(LOCAL_RANK=str(rank), NODE_RANK="0", WORLD_SIZE=str(devices))
+    tokens = torch.randint(CLASSES, (16, LENGTH), generator=torch.Generator().manual_seed(2))
+    sampler = DistributedSampler(tokens, replicas, rank // (devices // replicas), shuffle=False)
+    # The mean over the targets that count is the mean of the replicas' means only if these count alike.
+    tokens[tokens == 0] = 1
+    loader = DataLoader(tokens, batch_size=8 // replicas, sampler=sampler)
+    trainer = trainer_for(strategy, devices, **{"max_epochs": 1, **options})
+    with patched(tiles, "LEAST_BYTES", 1):
+        trainer.fit(module, loader)
+    return trainer
+
+
+@functools.cache
+def on_one_process(tied=True):
+    module = GPT(tied)
+    return module, fit(module, "auto", 1)
+
+
+def check(trainer, module, tied=True, tolerance=1e-10):
+    expected, alone = on_one_process(tied)
+    full = trainer.strategy.lightning_module_state_dict()
+    if trainer.global_rank == 0:
+        for name, value in expected.state_dict().items():
+            torch.testing.assert_close(full[name], value, rtol=tolerance, atol=1e-12, msg=name)
+    assert trainer.callback_metrics.keys() == alone.callback_metrics.keys()
+
+
+def test_one_process():
+    module = GPT()
+    trainer = fit(module, HybridParallelStrategy(tiled="auto"), 1, verifies=True)
+    assert KINDS[-1] == "TiledLogits"
+    check(trainer, module)
+
+
+TWO = {
+    "data": ({}, 2),
+    "zero 3": ({"zero_stage": 3}, 2),
+    "pipeline": ({"pipeline_parallel_size": 2, "num_microbatches": 2}, 1),
+}
+
+
+@pytest.mark.parametrize("layout", TWO)
+@distributed(world_size=2)
+def test_two_ranks(group, layout):
+    sizes, replicas = TWO[layout]
+    module = GPT()
+    trainer = fit(module, HybridParallelStrategy(tiled="auto", **sizes), 2, replicas, verifies=True)
+    if "pipeline" not in layout or group.rank == 1:
+        assert KINDS[-1] == "TiledLogits"
+    check(trainer, module)
+
+
+class Regression(GPT):
+    def training_step(self, batch, index):
+        return self(batch).square().mean()
+
+
+def test_a_step_without_cross_entropy_is_told(caplog):
+    with caplog.at_level(logging.INFO):
+        fit(Regression(), HybridParallelStrategy(tiled="auto"), 1)
+    assert "no loss in tiles: the step computes no cross-entropy of class indices" in caplog.text
