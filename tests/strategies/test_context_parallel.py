@@ -109,24 +109,30 @@ def test_every_layout_resumes_every_other(group):
 class Drawing(Deep):
     """Draws numbers, and remembers them with its samples."""
 
+    def __init__(self):
+        super().__init__()
+        self.drawn = []
+
     def training_step(self, batch, index):
-        self.hooks.append((float(batch[0].sum()), float(torch.rand(()))))
+        self.drawn.append((float(batch[0].sum()), float(torch.rand(()))))
         return super().training_step(batch, index)
 
 
+@pytest.mark.parametrize("size", [2, 4])
 @distributed(world_size=4)
-def test_ranks_of_the_axis_read_the_same_samples_and_draw_the_same_numbers(group):
+def test_ranks_of_the_axis_read_the_same_samples_and_draw_the_same_numbers(group, size):
     module = Drawing()
     torch.manual_seed(group.rank)
-    trainer = trainer_for(ContextParallelStrategy(context_parallel_size=2), 4, max_epochs=1, limit_train_batches=2)
+    trainer = trainer_for(ContextParallelStrategy(context_parallel_size=size), 4, max_epochs=1, limit_train_batches=2)
     trainer.fit(module, DataLoader(Samples(), batch_size=4, shuffle=True))
-    found = comm.all_gather_object([each for each in module.hooks if len(each) == 2 and each[1] < 1], Group.of())
-    assert trainer.world_size == 2
-    one, two, three, four = found
-    assert len(one) == 2
-    assert one == two
-    assert three == four
-    assert {samples for samples, _ in one}.isdisjoint(samples for samples, _ in three)
+    found = comm.all_gather_object(module.drawn, Group.of())
+    assert trainer.world_size == 4 // size
+    assert len(found[0]) == 2
+    assert found[0] == found[1]
+    assert found[2] == found[3]
+    assert (found[0] == found[2]) == (size == 4)
+    if size == 2:
+        assert {samples for samples, _ in found[0]}.isdisjoint(samples for samples, _ in found[2])
 
 
 @pytest.mark.parametrize("layout", ["context 2, data 2", "context 2, tensor 2", "pipeline 2, context 2"])
