@@ -217,7 +217,13 @@ class LocalSGDStrategy(HybridParallelStrategy):
     https://arxiv.org/abs/2501.18512; SparseLoCo, https://arxiv.org/abs/2508.15706
     """
 
-    @spelled()
+    @spelled(
+        **dict.fromkeys(
+            ("context_parallel_size", "context_parallel_method"),
+            "replicas take their own steps, and ranks of a context axis would need their mean in each step. Use"
+            " HybridParallelStrategy, or `tensor_parallel_size` with `sequence_parallel=True`.",
+        )
+    )
     def __init__(
         self,
         every_n_steps: int = 30,

@@ -267,9 +267,10 @@ class MeshStrategy(MeshProcesses):
             checks.check_callbacks(self.module.trainer, self.groups.replica.size)
         asks_for_replicas = self.is_for_replicas or self.zero_stage or self.compression is not None
         if self.mesh.data_parallel == self.mesh.world_size > 1 and not asks_for_replicas:
+            others = " or ".join(f"`{axis}_size`" for axis in AXES if axis in self._sizes and axis != DATA)
             tell(
                 f"`{type(self).__name__}` runs {self.mesh.world_size} replicas of the full model, as DDP does. Set"
-                " `tensor_parallel_size` or `pipeline_parallel_size` to shard or split it."
+                f" {others} to shard or split it."
             )
         # Lightning calls the `setup` of callbacks next, in which weight averaging would copy the full module.
         hold_averages(self.module.trainer, self._patches)

@@ -1,6 +1,7 @@
 """A run that is interrupted and started again ends with the weights of one that was not."""
 
 import warnings
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -11,6 +12,8 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 from lightning_parallel import AutoResume, CompressedDDPStrategy, HybridParallelStrategy, PowerSGD, TopK
+from lightning_parallel.callbacks.resume import auto_resume
+from lightning_parallel.compat import patched
 from tests.harness import distributed
 from tests.strategies.models import Samples, trainer_for
 
@@ -142,23 +145,26 @@ STRATEGIES = {
         tensor_parallel_size=2, checkpoint_format="sharded", compression=TopK(0.1, min_numel=1)
     ),
     "data": HybridParallelStrategy,
+    "context x data": lambda: HybridParallelStrategy(context_parallel_size=2, zero_stage=2),
     # Otherwise DDP arranges its buckets anew after the first step, and then sums four gradients in another order.
     "ddp": lambda: DDPStrategy(find_unused_parameters=True),
     "compressed ddp": lambda: CompressedDDPStrategy(PowerSGD(1, min_numel=1)),
 }
 
 
-@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("strategy", [*STRATEGIES, "saved before there was a context axis"])
 @distributed(world_size=4)
 def test_ranks_go_on_bit_for_bit(strategy, tmp_path):
     options = {"devices": 4, "module": None, "max_epochs": 2}
-    make = STRATEGIES[strategy]
+    make = STRATEGIES.get(strategy, STRATEGIES["pipeline x data"])
+    saved = nullcontext() if strategy in STRATEGIES else patched(auto_resume, "_layout", lambda trainer: [2, 2, 1])
 
     def data():
         return loader_of(2, 20)  # 10 steps in an epoch of one replica, 3 of four: it ends in the first or in the second
 
     whole, _ = fit(tmp_path / "whole", data(), strategy=make(), **options | {"module": DeepDropping()})
-    fit(tmp_path / "cut", data(), 4, strategy=make(), **options | {"module": DeepDropping()})
+    with saved:
+        fit(tmp_path / "cut", data(), 4, strategy=make(), **options | {"module": DeepDropping()})
     module, trainer = fit(tmp_path / "cut", data(), strategy=make(), **options | {"module": DeepDropping()})
     assert_equal_weights(module, whole)
     assert module.epoch_means == whole.epoch_means

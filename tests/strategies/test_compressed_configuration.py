@@ -17,6 +17,7 @@ from lightning_parallel import (
     CompressedDeepSpeedStrategy,
     CompressedFSDPStrategy,
     CompressedModelParallelStrategy,
+    ContextParallelStrategy,
     HybridParallelStrategy,
     LocalSGDStrategy,
     PipelineParallelStrategy,
@@ -29,12 +30,13 @@ from tests.strategies.models import Net, loader, trainer_for
 
 KINDS = (
     AutoParallelStrategy,
+    ContextParallelStrategy,
     HybridParallelStrategy,
     LocalSGDStrategy,
     PipelineParallelStrategy,
     TensorParallelStrategy,
 )
-NAMES = {"tensor_parallel", "pipeline_parallel", "hybrid_parallel", "auto_parallel", "local_sgd"}
+NAMES = {"tensor_parallel", "pipeline_parallel", "context_parallel", "hybrid_parallel", "auto_parallel", "local_sgd"}
 NAMES |= {"ddp_powersgd", "ddp_int8"}
 
 
@@ -70,6 +72,7 @@ def parse(folder, strategy):
         (CompressedModelParallelStrategy, "data_parallel_size: 2, tensor_parallel_size: 1"),
         (CompressedDeepSpeedStrategy, "stage: 2"),
         (TensorParallelStrategy, "tensor_parallel_size: 1, hierarchical: 2"),
+        (ContextParallelStrategy, "context_parallel_size: 2, context_parallel_method: ring"),
         (HybridParallelStrategy, "data_parallel_size: 2"),
         (LocalSGDStrategy, "every_n_steps: 5, outer_optimizer: {class_path: torch.optim.SGD, init_args: {lr: 0.7}}"),
     ],

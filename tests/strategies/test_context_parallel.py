@@ -4,11 +4,10 @@ import functools
 
 import pytest
 import torch
-from lightning.pytorch import Trainer
 from torch.optim import SGD
 from torch.utils.data import DataLoader
 
-from lightning_parallel import ContextParallelStrategy, HybridParallelStrategy, SelfCheckError, comm
+from lightning_parallel import ContextParallelStrategy, HybridParallelStrategy, LocalSGDStrategy, SelfCheckError, comm
 from lightning_parallel.comm import Group
 from lightning_parallel.compat import ParallelState
 from lightning_parallel.compression import Dense
@@ -166,8 +165,5 @@ def test_a_method_must_be_known():
     with pytest.raises(ValueError, match="`context_parallel_method` must be 'auto', 'ulysses', 'ring' or 'gather'"):
         ContextParallelStrategy(context_parallel_method="rings")
     assert HybridParallelStrategy(context_parallel_method="ring").context_options.method == "ring"
-
-
-def test_a_name_stands_for_the_strategy():
-    trainer = Trainer(strategy="context_parallel", accelerator="cpu", devices=2)
-    assert isinstance(trainer.strategy, ContextParallelStrategy)
+    with pytest.raises(TypeError, match="replicas take their own steps"):
+        LocalSGDStrategy(context_parallel_size=2)
