@@ -24,6 +24,7 @@ from torch import Tensor, nn
 # -- used by pipeline: imports -----
 # Runs operators on a tensor subclass without its `__torch_function__`: documented, but in this private module only.
 from torch._C import DisableTorchFunctionSubclass
+from torch._C import _EnableTorchFunction as EnableTorchFunction
 
 # -- used by tensor: imports -----
 # The id of the running backward pass, -1 if none runs. No public function tells two passes apart.
@@ -76,6 +77,7 @@ __all__ = [
     "CPU_FLASH_ATTENTION",
     "CPU_FLASH_ATTENTION_BACKWARD",
     "DisableTorchFunctionSubclass",
+    "EnableTorchFunction",
     "DispatchMode",
     "FullyShardedGroup",
     "FullyShardedParameter",

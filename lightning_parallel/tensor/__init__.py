@@ -5,6 +5,7 @@ exported here are the building blocks for other code on sharded tensors. They ar
 backward, and the cross-entropy of logits that are sharded by class.
 """
 
+from lightning_parallel.tensor import context_rules, piece_rules  # noqa: F401  (they give pieces their rules)
 from lightning_parallel.tensor.autograd import (
     all_gather_to_group,
     all_to_all_in_group,

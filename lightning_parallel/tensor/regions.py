@@ -39,7 +39,15 @@ from lightning_parallel.compat.torch import (
     pytree,
 )
 
-__all__ = ["DividedExtent", "RandomRegion", "connect_random_regions", "is_same_state", "random_state"]
+__all__ = [
+    "DividedExtent",
+    "RandomRegion",
+    "connect_random_regions",
+    "is_off",
+    "is_same_state",
+    "own_stream",
+    "random_state",
+]
 
 QUIET = 32
 
@@ -325,7 +333,7 @@ class _DrawMode(TorchFunctionMode):
         self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         name = getattr(func, "__name__", "")
-        if name in _DRAWS and not _is_off(name, args, kwargs or {}):
+        if name in _DRAWS and not is_off(name, args, kwargs or {}):
             return self._region.draw(name, func, args, kwargs or {})
         return func(*args, **(kwargs or {}))
 
@@ -358,7 +366,7 @@ def _drawn_size(name: str, args: Any, kwargs: dict[str, Any]) -> tuple[int, ...]
     return (*shape[:2], *[1] * (len(shape) - 2)) if name in _BY_CHANNEL else shape
 
 
-def _is_off(name: str, args: Any, kwargs: dict[str, Any]) -> bool:
+def is_off(name: str, args: Any, kwargs: dict[str, Any]) -> bool:
     """Return whether the arguments of a dropout, or of an attention with dropout, make it draw nothing."""
 
     def argument(key: str, position: int, default: Any) -> Any:
@@ -420,6 +428,29 @@ def _connect(module: nn.Module, region: RandomRegion, root: nn.Module) -> list[n
 
 
 # -------------------------------------------------------------------------------------------- one generator per device
+
+
+@contextmanager
+def own_stream(group: Group, device: torch.device) -> Iterator[None]:
+    """Draw other random numbers on each rank inside the block; the generators of all ranks advance alike.
+
+    The stream derives from the state before the block. So a second run from this state draws the same numbers.
+
+    Args:
+        group: The ranks.
+        device: Where the numbers are drawn.
+    """
+    if device.type == "meta":
+        yield
+        return
+    generator = _default_generator(device)
+    seed = _mix(_draw(generator) + (group.rank + 1) * _GOLDEN)
+    after = _state(generator)
+    generator.manual_seed(seed)
+    try:
+        yield
+    finally:
+        _restore(generator, after)
 
 
 def _default_generator(device: torch.device) -> torch.Generator:

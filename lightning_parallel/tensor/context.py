@@ -1,0 +1,295 @@
+"""Tensors that are split along positions over the ranks of the context axis (context parallelism).
+
+    rank 0   positions 0..1, 6..7    embed | norm  q, k, v   attention   project   norm  MLP | norm  head  loss
+    rank 1   positions 2..5                    own positions  exchange    own positions        own positions  sum
+
+Hidden states become pieces where the first block is entered, and stay pieces up to the loss. The rules of `piece_rules`
+compute each position by itself. This module adds the rules of functions that join positions: attention, products, and
+losses. Any other function gathers the tensor.
+
+Each rank differentiates the same loss, and all gradients along the axis are partial: the mean over the ranks of the
+parameters' gradients is the gradient, as under data parallelism. So a gather sums gradients in backward, and a split
+pads them with zeros.
+
+Legend: B batch, H heads, L queries, S keys, E features of a head; L_r, S_r those of rank r.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from lightning_parallel import comm
+from lightning_parallel.comm import Group
+from lightning_parallel.compat import hook_before
+from lightning_parallel.compat.torch import pytree
+from lightning_parallel.tensor.autograd import all_gather_to_group, reduce_scatter_to_group
+from lightning_parallel.tensor.context_attention import attend
+from lightning_parallel.tensor.context_methods import balanced_rows, ulysses_reason
+from lightning_parallel.tensor.piece_rules import DROPOUTS
+from lightning_parallel.tensor.pieces import Family, Piece, piece_with
+from lightning_parallel.tensor.regions import own_stream
+from lightning_parallel.tensor.sharding import Shard, balanced
+
+__all__ = ["Positions", "PositionSplit", "split_along_positions"]
+
+
+@dataclass(eq=False)
+class PositionSplit:
+    """How the sequences of a model are split over the ranks of the context axis.
+
+    Attributes:
+        group: The ranks of the axis.
+        method: How attention exchanges positions; see `ContextParallelStrategy`.
+        is_balanced: Whether each rank takes a run of positions from both ends, since causal attention costs more for
+            later queries.
+    """
+
+    group: Group
+    method: str = "auto"
+    is_balanced: bool = False
+
+    def __deepcopy__(self, memo: object) -> PositionSplit:
+        return self
+
+    def rule(self, length: int) -> Shard:
+        """Return the positions of each rank in a sequence; ranks of a short sequence may have none."""
+        ranks = self.group.size
+        return balanced_rows(length, ranks) if self.is_balanced else Shard.of_sizes(tuple(balanced(length, ranks)))
+
+    def split(self, full: Tensor, dim: int) -> Tensor:
+        """Return a tensor as a piece along `dim`; each rank keeps its positions only."""
+        family = Positions.of_positions(self.rule(full.shape[dim]), self)
+        return piece_with(family.cut(full, dim).contiguous(), dim % full.dim(), family)
+
+    def attend(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        rows: Shard,
+        columns: Shard | None,
+        mask: Tensor | None,
+        is_causal: bool,
+        dropout: float,
+        scale: float | None,
+        enable_gqa: bool,
+    ) -> Tensor:
+        """Return the rows of this rank of an attention; see `context_attention.attend`.
+
+        Args:
+            columns: The positions of the keys on each rank; None if each rank has all keys and values.
+        """
+        if columns is None or dropout:
+            k, v = (x if columns is None else _gathered(x, columns, self.group) for x in (k, v))
+            return _attend_to_all(q, k, v, rows, self.group, mask, is_causal, dropout, scale, enable_gqa)
+        method = self.method
+        if method == "auto":
+            method = "ulysses" if ulysses_reason(q.shape[-3], k.shape[-3], self.group.size) is None else "gather"
+        return attend(
+            q,
+            k,
+            v,
+            rows,
+            columns,
+            self.group,
+            mask=mask,
+            is_causal=is_causal,
+            scale=scale,
+            enable_gqa=enable_gqa,
+            method=method,
+        )
+
+
+@dataclass(eq=False)
+class Positions(Family):
+    """The facts of a piece whose sharded dimension is positions, or positions joined with other dimensions.
+
+    Attributes:
+        positions: Which positions each rank holds.
+        split: How sequences are split.
+        outer: The elements before positions in a joined dimension, such as the samples of a flat batch.
+        inner: The elements after positions in a joined dimension.
+    """
+
+    positions: Shard = Shard(0, ())
+    split: PositionSplit | None = None
+    outer: int = 1
+    inner: int = 1
+
+    @classmethod
+    def of_positions(cls, positions: Shard, split: PositionSplit, outer: int = 1, inner: int = 1) -> Positions:
+        """Return the facts of a tensor of these positions."""
+        extents = tuple(outer * size * inner for size in positions.sizes)
+        packing = None if outer == 1 and positions.consecutive else positions
+        return cls(extents, split.group, packing, positions=positions, split=split, outer=outer, inner=inner)
+
+    @property
+    def sums_operands(self) -> bool:
+        return True
+
+    @property
+    def draws_apart(self) -> bool:
+        return True
+
+    @property
+    def extent(self) -> int:
+        return self.outer * self.positions.full_size * self.inner
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether the sharded dimension is positions alone."""
+        return self.outer == self.inner == 1
+
+    def is_like(self, other: Family) -> bool:
+        return (
+            isinstance(other, Positions)
+            and (self.outer, self.inner, self.positions) == (other.outer, other.inner, other.positions)
+            and self.group.ranks == other.group.ranks
+        )
+
+    def cut(self, full: Tensor, dim: int) -> Tensor:
+        """Return this rank's part; in backward, zeros take the place of the other parts."""
+        return self._of_rank(full.whole() if isinstance(full, Piece) else full, dim, self.group.rank)
+
+    def cut_gradient(self, full: Tensor, dim: int) -> Tensor:
+        """Return the gradient of this rank's part, given a share of the full gradient on each rank."""
+        full = full.whole() if isinstance(full, Piece) else full
+        if self.packing is not None:
+            full = torch.cat([self._of_rank(full, dim, rank) for rank in range(self.group.size)], dim)
+        return reduce_scatter_to_group(full, self.group, dim, self.extents)
+
+    def join(self, part: Tensor, dim: int) -> Tensor:
+        return self._in_order(all_gather_to_group(part, self.group, dim, self.extents), dim)
+
+    def join_data(self, part: Tensor, dim: int) -> Tensor:
+        sent = part.to(self.group.host_device) if part.device.type == "cpu" else part
+        full = comm.all_gather(sent, self.group, dim, self.extents).contiguous().to(part.device)
+        return self._in_order(full, dim)
+
+    def shared(self, full: Tensor) -> Tensor:
+        return full
+
+    def all_of(self, own: Tensor, dim: int, sizes: Sequence[int]) -> Tensor:
+        return all_gather_to_group(own, self.group, dim, sizes)
+
+    def summed(self, own: Tensor) -> Tensor:
+        """Return the sum of a tensor over the ranks; its gradients are summed too."""
+        return self.all_of(own.unsqueeze(0), 0, [1] * self.group.size).sum(0)
+
+    def drawing(self, name: str, part: Tensor) -> AbstractContextManager[Any]:
+        return own_stream(self.group, part.device) if name in DROPOUTS else nullcontext()
+
+    def after_reshape(self, shape: torch.Size, place: int, new: torch.Size) -> tuple[int, Family] | None:
+        """Find the dimension that holds all positions, in the order of the elements."""
+        size = self.positions.full_size
+        before = _product(shape[:place]) * self.outer
+        after = self.inner * _product(shape[place + 1 :])
+        if size < 2 or not before * after:
+            return None
+        for at, extent in enumerate(new):
+            outer, no_outer = divmod(before, _product(new[:at]))
+            inner, no_inner = divmod(after, _product(new[at + 1 :]))
+            if not no_outer and not no_inner and outer * size * inner == extent:
+                return at, self._again(self.positions, outer, inner)
+        return None
+
+    def narrowed(self, start: int, length: int) -> tuple[list[tuple[int, int]], Family] | None:
+        if not self.is_plain:
+            return None
+        stop, offsets = start + length, []
+        at, ranges = 0, []
+        for rank, held in enumerate(self.positions.ranges):
+            mine, at = [], 0
+            for first, last in held:
+                low, high = max(first, start), min(last, stop)
+                if low < high:
+                    mine.append((low - start, high - start))
+                    if rank == self.group.rank:
+                        offsets.append((at + low - first, high - low))
+                at += last - first
+            ranges.append(tuple(mine))
+        return offsets, self._again(Shard(0, tuple(ranges)), 1, 1)
+
+    def _again(self, positions: Shard, outer: int, inner: int) -> Positions:
+        assert self.split is not None
+        found = Positions.of_positions(positions, self.split, outer, inner)
+        return replace(found, is_rounded=self.is_rounded)
+
+    def _of_rank(self, full: Tensor, dim: int, rank: int) -> Tensor:
+        dim %= full.dim()
+        x = full if self.is_plain else full.unflatten(dim, (self.outer, self.positions.full_size, self.inner))
+        at = dim + (not self.is_plain)
+        runs = [x.narrow(at, start, stop - start) for start, stop in self.positions.ranges[rank]]
+        own = runs[0] if len(runs) == 1 else torch.cat(runs, at) if runs else x.narrow(at, 0, 0)
+        return own if self.is_plain else own.flatten(dim, dim + 2)
+
+    def _in_order(self, by_rank: Tensor, dim: int) -> Tensor:
+        if self.packing is None:
+            return by_rank
+        dim %= by_rank.dim()
+        parts = by_rank.split(self.extents, dim)
+        if self.is_plain:
+            return self.positions.along(dim).merge(parts)
+        sizes = self.positions.sizes
+        parts = [part.unflatten(dim, (self.outer, size, self.inner)) for part, size in zip(parts, sizes)]
+        return self.positions.along(dim + 1).merge(parts).flatten(dim, dim + 2)
+
+
+def _gathered(x: Tensor, columns: Shard, group: Group) -> Tensor:
+    full = all_gather_to_group(x, group, -2, columns.sizes)
+    return full if columns.consecutive else columns.along(-2).merge(full.split(columns.sizes, -2))
+
+
+def _attend_to_all(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    rows: Shard,
+    group: Group,
+    mask: Tensor | None,
+    is_causal: bool,
+    dropout: float,
+    scale: float | None,
+    enable_gqa: bool,
+) -> Tensor:
+    """Return the rows of this rank, given all keys and values; weights are dropped by numbers of this rank."""
+    if is_causal:
+        own = rows.along(0).split(torch.arange(rows.full_size, device=q.device), group.rank)
+        mask = own[:, None] >= torch.arange(k.shape[-2], device=q.device)
+    elif mask is not None and mask.dim() > 1 and mask.shape[-2] > 1:
+        mask = rows.along(-2).split(mask, group.rank)
+    with own_stream(group, q.device) if dropout else nullcontext():
+        return F.scaled_dot_product_attention(q, k, v, mask, dropout, scale=scale, enable_gqa=enable_gqa)
+
+
+def split_along_positions(blocks: Sequence[nn.Module], split: PositionSplit, dim: int) -> None:
+    """Split the hidden states that enter the blocks along positions.
+
+    Args:
+        blocks: The blocks, in the order of their calls.
+        split: How sequences are split.
+        dim: The dimension of positions of the hidden states.
+    """
+
+    def enter(module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
+        leaves = pytree.tree_leaves((args, kwargs))
+        floating = (leaf for leaf in leaves if isinstance(leaf, Tensor) and leaf.is_floating_point())
+        hidden = next(floating, None)
+        if hidden is None or hidden.dim() <= dim + 1 or isinstance(hidden, Piece):
+            return None
+        part = split.split(hidden, dim)
+        return pytree.tree_map(lambda leaf: part if leaf is hidden else leaf, (args, kwargs))
+
+    for block in blocks:
+        hook_before(block, enter, with_kwargs=True)
+
+
+def _product(sizes: Sequence[int]) -> int:
+    return torch.Size(sizes).numel()

@@ -1,0 +1,135 @@
+"""Functions and models whose sequences are split over ranks compute the numbers of one process."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from lightning_parallel import comm
+from lightning_parallel.tensor.context import PositionSplit
+from lightning_parallel.tensor.pieces import GATHERS, Piece
+from tests.harness import run
+
+B, S, E = 2, 7, 6
+
+
+def _heads(x):
+    return x.view(B, -1, 2, 3).transpose(1, 2)
+
+
+def _eager(x, w):
+    q, k, v = map(_heads, (x @ w, x @ w.sin(), x * 0.5))
+    scores = q @ k.transpose(-2, -1) + torch.ones(x.shape[1], x.shape[1], dtype=x.dtype).triu(1) * -1e9
+    return (scores.softmax(-1) @ v).transpose(1, 2).reshape(B, -1, E)
+
+
+def _sdpa(x, w, **kwargs):
+    q, k, v = map(_heads, (x @ w, x @ w.sin(), x * 0.5))
+    return F.scaled_dot_product_attention(q, k, v, **kwargs).transpose(1, 2).flatten(2)
+
+
+def _labels(x):
+    return torch.arange(B * x.shape[1]).view(B, -1) % E
+
+
+def _module_of_heads(x, w, batch_first=True, **kwargs):
+    torch.manual_seed(3)
+    module = nn.MultiheadAttention(E, 2, batch_first=batch_first).double()
+    return module(x, x, x, **kwargs)[0] @ w
+
+
+FUNCTIONS = {
+    "linear": lambda x, w: F.linear(x, w).relu(),
+    "flat and back": lambda x, w: torch.addmm(w[0], x.view(-1, E), w).view(B, -1, 2, 3).sum(-1),
+    "heads and back": lambda x, w: _heads(x @ w).transpose(1, 2).contiguous().view(B, -1, E) * w[0],
+    "position table": lambda x, w: x + F.embedding(torch.arange(x.shape[1]) % E, w),
+    "norms": lambda x, w: F.layer_norm(x, (E,), w[0]) + x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True)),
+    "rotate": lambda x, w: torch.cat([-x[..., E // 2 :], x[..., : E // 2]], -1) * w.cos()[0],
+    "shift left": lambda x, w: (x[:, :-1] @ w)[:, 1:],
+    "shift by narrow": lambda x, w: (x.narrow(1, 2, 4) @ w).transpose(1, 2),
+    "first position": lambda x, w: (x[:, 0] @ w).tanh(),
+    "last position": lambda x, w: x[:, -1, :] @ w,
+    "mean": lambda x, w: x.mean(1) @ w,
+    "masked mean": lambda x, w: ((x @ w) * (_labels(x) > 2).unsqueeze(-1)).sum(1) / 3,
+    "softmax over positions": lambda x, w: ((x @ w[0]).softmax(-1).unsqueeze(-1) * x).sum(1),
+    "eager attention": _eager,
+    "attention": _sdpa,
+    "causal attention": lambda x, w: _sdpa(x, w, is_causal=True),
+    "attention with padding": lambda x, w: _sdpa(x, w, attn_mask=(_labels(x) != 1)[:, None, None, :]),
+    "heads in a module": _module_of_heads,
+    "heads in a module, positions first": lambda x, w: _module_of_heads(x.transpose(0, 1), w, batch_first=False),
+    "heads in a module, no weights": lambda x, w: _module_of_heads(x, w, need_weights=False),
+    "keys of a short encoder": lambda x, w: F.scaled_dot_product_attention(
+        _heads(x @ w), w.expand(B, 2, E, E)[..., :3], w.expand(B, 2, E, E)[..., 3:]
+    ),
+    "linear attention": lambda x, w: (x @ w) @ ((x.sin() @ w).transpose(1, 2) @ x),
+    "einsum": lambda x, w: torch.einsum(
+        "bhqk,bkhd->bqhd",
+        torch.einsum("bqhd,bkhd->bhqk", (x @ w).view(B, -1, 2, 3), x.view(B, -1, 2, 3)).softmax(-1),
+        x.sin().view(B, -1, 2, 3),
+    ),
+    "repeated heads": lambda x, w: _heads(x)[:, :, None].expand(-1, -1, 2, -1, -1).reshape(B, 4, -1, 3) * w[0, :3],
+    "cumulative sum": lambda x, w: x.cumsum(1) @ w,
+    "convolution": lambda x, w: F.conv1d(x.transpose(1, 2), w[:, :, None], padding=1).transpose(1, 2),
+    "windows": lambda x, w: F.pad(x @ w, (0, 0, 0, x.shape[1] % 2)).view(B, -1, 2, E).mean(2),
+    "cross entropy": lambda x, w: F.cross_entropy((x @ w).view(-1, E), _labels(x).view(-1), ignore_index=2),
+    "shifted cross entropy": lambda x, w: F.cross_entropy(
+        (x @ w)[:, :-1].reshape(-1, E), _labels(x)[:, 1:].reshape(-1), weight=w[0].abs().detach(), label_smoothing=0.1
+    ),
+    "cross entropy, classes second": lambda x, w: F.cross_entropy((x @ w).transpose(1, 2), _labels(x)),
+    "cross entropy, each": lambda x, w: F.cross_entropy((x @ w).flatten(0, 1), _labels(x).flatten(), reduction="none"),
+    "cross entropy of probabilities": lambda x, w: F.cross_entropy(
+        (x @ w).transpose(1, 2), torch.ones(B, E, x.shape[1]).double() / E
+    ),
+    "squared error": lambda x, w: F.mse_loss(x @ w, torch.zeros(B, x.shape[1], E).double()),
+    "binary": lambda x, w: F.binary_cross_entropy_with_logits(x @ w, torch.ones(B, x.shape[1], E).double()),
+    "in place": lambda x, w: (x @ w).mul_(2).add_(x),
+    "in place in a view": lambda x, w: _added_in_view(x @ w),
+}
+GATHERING = {"cumulative sum", "convolution", "windows"}
+
+
+def _added_in_view(y):
+    y.view(-1, E).mul_(3)
+    return y * 1.5
+
+
+def _compute(name, x, w):
+    y = FUNCTIONS[name](x, w)
+    return y.whole() if isinstance(y, Piece) else y
+
+
+def _inputs(length):
+    generator = torch.Generator().manual_seed(length)
+    x = torch.randn(B, length, E, dtype=torch.float64, generator=generator)
+    return x.requires_grad_(), torch.randn(E, E, dtype=torch.float64, generator=generator).requires_grad_()
+
+
+def _divided(names, length, is_balanced):
+    group = comm.Group.of()
+    split, found = PositionSplit(group, is_balanced=is_balanced), {}
+    for name in names:
+        x, w = _inputs(length)
+        before = GATHERS.total()
+        y = FUNCTIONS[name](split.split(x * 1.0, 1), w)
+        gathers = GATHERS.total() - before
+        y = y.whole() if isinstance(y, Piece) else y
+        y.sin().sum().backward()
+        # Partial gradients: their mean over the ranks is the gradient.
+        gradients = [comm.all_reduce(each.grad, group) / group.size for each in (x, w)]
+        found[name] = (y.detach(), *gradients, gathers)
+    return found
+
+
+@pytest.mark.parametrize(("ranks", "length", "is_balanced"), [(2, S, False), (2, 8, True), (3, S, True), (4, S, False)])
+def test_functions_of_split_sequences(ranks, length, is_balanced):
+    everyone = run(_divided, ranks, names=list(FUNCTIONS), length=length, is_balanced=is_balanced)
+    for name in FUNCTIONS:
+        x, w = _inputs(length)
+        y = _compute(name, x, w)
+        y.sin().sum().backward()
+        for rank, results in enumerate(everyone):
+            for what, found, expected in zip(("result", "input", "weight"), results[name], (y, x.grad, w.grad)):
+                torch.testing.assert_close(
+                    found, expected, rtol=1e-10, atol=1e-10, msg=f"{name}, {what}, rank {rank}: {found} {expected}"
+                )
