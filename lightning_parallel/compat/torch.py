@@ -24,11 +24,11 @@ from torch import Tensor, nn
 # -- used by pipeline: imports -----
 # Runs operators on a tensor subclass without its `__torch_function__`: documented, but in this private module only.
 from torch._C import DisableTorchFunctionSubclass
-from torch._C import _EnableTorchFunction as EnableTorchFunction
 
 # -- used by tensor: imports -----
 # The id of the running backward pass, -1 if none runs. No public function tells two passes apart.
 from torch._C import _current_graph_task_id as current_graph_task_id
+from torch._C import _EnableTorchFunction as EnableTorchFunction
 
 # Lets C++ code that asks for the address of a tensor's data raise an error instead of reading address zero.
 from torch._C import _set_throw_on_mutable_data_ptr as forbid_data_access

@@ -20,6 +20,7 @@ __all__ = [
     "find_layer_stacks",
     "layer_kinds",
     "outer_modules",
+    "repeated_entries",
     "with_enough_layers",
 ]
 
@@ -240,6 +241,17 @@ def find_layer_stacks(module: nn.Module, num_stages: int, path: str = "auto", tr
     enough = [stack for stack in stacks if len(stack.blocks) >= num_stages]
     # If all have too few layers, the error names the candidate with the most layers.
     return enough or (stacks if traced else [with_enough_layers(stacks[0], num_stages)])
+
+
+def repeated_entries(module: nn.Module) -> dict[str, list[tuple[str, nn.Module]]]:
+    """Return the entries of each list of modules, with their names, by the path of the list; outer lists only."""
+    found: dict[str, list[tuple[str, nn.Module]]] = {}
+    inside: set[nn.Module] = set()
+    for path, container in module.named_modules():
+        if isinstance(container, _CONTAINERS) and container not in inside and not _is_namespace(container):
+            found[path] = [layer for entry in _entries(path, container) for layer in entry]
+            inside.update(child for _, layer in found[path] for child in layer.modules())
+    return found
 
 
 def _containers_in_a_row(module: nn.Module, candidates: list[str], sizes: dict[str, int]) -> list[str]:

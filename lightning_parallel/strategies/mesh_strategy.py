@@ -117,6 +117,7 @@ from lightning_parallel.strategies.ranks.processes import MeshProcesses, StartMe
 from lightning_parallel.strategies.run import Run
 from lightning_parallel.strategies.self_check.proof import Verify
 from lightning_parallel.strategies.setup.divide import cut_stages, records_of_run, save_plan, shard_tensors
+from lightning_parallel.strategies.setup.positions import split_sequences
 from lightning_parallel.strategies.setup.tables import show_stages
 from lightning_parallel.strategies.steps.effects import side_effects_discarded
 from lightning_parallel.strategies.steps.pipeline import PipelineSteps
@@ -385,6 +386,12 @@ class MeshStrategy(MeshProcesses):
         if is_tiled:
             plan_tiles(module, records, self.groups.world)
         sharding = shard_tensors(module, self.tensor_options, self.groups, records)
+
+        def recorded_anew() -> list[StepTrace]:
+            with early():
+                return records_of_run(module, self.precision_plugin, self.root_device)
+
+        split_sequences(module, self.context_options, self.groups, recorded_anew)
 
         def materialize(plan: PipelinePlan | None) -> None:
             holds = held_by_stage(module, self.groups.pipeline_parallel, plan)

@@ -19,15 +19,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
 from lightning_parallel import comm
 from lightning_parallel.comm import Group
-from lightning_parallel.compat import hook_before
 from lightning_parallel.compat.torch import pytree
 from lightning_parallel.tensor.autograd import all_gather_to_group, reduce_scatter_to_group
 from lightning_parallel.tensor.context_attention import attend
@@ -37,7 +36,22 @@ from lightning_parallel.tensor.pieces import Family, Piece, piece_with
 from lightning_parallel.tensor.regions import own_stream
 from lightning_parallel.tensor.sharding import Shard, balanced
 
-__all__ = ["Positions", "PositionSplit", "split_along_positions"]
+__all__ = ["Positions", "PositionSplit", "split_input"]
+
+
+class AttentionNote(NamedTuple):
+    """An attention over split positions.
+
+    Attributes:
+        block: Path of the block that computes it.
+        heads, kv_heads: The numbers of its heads; 0 if the block computes scores by products.
+        is_causal: Whether it is causal without a mask.
+    """
+
+    block: str
+    heads: int = 0
+    kv_heads: int = 0
+    is_causal: bool = False
 
 
 @dataclass(eq=False)
@@ -49,11 +63,15 @@ class PositionSplit:
         method: How attention exchanges positions; see `ContextParallelStrategy`.
         is_balanced: Whether each rank takes a run of positions from both ends, since causal attention costs more for
             later queries.
+        notes: In a trial, the attention that was computed on split sequences; None otherwise.
+        block: Path of the block that was entered last.
     """
 
     group: Group
     method: str = "auto"
     is_balanced: bool = False
+    notes: list[AttentionNote] | None = None
+    block: str = ""
 
     def __deepcopy__(self, memo: object) -> PositionSplit:
         return self
@@ -67,6 +85,11 @@ class PositionSplit:
         """Return a tensor as a piece along `dim`; each rank keeps its positions only."""
         family = Positions.of_positions(self.rule(full.shape[dim]), self)
         return piece_with(family.cut(full, dim).contiguous(), dim % full.dim(), family)
+
+    def note(self, heads: int = 0, kv_heads: int = 0, is_causal: bool = False) -> None:
+        """Note an attention in a trial."""
+        if self.notes is not None:
+            self.notes.append(AttentionNote(self.block, heads, kv_heads, is_causal))
 
     def attend(
         self,
@@ -86,6 +109,7 @@ class PositionSplit:
         Args:
             columns: The positions of the keys on each rank; None if each rank has all keys and values.
         """
+        self.note(q.shape[-3], k.shape[-3], is_causal)
         if columns is None or dropout:
             k, v = (x if columns is None else _gathered(x, columns, self.group) for x in (k, v))
             return _attend_to_all(q, k, v, rows, self.group, mask, is_causal, dropout, scale, enable_gqa)
@@ -269,26 +293,22 @@ def _attend_to_all(
         return F.scaled_dot_product_attention(q, k, v, mask, dropout, scale=scale, enable_gqa=enable_gqa)
 
 
-def split_along_positions(blocks: Sequence[nn.Module], split: PositionSplit, dim: int) -> None:
-    """Split the hidden states that enter the blocks along positions.
+def split_input(split: PositionSplit, block: str, dim: int, arguments: Any) -> Any:
+    """Return the arguments of a block, with hidden states that are split along positions.
 
     Args:
-        blocks: The blocks, in the order of their calls.
         split: How sequences are split.
-        dim: The dimension of positions of the hidden states.
+        block: Path of the block.
+        dim: The dimension of positions of the hidden states: the first floating-point tensor among the arguments.
+        arguments: The arguments.
     """
-
-    def enter(module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
-        leaves = pytree.tree_leaves((args, kwargs))
-        floating = (leaf for leaf in leaves if isinstance(leaf, Tensor) and leaf.is_floating_point())
-        hidden = next(floating, None)
-        if hidden is None or hidden.dim() <= dim + 1 or isinstance(hidden, Piece):
-            return None
-        part = split.split(hidden, dim)
-        return pytree.tree_map(lambda leaf: part if leaf is hidden else leaf, (args, kwargs))
-
-    for block in blocks:
-        hook_before(block, enter, with_kwargs=True)
+    split.block = block
+    leaves = pytree.tree_leaves(arguments)
+    hidden = next((leaf for leaf in leaves if isinstance(leaf, Tensor) and leaf.is_floating_point()), None)
+    if hidden is None or hidden.dim() <= dim + 1 or isinstance(hidden, Piece):
+        return arguments
+    part = split.split(hidden, dim)
+    return pytree.tree_map(lambda leaf: part if leaf is hidden else leaf, arguments)
 
 
 def _product(sizes: Sequence[int]) -> int:

@@ -94,6 +94,8 @@ def _product_of(func: Callable[..., Any], name: str, args: Arguments, kwargs: di
         # Sums over positions: each rank sums over its own.
         return mine[2].summed(torch.matmul(mine[0], theirs[0]))
     if mine is not None and mine[1] == -2:
+        if theirs is not None and theirs[1] == -1 and mine[2].split is not None:
+            mine[2].split.note()  # queries and keys
         other = _full(right)
         return _as_piece(torch.matmul(mine[0], other), -2, mine[2])
     if theirs is not None and theirs[1] == -1:
@@ -149,6 +151,8 @@ def _einsum(func: Callable[..., Any], name: str, args: Arguments, kwargs: dict[s
         if mine is None or (letter := own_letters[mine[1]]) not in result:
             continue
         family = mine[2]
+        if sum(each is not None for each in found) > 1 and family.split is not None:
+            family.split.note()
         parts = [
             _full(operand) if letter not in theirs else _along_dim(operand, theirs.index(letter) - len(theirs), family)
             for operand, theirs in zip(operands, letters)

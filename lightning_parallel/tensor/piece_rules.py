@@ -185,8 +185,11 @@ def _is_of_pieces(tensor: Tensor) -> bool:
 
 def _cast(call: PieceCall) -> Tensor | None:
     own, before = call.on_part(), call.part
-    if own is before or not isinstance(own, Tensor):  # without arguments, `type` returns a string
-        return call.piece if own is before else own
+    if not isinstance(own, Tensor):  # without arguments, `type` returns a string
+        return own
+    # The part of a transposed tensor may be contiguous already.
+    if own is before and (call.name != "contiguous" or call.piece.is_contiguous()):
+        return call.piece
     if not own.is_floating_point() or own.device != before.device:
         return None
     if _loses_digits(before, own.dtype):

@@ -1,0 +1,138 @@
+"""Splits sequences over the context axis: finds the blocks, and the dimension of positions, by a trial of the step.
+
+The trial records the user's own step once more without data. In it, the inputs of blocks are split for two ranks, along
+the first or the second dimension. The right dimension is that along which attention joins positions.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+from lightning.pytorch import LightningModule
+from torch import nn
+
+from lightning_parallel import comm
+from lightning_parallel.comm import Group, MeshGroups
+from lightning_parallel.compat import ParallelState, hook_before
+from lightning_parallel.pipeline.layer_stack import repeated_entries
+from lightning_parallel.step_trace.record import StepTrace
+from lightning_parallel.strategies.options import ContextOptions
+from lightning_parallel.tensor.context import AttentionNote, PositionSplit, split_input
+from lightning_parallel.tensor.pieces import GATHERS
+
+__all__ = ["split_sequences"]
+
+_DIMS = (1, 0)  # hidden states (batch, positions, features), or positions first
+
+
+@dataclass
+class _Trial:
+    """The results of a trial.
+
+    Attributes:
+        dim: The dimension along which inputs of blocks were split.
+        notes: The attention that was computed on split sequences.
+        gathers: How often each line gathered a tensor.
+        error: Why the step was not followed to its end; None if it was.
+    """
+
+    dim: int
+    notes: list[AttentionNote]
+    gathers: Counter[str]
+    error: Exception | None
+
+
+def split_sequences(
+    module: LightningModule,
+    options: ContextOptions,
+    groups: MeshGroups,
+    records: Callable[[], list[StepTrace]],
+) -> None:
+    """Split hidden states along positions over the context axis, in every step from now on.
+
+    Args:
+        module: The user's module.
+        options: The strategy's arguments.
+        groups: The mesh's groups.
+        records: Records the steps of the run anew.
+
+    Raises:
+        ValueError: On every rank, if no block computes attention over positions.
+    """
+    group, state = groups.context_parallel, ParallelState.of(module)
+    if state.positions is not None:
+        # The hooks of an earlier run stay. Its parameters are replicated, so the size of the axis may change.
+        state.positions.group, state.positions.method = group, options.method
+        return
+    if group.size == 1:
+        return
+    with comm.failing_together(groups.world):
+        blocks = {path: layer for layers in repeated_entries(module).values() for path, layer in layers}
+        found = _blocks_of(module, blocks, _trials(blocks, records))
+    comm.agree("the blocks with split sequences", found, groups.world)
+    is_causal = all(note.is_causal for _, notes in found.values() for note in notes)
+    state.positions = split = PositionSplit(group, options.method, is_causal and options.method != "ulysses")
+    for path, (dim, _) in found.items():
+        hook_before(blocks[path], partial(_enter, state, split, path, dim), with_kwargs=True)
+
+
+def _trials(blocks: Mapping[str, nn.Module], records: Callable[[], list[StepTrace]]) -> list[_Trial]:
+    found = []
+    for dim in _DIMS:
+        split = PositionSplit(Group.pretended("context_parallel", 2), "gather", notes=[])
+
+        def enter(module: nn.Module, args: Any, kwargs: Any, path: str, dim: int = dim, split: Any = split) -> Any:
+            return split_input(split, path, dim, (args, kwargs))
+
+        handles = [
+            block.register_forward_pre_hook(partial(enter, path=path), with_kwargs=True)
+            for path, block in blocks.items()
+        ]
+        before = Counter(GATHERS)
+        try:
+            traces = records()
+        finally:
+            for handle in handles:
+                handle.remove()
+        assert split.notes is not None
+        found.append(_Trial(dim, split.notes, GATHERS - before, traces[0].error if traces else None))
+        GATHERS.clear()
+        GATHERS.update(before)
+    return found
+
+
+def _blocks_of(
+    module: nn.Module, blocks: Mapping[str, nn.Module], trials: list[_Trial]
+) -> dict[str, tuple[int, list[AttentionNote]]]:
+    """Return the dimension of positions, and the attention, of each block that joins positions.
+
+    Raises:
+        ValueError: If there is none.
+    """
+    found: dict[str, tuple[int, list[AttentionNote]]] = {}
+    for trial in trials:
+        for path in blocks:
+            notes = [note for note in trial.notes if note.block == path]
+            if notes and path not in found:
+                found[path] = (trial.dim, notes)
+    if found:
+        return found
+    errors = {str(trial.error) for trial in trials if trial.error is not None}
+    why = f" The step could not be followed: {'; '.join(sorted(errors))}." if errors else ""
+    raise ValueError(
+        f"`context_parallel_size` must be 1 for `{type(module).__name__}`: no block in a `ModuleList` or `Sequential`"
+        f" computes attention over positions of its input.{why} Put the blocks into a list, or use data, tensor or"
+        " pipeline parallelism"
+    )
+
+
+def _enter(
+    state: ParallelState, split: PositionSplit, path: str, dim: int, module: nn.Module, args: Any, kwargs: Any
+) -> Any:
+    if split.group.size == 1 or state.is_alone or comm.skips_communication():
+        return None
+    return split_input(split, path, dim, (args, kwargs))
