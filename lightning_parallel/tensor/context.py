@@ -19,7 +19,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -30,7 +30,7 @@ from lightning_parallel.comm import Group
 from lightning_parallel.compat.torch import pytree
 from lightning_parallel.tensor.autograd import all_gather_to_group, reduce_scatter_to_group
 from lightning_parallel.tensor.context_attention import attend
-from lightning_parallel.tensor.context_methods import balanced_rows, ulysses_reason
+from lightning_parallel.tensor.context_methods import Method, balanced_rows, ulysses_reason
 from lightning_parallel.tensor.piece_rules import DROPOUTS
 from lightning_parallel.tensor.pieces import Family, Piece, piece_with
 from lightning_parallel.tensor.regions import own_stream
@@ -68,7 +68,7 @@ class PositionSplit:
     """
 
     group: Group
-    method: str = "auto"
+    method: Literal["auto"] | Method = "auto"
     is_balanced: bool = False
     notes: list[AttentionNote] | None = None
     block: str = ""
