@@ -377,21 +377,14 @@ class MeshStrategy(MeshProcesses):
         is_fit = module.trainer.state.fn == TrainerFn.FITTING
         early = partial(early_optimizers, self, module) if is_fit else nullcontext
 
-        @cache
-        def records() -> list[StepTrace]:
+        def record() -> list[StepTrace]:
             with early():
                 return records_of_run(module, self.precision_plugin, self.root_device)
 
-        is_tiled = is_fit and self.tiled == "auto"
-        if is_tiled:
-            plan_tiles(module, records, self.groups.world)
+        records = cache(record)
         sharding = shard_tensors(module, self.tensor_options, self.groups, records)
 
-        def recorded_anew() -> list[StepTrace]:
-            with early():
-                return records_of_run(module, self.precision_plugin, self.root_device)
-
-        split_sequences(module, self.context_options, self.groups, recorded_anew)
+        split_sequences(module, self.context_options, self.groups, record)
 
         def materialize(plan: PipelinePlan | None) -> None:
             holds = held_by_stage(module, self.groups.pipeline_parallel, plan)
