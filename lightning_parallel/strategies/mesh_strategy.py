@@ -382,8 +382,10 @@ class MeshStrategy(MeshProcesses):
                 return records_of_run(module, self.precision_plugin, self.root_device)
 
         records = cache(record)
+        is_tiled = is_fit and self.tiled == "auto"
+        if is_tiled:
+            plan_tiles(module, records, self.groups.world)
         sharding = shard_tensors(module, self.tensor_options, self.groups, records)
-
         split_sequences(module, self.context_options, self.groups, record)
 
         def materialize(plan: PipelinePlan | None) -> None:
