@@ -111,7 +111,7 @@ class PositionSplit:
         """
         self.note(q.shape[-3], k.shape[-3], is_causal)
         if columns is None or dropout:
-            k, v = (x if columns is None else _gathered(x, columns, self.group) for x in (k, v))
+            k, v = (x if columns is None else _all_positions(x, columns, self.group) for x in (k, v))
             return _attend_to_all(q, k, v, rows, self.group, mask, is_causal, dropout, scale, enable_gqa)
         method = self.method
         if method == "auto":
@@ -213,13 +213,13 @@ class Positions(Family):
     def after_reshape(self, shape: torch.Size, place: int, new: torch.Size) -> tuple[int, Family] | None:
         """Find the dimension that holds all positions, in the order of the elements."""
         size = self.positions.full_size
-        before = _product(shape[:place]) * self.outer
-        after = self.inner * _product(shape[place + 1 :])
+        before = _count_of(shape[:place]) * self.outer
+        after = self.inner * _count_of(shape[place + 1 :])
         if size < 2 or not before * after:
             return None
         for at, extent in enumerate(new):
-            outer, no_outer = divmod(before, _product(new[:at]))
-            inner, no_inner = divmod(after, _product(new[at + 1 :]))
+            outer, no_outer = divmod(before, _count_of(new[:at]))
+            inner, no_inner = divmod(after, _count_of(new[at + 1 :]))
             if not no_outer and not no_inner and outer * size * inner == extent:
                 return at, self._again(self.positions, outer, inner)
         return None
@@ -266,7 +266,7 @@ class Positions(Family):
         return self.positions.along(dim + 1).merge(parts).flatten(dim, dim + 2)
 
 
-def _gathered(x: Tensor, columns: Shard, group: Group) -> Tensor:
+def _all_positions(x: Tensor, columns: Shard, group: Group) -> Tensor:
     full = all_gather_to_group(x, group, -2, columns.sizes)
     return full if columns.consecutive else columns.along(-2).merge(full.split(columns.sizes, -2))
 
@@ -311,5 +311,5 @@ def split_input(split: PositionSplit, block: str, dim: int, arguments: Any) -> A
     return pytree.tree_map(lambda leaf: part if leaf is hidden else leaf, arguments)
 
 
-def _product(sizes: Sequence[int]) -> int:
+def _count_of(sizes: Sequence[int]) -> int:
     return torch.Size(sizes).numel()

@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from lightning_parallel.tensor.context import Positions
-from lightning_parallel.tensor.piece_rules import on_parts
+from lightning_parallel.tensor.piece_rules import by_rule
 from lightning_parallel.tensor.pieces import Piece, piece_with
 
 __all__ = ["POSITION_RULES"]
@@ -26,7 +26,7 @@ __all__ = ["POSITION_RULES"]
 Arguments = tuple[Any, ...]
 
 
-def _own(value: Any) -> tuple[Tensor, int, Positions] | None:
+def _part_and_place(value: Any) -> tuple[Tensor, int, Positions] | None:
     """Return the part, the place from the end, and the facts of a piece along positions; None for other values."""
     if not isinstance(value, Piece) or not isinstance(value.family, Positions):
         return None
@@ -41,14 +41,14 @@ def _full(value: Any) -> Any:
 # ----------------------------------------------------------------------------------------------------------- attention
 
 
-def _attention(func: Callable[..., Any], name: str, args: Arguments, kwargs: dict[str, Any]) -> Any:
+def _attended(func: Callable[..., Any], name: str, args: Arguments, kwargs: dict[str, Any]) -> Any:
     names = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal")
     given = dict(zip(names, args)) | kwargs
-    query = _own(given["query"])
+    query = _part_and_place(given["query"])
     if query is None or query[1] != -2 or not query[2].is_plain:
         return _by_sample(func, args, kwargs)
     q, _, rows = query
-    keys = [_own(given[each]) for each in ("key", "value")]
+    keys = [_part_and_place(given[each]) for each in ("key", "value")]
     is_split = all(each is not None and each[1] == -2 and each[2].is_plain for each in keys)
     is_split = is_split and keys[0][2].is_like(keys[1][2])  # type: ignore[index]
     mask, is_causal = _full(given.get("attn_mask")), bool(given.get("is_causal", False))
@@ -89,7 +89,7 @@ def _product_of(func: Callable[..., Any], name: str, args: Arguments, kwargs: di
     if name == "__rmatmul__":
         args = (args[1], args[0])
     left, right = args
-    mine, theirs = _own(left), _own(right)
+    mine, theirs = _part_and_place(left), _part_and_place(right)
     if mine is not None and theirs is not None and mine[1] == -1 and theirs[1] == -2 and mine[2].is_like(theirs[2]):
         # Sums over positions: each rank sums over its own.
         return mine[2].summed(torch.matmul(mine[0], theirs[0]))
@@ -114,7 +114,7 @@ def _product_of(func: Callable[..., Any], name: str, args: Arguments, kwargs: di
 def _along(other: Any, found: tuple[Tensor, int, Positions]) -> Tensor | None:
     """Return the part of a factor with the same positions among its dimensions of samples; None if it has others."""
     _, place, family = found
-    own = _own(other)
+    own = _part_and_place(other)
     if own is not None:
         return own[0] if own[1] == place and own[2].is_like(family) else None
     other = _full(other)
@@ -145,7 +145,7 @@ def _einsum(func: Callable[..., Any], name: str, args: Arguments, kwargs: dict[s
         return _by_sample(func, (equation, *map(_full, operands)), kwargs)
     inputs, result = equation.replace(" ", "").split("->")
     letters = inputs.split(",")
-    found = [_own(operand) for operand in operands]
+    found = [_part_and_place(operand) for operand in operands]
     # The first operand whose positions are in the result keeps its part.
     for mine, own_letters in zip(found, letters):
         if mine is None or (letter := own_letters[mine[1]]) not in result:
@@ -162,7 +162,7 @@ def _einsum(func: Callable[..., Any], name: str, args: Arguments, kwargs: dict[s
 
 
 def _along_dim(operand: Any, place: int, family: Positions) -> Tensor:
-    own = _own(operand)
+    own = _part_and_place(operand)
     if own is not None and own[1] == place and own[2].is_like(family):
         return own[0]
     return family.cut(_full(operand), place)
@@ -178,7 +178,7 @@ def _class_loss(func: Callable[..., Any], name: str, args: Arguments, kwargs: di
     logits, target, weight = given.pop("input"), given.pop("target"), given.pop("weight", None)
     reduction = given.pop("reduction", "mean")
     outdated = given.pop("size_average", None), given.pop("reduce", None)
-    mine = _own(logits)
+    mine = _part_and_place(logits)
     classes = 1 if logits.dim() > 1 else 0
     if mine is None or logits.place == classes or outdated != (None, None) or isinstance(weight, Piece):
         return _by_sample(func, args, kwargs)
@@ -214,7 +214,7 @@ def _elementwise_loss(func: Callable[..., Any], name: str, args: Arguments, kwar
     reduction = kwargs.get("reduction", "mean")
     if len(args) != 2 or kwargs.get("size_average") is not None or kwargs.get("reduce") is not None:
         return _by_sample(func, args, kwargs)
-    terms = on_parts(partial(func, **{**kwargs, "reduction": "none"}), "mul", args, {})
+    terms = by_rule(partial(func, **{**kwargs, "reduction": "none"}), "mul", args, {})
     if terms is None:
         return _by_sample(func, args, kwargs)
     return terms if reduction == "none" else terms.mean() if reduction == "mean" else terms.sum()
@@ -223,7 +223,7 @@ def _elementwise_loss(func: Callable[..., Any], name: str, args: Arguments, kwar
 # ---------------------------------------------------------------------------------------------------------- sequences
 
 
-def _joined(func: Callable[..., Any], name: str, args: Arguments, kwargs: dict[str, Any]) -> Any:
+def _concatenated(func: Callable[..., Any], name: str, args: Arguments, kwargs: dict[str, Any]) -> Any:
     """Concatenate along a dimension that is not split."""
     tensors = list(args[0]) if args else list(kwargs["tensors"])
     dim = kwargs.get("dim", kwargs.get("axis", args[1] if len(args) > 1 else 0))
@@ -231,7 +231,7 @@ def _joined(func: Callable[..., Any], name: str, args: Arguments, kwargs: dict[s
     full = [each for each in tensors if not (each.dim() == 1 and each.numel() == 0)]
     if len(full) == 1:
         return full[0]
-    found = next(filter(None, map(_own, full)), None)
+    found = next(filter(None, map(_part_and_place, full)), None)
     if found is None:
         return func([*map(_full, tensors)], dim)
     _, place, family = found
@@ -247,7 +247,7 @@ def _joined(func: Callable[..., Any], name: str, args: Arguments, kwargs: dict[s
 
 
 def _expanded(func: Callable[..., Any], name: str, args: Arguments, kwargs: dict[str, Any]) -> Any:
-    piece, own = args[0], _own(args[0])
+    piece, own = args[0], _part_and_place(args[0])
     sizes = args[1] if len(args) == 2 and isinstance(args[1], (tuple, list, torch.Size)) else args[1:]
     if name == "expand_as":
         sizes = args[1].shape
@@ -260,7 +260,7 @@ def _expanded(func: Callable[..., Any], name: str, args: Arguments, kwargs: dict
 
 
 def _repeated(func: Callable[..., Any], name: str, args: Arguments, kwargs: dict[str, Any]) -> Any:
-    piece, own = args[0], _own(args[0])
+    piece, own = args[0], _part_and_place(args[0])
     dim = kwargs.get("dim", args[2] if len(args) > 2 else None)
     is_known = own is not None and isinstance(dim, int) and dim % piece.dim() - piece.dim() != own[1]
     if not is_known or any(isinstance(each, Piece) for each in (*args[1:], *kwargs.values())):
@@ -328,7 +328,7 @@ def _additive_mask(mask: Tensor | None, padding: Tensor | None, q: Tensor, heads
 
 
 POSITION_RULES: dict[str, Callable[..., Any]] = {
-    "scaled_dot_product_attention": _attention,
+    "scaled_dot_product_attention": _attended,
     "multi_head_attention_forward": _multi_head,
     **dict.fromkeys(("matmul", "__matmul__", "__rmatmul__", "bmm", "mm"), _product_of),
     **dict.fromkeys(("addmm", "baddbmm"), _added_product),
@@ -336,7 +336,7 @@ POSITION_RULES: dict[str, Callable[..., Any]] = {
     **dict.fromkeys(("cross_entropy", "nll_loss"), _class_loss),
     **dict.fromkeys(("mse_loss", "l1_loss", "smooth_l1_loss", "huber_loss"), _elementwise_loss),
     **dict.fromkeys(("binary_cross_entropy", "binary_cross_entropy_with_logits"), _elementwise_loss),
-    **dict.fromkeys(("cat", "concat", "concatenate", "stack"), _joined),
+    **dict.fromkeys(("cat", "concat", "concatenate", "stack"), _concatenated),
     **dict.fromkeys(("expand", "expand_as"), _expanded),
     "repeat_interleave": _repeated,
 }

@@ -19,10 +19,10 @@ from lightning_parallel import comm
 from lightning_parallel.comm.kept import kept
 from lightning_parallel.compat.torch import EnableTorchFunction, pytree
 from lightning_parallel.tensor.loss import cross_entropy, nll_loss
-from lightning_parallel.tensor.pieces import Family, Piece, piece_with, without_data
+from lightning_parallel.tensor.pieces import Family, Piece, meta_of, piece_with
 from lightning_parallel.tensor.sharding import Shard
 
-__all__ = ["DROPOUTS", "RULES", "PieceCall", "on_parts"]
+__all__ = ["DROPOUTS", "RULES", "PieceCall", "by_rule"]
 
 _MOST_NODES = 64
 _STRIDE = 1_000_003  # marks the sharded dimension, to find it again after a view
@@ -80,7 +80,7 @@ class PieceCall:
         return self.family.shared(value)
 
 
-def on_parts(func: Callable[..., Any], name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def by_rule(func: Callable[..., Any], name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Return the result of `func`, computed on the parts; None if no rule of the table applies."""
     changes = name in _IN_PLACE or (name.endswith("_") and not name.endswith("__"))
     base = name if not changes else f"__{name[3:]}" if name in _IN_PLACE else name[:-1]
@@ -203,7 +203,7 @@ def _loses_digits(part: Tensor, dtype: torch.dtype) -> bool:
 
 def _reshape(call: PieceCall) -> Tensor | None:
     piece, part = call.piece, call.part
-    tried = call.func(without_data(piece), *call.args[1:], **call.kwargs)
+    tried = call.func(meta_of(piece), *call.args[1:], **call.kwargs)
     found = piece.family.after_reshape(piece.shape, piece.place, tried.shape)
     if found is None:
         return None
@@ -509,4 +509,4 @@ _TABLE: list[tuple[Callable[[PieceCall], Any], str]] = [
     (_loss, "cross_entropy nll_loss"),
 ]
 RULES = {name: rule for rule, names in _TABLE for name in names.split()}
-Piece.on_parts = staticmethod(on_parts)
+Piece.by_rule = staticmethod(by_rule)

@@ -293,7 +293,7 @@ class Piece(Tensor):
     place: int
     family: Family
     held: Tensor | None = None
-    on_parts: ClassVar[Callable[..., Any]]
+    by_rule: ClassVar[Callable[..., Any]]
     """Computes a function on the parts, if it has a rule; `piece_rules` sets it."""
     _part: Tensor | None
     _data: _Data
@@ -458,7 +458,7 @@ class Piece(Tensor):
                 args = (torch.empty((), dtype=args[0].dtype, device=args[0].device).expand(args[0].shape), *args[1:])
             elif name == "__get__" and func in _PROPERTIES:
                 name = "transpose"
-            found = cls.on_parts(func, name, args, kwargs)
+            found = cls.by_rule(func, name, args, kwargs)
             if found is not None:
                 return found
             result = func(*args, **kwargs)
@@ -516,7 +516,7 @@ def _empty(shape: Sequence[int], strides: Sequence[int] | None, like: Tensor, da
 
 def _unread(func: Any, piece: Piece, rest: tuple[Any, ...], kwargs: Any) -> Any:
     """Return the result of a view of the data, or a list of results, computed at the first read."""
-    metas = func(without_data(piece), *rest, **kwargs)
+    metas = func(meta_of(piece), *rest, **kwargs)
     data = piece._data
 
     def view(meta: Tensor, choose: Callable[[Any], Tensor]) -> Piece:
@@ -528,7 +528,7 @@ def _unread(func: Any, piece: Piece, rest: tuple[Any, ...], kwargs: Any) -> Any:
     return [view(meta, itemgetter(at)) for at, meta in enumerate(metas)]
 
 
-def without_data(tensor: Tensor) -> Tensor:
+def meta_of(tensor: Tensor) -> Tensor:
     return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
 
 

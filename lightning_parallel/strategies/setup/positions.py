@@ -30,7 +30,7 @@ _DIMS = (1, 0)  # hidden states (batch, positions, features), or positions first
 
 
 @dataclass
-class _Trial:
+class _SplitTrial:
     """The results of a trial.
 
     Attributes:
@@ -80,7 +80,7 @@ def split_sequences(
         hook_before(blocks[path], partial(_enter, state, split, path, dim), with_kwargs=True)
 
 
-def _trials(blocks: Mapping[str, nn.Module], records: Callable[[], list[StepTrace]]) -> list[_Trial]:
+def _trials(blocks: Mapping[str, nn.Module], records: Callable[[], list[StepTrace]]) -> list[_SplitTrial]:
     found = []
     for dim in _DIMS:
         split = PositionSplit(Group.pretended("context_parallel", 2), "gather", notes=[])
@@ -99,14 +99,14 @@ def _trials(blocks: Mapping[str, nn.Module], records: Callable[[], list[StepTrac
             for handle in handles:
                 handle.remove()
         assert split.notes is not None
-        found.append(_Trial(dim, split.notes, GATHERS - before, traces[0].error if traces else None))
+        found.append(_SplitTrial(dim, split.notes, GATHERS - before, traces[0].error if traces else None))
         GATHERS.clear()
         GATHERS.update(before)
     return found
 
 
 def _blocks_of(
-    module: nn.Module, blocks: Mapping[str, nn.Module], trials: list[_Trial]
+    module: nn.Module, blocks: Mapping[str, nn.Module], trials: list[_SplitTrial]
 ) -> dict[str, tuple[int, list[AttentionNote]]]:
     """Return the dimension of positions, and the attention, of each block that joins positions.
 
@@ -124,9 +124,8 @@ def _blocks_of(
     errors = {str(trial.error) for trial in trials if trial.error is not None}
     why = f" The step could not be followed: {'; '.join(sorted(errors))}." if errors else ""
     raise ValueError(
-        f"`context_parallel_size` must be 1 for `{type(module).__name__}`: no block in a `ModuleList` or `Sequential`"
-        f" computes attention over positions of its input.{why} Put the blocks into a list, or use data, tensor or"
-        " pipeline parallelism"
+        f"Sequences of `{type(module).__name__}` cannot be split: no block in a `ModuleList` or `Sequential` computes"
+        f" attention over positions of its input.{why} Put the blocks into a list, or set `context_parallel_size=1`"
     )
 
 
