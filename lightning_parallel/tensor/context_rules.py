@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from lightning_parallel.tensor.context import Positions
-from lightning_parallel.tensor.piece_rules import by_rule
+from lightning_parallel.tensor.piece_rules import computed_on_parts
 from lightning_parallel.tensor.pieces import Piece, piece_with
 
 __all__ = ["POSITION_RULES"]
@@ -214,7 +214,7 @@ def _elementwise_loss(func: Callable[..., Any], name: str, args: Arguments, kwar
     reduction = kwargs.get("reduction", "mean")
     if len(args) != 2 or kwargs.get("size_average") is not None or kwargs.get("reduce") is not None:
         return _by_sample(func, args, kwargs)
-    terms = by_rule(partial(func, **{**kwargs, "reduction": "none"}), "mul", args, {})
+    terms = computed_on_parts(partial(func, **{**kwargs, "reduction": "none"}), "mul", args, {})
     if terms is None:
         return _by_sample(func, args, kwargs)
     return terms if reduction == "none" else terms.mean() if reduction == "mean" else terms.sum()

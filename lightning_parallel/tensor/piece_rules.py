@@ -22,7 +22,7 @@ from lightning_parallel.tensor.loss import cross_entropy, nll_loss
 from lightning_parallel.tensor.pieces import Family, Piece, meta_of, piece_with
 from lightning_parallel.tensor.sharding import Shard
 
-__all__ = ["DROPOUTS", "RULES", "PieceCall", "by_rule"]
+__all__ = ["DROPOUTS", "RULES", "PieceCall", "computed_on_parts"]
 
 _MOST_NODES = 64
 _STRIDE = 1_000_003  # marks the sharded dimension, to find it again after a view
@@ -80,7 +80,7 @@ class PieceCall:
         return self.family.shared(value)
 
 
-def by_rule(func: Callable[..., Any], name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def computed_on_parts(func: Callable[..., Any], name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Return the result of `func`, computed on the parts; None if no rule of the table applies."""
     changes = name in _IN_PLACE or (name.endswith("_") and not name.endswith("__"))
     base = name if not changes else f"__{name[3:]}" if name in _IN_PLACE else name[:-1]
@@ -509,4 +509,4 @@ _TABLE: list[tuple[Callable[[PieceCall], Any], str]] = [
     (_loss, "cross_entropy nll_loss"),
 ]
 RULES = {name: rule for rule, names in _TABLE for name in names.split()}
-Piece.by_rule = staticmethod(by_rule)
+Piece.computed_on_parts = staticmethod(computed_on_parts)

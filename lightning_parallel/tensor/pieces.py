@@ -293,7 +293,7 @@ class Piece(Tensor):
     place: int
     family: Family
     held: Tensor | None = None
-    by_rule: ClassVar[Callable[..., Any]]
+    computed_on_parts: ClassVar[Callable[..., Any]]
     """Computes a function on the parts, if it has a rule; `piece_rules` sets it."""
     _part: Tensor | None
     _data: _Data
@@ -458,7 +458,7 @@ class Piece(Tensor):
                 args = (torch.empty((), dtype=args[0].dtype, device=args[0].device).expand(args[0].shape), *args[1:])
             elif name == "__get__" and func in _PROPERTIES:
                 name = "transpose"
-            found = cls.by_rule(func, name, args, kwargs)
+            found = cls.computed_on_parts(func, name, args, kwargs)
             if found is not None:
                 return found
             result = func(*args, **kwargs)
