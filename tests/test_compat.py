@@ -62,6 +62,9 @@ from lightning_parallel.compat.lightning import (
 )
 from lightning_parallel.compat.torch import (
     CPU_FLASH_ATTENTION,
+    CPU_FLASH_ATTENTION_BACKWARD,
+    CUDA_FLASH_ATTENTION,
+    CUDA_FLASH_ATTENTION_BACKWARD,
     DispatchMode,
     NormalizationBase,
     TorchDispatchMode,
@@ -333,6 +336,17 @@ def test_backward_and_operators_are_known():
     assert products[0] == (torch.ops.aten.mm, False)
     assert (torch.ops.aten.mm, True) in products
     assert CPU_FLASH_ATTENTION is torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+    inputs, sums = ["query", "key", "value"], ["out", "logsumexp"]
+    for operator in (CPU_FLASH_ATTENTION, CUDA_FLASH_ATTENTION):
+        schema = operator.default._schema
+        assert [argument.name for argument in schema.arguments][:5] == [*inputs, "dropout_p", "is_causal"]
+        assert schema.returns[1].name == "logsumexp"
+    for operator, middle in (
+        (CPU_FLASH_ATTENTION_BACKWARD, ["dropout_p", "is_causal"]),
+        (CUDA_FLASH_ATTENTION_BACKWARD, ["cum_seq_q", "cum_seq_k", "max_q", "max_k", "dropout_p", "is_causal"]),
+    ):
+        names = [argument.name for argument in operator.default._schema.arguments if argument.name != "scale"]
+        assert names[: 6 + len(middle)] == ["grad_out", *inputs, *sums, *middle]
     assert issubclass(nn.BatchNorm1d, NormalizationBase)
     assert issubclass(nn.InstanceNorm2d, NormalizationBase)
     assert pytree.tree_leaves({"a": [1, 2], "b": 3}) == [1, 2, 3]

@@ -308,10 +308,13 @@ def exchange(
     ]
     # `result` keeps these copies alive: torch drops its references when the messages are over.
     held = [_on_wire(tensor, group) for _, tensor, _ in ways]
-    operations = [
-        dist.P2POp(way, on_wire, group.ranks[peer], group=group.process_group, tag=tag)
-        for (way, _, peer), on_wire in zip(ways, held)
-    ]
+
+    def start() -> _Works:
+        operations = [
+            dist.P2POp(way, on_wire, group.ranks[peer], group=group.process_group, tag=tag)
+            for (way, _, peer), on_wire in zip(ways, held)
+        ]
+        return _Works(dist.batch_isend_irecv(operations))
 
     def result() -> None:
         for (way, tensor, _), on_wire in zip(ways, held):
@@ -323,7 +326,7 @@ def exchange(
         op, peer = "send" if sent else "recv", group.ranks[ways[0][2]]  # several tensors, but one message
     num_bytes = _size_bytes(*(tensor for _, tensor, _ in ways))
     return Pending(op, group, num_bytes, ways[0][1].dtype, result, peer, tag, _on_device(ways[0][1], group)).launch(
-        lambda: _Works(dist.batch_isend_irecv(operations))
+        start
     )
 
 

@@ -76,6 +76,8 @@ __all__ = [
     "MODULES",
     "CPU_FLASH_ATTENTION",
     "CPU_FLASH_ATTENTION_BACKWARD",
+    "CUDA_FLASH_ATTENTION",
+    "CUDA_FLASH_ATTENTION_BACKWARD",
     "DisableTorchFunctionSubclass",
     "EnableTorchFunction",
     "DispatchMode",
@@ -640,6 +642,9 @@ def global_step_hooks() -> tuple[dict[int, Callable[..., Any]], dict[int, Callab
 CPU_FLASH_ATTENTION = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 CPU_FLASH_ATTENTION_BACKWARD = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
 """Attention on CPU, which is missing in torch's table of operations; the operator has no public name."""
+CUDA_FLASH_ATTENTION = torch.ops.aten._scaled_dot_product_flash_attention
+CUDA_FLASH_ATTENTION_BACKWARD = torch.ops.aten._scaled_dot_product_flash_attention_backward
+"""Attention on GPU with the logarithm of the sum of each row, which no public function returns."""
 
 
 def same_memory(tensor: Tensor) -> Tensor:

@@ -10,6 +10,7 @@ rank, E features of a head, E_v features of a value.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Sequence
 from functools import partial
 from typing import Any, NamedTuple
@@ -22,11 +23,29 @@ from torch.autograd import Function
 from lightning_parallel import comm
 from lightning_parallel.comm import Group
 from lightning_parallel.comm.kept import kept
+from lightning_parallel.compat.torch import version_of
 from lightning_parallel.tensor.autograd import all_gather_to_group
-from lightning_parallel.tensor.context_methods import Method, balanced_rows, head_rules, ulysses_reason
+from lightning_parallel.tensor.context_methods import (
+    AttentionShape,
+    Method,
+    attention_bytes_sent,
+    balanced_rows,
+    choose_method,
+    head_rules,
+    ulysses_reason,
+)
+from lightning_parallel.tensor.ring_attention import Turns, causal_turns, masked_turns, ring_attention
 from lightning_parallel.tensor.sharding import Shard
 
-__all__ = ["Method", "attend", "balanced_rows", "ulysses_reason"]
+__all__ = [
+    "AttentionShape",
+    "Method",
+    "attend",
+    "balanced_rows",
+    "attention_bytes_sent",
+    "choose_method",
+    "ulysses_reason",
+]
 
 
 def attend(
@@ -69,12 +88,17 @@ def attend(
     Raises:
         ValueError: On every rank, if the method cannot compute this attention or the shapes do not fit together.
     """
+    given = mask
     q, k, v, mask = _as_autocast(q, k, v, mask)
     _check(q, k, v, rows, columns, group, mask, is_causal, dropout, enable_gqa, method)
     batch = q.shape[:-3]
     q, k, v, mask = _four_dims(q, k, v, mask)
     work = _Work(rows.along(-2), columns.along(-2), group, mask, is_causal, scale)
-    result = _ulysses(q, k, v, work) if method == "ulysses" else _gather(q, k, v, work)
+    if method == "ring":
+        turns = causal_turns(rows.ranges, columns.ranges, is_causal) if mask is None else _turns_of(given, work)
+        result = ring_attention(q, k, v, mask, scale, turns, group)
+    else:
+        result = (_ulysses if method == "ulysses" else _gather)(q, k, v, work)
     return result.reshape(*batch, *result.shape[1:]) if len(batch) != 1 else result
 
 
@@ -149,7 +173,7 @@ def _check(
 def _as_autocast(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
     """Cast as autocast would inside torch's attention, so that the messages are in low precision."""
     device = q.device.type
-    if torch.is_autocast_enabled(device):
+    if torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device):
         dtype = torch.get_autocast_dtype(device)
         low = [x.to(dtype) if x is not None and x.dtype == torch.float32 else x for x in (q, k, v, mask)]
         q, k, v, mask = low  # type: ignore[assignment]
@@ -173,18 +197,38 @@ def _four_dims(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> tuple[Te
     return q, k, v, mask
 
 
+# ---------------------------------------------------------------------------------------------------------------- ring
+
+_last_turns: list[tuple[weakref.ref[Tensor], int, Shard, Shard, Turns]] = []
+
+
+def _turns_of(mask: Tensor | None, work: _Work) -> Turns:
+    """Return the turns of a mask; the layers of a step share a mask, whose values a device would be asked for."""
+    assert mask is not None
+    assert work.mask is not None
+    if mask.is_inference():
+        return masked_turns(work.rows.ranges, work.columns.ranges, work.mask)
+    key = version_of(mask), work.rows, work.columns
+    for found, *other, turns in _last_turns:
+        if found() is mask and tuple(other) == key:
+            return turns
+    turns = masked_turns(work.rows.ranges, work.columns.ranges, work.mask)
+    _last_turns[:] = [(weakref.ref(mask), *key, turns)]
+    return turns
+
+
 # -------------------------------------------------------------------------------------------------------------- gather
 
 
 def _gather(q: Tensor, k: Tensor, v: Tensor, work: _Work) -> Tensor:
     """Gather keys and values, and compute the rows of this rank."""
     k, v = _gathered(k, v, work.columns, work.group)
-    mask = work.mask
+    mask, own = work.mask, work.rows.ranges[work.group.rank]
     if work.is_causal:
-        positions = torch.arange(work.rows.full_size, device=q.device)
-        own = work.rows.along(0).split(positions, work.group.rank)
-        mask = own[:, None] >= torch.arange(work.columns.full_size, device=q.device)
-    elif mask is not None and mask.shape[-2] > 1:
+        # Full tiles and squares on the diagonal: a mask would have as many elements as the scores.
+        turns = causal_turns((own,), (((0, work.columns.full_size),),), is_causal=True)
+        return ring_attention(q, k, v, None, work.scale, turns, Group.alone(work.group.axis))
+    if mask is not None and mask.shape[-2] > 1:
         mask = work.rows.split(mask, work.group.rank)
     return _kernel(q, k, v, mask, False, work.scale)
 
