@@ -12,9 +12,11 @@ from torch import Tensor, nn
 
 from lightning_parallel.comm import Group
 from lightning_parallel.compat.torch import FakeTensor
-from lightning_parallel.tensor.layers import Column, ColumnLinear, Style, gather_features
+from lightning_parallel.tensor.autograd import copy_to_group
+from lightning_parallel.tensor.layers import Column, ColumnLinear, Style, gather_features, on_shards
 from lightning_parallel.tensor.low_rank import layer_sizes, low_rank_of
-from lightning_parallel.tensor.pieces import Piece
+from lightning_parallel.tensor.pieces import Piece, whole_input
+from lightning_parallel.tensor.tiled_logits import TiledLogits
 
 __all__ = ["NOTE", "Head", "find_heads", "gathered_heads"]
 
@@ -50,26 +52,49 @@ class Head(Column):
 
 
 class HeadLinear(ColumnLinear):
-    """Linear layer whose output reads as the full one; see `Head`."""
+    """Linear layer whose output reads as the full one; see `Head`.
+
+    Attributes:
+        in_tiles: Whether its part of the output has no data either; see `TiledLogits`.
+    """
+
+    in_tiles = False
 
     @torch.compiler.disable  # the collectives cannot be traced into a graph
     def forward(self, input: Tensor) -> Tensor:
         """Map (..., in) to (..., out)."""
-        # The parent class would gather at once; the part becomes a `Piece` below.
-        self.gather_output = False
-        try:
-            y = super().forward(input)
-        finally:
-            self.gather_output = True
         rule, group = self.feature_rule, self.group
+        y = self._unmade(input) if self.in_tiles else None
+        if y is None:
+            # The parent class would gather at once; the part becomes a `Piece` below.
+            self.gather_output = False
+            try:
+                y = super().forward(input)
+            finally:
+                self.gather_output = True
         # Without gradients, and outside training, sharded logits would save nothing.
         is_trained = self.training and torch.is_grad_enabled() and y.requires_grad
         # A placeholder for another stage's tensor has no data, so a gather only changes its shape.
-        is_plain = type(y) in (Tensor, FakeTensor) and not y.is_meta
+        is_plain = type(y) in (Tensor, FakeTensor, TiledLogits) and not y.is_meta
         # Only for consecutive classes does a gather of the pieces give the order of the full layer.
         if group.size == 1 or not (is_trained and is_plain and rule.consecutive):
             return gather_features(y, rule, group)
         return Piece.of(y, group, -1, rule.sizes)
+
+    def _unmade(self, input: Tensor) -> Tensor | None:
+        """Return this rank's part of the output without data; None if it is computed at once."""
+        x = whole_input(input)
+        is_piece, rule = isinstance(x, Piece), self.feature_rule
+        is_plain = is_piece or (type(x) is Tensor and not x.is_meta)
+        if not (is_plain and self.training and torch.is_grad_enabled() and rule.consecutive) or self.region is not None:
+            return None
+        hidden = copy_to_group(x.whole() if isinstance(x, Piece) else x, self.group)
+        with on_shards(hidden, self):
+            # Views: outside this layer, in a step, the parameters read as full ones.
+            weight, bias = (None if each is None else each.view_as(each) for each in self.own_parameters())
+            assert weight is not None
+            weight = weight.t() if self.transposed else weight
+        return TiledLogits.of(hidden, weight, bias, max(rule.sizes))
 
 
 def find_heads(module: nn.Module, styles: Mapping[str, Style]) -> dict[str, Style]:

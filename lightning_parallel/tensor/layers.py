@@ -359,8 +359,7 @@ class ColumnLinear(_ParallelLinear):
                 inputs = shared_inputs(self.group, None)
         # In a step, the weight reads as the full one, but this layer computes with the shard.
         with on_shards(x, self):
-            weight = _own_part(self.weight, self.feature_rule.along(1 if self.transposed else 0), self.group)
-            bias = None if self.bias is None else _own_part(self.bias, self.feature_rule.along(0), self.group)
+            weight, bias = self.own_parameters()
             y = column_linear(x, weight, bias, inputs, self.transposed)
         if self.gather_output:
             return gather_features(y, self.feature_rule, self.group)
@@ -368,6 +367,11 @@ class ColumnLinear(_ParallelLinear):
             parts = tuple(self.feature_rule.local_size(rank) for rank in range(self.group.size))
             self.region.open(y.device, DividedExtent(tuple(y.shape), y.dim() - 1, parts, x.shape[-1]))
         return y
+
+    def own_parameters(self) -> tuple[Tensor, Tensor | None]:
+        """Return this rank's part of weight and bias; call it inside `on_shards`."""
+        weight = _own_part(self.weight, self.feature_rule.along(1 if self.transposed else 0), self.group)
+        return weight, None if self.bias is None else _own_part(self.bias, self.feature_rule.along(0), self.group)
 
     @property
     def region_end(self) -> Literal["opens"] | None:

@@ -21,6 +21,7 @@ from lightning_parallel.compat.torch import EnableTorchFunction, pytree
 from lightning_parallel.tensor.loss import cross_entropy, nll_loss
 from lightning_parallel.tensor.pieces import Family, Piece, meta_of, piece_with
 from lightning_parallel.tensor.sharding import Shard
+from lightning_parallel.tensor.tiled_logits import TiledLogits, best_in_tiles, run_on_logits, tiled_losses
 
 __all__ = ["DROPOUTS", "RULES", "PieceCall", "computed_on_parts"]
 
@@ -56,7 +57,7 @@ class PieceCall:
         return self.parts[id(self.piece)]
 
     def on_part(self) -> Any:
-        return self.func(self.part, *self.args[1:], **self.kwargs)
+        return run_on_logits(self.func, self.part, *self.args[1:], **self.kwargs)
 
     def again(self, part: Tensor, place: int | None = None) -> Piece:
         """Return a result of the part as a piece."""
@@ -161,7 +162,8 @@ def _pointwise(call: PieceCall) -> Tensor | None:
         return call.parts[id(value)] if isinstance(value, Piece) else call.operand(value)
 
     with family.drawing(call.name, call.part):
-        part = call.func(*map(own, call.args), **{name: own(value) for name, value in call.kwargs.items()})
+        kwargs = {name: own(value) for name, value in call.kwargs.items()}
+        part = run_on_logits(call.func, *map(own, call.args), **kwargs)
     if target is None:
         return call.again(part)
     return target.changed_to(part)
@@ -208,7 +210,8 @@ def _reshape(call: PieceCall) -> Tensor | None:
     if found is None:
         return None
     place, family = found
-    own = part.reshape(*tried.shape[:place], family.extents[family.group.rank], *tried.shape[place + 1 :])
+    sizes = (*tried.shape[:place], family.extents[family.group.rank], *tried.shape[place + 1 :])
+    own = run_on_logits(Tensor.reshape, part, sizes)
     if not (tried.is_contiguous() and piece.is_contiguous()):
         return piece_with(own, place, family, is_alias=True)
     # Autograd must see a view of the full tensor, because a change of the view in place also changes the tensor.
@@ -438,8 +441,11 @@ def _pick(call: PieceCall) -> Any:
             count = min(call.argument("k", 1), values.shape[dim])
             return values.topk(count, dim, largest, is_sorted).indices
 
-    index = best(part.detach(), place)
-    own = (part.detach() if is_index else part).gather(place, index)
+    in_tiles = best_in_tiles(part, name) if is_index and isinstance(part, TiledLogits) else None
+    if in_tiles is None:
+        index = best(part.detach(), place)
+        in_tiles = (part.detach() if is_index else part).gather(place, index), index
+    own, index = in_tiles
     # `index` counts from the first index of the part; the result counts from the first of all.
     first = sum(piece.family.extents[: group.rank])
     index = kept(partial(comm.all_gather, index + first, group, place, sizes))
@@ -472,8 +478,14 @@ def _loss(call: PieceCall) -> Tensor | None:
     ):
         return None
     loss = cross_entropy if call.name == "cross_entropy" else nll_loss
-    rule = Shard.of_sizes(piece.family.extents)
-    return loss(call.part, target, rule, piece.family.group, dim=piece.place, **given)
+    rule, group, part = Shard.of_sizes(piece.family.extents), piece.family.group, call.part
+    if isinstance(part, TiledLogits):
+        reduction = given.pop("reduction", "mean")
+        found = tiled_losses(part, target, partial(loss, rule=rule, group=group, **given), given, reduction)
+        if found is not None:
+            return found
+        given["reduction"] = reduction
+    return loss(part, target, rule, group, dim=piece.place, **given)
 
 
 _IN_PLACE = {"__iadd__", "__isub__", "__imul__", "__itruediv__", "__ipow__"}

@@ -47,6 +47,7 @@ from lightning_parallel.compat.torch import (
 from lightning_parallel.tensor.autograd import copy_to_group, gather_from_group, scatter_to_group
 from lightning_parallel.tensor.linear import SequenceLengths
 from lightning_parallel.tensor.sharding import Shard
+from lightning_parallel.tensor.tiled_logits import TiledLogits
 
 __all__ = [
     "GATHERS",
@@ -561,7 +562,7 @@ def _gather(part: Tensor, place: int, family: Family) -> Tensor:
     if line := innermost_users_line():
         GATHERS[line] += 1
         _tell_of_gathers(line, part, place, family)
-    return family.join_data(part.whole() if isinstance(part, Piece) else part, place)
+    return family.join_data(part.whole() if isinstance(part, (Piece, TiledLogits)) else part, place)
 
 
 def _tell_of_gathers(line: str, part: Tensor, place: int, family: Family) -> None:
@@ -572,7 +573,7 @@ def _tell_of_gathers(line: str, part: Tensor, place: int, family: Family) -> Non
     sizes = list(part.shape)
     sizes[place] = family.extent
     total = bytes_before + math.prod(sizes) * part.element_size()
-    address = 0 if isinstance(part, Piece) else part.data_ptr()
+    address = 0 if isinstance(part, (Piece, TiledLogits)) else part.data_ptr()
     times[address] += 1
     is_told = times[address] >= _OFTEN and total >= _LARGE
     _GATHERED[line] = None if is_told else (total, times)

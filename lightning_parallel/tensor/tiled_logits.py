@@ -42,7 +42,7 @@ from lightning_parallel.compat.torch import (
 from lightning_parallel.tensor.tiles import Tiling, num_tiles
 from lightning_parallel.tracing.spans import bytes_text
 
-__all__ = ["TiledHead", "TiledLogits", "tiled_losses"]
+__all__ = ["TiledHead", "TiledLogits", "best_in_tiles", "run_on_logits", "tiled_losses"]
 
 _aten = torch.ops.aten
 _STRIDE = 1_000_003  # marks the dimension of the classes, to find it again after a view
@@ -247,6 +247,13 @@ class TiledLogits(Tensor):
         result = func(*pytree.tree_map(read_all, args), **pytree.tree_map(read_all, kwargs))
         # An operator that works in place returns the tensor that it changed.
         return pytree.tree_map(lambda value: read.get(id(value), value), result) if mutable else result
+
+
+def run_on_logits(func: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Call a function where classes of tensors see no functions; logits without data see it nevertheless."""
+    if any(isinstance(value, TiledLogits) for value in args):
+        return TiledLogits.__torch_function__(func, (TiledLogits,), args, kwargs)
+    return func(*args, **kwargs)
 
 
 def _watch(logits: TiledLogits) -> None:
@@ -491,19 +498,31 @@ def _best(call: _LogitsCall) -> Any:
     dim, keepdim = call.argument("dim", 0), call.argument("keepdim", 1, False)
     if not isinstance(dim, int) or dim % call.logits.dim() != call.product.place or not isinstance(keepdim, bool):
         return None
-    if call.logits._content.memory.made is not None:
+    found = best_in_tiles(call.logits, call.name)
+    return None if found is None else found[1] if keepdim else found[1].squeeze(call.product.place)
+
+
+def best_in_tiles(logits: TiledLogits, name: str) -> tuple[Tensor, Tensor] | None:
+    """Return the best logits and their classes, in a dimension of one element, computed in tiles.
+
+    Args:
+        logits: Logits without data; None if their data exist.
+        name: `argmax` or `argmin`.
+    """
+    product = logits.tiles
+    if product is None or logits._content.memory.made is not None:
         return None
-    product, flat = call.product, call.product.flat
-    find = partial(getattr(torch, call.name), dim=-1)
+    flat, shape = product.flat, list(logits.shape)
+    shape[product.place] = 1
+    parts = []
     with torch.no_grad():
         gather_absent(flat.tensors)
-        tiles = [
-            find(flat.finished(flat.of(rows, *flat.tensors[1:]))) for rows in flat.rows.split(_tile_rows(flat).rows)
-        ]
-    shape = list(product.rows.shape)
-    del shape[product.place]
-    found = torch.cat(tiles).view(shape)
-    return found.unsqueeze(product.place) if keepdim else found
+        for rows in flat.rows.split(_tile_rows(flat).rows):
+            tile = flat.finished(flat.of(rows, flat.weight, flat.bias))
+            index = getattr(torch, name)(tile, -1, keepdim=True)
+            parts.append((tile.gather(-1, index), index))
+    values, classes = (torch.cat(each).view(shape) for each in zip(*parts))
+    return values, classes
 
 
 def _loss(call: _LogitsCall) -> Tensor | None:

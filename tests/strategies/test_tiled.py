@@ -1,5 +1,6 @@
 """Loss and MLPs in tiles of positions (`tiled="auto"`): equal to one process, through the Trainer."""
 
+import contextlib
 import functools
 import logging
 import os
@@ -7,18 +8,18 @@ import os
 import pytest
 import torch
 import torch.nn.functional as F
+import transformers
 from lightning.pytorch import LightningModule
 from torch import nn
 from torch.utils.data import DataLoader, DistributedSampler
 
 from lightning_parallel import HybridParallelStrategy, comm
 from lightning_parallel.compat import patched
-from lightning_parallel.tensor import tiles
+from lightning_parallel.tensor import tiled_logits, tiles
 from tests.harness import distributed
 from tests.strategies.models import trainer_for
 
 CLASSES, LENGTH, WIDTH = 48, 10, 16
-KINDS = []  # the classes of the logits of all steps in this process
 
 
 class MLP(nn.Module):
@@ -64,7 +65,6 @@ class GPT(LightningModule):
 
     def training_step(self, batch, index):
         logits = self(batch)
-        KINDS.append(type(logits).__name__)
         loss = F.cross_entropy(logits[:, :-1].reshape(-1, CLASSES), batch[:, 1:].reshape(-1), ignore_index=0)
         self.log("loss", loss)
         self.log("accuracy", (logits[:, :-1].argmax(-1) == batch[:, 1:]).double().mean())
@@ -103,10 +103,21 @@ def check(trainer, module, tied=True, tolerance=1e-10):
     assert trainer.callback_metrics.keys() == alone.callback_metrics.keys()
 
 
+@contextlib.contextmanager
+def counted_losses():
+    """Note the number of tiles of each loss."""
+    found = []
+    tell = tiled_logits._tell_of_tiles
+    with patched(tiled_logits, "_tell_of_tiles", lambda flat, tiling: (found.append(tiling.count), tell(flat, tiling))):
+        yield found
+        assert all(count > 1 for count in found)
+
+
 def test_one_process():
     module = GPT()
-    trainer = fit(module, HybridParallelStrategy(tiled="auto"), 1, verifies=True)
-    assert KINDS[-1] == "TiledLogits"
+    with counted_losses() as losses:
+        trainer = fit(module, HybridParallelStrategy(tiled="auto"), 1)
+    assert len(losses) == 2
     check(trainer, module)
 
 
@@ -114,6 +125,8 @@ TWO = {
     "data": ({}, 2),
     "zero 3": ({"zero_stage": 3}, 2),
     "pipeline": ({"pipeline_parallel_size": 2, "num_microbatches": 2}, 1),
+    "tensor": ({"tensor_parallel_size": 2}, 1),
+    "sequence": ({"tensor_parallel_size": 2, "sequence_parallel": True}, 1),
 }
 
 
@@ -122,10 +135,51 @@ TWO = {
 def test_two_ranks(group, layout):
     sizes, replicas = TWO[layout]
     module = GPT()
-    trainer = fit(module, HybridParallelStrategy(tiled="auto", **sizes), 2, replicas, verifies=True)
-    if "pipeline" not in layout or group.rank == 1:
-        assert KINDS[-1] == "TiledLogits"
+    with counted_losses() as losses:
+        trainer = fit(module, HybridParallelStrategy(tiled="auto", **sizes), 2, replicas, verifies=True)
+    # The last stage of a pipeline has the head.
+    assert bool(losses) == ("pipeline" not in layout or group.rank == 1)
     check(trainer, module)
+
+
+class Pretrained(GPT):
+    """A model of transformers, which computes its loss itself."""
+
+    def __init__(self, kind):
+        LightningModule.__init__(self)
+        torch.manual_seed(5)
+        self.model = transformers_model(kind).double()
+
+    def training_step(self, batch, index):
+        found = self.model(input_ids=batch, labels=batch.masked_fill(batch % 5 == 0, -100))
+        self.log("loss", found.loss)
+        return found.loss
+
+
+def transformers_model(kind):
+    sizes = {"vocab_size": CLASSES, "hidden_size": WIDTH, "intermediate_size": 2 * WIDTH, "num_hidden_layers": 2}
+    sizes |= {"num_attention_heads": 2, "num_key_value_heads": 2, "max_position_embeddings": 2 * LENGTH}
+    if kind == "llama":
+        return transformers.LlamaForCausalLM(transformers.LlamaConfig(**sizes))
+    if kind == "gemma3":
+        config = transformers.Gemma3TextConfig(**sizes, head_dim=8, final_logit_softcapping=5.0, pad_token_id=0)
+        return transformers.Gemma3ForCausalLM(config)
+    off = {"resid_pdrop": 0.0, "attn_pdrop": 0.0, "embd_pdrop": 0.0}
+    config = transformers.GPT2Config(vocab_size=CLASSES, n_embd=WIDTH, n_layer=2, n_head=2, n_positions=32, **off)
+    return transformers.GPT2LMHeadModel(config)
+
+
+@pytest.mark.parametrize("kind", ["llama", "gpt2", "gemma3"])
+def test_models_of_transformers(kind, monkeypatch):
+    # The library casts logits to single precision, which would hide a small difference.
+    monkeypatch.setattr(torch.Tensor, "float", torch.Tensor.double)
+    expected, module = Pretrained(kind), Pretrained(kind)
+    fit(expected, "auto", 1)
+    with counted_losses() as losses:
+        fit(module, HybridParallelStrategy(tiled="auto"), 1)
+    assert len(losses) == 2
+    for name, value in expected.state_dict().items():
+        torch.testing.assert_close(module.state_dict()[name], value, rtol=1e-10, atol=1e-12, msg=name)
 
 
 class Regression(GPT):

@@ -12,6 +12,7 @@ from lightning_parallel.compat import ParallelState
 from lightning_parallel.compat.lightning import tell
 from lightning_parallel.compat.torch import CALLS, AroundCalls
 from lightning_parallel.step_trace.record import StepTrace
+from lightning_parallel.tensor.head import HeadLinear
 from lightning_parallel.tensor.tile_plan import TilePlan, find_tiles
 from lightning_parallel.tensor.tiled_logits import TiledHead
 
@@ -45,13 +46,17 @@ def tile_modules(module: nn.Module, is_on: bool) -> None:
         around = vars(child).get(CALLS)
         if isinstance(around, AroundCalls) and isinstance(around.around, TiledHead):
             vars(child)[CALLS] = around.compiled
+        if isinstance(child, HeadLinear):
+            child.in_tiles = False
     plan: TilePlan | None = ParallelState.of(module).tiles
     if not is_on or plan is None:
         return
     for path in plan.heads:
         layer = module.get_submodule(path)
+        if isinstance(layer, HeadLinear):
+            layer.in_tiles = True
         # A pipeline has replaced the layers of other stages.
-        if next(layer.parameters(), None) is not None:
+        elif next(layer.parameters(), None) is not None:
             vars(layer)[CALLS] = AroundCalls(layer, TiledHead(layer))
     heads = ", ".join(f"`{path}`" for path in plan.heads)
     tell(f"tiled='auto': {f'{heads} and its loss run in tiles' if heads else f'no loss in tiles: {plan.no_head}'}.")
