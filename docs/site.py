@@ -9,7 +9,7 @@ from __future__ import annotations
 import argparse
 import inspect
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +26,8 @@ from lightning_parallel.compression import Reducer
 from lightning_parallel.pipeline.plot import draw_svg, schedule_title
 from lightning_parallel.pipeline.schedule import SCHEDULES, build_schedule
 from lightning_parallel.pipeline.simulate import Cost, simulate
+from lightning_parallel.tensor.context_methods import balanced_rows
+from lightning_parallel.tensor.sharding import Shard
 from lightning_parallel_cli import build_parser
 
 # ----------------------------------------------------------------------------------------------- a page for each name
@@ -141,6 +143,7 @@ BEFORE_AND_AFTER: dict[str, tuple[list[list[str]], list[list[str]], str]] = {
     "send, receive": ([["a0"], [""], [""]], [["a0"], ["a0"], [""]], "receive, send"),
 }
 COLOURS = {"a": "#3b70d6", "b": "#1f9d6b", "c": "#d98a1f", "+": "#7d4fc4"}
+RANKS = 4  # of the drawings of attention, where colours mean ranks
 CELL, ROW, LEFT = 34, 40, 64
 
 
@@ -148,18 +151,15 @@ def draw_collective(name: str) -> str:
     """Draw what three ranks hold before and after a collective, as SVG."""
     before, after, _ = BEFORE_AND_AFTER[name]
     width, height = LEFT + 7 * CELL + 40, 3 * ROW + 28
-    parts = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="{height}" role="img" aria-label="{name}"'
-        ' font-family="Inter, Helvetica, Arial, sans-serif" font-size="13">'
-    ]
+    parts = [_head(width, height, name)]
     second = LEFT + 3 * CELL + 50
     for x, heading in ((LEFT, "before"), (second, "after")):
-        parts.append(f'<text x="{x}" y="14" fill="#6b7785">{heading}</text>')
+        parts.append(_label(x, 14, heading))
     for rank, (held, gets) in enumerate(zip(before, after)):
         y = 24 + rank * ROW
-        parts.append(f'<text x="0" y="{y + 20}" fill="#6b7785">rank {rank}</text>')
+        parts.append(_label(0, y + 20, f"rank {rank}"))
         parts.extend(_cells(LEFT, y, held[0].split()))
-        parts.append(f'<text x="{second - 34}" y="{y + 20}" fill="#6b7785">→</text>')
+        parts.append(_label(second - 34, y + 20, "→"))
         parts.extend(_cells(second, y, gets[0].split()))
     return "\n".join((*parts, "</svg>"))
 
@@ -170,6 +170,119 @@ def _cells(left: int, top: int, blocks: list[str]) -> Iterator[str]:
         yield f'<rect x="{x}" y="{top}" width="{CELL - 4}" height="30" rx="4" fill="{COLOURS[block[0]]}" />'
         text = block.replace("+", "Σ")
         yield f'<text x="{x + (CELL - 4) / 2}" y="{top + 20}" text-anchor="middle" fill="#fff">{text}</text>'
+
+
+def _head(width: int, height: int, name: str) -> str:
+    return (
+        f'<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="{height}" viewBox="0 0 {width} {height}"'
+        f' role="img" aria-label="{name}" font-family="Inter, Helvetica, Arial, sans-serif" font-size="13">'
+    )
+
+
+def _label(x: float, y: float, text: str, anchor: str = "start") -> str:
+    return f'<text x="{x}" y="{y}" text-anchor="{anchor}" fill="#6b7785">{text}</text>'
+
+
+# Attention whose positions are sharded. A square is a grid of heads and positions, or of queries and keys.
+SIDE = 18
+
+
+def _square(left: int, top: int, rows: int, colours: dict[tuple[int, int], str]) -> Iterator[str]:
+    """Draw a grid of cells; those without a colour are empty."""
+    for row in range(rows):
+        for column in range(rows):
+            fill = colours.get((row, column), "none")
+            where = f'x="{left + column * SIDE}" y="{top + row * SIDE}" width="{SIDE - 2}" height="{SIDE - 2}"'
+            yield f'<rect {where} rx="3" fill="{fill}" stroke="#9aa5b1" stroke-opacity="0.5" />'
+
+
+def draw_ulysses() -> str:
+    """Draw the parts of queries, keys and values that each rank holds before, during and after attention."""
+    colours, every = [*COLOURS.values()], range(RANKS)
+    width, step = 640, RANKS * SIDE
+    parts = [_head(width, RANKS * (step + 16) + 30, "ulysses")]
+    headings = ("its positions, all heads", "all positions, its heads", "its positions, all heads")
+    for stage, heading in enumerate(headings):
+        left = LEFT + 10 + stage * 195
+        parts.append(_label(left, 14, heading))
+        for rank in every:
+            top = 26 + rank * (step + 16)
+            if stage == 0:
+                parts.append(_label(0, top + step / 2 + 4, f"rank {rank}"))
+            if stage < 2:
+                parts.append(_label(left + step + 58, top + step / 2 + 4, "all-to-all →", "middle"))
+            cells = [(rank, at) if stage == 1 else (at, rank) for at in every]
+            # Colours tell from which rank the positions are.
+            parts.extend(_square(left, top, RANKS, {cell: colours[cell[1]] for cell in cells}))
+    return "\n".join((*parts, _label(LEFT + 10, RANKS * (step + 16) + 26, "rows: heads; columns: positions"), "</svg>"))
+
+
+def draw_gather() -> str:
+    """Draw the keys and values that each rank holds before and after the all-gather, and its scores."""
+    colours, step = [*COLOURS.values()], RANKS * SIDE
+    parts = [_head(640, RANKS * (step + 16) + 30, "gather")]
+    for left, heading in (
+        (LEFT + 10, "its keys and values"),
+        (260, "those of all ranks"),
+        (455, "scores of its queries"),
+    ):
+        parts.append(_label(left, 14, heading))
+    for rank in range(RANKS):
+        top = 26 + rank * (step + 16)
+        middle = top + step // 2
+        parts.append(_label(0, middle + 4, f"rank {rank}"))
+        parts.extend(_blocks(LEFT + 10, middle - 15, [rank]))
+        parts.append(_label(195, middle + 4, "all-gather →", "middle"))
+        parts.extend(_blocks(260, middle - 15, range(RANKS)))
+        parts.append(_label(425, middle + 4, "→"))
+        parts.extend(_square(455, top, RANKS, {(rank, column): colours[column] for column in range(RANKS)}))
+    return "\n".join((*parts, _label(455, RANKS * (step + 16) + 26, "rows: queries; columns: keys"), "</svg>"))
+
+
+def draw_ring() -> str:
+    """Draw which keys and values each rank holds in each turn, and the scores that it computes from them."""
+    colours, step = [*COLOURS.values()], RANKS * SIDE
+    parts = [_head(700, RANKS * (step + 16) + 30, "ring")]
+    for turn in range(RANKS):
+        left = LEFT + 10 + turn * 158
+        parts.append(_label(left, 14, f"turn {turn}"))
+        for rank in range(RANKS):
+            top, owner = 26 + rank * (step + 16), (rank - turn) % RANKS
+            if turn == 0:
+                parts.append(_label(0, top + step / 2 + 4, f"rank {rank}"))
+            parts.extend(_blocks(left, top + step // 2 - 15, [owner]))
+            parts.extend(_square(left + 46, top, RANKS, {(rank, owner): colours[owner]}))
+            if turn < RANKS - 1:
+                parts.append(_label(left + 46 + step + 18, top + step / 2 + 4, "↘", "middle"))
+    note = "keys and values go to the next rank, the last rank's to rank 0, while a turn computes"
+    return "\n".join((*parts, _label(LEFT + 10, RANKS * (step + 16) + 26, note), "</svg>"))
+
+
+def _blocks(left: int, top: int, owners: Iterable[int]) -> Iterator[str]:
+    for index, owner in enumerate(owners):
+        x, fill = left + index * (CELL + 2), [*COLOURS.values()][owner]
+        yield f'<rect x="{x}" y="{top}" width="{CELL}" height="30" rx="4" fill="{fill}" />'
+        yield f'<text x="{x + CELL / 2}" y="{top + 20}" text-anchor="middle" fill="#fff">kv{owner}</text>'
+
+
+def draw_positions() -> str:
+    """Draw who computes which causal scores, for consecutive positions and for a chunk from head and tail each."""
+    colours, chunks = [*COLOURS.values()], 2 * RANKS
+    parts = [_head(640, chunks * SIDE + 110, "positions")]
+    for left, heading, rule in (
+        (10, "consecutive positions", Shard.even(0, chunks, RANKS)),
+        (330, "a chunk from the head and one from the tail", balanced_rows(chunks, RANKS)),
+    ):
+        parts.append(_label(left, 14, heading))
+        owners = {row: rank for rank, held in enumerate(rule.ranges) for run in held for row in range(*run)}
+        cells = {(row, column): colours[owners[row]] for row in owners for column in range(row + 1)}
+        parts.extend(_square(left, 26, chunks, cells))
+        for rank in range(RANKS):
+            share = sum(row + 1 for row, owner in owners.items() if owner == rank)
+            y = chunks * SIDE + 38 + rank * 18
+            parts.append(f'<rect x="{left}" y="{y}" width="{share * 8}" height="14" rx="3" fill="{colours[rank]}" />')
+            parts.append(_label(left + share * 8 + 8, y + 12, f"rank {rank}: {share}"))
+    return "\n".join((*parts, "</svg>"))
 
 
 def draw_schedule(name: str) -> str:
@@ -255,6 +368,8 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
         made[f"images/collectives/{name.split(',')[0]}.svg"] = draw_collective(name)
     for name in SCHEDULES:
         made[f"images/schedules/{name}.svg"] = draw_schedule(name)
+    for draw in (draw_ulysses, draw_ring, draw_gather, draw_positions):
+        made[f"images/attention/{draw.__name__.removeprefix('draw_')}.svg"] = draw()
     root = Path(config.config_file_path).parent
     for source, target in (("CHANGELOG.md", "changelog.md"), ("CONTRIBUTING.md", "contributing.md")):
         made[target] = (root / source).read_text(encoding="utf-8").replace("](docs/", "](")

@@ -58,6 +58,28 @@ class MyData(LightningDataModule):
         return torch.utils.data.DataLoader(samples, batch_size=8)
 
 
+class MySequences(LightningModule):
+    """Blocks with attention over positions, for guides on sequences."""
+
+    def __init__(self):
+        super().__init__()
+        self.embedding = nn.Embedding(7, 8)
+        self.layers = nn.ModuleList(nn.TransformerEncoderLayer(8, 2, 16, 0.0, batch_first=True) for _ in range(2))
+
+    def training_step(self, batch, _):
+        x = self.embedding(batch[0])
+        for layer in self.layers:
+            x = layer(x)
+        return x.square().mean()
+
+    configure_optimizers = MyModule.configure_optimizers
+
+
+class MyTokens(LightningDataModule):
+    def train_dataloader(self):
+        return torch.utils.data.DataLoader(torch.utils.data.TensorDataset(torch.randint(7, (32, 6))), batch_size=8)
+
+
 class SmallTrainer(Trainer):
     """Takes two steps on processors, and leaves nothing in the reader's folder."""
 
@@ -70,6 +92,8 @@ class SmallTrainer(Trainer):
 
 def run_blocks(group, page, folder):
     namespace = {"MyModule": MyModule, "MyData": MyData}
+    if Path(page).stem == "long_sequences":
+        namespace = {"MyModule": MySequences, "MyData": MyTokens}
     SmallTrainer.folder = folder
     with patched(lightning.pytorch, "Trainer", SmallTrainer):
         for block in blocks(Path(page), "python"):
@@ -119,6 +143,7 @@ def test_commands_that_need_no_run_run(capsys):
 
 def test_links_lead_to_pages_and_pictures():
     made = (
+        "images/attention/",
         "images/collectives/",
         "images/schedules/",
         "reference/",
