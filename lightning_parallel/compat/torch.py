@@ -99,6 +99,7 @@ __all__ = [
     "WITHOUT_VALUES",
     "base_of",
     "saved_tensors_hooks_now",
+    "computes_on_parts",
     "gather_absent",
     "gathers_first",
     "buffers_of",
@@ -213,6 +214,11 @@ def base_of(tensor: Tensor) -> Tensor:
 def gathers_first(kind: type) -> bool:
     """Return whether functions of a class of parameters gather their data, before any other class may compute."""
     return hasattr(kind, "gather_slices")
+
+
+def computes_on_parts(kind: type) -> bool:
+    """Return whether functions of a class of tensors compute on a part of the data; see `tensor.pieces`."""
+    return hasattr(kind, "computed_on_parts")
 
 
 def gather_absent(values: Any) -> None:

@@ -25,6 +25,7 @@ from torch.utils.hooks import RemovableHandle
 from lightning_parallel.compat import Patches, innermost_users_line, module_that_asks, patched
 from lightning_parallel.compat.torch import (
     DisableTorchFunctionSubclass,
+    computes_on_parts,
     forbid_data_access,
     gathers_first,
     give_data,
@@ -306,7 +307,7 @@ class PlaceholderTensor(Tensor):
     def __torch_function__(
         cls, func: Callable[..., Any], types: Iterable[type], args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        if any(map(gathers_first, types)):
+        if any(map(gathers_first, types)) or any(map(computes_on_parts, types)):
             return NotImplemented
         # Each operation asks this, so the questions that need the asking module come after one look-up.
         if func in _QUESTIONS and _is_answered_with_true(func, args[0], module_that_asks()):

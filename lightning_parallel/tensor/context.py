@@ -19,6 +19,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
+from functools import cache
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -30,11 +31,13 @@ from lightning_parallel.comm import Group
 from lightning_parallel.compat.torch import pytree
 from lightning_parallel.tensor.autograd import all_gather_to_group, reduce_scatter_to_group
 from lightning_parallel.tensor.context_attention import attend
-from lightning_parallel.tensor.context_methods import Method, balanced_rows, ulysses_reason
+from lightning_parallel.tensor.context_methods import AttentionShape, Method, balanced_rows, choose_method
 from lightning_parallel.tensor.piece_rules import DROPOUTS
 from lightning_parallel.tensor.pieces import Family, Piece, piece_with
 from lightning_parallel.tensor.regions import own_stream
 from lightning_parallel.tensor.sharding import Shard, balanced
+
+_DIMENSIONS = 3  # of hidden states: batch, positions, features
 
 __all__ = ["Positions", "PositionSplit", "split_input"]
 
@@ -113,9 +116,18 @@ class PositionSplit:
         if columns is None or dropout:
             k, v = (x if columns is None else _all_positions(x, columns, self.group) for x in (k, v))
             return _attend_to_all(q, k, v, rows, self.group, mask, is_causal, dropout, scale, enable_gqa)
-        method = self.method
-        if method == "auto":
-            method = "ulysses" if ulysses_reason(q.shape[-3], k.shape[-3], self.group.size) is None else "gather"
+        shape = AttentionShape(
+            batch=_count_of(q.shape[:-3]),
+            heads=q.shape[-3],
+            kv_heads=k.shape[-3],
+            head_size=q.shape[-1],
+            value_size=v.shape[-1],
+            item_bytes=q.element_size(),
+            rows=rows,
+            columns=columns,
+            is_causal=is_causal,
+        )
+        method = _chosen(shape, mask is not None) if self.method == "auto" else self.method
         return attend(
             q,
             k,
@@ -129,6 +141,11 @@ class PositionSplit:
             enable_gqa=enable_gqa,
             method=method,
         )
+
+
+@cache
+def _chosen(shape: AttentionShape, has_mask: bool) -> Method:
+    return choose_method(shape, has_mask)
 
 
 @dataclass(eq=False)
@@ -293,7 +310,7 @@ def _attend_to_all(
         return F.scaled_dot_product_attention(q, k, v, mask, dropout, scale=scale, enable_gqa=enable_gqa)
 
 
-def split_input(split: PositionSplit, block: str, dim: int, arguments: Any) -> Any:
+def split_input(split: PositionSplit, block: str, dim: int, arguments: Any, is_named: bool = True) -> Any:
     """Return the arguments of a block, with hidden states that are split along positions.
 
     Args:
@@ -301,12 +318,15 @@ def split_input(split: PositionSplit, block: str, dim: int, arguments: Any) -> A
         block: Path of the block.
         dim: The dimension of positions of the hidden states: the first floating-point tensor among the arguments.
         arguments: The arguments.
+        is_named: Whether attention belongs to this block also if its input was split before.
     """
-    split.block = block
+    if is_named:
+        split.block = block
     leaves = pytree.tree_leaves(arguments)
     hidden = next((leaf for leaf in leaves if isinstance(leaf, Tensor) and leaf.is_floating_point()), None)
-    if hidden is None or hidden.dim() <= dim + 1 or isinstance(hidden, Piece):
+    if hidden is None or hidden.dim() != _DIMENSIONS or isinstance(hidden, Piece):
         return arguments
+    split.block = block
     part = split.split(hidden, dim)
     return pytree.tree_map(lambda leaf: part if leaf is hidden else leaf, arguments)
 

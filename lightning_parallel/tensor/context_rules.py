@@ -259,6 +259,13 @@ def _expanded(func: Callable[..., Any], name: str, args: Arguments, kwargs: dict
     return _as_piece(part.expand(*sizes), place, family)
 
 
+def _like(func: Callable[..., Any], name: str, args: Arguments, kwargs: dict[str, Any]) -> Any:
+    """Compute functions that take the shape or the type of another tensor."""
+    if kwargs or len(args) != 2:
+        return _by_sample(func, args, kwargs)
+    return args[0].to(args[1].dtype) if name == "type_as" else getattr(args[0], name.removesuffix("_as"))(args[1].shape)
+
+
 def _repeated(func: Callable[..., Any], name: str, args: Arguments, kwargs: dict[str, Any]) -> Any:
     piece, own = args[0], _part_and_place(args[0])
     dim = kwargs.get("dim", args[2] if len(args) > 2 else None)
@@ -338,6 +345,7 @@ POSITION_RULES: dict[str, Callable[..., Any]] = {
     **dict.fromkeys(("binary_cross_entropy", "binary_cross_entropy_with_logits"), _elementwise_loss),
     **dict.fromkeys(("cat", "concat", "concatenate", "stack"), _concatenated),
     **dict.fromkeys(("expand", "expand_as"), _expanded),
+    **dict.fromkeys(("type_as", "view_as", "reshape_as"), _like),
     "repeat_interleave": _repeated,
 }
 Positions.rules = POSITION_RULES

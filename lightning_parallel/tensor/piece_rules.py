@@ -222,6 +222,9 @@ def _view(call: PieceCall) -> Any:
     piece, name = call.piece, call.name
     if name == "__getitem__" and any(isinstance(leaf, Tensor) for leaf in call.leaves[1:]):
         return _select(call)
+    if name == "__getitem__" and _is_everything(call.args[1]):
+        # torch returns an alias here, which would read the data.
+        return piece.view(piece.shape).keep(call.part, piece.place, True)  # type: ignore[attr-defined]
     index = _index_at_place(call)
     if index is not None:
         return _narrowed(call, *index)
@@ -243,6 +246,13 @@ def _view(call: PieceCall) -> Any:
     if isinstance(viewed, Tensor):
         return viewed.keep(own, places[0], is_alias=True)  # type: ignore[attr-defined]
     return type(viewed)(view.keep(*kept, is_alias=True) for view, *kept in zip(viewed, own, places))
+
+
+def _is_everything(index: Any) -> bool:
+    given = index if isinstance(index, tuple) else (index,)
+    return all(
+        each is Ellipsis or (isinstance(each, slice) and each in (slice(None), slice(0, None))) for each in given
+    )
 
 
 def _index_at_place(call: PieceCall) -> tuple[int | slice, tuple[Any, ...]] | None:
@@ -292,7 +302,7 @@ def _narrowed(call: PieceCall, index: int | slice, rest: tuple[Any, ...]) -> Any
         # Only this row is gathered.
         return piece_with(part, place, family).whole()[rest]
     view = piece.narrow(place, start, max(stop - start, 0)).keep(part, place, True, family)  # type: ignore[attr-defined]
-    return view[rest] if rest else view
+    return view if _is_everything(rest) else computed_on_parts(Tensor.__getitem__, "__getitem__", (view, rest), {})
 
 
 def _select(call: PieceCall) -> Piece | None:

@@ -137,6 +137,12 @@ class Family:
         """The extent of the sharded dimension of the full tensor."""
         return sum(self.extents) if self.packing is None else self.packing.full_size
 
+    def full_shape(self, shape: Sequence[int], dim: int) -> torch.Size:
+        """Return the shape of the full tensor, given that of a part."""
+        sizes = list(shape)
+        sizes[dim] = self.extent
+        return torch.Size(sizes)
+
     def cut(self, full: Tensor, dim: int) -> Tensor:
         """Return this rank's part of a full tensor, in autograd's graph."""
         if self.packing is None:
@@ -439,6 +445,8 @@ class Piece(Tensor):
         if name == "equal":
             # Lightning compares all pairs of parameters so.
             return args[0] is args[1] or (args[0].shape == args[1].shape and bool((args[0] == args[1]).all()))
+        if name == "__deepcopy__" and args[0].family.group.is_pretended:
+            return args[0]  # a record copies arguments, and has no data
         with DisableTorchFunctionSubclass():
             is_data = name == "__get__" and func == _DATA
             if (is_data or name == "detach") and args[0].home is not None:
@@ -543,8 +551,7 @@ def piece_with(part: Tensor, place: int, family: Family, is_alias: bool = False,
 
 
 def _without_graph(part: Tensor, place: int, family: Family, home: Tensor | None = None) -> Piece:
-    shape = list(part.shape)
-    shape[place] = family.extent
+    shape = family.full_shape(part.shape, place)
     # Detached: autograd knows the gather as `_WholeOfPart`, and the data are made outside its graph.
     own = part.detach()
     # A layer that runs again finds the data of its inputs in their pieces. It makes only its own pieces anew.
@@ -559,8 +566,11 @@ def _without_graph(part: Tensor, place: int, family: Family, home: Tensor | None
 
 
 def _gather(part: Tensor, place: int, family: Family) -> Tensor:
-    if line := innermost_users_line():
-        GATHERS[line] += 1
+    line = innermost_users_line()
+    GATHERS[line] += bool(line)
+    if family.group.is_pretended:
+        return part.new_empty(family.full_shape(part.shape, place))
+    if line:
         _tell_of_gathers(line, part, place, family)
     return family.join_data(part.whole() if isinstance(part, (Piece, TiledLogits)) else part, place)
 
@@ -570,9 +580,7 @@ def _tell_of_gathers(line: str, part: Tensor, place: int, family: Family) -> Non
     bytes_before, times = _GATHERED.setdefault(line, (0, Counter())) or (0, None)
     if times is None:
         return
-    sizes = list(part.shape)
-    sizes[place] = family.extent
-    total = bytes_before + math.prod(sizes) * part.element_size()
+    total = bytes_before + family.full_shape(part.shape, place).numel() * part.element_size()
     address = 0 if isinstance(part, (Piece, TiledLogits)) else part.data_ptr()
     times[address] += 1
     is_told = times[address] >= _OFTEN and total >= _LARGE

@@ -336,3 +336,16 @@ def data_dependent():
             return super().run(x * 2 if x.mean() > 0 else x)
 
     return _classified(Model(nn.ModuleList(Block() for _ in range(4))))
+
+
+def qwen3():
+    """Norms of queries and keys, and grouped heads."""
+    heads = {"num_key_value_heads": 1, "head_dim": 8}
+    return _transformers("Qwen3ForCausalLM", ("Qwen3Config", {**_WIDE, **heads}), _text())
+
+
+def gemma3():
+    """Sliding windows in all layers but every third, and two tables of rotations."""
+    heads = {"num_key_value_heads": 1, "head_dim": 8, "sliding_window": 4, "sliding_window_pattern": 3}
+    config = ("Gemma3TextConfig", {**_WIDE, **heads, "query_pre_attn_scalar": 8})
+    return _transformers("Gemma3ForCausalLM", config, _text())

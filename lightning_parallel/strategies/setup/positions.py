@@ -72,7 +72,12 @@ def split_sequences(
         return
     with comm.failing_together(groups.world):
         blocks = {path: layer for layers in repeated_entries(module).values() for path, layer in layers}
-        found = _blocks_of(module, blocks, _trials(blocks, records))
+        trials = _trials(blocks, records)
+        if not any(trial.notes for trial in trials):
+            # Blocks may be attributes, or one layer may be called several times.
+            blocks = {path: child for path, child in module.named_modules() if path and _has_children(child)}
+            trials = _trials(blocks, records, is_named=False)
+        found = _blocks_of(module, blocks, trials)
     comm.agree("the blocks with split sequences", found, groups.world)
     is_causal = all(note.is_causal for _, notes in found.values() for note in notes)
     state.positions = split = PositionSplit(group, options.method, is_causal and options.method != "ulysses")
@@ -80,13 +85,19 @@ def split_sequences(
         hook_before(blocks[path], partial(_enter, state, split, path, dim), with_kwargs=True)
 
 
-def _trials(blocks: Mapping[str, nn.Module], records: Callable[[], list[StepTrace]]) -> list[_SplitTrial]:
+def _has_children(module: nn.Module) -> bool:
+    return next(module.children(), None) is not None
+
+
+def _trials(
+    blocks: Mapping[str, nn.Module], records: Callable[[], list[StepTrace]], is_named: bool = True
+) -> list[_SplitTrial]:
     found = []
     for dim in _DIMS:
         split = PositionSplit(Group.pretended("context_parallel", 2), "gather", notes=[])
 
         def enter(module: nn.Module, args: Any, kwargs: Any, path: str, dim: int = dim, split: Any = split) -> Any:
-            return split_input(split, path, dim, (args, kwargs))
+            return split_input(split, path, dim, (args, kwargs), is_named)
 
         handles = [
             block.register_forward_pre_hook(partial(enter, path=path), with_kwargs=True)
@@ -124,8 +135,8 @@ def _blocks_of(
     errors = {str(trial.error) for trial in trials if trial.error is not None}
     why = f" The step could not be followed: {'; '.join(sorted(errors))}." if errors else ""
     raise ValueError(
-        f"Sequences of `{type(module).__name__}` cannot be split: no block in a `ModuleList` or `Sequential` computes"
-        f" attention over positions of its input.{why} Put the blocks into a list, or set `context_parallel_size=1`"
+        f"Sequences of `{type(module).__name__}` cannot be split: no module computes attention over"
+        f" positions of its input (batch, positions, features).{why} Set `context_parallel_size=1`"
     )
 
 
