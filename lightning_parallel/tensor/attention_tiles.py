@@ -16,7 +16,7 @@ Source: https://arxiv.org/abs/1805.02867; backward by tiles: https://arxiv.org/a
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Literal, NamedTuple
 
 import torch
@@ -31,24 +31,37 @@ from lightning_parallel.compat.torch import (
 )
 from lightning_parallel.tensor.sharding import Range
 
-__all__ = ["Gradients", "Partial", "Tile", "causal_tiles", "high_dtype", "tile_attention", "tile_gradients"]
+__all__ = [
+    "Gradients",
+    "Partial",
+    "Tile",
+    "causal_tiles",
+    "full_tiles",
+    "high_dtype",
+    "joined_tiles",
+    "places_of",
+    "tile_attention",
+    "tile_gradients",
+]
 
 MAX_SCORES = 1 << 26
 """Number of scores that exist at once without a fused kernel; more rows are computed one after another."""
 
 
 class Tile(NamedTuple):
-    """Scores of some rows and columns, in positions of the full sequence.
+    """Scores of some rows and columns.
 
     Attributes:
-        rows, columns: Their positions.
+        rows, columns: Their places among the rows and columns that a rank holds.
         kind: `full`: each row attends to each column. `diagonal`: a square in which row i attends to columns up to i.
             `masked`: an explicit mask decides.
+        seen: The rows and columns of the mask, in positions of the full sequence; None without a mask.
     """
 
     rows: Range
     columns: Range
     kind: Literal["full", "diagonal", "masked"]
+    seen: tuple[Range, Range] | None = None
 
     @property
     def scores(self) -> float:
@@ -57,12 +70,36 @@ class Tile(NamedTuple):
         return (rows * (rows + 1) / 2) if self.kind == "diagonal" else float(rows * columns)
 
 
-def causal_tiles(rows: Range, columns: Range) -> Iterator[Tile]:
+def full_tiles(own: Sequence[Range], block: Sequence[Range]) -> list[Tile]:
+    """Return the scores of all rows and columns, which a rank holds in these ranges of positions: one tile or none."""
+    rows, columns = (sum(stop - start for start, stop in ranges) for ranges in (own, block))
+    return [Tile((0, rows), (0, columns), "full")] if rows and columns else []
+
+
+def causal_tiles(own: Sequence[Range], block: Sequence[Range]) -> list[Tile]:
     """Cut the scores of a causal order into full tiles and squares on the diagonal: the kernels know these only.
 
-    Yields:
-        At most three tiles, all non-empty.
+    Args:
+        own: Positions of the rows.
+        block: Positions of the columns.
+
+    Returns:
+        The tiles that are not empty, few and large.
     """
+    if own == block and list(own) == sorted(own):
+        # Each row comes at the place of its own column, after the columns before it.
+        return [tile._replace(kind="diagonal") for tile in full_tiles(own, block)]
+    found = [
+        Tile(places_of(own, tile.rows), places_of(block, tile.columns), tile.kind)
+        for rows in own
+        for columns in block
+        for tile in _causal_tiles(rows, columns)
+    ]
+    return joined_tiles(found)
+
+
+def _causal_tiles(rows: Range, columns: Range) -> Iterator[Tile]:
+    """Yield at most three tiles, in positions."""
     (start, stop), (first, last) = rows, columns
     start = max(start, first)  # earlier rows attend to none of the columns
     end = min(stop, last)
@@ -74,6 +111,34 @@ def causal_tiles(rows: Range, columns: Range) -> Iterator[Tile]:
     for tile in found:
         if all(low < high for low, high in (tile.rows, tile.columns)):
             yield tile
+
+
+def places_of(ranges: Sequence[Range], positions: Range) -> Range:
+    """Return where a shard of these ranges holds consecutive positions."""
+    at = 0
+    for start, stop in ranges:
+        if start <= positions[0] < stop:
+            at += positions[0] - start
+            return at, at + positions[1] - positions[0]
+        at += stop - start
+    raise IndexError(f"Positions {positions} must be in the ranges {ranges}")
+
+
+def joined_tiles(tiles: Iterable[Tile]) -> list[Tile]:
+    """Join full tiles that are neighbours: a kernel computes few large tiles faster."""
+    found = sorted(tiles, key=lambda tile: (tile.kind, tile.columns, tile.rows))
+    for by_rows in (True, False):
+        done: list[Tile] = []
+        for tile in found:
+            before = done[-1] if done and done[-1].kind == tile.kind == "full" else None
+            if before is not None and by_rows and before.columns == tile.columns and before.rows[1] == tile.rows[0]:
+                done[-1] = Tile((before.rows[0], tile.rows[1]), tile.columns, "full")
+            elif before is not None and before.rows == tile.rows and before.columns[1] == tile.columns[0]:
+                done[-1] = Tile(tile.rows, (before.columns[0], tile.columns[1]), "full")
+            else:
+                done.append(tile)
+        found = sorted(done, key=lambda tile: (tile.kind, tile.rows, tile.columns))
+    return found
 
 
 class Partial(NamedTuple):

@@ -19,10 +19,11 @@ Source: https://arxiv.org/abs/2310.01889
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import cache, cached_property
+from itertools import product
 from typing import Any
 
 import torch
@@ -38,7 +39,10 @@ from lightning_parallel.tensor.attention_tiles import (
     Partial,
     Tile,
     causal_tiles,
+    full_tiles,
     high_dtype,
+    joined_tiles,
+    places_of,
     tile_attention,
     tile_gradients,
 )
@@ -95,20 +99,15 @@ class Turns:
 @cache
 def causal_turns(rows: Ranges, columns: Ranges, is_causal: bool) -> Turns:
     """Plan the turns without an explicit mask."""
-
-    def tiles(own: Sequence[Range], block: Sequence[Range]) -> tuple[Tile, ...]:
-        if is_causal:
-            return tuple(tile for r in own for c in block for tile in causal_tiles(r, c))
-        return tuple(Tile(r, c, "full") for r in own for c in block if r[0] < r[1] and c[0] < c[1])
-
-    return Turns(rows, columns, tuple(tuple(tiles(own, block) for block in columns) for own in rows))
+    tiles_of = causal_tiles if is_causal else full_tiles
+    return Turns(rows, columns, tuple(tuple(tuple(tiles_of(own, block)) for block in columns) for own in rows))
 
 
 def masked_turns(rows: Ranges, columns: Ranges, mask: Tensor) -> Turns:
     """Plan the turns of an explicit mask (B or 1, H or 1, L or 1, S or 1), the same on all ranks."""
     row_ranges, column_ranges = _cut(rows), _cut(columns)
     if not has_data(mask):
-        return _all_masked(rows, columns)
+        return _masked_turns(rows, columns, None)  # in a rehearsal, whose values are not known
     attends = mask if mask.dtype == torch.bool else mask > -torch.inf
     # A mask of zeros that is learned has a gradient, so its scores need the mask.
     plain = mask if mask.dtype == torch.bool else (mask == 0) & (not mask.requires_grad)
@@ -122,24 +121,22 @@ def masked_turns(rows: Ranges, columns: Ranges, mask: Tensor) -> Turns:
         for j, c in enumerate(column_ranges)
         if states[i][j]
     }
+    return _masked_turns(rows, columns, kinds)
+
+
+def _masked_turns(rows: Ranges, columns: Ranges, kinds: Mapping[tuple[Range, Range], Any] | None) -> Turns:
+    """Plan the turns of a mask, given the kinds of its tiles by rows and columns; None for masked tiles alone."""
 
     def tiles(own: Sequence[Range], block: Sequence[Range]) -> tuple[Tile, ...]:
-        pairs = [(r, c) for r in _cut([own]) for c in _cut([block]) if (r, c) in kinds]
-        return tuple(Tile(r, c, kinds[r, c]) for r, c in pairs)  # type: ignore[arg-type]
+        found = []
+        for seen in product(_cut([own]), _cut([block])):
+            kind: Any = "masked" if kinds is None else kinds.get(seen)
+            if kind is not None:
+                places = places_of(own, seen[0]), places_of(block, seen[1])
+                found.append(Tile(*places, kind, seen if kind == "masked" else None))
+        return tuple(joined_tiles(found))
 
     return Turns(rows, columns, tuple(tuple(tiles(own, block) for block in columns) for own in rows))
-
-
-def _all_masked(rows: Ranges, columns: Ranges) -> Turns:
-    """Plan the turns of a mask whose values are not known, such as that of a rehearsal."""
-    return Turns(
-        rows,
-        columns,
-        tuple(
-            tuple(tuple(Tile(r, c, "masked") for r in _cut([own]) for c in _cut([block])) for block in columns)
-            for own in rows
-        ),
-    )
 
 
 def _cut(ranges: Sequence[Sequence[Range]]) -> list[Range]:
@@ -240,8 +237,8 @@ def _ring_gradients(
                 found = tile_gradients(grad[:, :, part.rows], *kernel)
                 grad_q[:, :, part.rows] += found.q
                 added[:, :, part.columns] += torch.cat([found.k, found.v], -1)
-                if grad_mask is not None and found.mask is not None:
-                    seen = _seen(grad_mask, part.tile)
+                if grad_mask is not None and found.mask is not None and part.tile.seen is not None:
+                    seen = _seen(grad_mask, part.tile.seen)
                     seen += found.mask.sum_to_size(seen.shape)
             home.send(turn, owner, added)
             trip.wait()
@@ -282,27 +279,15 @@ def _inputs_of(
     """Yield what this rank computes of the block of `owner`, (B, H_kv, S_r, E + E_v)."""
     for tile in turns.tiles[group.rank][owner]:
         assert block is not None  # it travels to each rank with tiles
-        rows = _slice_of(turns.rows[group.rank], tile.rows)
-        columns = _slice_of(turns.columns[owner], tile.columns)
+        rows, columns = slice(*tile.rows), slice(*tile.columns)
         k, v = block[:, :, columns].tensor_split([q.shape[-1]], -1)
-        seen = _seen(mask, tile) if mask is not None and tile.kind == "masked" else None
+        seen = None if mask is None or tile.seen is None else _seen(mask, tile.seen)
         yield _TileInputs(tile, rows, columns, q[:, :, rows], k, v, seen)
 
 
-def _slice_of(ranges: Sequence[Range], positions: Range) -> slice:
-    """Return where a shard of these ranges holds consecutive positions."""
-    at = 0
-    for start, stop in ranges:
-        if start <= positions[0] < stop:
-            at += positions[0] - start
-            return slice(at, at + positions[1] - positions[0])
-        at += stop - start
-    raise IndexError(f"Positions {positions} must be in the ranges {ranges}")
-
-
-def _seen(mask: Tensor, tile: Tile) -> Tensor:
+def _seen(mask: Tensor, seen: tuple[Range, Range]) -> Tensor:
     """Return the mask of a tile, a view."""
-    for dim, (start, stop) in ((-2, tile.rows), (-1, tile.columns)):
+    for dim, (start, stop) in zip((-2, -1), seen):
         if mask.shape[dim] > 1:
             mask = mask.narrow(dim, start, stop - start)
     return mask

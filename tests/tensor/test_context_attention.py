@@ -213,6 +213,9 @@ def test_ranks_compute_equal_causal_work_in_each_turn_and_blocks_stop_where_none
     assert {sum(blocks) for blocks in work} == {64 * 65 / 2 / 4}
     for turn in range(1, 4):
         assert len({work[rank][(rank - turn) % 4] for rank in range(4)}) == 1
+    # One call of a kernel in each turn: neighbours are joined.
+    kinds = [[tile.kind for tile in tiles] for blocks in turns.tiles for tiles in blocks]
+    assert sorted(kinds) == [["diagonal"]] * 4 + [["full"]] * 12
     ranges = consecutive(64, 4).ranges
     assert causal_turns(ranges, ranges, True).hops == (3, 2, 1, 0)
     assert causal_turns(ranges, ranges, False).hops == (3, 3, 3, 3)
